@@ -28,12 +28,20 @@ import psutil
 import torch
 
 from benchmarks.counting import CountingStore
-from holdfast.checkpoint import Attempt, Retention, StateDigest, TensorBox, open_checkpoint, packing, tiles
-from holdfast.checkpoint import share as share_module
+from holdfast.checkpoint import (
+    Attempt,
+    Retention,
+    StateDigest,
+    TensorBox,
+    open_checkpoint,
+    packing,
+    shard_writer,
+    tiles,
+)
 from holdfast.checkpoint.box import PIECE_BYTES
-from holdfast.checkpoint.collect import Collector
 from holdfast.checkpoint.commit import Committer
-from holdfast.checkpoint.share import Share
+from holdfast.checkpoint.gc import Collector
+from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.checkpoint.tree import FANOUT
 from holdfast.store import open_store
 
@@ -80,7 +88,7 @@ def boxes(rank: int, ranks: int) -> list[TensorBox]:
     return found
 
 
-class BytelessShare(Share):
+class BytelessShare(ShardWriter):
     """The share of a writer whose pieces have made-up digests, and one byte each."""
 
     def _hashed(self, boxes: Sequence[TensorBox]) -> list[packing.Piece]:
@@ -175,7 +183,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     packing.PACK_BYTES //= PIECE_BYTES  # of one byte each
-    setattr(share_module, "_require_finite", lambda *_: None)  # noqa: B010 - of what has no bytes
+    setattr(shard_writer, "_require_finite", lambda *_: None)  # noqa: B010 - of what has no bytes
     memory = Path("/dev/shm")
     for writers in arguments.writers:
         folder = tempfile.mkdtemp(prefix="scale-", dir=memory if memory.is_dir() else None)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from holdfast.launch.orphan import VARIABLE as PARENT
+from holdfast.launch.parent_death import VARIABLE as PARENT
 
 STEPS = 10  # of a window
 LAYERS, HEAD = 8, 64
@@ -89,7 +89,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
                 begun[done] = time.perf_counter()
                 saver.save(done, engine.saved(), {"optimizer.step": done})
             rows = torch.randint(0, 2048, (arguments.rows, CONTEXT + 1))
-            engine.step(rows, 1e-4, saver.copied)
+            engine.step(rows, 1e-4, saver.wait_for_staging)
             done += 1
         dist.barrier()
         return time.perf_counter() - start

@@ -19,7 +19,7 @@ import torch
 
 from holdfast.checkpoint import claim_attempt
 from holdfast.checkpoint.compress import Compression
-from holdfast.checkpoint.share import Share
+from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.components.preprocess import run as preprocess
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engine import Engine, build_engine
@@ -53,7 +53,7 @@ def main() -> None:
         engine.restored(0)
         batches = dataset.training(spec.model.context, spec.training.global_batch, 0)
         train(assignment, engine, batches, 0, steps)
-        share = Share(store, claim_attempt(store, "run"), 0, compression=Compression())
+        share = ShardWriter(store, claim_attempt(store, "run"), 0, compression=Compression())
         raw = sum(box.data.nbytes for box in engine.saved())
         print(f"state {raw / 1e6:.1f} MB after {steps} steps")
         report("alone", raw, written(store, lambda: share.write(steps, engine.saved())), None)

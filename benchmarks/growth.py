@@ -33,9 +33,9 @@ import torch
 
 from benchmarks._filled_s3 import BUCKET, FilledS3
 from holdfast.checkpoint import Attempt, Retention, TensorBox, claim_attempt
-from holdfast.checkpoint.collect import Collector
 from holdfast.checkpoint.commit import Committer
-from holdfast.checkpoint.share import Share
+from holdfast.checkpoint.gc import Collector
+from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.components.notify import summary
 from holdfast.launch import launches
 from holdfast.pipelines.backends.record import Record
@@ -56,7 +56,7 @@ from holdfast.telemetry.events import (
     LaunchEnded,
     Progress,
     SaveCommitted,
-    StragglerNamed,
+    StragglerDetected,
     TimeSpent,
 )
 from holdfast.telemetry.history import segment
@@ -125,7 +125,7 @@ def _commit(store: Store, attempt: Attempt, commit: int, *, whole: bool) -> None
     for key, text in segment(TRAINED, step - EVERY, rows, attempt.number).items():
         store.put(key, text.encode())
     if whole:
-        Share(store, attempt, 0).write(step, [TensorBox.whole("weight", torch.full((4,), float(step)))])
+        ShardWriter(store, attempt, 0).write(step, [TensorBox.whole("weight", torch.full((4,), float(step)))])
         first = attempt.number * COMMITS * EVERY
         history = [(number * COMMITS * EVERY, number + 1) for number in range(attempt.number) if first]
         Committer(store, attempt, 1).commit(step, {**FIELDS, "history": history}, {})
@@ -144,7 +144,7 @@ def _many_launches(store: Store, many: int) -> None:
         with recording(store, RESTARTED, "rank 0", launch=number, attempt=attempt.number):
             emit(LaunchBegan(job="job", nodes=1, processes=1))
             emit(AttemptBegan(world=1, step=1, steps=1_000_000, device="cpu"))
-            emit(StragglerNamed(rank=0, host="n1", phase="forward", ratio=2.0, seconds=1.0, step=1))
+            emit(StragglerDetected(rank=0, host="n1", phase="forward", ratio=2.0, seconds=1.0, step=1))
             emit(LaunchEnded(code=1))
         if number % 32 == 0:
             _fold_events(store, attempt)

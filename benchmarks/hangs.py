@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--ranks", type=int, default=2)
     asked = parser.parse_args()
-    from holdfast.telemetry.events import AttemptBegan, HangNamed, StragglerNamed
+    from holdfast.telemetry.events import AttemptBegan, HangDetected, StragglerDetected
 
     false: list[str] = []  # what was named while nothing was done, in words
     beyond: list[float] = []  # seconds after three usual steps
@@ -133,7 +133,9 @@ def main() -> None:
 
     def alarms_and_hangs(events: Events) -> None:
         events.until(lambda: events.step >= asked.steps, 3600.0)
-        hangs, slower = (sum(isinstance(event, kind) for event in events.seen) for kind in (HangNamed, StragglerNamed))
+        hangs, slower = (
+            sum(isinstance(event, kind) for event in events.seen) for kind in (HangDetected, StragglerDetected)
+        )
         false.append(f"{hangs} hangs and {slower} stragglers named wrongly in {events.step} steps")
         print(false[0], file=sys.stderr, flush=True)
         since = 0.0
@@ -143,7 +145,7 @@ def main() -> None:
             usual, victim = events.step_seconds(began.time), number % asked.ranks
             since = time.time()
             os.kill(ranks_of(os.getpid())[str(victim)].pid, signal.SIGSTOP)
-            named = events.until(lambda: events.first(HangNamed, since))  # noqa: B023
+            named = events.until(lambda: events.first(HangDetected, since))  # noqa: B023
             beyond.append(named.time - since - 3 * usual)
             wrong.extend([named.rank] if named.rank != victim else [])
             print(f"rank {victim} named after {named.time - since:.2f} s", file=sys.stderr, flush=True)
@@ -153,7 +155,7 @@ def main() -> None:
         for number in range(asked.rounds):
             victim, since, step = number % asked.ranks, time.time(), events.step
             with slowed(ranks_of(os.getpid())[str(victim)].pid):
-                named = events.until(lambda: events.first(StragglerNamed, since))  # noqa: B023
+                named = events.until(lambda: events.first(StragglerDetected, since))  # noqa: B023
             slow.append(named.step - step)
             wrong.extend([named.rank] if named.rank != victim else [])
             print(f"{named.text}: {slow[-1]} steps", file=sys.stderr, flush=True)

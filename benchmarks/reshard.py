@@ -18,7 +18,7 @@ import torch
 from benchmarks.counting import CountingStore
 from holdfast.checkpoint import Attempt, TensorBox, open_checkpoint
 from holdfast.checkpoint.commit import Committer
-from holdfast.checkpoint.share import Share
+from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.store import open_store
 
 RUN, WAYS = "reshard", ("rows", "columns", "both")
@@ -66,7 +66,7 @@ def main() -> None:
                 store = open_store(f"file://{folder}")
                 attempt = Attempt(RUN, 1)
                 for writer in range(writers):
-                    Share(store, attempt, writer).write(1, boxes(state, writer, writers, saved))
+                    ShardWriter(store, attempt, writer).write(1, boxes(state, writer, writers, saved))
                 Committer(store, attempt, writers).commit(1, FIELDS, {})
                 for loaded in WAYS:
                     for readers in READERS:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.recovery import recoveries
 from holdfast.pipelines.measure import calibrate
-from holdfast.planning import ACCELERATORS, Architecture, Candidate, Task, outlook, search
+from holdfast.planning import ACCELERATORS, Architecture, Candidate, Task, estimate_run, search
 from holdfast.planning.calibration import Calibration
 from holdfast.planning.collectives import Group, all_reduce
 
@@ -114,7 +114,7 @@ def extrapolated(errors: list[float]) -> None:
         traffic = sum(best.speed.terms.get(name, 0.0) for name in TRAFFIC) / best.speed.seconds
         print(
             f"{gpus:>6} {rate * gpus:>10,.0f} {rate / base:>11.0%} {traffic:>8.1%} "
-            f"{outlook(best).goodput:>8.1%}  {best.layout}"
+            f"{estimate_run(best).goodput:>8.1%}  {best.layout}"
         )
 
 

@@ -143,8 +143,8 @@ class Run:
         from dataclasses import replace
 
         record = self._record()
-        order = replace(record.order, replan=replan, store=record.store or self._store.url)
-        return self._backend()[0].resume(order)[0]
+        request = replace(record.request, replan=replan, store=record.store or self._store.url)
+        return self._backend()[0].resume(request)[0]
 
     def history(self) -> list[dict[str, Any]]:
         """A row for every committed step: step, loss [nats a token], grad_norm, learning_rate, tokens, ... Ready for
@@ -162,7 +162,7 @@ class Run:
     def checkpoints(self) -> list[Checkpoint]:
         """The checkpoints that are kept, oldest first."""
         from holdfast.checkpoint import read_manifest
-        from holdfast.checkpoint.keeping import checkpoint_steps
+        from holdfast.checkpoint.retention import checkpoint_steps
 
         found = [read_manifest(self._store, self.id, step) for step in checkpoint_steps(self._store, self.id)]
         return [
@@ -246,15 +246,15 @@ def run(
     another plan. A model that was not blessed is no failure: see `Run.verdict`. Raises RunFailedError.
     """
     from holdfast.pipelines.backends.local.backend import Local
-    from holdfast.pipelines.backends.order import Order
+    from holdfast.pipelines.backends.request import RunRequest
 
-    order = Order(_spec(spec, overrides), store, secrets.token_hex(4) if fresh else salt, replan=replan)
-    status, _ = Local(store).submit(order)
+    request = RunRequest(_spec(spec, overrides), store, secrets.token_hex(4) if fresh else salt, replan=replan)
+    status, _ = Local(store).submit(request)
     code = ExitCode(status.exit_code or 0)
     if code not in (ExitCode.OK, ExitCode.NOT_BLESSED):
         reason = status.message or code.name.lower().replace("_", " ")
         raise RunFailedError(f"run {status.id}: {reason}. The log: {status.link}", code)
-    return Run(status.id, order.store or (order.spec.store or ""))
+    return Run(status.id, request.store or (request.spec.store or ""))
 
 
 def submit(
@@ -273,17 +273,17 @@ def submit(
     """Submit a spec to a cluster and return what the backend says of the run; submitting it again gives the run that is
     there. `Run(status...)` knows more once its first step has begun. See `holdfast submit --help`."""
     from holdfast.pipelines.backends import SHARED_FOLDERS, SHARED_VOLUMES, open_backend
-    from holdfast.pipelines.backends.order import order as ordered
     from holdfast.pipelines.backends.record import keep_submission
+    from holdfast.pipelines.backends.request import build_request
 
     checked = _spec(spec, overrides)
     target = open_backend(backend, store=store, endpoint=endpoint, namespace=namespace)
-    order = ordered(
+    request = build_request(
         checked, store=store, salt=salt, service_account=service_account, image=image, replan=replan,
         shared_folders=backend in SHARED_FOLDERS, shared_volumes=backend in SHARED_VOLUMES,
     )  # fmt: skip
-    status, _ = target.submit(order)
-    keep_submission(status, order, endpoint, namespace, store or checked.store or store_url())
+    status, _ = target.submit(request)
+    keep_submission(status, request, endpoint, namespace, store or checked.store or store_url())
     return status
 
 

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.attempts import Attempt, claim_attempt, list_attempts
     from holdfast.checkpoint.box import TensorBox
     from holdfast.checkpoint.fingerprint import StateDigest, box_digests, digest_of, scalars_digest
-    from holdfast.checkpoint.keeping import Pin, Retention, list_pins, pin, unpin
     from holdfast.checkpoint.load import load_newest, newest_segments
     from holdfast.checkpoint.manifest import Manifest
     from holdfast.checkpoint.reader import Checkpoint, open_checkpoint, read_manifest
+    from holdfast.checkpoint.retention import Pin, Retention, list_pins, pin, unpin
     from holdfast.checkpoint.writer import Checkpointer
 
 __all__ = [
@@ -49,7 +49,7 @@ _PARTS = {
     "fingerprint": ("StateDigest", "box_digests", "digest_of", "scalars_digest"),
     "load": ("load_newest", "newest_segments"),
     "manifest": ("Manifest",),
-    "keeping": ("Pin", "Retention", "list_pins", "pin", "unpin"),
+    "retention": ("Pin", "Retention", "list_pins", "pin", "unpin"),
     "reader": ("Checkpoint", "open_checkpoint", "read_manifest"),
     "writer": ("Checkpointer",),
 }

@@ -20,7 +20,7 @@ from holdfast.checkpoint.fingerprint import scalars_digest
 from holdfast.checkpoint.index import MAX_INDEX_BYTES, Header
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.root import UnfitError
-from holdfast.checkpoint.share import tell_failure, writer_name
+from holdfast.checkpoint.shard_writer import record_failure, writer_name
 from holdfast.checkpoint.tree import FANOUT, Children, Node
 from holdfast.spec import errors
 from holdfast.spec.errors import DataError, FencedError, HoldfastError, StoreUnreachableError
@@ -80,7 +80,7 @@ class Committer:
             try:
                 self._write_node(step, level, number)
             except HoldfastError as error:
-                tell_failure(self._store, self._attempt, step, node_name(level, number), error)
+                record_failure(self._store, self._attempt, step, node_name(level, number), error)
                 raise
 
     def commit(

@@ -15,7 +15,7 @@ from functools import partial
 
 from blake3 import blake3
 
-from holdfast.checkpoint.doubts import DamageError, Suspect
+from holdfast.checkpoint.damage_reports import DamageError, DamageReport
 from holdfast.checkpoint.index import PackName, Place, Run
 from holdfast.checkpoint.pieces import Use, copy_part, decode, in_run, tile_ranges
 from holdfast.checkpoint.tiles import DIGEST_BYTES, digest_of_tiles
@@ -198,5 +198,5 @@ def _take_tile(tile: Use, digest: bytes, stored: memoryview, _: Bases) -> Use | 
     return None
 
 
-def _suspect(reason: str, key: str, start: int, use: Use) -> Suspect:
-    return Suspect(reason, key, start, index=use.index, piece=use.number)
+def _suspect(reason: str, key: str, start: int, use: Use) -> DamageReport:
+    return DamageReport(reason, key, start, index=use.index, piece=use.number)

@@ -26,8 +26,8 @@ from holdfast.checkpoint.catalogue import (
 )
 from holdfast.checkpoint.codec import Codec
 from holdfast.checkpoint.fingerprint import StateDigest
+from holdfast.checkpoint.index_validation import NO_BASE, validate_index
 from holdfast.checkpoint.root import FORMAT_VERSION, UnfitError
-from holdfast.checkpoint.soundness import NO_BASE, require_sound
 from holdfast.checkpoint.tiles import box_widths
 from holdfast.spec.errors import DataError
 
@@ -243,7 +243,7 @@ class Index:
                 columns[5],
                 columns[6],
             )
-            require_sound(found)
+            validate_index(found)
         except (ValueError, TypeError, RecursionError) as error:
             raise DataError(f"{source}: the index is not valid: {error}") from None
         return found

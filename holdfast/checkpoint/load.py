@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from holdfast.checkpoint.box import TensorBox
-from holdfast.checkpoint.doubts import DamageError, Suspect, agreed_reason
+from holdfast.checkpoint.damage_reports import DamageError, DamageReport, confirmed_reason
 from holdfast.checkpoint.index import Index
 from holdfast.checkpoint.lineage import counted_steps, newest_step
 from holdfast.checkpoint.pieces import piece_fails
@@ -24,7 +24,7 @@ from holdfast.spec.errors import DataError, MissingError, NoCheckpointVerifiesEr
 from holdfast.spec.plan import Segment
 from holdfast.store import Store, layout
 from holdfast.telemetry import emit
-from holdfast.telemetry.events import CheckpointSetAside
+from holdfast.telemetry.events import CheckpointQuarantined
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -65,11 +65,11 @@ def load_newest(
                 )
             return None
         found, suspect = _load(store, run_id, step, boxes)
-        gathered = gang.all_gather(suspect, Suspect | None)
+        gathered = gang.all_gather(suspect, DamageReport | None)
         suspects = {rank: each for rank, each in enumerate(gathered) if each is not None}
         if not suspects and found is not None:
             return found
-        reason = agreed_reason(store, run_id, step, suspects, gang, attempt, partial(_fails, store, run_id, step))
+        reason = confirmed_reason(store, run_id, step, suspects, gang, attempt, partial(_fails, store, run_id, step))
         damaged += [f"step {step}: {reason}"]
         gang.from_rank_0(partial(_set_aside, store, run_id, step, reason, fence))
 
@@ -86,10 +86,12 @@ def load_step(store: Store, run_id: str, step: int, boxes: Sequence[TensorBox], 
             f"attempt goes on from step {newest} and saves it again"
         )
     found: Checkpoint | None = None
-    suspect: Suspect | None = Suspect(f"step {step} has no checkpoint that counts", layout.checkpoint(run_id, step))
+    suspect: DamageReport | None = DamageReport(
+        f"step {step} has no checkpoint that counts", layout.checkpoint(run_id, step)
+    )
     if step in steps:
         found, suspect = _load(store, run_id, step, boxes)
-    suspects = [each for each in gang.all_gather(suspect, Suspect | None) if each is not None]
+    suspects = [each for each in gang.all_gather(suspect, DamageReport | None) if each is not None]
     if suspects or found is None:
         raise NoCheckpointVerifiesError(
             f"run {run_id}: training goes back to step {step}, and its checkpoint cannot be read: "
@@ -99,7 +101,9 @@ def load_step(store: Store, run_id: str, step: int, boxes: Sequence[TensorBox], 
     return found
 
 
-def _load(store: Store, run_id: str, step: int, boxes: Sequence[TensorBox]) -> tuple[Checkpoint | None, Suspect | None]:
+def _load(
+    store: Store, run_id: str, step: int, boxes: Sequence[TensorBox]
+) -> tuple[Checkpoint | None, DamageReport | None]:
     """Fill this rank's boxes from a checkpoint, or say what could not be verified."""
     try:
         try:
@@ -114,11 +118,11 @@ def _load(store: Store, run_id: str, step: int, boxes: Sequence[TensorBox]) -> t
     except DamageError as error:
         return None, error.suspect
     except (DataError, MissingError) as error:
-        return None, Suspect(str(error), layout.checkpoint(run_id, step))
+        return None, DamageReport(str(error), layout.checkpoint(run_id, step))
     return found, None
 
 
-def _fails(store: Store, run_id: str, step: int, suspect: Suspect) -> bool:
+def _fails(store: Store, run_id: str, step: int, suspect: DamageReport) -> bool:
     """Whether what another rank could not verify fails here, too."""
     try:
         if suspect.index:
@@ -149,7 +153,7 @@ def _set_aside(store: Store, run_id: str, step: int, reason: str, fence: Callabl
     store.put(layout.damaged(run_id, step), manifest)
     fence()
     store.delete(key)
-    emit(CheckpointSetAside(step=step, reason=reason))
+    emit(CheckpointQuarantined(step=step, reason=reason))
     for info in list(store.list(layout.doubts(run_id, step))):
         store.delete(info.key)
 

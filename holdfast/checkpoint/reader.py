@@ -21,7 +21,7 @@ import torch
 
 from holdfast.checkpoint.box import DTYPES, TensorBox, grid
 from holdfast.checkpoint.catalogue import Catalogue
-from holdfast.checkpoint.doubts import DamageError, Suspect
+from holdfast.checkpoint.damage_reports import DamageError, DamageReport
 from holdfast.checkpoint.fetch import Fetch
 from holdfast.checkpoint.index import Index, PackName, Place
 from holdfast.checkpoint.lineage import require_counting
@@ -123,7 +123,7 @@ class Checkpoint:
         found = [use for key, index in self.leaves(wanted) for use in uses_of(key, index, by_name)]
         covered = sum(prod(meeting_shape(use)) for use in found)
         if covered != sum(box.data.numel() for box in wanted):
-            raise DamageError(Suspect(
+            raise DamageError(DamageReport(
                 f"{self._root}: its indexes hold {covered} of the {sum(box.data.numel() for box in wanted)} elements "
                 "that are asked for", self._root,
             ))  # fmt: skip
@@ -240,5 +240,5 @@ def fetch_child(store: Store, key: str, entry: Entry) -> Index | Node:
             raise
         except (DataError, MissingError) as error:
             if again:
-                raise DamageError(Suspect(str(error), key, digest=entry.digest)) from error
+                raise DamageError(DamageReport(str(error), key, digest=entry.digest)) from error
     raise AssertionError

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.agent.buffers import boxes_in, laid_out
-from holdfast.checkpoint.agent.wire import BUFFERS, Slot
+from holdfast.checkpoint.agent.protocol import BUFFERS, Slot
 from holdfast.checkpoint.box import TensorBox
 from holdfast.checkpoint.fingerprint import StateDigest, begun_digest
 from holdfast.spec.errors import HungError, NoSpaceError

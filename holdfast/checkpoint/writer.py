@@ -1,9 +1,9 @@
 """Saving, as a rank sees it: hand over the state and train on. The rest happens beside it.
 
-`save` returns at once; the state must not change before `copied`. What is complete is made durable and committed by the
-agent of this node (`agent`), which outlives the rank, or by threads where there is none. What the store refuses for a
-while is tried again at the next save, within a stated lag. Only rank 0 knows what is committed; the others know that
-their own part is durable, and learn of an end as they learn of every end of another rank.
+`save` returns at once; the state must not change before `wait_for_staging`. What is complete is made durable and
+committed by the agent of this node (`agent`), which outlives the rank, or by threads where there is none. What the
+store refuses for a while is tried again at the next save, within a stated lag. Only rank 0 knows what is committed; the
+others know that their own part is durable, and learn of an end as they learn of every end of another rank.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from queue import SimpleQueue
 from typing import Any
 
 from holdfast.checkpoint.agent.buffers import laid_out
-from holdfast.checkpoint.agent.link import AgentLink
+from holdfast.checkpoint.agent.client import AgentClient
 from holdfast.checkpoint.agent.local import LocalSaver
-from holdfast.checkpoint.agent.near import Near
-from holdfast.checkpoint.agent.saving import as_failure
-from holdfast.checkpoint.agent.wire import ROOM, VARIABLE, Outcome, Save, Writer, require_small
-from holdfast.checkpoint.agent.work import StoreWork
+from holdfast.checkpoint.agent.protocol import ROOM, VARIABLE, Outcome, Save, Writer, require_small
+from holdfast.checkpoint.agent.store_writer import StoreWriter
+from holdfast.checkpoint.agent.tier_copies import TierCopies
+from holdfast.checkpoint.agent.worker import as_failure
 from holdfast.checkpoint.attempts import Attempt
 from holdfast.checkpoint.box import TensorBox
-from holdfast.checkpoint.collect import Collector
-from holdfast.checkpoint.keeping import Retention
+from holdfast.checkpoint.gc import Collector
 from holdfast.checkpoint.load import load_newest, load_step
+from holdfast.checkpoint.local_tiers.record import Record
+from holdfast.checkpoint.local_tiers.tier_set import TierSet
 from holdfast.checkpoint.manifest import Manifest
-from holdfast.checkpoint.near.nearby import Nearby
-from holdfast.checkpoint.near.record import Record
 from holdfast.checkpoint.reader import Checkpoint
+from holdfast.checkpoint.retention import Retention
 from holdfast.checkpoint.staging import Copy, Staging, free_buffers
 from holdfast.runtime.gang import Gang
 from holdfast.spec.errors import (
@@ -57,7 +57,7 @@ STORE_FAULTS = (StoreUnreachableError, NoSpaceError)  # which may have passed by
 
 
 @dataclass
-class _Flight:
+class _PendingSave:
     """A save that has no last outcome yet."""
 
     buffer: int | None  # that its copy lies in; None: the copy is not needed any more
@@ -83,7 +83,7 @@ class Checkpointer:
         gang: Gang | None = None,
         compress: bool = False,
         upload_rate: float | None = None,
-        near: Nearby | None = None,
+        near: TierSet | None = None,
     ) -> None:
         """`describe` gives the manifest's fields that do not change (dataset_id, layout...), `plan` how this gang
         computes, which becomes a segment of the run unless the checkpoint it goes on from has the same. While the store
@@ -100,14 +100,14 @@ class Checkpointer:
         self._loaded: Manifest | None = None
         self.near_start: Record | None = None  # what is known of the near step that was loaded: no checkpoint yet
         self._waits_near = True  # whether a copy that is only kept near may wait for a buffer
-        self._saver: AgentLink | LocalSaver | None = None
-        self._staging = Staging(lambda buffer, size: self._beside().allocate(buffer, size))
+        self._saver: AgentClient | LocalSaver | None = None
+        self._staging = Staging(lambda buffer, size: self._open_saver().allocate(buffer, size))
         self._copies: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._copy: Copy | None = None  # the newest one
         self._step = 0  # saved last
         self._changed = threading.Condition()  # guards what follows
         self._free = free_buffers()
-        self._flights: dict[int, _Flight] = {}  # by step
+        self._pending: dict[int, _PendingSave] = {}  # by step
         self._failures: dict[int, HoldfastError] = {}  # faults of the store that nobody was told, by step
         self._fatal: HoldfastError | None = None  # any other failure: nothing is saved any more
         self._committed = 0  # the newest step that is safe; rank 0 knows
@@ -142,7 +142,7 @@ class Checkpointer:
         if self._near is not None:
             self._near.begin(start, near)
             self._committed = self._near.root if near is not None else start
-        self._beside()  # it knows this rank from now on
+        self._open_saver()  # it knows this rank from now on
         return start
 
     @property
@@ -174,22 +174,23 @@ class Checkpointer:
         committed: bool = True,
     ) -> None:
         """Save `boxes`, which together with the other ranks' make up every tensor exactly once. They must stay as they
-        are until `copied`. `attachments`: objects that are written just before the commit, of rank 0. Where the step is
-        due in a near tier it is kept there; if it is not `committed` as well, nothing is raised but for good.
+        are until `wait_for_staging`. `attachments`: objects that are written just before the commit, of rank 0. Where
+        the step is due in a near tier it is kept there; if it is not `committed` as well, nothing is raised but for
+        good.
 
         Waits only for a buffer, when the two saves before are still being written, and on rank 0 for the commit of one
         that is more than `max_lag_steps` old. Raises what an earlier save failed with, unless it is a fault of the
         store and this step is within `max_lag_steps` of the newest checkpoint."""
         begun = time.perf_counter()
-        self.copied()
-        saver = self._beside()
+        self.wait_for_staging()
+        saver = self._open_saver()
         with self._changed:
             if not (self._has_room(step) if committed else self._has_room_near(step)):
                 self.stall_seconds += time.perf_counter() - begun
                 return
             buffer = min(self._free)
             self._free.remove(buffer)
-            self._flights[step] = flight = _Flight(buffer, begun, committed=committed)
+            self._pending[step] = flight = _PendingSave(buffer, begun, committed=committed)
         self._copy, self._step = Copy(boxes), step
         near = self._near.due(step) if self._near is not None else ()
         save = Save(
@@ -204,7 +205,7 @@ class Checkpointer:
         """Whether the state after `step` is kept in a near tier."""
         return self._near is not None and bool(self._near.due(step))
 
-    def copied(self) -> None:
+    def wait_for_staging(self) -> None:
         """Wait until the state that was saved last may change: before each optimizer step. Mostly it may already.
         Raises HungError when it is not copied in the time that Copy gives it."""
         if self._copy is None:
@@ -221,17 +222,17 @@ class Checkpointer:
         waited = time.perf_counter() - begun
         self.stall_seconds += waited
         with self._changed:
-            if (flight := self._flights.get(self._step)) is not None:
+            if (flight := self._pending.get(self._step)) is not None:
                 flight.stalled += waited
 
     def wait(self) -> None:
         """Wait for the saves in flight: on rank 0 for their commits, on another rank until its part is durable. Raises
         what the newest of them failed with, or any of them for good."""
-        self.copied()
+        self.wait_for_staging()
         if self._saver is not None:
             self._saver.lift()
         with self._changed:
-            self._changed.wait_for(lambda: not self._flights)
+            self._changed.wait_for(lambda: not self._pending)
         if self._saver is not None:
             self._saver.settle()
         with self._changed:
@@ -243,7 +244,7 @@ class Checkpointer:
         """Leave: what was handed over is still committed, by the agent, or in here, for as long as that is hopeful.
         Raises nothing."""
         try:
-            self.copied()
+            self.wait_for_staging()
         except HungError as error:
             log.error("%s; it is left behind", error)
         handed = threading.Event()
@@ -251,19 +252,19 @@ class Checkpointer:
         self._copies.put(None)
         if self._saver is not None:
             if not handed.wait(HAND_OVER_SECONDS):
-                steps = ", ".join(map(str, sorted(self._flights))) or "none"
+                steps = ", ".join(map(str, sorted(self._pending))) or "none"
                 log.error(
                     "a copy was not handed over to who makes it durable in %g s (steps without an outcome: %s); it is "
                     "left behind", HAND_OVER_SECONDS, steps,
                 )  # fmt: skip
             self._saver.close()
 
-    def trained(self) -> None:
+    def drop_local_tiers(self) -> None:
         """The last step is committed: what is kept near goes. Collective where there is any; after `wait`."""
         if self._near is not None:
             self._near.clear()
 
-    def sweep(self, committed: int) -> None:
+    def collect_garbage(self, committed: int) -> None:
         """Remove, as far as the store lets it, what no checkpoint needs beside the one of step `committed`. Every
         commit is followed by it; an attempt that died after its last one did not. Raises FencedError when a newer
         attempt is there, and nothing else."""
@@ -274,11 +275,11 @@ class Checkpointer:
         except FencedError:
             raise
         except HoldfastError as error:
-            log.warning("what no checkpoint needs any more is left for the next sweep: %s", error)
+            log.warning("what no checkpoint needs any more is left for the next collection: %s", error)
         except Exception:
-            log.exception("the sweep failed unexpectedly: please report it with this traceback")
+            log.exception("the collection of garbage failed unexpectedly: please report it with this traceback")
 
-    def _beside(self) -> AgentLink | LocalSaver:
+    def _open_saver(self) -> AgentClient | LocalSaver:
         """Who makes saves durable: the agent of this node, or threads where there is none."""
         if self._saver is None:
             loaded, attempt = self._loaded, self._attempt
@@ -304,9 +305,9 @@ class Checkpointer:
                 neighbour=self._near.neighbour if self._near is not None else None,
             )
             if path := os.environ.get(VARIABLE):
-                self._saver = AgentLink(path, writer, self._ended)
+                self._saver = AgentClient(path, writer, self._ended)
             else:
-                self._saver = LocalSaver(StoreWork(writer, self._store), self._ended, Near.of(writer))
+                self._saver = LocalSaver(StoreWriter(writer, self._store), self._ended, TierCopies.of(writer))
             if self._near is not None and (listener := self._near.listener()) is not None:
                 self._saver.listen(*listener)
             threading.Thread(target=self._copy_all, name="checkpoint copy", daemon=True).start()
@@ -316,14 +317,14 @@ class Checkpointer:
         while (copy := self._copies.get()) is not None:
             copy()
 
-    def _hand_over(self, saver: AgentLink | LocalSaver, copy: Copy, boxes: list[TensorBox], save: Save) -> None:
+    def _hand_over(self, saver: AgentClient | LocalSaver, copy: Copy, boxes: list[TensorBox], save: Save) -> None:
         """Copy the state, and give the copy to who makes it durable. In a thread."""
         assert save.buffer is not None
         try:
             slots = self._staging.fill(save.buffer, copy, boxes)
             digest = None if copy.digest is None else (copy.digest.first, copy.digest.second)
             save = save.model_copy(update={"slots": slots, "digest": digest})
-            if isinstance(saver, AgentLink):
+            if isinstance(saver, AgentClient):
                 require_small(save)
         except BaseException as error:  # noqa: BLE001 - raised in the training thread
             copy.end()
@@ -341,13 +342,13 @@ class Checkpointer:
             self._failed(step, error_named(outcome.error, outcome.reason))
             return
         with self._changed:
-            flight = self._flights.get(step)
+            flight = self._pending.get(step)
             if flight is None:
                 return
             committed = outcome.what == "done" and self._gang.rank == 0 and flight.committed
             self._release(flight)
             if outcome.what == "done":
-                del self._flights[step]
+                del self._pending[step]
             if committed:  # said before anybody who waits for it goes on, and perhaps ends
                 self._committed = max(self._committed, step)
                 self.on_commit(step)
@@ -357,7 +358,7 @@ class Checkpointer:
 
     def _failed(self, step: int, failure: HoldfastError) -> None:
         with self._changed:
-            flight = self._flights.pop(step, None)
+            flight = self._pending.pop(step, None)
             if flight is None:
                 if isinstance(failure, FencedError):
                     self._fatal = self._fatal or failure
@@ -374,7 +375,7 @@ class Checkpointer:
                 emit(SaveFailed(step=step, reason=str(failure), lag=step - self._committed))
             self._changed.notify_all()
 
-    def _release(self, flight: _Flight) -> None:
+    def _release(self, flight: _PendingSave) -> None:
         """The buffer of a save is free. `changed` is held."""
         if flight.buffer is not None:
             self._free.add(flight.buffer)
@@ -383,7 +384,7 @@ class Checkpointer:
     def _has_room(self, step: int) -> bool:
         """Wait for a buffer, and until `step` is not too far ahead. `changed` is held."""
         while True:
-            self._forgive(step)
+            self._raise_or_retry(step)
             if self._free and not self._lags(step):
                 return True
             self._changed.wait()
@@ -401,9 +402,9 @@ class Checkpointer:
 
     def _lags(self, step: int) -> bool:
         """Whether a save of `step` would be too far ahead of the newest commit, and one is on its way."""
-        return self._gang.rank == 0 and bool(self._flights) and step - self._committed > self._max_lag_steps
+        return self._gang.rank == 0 and bool(self._pending) and step - self._committed > self._max_lag_steps
 
-    def _forgive(self, step: int) -> None:
+    def _raise_or_retry(self, step: int) -> None:
         """Raise what earlier saves have failed with, unless it may be tried again. `changed` is held."""
         if self._fatal is not None:
             raise self._fatal

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from holdfast.exchange.hugging_face import HuggingFace, export_hugging_face
-from holdfast.exchange.take_in import Source, TakenIn, take_in
+from holdfast.exchange.import_checkpoint import ImportedCheckpoint, Source, import_checkpoint
 from holdfast.exchange.universal import UniversalCheckpoint
 
 if TYPE_CHECKING:
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 __all__ = [
     "DistributedCheckpoint",
     "HuggingFace",
+    "ImportedCheckpoint",
     "Source",
-    "TakenIn",
     "UniversalCheckpoint",
     "export_dcp",
     "export_hugging_face",
-    "take_in",
+    "import_checkpoint",
 ]
 
 

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from holdfast.checkpoint import Checkpoint, TensorBox
 from holdfast.checkpoint.box import DTYPES as SAVED_DTYPES
+from holdfast.exchange.import_checkpoint import BOX_BYTES, MOMENTS
 from holdfast.exchange.pickle_records import MOST_BYTES, Table, read_pickle, record_of
-from holdfast.exchange.take_in import BOX_BYTES, MOMENTS
 from holdfast.exchange.torch_file import DTYPES, StoredTensor, file_inside, numbers, read_tensors
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import read_file_bounded

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.checkpoint import TensorBox
-from holdfast.exchange.take_in import BOX_BYTES, MOMENTS
+from holdfast.exchange.import_checkpoint import BOX_BYTES, MOMENTS
 from holdfast.exchange.torch_file import StoredTensor, file_inside, read_tensors
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import read_file_bounded

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, FiniteFloat
 
-from holdfast.launch.node.reclaim import RECENT, reclaims
+from holdfast.launch.node.spot_notice import RECENT, reclaims
 from holdfast.spec.cluster import Cluster
 from holdfast.spec.errors import DataError, ExitCode, MissingError
 from holdfast.store import Store, layout
@@ -26,7 +26,7 @@ from holdfast.store.json_reading import read_json
 from holdfast.store.parallel import in_parallel
 from holdfast.store.sequence import newest, read_record, record_key, take_next
 from holdfast.telemetry import read_events
-from holdfast.telemetry.events import Event, StragglerNamed
+from holdfast.telemetry.events import Event, StragglerDetected
 
 log = logging.getLogger("holdfast.launch")
 
@@ -129,8 +129,8 @@ def avoided_nodes(store: Store, run_id: str, cluster: Cluster) -> frozenset[str]
     since = time.time() - SLOW_SECONDS
     named = [
         event
-        for event in reversed(read_events(store, run_id, since, [StragglerNamed]))
-        if isinstance(event, StragglerNamed)
+        for event in reversed(read_events(store, run_id, since, [StragglerDetected]))
+        if isinstance(event, StragglerDetected)
     ]
     slow = dict.fromkeys(event.host for event in named if event.host not in bad)
     room = max(0, nodes.max - nodes.min - len(bad)) if nodes.min < nodes.max else max(1, cluster.spares)

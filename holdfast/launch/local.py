@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TextIO
 
 from holdfast.launch.accelerators import ACCELERATORS
-from holdfast.launch.ending import FILE_VARIABLE, as_exit_code, parse_ending
+from holdfast.launch.exit_report import FILE_VARIABLE, as_exit_code, parse_exit_report
 from holdfast.launch.interface import LEAVE_MARGIN, Ending, Job
 from holdfast.launch.launch_log import LaunchLog
-from holdfast.launch.orphan import VARIABLE as PARENT
+from holdfast.launch.parent_death import VARIABLE as PARENT
 from holdfast.launch.warm import WarmProcess, WarmServer
 from holdfast.runtime.environment import home, make_folder
 from holdfast.runtime.locks import NO_LOCKS, no_locks
@@ -34,7 +34,7 @@ log = logging.getLogger("holdfast.launch")
 TAIL_LINES = 40
 END_SECONDS = 10.0  # from the death of torchrun to that of all its ranks; then the next launch starts anyway
 WRAPPER = "holdfast.launch.torchrun"
-PROMPT = "holdfast.launch.node.prompt"  # its agent, which imports torch's
+FAST_EXIT_AGENT = "holdfast.launch.node.fast_exit_agent"  # its agent, which imports torch's
 
 
 @dataclass(eq=False)
@@ -111,7 +111,7 @@ class LocalLauncher:
             status = gang.process.wait()
             if status < 0:  # the ranks die with it a moment later; the next launch may need what they hold
                 gang.wait_for_ranks()
-        ending = parse_ending(told.read_text())  # none when torchrun itself was killed
+        ending = parse_exit_report(told.read_text())  # none when torchrun itself was killed
         code = ending.code if ending else as_exit_code(status)
         blamed = frozenset({ending.node}) if ending is not None and ending.blames_node else frozenset[str]()
         detail = f"{ending.detail}. The log is {path}" if ending is not None and ending.detail else f"The log is {path}"
@@ -165,7 +165,12 @@ class LocalLauncher:
 
     def _start_warm(self, job: Job, stdin: int, printed: int) -> WarmProcess | None:
         """None where nothing can be started so."""
-        modules = [WRAPPER, "torch.distributed.run", PROMPT, *(job.command[1:2] if job.command[0] == "-m" else ())]
+        modules = [
+            WRAPPER,
+            "torch.distributed.run",
+            FAST_EXIT_AGENT,
+            *(job.command[1:2] if job.command[0] == "-m" else ()),
+        ]
         environment, fresh = self._environment(job), False
         while not fresh:  # a server may have been killed since the last launch
             try:

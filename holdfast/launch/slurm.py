@@ -22,12 +22,12 @@ from pathlib import Path
 
 from holdfast.launch import networks
 from holdfast.launch.accelerators import ACCELERATORS
-from holdfast.launch.ending import (
+from holdfast.launch.exit_report import (
     FILE_VARIABLE,
-    NodeEnding,
+    NodeExit,
     as_exit_code,
     codes_of_nodes,
-    parse_ending,
+    parse_exit_report,
     root_cause,
 )
 from holdfast.launch.interface import LEAVE_MARGIN, Ending, Job
@@ -88,7 +88,7 @@ class SlurmLauncher:
         path = self._logs / f"launch-{job.launch:06d}.log"
         self._grace = job.grace_seconds
         code, tail = self._follow(_command(job, len(hosts)), _environment(job, hosts, endings), path)
-        told = {node: parse_ending((endings / str(node)).read_text()) for node in range(len(hosts))}
+        told = {node: parse_exit_report((endings / str(node)).read_text()) for node in range(len(hosts))}
         shutil.rmtree(endings, ignore_errors=True)
         return _ending(code, {hosts[node]: ending for node, ending in told.items()}, tail, path)
 
@@ -174,7 +174,7 @@ def _address(node: str) -> str:
     return found[1] if found else node
 
 
-def _ending(code: int, told: dict[str, NodeEnding | None], tail: tuple[str, ...], path: Path) -> Ending:
+def _ending(code: int, told: dict[str, NodeExit | None], tail: tuple[str, ...], path: Path) -> Ending:
     """How the launch ended, from srun's code and what each node said, in the order of the nodes."""
     codes = dict(zip(told, codes_of_nodes(code, list(told.values())), strict=True))
     cause = root_cause(codes.values())

@@ -46,11 +46,11 @@ def supervise(
     The first restart comes at once, later ones in a row after a wait that doubles; what a cloud ended counts as
     none, and is started again at once if it had saved anything. The ending of the last launch is
     returned: a retryable one when the budget (`restarts.budget` within `restarts.window_minutes`) is used up, when
-    `restarts.without_progress` launches in a row have ended without a new step that was saved, however long each took,
-    or when `stopping` was set. Raises TerminatedError when it is set while the store or the cluster is away.
+    `restarts.max_stalled_launches` launches in a row have ended without a new step that was saved, however long each
+    took, or when `stopping` was set. Raises TerminatedError when it is set while the store or the cluster is away.
     """
     recent: deque[float] = deque()
-    progress = _Progress(saved_step, restarts.without_progress)
+    progress = _Progress(saved_step, restarts.max_stalled_launches)
     untold: deque[tuple[Job, Ending]] = deque()
 
     def tell() -> None:
@@ -81,9 +81,9 @@ def supervise(
             again = RECLAIM_BACKOFF * progress.fruitless
             wait = again if _is_known(reclaimed, job) else _pause(recent, restarts, clock())
             if missing:
-                wait, told = None, f"{restarts.without_progress} launches in a row ended without a new checkpoint"
+                wait, told = None, f"{restarts.max_stalled_launches} launches in a row ended without a new checkpoint"
                 ending = replace(ending, detail=f"{told}, the last one so: {ending.detail}")
-                log.error("%s: the run is given up, see cluster.restarts.without_progress", told)
+                log.error("%s: the run is given up, see cluster.restarts.max_stalled_launches", told)
             elif wait is None:
                 log.error(
                     "the budget of %d restarts in %g minutes is used up", restarts.budget, restarts.window_minutes

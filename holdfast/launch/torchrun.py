@@ -22,23 +22,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from holdfast.checkpoint.agent.wire import VARIABLE
-from holdfast.launch.ending import (
+from holdfast.checkpoint.agent.protocol import VARIABLE
+from holdfast.launch.exit_report import (
     FOLDER_VARIABLE,
-    RankEnding,
+    RankExit,
     as_exit_code,
-    ending_of,
-    leave_ending,
+    node_exit_of,
     read_ranks,
+    write_exit_report,
 )
 from holdfast.launch.interface import LEAVE_MARGIN, NODE_RANK_VARIABLE
 from holdfast.launch.node import agent
 from holdfast.launch.node.agent import AgentKeeper
 from holdfast.launch.node.events import NodeEvents
 from holdfast.launch.node.output import CLOSE_SECONDS, TAKE_SECONDS, Place, RankOutput
-from holdfast.launch.node.reclaim import ReclaimWatch
+from holdfast.launch.node.spot_notice import SpotNoticeWatch
 from holdfast.launch.node.watchdog import Watchdog
-from holdfast.launch.orphan import die_with_parent, lead_children
+from holdfast.launch.parent_death import die_with_parent, lead_children
 from holdfast.launch.warm import WarmServer
 from holdfast.runtime import sealing
 from holdfast.runtime.temporary import temporary_folder
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     with (
         temporary_folder() as folder,
         NodeEvents(place) as events,
-        ReclaimWatch(events) as reclaim,
+        SpotNoticeWatch(events) as reclaim,
     ):
         os.environ[FOLDER_VARIABLE] = folder
         output = RankOutput(place, Path(folder))
@@ -146,7 +146,7 @@ class _End:
     watchdog: Watchdog
     keeper: AgentKeeper | None
     output: RankOutput
-    reclaim: ReclaimWatch
+    reclaim: SpotNoticeWatch
     leaving: _Leaving
     hung: bool = False  # the ranks were ended for a hang: what torchrun says of that explains nothing
 
@@ -155,8 +155,8 @@ class _End:
         if hang := self.watchdog.close():
             known = any(rank.code is not None for rank in read_ranks(self.folder))
             codes, detail, self.hung = [] if known else [ExitCode.LOST_PEER], hang, True  # a full disk keeps no record
-        ending = ending_of(read_ranks(self.folder), codes, detail, reclaimed=self.reclaim.words)
-        leave_ending(ending)
+        ending = node_exit_of(read_ranks(self.folder), codes, detail, reclaimed=self.reclaim.words)
+        write_exit_report(ending)
         if self.keeper is not None:
             self.keeper.drain(latest=lambda: self.leaving.deadline)
         self.output.take_rest()
@@ -169,21 +169,21 @@ def _choose_agent(given: Namespace, folder: str) -> None:
     any of them host that which finds its own address behind the name, as all do that share a machine."""
     from torch.distributed.run import parse_min_max_nnodes
 
-    from holdfast.launch.node.prompt import PromptAgent
+    from holdfast.launch.node.fast_exit_agent import FastExitAgent
 
-    PromptAgent.install()
+    FastExitAgent.install()
     if (given.redirects, given.tee) == ("0", "0"):
         given.log_dir = given.log_dir or folder
     fewest, most = parse_min_max_nnodes(given.nnodes)
     spares = "spares=" in given.rdzv_conf
     if spares:
-        from holdfast.launch.node.seats import SeatedHandler
+        from holdfast.launch.node.spare_rendezvous import SpareRendezvousHandler
 
-        SeatedHandler.install()
+        SpareRendezvousHandler.install()
     if fewest < most or spares:
-        from holdfast.launch.node.members import MemberAgent
+        from holdfast.launch.node.elastic_agent import ElasticNodeAgent
 
-        MemberAgent.install()
+        ElasticNodeAgent.install()
         if number := os.environ.get(NODE_RANK_VARIABLE):
             given.rdzv_conf = f"{given.rdzv_conf},is_host={int(number == '0')}".lstrip(",")
 
@@ -214,15 +214,15 @@ def _choose_meeting(given: Namespace, folder: Path, key: str) -> None:
     rendezvous.install(folder, key, alone=alone)
 
 
-def _apart(error: Exception, ranks: Sequence[RankEnding]) -> tuple[list[int], str]:
+def _apart(error: Exception, ranks: Sequence[RankExit]) -> tuple[list[int], str]:
     """What it means that the nodes are not together (any more): a code, and why."""
     if type(error).__name__ == "TrainedError" or (ranks and all(rank.code == ExitCode.OK for rank in ranks)):
         return [], ""  # the others have left, because the run is trained
-    met = bool(ranks) or type(error).__name__ == "UnseatedError"
+    met = bool(ranks) or type(error).__name__ == "NoSlotError"
     what = "lost each other" if met else "did not meet within cluster.nodes.rendezvous_seconds"
     detail = f"the nodes {what}: {type(error).__name__} {error}"
     log.error("%s", detail)
-    return [ExitCode.LOST_PEER if met else ExitCode.NOT_MET], detail
+    return [ExitCode.LOST_PEER if met else ExitCode.RENDEZVOUS_TIMEOUT], detail
 
 
 def _warm_server(module: str) -> WarmServer | None:

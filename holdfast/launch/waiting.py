@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from holdfast.telemetry import emit
-from holdfast.telemetry.events import LaunchWaits
+from holdfast.telemetry.events import LaunchPending
 
 log = logging.getLogger("holdfast.launch")
 
@@ -34,7 +34,7 @@ class WaitReport:
             return
         self._recorded[reason] = (now, 0)
         log.warning("waiting: %s", reason)
-        emit(LaunchWaits(reason=reason, count=count + 1))
+        emit(LaunchPending(reason=reason, count=count + 1))
 
     def end(self) -> None:
         """The launcher waits no more: what it waits for next is recorded immediately."""

@@ -24,8 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, Self
 
-from holdfast.launch.orphan import VARIABLE as PARENT
-from holdfast.launch.orphan import die_with
+from holdfast.launch.parent_death import VARIABLE as PARENT
+from holdfast.launch.parent_death import die_with
 
 _MESSAGE = 1 << 20  # bytes of a request: arguments and environment
 _STATUS = struct.Struct("i")

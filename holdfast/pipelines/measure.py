@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.launch.accelerators import ACCELERATORS
-from holdfast.launch.orphan import VARIABLE as PARENT
+from holdfast.launch.parent_death import VARIABLE as PARENT
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec.errors import HoldfastError, Problem, SpecError
 

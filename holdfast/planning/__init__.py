@@ -8,7 +8,7 @@ docs/planner.md. Leaves drawing to `pipelines.view`.
 from holdfast.planning.hardware import ACCELERATORS, Accelerator, accelerator
 from holdfast.planning.layout import Layout
 from holdfast.planning.memory import Memory, Updates, memory, practice_here
-from holdfast.planning.outlook import Outlook, outlook
+from holdfast.planning.run_estimate import RunEstimate, estimate_run
 from holdfast.planning.search import Candidate, Found, Task, reasons, search
 from holdfast.planning.shape import Architecture
 from holdfast.planning.speed import Speed, speed
@@ -22,14 +22,14 @@ __all__ = [
     "Found",
     "Layout",
     "Memory",
-    "Outlook",
+    "RunEstimate",
     "Speed",
     "Spot",
     "Task",
     "Updates",
     "accelerator",
+    "estimate_run",
     "memory",
-    "outlook",
     "practice_here",
     "reasons",
     "search",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.planning.failures import RANK_SECONDS_PER_FAILURE, best_interval, goodput, lasts
-from holdfast.planning.outlook import HOUR, RESTART_SECONDS, stall_of
+from holdfast.planning.run_estimate import HOUR, RESTART_SECONDS, stall_of
 from holdfast.planning.search import Candidate
 
 SHOWN = 4  # mixes from none to all on spot nodes: 0, 1/4, 1/2, 3/4, 1
@@ -77,7 +77,7 @@ def mix(chosen: Candidate, count: int, *, notice: bool) -> Mix:
     sudden, told = (failures, reclaims) if notice else (failures + reclaims, 0.0)
     interval = max(step, best_interval(stall, 1 / sudden))
     share = goodput(stall, interval, 1 / sudden, RESTART_SECONDS, told * (stall + RESTART_SECONDS))
-    seconds = lasts(step * task.full_steps, share)  # as the outlook has it
+    seconds = lasts(step * task.full_steps, share)  # as the estimate has it
     energy = (here.watts + here.overhead_watts) / 1000 * here.kilowatt_hour  # an accelerator and hour
     price = here.price + ((here.spot_price or 0.0) - here.price) * count / nodes + energy
     cost = seconds / HOUR * task.gpus * price if share else math.inf  # though it be free

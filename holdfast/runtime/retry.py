@@ -86,7 +86,7 @@ def is_retryable(error: BaseException) -> bool:
 
 def with_retries(step: str, action: Callable[[], Result], retries: Retries) -> Result:
     """What `action` returns, called again, at most `retries.budget` times, after failures that pass. Raises the last
-    one. Between two calls it waits `retries.backoff_seconds`, doubling up to `retries.longest_seconds`."""
+    one. Between two calls it waits `retries.backoff_seconds`, doubling up to `retries.max_backoff_seconds`."""
 
     def note(failures: int, error: BaseException) -> None:
         log.warning("%s: %s; tries again by itself (%d of %d)", step, error, failures, retries.budget)
@@ -97,7 +97,7 @@ def with_retries(step: str, action: Callable[[], Result], retries: Retries) -> R
         lambda _: action(),
         is_retryable,
         first=retries.backoff_seconds,
-        longest=max(retries.backoff_seconds, retries.longest_seconds),
+        longest=max(retries.backoff_seconds, retries.max_backoff_seconds),
         tries=retries.budget + 1,
         note=note,
     )

@@ -86,7 +86,7 @@ class Restarts(Section):
     budget: int = runtime_field(
         10, "Restarts allowed within `window_minutes`; a checkpoint in between does not refill it.", ge=0
     )
-    without_progress: int = runtime_field(
+    max_stalled_launches: int = runtime_field(
         5, "Launches in a row that may end without a new checkpoint, however long each takes.", ge=1, le=1000
     )
     window_minutes: float = runtime_field(60.0, "Length of the sliding window, in minutes.", gt=0)
@@ -104,7 +104,7 @@ class HealthCheck(Section):
         "launch that a node is blamed for.",
     )
     seconds: float = runtime_field(4.0, "For the probes that take what they are given, in seconds.", gt=0, le=600)
-    mark: Literal["nothing", "label"] = runtime_field(
+    on_failure: Literal["nothing", "label"] = runtime_field(
         "nothing",
         "What becomes of a node that failed, on Kubernetes: `label` gives it the label `holdfast/health: failed`, and "
         "pods of this job avoid nodes that have it. Needs the component `node-health` of the manifests.",
@@ -121,7 +121,7 @@ class Retries(Section):
     backoff_seconds: float = runtime_field(
         15.0, "Wait before the second try; doubles, and a random half of it is left out.", ge=0
     )
-    longest_seconds: float = runtime_field(600.0, "Longest wait between two tries.", ge=0)
+    max_backoff_seconds: float = runtime_field(600.0, "Longest wait between two tries.", ge=0)
 
 
 class Toleration(Section):
@@ -340,8 +340,8 @@ class Cluster(Section):
         "Raise it where one rank needs longer than that for a compilation or for loading.",
         ge=0.1, le=1440,
     )  # fmt: skip
-    pending_minutes: float = runtime_field(
+    pending_timeout_minutes: float = runtime_field(
         60.0, "Give a job up (retryable) when its pods could not be scheduled for so long, in minutes.", gt=0
     )
     deadline_hours: float | None = runtime_field(None, "End the job after so long, in hours; none never does.", gt=0)
-    keep_minutes: float = runtime_field(60.0, "How long a finished job and its pods are kept, in minutes.", ge=0)
+    ttl_minutes: float = runtime_field(60.0, "How long a finished job and its pods are kept, in minutes.", ge=0)

@@ -23,8 +23,8 @@ class ExitCode(IntEnum):
     NOT_BLESSED = 3
     NOT_DUE = 4
     TRIALS_FAILED = 5
-    DIFFERENT = 6
-    OVERTAKEN = 7
+    MISMATCH = 6
+    CHAMPION_CHANGED = 7
     UNSCORABLE_CHAMPION = 8
     FOREIGN_VERSION = 9
     BAD_SPEC = 10
@@ -50,7 +50,7 @@ class ExitCode(IntEnum):
     UNSCHEDULABLE = 206
     CLUSTER_UNREACHABLE = 207
     WRONG_ARITHMETIC = 208
-    NOT_MET = 209
+    RENDEZVOUS_TIMEOUT = 209
     UNHEALTHY_NODE = 210
 
     @property
@@ -71,9 +71,9 @@ MEANINGS = {
     ExitCode.NOT_BLESSED: "The run finished, and its model did not pass the evaluation.",
     ExitCode.NOT_DUE: "No retraining is due (`holdfast trigger --exit-code`).",
     ExitCode.TRIALS_FAILED: "Some trials of a sweep failed. The rest is compared; a blessed best one is registered.",
-    ExitCode.DIFFERENT: "Two checkpoints or two runs do not have the same bits.",
-    ExitCode.OVERTAKEN: "The champion changed during evaluation. Run the same command again to compare with the new "
-    "champion; retrying only this step does not help.",
+    ExitCode.MISMATCH: "Two checkpoints or two runs do not have the same bits.",
+    ExitCode.CHAMPION_CHANGED: "The champion changed during evaluation. Run the same command again to compare with "
+    "the new champion; retrying only this step does not help.",
     ExitCode.UNSCORABLE_CHAMPION: "The champion could not be scored. Nothing was compared or registered.",
     ExitCode.FOREIGN_VERSION: "MLflow names a version that this store has not registered. It is not used.",
     ExitCode.BAD_SPEC: "The spec is refused. The message names each field, its value and the remedy.",
@@ -98,7 +98,7 @@ MEANINGS = {
     ExitCode.UNSCHEDULABLE: "The cluster had no place for the job within the time limit.",
     ExitCode.CLUSTER_UNREACHABLE: "The API of the cluster cannot be reached.",
     ExitCode.WRONG_ARITHMETIC: "A replica has different bits from its peers: its hardware computes wrong results.",
-    ExitCode.NOT_MET: "Not all nodes of a gang joined in time (`cluster.nodes.rendezvous_seconds`).",
+    ExitCode.RENDEZVOUS_TIMEOUT: "Not all nodes of a gang joined in time (`cluster.nodes.rendezvous_seconds`).",
     ExitCode.UNHEALTHY_NODE: "A node failed its health check.",
 }
 
@@ -208,10 +208,10 @@ class PlanChangedError(HoldfastError):
     exit_code = ExitCode.PLAN_CHANGED
 
 
-class OvertakenError(HoldfastError):
+class ChampionChangedError(HoldfastError):
     """A verdict was reached against a champion that has been replaced since: the model is judged anew, not refused."""
 
-    exit_code = ExitCode.OVERTAKEN
+    exit_code = ExitCode.CHAMPION_CHANGED
 
 
 class UnscorableChampionError(HoldfastError):

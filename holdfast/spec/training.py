@@ -75,7 +75,7 @@ class Anomalies(Section):
         le=10**9,
         description="With `rewind`: how far apart the steps are that it goes back to. All are saved.",
     )
-    most_in_a_row: int = runtime_field(
+    max_consecutive: int = runtime_field(
         10,
         "With `skip` and `rewind`: so many anomalies in a row end the run; rewinds to one step count as in a row.",
         ge=1,

@@ -237,7 +237,7 @@ def _run_with_retries(step: str, work: Callable[[], StepResult], spec: Spec, job
 
 def _inputs(step: str) -> tuple[str, ...]:
     """What the body of a step takes."""
-    return (*STEPS[step].inputs, *(("job",) if STEPS[step].looks_back else ()))
+    return (*STEPS[step].inputs, *(("job",) if STEPS[step].reads_job_outcomes else ()))
 
 
 def _part(step: str, given: Mapping[str, Any]) -> str:

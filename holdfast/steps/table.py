@@ -73,14 +73,14 @@ class Step:
     others: Mapping[str, str] = field(default_factory=dict)  # further outputs that KFP passes on: name, kind
     shown: str = ""  # the artifact of which KFP passes on, too, where it lies: see `PLACE`
     optional: tuple[str, ...] = ()  # inputs that are empty where the DAG has nothing that gives them
-    says: str = "{}"  # what a person is told of its first output
+    message: str = "{}"  # what a person is told of its first output
     scores: Callable[[Spec], bool] = never  # whether it scores a model, in a pod as `cluster.steps.evaluate` has it
     launches: bool = False  # makes the training job, with the rights for that, and lets it save when it has to leave
     serves: bool = False  # writes the InferenceService where the spec has one, with the right for that
     pod: str = ""  # the step whose pod in the spec this one has too; default: its own
     shared_memory: bool = False  # its processes pass blocks of text to each other
     per_trial: bool = False  # in a sweep it runs once for each trial, and `trial` says for which
-    looks_back: bool = False  # at what steps of this or another execution left: its body gets `job`
+    reads_job_outcomes: bool = False  # at what steps of this or another execution left: its body gets `job`
 
 
 STEPS = {
@@ -92,7 +92,7 @@ STEPS = {
             inputs=("salt",),
             outputs=("word", "reason"),
             artifacts={"decision": MARKDOWN},
-            looks_back=True,
+            reads_job_outcomes=True,
             scores=lambda spec: spec.schedule.max_decay is not None,
         ),
         Step(
@@ -100,7 +100,7 @@ STEPS = {
             "Divide the sources of a spec among workers, and make the tokenizer.",
             outputs=("division", "shares"),
             items="shares",
-            says="division {}",
+            message="division {}",
         ),
         Step(
             "tokenise",
@@ -117,7 +117,7 @@ STEPS = {
             outputs=("dataset_id",),
             artifacts={"dataset": DATASET, "links": MARKDOWN},
             shown="dataset",
-            says="dataset {}",
+            message="dataset {}",
             shared_memory=True,
         ),
         Step(
@@ -146,7 +146,7 @@ STEPS = {
             outputs=("version",),
             artifacts={"registered": MODEL},
             serves=True,
-            says="version {}",
+            message="version {}",
         ),
         Step(
             "compare",
@@ -156,7 +156,7 @@ STEPS = {
             artifacts={"comparison": MARKDOWN},
             others={"winner": "str", "changes": "list"},
             pod=EXIT_HANDLER,
-            looks_back=True,
+            reads_job_outcomes=True,
         ),
         Step(
             EXIT_HANDLER,
@@ -164,7 +164,7 @@ STEPS = {
             inputs=("salt", "trials"),
             optional=("trials",),  # of a sweep
             artifacts={"summary": MARKDOWN},
-            looks_back=True,
+            reads_job_outcomes=True,
         ),
     )
 }

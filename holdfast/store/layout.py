@@ -3,7 +3,7 @@
 datasets/<dataset-id>/dataset.json + shards
          _units/<digest>/      what preprocess has tokenised already: a cache
 runs/<run-id>/run.json                        what the run is: spec, dataset id, salt
-              parent.json                     the run and the step that it was rewound to, whose bytes it began with
+              parent.json                     the run and the step that it was forked from, whose bytes it began with
               backend.json                    where it was submitted last, and how
               launches/000003.json            one start by a launcher, and what it told the ranks
               launches/000003.ending.json     how it ended
@@ -69,7 +69,7 @@ def named(name: str, run_id: str = "") -> str:
 
 
 def parent(run_id: str) -> str:
-    """The run and the step that a run was rewound to."""
+    """The run and the step that a run was forked from."""
     return run(run_id, "parent.json")
 
 

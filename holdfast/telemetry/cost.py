@@ -32,7 +32,7 @@ class Cost:
     metered: float  # share of `hours` in which a meter told them
     utilisation: float | None  # of the accelerators, in the mean of the moments at which they told it; from 0 to 1
     prices: Prices
-    no_meter: str  # why no energy is known
+    energy_unavailable: str  # why no energy is known
 
     @property
     def watts(self) -> float | None:
@@ -66,7 +66,7 @@ class Cost:
 
     def _unknown(self) -> Iterator[str]:
         if self.kilowatt_hours is None:
-            yield f"energy: {self.no_meter or 'no rank has told any'}"
+            yield f"energy: {self.energy_unavailable or 'no rank has told any'}"
         if self.prices.accelerator_hour is None and self.prices.kilowatt_hour is None:
             yield "price: cluster.prices.accelerator_hour says what an hour costs"
         elif self.price is None:
@@ -111,5 +111,7 @@ def cost(spec: Spec, events: Sequence[Event], account: Ledger) -> Cost:
         metered=min(1.0, metered / seconds) if seconds else 0.0,
         utilisation=sum(utilised) / len(utilised) if utilised else None,
         prices=spec.cluster.prices,
-        no_meter=next((event.no_meter for event in reversed(began) if event.no_meter), ""),
+        energy_unavailable=next(
+            (event.energy_unavailable for event in reversed(began) if event.energy_unavailable), ""
+        ),
     )

@@ -24,7 +24,7 @@ from holdfast.store.parallel import in_parallel
 from holdfast.telemetry.channel import add_listener, emit, events_in, set_source
 from holdfast.telemetry.event_condensing import MOST, condense
 from holdfast.telemetry.event_folding import is_fold
-from holdfast.telemetry.events import Event, StepBegan, StepEnded, Warned
+from holdfast.telemetry.events import Event, StepBegan, StepEnded, WarningIssued
 from holdfast.telemetry.serving import show_traces
 
 FLUSH_SECONDS = 5.0  # from an event of a stream to its place in the store; a notable one goes at once
@@ -116,7 +116,7 @@ class EventWriter:
             self._urgent |= any(notable for _, notable in self._waiting) or self._bytes >= SEGMENT_BYTES
             self._flying, self._away, lost, self._lost = 0, False, self._lost, 0
         if lost:
-            emit(Warned(message=f"{lost} events were lost while the store was away"))
+            emit(WarningIssued(message=f"{lost} events were lost while the store was away"))
         return True
 
 

@@ -79,10 +79,10 @@ class LaunchBegan(_Event):
         return f"launch {self.launch}: {verb} {self.nodes} x {self.processes} processes as {self.job}"
 
 
-class LaunchWaits(_Event):
+class LaunchPending(_Event):
     """A launcher waits for what its gang needs: a queue, or pods that do not come."""
 
-    kind: Literal["launch_waits"] = "launch_waits"
+    kind: Literal["launch_pending"] = "launch_pending"
     reason: Text
     count: int = 1  # how often it came up since it was recorded last; it is recorded when it changes
 
@@ -123,10 +123,10 @@ class AttemptBegan(_Event):
     host: Name = ""  # of rank 0
     device: Name = ""
     peak_flops: float | None = None  # FLOP/s of all ranks together
-    no_mfu: Text = ""  # why that is not known
+    mfu_unavailable: Text = ""  # why that is not known
     accelerator: Name = ""  # as its driver calls it
-    no_meter: Text = ""  # why nothing is known of the energy that it uses
-    untold: dict[Word, Word] = {}  # what else its driver does not tell, and why
+    energy_unavailable: Text = ""  # why nothing is known of the energy that it uses
+    missing_metrics: dict[Word, Word] = {}  # what else its driver does not tell, and why
 
     @property
     def text(self) -> str:
@@ -205,10 +205,10 @@ class TimeSpent(Figures, _Event):
         return f"rank {self.rank} by step {self.step}: {spent}"
 
 
-class Profiled(_Event):
+class ProfileSaved(_Event):
     """A profile that somebody asked for is in the store."""
 
-    kind: Literal["profiled"] = "profiled"
+    kind: Literal["profile_saved"] = "profile_saved"
     first: int  # step
     last: int
     key: Name  # of the trace
@@ -250,10 +250,10 @@ class SaveFailed(_Event):
         return f"step {self.step} is not saved, {self.lag} steps hang on the checkpoint before it: {self.reason}"
 
 
-class CheckpointSetAside(_Event):
+class CheckpointQuarantined(_Event):
     """A checkpoint does not verify; an older one is used."""
 
-    kind: Literal["checkpoint_set_aside"] = "checkpoint_set_aside"
+    kind: Literal["checkpoint_quarantined"] = "checkpoint_quarantined"
     urgent: ClassVar[bool] = True
     step: int
     reason: Text
@@ -301,10 +301,10 @@ class RankEnded(_Event):
         return _joined(f"rank {self.rank} on {self.host} ended ({in_words(self.code)})", self.reason)
 
 
-class HangNamed(_Event):
+class HangDetected(_Event):
     """A rank does nothing while others wait for it, or all wait: the gang is ended and begins again."""
 
-    kind: Literal["hang_named"] = "hang_named"
+    kind: Literal["hang_detected"] = "hang_detected"
     urgent: ClassVar[bool] = True
     rank: int  # the first that is suspected
     host: Name = ""
@@ -319,10 +319,10 @@ class HangNamed(_Event):
         return self.message
 
 
-class StragglerNamed(_Event):
+class StragglerDetected(_Event):
     """A rank does its work more slowly than its like, and all others wait for it in every step."""
 
-    kind: Literal["straggler_named"] = "straggler_named"
+    kind: Literal["straggler_detected"] = "straggler_detected"
     urgent: ClassVar[bool] = True
     rank: int
     host: Name = ""  # as its scheduler calls it
@@ -439,10 +439,10 @@ class RunEnded(_Event):
         return _joined(f"the run {self.status}", self.reason)
 
 
-class Warned(_Event):
+class WarningIssued(_Event):
     """Something that a person should know."""
 
-    kind: Literal["warned"] = "warned"
+    kind: Literal["warning_issued"] = "warning_issued"
     urgent: ClassVar[bool] = True
     message: Text
 
@@ -453,10 +453,10 @@ class Warned(_Event):
 
 
 Event = (
-    LaunchBegan | LaunchWaits | LaunchEnded | AttemptBegan | Progress | PhaseProgress | TimeSpent | Profiled
-    | SaveCommitted | SaveFailed | CheckpointSetAside | AnomalyFound | RankEnded | HangNamed | StragglerNamed
+    LaunchBegan | LaunchPending | LaunchEnded | AttemptBegan | Progress | PhaseProgress | TimeSpent | ProfileSaved
+    | SaveCommitted | SaveFailed | CheckpointQuarantined | AnomalyFound | RankEnded | HangDetected | StragglerDetected
     | NodeReclaimed | HealthChecked | AuditDiffers
-    | StepBegan | StepEnded | RunEnded | Warned
+    | StepBegan | StepEnded | RunEnded | WarningIssued
 )  # fmt: skip
 
 

@@ -17,10 +17,10 @@ from holdfast.spec.errors import ExitCode
 from holdfast.telemetry.events import (
     AttemptBegan,
     Event,
-    HangNamed,
+    HangDetected,
     LaunchBegan,
     LaunchEnded,
-    LaunchWaits,
+    LaunchPending,
     Progress,
     RankEnded,
     SaveCommitted,
@@ -182,12 +182,12 @@ class _Reader:
             self._launch_began(event)
         elif isinstance(event, LaunchEnded):
             self._launch_ended(event)
-        elif isinstance(event, LaunchWaits):
+        elif isinstance(event, LaunchPending):
             if self.spans and self.spans[-1].launches:
                 self.spans[-1].launches[-1].waits.append(event.time)
         elif isinstance(event, StepEnded) and event.name == TRAIN:
             self._close(event.time)
-        elif isinstance(event, HangNamed) and self.spans and self.spans[-1].launches:
+        elif isinstance(event, HangDetected) and self.spans and self.spans[-1].launches:
             for attempt in list(self.spans[-1].launches[-1].attempts.values())[-1:]:
                 attempt.failed = min(attempt.failed, event.time - event.seconds)
         elif isinstance(event, AttemptBegan | TimeSpent | Progress | SaveCommitted | RankEnded) and event.attempt:

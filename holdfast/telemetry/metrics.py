@@ -20,12 +20,12 @@ from holdfast.spec.errors import ExitCode
 from holdfast.telemetry.events import (
     AttemptBegan,
     Event,
-    HangNamed,
+    HangDetected,
     LaunchEnded,
     Progress,
     SaveCommitted,
     SaveFailed,
-    StragglerNamed,
+    StragglerDetected,
     TimeSpent,
 )
 from holdfast.telemetry.ledger import CLASSES, Ledger, ledger
@@ -76,7 +76,8 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "holdfast_goodput_ratio": ("Share of all rank-seconds that was productive; of the launcher only.", ()),
 } | {name: (text, ("rank",)) for name, (text, _, _) in ACCELERATORS.items()}
 _COUNTED: dict[type, str] = {
-    SaveFailed: "holdfast_checkpoint_failures", HangNamed: "holdfast_hangs", StragglerNamed: "holdfast_stragglers",
+    SaveFailed: "holdfast_checkpoint_failures", HangDetected: "holdfast_hangs",
+        StragglerDetected: "holdfast_stragglers",
 }  # fmt: skip
 LEDGER_EVENTS = 200_000  # with more of them, goodput is not exported any more
 LEDGER_SECONDS = 15.0  # between two looks at it

@@ -14,9 +14,9 @@ from blake3 import blake3
 from holdfast.spec.errors import ExitCode
 from holdfast.telemetry.events import (
     AttemptBegan,
-    CheckpointSetAside,
+    CheckpointQuarantined,
     Event,
-    HangNamed,
+    HangDetected,
     LaunchBegan,
     LaunchEnded,
     RankEnded,
@@ -25,15 +25,15 @@ from holdfast.telemetry.events import (
     SaveFailed,
     StepBegan,
     StepEnded,
-    StragglerNamed,
+    StragglerDetected,
     TimeSpent,
-    Warned,
+    WarningIssued,
     in_words,
 )
 
 Value = str | int | float
 RUN = "run"  # the key of the outermost span
-NOTED = (HangNamed, StragglerNamed, SaveFailed, CheckpointSetAside, Warned, RankEnded)
+NOTED = (HangDetected, StragglerDetected, SaveFailed, CheckpointQuarantined, WarningIssued, RankEnded)
 
 
 @dataclass

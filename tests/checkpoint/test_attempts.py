@@ -15,9 +15,9 @@ import pytest
 
 from holdfast.checkpoint import Attempt, claim_attempt, list_attempts, load_newest
 from holdfast.checkpoint.attempts import read_attempt
-from holdfast.checkpoint.collect import Collector
-from holdfast.checkpoint.keeping import Retention, checkpoint_steps
+from holdfast.checkpoint.gc import Collector
 from holdfast.checkpoint.lineage import newest_step
+from holdfast.checkpoint.retention import Retention, checkpoint_steps
 from holdfast.launch.launches import claim_launch
 from holdfast.runtime.gang import Gang
 from holdfast.spec import ExitCode, HoldfastError

@@ -9,9 +9,9 @@ from holdfast.checkpoint import Attempt, Checkpoint, TensorBox, claim_attempt, o
 from holdfast.checkpoint import commit as commit_module
 from holdfast.checkpoint import tree as tree_module
 from holdfast.checkpoint.commit import Committer, levels_of
-from holdfast.checkpoint.doubts import DamageError
-from holdfast.checkpoint.keeping import checkpoint_steps
-from holdfast.checkpoint.share import Share
+from holdfast.checkpoint.damage_reports import DamageError
+from holdfast.checkpoint.retention import checkpoint_steps
+from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.spec.errors import DataError, DivergedError, FencedError, StoreUnreachableError
 from holdfast.store import Store, layout
 from tests.checkpoint.breaking_store import BreakingStore
@@ -41,7 +41,7 @@ def committer(store: Store, writers: int, attempt: int = 1) -> Committer:
 def write(store: Store, step: int, writers: int, attempt: int = 1) -> None:
     """The shares of all writers, and the nodes above them."""
     for writer in range(writers):
-        Share(store, Attempt(RUN, attempt), writer).write(step, shards(state(step), writer, writers))
+        ShardWriter(store, Attempt(RUN, attempt), writer).write(step, shards(state(step), writer, writers))
     for writer in reversed(range(writers)):  # a leader's leader comes after it
         committer(store, writers, attempt).lead(step, writer)
 
@@ -85,7 +85,7 @@ def test_a_reader_fetches_only_the_indexes_that_may_hold_something_of_its_boxes(
         boxes = [box for box in shards(tensors, writer, 40) if box.name == "a" or writer < 20]
         if writer < 20:
             boxes[1] = TensorBox("b", (40, 3), (2 * writer, 0), tensors["b"][2 * writer : 2 * writer + 2])
-        Share(folder_store, Attempt(RUN, 1), writer).write(3, boxes)
+        ShardWriter(folder_store, Attempt(RUN, 1), writer).write(3, boxes)
     for writer in (0, 32):
         committer(folder_store, 40).lead(3, writer)
     manifest = committer(folder_store, 40).commit(3, DESCRIBE, {})
@@ -111,8 +111,8 @@ def test_a_reader_fetches_only_the_indexes_that_may_hold_something_of_its_boxes(
 def test_a_part_that_failed_ends_every_wait_above_it_with_its_reason(folder_store: Store) -> None:
     attempt = Attempt(RUN, 1)
     for writer in (0, 1, 2, 4):
-        Share(folder_store, attempt, writer).write(3, shards(state(3), writer, 5))
-    Share(folder_store, attempt, 3).fail(3, DivergedError("step 3: half is no longer finite"))
+        ShardWriter(folder_store, attempt, writer).write(3, shards(state(3), writer, 5))
+    ShardWriter(folder_store, attempt, 3).fail(3, DivergedError("step 3: half is no longer finite"))
     patient = Committer(folder_store, attempt, 5, patience=60)  # by a real clock: it must not be needed
     with pytest.raises(DivergedError, match="half is no longer finite"):
         patient.lead(3, 2)
@@ -133,7 +133,7 @@ def test_a_reason_that_cannot_be_read_still_ends_the_wait(folder_store: Store, t
 
 def test_a_wait_that_runs_out_fails_the_save_and_names_who_is_missing(folder_store: Store) -> None:
     for writer in (0, 2):
-        Share(folder_store, Attempt(RUN, 1), writer).write(3, shards(state(3), writer, 4))
+        ShardWriter(folder_store, Attempt(RUN, 1), writer).write(3, shards(state(3), writer, 4))
     with pytest.raises(StoreUnreachableError, match=r"step 3: 00001, 00003 of 4 wrote no index within 60 s"):
         committer(folder_store, 4).commit(3, DESCRIBE, {})
     assert checkpoint_steps(folder_store, RUN) == []
@@ -168,30 +168,30 @@ def test_an_index_under_another_name_is_not_committed(folder_store: Store, other
 
 
 def test_an_attempt_that_lost_its_memory_goes_on_with_the_index_it_wrote(folder_store: Store) -> None:
-    first = Share(folder_store, Attempt(RUN, 1), 0)
+    first = ShardWriter(folder_store, Attempt(RUN, 1), 0)
     first.write(3, whole(state(3)))
     written = first.write(6, whole(state(6)))
-    again = Share(folder_store, Attempt(RUN, 1), 0).write(6, whole(state(6)))  # it would refer to new packs only
+    again = ShardWriter(folder_store, Attempt(RUN, 1), 0).write(6, whole(state(6)))  # it would refer to new packs only
     assert again.to_bytes() == written.to_bytes()
     with pytest.raises(DataError, match="saved other bits for the same step"):
-        Share(folder_store, Attempt(RUN, 1), 0).write(6, whole(state(7)))
+        ShardWriter(folder_store, Attempt(RUN, 1), 0).write(6, whole(state(7)))
 
 
 def test_a_writer_without_memory_refers_to_its_last_index_and_to_nothing_older(folder_store: Store) -> None:
-    first = Share(folder_store, Attempt(RUN, 1), 0)
+    first = ShardWriter(folder_store, Attempt(RUN, 1), 0)
     for step in (3, 6):
         first.write(step, whole(state(step)))
         committer(folder_store, 1).commit(step, DESCRIBE, {})
-    again = Share(folder_store, Attempt(RUN, 1), 0)
+    again = ShardWriter(folder_store, Attempt(RUN, 1), 0)
     again.recall(3, whole(state(0)))
     assert again.write(9, whole(state(3))).header.totals.fresh > 40  # all but what never changes is not there any more
-    again = Share(folder_store, Attempt(RUN, 1), 0)
+    again = ShardWriter(folder_store, Attempt(RUN, 1), 0)
     again.recall(3, whole(state(0)))
     assert again.write(12, whole(state(3))).header.totals.fresh == 0
-    next_attempt = Share(folder_store, Attempt(RUN, 2), 0)
+    next_attempt = ShardWriter(folder_store, Attempt(RUN, 2), 0)
     next_attempt.recall(6, whole(state(0)))
     assert next_attempt.write(15, whole(state(6))).header.totals.fresh == 0
-    lost = Share(folder_store, Attempt(RUN, 3), 0)
+    lost = ShardWriter(folder_store, Attempt(RUN, 3), 0)
     lost.recall(99, whole(state(0)))  # collected
     assert lost.write(18, whole(state(6))).header.totals.fresh > 0
 
@@ -199,7 +199,7 @@ def test_a_writer_without_memory_refers_to_its_last_index_and_to_nothing_older(f
 def test_writers_that_disagree_about_a_tensor_commit_nothing(folder_store: Store) -> None:
     for writer, dtype in enumerate((torch.float32, torch.float64)):
         box = TensorBox("t", (4,), (2 * writer,), torch.ones(2, dtype=dtype))
-        Share(folder_store, Attempt(RUN, 1), writer).write(3, [box])
+        ShardWriter(folder_store, Attempt(RUN, 1), writer).write(3, [box])
     with pytest.raises(DataError, match="one writer holds t as float64"):
         committer(folder_store, 2).commit(3, DESCRIBE, {})
 

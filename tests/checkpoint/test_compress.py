@@ -11,11 +11,11 @@ import torch
 
 from holdfast.checkpoint import Checkpointer, Retention, TensorBox, claim_attempt, open_checkpoint, packing
 from holdfast.checkpoint import compress as compress_module
-from holdfast.checkpoint.agent.work import spare_threads
+from holdfast.checkpoint.agent.store_writer import spare_threads
 from holdfast.checkpoint.codec import Codec
 from holdfast.checkpoint.compress import Compression
-from holdfast.checkpoint.doubts import DamageError
-from holdfast.checkpoint.share import Share
+from holdfast.checkpoint.damage_reports import DamageError
+from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.spec.errors import StoreUnreachableError
 from holdfast.store import Store, layout
 from tests.checkpoint.saving import DESCRIBE, RUN, blank, same, whole
@@ -39,8 +39,8 @@ def trained(step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def share(store: Store) -> Share:
-    return Share(store, claim_attempt(store, RUN), 0, compression=Compression())
+def share(store: Store) -> ShardWriter:
+    return ShardWriter(store, claim_attempt(store, RUN), 0, compression=Compression())
 
 
 def saved(store: Store, saver: Checkpointer, step: int) -> int:
@@ -115,11 +115,11 @@ def test_a_damaged_base_is_named(store: Store, saver: Checkpointer) -> None:
 def test_what_one_writer_wrote_twice_has_two_names_unless_it_is_equal(store: Store) -> None:
     """An agent that lost its memory saves a step again: a pack that somebody refers to must not change."""
     attempt = claim_attempt(store, RUN)
-    first = Share(store, attempt, 0, compression=Compression())
+    first = ShardWriter(store, attempt, 0, compression=Compression())
     first.write(1, whole(trained(1)))
     first.write(2, whole(trained(2)))
     packs = {info.key: store.get(info.key) for info in store.list(layout.run(RUN, "packs/"))}
-    again = Share(store, attempt, 0, compression=Compression())  # without the bases
+    again = ShardWriter(store, attempt, 0, compression=Compression())  # without the bases
     again.write(2, whole(trained(2)))
     assert {key: store.get(key) for key in packs} == packs
     assert len(list(store.list(layout.run(RUN, "packs/")))) > len(packs)
@@ -136,7 +136,7 @@ def test_threads_encode_the_same_bytes_at_once(store: Store, monkeypatch: pytest
     monkeypatch.setattr(compress_module, "encode", counted)
     attempt = claim_attempt(store, RUN)
     for writer, threads in enumerate((1, 2)):
-        share = Share(store, attempt, writer, compression=Compression(threads))
+        share = ShardWriter(store, attempt, writer, compression=Compression(threads))
         assert [share.write(step, whole(trained(step))) for step in (1, 2)]
     packs = [store.get(info.key) for info in store.list(layout.run(RUN, "packs/"))]
     assert len(packs) == 2  # the second one wrote what the first had written, under the same names
@@ -169,7 +169,7 @@ def test_no_difference_is_taken_from_what_the_checkpoint_before_did_not_need(
 
 
 def test_no_difference_is_taken_from_a_pack_that_is_gone(store: Store) -> None:
-    share = Share(store, claim_attempt(store, RUN), 0, compression=Compression())
+    share = ShardWriter(store, claim_attempt(store, RUN), 0, compression=Compression())
     torch.manual_seed(0)
     weight = torch.randn(300, 400) * 0.02
     share.write(1, whole({"w": weight}))

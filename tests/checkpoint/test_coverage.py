@@ -12,8 +12,8 @@ from holdfast.checkpoint import coverage as coverage_module
 from holdfast.checkpoint.catalogue import TensorInfo
 from holdfast.checkpoint.commit import Committer
 from holdfast.checkpoint.coverage import coverage_of, whole_coverage
-from holdfast.checkpoint.keeping import checkpoint_steps
-from holdfast.checkpoint.share import Share
+from holdfast.checkpoint.retention import checkpoint_steps
+from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.spec.errors import DataError
 from holdfast.store import Store
 from tests.checkpoint.saving import DESCRIBE, RUN
@@ -68,7 +68,7 @@ def test_writers_whose_parts_overlap_or_leave_a_hole_commit_nothing(
 ) -> None:
     attempt, data = Attempt(RUN, 1), torch.arange(16.0).view(4, 4)
     for writer, (low, high) in enumerate(rows):
-        Share(folder_store, attempt, writer).write(3, [TensorBox("t", (4, 4), (low, 0), data[low:high])])
+        ShardWriter(folder_store, attempt, writer).write(3, [TensorBox("t", (4, 4), (low, 0), data[low:high])])
     committer = Committer(folder_store, attempt, len(rows))
     if complete:
         committer.commit(3, DESCRIBE, {})

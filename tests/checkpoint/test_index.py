@@ -26,7 +26,7 @@ from holdfast.checkpoint.index import (
 )
 from holdfast.checkpoint.reader import fetch_child
 from holdfast.checkpoint.root import FORMAT_VERSION, UnfitError
-from holdfast.checkpoint.share import Share
+from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.checkpoint.tree import Entry, Reach
 from holdfast.spec.errors import DataError
 from holdfast.store import Store
@@ -36,7 +36,7 @@ from tests.checkpoint.saving import RUN, shards, state
 @pytest.fixture
 def index(folder_store: Store) -> Index:
     """What the second of three writers holds."""
-    return Share(folder_store, Attempt(RUN, 1), 1).write(3, shards(state(3), 1, 3))
+    return ShardWriter(folder_store, Attempt(RUN, 1), 1).write(3, shards(state(3), 1, 3))
 
 
 def test_an_index_is_read_back_as_it_was_written(index: Index) -> None:
@@ -126,7 +126,7 @@ def test_lying_numbers_are_refused(index: Index, change: Callable[[Index], Index
 def test_two_boxes_that_disagree_about_a_tensor_are_refused(folder_store: Store) -> None:
     boxes = [TensorBox.whole("a", torch.ones(2)), TensorBox("a", (4,), (2,), torch.ones(2))]
     with pytest.raises(DataError, match=r"holds a as float32 \[2\], another as float32 \[4\]|float32 \[4\], another"):
-        Share(folder_store, Attempt(RUN, 1), 0).write(3, boxes)
+        ShardWriter(folder_store, Attempt(RUN, 1), 0).write(3, boxes)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_lying_numbers_of_runs_are_refused(
     folder_store: Store, monkeypatch: pytest.MonkeyPatch, table: str, values: dict[str, int], reason: str
 ) -> None:
     monkeypatch.setattr(tiles, "WIDE_BYTES", 8)
-    index = Share(folder_store, Attempt(RUN, 1), 0).write(3, [TensorBox.whole("t", torch.randn(9, 9))])
+    index = ShardWriter(folder_store, Attempt(RUN, 1), 0).write(3, [TensorBox.whole("t", torch.randn(9, 9))])
     assert len(index.runs) == 1
     assert Index.from_bytes(index.to_bytes(), "i").places_of([0]) == index.places_of([0])
     rows = getattr(index, table).copy()

@@ -15,30 +15,30 @@ from holdfast.checkpoint import (
     Retention,
     TensorBox,
     claim_attempt,
+    gc,
     load_newest,
     open_checkpoint,
     pin,
 )
-from holdfast.checkpoint import collect as collect_module
-from holdfast.checkpoint.collect import Collector
 from holdfast.checkpoint.compress import Compression
+from holdfast.checkpoint.gc import Collector
 from holdfast.checkpoint.index import Index
-from holdfast.checkpoint.keeping import checkpoint_steps
-from holdfast.checkpoint.near.keeper import Keeper, whole_steps
-from holdfast.checkpoint.near.peers import Endpoint, Neighbour, Remote
-from holdfast.checkpoint.near.record import Record, record_key
-from holdfast.checkpoint.near.tier import Tier
-from holdfast.checkpoint.share import Share
+from holdfast.checkpoint.local_tiers.peers import Endpoint, Neighbour, Remote
+from holdfast.checkpoint.local_tiers.record import Record, record_key
+from holdfast.checkpoint.local_tiers.tier import Tier
+from holdfast.checkpoint.local_tiers.tier_writer import TierWriter, whole_steps
+from holdfast.checkpoint.retention import checkpoint_steps
+from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.runtime.gang import Gang
 from holdfast.spec.errors import BadReaderError, FencedError, StoreUnreachableError
 from holdfast.store import Store, layout, open_store
 from tests.checkpoint.breaking_store import BreakingStore, Killed
 from tests.checkpoint.saving import RUN, blank, checkpointer, names, save, state, whole
-from tests.checkpoint.test_collect import commit
 from tests.checkpoint.test_commit import Hurry
 from tests.checkpoint.test_compress import trained
-from tests.checkpoint.test_doubts import damage
-from tests.checkpoint.test_near_peers import served
+from tests.checkpoint.test_damage_reports import damage
+from tests.checkpoint.test_gc import commit
+from tests.checkpoint.test_local_tiers_peers import served
 
 __all__ = ["served"]
 
@@ -174,7 +174,7 @@ def test_at_every_moment_of_a_collection_what_is_there_can_be_loaded(
     folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Roots go before what they need, also where one is pinned and where packs are shared."""
-    monkeypatch.setattr(collect_module, "BATCH", 1)
+    monkeypatch.setattr(gc, "BATCH", 1)
     claim_attempt(folder_store, RUN)
     writer = checkpointer(folder_store)
     for step in (3, 6, 9, 12):
@@ -210,11 +210,11 @@ def test_at_every_moment_of_keeping_a_step_near_a_whole_one_is_there(
     tier = Tier(name="memory", folder=str(tmp_path), every=1)
     raw = tier.store(0)
     for step in (1, 2):
-        Keeper(tier, Attempt(RUN, 1), 0).keep(step, whole(state(step)), None, record_of(step))
+        TierWriter(tier, Attempt(RUN, 1), 0).keep(step, whole(state(step)), None, record_of(step))
     monkeypatch.setattr(
         Tier, "store", lambda *_: BreakingStore(raw, kill=False, before=lambda *_: require_whole_near(raw, [1, 2, 3]))
     )
-    keeper = Keeper(tier, Attempt(RUN, 1), 0)
+    keeper = TierWriter(tier, Attempt(RUN, 1), 0)
     for step in (3, 4, 5):
         keeper.keep(step, whole(state(step)), None, record_of(step))
         assert not keeper.off
@@ -245,7 +245,7 @@ def test_a_neighbour_that_loses_its_sender_at_any_moment_has_a_whole_step(
     for step, objects in ((1, 10**9), (2, 10**9), (3, 1), (4, 2), (5, 10**9), (6, 1), (7, 10**9)):
         left[0], before = objects, len(sent)
         neighbour = Neighbour(endpoint, here, RUN, 0)
-        Keeper(here, Attempt(RUN, 1), 0, neighbour.send).keep(step, whole(state(step)), None, record_of(step))
+        TierWriter(here, Attempt(RUN, 1), 0, neighbour.send).keep(step, whole(state(step)), None, record_of(step))
         require_whole_near(there.store(0), list(range(1, step + 1)))
         if objects > 2:
             assert [key.rpartition(".")[2] for key in sent[before:]][-1] == "idx"
@@ -261,7 +261,9 @@ def weight(step: int) -> list[TensorBox]:
 def test_no_index_is_written_that_refers_to_a_pack_or_a_base_that_is_not_whole(
     folder_store: Store, compress: bool, harm: str
 ) -> None:
-    share = Share(folder_store, claim_attempt(folder_store, RUN), 0, compression=Compression() if compress else None)
+    share = ShardWriter(
+        folder_store, claim_attempt(folder_store, RUN), 0, compression=Compression() if compress else None
+    )
     for step in (1, 2):
         share.write(step, weight(step))
     packs = [info.key for info in folder_store.list(layout.packs(RUN))]

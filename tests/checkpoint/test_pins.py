@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint import Manifest, Retention, claim_attempt, list_pins, open_checkpoint, pin, unpin
-from holdfast.checkpoint.borrow import borrow
-from holdfast.checkpoint.collect import Collector
-from holdfast.checkpoint.keeping import PinRecord, checkpoint_steps
+from holdfast.checkpoint.fork import fork_checkpoint
+from holdfast.checkpoint.gc import Collector
 from holdfast.checkpoint.lineage import counted_steps, newest_step
 from holdfast.checkpoint.load import load_step
 from holdfast.checkpoint.reader import Checkpoint
+from holdfast.checkpoint.retention import PinRecord, checkpoint_steps
 from holdfast.checkpoint.tools import collect_now, list_checkpoints
 from holdfast.runtime.gang import Gang
 from holdfast.spec.errors import DataError, MissingError, StoreUnreachableError
 from holdfast.store import Store, layout, open_store
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.saving import RUN, blank, same, state, whole
-from tests.checkpoint.test_collect import collector, commit
+from tests.checkpoint.test_gc import collector, commit
 
 
 def begun(store: Store) -> None:
@@ -54,15 +54,15 @@ def pinned(store: Store, name: str, step: int = 6) -> list[Checkpoint]:
 
 def test_a_borrowed_checkpoint_outlives_the_commit_that_replaces_its_root(folder_store: Store) -> None:
     begun(folder_store)
-    digest = borrow(folder_store, RUN, 6, "child")
+    digest = fork_checkpoint(folder_store, RUN, 6, "child")
     assert reads(open_checkpoint(folder_store, "child", 6))
     commit_and_collect(folder_store)
     assert open_checkpoint(folder_store, RUN, 6).manifest.attempt == 2
     assert reads(open_checkpoint(folder_store, "child", 6))
-    assert borrow(folder_store, RUN, 6, "child") == digest, "once more changes nothing"
+    assert fork_checkpoint(folder_store, RUN, 6, "child") == digest, "once more changes nothing"
     collector(folder_store, 2).collect(6)
     assert reads(open_checkpoint(folder_store, "child", 6))
-    unpin(folder_store, RUN, 6, "rewound-child")
+    unpin(folder_store, RUN, 6, "forked-child")
     collector(folder_store, 2).collect(6)
     with pytest.raises(DataError):
         reads(open_checkpoint(folder_store, "child", 6))
@@ -79,7 +79,7 @@ def test_a_pin_that_is_set_again_protects_both_roots(folder_store: Store) -> Non
     assert [each.reason for each in list_pins(folder_store, RUN)] == ["once more"]
 
 
-@pytest.mark.parametrize("act", [pin, lambda *of: borrow(*of, "child")], ids=["pin", "borrow"])
+@pytest.mark.parametrize("act", [pin, lambda *of: fork_checkpoint(*of, "child")], ids=["pin", "fork_checkpoint"])
 @pytest.mark.parametrize("newer", [3, 9], ids=["above the newest", "below the newest"])
 def test_a_step_of_an_attempt_that_was_replaced_is_refused(
     folder_store: Store, act: Callable[..., object], newer: int
@@ -134,7 +134,7 @@ def test_whatever_comes_between_two_operations_of_who_borrows_the_bytes_are_ther
                 commit_and_collect(store)
 
         with suppress(MissingError):
-            borrow(BreakingStore(store, kill=False, before=before), RUN, 6, "child")  # type: ignore[arg-type]
+            fork_checkpoint(BreakingStore(store, kill=False, before=before), RUN, 6, "child")  # type: ignore[arg-type]
         if newest_step(store, "child") is not None:
             found = open_checkpoint(store, "child", 6)
             assert reads(found), f"before operation {at}"
@@ -156,7 +156,7 @@ def test_whatever_a_borrower_comes_between_the_bytes_are_there(tmp_path: Path) -
             count += 1
             if count == at + 1:
                 with suppress(MissingError):
-                    borrow(store, RUN, 6, "child")
+                    fork_checkpoint(store, RUN, 6, "child")
 
         commit_and_collect(BreakingStore(store, kill=False, before=before))  # type: ignore[arg-type]
         if newest_step(store, "child") is not None:

@@ -20,7 +20,7 @@ from holdfast.checkpoint import (
 )
 from holdfast.checkpoint import box as box_module
 from holdfast.checkpoint import reader as reader_module
-from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.checkpoint.root import UnfitError
 from holdfast.checkpoint.staging import Copy
 from holdfast.runtime.gang import Gang
@@ -136,7 +136,7 @@ def test_training_may_change_the_state_as_soon_as_it_is_copied_and_only_the_thir
     def saved(step: int) -> None:
         tensors = state(step)
         writer.save(step, whole(tensors), {})
-        writer.copied()
+        writer.wait_for_staging()
         for tensor in tensors.values():
             tensor.zero_()
 

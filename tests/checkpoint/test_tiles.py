@@ -20,8 +20,8 @@ from holdfast.checkpoint import reader as reader_module
 from holdfast.checkpoint.codec import Codec
 from holdfast.checkpoint.commit import Committer
 from holdfast.checkpoint.compress import Compression
-from holdfast.checkpoint.doubts import DamageError
-from holdfast.checkpoint.share import Share
+from holdfast.checkpoint.damage_reports import DamageError
+from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.store import Store, layout, open_store
 from tests.checkpoint.saving import RUN, blank, same, whole
 
@@ -40,7 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def saved(store: Store, *boxes: list[TensorBox], compression: Compression | None = None) -> None:
     """A checkpoint of one writer for each list of boxes."""
     for writer, each in enumerate(boxes):
-        Share(store, Attempt(RUN, 1), writer, compression=compression).write(1, each)
+        ShardWriter(store, Attempt(RUN, 1), writer, compression=compression).write(1, each)
     Committer(store, Attempt(RUN, 1), len(boxes)).commit(1, FIELDS, {})
 
 
@@ -101,10 +101,10 @@ def test_who_needs_some_columns_or_rows_reads_no_others(folder_store: Store, rea
 def test_content_has_one_digest_however_it_is_stored(folder_store: Store) -> None:
     """So that compression, switched on or off, writes nothing anew."""
     tensors = {"t": torch.arange(400, dtype=torch.float32).view(20, 20)}
-    plain = Share(folder_store, Attempt(RUN, 1), 0)
+    plain = ShardWriter(folder_store, Attempt(RUN, 1), 0)
     index = plain.write(1, whole(tensors))
     assert set(index.places["codec"].tolist()) == {Codec.TILED}
-    squeezed = Share(folder_store, Attempt(RUN, 2), 0, compression=Compression())
+    squeezed = ShardWriter(folder_store, Attempt(RUN, 2), 0, compression=Compression())
     other = squeezed.write(1, whole(tensors))
     assert set(other.places["codec"].tolist()) <= {Codec.RAW, Codec.NUMBERS}
     assert other.places["digest"].tolist() == index.places["digest"].tolist()

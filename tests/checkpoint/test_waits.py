@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from holdfast.checkpoint import staging, writer
-from holdfast.checkpoint.agent import wire
-from holdfast.checkpoint.agent.wire import VARIABLE, Outcome
-from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.checkpoint.agent import protocol
+from holdfast.checkpoint.agent.protocol import VARIABLE, Outcome
+from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.spec.errors import (
     DataError,
     HoldfastError,
@@ -49,7 +49,7 @@ def test_a_copy_that_nobody_makes_ends_the_rank_and_says_which(
     saving = checkpointer(folder_store)
     saving.save(3, whole(state(3)), {})
     with pytest.raises(HungError, match=r"step 3: the copy of 9 boxes of the state was not made in 0\.2 s"):
-        saving.copied()
+        saving.wait_for_staging()
     with pytest.raises(HungError, match="step 3"):  # its buffer may be written to yet: nothing is saved any more
         saving.save(6, whole(state(6)), {})
     with caplog.at_level(logging.ERROR, "holdfast.checkpoint"):
@@ -94,7 +94,7 @@ def test_a_table_of_boxes_that_no_message_holds_is_refused_before_the_first_step
     folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "no-agent"))
-    monkeypatch.setattr(wire, "MAX_MESSAGE", 1000)
+    monkeypatch.setattr(protocol, "MAX_MESSAGE", 1000)
     with pytest.raises(SpecError, match=r"9 boxes of a rank(?s:.*)spread the state over more") as told:
         checkpointer(folder_store).restore(blank(whole(state(0))), FIRST)
     assert told.value.problems[0].field == "parallel"
@@ -106,7 +106,7 @@ def test_a_save_that_says_too_much_fails_with_these_words_and_not_as_an_agent_th
     folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "no-agent"))
-    monkeypatch.setattr(wire, "MAX_MESSAGE", 10_000)
+    monkeypatch.setattr(protocol, "MAX_MESSAGE", 10_000)
     monkeypatch.setattr(writer, "ROOM", 1000)
     saving = checkpointer(folder_store)
     saving.restore(blank(whole(state(0))), FIRST)

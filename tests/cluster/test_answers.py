@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from holdfast.launch.kubernetes import client
-from holdfast.launch.kubernetes.answers import OverQuotaError, WebhookAwayError
+from holdfast.launch.kubernetes.api_errors import OverQuotaError, WebhookAwayError
 from holdfast.launch.kubernetes.client import Api
 from holdfast.launch.kubernetes.kinds import KINDS
 from holdfast.spec.errors import AccessDeniedError, SpecError

@@ -158,7 +158,7 @@ def test_the_launcher_names_what_refuses_half_of_a_gang_and_gives_the_job_up_in_
     assert ending.code == ExitCode.ACCESS_DENIED
     assert 'violates PodSecurity "restricted:latest"' in ending.detail
     assert "init-pytorch" in ending.detail
-    assert f"waiting: {ending.detail.partition(' (cluster.pending_minutes')[0]}" in caplog.text
+    assert f"waiting: {ending.detail.partition(' (cluster.pending_timeout_minutes')[0]}" in caplog.text
     until(cluster, lambda: cluster.jobs() == [])
 
 
@@ -172,5 +172,5 @@ def test_the_launcher_names_the_quota_that_half_of_a_gang_is_beyond_and_gives_th
     ending = Running(KubernetesLauncher(settings(), cluster.api()), job()).end()
     assert ending.code == ExitCode.UNSCHEDULABLE
     assert "1 of 2 pods" in ending.detail and "exceeded quota: small" in ending.detail
-    assert f"waiting: {ending.detail.partition(' (cluster.pending_minutes')[0]}" in caplog.text
+    assert f"waiting: {ending.detail.partition(' (cluster.pending_timeout_minutes')[0]}" in caplog.text
     until(cluster, lambda: cluster.jobs() == [])

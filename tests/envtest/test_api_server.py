@@ -18,7 +18,7 @@ from holdfast.launch import Ending
 from holdfast.launch.emitters import objects_for
 from holdfast.launch.kubernetes import KubernetesLauncher
 from holdfast.launch.kubernetes.client import NODES
-from holdfast.launch.kubernetes.marks import mark_failed
+from holdfast.launch.kubernetes.node_labels import label_unhealthy
 from holdfast.spec import ExitCode
 from holdfast.spec.errors import AccessDeniedError, HoldfastError
 from tests.envtest.control_plane import MANIFESTS, NAMESPACE, ControlPlane, assets, needs_assets, start_control_plane
@@ -136,10 +136,10 @@ def test_every_overlay_is_accepted_by_the_server(plane, overlay) -> None:
 def test_the_launcher_may_label_a_node_that_failed_and_change_nothing_else_of_it(plane) -> None:
     node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node-a", "labels": {"pool": "h100"}}}
     plane.kubectl("apply", "-f", "-", text=yaml.safe_dump(node))
-    ending, failed = Ending(ExitCode.UNHEALTHY_NODE, (), blamed_nodes=frozenset({"node-a"})), {"mark": "label"}
+    ending, failed = Ending(ExitCode.UNHEALTHY_NODE, (), blamed_nodes=frozenset({"node-a"})), {"on_failure": "label"}
 
     def label() -> str | None:
-        mark_failed(plane.api(), job(health=failed), ending)
+        label_unhealthy(plane.api(), job(health=failed), ending)
         return json.loads(plane.kubectl("get", "node", "node-a", "-o", "json"))["metadata"]["labels"].get(
             "holdfast/health"
         )

@@ -19,12 +19,12 @@ from holdfast.dataset import Dataset
 from holdfast.exchange import (
     DistributedCheckpoint,
     HuggingFace,
+    ImportedCheckpoint,
     Source,
-    TakenIn,
     UniversalCheckpoint,
     export_dcp,
     export_hugging_face,
-    take_in,
+    import_checkpoint,
 )
 from holdfast.model.initialise import initial_tensor, parameter_shapes
 from holdfast.spec import Spec, run_id
@@ -58,8 +58,8 @@ def weights(spec: Spec) -> dict[str, torch.Tensor]:
     return {name: initial_tensor(name, shape, spec.model, seed=77) for name, shape in shapes.items()}
 
 
-def taken(store: Store, source: Source, step: int = 0) -> tuple[TakenIn, Checkpoint]:
-    told = take_in(tiny_spec(), DATASET_ID, source, store, step=step)
+def taken(store: Store, source: Source, step: int = 0) -> tuple[ImportedCheckpoint, Checkpoint]:
+    told = import_checkpoint(tiny_spec(), DATASET_ID, source, store, step=step)
     assert verify(store, told.run_id, step).intact
     return told, open_checkpoint(store, told.run_id, step)
 
@@ -107,7 +107,7 @@ def test_a_distributed_checkpoint_of_torch_is_taken_in_with_its_moments(
     folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
 ) -> None:
     monkeypatch.setattr(
-        sys.modules["holdfast.exchange.take_in"], "WRITER_BYTES", 2000
+        sys.modules["holdfast.exchange.import_checkpoint"], "WRITER_BYTES", 2000
     )  # more writers than a root has entries
     named = weights(tiny_spec())
     moments = {key: {name: torch.randn_like(tensor) for name, tensor in named.items()} for key in MOMENTS}

@@ -8,18 +8,18 @@ import signal
 import time
 from pathlib import Path
 
-from holdfast.checkpoint.agent.link import AgentLink
-from holdfast.checkpoint.agent.wire import Save
+from holdfast.checkpoint.agent.client import AgentClient
+from holdfast.checkpoint.agent.protocol import Save
 from holdfast.components.train import worker
-from holdfast.launch.ending import FOLDER_VARIABLE
+from holdfast.launch.exit_report import FOLDER_VARIABLE
 
 
 def main() -> None:
     """See `worker.main`."""
-    hand_over, folder = AgentLink.save, Path(os.environ[FOLDER_VARIABLE])
+    hand_over, folder = AgentClient.save, Path(os.environ[FOLDER_VARIABLE])
     rank, step = os.environ["HOLDFAST_TEST_DIES"].split(":")
 
-    def dying(self: AgentLink, save: Save) -> None:
+    def dying(self: AgentClient, save: Save) -> None:
         hand_over(self, save)
         if save.step != int(step):
             return
@@ -29,5 +29,5 @@ def main() -> None:
                 time.sleep(0.005)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    AgentLink.save = dying  # type: ignore[method-assign]
+    AgentClient.save = dying  # type: ignore[method-assign]
     worker.main()

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.spec import ExitCode, Spec, run_id
 from holdfast.store import Store
 from holdfast.telemetry import read_events

@@ -18,7 +18,7 @@ from holdfast.pipelines.chaos.processes import TORCHRUN
 from holdfast.spec import ExitCode, Spec, run_id
 from holdfast.store import Store, layout
 from holdfast.telemetry import read_events
-from holdfast.telemetry.events import AttemptBegan, HangNamed, LaunchEnded
+from holdfast.telemetry.events import AttemptBegan, HangDetected, LaunchEnded
 from tests import warm
 from tests.faults.killing import outcome
 from tests.faults.nodes import HELD, Held
@@ -37,9 +37,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     return undisturbed_end(tmp_path_factory)
 
 
-def hang_named(store: Store, spec: Spec) -> HangNamed:
+def hang_detected(store: Store, spec: Spec) -> HangDetected:
     """The one hang that the run's events tell of."""
-    (named,) = [event for event in read_events(store, run_id(spec, DATASET_ID)) if isinstance(event, HangNamed)]
+    (named,) = [event for event in read_events(store, run_id(spec, DATASET_ID)) if isinstance(event, HangDetected)]
     return named
 
 
@@ -79,7 +79,7 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on_by_itself_to_the_same_bits(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == ExitCode.OK, printed
-    named = hang_named(store, spec)
+    named = hang_detected(store, spec)
     print(f"named {named.time - stopped:.2f} s after it was stopped")  # bar F3
     assert (named.rank, named.launch) == (1, 1)
     assert re.match(r"rank 1 hangs on .*: its process is stopped by a signal; 1 more wait$", named.message)
@@ -114,7 +114,7 @@ def test_a_hang_is_named_with_the_phase_and_ends_the_gang_with_201(
     number, hangs = launch(store, spec), f"{rank}:12:{how}"
     code, printed = run_node(store, spec, number, tmp_path, "tests.faults.hanging_worker", HOLDFAST_TEST_HANGS=hangs)
     assert code == ExitCode.HUNG, printed
-    assert re.match(f"rank {rank} hangs on .*, {words}", hang_named(store, spec).message)
+    assert re.match(f"rank {rank} hangs on .*, {words}", hang_detected(store, spec).message)
     assert frame in log_of(store, spec, rank)
     train_once(spec, store.url, tmp_path / "home")
     if strategy == "ddp":
@@ -144,7 +144,7 @@ def test_on_several_nodes_a_stopped_rank_is_named_by_its_node_and_a_stopped_node
         if how == "stop":
             printed = nodes[1].communicate(timeout=300)[0]
             assert nodes[1].returncode == ExitCode.HUNG, printed
-            assert hang_named(store, spec).rank == 1
+            assert hang_detected(store, spec).rank == 1
     finally:
         for node in nodes:
             with suppress(ProcessLookupError):  # also what is stopped
@@ -200,4 +200,4 @@ def test_ten_thousand_short_steps_on_loaded_cores_raise_no_alarm(tmp_path: Path)
             process.wait()
     events = read_events(store, run_id(spec, DATASET_ID))
     assert [event.code for event in events if isinstance(event, LaunchEnded)] == [ExitCode.OK]
-    assert not [event for event in events if isinstance(event, HangNamed)]
+    assert not [event for event in events if isinstance(event, HangDetected)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.spec import ExitCode, run_id
 from holdfast.telemetry import read_events
 from holdfast.telemetry.events import AttemptBegan, RankEnded

@@ -15,14 +15,14 @@ import psutil
 import pytest
 
 from holdfast.components.train.result import read_result
-from holdfast.pipelines.chaos import disk, processes, storm
+from holdfast.pipelines.chaos import disk, fault_run, processes
 from holdfast.pipelines.chaos import faults as catalogue
 from holdfast.pipelines.chaos.clock import Clock
 from holdfast.pipelines.chaos.disk import Disk
+from holdfast.pipelines.chaos.fault_run import Run, schedule
 from holdfast.pipelines.chaos.faults import FAULTS
 from holdfast.pipelines.chaos.processes import ranks_of
 from holdfast.pipelines.chaos.proxy import FaultyProxy
-from holdfast.pipelines.chaos.storm import Run, schedule
 from holdfast.spec import ExitCode, Spec, dump_spec, run_id
 from holdfast.store import Store, open_store
 from holdfast.telemetry import Event, read_events
@@ -123,7 +123,7 @@ def test_a_clock_that_jumps_changes_no_bit(tmp_path: Path, monkeypatch: pytest.M
             super().jump(seconds)
             (self._folder / "jumped").touch()
 
-    monkeypatch.setattr(storm, "Clock", Waits)
+    monkeypatch.setattr(fault_run, "Clock", Waits)
     through(spec, stormy, tmp_path / "home", ["clock-jumped", "rank-killed"], 5, None)
     later = [event for event in told if event.time > time.time() + 1800]
     assert {AttemptBegan, Progress, SaveCommitted} <= {type(event) for event in later}
@@ -161,7 +161,7 @@ def test_a_training_without_a_byte_of_disk_says_so_and_the_command_given_again_c
                 yield
                 held.wait(lambda: bool(ended()), "the end of the train step")
 
-    monkeypatch.setattr(storm, "Disk", Waits)
+    monkeypatch.setattr(fault_run, "Disk", Waits)
     through(spec, stormy, tmp_path / "home", ["disk-full"], 5, None)
     first, *_, last = ended()
     assert (first.code, last.code) == (ExitCode.NO_SPACE, ExitCode.OK)

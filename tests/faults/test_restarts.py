@@ -12,8 +12,8 @@ import pytest
 
 from holdfast.checkpoint import list_attempts, open_checkpoint
 from holdfast.checkpoint.attempts import read_attempt
-from holdfast.checkpoint.keeping import checkpoint_steps
-from holdfast.launch.ending import FOLDER_VARIABLE
+from holdfast.checkpoint.retention import checkpoint_steps
+from holdfast.launch.exit_report import FOLDER_VARIABLE
 from holdfast.spec import ExitCode, Spec, run_id
 from holdfast.store import Store, layout
 from tests import warm

@@ -15,7 +15,7 @@ SECRET = "postgresql://ann:S3CR3Tvalue@db/x"
 
 # Modules that print, write streams, format tracebacks, make log handlers or post, and why no secret leaves there.
 KNOWN = {
-    "holdfast/checkpoint/agent/saving.py": "the text of a HoldfastError, which redacts itself",
+    "holdfast/checkpoint/agent/worker.py": "the text of a HoldfastError, which redacts itself",
     "holdfast/health/program.py": "a record of numbers",
     "holdfast/launch/node/output.py": "redacts lines itself",
     "holdfast/store/durable.py": "objects of the store",
@@ -29,7 +29,7 @@ KNOWN = {
     "holdfast/pipelines/backends/local/step.py": "standard output of the worker, which redacts",
     "holdfast/pipelines/backends/local/worker.py": "redacts what reaches the log",
     "holdfast/pipelines/backends/ray/driver.py": "lines that launch.ray.node has redacted",
-    "holdfast/pipelines/backends/ray/look.py": "a record of the machine",
+    "holdfast/pipelines/backends/ray/node_probe.py": "a record of the machine",
     "holdfast/pipelines/backends/ray/task.py": "lines that launch.ray.node has redacted",
     "holdfast/pipelines/cli/entry.py": "redacts the crash report itself",
     "holdfast/pipelines/cli/options.py": "redacts errors; results are specs and records without secrets",

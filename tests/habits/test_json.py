@@ -25,7 +25,7 @@ ELSEWHERE = {
     "holdfast/rendering/task.py": "a document of a task, in a child process with limits",
     "holdfast/rendering/worker.py": "a message of the parent process",
     # with words or bounds of their own
-    "holdfast/launch/node/board.py": "what nodes of this gang say to each other",
+    "holdfast/launch/node/hang_consensus.py": "what nodes of this gang say to each other",
     "holdfast/model/hugging_face.py": "files of a model",
     "holdfast/model/tensor_files.py": "headers of a model's files, bounded, with their own words",
     "holdfast/runtime/gang.py": "objects that torch's collectives carry between the ranks of this gang, bounded",

@@ -32,9 +32,9 @@ AVOIDED_ON_PAGES = (*AVOIDED, "asked", "is there", "are there")
 
 # How often the words may occur, for each folder. Lower a number when you rewrite; never raise one.
 CEILINGS: dict[str, int] = {
-    "holdfast": 6, "holdfast/checkpoint": 211, "holdfast/components": 244, "holdfast/corpus": 38,
-    "holdfast/dataset": 16, "holdfast/exchange": 58, "holdfast/health": 33, "holdfast/launch": 389,
-    "holdfast/model": 29, "holdfast/pages": 24, "holdfast/pipelines": 543, "holdfast/planning": 35,
+    "holdfast": 6, "holdfast/checkpoint": 205, "holdfast/components": 241, "holdfast/corpus": 38,
+    "holdfast/dataset": 16, "holdfast/exchange": 58, "holdfast/health": 33, "holdfast/launch": 385,
+    "holdfast/model": 29, "holdfast/pages": 24, "holdfast/pipelines": 541, "holdfast/planning": 35,
     "holdfast/rendering": 3, "holdfast/runtime": 38, "holdfast/scoring": 13, "holdfast/serving": 19,
     "holdfast/simulation": 25, "holdfast/spec": 80, "holdfast/steps": 12, "holdfast/store": 76,
     "holdfast/telemetry": 122, "holdfast/tracking": 32, "pages": 154,
@@ -49,13 +49,13 @@ LONG_SENTENCES: set[str] = {
 
 # Names that several classes share. Remove a name when it is unique; never add one.
 SHARED_CLASS_NAMES: set[str] = {
-    "Accelerator", "Anomalies", "Attempt", "Base", "Board", "Checkpoint", "Choice", "Clock", "Cluster",
-    "Comparison", "ConflictError", "Entry", "Finding", "Found", "Job", "LossScale", "Machine", "Manifest",
-    "Measured", "Memory", "ModelRegistry", "Node", "Nodes", "Origin", "Outcome", "Part", "Piece", "Pipeline",
-    "Place", "Prepared", "Progress", "Record", "RefusedError", "Registration", "Report", "Request", "Resources",
-    "Row", "Rows", "Run", "Seen", "Server", "Slurm", "Source", "Started", "Step", "Submitted", "Target", "Task",
-    "Tokenizer", "Topology", "Totals", "Verdict", "_Answer", "_Attempt", "_Claim", "_Copy", "_Described", "_Log",
-    "_Named", "_Part", "_Rank", "_Record", "_Submission", "_Verdict",
+    "Accelerator", "Anomalies", "Attempt", "Base", "Checkpoint", "Choice", "Clock", "Cluster", "Comparison",
+    "ConflictError", "Entry", "Finding", "Found", "Job", "LossScale", "Machine", "Manifest", "Measured", "Memory",
+    "ModelRegistry", "Node", "Nodes", "Origin", "Outcome", "Part", "Piece", "Pipeline", "Place", "Prepared",
+    "Progress", "Record", "RefusedError", "Registration", "Report", "Request", "Resources", "Row", "Rows", "Run",
+    "Server", "Slurm", "Source", "Started", "Step", "Submitted", "Target", "Task", "Tokenizer", "Topology",
+    "Totals", "_Answer", "_Attempt", "_Claim", "_Copy", "_Described", "_Log", "_Named", "_Part", "_Rank", "_Record",
+    "_Submission", "_Verdict",
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from holdfast.spec.cluster import Cluster, Nodes
 from holdfast.spec.errors import ExitCode
 from holdfast.store import Store, layout, open_store
 from holdfast.telemetry import emit, recording
-from holdfast.telemetry.events import StragglerNamed
+from holdfast.telemetry.events import StragglerDetected
 
 
 def ended(folder: Path, *endings: tuple[int, list[str]]) -> Store:
@@ -64,7 +64,7 @@ def test_an_end_that_was_not_written_whole_is_left_out(tmp_path: Path) -> None:
 def test_the_node_of_a_slow_rank_is_avoided_where_the_spec_wants_it(tmp_path: Path) -> None:
     store = ended(tmp_path, (ExitCode.HUNG, ["a"]))
     with recording(store, "run", "rank 0"):
-        emit(StragglerNamed(rank=3, host="slow", phase="data", ratio=1.3, seconds=0.1, step=20))
+        emit(StragglerDetected(rank=3, host="slow", phase="data", ratio=1.3, seconds=0.1, step=20))
     nodes = Nodes(min=2, max=2)
     assert avoided_nodes(store, "run", Cluster(nodes=nodes, stragglers="report")) == frozenset()
     assert avoided_nodes(store, "run", Cluster(nodes=nodes, stragglers="exclude")) == {"slow"}
@@ -74,7 +74,7 @@ def test_of_the_nodes_of_slow_ranks_the_newest_are_avoided_and_enough_are_left_t
     store = ended(tmp_path)
     with recording(store, "run", "rank 0"):
         for step, host in enumerate(("a", "b", "c", "a")):
-            emit(StragglerNamed(rank=3, host=host, phase="data", ratio=1.3, seconds=0.1, step=step))
+            emit(StragglerDetected(rank=3, host=host, phase="data", ratio=1.3, seconds=0.1, step=step))
 
     def avoided(fewest: int, most: int) -> frozenset[str]:
         return avoided_nodes(store, "run", Cluster(nodes=Nodes(min=fewest, max=most), stragglers="exclude"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.launch.ending import NodeEnding, RankEnding
+from holdfast.launch.exit_report import NodeExit, RankExit
 from holdfast.launch.interface import Ending, Job
 from holdfast.launch.slurm import _ending, _environment
 from holdfast.launch.slurm_environment import own_job, without_job, without_step
@@ -15,12 +15,12 @@ from holdfast.spec import ExitCode
 from holdfast.spec.cluster import Cluster
 
 
-def said(node: str, code: int, rank: int, **fields: bool) -> NodeEnding:
-    process = RankEnding(rank=rank, local_rank=rank % 2, pid=1, node=node, attempt=7, began=1.0, ended=2.0, code=code)
-    return NodeEnding(code=code, node=node, ranks=(process,), **fields)
+def said(node: str, code: int, rank: int, **fields: bool) -> NodeExit:
+    process = RankExit(rank=rank, local_rank=rank % 2, pid=1, node=node, attempt=7, began=1.0, ended=2.0, code=code)
+    return NodeExit(code=code, node=node, ranks=(process,), **fields)
 
 
-def ended(code: int, **told: NodeEnding | None) -> Ending:
+def ended(code: int, **told: NodeExit | None) -> Ending:
     return _ending(code, told, ("last",), Path("log"))
 
 
@@ -38,7 +38,7 @@ def test_a_node_that_said_nothing_explains_those_that_lost_it() -> None:
 
 
 @pytest.mark.parametrize("told", [{"n1": None, "n2": None}, {"n1": said("n1", 0, 0), "n2": None}])
-def test_a_launch_that_ended_well_blames_nobody(told: dict[str, NodeEnding | None]) -> None:
+def test_a_launch_that_ended_well_blames_nobody(told: dict[str, NodeExit | None]) -> None:
     ending = ended(0, **told)
     assert (ending.code, ending.rank, ending.node, ending.blamed_nodes) == (0, None, None, frozenset())
 

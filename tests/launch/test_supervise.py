@@ -117,10 +117,10 @@ def test_restarts_that_the_window_has_left_behind_count_no_more() -> None:
 
 
 def test_launches_without_a_new_checkpoint_end_it_however_long_each_takes() -> None:
-    launcher = Scripted([ExitCode.NOT_MET] * 30, minutes=25)
+    launcher = Scripted([ExitCode.RENDEZVOUS_TIMEOUT] * 30, minutes=25)
     launcher.progress = False
-    ending = supervised(launcher, Waits(), without_progress=4)
-    assert (ending.code, launcher.jobs) == (ExitCode.NOT_MET, 4)
+    ending = supervised(launcher, Waits(), max_stalled_launches=4)
+    assert (ending.code, launcher.jobs) == (ExitCode.RENDEZVOUS_TIMEOUT, 4)
     assert ending.detail.startswith("4 launches in a row ended without a new checkpoint, the last one so: ")
 
 
@@ -128,7 +128,7 @@ def test_a_new_checkpoint_gives_every_chance_back() -> None:
     launcher = Scripted([137] * 7 + [0], minutes=25)
     saved = iter([0, 0, 0, 10, 10, 10, 20, 20])  # before the first launch, and after each
     launcher.saved_step = lambda: next(saved)  # type: ignore[method-assign]
-    assert supervised(launcher, Waits(), without_progress=3).code == 0
+    assert supervised(launcher, Waits(), max_stalled_launches=3).code == 0
     assert launcher.jobs == 8
 
 
@@ -142,7 +142,7 @@ def test_a_store_that_is_away_shows_no_progress() -> None:
         return 0
 
     launcher.saved_step = saved_step  # type: ignore[method-assign]
-    assert supervised(launcher, Waits(), without_progress=2).code == 203
+    assert supervised(launcher, Waits(), max_stalled_launches=2).code == 203
     assert launcher.jobs == 2
 
 
@@ -225,7 +225,7 @@ def test_a_machine_that_is_always_taken_back_is_given_up_when_nothing_is_saved()
     launcher, waits = Scripted([143] * 30), Waits()
     launcher.progress = False
     ending = supervise(
-        launcher, launcher.next_job, Restarts(without_progress=4), waits, saved_step=launcher.saved_step,
+        launcher, launcher.next_job, Restarts(max_stalled_launches=4), waits, saved_step=launcher.saved_step,
         reclaimed=lambda _: True,
     )  # fmt: skip
     assert (ending.code, launcher.jobs, waits.seconds) == (143, 4, [15, 30, 45])

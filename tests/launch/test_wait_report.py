@@ -14,14 +14,14 @@ from holdfast.launch.kubernetes.follow import Follower
 from holdfast.launch.kubernetes.kinds import KINDS
 from holdfast.launch.waiting import WaitReport
 from holdfast.telemetry.channel import add_listener
-from holdfast.telemetry.events import LaunchWaits
+from holdfast.telemetry.events import LaunchPending
 
 
 @pytest.fixture
-def waits() -> Iterator[list[LaunchWaits]]:
+def waits() -> Iterator[list[LaunchPending]]:
     """The events that are emitted."""
-    found: list[LaunchWaits] = []
-    remove = add_listener(lambda event, _: found.append(event) if isinstance(event, LaunchWaits) else None)
+    found: list[LaunchPending] = []
+    remove = add_listener(lambda event, _: found.append(event) if isinstance(event, LaunchPending) else None)
     yield found
     remove()
 
@@ -35,7 +35,7 @@ def pending(rank: int, message: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_two_pods_that_cannot_be_scheduled_are_one_event_until_something_changes(waits: list[LaunchWaits]) -> None:
+def test_two_pods_that_cannot_be_scheduled_are_one_event_until_something_changes(waits: list[LaunchPending]) -> None:
     api = Api(lambda: Configuration(host="http://127.0.0.1:9"), "default")
     follower = Follower(api, KINDS["pytorchjob"], "job", "3f2a", 1, threading.Condition())
     follower._nodes = 2
@@ -51,7 +51,7 @@ def test_two_pods_that_cannot_be_scheduled_are_one_event_until_something_changes
     assert waits[2].reason.startswith("node rank 0 (pod job-worker-0): cannot be scheduled")
 
 
-def test_a_reason_that_stays_for_an_hour_is_one_event(waits: list[LaunchWaits]) -> None:
+def test_a_reason_that_stays_for_an_hour_is_one_event(waits: list[LaunchPending]) -> None:
     now = 0.0
     report = WaitReport(lambda: now)
     for _ in range(3600):
@@ -60,7 +60,7 @@ def test_a_reason_that_stays_for_an_hour_is_one_event(waits: list[LaunchWaits]) 
     assert [(event.reason, event.count) for event in waits] == [("a", 1)]
 
 
-def test_reasons_that_alternate_are_recorded_once_a_minute_with_a_count(waits: list[LaunchWaits]) -> None:
+def test_reasons_that_alternate_are_recorded_once_a_minute_with_a_count(waits: list[LaunchPending]) -> None:
     now = 0.0
     report = WaitReport(lambda: now)
     for _ in range(120):

@@ -13,9 +13,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.launch.ending import FOLDER_VARIABLE, RankRecord
+from holdfast.launch.exit_report import FOLDER_VARIABLE, RankRecord
 from holdfast.launch.node.output import CLOSE_SECONDS, RankOutput
-from holdfast.launch.orphan import die_with_parent
+from holdfast.launch.parent_death import die_with_parent
 
 WAITS = ("wait", "ignore", "save", "peer")
 SECONDS = 600  # until one that nobody ends ends

@@ -16,7 +16,7 @@ import yaml
 from holdfast.launch.emitters import render, training_job
 from holdfast.launch.emitters.pod import METRICS_LABEL, METRICS_PORT, pod_template
 from holdfast.launch.emitters.pytorchjob import INDEX_LABEL
-from holdfast.pipelines.backends.order import check_for_cluster
+from holdfast.pipelines.backends.request import check_for_cluster
 from holdfast.spec import SpecError
 from holdfast.telemetry.metrics import METRICS
 from tests.manifests.rendering import MANIFESTS

@@ -24,7 +24,7 @@ from holdfast.components.notify.summary import _news
 from holdfast.spec import ExitCode, parse_spec
 from holdfast.store import Store, layout, open_store
 from holdfast.telemetry import emit, read_events, recording
-from holdfast.telemetry.events import Progress, SaveFailed, StragglerNamed
+from holdfast.telemetry.events import Progress, SaveFailed, StragglerDetected
 
 SPEC = "name: story\ndata:\n  sources:\n    - uri: corpus/*.txt\n"
 RUN_ID = "fedcba9876543210"
@@ -163,7 +163,7 @@ def test_only_the_verdict_under_the_settings_of_the_spec_is_told(store: Store) -
     assert run("SUCCEEDED", SPEC, run_id=RUN_ID, overrides=["evaluation.max_loss=1"]).verdict == ""
 
 
-LEFT_ALONE = (ExitCode.OVERTAKEN, ExitCode.FENCED, ExitCode.CANCELLED)
+LEFT_ALONE = (ExitCode.CHAMPION_CHANGED, ExitCode.FENCED, ExitCode.CANCELLED)
 
 
 @pytest.mark.parametrize("code", [code for code in ExitCode if 5 < code < 128 and code not in LEFT_ALONE] + [1, 99])
@@ -174,7 +174,7 @@ def test_after_a_permanent_failure_it_says_what_to_mend(code: int) -> None:
     assert run("FAILED", SPEC, message=f"main: Error (exit code {code})").next_command == told
 
 
-@pytest.mark.parametrize("code", [ExitCode.OVERTAKEN, *(code for code in ExitCode if code.retryable)])
+@pytest.mark.parametrize("code", [ExitCode.CHAMPION_CHANGED, *(code for code in ExitCode if code.retryable)])
 def test_after_a_failure_that_can_pass_it_says_to_run_it_again(code: int) -> None:
     assert run("FAILED", SPEC, exit_code=code).next_command.startswith("run the same command again")
 
@@ -327,7 +327,7 @@ def test_the_command_ends_with_zero_whatever_it_finds(tmp_path: Path) -> None:
 
 def test_slow_ranks_are_one_line_of_what_happened() -> None:
     named = [
-        StragglerNamed(rank=n % 2, host="node-a", phase="forward", ratio=1.3, seconds=0.1, step=30 * n)
+        StragglerDetected(rank=n % 2, host="node-a", phase="forward", ratio=1.3, seconds=0.1, step=30 * n)
         for n in range(16)
     ]
     failed = SaveFailed(step=5, reason="away", lag=5)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.planning import Architecture, Task, accelerator, outlook, reasons, search
+from holdfast.planning import Architecture, Task, accelerator, estimate_run, reasons, search
 from holdfast.planning.auto import task_of
 from holdfast.planning.failures import best_interval, goodput, lasts
 from holdfast.planning.search import layouts
@@ -43,7 +43,7 @@ def told(name: str, gpus: int) -> str:
             f"{each.layout}: {each.speed.tokens_per_second:,.0f} tokens/s, MFU {each.speed.mfu:.1%}, "
             f"{each.memory.total / 1e9:.0f} GB, {each.limit}"
         )
-    run = outlook(found.best[0])
+    run = estimate_run(found.best[0])
     lines += [f"  {reason}" for reason in reasons(found.best[0])]
     return "\n".join([*lines, f"  {run.gpu_hours:,.0f} GPU-hours, goodput {run.goodput:.2%}"])
 

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.pipelines.cli import app
-from holdfast.planning import Architecture, Candidate, Layout, Task, accelerator, outlook, spot
+from holdfast.planning import Architecture, Candidate, Layout, Task, accelerator, estimate_run, spot
 from holdfast.planning.failures import RANK_SECONDS_PER_FAILURE
-from holdfast.planning.outlook import RESTART_SECONDS, stall_of
+from holdfast.planning.run_estimate import RESTART_SECONDS, stall_of
 from holdfast.planning.spot import Mix, break_even, in_words, mix
 from tests.planning.test_command import SMALL, SPEC
 
@@ -35,7 +35,7 @@ def test_without_spot_nodes_a_mix_is_the_outlook_of_the_plan(notice: bool) -> No
 
 
 def same_as_the_outlook(each: Candidate, notice: bool) -> None:
-    one, known = mix(each, 0, notice=notice), outlook(each)
+    one, known = mix(each, 0, notice=notice), estimate_run(each)
     assert (one.seconds, one.cost, one.interval) == pytest.approx(
         (known.seconds, known.cost, known.interval), rel=1e-12
     )

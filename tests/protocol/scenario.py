@@ -13,10 +13,10 @@ from holdfast.checkpoint import (
     attempts,
     box,
     claim_attempt,
-    collect,
     commit,
-    doubts,
+    damage_reports,
     fetch,
+    gc,
     lease,
     lineage,
     load,
@@ -24,16 +24,16 @@ from holdfast.checkpoint import (
     packing,
     pieces,
     reader,
-    share,
+    shard_writer,
     tiles,
     tree,
 )
-from holdfast.checkpoint.agent import work
-from holdfast.checkpoint.agent.wire import Writer
+from holdfast.checkpoint.agent import store_writer
+from holdfast.checkpoint.agent.protocol import Writer
 from holdfast.checkpoint.attempts import Attempt
 from holdfast.checkpoint.box import TensorBox
-from holdfast.checkpoint.keeping import Retention
 from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.retention import Retention
 from holdfast.spec.errors import (
     FencedError,
     HoldfastError,
@@ -50,8 +50,9 @@ from tests.protocol.states import blank, cut, state
 from tests.protocol.world import START, Process, World
 
 MODULES = (
-    attempts, box, collect, commit, doubts, fetch, lease, lineage, load, packing, pieces, reader, sequence, share,
-    tiles, tree, work,
+    attempts, box, gc, commit, damage_reports, fetch, lease, lineage, load, packing, pieces, reader, sequence,
+    shard_writer,
+    tiles, tree, store_writer,
 )  # fmt: skip
 CONSTANTS = {
     "PIECE_BYTES": 64, "WIDE_BYTES": 8, "RUN_BYTES": 96, "PACK_BYTES": 128, "READ_BYTES": 100, "BATCH": 2, "FANOUT": 2,
@@ -102,7 +103,7 @@ class Saver:
     ) -> None:
         self._world, self._plan, self._number, self._rank = world, plan, number, rank
         self._committed = begun.step if begun else 0
-        self._work = work.StoreWork(
+        self._work = store_writer.StoreWriter(
             Writer(
                 store=store.url,
                 run_id=RUN,

@@ -1,4 +1,4 @@
-"""Attempts that replace each other, collections, pins and rewinds in any order: what is pinned or borrowed stays."""
+"""Attempts that replace each other, collections, pins and forks in any order: what is pinned or borrowed stays."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from contextlib import suppress
 
 import pytest
 
-from holdfast.checkpoint import Manifest, borrow, claim_attempt, keeping, open_checkpoint, pin, unpin
+from holdfast.checkpoint import Manifest, claim_attempt, fork_checkpoint, open_checkpoint, pin, retention, unpin
 from holdfast.checkpoint.attempts import Attempt
-from holdfast.checkpoint.collect import Collector
 from holdfast.checkpoint.commit import Committer
-from holdfast.checkpoint.keeping import PinRecord, Retention, checkpoint_steps
+from holdfast.checkpoint.gc import Collector
 from holdfast.checkpoint.lineage import newest_step
 from holdfast.checkpoint.reader import Checkpoint
-from holdfast.checkpoint.share import Share
+from holdfast.checkpoint.retention import PinRecord, Retention, checkpoint_steps
+from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.checkpoint.tools import collect_now
 from holdfast.spec.errors import HoldfastError
 from holdfast.store import layout
@@ -28,19 +28,19 @@ RUN, STEPS = "run", 6
 
 
 class Scene:
-    """Attempts of one run, and people who pin, rewind and collect beside them."""
+    """Attempts of one run, and people who pin, fork and collect beside them."""
 
     def __init__(self, seed: int) -> None:
         self.world = World(seed)
         self.bucket = Bucket(lambda: self.world.now)
         weather = Weather(latency=(0.001, 1.0), stall=0.05, timeout=1e6, deadline=1e9)
         self.network = Network(self.world, self.bucket, weather)
-        self.borrowed: set[tuple[str, int]] = set()  # runs that were rewound to a step of RUN
+        self.borrowed: set[tuple[str, int]] = set()  # runs that were forked from a step of RUN
         self.pins: dict[tuple[int, str], str] = {}  # the state digest of each pin that was set
 
     def play(self) -> None:
         """Let everybody act, then look at what was promised."""
-        with simulated(self.world, (*MODULES, keeping, borrow), CONSTANTS):
+        with simulated(self.world, (*MODULES, retention, fork_checkpoint), CONSTANTS):
             for number in range(3):
                 self._spawn(f"attempt {number}", self._train)
             for number in range(4):
@@ -75,7 +75,7 @@ class Scene:
 
     def _save(self, store: Connection, attempt: Attempt, step: int, history: tuple[tuple[int, int], ...]) -> None:
         fields = {"dataset_id": "d", "layout": {}, "random": {}, "history": history}
-        Share(store, attempt, 0).write(step, whole(state(step)))
+        ShardWriter(store, attempt, 0).write(step, whole(state(step)))
 
         def pause() -> None:  # between the two looks at the fence
             self.world.sleep(self.world.random.choice((0.0, 5.0, 50.0)))
@@ -89,13 +89,13 @@ class Scene:
             with suppress(HoldfastError):
                 steps = checkpoint_steps(store, RUN)
                 step = random.choice(steps or [1])
-                match random.choice(("pin", "rewind", "rewind", "collect", "unpin")):
+                match random.choice(("pin", "fork", "fork", "collect", "unpin")):
                     case "pin":
                         name = f"pin-{number}-{turn}"
                         self.pins[step, name] = pin(store, RUN, step, name).state_digest
-                    case "rewind":
+                    case "fork":
                         child = f"child-{number}-{turn}"
-                        borrow.borrow(store, RUN, step, child)
+                        fork_checkpoint.fork_checkpoint(store, RUN, step, child)
                         self.borrowed.add((child, step))
                     case "unpin" if self.pins:
                         held = random.choice(sorted(self.pins))

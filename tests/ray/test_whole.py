@@ -73,7 +73,7 @@ def test_shares_of_a_corpus_are_tasks_and_a_lost_process_and_a_lost_node_cost_th
 
 
 def test_a_gang_and_a_step_that_no_node_can_hold_are_told_in_words_and_given_up(home: Path, calm: Calm) -> None:
-    place, soon = calm.place, "--set=cluster.pending_minutes=0.5"  # the others have room by then
+    place, soon = calm.place, "--set=cluster.pending_timeout_minutes=0.5"  # the others have room by then
     gang = place.submit("--salt=gang", soon, "--set=cluster.resources={cpu: 64, memory: 1Gi, shared_memory: 64Mi}")
     step = place.submit("--salt=step", soon, "--set=cluster.steps.preprocess={cpu: 1, memory: 900Gi}")
     nodes = "none of Ray's 3 nodes is large enough; there are 2 with 2 CPU, 4 GiB memory; 1 with "
@@ -84,7 +84,7 @@ def test_a_gang_and_a_step_that_no_node_can_hold_are_told_in_words_and_given_up(
         status = place.wait(made["run_id"])
         assert status["state"] == "FAILED"
         lack = f"{wants}, and {nodes}"
-        assert "given up after cluster.pending_minutes (0.5): " in status["message"], place.logs(made["run_id"])
+        assert "given up after cluster.pending_timeout_minutes (0.5): " in status["message"], place.logs(made["run_id"])
         assert lack in status["message"]
         told = [line for line in place.logs(made["run_id"]).splitlines() if "waiting: " in line]
         assert any(lack in line for line in told), "it is said before it is given up"

@@ -20,7 +20,7 @@ from holdfast.components.register.publish import publish
 from holdfast.pipelines.cli.entry import app
 from holdfast.runtime.environment import tracking_uri
 from holdfast.spec import ExitCode, HoldfastError, dump_spec
-from holdfast.spec.errors import DataError, ForeignVersionError, MissingError, OvertakenError
+from holdfast.spec.errors import ChampionChangedError, DataError, ForeignVersionError, MissingError
 from holdfast.store import Store, layout, open_store
 from holdfast.tracking import champion, connect, promote, registration_key, rollback, versions
 from holdfast.tracking.lineage import whole_text
@@ -252,9 +252,9 @@ def test_a_verdict_that_a_new_champion_has_overtaken_is_refused(home: Path, stor
     finish()
     run(made.spec(), made.RUN_ID, store)
     finish(OTHER)  # judged while there was no champion
-    with pytest.raises(OvertakenError, match=r"without a champion, and .* in .*mlflow.db is version 1 now"):
+    with pytest.raises(ChampionChangedError, match=r"without a champion, and .* in .*mlflow.db is version 1 now"):
         run(made.spec(), OTHER, store)
-    assert OvertakenError.exit_code != NotBlessedError.exit_code  # judged again it may well be blessed
+    assert ChampionChangedError.exit_code != NotBlessedError.exit_code  # judged again it may well be blessed
     assert len(versions("story", store)) == 1
     assert run(made.spec("registration.promote=false"), OTHER, store).alias == "challenger"
 
@@ -279,7 +279,7 @@ def test_a_verdict_against_version_1_of_another_mlflow_crowns_nobody_here(
     run(made.spec(), "3333444455556666", store)
     finish(OTHER, verdict={"champion": here}, key="here")
     with pytest.raises(
-        OvertakenError, match=r"mlflow.db, and the champion of story in .*elsewhere.db is version 1 now"
+        ChampionChangedError, match=r"mlflow.db, and the champion of story in .*elsewhere.db is version 1 now"
     ):
         run(made.spec(), OTHER, store)
     finish(OTHER, verdict={"champion": the_champion(store)}, key="elsewhere")

@@ -62,7 +62,7 @@ class Failing:
 
 def test_what_may_pass_is_tried_again_in_the_step_with_waits_that_grow_to_their_bound(waits: list[float]) -> None:
     action = Failing(*[StoreUnreachableError("s3: away")] * 3, ClusterUnreachableError("api: away"), NoSpaceError("x"))
-    assert retry.with_retries("train", action, Retries(budget=5, backoff_seconds=10, longest_seconds=50)) == "done"
+    assert retry.with_retries("train", action, Retries(budget=5, backoff_seconds=10, max_backoff_seconds=50)) == "done"
     assert action.calls == 6
     bounds = [10, 20, 40, 50, 50]
     assert [bound / 2 <= wait <= bound for wait, bound in zip(waits, bounds, strict=True)] == [True] * 5

@@ -10,7 +10,7 @@ import pytest
 from holdfast.checkpoint import list_attempts
 from holdfast.checkpoint.attempts import read_attempt
 from holdfast.launch.launches import newest_launch
-from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.backends.slurm import client
 from holdfast.pipelines.backends.slurm.emit import Chain, job_name, options_of
 from holdfast.spec import parse_spec
@@ -165,7 +165,7 @@ def test_a_job_gets_nothing_of_the_job_that_submits_it_and_logs_into_a_folder_of
     for name, value in inherited.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "my 100%job home"))
-    chain = Chain.of(Order(parse_spec("{name: a, data: {sources: [{uri: python:stdlib}]}}")))
+    chain = Chain.of(RunRequest(parse_spec("{name: a, data: {sources: [{uri: python:stdlib}]}}")))
     chain.folder.mkdir(parents=True)
     kept = ("--comment", "--chdir", "--output", "--job-name", "--open-mode")
     options = [one for one in options_of(chain, "preprocess", {}) if one.startswith(kept)]

@@ -112,7 +112,7 @@ def test_runtime_fields_are_these_and_no_others() -> None:
     runtime_fields = [leaf.path for leaf in leaves() if leaf.role == "neither"]
     sections = ("checkpoint", "evaluation", "registration", "schedule", "serving", "telemetry")
     assert [path for path in runtime_fields if path.split(".")[0] not in sections] == [
-        "name", "store", "data.workers", "data.fan_out", "training.topk_fraction", "training.anomalies.most_in_a_row",
+        "name", "store", "data.workers", "data.fan_out", "training.topk_fraction", "training.anomalies.max_consecutive",
         "training.log_every",
         "parallel.auto",
         *(leaf.path for leaf in leaves() if leaf.path.startswith("cluster.")
@@ -161,7 +161,7 @@ def test_every_exit_code_has_one_number_and_says_whether_to_try_again() -> None:
     assert all(0 <= number <= 255 for number in numbers)
     assert {code.name for code in ExitCode if code.retryable} == {
         "INTERRUPTED", "KILLED", "TERMINATED", "HUNG", "LOST_PEER", "STORE_UNREACHABLE", "PREEMPTED", "NO_SPACE",
-        "UNSCHEDULABLE", "CLUSTER_UNREACHABLE", "WRONG_ARITHMETIC", "NOT_MET", "UNHEALTHY_NODE",
+        "UNSCHEDULABLE", "CLUSTER_UNREACHABLE", "WRONG_ARITHMETIC", "RENDEZVOUS_TIMEOUT", "UNHEALTHY_NODE",
     }  # fmt: skip
     assert all(code.retryable == (code.value >= 128) for code in ExitCode)
 

@@ -42,4 +42,9 @@ def test_a_condition_looks_at_a_word() -> None:
 )
 def test_the_body_of_a_step_takes_what_the_table_says(step) -> None:
     body = import_module(f"holdfast.components.{step.name}.entrypoint").body
-    assert {*inspect.signature(body).parameters} == {"spec", "url", *step.inputs, *(["job"] if step.looks_back else [])}
+    assert {*inspect.signature(body).parameters} == {
+        "spec",
+        "url",
+        *step.inputs,
+        *(["job"] if step.reads_job_outcomes else []),
+    }

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.spec import Spec
 from holdfast.telemetry.cost import Cost, cost
-from holdfast.telemetry.events import AttemptBegan, Event, LaunchWaits, TimeSpent
+from holdfast.telemetry.events import AttemptBegan, Event, LaunchPending, TimeSpent
 from holdfast.telemetry.ledger import ledger
 from tests.telemetry.test_ledger import at, killed_once
 from tests.train.tiny_run import tiny_spec
@@ -50,7 +50,7 @@ def test_hours_are_those_of_the_ledger_and_cost_what_the_spec_says() -> None:
 
 
 def test_what_nobody_told_or_priced_is_not_guessed_but_said() -> None:
-    began = at(7, AttemptBegan(world=2, step=0, steps=40, no_meter="there is no accelerator"), 1)
+    began = at(7, AttemptBegan(world=2, step=0, steps=40, energy_unavailable="there is no accelerator"), 1)
     found = of([*killed_once()[:3], began])
     assert (found.kilowatt_hours, found.price, found.carbon, found.tokens) == (None, None, None, 0)
     assert found.unknown == [
@@ -77,7 +77,7 @@ def test_energy_is_the_meters_and_has_its_price_and_its_carbon() -> None:
 
 def test_nobody_pays_for_accelerators_that_a_job_waits_for_in_a_queue() -> None:
     story = killed_once()
-    waiting = sorted([*story, at(1.5, LaunchWaits(reason="queue"))], key=lambda event: event.time)
+    waiting = sorted([*story, at(1.5, LaunchPending(reason="queue"))], key=lambda event: event.time)
     account = ledger(waiting)
     assert account.seconds["queue"] > 0
     assert of(waiting).hours == pytest.approx((account.total - account.seconds["queue"]) / 3600)

@@ -12,7 +12,7 @@ from holdfast.store import Store, layout, open_store
 from holdfast.telemetry import event_log, read_events
 from holdfast.telemetry.event_condensing import condense
 from holdfast.telemetry.event_log import StoreEvents
-from holdfast.telemetry.events import Progress, SaveCommitted, StragglerNamed, TimeSpent
+from holdfast.telemetry.events import Progress, SaveCommitted, StragglerDetected, TimeSpent
 from holdfast.telemetry.ledger import ledger
 
 RUN, STEPS, RANKS = "run", 400, 3
@@ -46,7 +46,14 @@ def lines() -> Iterator[tuple[str, dict[str, object]]]:
                 yield told(f"{attempt}-0", "save_committed", step=step, seconds=0.1, bytes=1, attempt=attempt)
             if step == 7:
                 yield told(
-                    f"{attempt}-0", "straggler_named", rank=1, host="slow", phase="data", ratio=2.0, seconds=1, step=7
+                    f"{attempt}-0",
+                    "straggler_detected",
+                    rank=1,
+                    host="slow",
+                    phase="data",
+                    ratio=2.0,
+                    seconds=1,
+                    step=7,
                 )
         yield told("launcher", "launch_ended", code=0 if attempt == 2 else 137, reason="", launch=attempt,
                    restart_in=None if attempt == 2 else 1.0)  # fmt: skip
@@ -95,8 +102,8 @@ def test_a_follower_that_meets_a_long_run_gets_the_rest_event_by_event(
 
 
 def test_one_kind_is_read_without_the_others(store: Store) -> None:
-    (found,) = read_events(store, RUN, kinds=[StragglerNamed])
-    assert isinstance(found, StragglerNamed)
+    (found,) = read_events(store, RUN, kinds=[StragglerDetected])
+    assert isinstance(found, StragglerDetected)
     assert (found.host, found.step) == ("slow", 7)
     assert {type(event) for event in read_events(store, RUN, kinds=[SaveCommitted])} == {SaveCommitted}
 

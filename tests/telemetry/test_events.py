@@ -38,7 +38,7 @@ from holdfast.telemetry.events import (
     SaveCommitted,
     StepBegan,
     StepEnded,
-    Warned,
+    WarningIssued,
 )
 
 RUN = "0123456789abcdef"
@@ -140,7 +140,7 @@ def test_what_a_later_version_writes_and_what_is_no_event_is_skipped(store: Stor
 def test_texts_are_cut_and_carry_no_secrets(store: Store, pipe: Path) -> None:
     secret = "s3cret-pass"
     with recording(store, RUN, "launcher"):
-        emit(Warned(message=f"https://me:{secret}@host/x?token={secret} " + "\x01ü\udc80" * 5000))
+        emit(WarningIssued(message=f"https://me:{secret}@host/x?token={secret} " + "\x01ü\udc80" * 5000))
         emit(RankEnded(rank=0, code=137, host="h" * 9000, reason="r" * 9000))
     for data in (pipe.read_bytes(), *(store.get(info.key) for info in store.list(layout.run(RUN, "events/")))):
         assert secret.encode() not in data
@@ -154,9 +154,9 @@ def test_the_longest_beginning_of_an_attempt_fits_into_its_line() -> None:
     began = AttemptBegan(
         **{**dict.fromkeys(named, long), "kind": "attempt_began"},
         world=most, step=most, steps=most, number=most, launch=most, attempt=most, time=1.7976931348623157e308,
-        peak_flops=1.7976931348623157e308, untold=dict.fromkeys(Figures.model_fields, long),
+        peak_flops=1.7976931348623157e308, missing_metrics=dict.fromkeys(Figures.model_fields, long),
     )  # fmt: skip
-    assert {"no_mfu", "no_meter", "host", "device", "accelerator", "writer", "source"} <= named
+    assert {"mfu_unavailable", "energy_unavailable", "host", "device", "accelerator", "writer", "source"} <= named
     assert len(line_of(began)) <= channel.MAX_LINE
     assert list(events_in([line_of(began)])) == [began]
 
@@ -198,7 +198,7 @@ def test_progress_goes_to_argo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         progress("tokenise", 2, 8)
     assert (tmp_path / "progress").read_text() == "2/8\n"
     show_in_argo(at(3))
-    show_in_argo(Warned(message="no progress"))
+    show_in_argo(WarningIssued(message="no progress"))
     with ConsoleProgress(whole_step=False) as progress:
         progress("export", 7, 8)
     assert (tmp_path / "progress").read_text() == "3/100\n"
@@ -240,10 +240,10 @@ def test_a_store_that_is_away_loses_nothing_and_holds_nobody_up(
     store: Store, away: Away, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = event_log.EventWriter(away, RUN, flush_seconds=0.01)  # type: ignore[arg-type]
-    emit(Warned(message="first"))
+    emit(WarningIssued(message="first"))
     for _ in range(3):
         assert away.asked.acquire(timeout=120)
-    emit(Warned(message="second"))
+    emit(WarningIssued(message="second"))
     assert read_events(store, RUN) == []
     away.away = False
     writer.close()
@@ -257,7 +257,7 @@ def test_beyond_the_bound_the_oldest_progress_is_lost_and_that_is_said(
     monkeypatch.setattr(event_log, "MAX_WAITING", 20_000)
     monkeypatch.setattr(event_log, "SEGMENT_BYTES", 2_000)
     writer = event_log.EventWriter(away, RUN, flush_seconds=0.01)  # type: ignore[arg-type]
-    emit(Warned(message="a person wants to know"))
+    emit(WarningIssued(message="a person wants to know"))
     for step in range(200):
         emit(at(step))
     assert away.asked.acquire(timeout=120)
@@ -317,7 +317,7 @@ def test_segments_are_closed_when_they_are_large_and_a_follower_sees_all_of_them
     with recording(store, RUN, "rank 0"):
         for step in range(40):
             emit(at(step))
-            emit(Warned(message=str(step)))  # which goes to the store at once
+            emit(WarningIssued(message=str(step)))  # which goes to the store at once
             seen += follower.new()
     seen += follower.new()
     assert told(seen) == [text for step in range(40) for text in (at(step).text, str(step))]

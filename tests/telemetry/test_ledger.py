@@ -13,10 +13,10 @@ from holdfast.spec.errors import ExitCode
 from holdfast.telemetry.events import (
     AttemptBegan,
     Event,
-    HangNamed,
+    HangDetected,
     LaunchBegan,
     LaunchEnded,
-    LaunchWaits,
+    LaunchPending,
     Progress,
     RankEnded,
     SaveCommitted,
@@ -128,13 +128,13 @@ def test_work_is_lost_that_any_later_attempt_did_again_however_many_there_were(
 
 
 def test_what_a_launcher_says_that_it_waits_for_is_a_queue_from_then_on() -> None:
-    waits = at(34, LaunchWaits(reason="job j is in its queue until that lets it go"))
+    waits = at(34, LaunchPending(reason="job j is in its queue until that lets it go"))
     found = ledger(sorted([*killed_once(), waits], key=lambda event: event.time))
     assert [(one["queue"], one["schedule"]) for one in found.ranks.values()] == [(1.0, 1 + 1 + 3 + 1)] * 2
 
 
 def test_a_hang_is_detection_from_its_first_moment_on() -> None:
-    hang = at(27.5, HangNamed(rank=1, phase="backward", step=21, seconds=2.5, message="rank 1 hangs"))
+    hang = at(27.5, HangDetected(rank=1, phase="backward", step=21, seconds=2.5, message="rank 1 hangs"))
     found = ledger(sorted([*killed_once(), hang], key=lambda event: event.time))
     assert [one["detect"] for one in found.ranks.values()] == pytest.approx([30 - 25 - 3, 30 - 27])
 
@@ -180,7 +180,7 @@ def a_life(seed: int) -> Iterator[Event]:
     for launch in range(1, launches + 1):
         yield at(later(2), LaunchBegan(launch=launch, job="j", nodes=1, processes=world))
         if rng.random() < 0.3:
-            yield at(later(2), LaunchWaits(reason="a queue"))
+            yield at(later(2), LaunchPending(reason="a queue"))
         for _ in range(rng.randint(0, 3)):
             attempt, step = attempt + 1, saved
             told, silent = [later(3)] * world, rng.random() < 0.2

@@ -17,13 +17,13 @@ from holdfast.telemetry import emit
 from holdfast.telemetry.events import (
     AttemptBegan,
     Event,
-    HangNamed,
+    HangDetected,
     LaunchBegan,
     LaunchEnded,
     Progress,
     SaveCommitted,
     SaveFailed,
-    StragglerNamed,
+    StragglerDetected,
     TimeSpent,
 )
 from holdfast.telemetry.metrics import METRICS, Metrics, Server
@@ -66,8 +66,8 @@ STORY = [
     at(105, TimeSpent(rank=1, step=0, seconds={"build": 4.0}, peak_memory=512), 1),
     at(110, SaveCommitted(step=5, seconds=1, stall_seconds=0.25), 1),
     at(112, SaveFailed(step=6, reason="no", lag=1), 1),
-    at(113, StragglerNamed(rank=1, phase="data", step=7, ratio=1.5, seconds=0.1), 1),
-    at(114, HangNamed(rank=1, phase="data", step=7, seconds=2, message="hangs")),
+    at(113, StragglerDetected(rank=1, phase="data", step=7, ratio=1.5, seconds=0.1), 1),
+    at(114, HangDetected(rank=1, phase="data", step=7, seconds=2, message="hangs")),
     at(120, Progress(step=9, steps=90, loss=2.5, grad_norm=0.5, tokens_per_second=1e4, seconds_left=9, mfu=0.4,
                      learning_rate=0.01, step_seconds=0.5, phase_seconds={"forward": 0.2}, peak_memory=1024), 1),
     at(121, LaunchEnded(launch=1, code=137, restart_in=0.0)),

@@ -13,7 +13,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from holdfast.spec.errors import ExitCode
 from holdfast.telemetry import traces
-from holdfast.telemetry.events import Event, RunEnded, SaveCommitted, Warned
+from holdfast.telemetry.events import Event, RunEnded, SaveCommitted, WarningIssued
 from holdfast.telemetry.serving import COLLECTORS, PROTOCOLS, show_traces
 from holdfast.telemetry.spans import RUN, span_id, spans, trace_id
 from holdfast.telemetry.traces import TIMEOUTS
@@ -42,7 +42,12 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 def story() -> list[Event]:
     """A run of which a rank is killed at second 28, and its end."""
     told = [event.model_copy(update={"launch": getattr(event, "launch", None)}) for event in killed_once()]
-    return [*told[:-1], at(25, Warned(message="the store is slow"), 1), told[-1], at(61, RunEnded(status="succeeded"))]
+    return [
+        *told[:-1],
+        at(25, WarningIssued(message="the store is slow"), 1),
+        told[-1],
+        at(61, RunEnded(status="succeeded")),
+    ]
 
 
 def ordered(events: Sequence[Event]) -> list[Event]:

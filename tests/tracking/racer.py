@@ -13,7 +13,7 @@ from mlflow.store.tracking.dbmodels import models as tracking_tables
 from sqlalchemy import event
 
 from holdfast.components.register import run as register
-from holdfast.spec.errors import OvertakenError
+from holdfast.spec.errors import ChampionChangedError
 from holdfast.store import open_store
 from holdfast.tracking import RunTracker, promote
 from tests.tracking import made
@@ -52,7 +52,7 @@ if __name__ == "__main__":
         spec = made.spec("registration.promote=false") if what.startswith("challenge") else made.spec()
         try:
             print(register(spec, what.split()[-1], store).version, flush=True)
-        except OvertakenError:
+        except ChampionChangedError:
             print("refused", flush=True)
     else:
         print(promote("story", int(what), store).version, flush=True)

@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from holdfast.checkpoint import Attempt, TensorBox, read_manifest
 from holdfast.checkpoint.commit import Committer
-from holdfast.checkpoint.share import Share
+from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.dataset import Dataset
 from holdfast.model.exported import exported_files
 from holdfast.model.hugging_face import read_hugging_face
@@ -54,7 +54,7 @@ def checkpoint(store: Store) -> dict[str, int]:
     write_dataset(store)
     attempt, committer = Attempt(RUN, 1), Committer(store, Attempt(RUN, 1), len(SHAPES))
     for writer, name in enumerate(SHAPES):
-        Share(store, attempt, writer).write(STEP, [TensorBox.whole(name, tensor(name))])
+        ShardWriter(store, attempt, writer).write(STEP, [TensorBox.whole(name, tensor(name))])
     for writer in range(len(SHAPES)):
         committer.lead(STEP, writer)
     fields = {"dataset_id": DATASET_ID, "layout": {}, "random": {}, "history": ((0, 1),)}

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from holdfast.checkpoint import open_checkpoint, read_manifest
-from holdfast.checkpoint.keeping import Retention, checkpoint_steps
+from holdfast.checkpoint.retention import Retention, checkpoint_steps
 from holdfast.components.train.anomalies import Anomalies
 from holdfast.components.train.engines.torch.optimizers import optimizer_of, update
 from holdfast.components.train.engines.torch.scaling import LossScale
@@ -209,7 +209,7 @@ def test_the_scale_of_the_loss_goes_on_where_it_was_saved() -> None:
 
 
 def test_so_many_in_a_row_end_the_run_and_one_good_step_between_them_does_not() -> None:
-    anomalies = Anomalies(Settings(action="skip", most_in_a_row=2), torch.device("cpu"))
+    anomalies = Anomalies(Settings(action="skip", max_consecutive=2), torch.device("cpu"))
     for step, loss in enumerate([math.nan, 1.0, math.nan, 1.0, math.inf]):
         anomalies.begin_step(step)
         anomalies.judge(torch.tensor(loss), torch.tensor(1.0))
@@ -252,7 +252,7 @@ def test_a_rewind_goes_back_to_the_newest_multiple_before_what_was_computed_sinc
 def test_rewinds_are_no_longer_in_a_row_once_a_multiple_is_behind_also_where_fp16_overflowed_there(
     overflows: bool,
 ) -> None:
-    settings = Settings(action="rewind", rewind_steps=4, most_in_a_row=2)
+    settings = Settings(action="rewind", rewind_steps=4, max_consecutive=2)
     anomalies = Anomalies(settings, torch.device("cpu"), go_back=lambda _: anomalies.scalars())
     for step in (0, 1, 2, 3, 4, 5):
         anomalies.begin_step(step)

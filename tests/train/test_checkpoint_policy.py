@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint import Attempt, claim_attempt, read_manifest
-from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.components.train.checkpoint_policy import CheckpointPolicy, Failures, failures_before
 from holdfast.launch.launches import claim_launch, record_ending
 from holdfast.planning.failures import RANK_SECONDS_PER_FAILURE

@@ -27,7 +27,7 @@ import types, torch
 torch.cuda.get_device_properties = lambda _device: types.SimpleNamespace(uuid="12-34")
 from holdfast.components.train.energy_meter import Meter
 meter = Meter(torch.device("cuda", 0))
-assert not meter.unknown and not meter.untold, (meter.unknown, meter.untold)
+assert not meter.unknown and not meter.missing_metrics, (meter.unknown, meter.missing_metrics)
 print(meter.read().model_dump_json())
 """
 NOW = Figures(
@@ -76,7 +76,7 @@ def test_the_binding_finds_the_driver_where_the_loader_does(library: Path, tmp_p
 @pytest.mark.usefixtures("driver")
 def test_all_that_the_driver_tells_is_told_in_its_unit() -> None:
     meter = Meter(GPU)
-    assert (meter.unknown, meter.untold) == ("", {})
+    assert (meter.unknown, meter.missing_metrics) == ("", {})
     assert meter.read() == NOW
     assert meter.now() == NOW.model_copy(update={"joules": None})
 
@@ -106,7 +106,7 @@ def test_a_slice_of_an_accelerator_is_not_billed_for_the_whole(driver: Driver) -
 
 
 @pytest.mark.parametrize(
-    ("refused", "untold"),
+    ("refused", "missing_metrics"),
     [
         ("millijoules", {"joules"}),
         ("milliwatts", {"watts"}),
@@ -119,13 +119,13 @@ def test_a_slice_of_an_accelerator_is_not_billed_for_the_whole(driver: Driver) -
     ],
 )
 def test_what_a_driver_refuses_is_left_out_and_said_and_the_rest_is_told(
-    refused: str, untold: set[str], driver: Driver
+    refused: str, missing_metrics: set[str], driver: Driver
 ) -> None:
     driver.tell(**{refused: None})
     meter = Meter(GPU)
-    assert meter.untold == dict.fromkeys(meter.untold, "Not Supported")
-    assert set(meter.untold) == untold
-    assert meter.read() == NOW.model_copy(update=dict.fromkeys(untold))
+    assert meter.missing_metrics == dict.fromkeys(meter.missing_metrics, "Not Supported")
+    assert set(meter.missing_metrics) == missing_metrics
+    assert meter.read() == NOW.model_copy(update=dict.fromkeys(missing_metrics))
     assert ("Not Supported" in meter.unknown) == (refused == "millijoules")
 
 
@@ -138,8 +138,8 @@ def test_a_call_that_a_driver_does_not_have_is_said_too(monkeypatch: pytest.Monk
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer", lambda name: asked(old.get(name, name)))
     monkeypatch.delattr(pynvml, "nvmlDeviceGetTemperature")
     meter = Meter(GPU)
-    assert meter.untold.keys() == {"memory_used", "memory_total", "celsius"}
-    assert "Not Found" in meter.untold["memory_used"]
+    assert meter.missing_metrics.keys() == {"memory_used", "memory_total", "celsius"}
+    assert "Not Found" in meter.missing_metrics["memory_used"]
     assert meter.read().watts == USUAL["milliwatts"] / 1000
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from holdfast.checkpoint import TensorBox, open_checkpoint, read_manifest
-from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.components.train.export import export
 from holdfast.components.train.weights import MOMENTS
 from holdfast.dataset import Dataset

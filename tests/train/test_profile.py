@@ -21,7 +21,7 @@ from holdfast.components.train.profile import Profiler
 from holdfast.spec.errors import PreemptedError, SpecError
 from holdfast.store import Store, layout, open_store
 from holdfast.telemetry import read_events, recording
-from holdfast.telemetry.events import Event, Profiled, Warned
+from holdfast.telemetry.events import Event, ProfileSaved, WarningIssued
 from holdfast.telemetry.profiles import Window, ask, pending_request, table_key
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, _train_all, identity_of, trained
@@ -47,7 +47,7 @@ def train_with(profiler: Profiler, steps: range, known: bool = True) -> None:
 
 
 def told(store: Store) -> list[Event]:
-    return [event for event in read_events(store, RUN) if isinstance(event, Profiled | Warned)]
+    return [event for event in read_events(store, RUN) if isinstance(event, ProfileSaved | WarningIssued)]
 
 
 @pytest.mark.parametrize(("text", "steps"), [("3-4", (3, 4)), ("2", (3, 4))])
@@ -60,7 +60,7 @@ def test_the_steps_that_were_asked_for_are_in_the_trace_and_the_request_is_gone(
         train_with(profiler, range(1, 7))
         profiler.close()
     (event,) = told(store)
-    assert isinstance(event, Profiled)
+    assert isinstance(event, ProfileSaved)
     assert (event.first, event.last) == steps
     trace = json.loads(gzip.decompress(store.get(event.key)))
     assert sum(each.get("name") == "aten::mm" for each in trace["traceEvents"]) == 2

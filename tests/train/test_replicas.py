@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.checkpoint import read_manifest
-from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.components.train.replicas import suspected
 from holdfast.runtime.gang import Gang
 from holdfast.spec import ExitCode, run_id

@@ -17,7 +17,7 @@ from holdfast.store import layout
 from holdfast.telemetry import read_events
 from holdfast.telemetry.channel import emit
 from holdfast.telemetry.event_log import PipeEvents, StoreEvents, recording
-from holdfast.telemetry.events import Event, Progress, SaveCommitted, Warned
+from holdfast.telemetry.events import Event, Progress, SaveCommitted, WarningIssued
 from tests.faults.killing import HELD_TRAINING, Output, followed, held_at
 from tests.faults.nodes import PATIENCE
 from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec
@@ -110,7 +110,7 @@ def test_a_mirror_that_breaks_on_an_event_is_said_and_ends_no_following(
 
     store, identity = new_store(tmp_path / "store"), "0123456789abcdef"
     with recording(store, identity, "rank 0", launch=1):
-        emit(Warned(message="the first"))
+        emit(WarningIssued(message="the first"))
         emit(SaveCommitted(step=70, seconds=1.5, stall_seconds=0.1, bytes=10**6))
     with caplog.at_level("INFO", logger="holdfast"):
         assert _pass_on(StoreEvents(store, identity), None, Broken())  # type: ignore[arg-type]

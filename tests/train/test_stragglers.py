@@ -30,7 +30,7 @@ from holdfast.runtime import heartbeat
 from holdfast.spec import run_id
 from holdfast.store import open_store
 from holdfast.telemetry import phases, read_events, recording
-from holdfast.telemetry.events import StragglerNamed
+from holdfast.telemetry.events import StragglerDetected
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import _train_all
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_assignment, tiny_spec
@@ -225,7 +225,7 @@ def test_a_slow_rank_is_named_within_twenty_steps_with_the_phase_that_is_slow(tm
         store, folder = new_store(tmp_path / f"{phase}-store"), tmp_path / phase
         in_ranks(2, _train_with_a_slow_rank, store.url, folder, phase, overrides)
         events = read_events(store, run_id(tiny_spec(*overrides), DATASET_ID))
-        named = [event for event in events if isinstance(event, StragglerNamed)]
+        named = [event for event in events if isinstance(event, StragglerDetected)]
         assert [(event.rank, event.phase) for event in named] == [(1, phase)], events
         assert named[0].step <= SLOW_FROM + 20
         assert (round(named[0].ratio, 3), round(named[0].seconds, 3)) == (2.25, 0.25)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.components.train.worker import upload_rate
 from holdfast.store import open_store
 from tests.checkpoint.saving import RUN, checkpointer, state, whole

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from holdfast.checkpoint import open_checkpoint
-from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.components.train.rank_setup import batches
 from holdfast.dataset import Dataset
-from holdfast.launch.ending import FOLDER_VARIABLE, ending_of, read_ranks
+from holdfast.launch.exit_report import FOLDER_VARIABLE, node_exit_of, read_ranks
 from holdfast.model.initialise import initial_tensor, parameter_shapes
 from holdfast.runtime.gang import Gang
 from holdfast.spec import ExitCode, run_id
@@ -143,7 +143,7 @@ def test_a_rank_that_computes_wrong_blames_its_node(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SUSPECT, "--run-id", "run", "--launch", "1", "--store", f"file://{tmp_path}/store"]
     environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path), FOLDER_VARIABLE: str(tmp_path)}
     assert subprocess.run(command, env=environment, check=False).returncode == ExitCode.WRONG_ARITHMETIC
-    ending = ending_of(read_ranks(tmp_path), [])
+    ending = node_exit_of(read_ranks(tmp_path), [])
     assert (ending.code, ending.blames_node) == (ExitCode.WRONG_ARITHMETIC, True)
 
 

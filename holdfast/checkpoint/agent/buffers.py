@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from holdfast.checkpoint.agent.wire import Slot
+from holdfast.checkpoint.agent.protocol import Slot
 from holdfast.checkpoint.box import DTYPES, TensorBox
 from holdfast.spec.errors import NoSpaceError
 

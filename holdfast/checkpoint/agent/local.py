@@ -8,48 +8,48 @@ from collections.abc import Callable
 import torch
 
 from holdfast.checkpoint.agent.buffers import boxes_in
-from holdfast.checkpoint.agent.near import Near
-from holdfast.checkpoint.agent.saving import Saving, Work
-from holdfast.checkpoint.agent.wire import Outcome, Save
+from holdfast.checkpoint.agent.protocol import Outcome, Save
+from holdfast.checkpoint.agent.tier_copies import TierCopies
+from holdfast.checkpoint.agent.worker import SaveWorker, Work
 from holdfast.checkpoint.fingerprint import StateDigest
-from holdfast.checkpoint.near.peers import Server
+from holdfast.checkpoint.local_tiers.peers import Server
 
 CLOSE_SECONDS = 60.0  # for what is in flight
 SETTLE_SECONDS = 600.0  # for collection
 
 
 class LocalSaver:
-    """Takes saves as `AgentLink` does."""
+    """Takes saves as `AgentClient` does."""
 
-    def __init__(self, work: Work, tell: Callable[[Outcome], None], near: Near | None = None) -> None:
-        self._saving = Saving(work, tell, "this rank", near)
+    def __init__(self, work: Work, tell: Callable[[Outcome], None], near: TierCopies | None = None) -> None:
+        self._saving = SaveWorker(work, tell, "this rank", near)
         self._near = near
         self._server: Server | None = None
         self._memory: dict[int, torch.Tensor] = {}
 
     def allocate(self, buffer: int, size: int) -> torch.Tensor:
-        """See AgentLink."""
+        """See AgentClient."""
         self._memory[buffer] = torch.empty(size, dtype=torch.uint8)
         return self._memory[buffer]
 
     def save(self, save: Save) -> None:
-        """See AgentLink."""
+        """See AgentClient."""
         assert save.buffer is not None, "nothing is saved twice without an agent"
         boxes = boxes_in(self._memory[save.buffer], save.slots)
         digest = None if save.digest is None else StateDigest(*save.digest)
         self._saving.save(save.step, boxes, digest, save.scalars, save.attachments, save.near, save.committed)
 
     def listen(self, listener: socket.socket, token: str) -> None:
-        """See AgentLink."""
+        """See AgentClient."""
         if self._near is not None:
             self._server = Server(listener, token, self._near.run_id, self._near.tiers)
 
     def lost(self, step: int, reason: str) -> None:
-        """See AgentLink."""
+        """See AgentClient."""
         self._saving.give_up(step, reason)
 
     def lift(self) -> None:
-        """See AgentLink."""
+        """See AgentClient."""
         self._saving.lift()
 
     def settle(self) -> None:
@@ -57,7 +57,7 @@ class LocalSaver:
         self._saving.settle(SETTLE_SECONDS)
 
     def close(self) -> None:
-        """See AgentLink. Waits, since nobody goes on with it."""
+        """See AgentClient. Waits, since nobody goes on with it."""
         self._saving.hurry()
         self._saving.finish(CLOSE_SECONDS)
         self._saving.close()

@@ -19,9 +19,7 @@ from pathlib import Path
 import torch
 
 from holdfast.checkpoint.agent.buffers import SharedMemory, boxes_in
-from holdfast.checkpoint.agent.near import Near
-from holdfast.checkpoint.agent.saving import Saving, Work
-from holdfast.checkpoint.agent.wire import (
+from holdfast.checkpoint.agent.protocol import (
     TICK_SECONDS,
     Connection,
     Drain,
@@ -37,9 +35,11 @@ from holdfast.checkpoint.agent.wire import (
     Watch,
     Writer,
 )
-from holdfast.checkpoint.agent.work import StoreWork
+from holdfast.checkpoint.agent.store_writer import StoreWriter
+from holdfast.checkpoint.agent.tier_copies import TierCopies
+from holdfast.checkpoint.agent.worker import SaveWorker, Work
 from holdfast.checkpoint.fingerprint import StateDigest
-from holdfast.checkpoint.near.peers import Server
+from holdfast.checkpoint.local_tiers.peers import Server
 from holdfast.spec.errors import ExitCode
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -53,7 +53,7 @@ class Agent:
     def __init__(self, work_of: Callable[[Writer], Work]) -> None:
         self._work_of = work_of
         self._gangs: dict[tuple[str, int], _Gang] = {}  # by run and attempt
-        self._savings: list[Saving] = []
+        self._savings: list[SaveWorker] = []
         self._connections: set[Connection] = set()  # that are told that this process lives
         self._ranks = 0  # connections of ranks that have not ended
         self._changed = threading.Condition()
@@ -121,7 +121,7 @@ class Agent:
             with suppress(OSError):  # the rank has died, and nobody wants to know
                 connection.send(outcome)  # type: ignore[arg-type]
 
-        saving = Saving(self._work_of(writer), tell, f"rank {writer.rank}", Near.of(writer))
+        saving = SaveWorker(self._work_of(writer), tell, f"rank {writer.rank}", TierCopies.of(writer))
         with self._changed:
             for run_id, attempt in list(self._gangs):  # a gang that has formed anew follows the one before
                 if run_id == writer.run_id and attempt < writer.attempt:
@@ -186,7 +186,7 @@ class _Gang:
 class _Rank:
     """One rank's connection."""
 
-    def __init__(self, writer: Writer, saving: Saving, gang: _Gang) -> None:
+    def __init__(self, writer: Writer, saving: SaveWorker, gang: _Gang) -> None:
         self.number, self._writer, self._saving, self._gang = writer.rank, writer, saving, gang
         self._server: Server | None = None
         self._memory: dict[int, SharedMemory] = {}
@@ -252,7 +252,7 @@ def serve(path: Path) -> None:
     torch.set_num_threads(1)  # each writer has a thread of its own
     with suppress(OSError):
         os.nice(NICENESS)
-    Agent(StoreWork.of).serve(path)
+    Agent(StoreWriter.of).serve(path)
 
 
 NICENESS = 10  # the ranks go first

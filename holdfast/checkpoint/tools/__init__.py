@@ -11,8 +11,8 @@ from holdfast.checkpoint.tools.difference import (
     differences,
     equal,
 )
+from holdfast.checkpoint.tools.first_divergence import Divergence, Side, find_divergence
 from holdfast.checkpoint.tools.listing import CheckpointInfo, list_checkpoints, retention_of
-from holdfast.checkpoint.tools.parting import Parting, Side, parting
 from holdfast.checkpoint.tools.verify import Damage, Verified, verify
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "Collected",
     "Damage",
     "Difference",
-    "Parting",
+    "Divergence",
     "ScalarDifference",
     "Side",
     "TensorDifference",
@@ -28,8 +28,8 @@ __all__ = [
     "collect_now",
     "differences",
     "equal",
+    "find_divergence",
     "list_checkpoints",
-    "parting",
     "retention_of",
     "verify",
 ]

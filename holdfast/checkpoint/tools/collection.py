@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from holdfast.checkpoint.attempts import Attempt, list_attempts
-from holdfast.checkpoint.collect import Collector
-from holdfast.checkpoint.keeping import Retention, checkpoint_times
+from holdfast.checkpoint.gc import Collector
 from holdfast.checkpoint.reader import read_manifest
+from holdfast.checkpoint.retention import Retention, checkpoint_times
 from holdfast.spec.errors import DataError, FencedError, MissingError
 from holdfast.store import Data, ObjectInfo, Store
 from holdfast.store.interface import WHOLE_BYTES

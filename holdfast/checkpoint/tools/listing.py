@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.checkpoint.keeping import Pin, Retention, checkpoint_times, list_pins
 from holdfast.checkpoint.lineage import counted_steps
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.reader import read_manifest
+from holdfast.checkpoint.retention import Pin, Retention, checkpoint_times, list_pins
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.spec.training import Anomalies
 from holdfast.spec.training import Checkpoint as Settings

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.checkpoint.doubts import DamageError
+from holdfast.checkpoint.damage_reports import DamageError
 from holdfast.checkpoint.fingerprint import StateDigest, digest_of, scalars_digest
 from holdfast.checkpoint.reader import Checkpoint, open_checkpoint
 from holdfast.checkpoint.tools.parts import parts_of

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from holdfast.components.notify import Summary, run
+from holdfast.components.notify.cleanup import clean_up_cluster
 from holdfast.components.notify.ending import ending_of, not_due
 from holdfast.components.notify.failures import first_failed_node
-from holdfast.components.notify.leftovers import end_leftovers
 from holdfast.components.notify.summary import nothing_to_do
 from holdfast.components.notify.sweep import run_sweep
 from holdfast.runtime.outcomes import (
@@ -62,7 +62,7 @@ def body(
     # was killed is history.
     failure = None if ended_well else first_failure(outcomes)
     run_id = os.environ.get(RUN_ID) or run_of(outcomes, spec, overrides, salt)
-    done, unknown = end_leftovers(spec, overrides, run_id)
+    done, unknown = clean_up_cluster(spec, overrides, run_id)
     summary = run(
         ending,
         spec,

@@ -27,7 +27,7 @@ from holdfast.spec.errors import DataError, ExitCode, MissingError
 from holdfast.store import Store, layout, open_store
 from holdfast.store.json_reading import read_json_object
 from holdfast.telemetry import emit, read_events, recording
-from holdfast.telemetry.events import Event, Progress, RunEnded, StragglerNamed, TimeSpent
+from holdfast.telemetry.events import Event, Progress, RunEnded, StragglerDetected, TimeSpent
 from holdfast.telemetry.serving import show_traces
 
 WEBHOOK = "HOLDFAST_WEBHOOK"
@@ -38,7 +38,7 @@ MAX_NEWS = 10  # lines; `holdfast show` has all
 _REMEDIES: dict[int, str] = {
     ExitCode.UNEXPECTED: "this is a bug: report it with the log",
     ExitCode.USAGE: "correct the command line, then run it",
-    ExitCode.OVERTAKEN: "run the same command again: the model is compared with the new champion",
+    ExitCode.CHAMPION_CHANGED: "run the same command again: the model is compared with the new champion",
     ExitCode.UNSCORABLE_CHAMPION: "restore the champion's model or promote another version, then run it again",
     ExitCode.FOREIGN_VERSION: "promote a version that this store has registered (`holdfast models`), then run it again",
     ExitCode.BAD_SPEC: "correct the spec as the reason says, then run it",
@@ -228,10 +228,10 @@ def _trace(store: Store, run_id: str) -> None:
 
 def _news(events: Sequence[Event]) -> list[str]:
     """What interrupted the run, a line each. Slow ranks are one line, where the last of them was named."""
-    slow = [event for event in events if isinstance(event, StragglerNamed)]
+    slow = [event for event in events if isinstance(event, StragglerDetected)]
     found = []
     for event in events:
-        if isinstance(event, StragglerNamed):
+        if isinstance(event, StragglerDetected):
             if event is slow[-1]:
                 before = f" (slow ranks were named {len(slow)} times; this is the last)" if len(slow) > 1 else ""
                 found.append(event.text + before)

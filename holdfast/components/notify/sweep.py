@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from holdfast.components.notify.cleanup import clean_up_cluster
 from holdfast.components.notify.ending import compared, ending_of, headline_of
-from holdfast.components.notify.leftovers import end_leftovers
 from holdfast.components.notify.summary import (
     MAX_REASON,
     Summary,
@@ -58,7 +58,7 @@ def run_sweep(
     opened = attempt(lambda: open_store(store or store_url(checked)), unknown)
     known = attempt(lambda: _known(checked, trials, salt, outcomes), unknown) if checked else None
     identity = sweep_id([run for _, _, run in known]) if known else ""
-    ended = [end_leftovers(dump_spec(one), (), run) for _, one, run in known or ()]
+    ended = [clean_up_cluster(dump_spec(one), (), run) for _, one, run in known or ()]
     found = attempt(lambda: read_comparison(opened, identity), unknown) if opened and compared(outcomes) else None
     failure = None if ending_of(status) == "succeeded" and found is None else first_failure(outcomes)
     if failure is None and found is not None and found.failed:  # of an execution whose outcomes cannot be read

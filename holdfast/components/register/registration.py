@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from holdfast.checkpoint import pin
+from holdfast.components.register.promotion import promote_in_order
 from holdfast.components.register.publish import publish
-from holdfast.components.register.succession import crown
 from holdfast.dataset.manifest import Manifest, load_manifest
 from holdfast.model.exported import require_intact
 from holdfast.runtime.environment import tracking_uri
 from holdfast.runtime.secrets import redact
 from holdfast.scoring import reached_against
 from holdfast.spec import ExitCode, HoldfastError, Spec, digest, dump_spec
-from holdfast.spec.errors import MissingError, OvertakenError
+from holdfast.spec.errors import ChampionChangedError, MissingError
 from holdfast.spec.json_parsing import parse_json_object
 from holdfast.store import Store, layout
 from holdfast.store.bounded_read import read_bounded
@@ -75,9 +75,9 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
     """Register the model of `run_id`, or return the registration that there is. `verdict` is the key of the verdict to
     go by; the default is the newest under the spec's evaluation settings.
 
-    Raises NotBlessedError, OvertakenError (the champion has changed since the verdict), MissingError (something of the
-    lineage is not in the store), DataError (the export is damaged), ForeignVersionError (the champion is not one that
-    the store has registered) and TrackingUnavailable.
+    Raises NotBlessedError, ChampionChangedError (the champion has changed since the verdict), MissingError (something
+    of the lineage is not in the store), DataError (the export is damaged), ForeignVersionError (the champion is not one
+    that the store has registered) and TrackingUnavailable.
     """
     uri = tracking_uri()
     model = spec.registered_model
@@ -135,7 +135,7 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
     _record(store, key, registration)  # first: only what this store has registered becomes champion
     alias = CHAMPION if spec.registration.promote else CHALLENGER
     if alias == CHAMPION:
-        crown(
+        promote_in_order(
             stores, model, version, uri, lambda now: _require_fresh(lineage, now if compared else None),
             compared=compared,
         )  # fmt: skip
@@ -216,7 +216,7 @@ def _require_fresh(lineage: _Lineage, now: Champion | None) -> None:
     then = verdict.get("champion")
     against = f"against version {then['version']} of {then['model']}" if then else "without a champion"
     elsewhere = f" in {then['registry']}" if then and then.get("registry") != now.registry else ""
-    raise OvertakenError(
+    raise ChampionChangedError(
         f"run {verdict['run_id']}: verdict {lineage.verdict_key} was reached {against}{elsewhere}, and the champion of "
         f"{now.model} in {now.registry} is version {now.version} now; run the same command again: it is compared with "
         "that one"

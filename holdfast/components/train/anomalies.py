@@ -190,10 +190,10 @@ class Anomalies:
                 f"{said}: an anomaly, and training.anomalies.action says stop. The last checkpoint is kept. {remedy}, "
                 "or let anomalies be skipped"
             )
-        if in_a_row >= self._settings.most_in_a_row:
+        if in_a_row >= self._settings.max_consecutive:
             raise DivergedError(
-                f"{said}: the {in_a_row}th anomaly in a row, and training.anomalies.most_in_a_row allows fewer than "
-                f"{self._settings.most_in_a_row}. {remedy}"
+                f"{said}: the {in_a_row}th anomaly in a row, and training.anomalies.max_consecutive allows fewer than "
+                f"{self._settings.max_consecutive}. {remedy}"
             )
 
 

@@ -26,7 +26,7 @@ from holdfast.components.train.engine import build_engine
 from holdfast.components.train.plan import device_name
 from holdfast.components.train.weights import SeededState
 from holdfast.launch.device import join_gang, local_device
-from holdfast.launch.orphan import die_with_parent
+from holdfast.launch.parent_death import die_with_parent
 from holdfast.planning.calibration import Calibration, Machine, Point, Rates, Step, write
 from holdfast.planning.hardware import Collective
 from holdfast.runtime.gang import Gang

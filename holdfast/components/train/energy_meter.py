@@ -1,7 +1,7 @@
 """Energy use and condition of this rank's accelerator, as NVML reports them.
 
-Promises that what the machine does not tell is not guessed but said (`unknown`, `untold`), that a meter which fails
-costs no training, and that nothing waits for the device: NVML asks the driver.
+Promises that what the machine does not tell is not guessed but said (`unknown`, `missing_metrics`), that a meter which
+fails costs no training, and that nothing waits for the device: NVML asks the driver.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Meter:
 
     def __init__(self, device: torch.device) -> None:
         self.unknown = ""  # why no energy is known; empty where it is
-        self.untold: dict[str, str] = {}  # the figures that this driver does not tell, in its words
+        self.missing_metrics: dict[str, str] = {}  # the figures that this driver does not tell, in its words
         self._nvml: Any = None
         self._handle: Any = None
         self._before: float | None = None  # joules since the driver was loaded
@@ -88,19 +88,19 @@ class Meter:
             self.unknown = "it is one of several MIG slices, and the meter is that of the whole accelerator"
             return
         self._nvml, self._handle = pynvml, handle
-        self._before = self._ask(*_NVML, untold=self.untold).get("joules")
-        if "joules" in self.untold:
-            self.unknown = f"NVML does not tell it: {self.untold['joules']}"
+        self._before = self._ask(*_NVML, missing_metrics=self.missing_metrics).get("joules")
+        if "joules" in self.missing_metrics:
+            self.unknown = f"NVML does not tell it: {self.missing_metrics['joules']}"
 
-    def _ask(self, *names: str, untold: dict[str, str] | None = None) -> dict[str, float]:
-        """What is told of `names`; why the others are not goes into `untold`."""
+    def _ask(self, *names: str, missing_metrics: dict[str, str] | None = None) -> dict[str, float]:
+        """What is told of `names`; why the others are not goes into `missing_metrics`."""
         told: dict[str, float] = {}
         for name in names if self._handle is not None else ():
             try:
                 told[name] = _NVML[name](self._nvml, self._handle)
             except (self._nvml.NVMLError, AttributeError) as error:  # or the library has no such call (any more)
-                if untold is not None:
-                    untold[name] = str(error)
+                if missing_metrics is not None:
+                    missing_metrics[name] = str(error)
         return told
 
 

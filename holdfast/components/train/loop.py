@@ -49,7 +49,7 @@ def train(
 
     def before_update() -> None:
         phases.enter("save")
-        checkpointer.copied()
+        checkpointer.wait_for_staging()
         phases.enter("optimizer")
 
     def computed(step: int, rows: NDArray[np.int64], rate: float) -> StepOutput:

@@ -23,7 +23,7 @@ from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec.errors import HoldfastError
 from holdfast.store import Store
 from holdfast.telemetry import emit
-from holdfast.telemetry.events import Profiled, Warned
+from holdfast.telemetry.events import ProfileSaved, WarningIssued
 from holdfast.telemetry.profiles import Window, clear_request, pending_request, table_key, trace_key
 
 LOOK_SECONDS = 5.0  # between two looks for a request
@@ -108,7 +108,7 @@ class Profiler:
         self._found = None
         if step > window.first:
             words = f"steps {window.first} to {window.last} are not profiled: step {step} is the next one"
-            emit(Warned(message=f"{words}; ask for later ones, or for the next ten with --steps 10"))
+            emit(WarningIssued(message=f"{words}; ask for later ones, or for the next ten with --steps 10"))
             self._forget()
             return
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
@@ -146,13 +146,13 @@ class Profiler:
             order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
             table = taken.key_averages().table(sort_by=order, row_limit=ROWS)
             self._store.put(table_key(key), table.encode())
-            emit(Profiled(first=window.first, last=window.last, key=key))
+            emit(ProfileSaved(first=window.first, last=window.last, key=key))
         except (HoldfastError, OSError, RuntimeError) as error:
             self._lost(window, error)
 
     @staticmethod
     def _lost(window: Window, why: object) -> None:
-        emit(Warned(message=f"the profile of steps {window.first} to {window.last} is lost: {why}"))
+        emit(WarningIssued(message=f"the profile of steps {window.first} to {window.last} is lost: {why}"))
 
     def _forget(self) -> None:
         def forget() -> None:

@@ -24,7 +24,7 @@ from holdfast.runtime import heartbeat
 from holdfast.runtime.gang import Gang, PendingValues
 from holdfast.runtime.node import node_name
 from holdfast.telemetry import emit
-from holdfast.telemetry.events import StragglerNamed
+from holdfast.telemetry.events import StragglerDetected
 from holdfast.telemetry.phases import PHASES, STEP_PHASES, Phase
 
 WINDOW = 4  # steps
@@ -193,7 +193,7 @@ class Stragglers:
     def _tell(self, step: int, slow: Sequence[Slow]) -> None:
         for one in slow if self._gang.rank == 0 else ():
             seconds = one.seconds * self._work
-            event = StragglerNamed(
+            event = StragglerDetected(
                 rank=one.rank, host=self._nodes[one.rank], phase=one.phase, ratio=one.ratio, step=step,
                 seconds=seconds,
             )  # fmt: skip

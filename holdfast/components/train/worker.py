@@ -21,7 +21,7 @@ import torch._inductor.config  # use_deterministic_algorithms would, in each ran
 
 import holdfast.components.train.engines.torch.engine  # noqa: F401 - likewise build_engine
 from holdfast.checkpoint import Attempt, Checkpointer, Manifest, Retention, claim_attempt, newest_segments
-from holdfast.checkpoint.near.nearby import Nearby
+from holdfast.checkpoint.local_tiers.tier_set import TierSet
 from holdfast.components.train.anomalies import Anomalies, Scalars
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.batch_digest import BatchDigest
@@ -55,9 +55,9 @@ from holdfast.components.train.weights import (
 )
 from holdfast.dataset import Dataset, Prefetcher
 from holdfast.launch.device import device_name
-from holdfast.launch.ending import RankRecord
+from holdfast.launch.exit_report import RankRecord
 from holdfast.launch.launches import read_launch
-from holdfast.launch.orphan import die_with_parent
+from holdfast.launch.parent_death import die_with_parent
 from holdfast.model.imported import require_weights
 from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.exits import code_of, exit_code_of
@@ -186,8 +186,8 @@ def work(
                     leave, gang,
                 )  # fmt: skip
             if start == spec.training.steps:  # an earlier attempt died between its last commit and the sweep after it
-                checkpointer.sweep(start)
-            checkpointer.trained()
+                checkpointer.collect_garbage(start)
+            checkpointer.drop_local_tiers()
 
 
 @contextmanager
@@ -218,14 +218,14 @@ def _attempt_span(
         host=socket.gethostname(),
         device=str(device),
         peak_flops=throughput.peak,
-        no_mfu=throughput.unknown,
+        mfu_unavailable=throughput.unknown,
         accelerator=device_name(device),
-        no_meter=meter.unknown,
-        untold=meter.untold,
+        energy_unavailable=meter.unknown,
+        missing_metrics=meter.missing_metrics,
     )
     log.info("%s", began.text)
-    if began.no_mfu:
-        log.info("no MFU: %s", began.no_mfu)
+    if began.mfu_unavailable:
+        log.info("no MFU: %s", began.mfu_unavailable)
     with showing_metrics(spec.telemetry, spec.run_id):
         emit(began)
         yield
@@ -237,12 +237,12 @@ def upload_rate(spec: Assignment) -> float | None:
     return None if rate is None else rate * 2**20 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def near_tiers(store: Store, attempt: Attempt, gang: Gang, spec: Assignment) -> Nearby | None:
+def near_tiers(store: Store, attempt: Attempt, gang: Gang, spec: Assignment) -> TierSet | None:
     """Where copies are kept near the ranks, if anywhere. A collective call."""
     memory, disk = spec.checkpoint.memory, spec.checkpoint.disk
     every = {"memory": memory.every_steps, "disk": disk.every_steps}
     due = {name: steps for name, steps in every.items() if steps is not None}
-    return Nearby(store, attempt, gang, due, disk.path, memory.peers) if due else None
+    return TierSet(store, attempt, gang, due, disk.path, memory.peers) if due else None
 
 
 def claim(store: Store, spec: Assignment, launch: int, world_size: int, plan: Plan, replan: bool) -> Attempt:
@@ -285,7 +285,7 @@ def state_after(first: Callable[[], FirstState], checkpointer: Checkpointer, eng
     if step:
         scalars = checkpointer.load(step, engine.boxes())
     else:
-        checkpointer.copied()
+        checkpointer.wait_for_staging()
         first().fill(engine.boxes())
     engine.restored(step, scalars)
     phases.enter("check")

@@ -11,7 +11,7 @@ import yaml
 from holdfast.launch.emitters import pytorchjob, trainjob, volcano
 from holdfast.launch.emitters.pod import LAUNCH_LABEL, RUN_LABEL, Owner, has_key, key_name, key_secret
 from holdfast.launch.interface import Job
-from holdfast.launch.node.reclaim import CLOUD
+from holdfast.launch.node.spot_notice import CLOUD
 from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.tree import Spec
 

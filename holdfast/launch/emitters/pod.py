@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.launch import networks
 from holdfast.launch.accelerators import ACCELERATORS, taint_of, training_image
-from holdfast.launch.ending import FILE_VARIABLE
+from holdfast.launch.exit_report import FILE_VARIABLE
 from holdfast.launch.interface import LEAVE_MARGIN, Job
 from holdfast.launch.spares import changes_members, pods_of
 from holdfast.runtime import sealing
@@ -297,7 +297,7 @@ def _affinity(job: Job) -> dict[str, Any]:
     found: dict[str, Any] = {}
     nodes: dict[str, Any] = {}
     avoided = [_other_than(job.excluded_nodes)] if job.excluded_nodes else []
-    if job.cluster.health.mark == "label":
+    if job.cluster.health.on_failure == "label":
         avoided.append({"key": HEALTH_LABEL, "operator": "NotIn", "values": [FAILED]})  # one without the label is taken
     if avoided:
         terms = [{"matchExpressions": avoided}]

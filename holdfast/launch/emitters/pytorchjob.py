@@ -89,7 +89,7 @@ def _run_policy(job: Job) -> dict[str, Any]:
     cluster = job.cluster
     policy: dict[str, Any] = {
         "cleanPodPolicy": "Running",  # peers that hang go; those that ended stay, with exit code and log
-        "ttlSecondsAfterFinished": int(cluster.keep_minutes * 60),
+        "ttlSecondsAfterFinished": int(cluster.ttl_minutes * 60),
     }
     if cluster.deadline_hours is not None:
         policy["activeDeadlineSeconds"] = max(1, int(cluster.deadline_hours * 3600))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.launch.ending import RankEnding, parse_ending, root_cause
+from holdfast.launch.exit_report import RankExit, parse_exit_report, root_cause
 from holdfast.launch.kubernetes.client import Object
 from holdfast.spec.errors import ExitCode
 
@@ -34,7 +34,7 @@ class Symptom:
     code: int
     words: str
     blames_node: bool = False
-    process: RankEnding | None = None  # of its node, that explains the end, where torchrun could tell
+    process: RankExit | None = None  # of its node, that explains the end, where torchrun could tell
     reclaimed: bool = False  # its node, by the cloud
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ def _terminated(state: Object, disruption: Object, symptom: Callable[..., Sympto
         )
     if reason == "ContainerStatusUnknown":
         return symptom(ExitCode.KILLED, "nobody knows how its container ended; its node was away", True)
-    told = parse_ending(state.get("message") or "")  # by torchrun, unless it was killed itself
+    told = parse_exit_report(state.get("message") or "")  # by torchrun, unless it was killed itself
     words = _in_words(code) + _after(told.detail if told is not None else "")
     cause = told.cause if told is not None else None
     if told is not None and told.blames_node:
@@ -124,7 +124,8 @@ def obstacle_of(pod: Object, container: str, rank: int, pending_seconds: float) 
         return Obstacle(Symptom(name, node, rank, ExitCode.NOT_FOUND, words), 60.0)
     scheduled = _condition(pod, "PodScheduled", "False")
     if scheduled:
-        words = f"cannot be scheduled{_after(_message(scheduled))}; cluster.pending_minutes: {pending_seconds / 60:g}"
+        limit = f"cluster.pending_timeout_minutes: {pending_seconds / 60:g}"
+        words = f"cannot be scheduled{_after(_message(scheduled))}; {limit}"
         return Obstacle(Symptom(name, node, rank, ExitCode.UNSCHEDULABLE, words), pending_seconds)
     return None
 

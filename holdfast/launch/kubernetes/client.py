@@ -19,12 +19,12 @@ from typing import Any
 import urllib3
 from kubernetes.client import ApiClient, ApiException, Configuration
 
-from holdfast.launch.kubernetes.answers import (
+from holdfast.launch.kubernetes.api_errors import (
     SERVER,
+    Blocker,
     ConflictError,
     GoneError,
-    InTheWay,
-    PassingError,
+    TransientError,
     refused,
 )
 from holdfast.launch.kubernetes.configuration import load_configuration, own_namespace
@@ -75,7 +75,7 @@ LEASES = Resource("coordination.k8s.io", "v1", "leases")
 WORKFLOWS = Resource("argoproj.io", "v1alpha1", "workflows")
 
 
-_MAY_PASS = (PassingError, urllib3.exceptions.HTTPError, ValueError)
+_MAY_PASS = (TransientError, urllib3.exceptions.HTTPError, ValueError)
 
 
 def backoff(failures: int) -> float:
@@ -173,7 +173,7 @@ class Api:
             return
 
     def watch(self, resource: Resource, selector: str, version: str) -> Iterator[tuple[str, Object]]:
-        """(type, object) of every change after `version`, until the server closes. Raises PassingError, GoneError."""
+        """(type, object) of every change after `version`, until the server closes. Raises TransientError, GoneError."""
         query = {
             "labelSelector": selector,
             "watch": "true",
@@ -186,18 +186,18 @@ class Api:
             for line in lines:
                 event = _object_in(line, f"watching {resource}")
                 if not isinstance(event.get("object"), dict):
-                    raise PassingError(f"watching {resource}: an answer without an object", 500)
+                    raise TransientError(f"watching {resource}: an answer without an object", 500)
                 if event.get("type") == "ERROR":
                     status = event["object"]
                     if status.get("code") == 410:
                         raise GoneError(str(status.get("message")))
-                    raise PassingError(f"watching {resource}: {status.get('message')}", int(status.get("code", 500)))
+                    raise TransientError(f"watching {resource}: {status.get('message')}", int(status.get("code", 500)))
                 yield str(event.get("type")), event["object"]
 
     def log(
         self, pod: str, container: str, *, follow: bool, since: str | None = None, tail: int | None = None
     ) -> Lines:
-        """Lines that a container printed, each with the time before it. Raises PassingError and MissingError.
+        """Lines that a container printed, each with the time before it. Raises TransientError and MissingError.
 
         since: only lines of this second and later (RFC 3339); tail: only so many of the last lines.
         """
@@ -234,7 +234,7 @@ class Api:
         except _MAY_PASS as error:
             if getattr(error, "status", 0) == 401:
                 raise AccessDeniedError(f"{error}; renew the credentials: kubectl auth whoami") from error
-            by: InTheWay = getattr(error, "by", SERVER)
+            by: Blocker = getattr(error, "by", SERVER)
             raise by.lasting(
                 f"{method} {path} failed for {self._patience:.0f} s, because {by.words}, lastly with: {error}; "
                 f"{by.remedy}"
@@ -246,7 +246,7 @@ class Api:
     def _request(
         self, method: str, path: str, query: Mapping[str, str], body: Object | None, read: float
     ) -> urllib3.BaseHTTPResponse:
-        """One try; the response's body is not read yet. Raises PassingError and errors of the table."""
+        """One try; the response's body is not read yet. Raises TransientError and errors of the table."""
         client = self._client
         sent = _TYPES.get(method, "application/json")
         try:
@@ -260,11 +260,11 @@ class Api:
             if error.status == 401:
                 self._reconnect(client)
             if error.status == 403 and time.monotonic() - self._lost_at < STARTING_SECONDS:
-                raise PassingError(f"{method} {path}: refused by a server that has just begun", 403, 1.0) from error
+                raise TransientError(f"{method} {path}: refused by a server that has just begun", 403, 1.0) from error
             raise refused(error, f"{method} {path}") from None
         except urllib3.exceptions.HTTPError as error:
             self._lost_at = time.monotonic()
-            raise PassingError(f"{method} {path}: {error}") from error
+            raise TransientError(f"{method} {path}: {error}") from error
 
     def _connect(self) -> ApiClient:
         configuration = self._configure()
@@ -298,7 +298,7 @@ class Lines:
                     rest = rest[:LONGEST_LINE]
         except (urllib3.exceptions.HTTPError, OSError, AttributeError, ValueError) as error:  # the latter two: closed
             if not self._closed:
-                raise PassingError(f"the connection broke: {error}") from error
+                raise TransientError(f"the connection broke: {error}") from error
         if rest and not self._closed:
             yield rest
 
@@ -320,8 +320,8 @@ class Lines:
 
 
 def _object_in(data: bytes | str, what: str) -> Object:
-    """The object that the API server answered with. Raises PassingError for what is none: a proxy may have cut it."""
+    """The object that the API server answered with. Raises TransientError for what is none: a proxy may have cut it."""
     try:
         return parse_json_object(data, what, "ask again")
     except DataError as error:
-        raise PassingError(str(error), 500) from None
+        raise TransientError(str(error), 500) from None

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Self
 
 from holdfast.launch.emitters import LAUNCH_LABEL, RUN_LABEL
-from holdfast.launch.ending import root_cause
+from holdfast.launch.exit_report import root_cause
 from holdfast.launch.interface import Ending
-from holdfast.launch.kubernetes import classify, complaints
+from holdfast.launch.kubernetes import classify, pod_events
 from holdfast.launch.kubernetes.client import PODS, Api, Object
-from holdfast.launch.kubernetes.complaints import Complaints
 from holdfast.launch.kubernetes.kinds import Kind, Status, is_held
 from holdfast.launch.kubernetes.output import LogFollower, last_lines
+from holdfast.launch.kubernetes.pod_events import PodEvents
 from holdfast.launch.kubernetes.watch import Mirror
 from holdfast.launch.waiting import WaitReport
 from holdfast.spec.errors import ExitCode
@@ -52,7 +52,7 @@ class Follower:
         self._stack = ExitStack()
         self._log: LogFollower | None = None
         self._followed = ""  # uid of the pod whose log is followed
-        self._complaints = Complaints(api)
+        self._complaints = PodEvents(api)
         self._nodes = 1  # that make a gang
         self._replaceable = 0  # pods, still
         self._waits = False  # for them
@@ -240,7 +240,7 @@ class Follower:
                     return _Verdict(lost.code, str(lost), lost, classify.blamed_nodes(lost, [lost]))
         cause = classify.cause_of(symptoms)
         told = str(cause)
-        if cause.code == ExitCode.NOT_MET and self._waits:  # those that came waited for others that did not
+        if cause.code == ExitCode.RENDEZVOUS_TIMEOUT and self._waits:  # those that came waited for others that did not
             told += f"; {self._missing()}"
         return _Verdict(cause.code, told, cause, classify.blamed_nodes(cause, symptoms))
 
@@ -317,14 +317,14 @@ class Follower:
             if found:  # it was seen a little later than the waiting began, and says more
                 symptom = next(iter(found.values())).symptom
                 return _Verdict(symptom.code, str(symptom), symptom)
-            code, _ = complaints.meaning(words)
-            return _Verdict(code, f"{told} (cluster.pending_minutes: {pending_seconds / 60:g})")
+            code, _ = pod_events.classify_message(words)
+            return _Verdict(code, f"{told} (cluster.pending_timeout_minutes: {pending_seconds / 60:g})")
         return None
 
     def _missing(self) -> str:
         """How many pods have not come, and why."""
         started, words = sum(map(self._runs, self._pods.objects.values())), self._complaints.words
-        why = f"{words}; {complaints.meaning(words)[1]}" if words else ""
+        why = f"{words}; {pod_events.classify_message(words)[1]}" if words else ""
         told = f"{started} of {self._nodes} pods of job {self._name} have started: "
         return told + (why or "no event says why; does the controller of its kind run?")
 

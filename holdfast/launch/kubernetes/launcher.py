@@ -15,13 +15,13 @@ from contextlib import contextmanager
 
 from holdfast.launch.emitters import LAUNCH_LABEL, RUN_LABEL, has_key, key_secret, objects_for
 from holdfast.launch.interface import Ending, Job
-from holdfast.launch.kubernetes.answers import ConflictError
+from holdfast.launch.kubernetes.api_errors import ConflictError
 from holdfast.launch.kubernetes.client import SECRETS, Api, Object, Resource
 from holdfast.launch.kubernetes.configuration import NAMESPACE_VARIABLE, own_namespace
 from holdfast.launch.kubernetes.follow import Follower
 from holdfast.launch.kubernetes.kinds import KINDS, Kind
 from holdfast.launch.kubernetes.lease import RunLease
-from holdfast.launch.kubernetes.marks import mark_failed
+from holdfast.launch.kubernetes.node_labels import label_unhealthy
 from holdfast.launch.kubernetes.owner import POD_VARIABLE, Pipeline, find_own_pod, find_pipeline
 from holdfast.launch.spares import changes_members
 from holdfast.spec.cluster import Cluster
@@ -96,7 +96,7 @@ class KubernetesLauncher:
         uid = self._create(job)
         with Follower(self._api, self._kind, job.name, job.run_id, job.launch, self._changed) as follower:
             try:
-                pending, nodes = job.cluster.pending_minutes * 60, job.cluster.nodes
+                pending, nodes = job.cluster.pending_timeout_minutes * 60, job.cluster.nodes
                 replaceable = job.cluster.restarts.budget if changes_members(job.cluster) else 0
                 ending = follower.follow(uid, pending, self._interrupted, nodes.min, replaceable)
             except (AccessDeniedError, MissingError):  # it cannot be followed: better no job than one nobody sees
@@ -114,8 +114,8 @@ class KubernetesLauncher:
                 self._delete(job.name, uid, follower, job.grace_seconds)
                 return self._stopped(follower)
             self._check()
-            if ending.code == ExitCode.UNHEALTHY_NODE and job.cluster.health.mark == "label":
-                mark_failed(self._api, job, ending)
+            if ending.code == ExitCode.UNHEALTHY_NODE and job.cluster.health.on_failure == "label":
+                label_unhealthy(self._api, job, ending)
             if ending.code != ExitCode.OK or not follower.status.finished:
                 self._delete(job.name, uid, follower, job.grace_seconds)
             return ending

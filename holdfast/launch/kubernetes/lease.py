@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Self
 
-from holdfast.launch.kubernetes.answers import ConflictError
+from holdfast.launch.kubernetes.api_errors import ConflictError
 from holdfast.launch.kubernetes.client import LEASES, PODS, Api, Object
 from holdfast.launch.kubernetes.owner import OwnPod
 from holdfast.spec.errors import ClusterUnreachableError, HoldfastError, MissingError, PreemptedError

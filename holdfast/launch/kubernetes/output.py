@@ -8,7 +8,7 @@ import re
 import threading
 from collections import deque
 
-from holdfast.launch.kubernetes.answers import PassingError
+from holdfast.launch.kubernetes.api_errors import TransientError
 from holdfast.launch.kubernetes.client import LONGEST_LINE, Api, Lines, backoff
 from holdfast.launch.local import TAIL_LINES
 from holdfast.spec.errors import HoldfastError, MissingError
@@ -52,7 +52,7 @@ class LogFollower:
                 if last:
                     return
                 failures = 0 if (self._stamp, self._count) != before else failures + 1
-            except (PassingError, MissingError) as error:  # the pod may be on its way here, or out
+            except (TransientError, MissingError) as error:  # the pod may be on its way here, or out
                 failures += 1
                 if last and (failures > 3 or isinstance(error, MissingError)):
                     return
@@ -88,7 +88,7 @@ def last_lines(api: Api, pod: str, container: str) -> list[str]:
     try:
         with api.log(pod, container, follow=False, tail=TAIL_LINES) as lines:
             return text_lines(lines)
-    except (PassingError, HoldfastError):
+    except (TransientError, HoldfastError):
         return []
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Self
 
-from holdfast.launch.kubernetes.answers import GoneError, PassingError
+from holdfast.launch.kubernetes.api_errors import GoneError, TransientError
 from holdfast.launch.kubernetes.client import Api, Object, Resource, backoff
 from holdfast.spec.errors import ClusterUnreachableError, HoldfastError
 
@@ -54,7 +54,7 @@ class Mirror:
                 failures = 0 if time.monotonic() - begun > 1 else failures + 1  # closed at once, again and again?
             except GoneError:
                 version, failures = None, failures + 1
-            except (PassingError, ClusterUnreachableError) as error:
+            except (TransientError, ClusterUnreachableError) as error:
                 failures += 1
                 log.log(logging.INFO if failures == 5 else logging.DEBUG, "watching goes on when it can: %s", error)
             except HoldfastError as error:

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from holdfast.checkpoint.agent import service
 from holdfast.checkpoint.agent.buffers import SharedMemory
-from holdfast.checkpoint.agent.wire import Connection, Drain, Drained, Watch
-from holdfast.launch.orphan import VARIABLE as PARENT
-from holdfast.launch.orphan import die_with_parent
+from holdfast.checkpoint.agent.protocol import Connection, Drain, Drained, Watch
+from holdfast.launch.parent_death import VARIABLE as PARENT
+from holdfast.launch.parent_death import die_with_parent
 from holdfast.launch.warm import WarmProcess, WarmServer
 from holdfast.runtime.logs import configure_logging
 from holdfast.spec.errors import NoSpaceError

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from holdfast.launch.ending import RankEnding
+from holdfast.launch.exit_report import RankExit
 from holdfast.runtime.secrets import StreamRedactor
 from holdfast.runtime.threads import join_within
 from holdfast.store import open_store
@@ -207,7 +207,7 @@ class RankOutput:
         """Learn from the rank's own record which attempt it is, and how it ended."""
         stream, told = one.log.stream, None
         with suppress(OSError, ValidationError):
-            told = RankEnding.model_validate_json(one.record.read_bytes())
+            told = RankExit.model_validate_json(one.record.read_bytes())
         known: dict[str, object] = {"attempt": told.attempt if told and told.attempt else stream.attempt}
         if last:
             code = told.code if told and told.code is not None else self._codes.get(stream.pid)

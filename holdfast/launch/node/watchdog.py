@@ -18,22 +18,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.launch.ending import RankEnding
-from holdfast.launch.node.board import Board, Verdict
+from holdfast.launch.exit_report import RankExit
 from holdfast.launch.node.events import NodeEvents
+from holdfast.launch.node.hang_consensus import HangConsensus, HangDecision
 from holdfast.launch.node.hangs import ACROSS_NODES, Hang, Watched, judge
 from holdfast.launch.node.stacks import STARVED_SECONDS, stacks_of
 from holdfast.launch.node.threads import WORKING, has_working_child, states_of
 from holdfast.runtime.heartbeat import SUFFIX, HeartbeatReader
 from holdfast.runtime.node import node_name
 from holdfast.spec.errors import ExitCode
-from holdfast.telemetry.events import HangNamed
+from holdfast.telemetry.events import HangDetected
 from holdfast.telemetry.phases import PHASES
 
 TICK = 0.1  # seconds between two looks
 LOOK_AFTER = 0.2  # seconds without a mark before the kernel is asked what a rank does
 ASK_SECONDS = 1.0  # between two looks at the other nodes, while nobody is quiet
-BURIAL_SECONDS = 5.0  # for a rank that was killed
+REAP_TIMEOUT = 5.0  # for a rank that was killed
 ALONE_SECONDS = 15.0  # without the others, once they could not be asked; well below the time that they wait for news
 
 log = logging.getLogger("holdfast.launch")
@@ -94,8 +94,8 @@ class Watchdog:
         self._words = ""
         self._environment: Mapping[str, str] = {}  # of the newest rank
         self._launch_key = launch_key
-        self._board: Board | None = None
-        self._board_of: Mapping[str, str] = {}
+        self._consensus: HangConsensus | None = None
+        self._consensus_of: Mapping[str, str] = {}
         self._asked_at = 0.0  # when the other nodes were asked last, in monotonic seconds
 
     def follow(self, environment: Mapping[str, str], pid: int) -> None:
@@ -144,37 +144,41 @@ class Watchdog:
             except Exception:  # what watches a training must not end it
                 log.exception("the watchdog is blind for a moment: please report it with this traceback")
 
-    def _verdict(self, seen: Sequence[Watched], environment: Mapping[str, str], now: float) -> Verdict | None:
+    def _verdict(self, seen: Sequence[Watched], environment: Mapping[str, str], now: float) -> HangDecision | None:
         """What is to be said of a hang, here or on another node; None while all is well."""
         known = [(node_name(), one) for one in seen]
-        if seen and Board.is_for(environment):
+        if seen and HangConsensus.is_for(environment):
             try:
                 return self._agreed(known, environment, now)
             except RuntimeError as error:  # of torch's store
                 log.debug("the watchdogs of the other nodes cannot be asked: %s", error)
-                self._board, self._asked_at = None, now + ALONE_SECONDS
+                self._consensus, self._asked_at = None, now + ALONE_SECONDS
         hang = judge(seen)
-        return None if hang is None else _verdict_of(hang, known)
+        return None if hang is None else _decision_of(hang, known)
 
     def _agreed(
         self, known: Sequence[tuple[str, Watched]], environment: Mapping[str, str], now: float
-    ) -> Verdict | None:
+    ) -> HangDecision | None:
         quiet = any(one.quiet > LOOK_AFTER for _, one in known)
         if now < self._asked_at + (self._tick if quiet else ASK_SECONDS):
-            hang = judge([one for _, one in known]) if self._board is None else None
-            return None if hang is None else _verdict_of(hang, known)
-        if self._board is None or self._board_of != environment:
-            self._board, self._board_of, self._asked_at = Board(environment, self._launch_key), environment, now
+            hang = judge([one for _, one in known]) if self._consensus is None else None
+            return None if hang is None else _decision_of(hang, known)
+        if self._consensus is None or self._consensus_of != environment:
+            self._consensus, self._consensus_of, self._asked_at = (
+                HangConsensus(environment, self._launch_key),
+                environment,
+                now,
+            )
         passed, self._asked_at = min(now - self._asked_at, 2 * ASK_SECONDS), now
-        known = self._board.exchange([one for _, one in known], passed)
-        if (verdict := self._board.verdict()) is not None:
+        known = self._consensus.exchange([one for _, one in known], passed)
+        if (verdict := self._consensus.verdict()) is not None:
             return verdict
         hang = judge([one for _, one in known], ACROSS_NODES)
-        return None if hang is None else self._board.decide(_verdict_of(hang, known))
+        return None if hang is None else self._consensus.decide(_decision_of(hang, known))
 
     def _say_gone(self) -> None:
         """Tell the other nodes that there are no ranks here any more: nothing more will be heard of them."""
-        board, self._board = self._board, None
+        board, self._consensus = self._consensus, None
         if board is not None:
             with suppress(RuntimeError):
                 board.exchange([], 0.0)
@@ -202,7 +206,7 @@ class Watchdog:
                 one.idle += passed
         return Watched(seen, one.quiet, one.idle, one.stopped)
 
-    def _end(self, verdict: Verdict, ranks: list[_Rank]) -> None:
+    def _end(self, verdict: HangDecision, ranks: list[_Rank]) -> None:
         self._words = verdict.words
         for one in ranks:  # those that follow are watched like any others
             one.ended = True
@@ -210,25 +214,25 @@ class Watchdog:
         mine = [one for one in ranks if one.rank in verdict.suspects]
         self._tell(mine, verdict)
         self._keep_stacks(ranks)
-        if self._board is not None:
+        if self._consensus is not None:
             with suppress(RuntimeError):
-                self._board.together()
+                self._consensus.together()
         for one in ranks:
             one.send(signal.SIGKILL)
         for one in ranks:  # what is written down of one says that nothing of it is left
-            one.await_end(BURIAL_SECONDS)
+            one.await_end(REAP_TIMEOUT)
         blames = verdict.nodes == 1 and bool(mine) and int(self._environment.get("GROUP_WORLD_SIZE", "1")) > 1
         for one in ranks:
             code = ExitCode.HUNG if one in mine else ExitCode.LOST_PEER
             self._leave_ending(one, code, blames_node=blames and one in mine)
 
-    def _tell(self, mine: list[_Rank], verdict: Verdict) -> None:
+    def _tell(self, mine: list[_Rank], verdict: HangDecision) -> None:
         if not mine:  # the node that has a suspect tells
             return
         assert mine[0].reader is not None, "it was seen"
         one = Watched(mine[0].reader.read(), mine[0].quiet)
         self._events.tell(
-            HangNamed(
+            HangDetected(
                 rank=one.seen.rank, host=node_name(), phase=one.phase, step=one.step, seconds=one.quiet,
                 message=verdict.words,
             )
@@ -247,12 +251,12 @@ class Watchdog:
         """Complete the rank's own record, for it cannot."""
         path = self._folder / f"{one.pid}.json"
         with suppress(OSError, ValueError):
-            record = RankEnding.model_validate_json(path.read_text())
+            record = RankExit.model_validate_json(path.read_text())
             told = {"code": int(code), "ended": time.time(), "blames_node": blames_node}
             path.write_text(record.model_copy(update=told).model_dump_json())
 
 
-def _verdict_of(hang: Hang, known: Sequence[tuple[str, Watched]]) -> Verdict:
+def _decision_of(hang: Hang, known: Sequence[tuple[str, Watched]]) -> HangDecision:
     nodes = list(dict.fromkeys(node for node, one in known if one in hang.suspects))
     suspects = frozenset(one.seen.rank for one in hang.suspects)
-    return Verdict(words=hang.words(", ".join(nodes)), suspects=suspects, nodes=len(nodes))
+    return HangDecision(words=hang.words(", ".join(nodes)), suspects=suspects, nodes=len(nodes))

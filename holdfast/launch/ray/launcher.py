@@ -23,11 +23,11 @@ from ray.exceptions import RayError
 
 from holdfast.launch import networks
 from holdfast.launch.accelerators import ACCELERATORS
-from holdfast.launch.ending import NodeEnding, parse_ending, root_cause
+from holdfast.launch.exit_report import NodeExit, parse_exit_report, root_cause
 from holdfast.launch.interface import LEAVE_MARGIN, Ending, Job
 from holdfast.launch.launch_log import LaunchLog
 from holdfast.launch.ray.node import Node
-from holdfast.launch.ray.room import Room, fits, nodes_of, options_of
+from holdfast.launch.ray.placement_group import GangReservation, fits, nodes_of, options_of
 from holdfast.runtime import sealing
 from holdfast.runtime.environment import make_folder
 from holdfast.runtime.node import NODE_NAME
@@ -92,14 +92,15 @@ class RayLauncher:
         if self._asked.is_set():
             return Ending(ExitCode.TERMINATED, (), "asked to stop before the gang was made")
         self._grace, self._deadline = job.grace_seconds, None
-        count, patience = _count(job), job.cluster.pending_minutes * 60
-        room = Room(job.name, bundle(job), count, patience=patience, avoided=job.excluded_nodes)
+        count, patience = _count(job), job.cluster.pending_timeout_minutes * 60
+        room = GangReservation(job.name, bundle(job), count, patience=patience, avoided=job.excluded_nodes)
         try:
-            while not room.is_there():
+            while not room.is_ready():
                 if self._asked.wait(ROOM_SECONDS):
                     return Ending(ExitCode.TERMINATED, (), "asked to stop before there was room for the gang")
-                if room.is_given_up:
-                    said = f"given up after cluster.pending_minutes ({job.cluster.pending_minutes:g}): {room.lack()}"
+                if room.is_expired:
+                    limit = f"cluster.pending_timeout_minutes ({job.cluster.pending_timeout_minutes:g})"
+                    said = f"given up after {limit}: {room.shortfall()}"
                     return Ending(ExitCode.UNSCHEDULABLE, (), said)
             return self._gang(job, room, count)
         except RayError as error:
@@ -116,7 +117,7 @@ class RayLauncher:
             with suppress(RayError):
                 node.stop.remote()
 
-    def _gang(self, job: Job, room: Room, count: int) -> Ending:
+    def _gang(self, job: Job, room: GangReservation, count: int) -> Ending:
         """Start an actor in each bundle, and its torchrun; follow them to the end."""
         actor, options = ray.remote(Node), options_of(bundle(job))
         options |= {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 3}
@@ -256,10 +257,10 @@ def _follow(rank: int, stream: Any, printed: _Log, ended: queue.SimpleQueue[tupl
 
 def _ending(told: dict[int, tuple[int, str]], names: Sequence[str], tail: Sequence[str], path: Path) -> Ending:
     """How the launch ended, from what each node said. Nodes are called as Ray does, by their ids."""
-    said: dict[int, NodeEnding] = {}
+    said: dict[int, NodeExit] = {}
     codes = []
     for number, (code, text) in sorted(told.items()):
-        ending = parse_ending(text)
+        ending = parse_exit_report(text)
         if ending is not None:
             said[number] = ending
         codes.append(ending.code if ending is not None else code)

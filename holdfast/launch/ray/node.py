@@ -17,8 +17,8 @@ from pathlib import Path
 
 import ray
 
-from holdfast.launch.ending import FILE_VARIABLE, as_exit_code
-from holdfast.launch.orphan import VARIABLE as PARENT
+from holdfast.launch.exit_report import FILE_VARIABLE, as_exit_code
+from holdfast.launch.parent_death import VARIABLE as PARENT
 from holdfast.launch.ports import free_port
 from holdfast.runtime.secrets import StreamRedactor, for_ranks
 from holdfast.runtime.temporary import temporary_folder

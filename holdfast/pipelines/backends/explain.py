@@ -36,7 +36,7 @@ from holdfast.store import Store, layout, open_store
 from holdfast.store.jobs import outcomes_in
 from holdfast.store.json_reading import read_json_object
 from holdfast.telemetry.event_log import newest_objects
-from holdfast.telemetry.events import AttemptBegan, LaunchWaits, Progress, in_words
+from holdfast.telemetry.events import AttemptBegan, LaunchPending, Progress, in_words
 
 log = logging.getLogger("holdfast.status")
 
@@ -110,11 +110,11 @@ def waits_for(store: Store, run_id: str) -> str:
     newest = None
     for events in islice(newest_objects(store, run_id), NEWEST):
         for event in events:
-            if isinstance(event, LaunchWaits | Progress | AttemptBegan) and (
+            if isinstance(event, LaunchPending | Progress | AttemptBegan) and (
                 newest is None or event.time >= newest.time
             ):
                 newest = event
-    return newest.reason if isinstance(newest, LaunchWaits) else ""
+    return newest.reason if isinstance(newest, LaunchPending) else ""
 
 
 def verdict_reasons(store: Store, run_id: str) -> list[str]:

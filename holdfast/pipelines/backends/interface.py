@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.spec.errors import ExitCode, MissingError
 from holdfast.steps import STEPS
 
@@ -89,10 +89,10 @@ class Backend(Protocol):
 
     name: str
 
-    def objects(self, order: Order) -> list[dict[str, Any]]:
+    def objects(self, request: RunRequest) -> list[dict[str, Any]]:
         """The very objects that `submit` would send, none of which is sent: the dry run."""
 
-    def submit(self, order: Order) -> tuple[RunStatus, bool]:
+    def submit(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """The run of `order`, and whether it was made now: one that has not ended or has succeeded is kept."""
 
     def status(self, run: str) -> RunStatus:
@@ -107,5 +107,5 @@ class Backend(Protocol):
     def list(self) -> list[RunStatus]:
         """The runs that the backend knows, newest first."""
 
-    def resume(self, order: Order) -> tuple[RunStatus, bool]:
+    def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Go on with what `order` started, from its newest checkpoint; what has not ended is left to go on."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.pipelines.backends.interface import RunStatus, require_one_run
-from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.runtime.secrets import redact
 from holdfast.spec import dump_spec, parse_spec, run_id
 from holdfast.spec.errors import DataError, ExitCode, HoldfastError, MissingError
@@ -45,7 +45,7 @@ class Record:
 
     backend: str
     id: str
-    run_id: str  # or the sweep's; while no step has read the sources, `Order.key`
+    run_id: str  # or the sweep's; while no step has read the sources, `RunRequest.key`
     name: str  # of the spec, or of the sweep
     spec: str
     submitted: float  # unix seconds
@@ -75,14 +75,14 @@ class Record:
         return self.ran or self.run_id
 
     @property
-    def order(self) -> Order:
+    def request(self) -> RunRequest:
         """What was asked for, to ask for it again."""
         spec = parse_spec(self.spec)
         if self.written:
             with suppress(HoldfastError):  # another version has other fields, or other defaults: the whole spec counts
                 written = parse_spec(self.written)
                 spec = written if written == spec else spec
-        return Order(
+        return RunRequest(
             spec, self.store, self.salt, self.run_id if self.identified else "", service_account=self.service_account,
             image=self.image, replan=self.replan, trials=tuple(tuple(trial) for trial in self.trials),
             at_once=self.at_once,
@@ -133,13 +133,14 @@ class Record:
 
 
 def record_of(
-    order: Order, backend: str, identity: str, endpoint: str = "", namespace: str = "", job: str = ""
+    request: RunRequest, backend: str, identity: str, endpoint: str = "", namespace: str = "", job: str = ""
 ) -> Record:
     """The record of a submission that was made now."""
     return Record(
-        backend, identity, order.key, order.title, dump_spec(order.spec), time.time(), order.store, order.salt,
-        order.image, order.service_account, order.replan, endpoint, namespace, trials=order.trials,
-        at_once=order.at_once, job=job, identified=bool(order.run_id), written=dump_written(order.spec),
+        backend, identity, request.key, request.title, dump_spec(request.spec), time.time(), request.store,
+        request.salt,
+        request.image, request.service_account, request.replan, endpoint, namespace, trials=request.trials,
+        at_once=request.at_once, job=job, identified=bool(request.run_id), written=dump_written(request.spec),
     )  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def keep(record: Record, url: str) -> str:
     return ""
 
 
-def keep_submission(made: RunStatus, wanted: Order, endpoint: str, namespace: str, url: str) -> str:
+def keep_submission(made: RunStatus, wanted: RunRequest, endpoint: str, namespace: str, url: str) -> str:
     """Write down where `wanted` was submitted. Returns why that failed, as `keep` does. A run of this machine keeps its
     own record, which says more."""
     if made.backend == "local":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from holdfast.launch.kubernetes.answers import ConflictError, WebhookAwayError
+from holdfast.launch.kubernetes.api_errors import ConflictError, WebhookAwayError
 from holdfast.launch.kubernetes.client import Api, Resource
 from holdfast.launch.kubernetes.configuration import NoClusterError
 from holdfast.spec.errors import ClusterUnreachableError, HoldfastError, MissingError, SpecError

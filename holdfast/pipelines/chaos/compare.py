@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from holdfast.components.train.result import TrainingResult, read_result
 from holdfast.pipelines.backends.local.run import LocalRun, identified
+from holdfast.pipelines.chaos.fault_run import ChaosError, Planned, Run, Survived, schedule
 from holdfast.pipelines.chaos.faults import FAULTS
 from holdfast.pipelines.chaos.proxy import FaultyProxy
-from holdfast.pipelines.chaos.storm import ChaosError, Planned, Run, Survived, schedule
 from holdfast.pipelines.paths import store_root
 from holdfast.runtime.environment import home
 from holdfast.spec import ExitCode, load_spec
@@ -27,7 +27,7 @@ from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import layout, open_store
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.tools import Parting
+    from holdfast.checkpoint.tools import Divergence
 
 STEPS = 60  # trained at most, where nobody says how many
 BUCKET = "holdfast-chaos"
@@ -38,7 +38,7 @@ CREDENTIALS = {
 
 
 @dataclass(frozen=True)
-class Storm:
+class FaultRun:
     """One run under faults, beside the calm one."""
 
     seed: int
@@ -46,12 +46,12 @@ class Storm:
     survived: tuple[Survived, ...]
     commands: int  # that it took
     result: TrainingResult
-    parting: Parting | None  # from the calm run; None: equal
+    divergence: Divergence | None  # from the calm run; None: equal
 
     @property
     def equal(self) -> bool:
         """Whether it came to the bits of the calm run."""
-        return self.parting is None
+        return self.divergence is None
 
     @property
     def missed(self) -> tuple[str, ...]:
@@ -71,10 +71,10 @@ class Chaos:
     faults: Sequence[str]
     store: str = ""
     left_out: dict[str, str] = field(default_factory=dict)  # faults that cannot be had here, and why
-    storms: list[Storm] = field(default_factory=list)
+    storms: list[FaultRun] = field(default_factory=list)
     calm: TrainingResult | None = None
 
-    def goodput(self, storm: Storm) -> float:
+    def goodput(self, storm: FaultRun) -> float:
         """The share of the time of a storm's training that the calm one took for the same steps."""
         assert self.calm is not None
         return min(1.0, self.calm.seconds / storm.result.seconds)
@@ -88,7 +88,7 @@ def known_faults(wanted: str) -> list[str]:
     return names
 
 
-def unleash(asked: Chaos, tell: Callable[[object], None]) -> None:
+def run_with_faults(asked: Chaos, tell: Callable[[object], None]) -> None:
     """Run the calm run, then storms. `tell` is told what happens: words, steps, faults, what became of them, and each
     storm. What the runs leave is kept in a folder under HOLDFAST_HOME if anything differs or fails, else removed.
 
@@ -111,13 +111,13 @@ def unleash(asked: Chaos, tell: Callable[[object], None]) -> None:
             )
             apart = None
             if result.state_digest != asked.calm.state_digest:
-                from holdfast.checkpoint.tools import Side, parting
+                from holdfast.checkpoint.tools import Side, find_divergence
 
-                apart = parting(Side(open_store(url), calm_id), Side(open_store(url), storm_id))
-            asked.storms.append(Storm(seed, tuple(planned), tuple(survived), commands, result, apart))
+                apart = find_divergence(Side(open_store(url), calm_id), Side(open_store(url), storm_id))
+            asked.storms.append(FaultRun(seed, tuple(planned), tuple(survived), commands, result, apart))
             tell(asked.storms[-1])
             if apart is not None:
-                raise ChaosError(f"the bits differ; both runs are kept in {folder}", ExitCode.DIFFERENT)
+                raise ChaosError(f"the bits differ; both runs are kept in {folder}", ExitCode.MISMATCH)
             _forget(url, storm_id)
             number += 1
         if asked.store:  # nothing else lies below the prefix

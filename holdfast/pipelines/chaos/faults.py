@@ -49,7 +49,7 @@ class Scene:
 class Fault:
     """One kind of fault."""
 
-    says: str
+    message: str
     act: Callable[[Scene], str]
     of_store: bool = False
     ends_command: bool = False  # so that it has to be given again

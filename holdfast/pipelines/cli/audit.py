@@ -66,7 +66,7 @@ def diff(
 
     Example: holdfast diff 3f2a 9b1c
     """
-    from holdfast.checkpoint.tools import Side, parting
+    from holdfast.checkpoint.tools import Side, find_divergence
     from holdfast.pipelines.view.audit import asked_differently, print_parting
     from holdfast.pipelines.view.catalog import find_run
     from holdfast.pipelines.view.checkpoints import bytes_read
@@ -75,16 +75,16 @@ def diff(
     records = [find_run(opened, wanted) for opened, wanted in zip(stores, (one, other), strict=True)]
     sides = [Side(opened, record.run_id) for opened, record in zip(stores, records, strict=True)]
     with bytes_read("compared", quiet=as_json) as progress:
-        found = parting(sides[0], sides[1], progress)
+        found = find_divergence(sides[0], sides[1], progress)
     asked = asked_differently(records[0], records[1])
     if as_json:
-        print_json({"equal": found.none, "parting": found, "asked": asked})
+        print_json({"equal": found.none, "divergence": found, "asked": asked})
     else:
         print_parting(records[0], records[1], found, asked)
-    raise typer.Exit(int(ExitCode.OK if found.none else ExitCode.DIFFERENT))
+    raise typer.Exit(int(ExitCode.OK if found.none else ExitCode.MISMATCH))
 
 
-def rewind(
+def fork(
     run: RunName,
     to: Annotated[int, typer.Option("--to", metavar="STEP", help="One of its checkpoints.", show_default=False)],
     overrides: Overrides = None,
@@ -95,13 +95,13 @@ def rewind(
 
     No tensor is copied: the new run begins with the bytes of the other one's checkpoint, which is pinned for it.
 
-    Example: holdfast rewind 3f2a --to 1200 --set training.optimizer.learning_rate=1.0e-4
+    Example: holdfast fork 3f2a --to 1200 --set training.optimizer.learning_rate=1.0e-4
     """
-    from holdfast.pipelines.rewind import rewind as rewound
+    from holdfast.pipelines.fork import fork_run
     from holdfast.pipelines.view.catalog import find_run
 
     opened = open_chosen(store)
-    made = rewound(opened, find_run(opened, run), to, overrides or ())
+    made = fork_run(opened, find_run(opened, run), to, overrides or ())
     if as_json:
         print_json(made)
         return
@@ -169,7 +169,7 @@ def replay(
         print_json({"equal": found.none, "replay": found})
     else:
         print_replayed(record.run_id, found)
-    raise typer.Exit(int(ExitCode.OK if found.none else ExitCode.DIFFERENT))
+    raise typer.Exit(int(ExitCode.OK if found.none else ExitCode.MISMATCH))
 
 
 def _sampled(
@@ -192,7 +192,7 @@ def _sampled(
     with steps_done(quiet=as_json) as progress:
         found = audit(opened, specs, sample, randbits(32) if seed is None else seed, longest, progress)
     if as_json:
-        print_json({"equal": found.code != ExitCode.DIFFERENT, "audit": found})
+        print_json({"equal": found.code != ExitCode.MISMATCH, "audit": found})
     else:
         print_audit(found)
     raise typer.Exit(int(found.code))

@@ -44,7 +44,7 @@ def chaos(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing of the runs may stay behind
     with Teller(asked, to_stderr=as_json) as teller:
         try:
-            compare.unleash(asked, teller.tell)
+            compare.run_with_faults(asked, teller.tell)
         finally:
             if as_json and asked.calm is not None:
                 print_json(_as_json(asked))
@@ -61,7 +61,7 @@ def _as_json(asked: Chaos) -> dict[str, object]:
                 "seed": storm.seed, "equal": storm.equal, "faults": storm.survived, "missed": storm.missed,
                 "commands": storm.commands,
                 "state_digest": storm.result.state_digest, "attempts": storm.result.attempts,
-                "seconds": storm.result.seconds, "goodput": asked.goodput(storm), "parting": storm.parting,
+                "seconds": storm.result.seconds, "goodput": asked.goodput(storm), "divergence": storm.divergence,
             }
             for storm in asked.storms
         ],

@@ -95,7 +95,7 @@ def verify(checkpoint: AtStep, store: StoreRoot = "", as_json: AsJson = False) -
 
     Example: holdfast checkpoints verify 3f2a
     """
-    from holdfast.checkpoint.keeping import checkpoint_times
+    from holdfast.checkpoint.retention import checkpoint_times
     from holdfast.checkpoint.tools import verify as verified
     from holdfast.pipelines.exports import exports_of, verify_export
     from holdfast.pipelines.view.checkpoints import bytes_read, print_verified
@@ -150,7 +150,7 @@ def diff(
         print_json({"equal": found.none, "difference": found})
     else:
         print_difference(found, first.manifest.state_digest)
-    raise typer.Exit(int(ExitCode.OK if found.none else ExitCode.DIFFERENT))
+    raise typer.Exit(int(ExitCode.OK if found.none else ExitCode.MISMATCH))
 
 
 @app.command()
@@ -283,7 +283,7 @@ def import_(
     else:
         found = exchange.UniversalCheckpoint(Path(source))
     with bytes_read("taken in", quiet=as_json) as progress:
-        told = exchange.take_in(made.spec, made.dataset_id, found, made.store, step=step, progress=progress)
+        told = exchange.import_checkpoint(made.spec, made.dataset_id, found, made.store, step=step, progress=progress)
     if as_json:
         print_json(told)
         return
@@ -323,7 +323,7 @@ def _all_of(run: str) -> str:
 
 def _run_id(store: Store, wanted: str) -> str:
     """The run that a person means. Raises MissingError."""
-    from holdfast.checkpoint.keeping import checkpoint_times
+    from holdfast.checkpoint.retention import checkpoint_times
     from holdfast.pipelines.view.catalog import find_run
 
     return wanted if checkpoint_times(store, wanted) else find_run(store, wanted).run_id
@@ -336,8 +336,8 @@ def _at(store: Store, checkpoint: str) -> tuple[str, int]:
 
 
 def _step(store: Store, identity: str, checkpoint: str) -> int:
-    from holdfast.checkpoint.keeping import checkpoint_times
     from holdfast.checkpoint.lineage import newest_step
+    from holdfast.checkpoint.retention import checkpoint_times
 
     _, at, step = checkpoint.partition("@")
     steps = list(checkpoint_times(store, identity))

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from holdfast.pipelines.cli import audit, checkpoints, figures, kubeflow, machine, models, runs, specs, submit, sweep
+from holdfast.pipelines.cli import audit, checkpoints, doctor, kubeflow, models, monitoring, runs, specs, submit, sweep
 from holdfast.pipelines.cli.calibrate import calibrate
 from holdfast.pipelines.cli.chaos import chaos
 from holdfast.pipelines.cli.health import health
@@ -53,7 +53,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        out(f"holdfast {machine.installed()}")
+        out(f"holdfast {doctor.installed()}")
         raise typer.Exit
 
 
@@ -73,10 +73,10 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Runs, wherever they run": {
         "run": submit.run, "sweep": sweep.sweep, "submit": submit.submit, "runs": runs.runs, "show": runs.show,
         "status": runs.status, "logs": runs.logs, "cancel": runs.cancel, "resume": submit.resume, "list": runs.list_,
-        "ledger": figures.ledger, "cost": figures.cost, "profile": figures.profile, "watch": figures.watch,
-        "report": figures.report, "tensorboard": figures.tensorboard,
+        "ledger": monitoring.ledger, "cost": monitoring.cost, "profile": monitoring.profile, "watch": monitoring.watch,
+        "report": monitoring.report, "tensorboard": monitoring.tensorboard,
     },
-    "What a run computed": {"batch": audit.batch, "diff": audit.diff, "rewind": audit.rewind, "replay": audit.replay,},
+    "What a run computed": {"batch": audit.batch, "diff": audit.diff, "fork": audit.fork, "replay": audit.replay,},
     "Specs": {
         "validate": specs.validate, "schema": specs.schema, "compile": specs.compile_, "id": specs.identity,
         "trigger": trigger,
@@ -87,9 +87,9 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
     },
     "Kubeflow": {"upload": kubeflow.upload, "schedule": kubeflow.schedule},
     "Clusters and this machine": {
-        "doctor": machine.doctor, "health": health, "chaos": chaos, "plan": plan, "calibrate": calibrate,
+        "doctor": doctor.doctor, "health": health, "chaos": chaos, "plan": plan, "calibrate": calibrate,
         "simulate": simulate,
-        "version": machine.version,
+        "version": doctor.version,
     },
 }  # fmt: skip
 for panel, commands in PANELS.items():

@@ -92,7 +92,7 @@ def schedule(
     Example: holdfast schedule examples/cluster-cpu.yaml --set schedule.cron='0 3 * * 1'
     """
     from holdfast.pipelines.backends.kubeflow import schedule as schedules
-    from holdfast.pipelines.backends.order import order
+    from holdfast.pipelines.backends.request import build_request
 
     if sum((list_, pause, delete)) > 1 or list_ == (spec is not None):
         raise typer.BadParameter("give a SPEC, alone or with one of --pause and --delete; or --list alone")
@@ -119,7 +119,7 @@ def schedule(
     schedules.trigger_of(
         checked, controller_timezone
     )  # a schedule that KFP cannot keep is refused before anything else
-    wanted = order(checked, store=store, service_account=service_account, image=image)
+    wanted = build_request(checked, store=store, service_account=service_account, image=image)
     server = _connect(endpoint, namespace, dry_run)
     made = schedules.schedule(server, wanted, controller_timezone=controller_timezone)
     if _shown(server, as_json):

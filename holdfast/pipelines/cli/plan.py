@@ -203,7 +203,7 @@ def _search(spec: Spec, task: Task, count: int) -> Found:
 
 def _within(budget: float, spec: Spec, accelerator: Accelerator, vocabulary: int, count: int) -> tuple[Task, Found]:
     """The number of accelerators (whole nodes, a power of two of them) whose best layout is done first for so much."""
-    from holdfast.planning import outlook, search
+    from holdfast.planning import estimate_run, search
     from holdfast.planning.auto import task_of
     from holdfast.spec.errors import Problem, SpecError
 
@@ -218,7 +218,7 @@ def _within(budget: float, spec: Spec, accelerator: Accelerator, vocabulary: int
         except SpecError:
             break  # the batch cannot be divided any further
         if found.best:
-            tried.append((outlook(found.best[0]), task))
+            tried.append((estimate_run(found.best[0]), task))
         gpus *= 2
     fitting = [each for each in tried if each[0].cost <= budget]
     if not fitting:
@@ -265,7 +265,7 @@ def _mixes(found: Spot) -> dict[str, Any]:
 
 
 def _of(candidate: Candidate) -> dict[str, Any]:
-    from holdfast.planning import outlook, reasons
+    from holdfast.planning import estimate_run, reasons
     from holdfast.planning.fields import fields_of
 
     memory, speed = candidate.memory, candidate.speed
@@ -277,5 +277,5 @@ def _of(candidate: Candidate) -> dict[str, Any]:
         "tokens_per_second": speed.tokens_per_second,
         "limit": candidate.limit,
         "reasons": reasons(candidate),
-        "run": asdict(outlook(candidate)),
+        "run": asdict(estimate_run(candidate)),
     }

@@ -15,7 +15,7 @@ import typer
 
 from holdfast.pipelines.backends import open_backend
 from holdfast.pipelines.cli.options import AsJson, Endpoint, Namespace, StoreRoot, err, open_chosen, out, print_json
-from holdfast.pipelines.cli.places import DEFAULT, BackendName, Run, find
+from holdfast.pipelines.cli.run_lookup import DEFAULT, BackendName, Run, find_backend
 
 if TYPE_CHECKING:
     from holdfast.pipelines.backends.interface import Backend, RunStatus
@@ -37,7 +37,7 @@ def status(
     """
     from holdfast.pipelines.view.terminal import duration
 
-    target, there = find(run, backend, store, endpoint, namespace)
+    target, there = find_backend(run, backend, store, endpoint, namespace)
     found = target.status(there)
     # An endpoint alone says no store.
     reached, code, run_id = _told(run, store) if store or not endpoint else (None, None, "")
@@ -112,16 +112,22 @@ def logs(
         if step not in ("", "train"):
             raise typer.BadParameter("only the step train has ranks", param_hint="--step")
         _print_rank(
-            run, rank or 0, attempt, launch, store, follow, lambda: find(run, backend, store, endpoint, namespace)
+            run,
+            rank or 0,
+            attempt,
+            launch,
+            store,
+            follow,
+            lambda: find_backend(run, backend, store, endpoint, namespace),
         )
         return
     if step and step_called(step) not in STEPS:
         raise typer.BadParameter(f"{step!r} is no step; use one of {', '.join(STEPS)}", param_hint="STEP")
     if raw:
-        target, there = find(run, backend, store, endpoint, namespace)
+        target, there = find_backend(run, backend, store, endpoint, namespace)
         lines = target.logs(there, step, follow=follow)
     else:
-        found = cache(lambda: find(run, backend, store, endpoint, namespace))
+        found = cache(lambda: find_backend(run, backend, store, endpoint, namespace))
         lines = step_lines(*_kept(run, store), found, step, follow=follow)
     for name, line in lines:
         out(line if step else f"[{name}] {line}")
@@ -163,7 +169,7 @@ def cancel(
 
     Example: holdfast cancel 3f2a
     """
-    target, there = find(run, backend, store, endpoint, namespace)
+    target, there = find_backend(run, backend, store, endpoint, namespace)
     found, ended = target.cancel(there)
     jobs = [] if ended else _end_leftovers(run, store, found)
     if as_json:
@@ -257,13 +263,13 @@ def show(
 
 
 def _end_leftovers(run: str, store: str, status: RunStatus) -> list[str]:
-    from holdfast.pipelines.backends.leftovers import CLUSTERS, end_leftovers
+    from holdfast.pipelines.backends.cleanup import CLUSTERS, clean_up_cluster
     from holdfast.pipelines.backends.record import find_record
     from holdfast.spec.errors import HoldfastError
 
     try:
         record = find_record(open_chosen(store), run) if status.backend in CLUSTERS else None
-        return end_leftovers(record, status) if record is not None and record.id == status.id else []
+        return clean_up_cluster(record, status) if record is not None and record.id == status.id else []
     except HoldfastError as error:
         err(f"note: whether its training left a job on the cluster is not known ({error})")
         return []

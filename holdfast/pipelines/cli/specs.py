@@ -98,9 +98,9 @@ def compile_(
 
 
 def _form(spec: Spec) -> str:
-    from holdfast.pipelines.backends.order import Order
+    from holdfast.pipelines.backends.request import RunRequest
 
-    return json.dumps(Order(spec).escaped_parameters()["spec"], indent=2, ensure_ascii=False)
+    return json.dumps(RunRequest(spec).escaped_parameters()["spec"], indent=2, ensure_ascii=False)
 
 
 def _kfp(spec: Spec, image: str | None) -> str:

@@ -30,12 +30,12 @@ from holdfast.pipelines.cli.options import (
     print_json,
     print_yaml,
 )
-from holdfast.pipelines.cli.places import DEFAULT, BackendName, Run, open_recorded
+from holdfast.pipelines.cli.run_lookup import DEFAULT, BackendName, Run, open_recorded
 from holdfast.spec.errors import ExitCode, MissingError
 
 if TYPE_CHECKING:
     from holdfast.pipelines.backends.interface import Backend, RunStatus
-    from holdfast.pipelines.backends.order import Order
+    from holdfast.pipelines.backends.request import RunRequest
     from holdfast.pipelines.trials import Trials
     from holdfast.spec import Spec
 
@@ -84,12 +84,12 @@ def submit_order(
     namespace: str, dry_run: bool, as_json: bool, trials: Trials = (), at_once: int = 0,
 ) -> None:  # fmt: skip
     """Submit a spec, or a sweep over it, to the backend `name`, and say so; or print what would be sent."""
-    from holdfast.pipelines.backends.order import Order, order
+    from holdfast.pipelines.backends.request import RunRequest, build_request
 
     if name == "local":
-        wanted = Order(checked, store, salt, replan=replan, trials=trials)
+        wanted = RunRequest(checked, store, salt, replan=replan, trials=trials)
     else:
-        wanted = order(
+        wanted = build_request(
             checked, store=store, salt=salt, service_account=service_account, image=image, replan=replan,
             shared_folders=name in SHARED_FOLDERS, shared_volumes=name in SHARED_VOLUMES, trials=trials,
             at_once=at_once,
@@ -133,7 +133,7 @@ def resume(
     asked = record if replan else record.accepted(opened)
     if asked is not record:
         err("note: the last submission was refused for its plan; going on with the one before (--replan: the last)")
-    wanted = replace(asked.order, replan=replan)  # what was allowed once is not allowed for ever
+    wanted = replace(asked.request, replan=replan)  # what was allowed once is not allowed for ever
     target = _for_json(open_recorded(backend or record.backend, store, endpoint, namespace, record), as_json)
     made, created = _kept(target.resume(wanted), wanted, endpoint or record.endpoint, namespace or record.namespace)
     _say_submitted(made, created, wanted, as_json)
@@ -151,7 +151,7 @@ def _for_json(target: Backend, as_json: bool) -> Backend:
     return target
 
 
-def _kept(made: tuple[RunStatus, bool], wanted: Order, endpoint: str, namespace: str) -> tuple[RunStatus, bool]:
+def _kept(made: tuple[RunStatus, bool], wanted: RunRequest, endpoint: str, namespace: str) -> tuple[RunStatus, bool]:
     """A submission, after keeping its record."""
     from holdfast.pipelines.backends.record import keep_submission
     from holdfast.runtime.environment import store_url
@@ -164,7 +164,7 @@ def _kept(made: tuple[RunStatus, bool], wanted: Order, endpoint: str, namespace:
     return made
 
 
-def _say_submitted(made: RunStatus, created: bool, wanted: Order, as_json: bool) -> None:
+def _say_submitted(made: RunStatus, created: bool, wanted: RunRequest, as_json: bool) -> None:
     if as_json:
         known = wanted.run_id or (made.id if made.backend == "local" else "")
         print_json({"run": made, "created": created, "run_id": known, "salt": wanted.salt})
@@ -182,7 +182,7 @@ def _say_submitted(made: RunStatus, created: bool, wanted: Order, as_json: bool)
         out(f"  to submit the same again: --salt {wanted.salt}")
 
 
-def _print_objects(target: Backend, wanted: Order) -> list[dict[str, Any]]:
+def _print_objects(target: Backend, wanted: RunRequest) -> list[dict[str, Any]]:
     objects = target.objects(wanted)
     if objects:
         print_yaml(objects)
@@ -191,7 +191,7 @@ def _print_objects(target: Backend, wanted: Order) -> list[dict[str, Any]]:
     return objects
 
 
-def _say_validated(objects: list[dict[str, Any]], wanted: Order, namespace: str) -> None:
+def _say_validated(objects: list[dict[str, Any]], wanted: RunRequest, namespace: str) -> None:
     """Hold what would be sent, and what steps would make later, against the cluster."""
     from holdfast.launch.emitters import objects_for, training_job
     from holdfast.pipelines.backends.validate import validate

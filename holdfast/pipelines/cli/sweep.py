@@ -23,7 +23,7 @@ from holdfast.pipelines.cli.options import (
     out,
     print_json,
 )
-from holdfast.pipelines.cli.places import BackendName
+from holdfast.pipelines.cli.run_lookup import BackendName
 from holdfast.pipelines.cli.submit import submit_order
 
 
@@ -95,9 +95,9 @@ def sweep(
 
     if emit is Target.KUBEFLOW:
         from holdfast.pipelines.backends.kubeflow.compile import order_text
-        from holdfast.pipelines.backends.order import Order
+        from holdfast.pipelines.backends.request import RunRequest
 
-        text = order_text(Order(checked, image=image, trials=trials))
+        text = order_text(RunRequest(checked, image=image, trials=trials))
     else:
         from holdfast.pipelines.backends.argo.sweep import sweep_objects
 

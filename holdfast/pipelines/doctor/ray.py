@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from holdfast.launch.choose import require_ray
-from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.ray.client import Jobs, RayJob
 from holdfast.pipelines.backends.ray.emit import PREFIX, RayOrder
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.doctor.findings import TIMEOUT, Finding
 from holdfast.pipelines.paths import store_root
 from holdfast.pipelines.table import edges_of, start_of, steps_from
@@ -24,7 +24,7 @@ from holdfast.spec.json_parsing import parse_json
 from holdfast.store import open_store
 
 if TYPE_CHECKING:
-    from holdfast.pipelines.backends.ray.look import Seen
+    from holdfast.pipelines.backends.ray.node_probe import NodeProbe
 
 NAME = "ray"
 SECONDS = 150  # for a job that looks around
@@ -67,14 +67,14 @@ def _written(url: str, key: str, word: str) -> bool:
     return True
 
 
-def _look(jobs: Jobs, spec: Spec | None, store: str, key: str) -> list[Seen]:
+def _look(jobs: Jobs, spec: Spec | None, store: str, key: str) -> list[NodeProbe]:
     """What every node says. Raises what the Jobs API does, and HoldfastError when the job fails or takes too long."""
     require_ray()
-    from holdfast.pipelines.backends.ray.look import MARK, MODULE, Seen
+    from holdfast.pipelines.backends.ray.node_probe import MARK, MODULE, NodeProbe
 
     name = f"{PREFIX}-doctor-{secrets.token_hex(6)}"
     words = ["python", "-m", MODULE, f"--key={key}", *([f"--store={store}"] if store else [])]
-    environment: dict[str, Any] = RayOrder.of(Order(spec)).runtime_env() if spec else {}
+    environment: dict[str, Any] = RayOrder.of(RunRequest(spec)).runtime_env() if spec else {}
     jobs.submit(name, "exec " + shlex.join(words), environment, {"name": "doctor"})
     try:
         job = _ended(jobs, name)
@@ -86,7 +86,7 @@ def _look(jobs: Jobs, spec: Spec | None, store: str, key: str) -> list[Seen]:
     if said is None:
         last = next((line for line in reversed(printed.splitlines()) if line.strip()), job.message)
         raise HoldfastError(f"a job that looks around ended as {job.state}: {last[:500]}")
-    return parse_json(said, list[Seen], "what a Ray job found")
+    return parse_json(said, list[NodeProbe], "what a Ray job found")
 
 
 def _ended(jobs: Jobs, name: str) -> RayJob:
@@ -101,7 +101,7 @@ def _ended(jobs: Jobs, name: str) -> RayJob:
         time.sleep(POLL_SECONDS)
 
 
-def _versions(seen: Sequence[Seen]) -> Iterator[Finding]:
+def _versions(seen: Sequence[NodeProbe]) -> Iterator[Finding]:
     """All nodes must be alike, and as whoever submits."""
     check, alike = "ray versions", True
     for name in ("python", "ray", "torch", "holdfast"):
@@ -131,11 +131,11 @@ def _installed(name: str) -> str:
         return "none"
 
 
-def _room(spec: Spec, seen: Sequence[Seen]) -> Iterator[Finding]:
+def _room(spec: Spec, seen: Sequence[NodeProbe]) -> Iterator[Finding]:
     """Whether nodes are large enough for the gang and for each step, whoever uses them now."""
     from holdfast.launch.emitters import training_job
     from holdfast.launch.ray.launcher import bundle
-    from holdfast.launch.ray.room import fits, lacking
+    from holdfast.launch.ray.placement_group import fits, shortfall
     from holdfast.pipelines.backends.ray.task import bundle as bundle_of_step
     from holdfast.steps import STEPS
 
@@ -145,7 +145,7 @@ def _room(spec: Spec, seen: Sequence[Seen]) -> Iterator[Finding]:
         if not STEPS[step].launches:
             wanted[step] = (bundle_of_step(step, spec), 1)
     missing = [
-        lacking(who, what, count, nodes)
+        shortfall(who, what, count, nodes)
         for who, (what, count) in wanted.items()
         if sum(fits(what, node) for node in nodes) < count
     ]
@@ -156,7 +156,7 @@ def _room(spec: Spec, seen: Sequence[Seen]) -> Iterator[Finding]:
         yield Finding("ray room", "ok", f"nodes are large enough for {', '.join(wanted)}")
 
 
-def _store(seen: Sequence[Seen], url: str, word: str) -> Iterator[Finding]:
+def _store(seen: Sequence[NodeProbe], url: str, word: str) -> Iterator[Finding]:
     """Whether the nodes read what was written here."""
     check, fine = "ray store", True
     remedy = "use a bucket, or a folder that all machines share; name it in the spec, or as HOLDFAST_STORE of the nodes"

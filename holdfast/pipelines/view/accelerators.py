@@ -22,8 +22,8 @@ def lines(newest: Mapping[int, Figures], began: AttemptBegan | None) -> Iterator
         yield f"the accelerator of rank {rank} is held back: {slowed[rank]}"
     if len(slowed) > NAMED:
         yield f"and those of {len(slowed) - NAMED} other ranks"
-    if began is not None and began.untold:
-        yield "not told: " + ", ".join(f"{name} ({why})" for name, why in began.untold.items())
+    if began is not None and began.missing_metrics:
+        yield "not told: " + ", ".join(f"{name} ({why})" for name, why in began.missing_metrics.items())
 
 
 def _together(told: Sequence[Figures]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.report import WIDE
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.tools import Parting
+    from holdfast.checkpoint.tools import Divergence
     from holdfast.components.train.audit.replay_job import ReplayResult
     from holdfast.components.train.audit.sampling import Audit
     from holdfast.corpus.batch import Batch, Passage
@@ -45,7 +45,7 @@ def print_batch(run_id: str, found: Batch, text: bool) -> None:
             console.print(row.text, markup=False, highlight=False, soft_wrap=True)
 
 
-def print_parting(one: RunRecord, other: RunRecord, found: Parting, asked: dict[str, tuple[Any, Any]]) -> None:
+def print_parting(one: RunRecord, other: RunRecord, found: Divergence, asked: dict[str, tuple[Any, Any]]) -> None:
     """Print how far two runs are the same, and where they part."""
     console = _console()
     for name, values in list(asked.items())[:SHOWN_FIELDS]:

@@ -41,7 +41,7 @@ class RunRecord:
     attempts: int = 0
     checkpoints: list[int] = field(default_factory=list)  # steps
     described: dict[str, Any] = field(default_factory=dict)  # run.json
-    parent: dict[str, Any] = field(default_factory=dict)  # parent.json: the run and the step that it was rewound to
+    parent: dict[str, Any] = field(default_factory=dict)  # parent.json: the run and the step that it was forked from
     result: dict[str, Any] | None = None  # result.json
     summary: dict[str, Any] = field(default_factory=dict)  # summary.json
     verdict: dict[str, Any] | None = None

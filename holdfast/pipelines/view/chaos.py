@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Self
 from rich.markup import escape
 from rich.table import Table
 
-from holdfast.pipelines.chaos.compare import Chaos, Storm
+from holdfast.pipelines.chaos.compare import Chaos, FaultRun
+from holdfast.pipelines.chaos.fault_run import Planned, Survived
 from holdfast.pipelines.chaos.faults import FAULTS
-from holdfast.pipelines.chaos.storm import Planned, Survived
 from holdfast.pipelines.view.checkpoints import print_difference
 from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.report import WIDE
@@ -57,11 +57,11 @@ class Teller:
         elif isinstance(what, list):
             self._schedule(what)
         elif isinstance(what, Planned):
-            self._say(f"  step {what.step:>5} is due for {what.fault}: {FAULTS[what.fault].says}")
+            self._say(f"  step {what.step:>5} is due for {what.fault}: {FAULTS[what.fault].message}")
         elif isinstance(what, Survived):
             after = "" if what.seconds is None else f", and trains on {duration(what.seconds)} later"
             self._say(f"  step {what.step:>5} [green]survives[/green] {what.fault}: {escape(what.did)}{after}")
-        elif isinstance(what, Storm):
+        elif isinstance(what, FaultRun):
             self._ended(what)
 
     def _schedule(self, planned: list[Planned]) -> None:
@@ -72,10 +72,10 @@ class Teller:
         table.add_column("from step", justify="right")
         table.add_column("fault")
         for each in planned:
-            table.add_row(str(each.step), f"{each.fault}: {FAULTS[each.fault].says}")
+            table.add_row(str(each.step), f"{each.fault}: {FAULTS[each.fault].message}")
         self._console.print(table)
 
-    def _ended(self, storm: Storm) -> None:
+    def _ended(self, storm: FaultRun) -> None:
         calm = self._asked.calm
         assert calm is not None
         slowest = max((each.seconds or 0.0 for each in storm.survived), default=0.0)
@@ -89,15 +89,15 @@ class Teller:
             f"goodput {100 * self._asked.goodput(storm):.0f} %: {duration(storm.result.seconds)} of training for what "
             f"took the calm run {duration(calm.seconds)}"
         )
-        if storm.parting is None:
+        if storm.divergence is None:
             self._say(f"[green]equal[/green]: both have the state digest {calm.state_digest}")
             return
         self._say(f"[red]different[/red]: {calm.state_digest} calm, {storm.result.state_digest} under faults")
-        if storm.parting.first is not None:
-            self._say(f"the runs part at step {storm.parting.first}")
-        if storm.parting.difference is not None:
-            self._say(f"the first checkpoint of both that differs is that of step {storm.parting.differs_at}:")
-            print_difference(storm.parting.difference, "")
+        if storm.divergence.first is not None:
+            self._say(f"the runs part at step {storm.divergence.first}")
+        if storm.divergence.difference is not None:
+            self._say(f"the first checkpoint of both that differs is that of step {storm.divergence.differs_at}:")
+            print_difference(storm.divergence.difference, "")
 
     def _say(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True)

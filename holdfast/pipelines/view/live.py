@@ -26,7 +26,7 @@ from holdfast.telemetry.events import (
     LaunchEnded,
     Progress,
     SaveCommitted,
-    StragglerNamed,
+    StragglerDetected,
     TimeSpent,
 )
 from holdfast.telemetry.ledger import ledger
@@ -81,7 +81,7 @@ class Screen:
                 self._devices = {rank: told for rank, told in self._devices.items() if rank < event.world}
             elif isinstance(event, LaunchEnded):
                 self._devices = {}
-            elif isinstance(event, StragglerNamed):
+            elif isinstance(event, StragglerDetected):
                 self._slow.add(event.rank)
             if event.notable and not isinstance(event, SaveCommitted):
                 self._news.append(event)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.terminal import duration
-from holdfast.planning import outlook, reasons
+from holdfast.planning import estimate_run, reasons
 from holdfast.planning.fields import layout_of
 from holdfast.planning.schedule import timeline as drawn
 from holdfast.planning.search import MARGIN
@@ -136,7 +136,7 @@ def print_calibration(found: Calibration) -> None:
 
 
 def _print_best(console: Console, best: Candidate) -> None:
-    run, task = outlook(best), best.task
+    run, task = estimate_run(best), best.task
     console.print("\nWhy the first one:")
     for reason in reasons(best):
         console.print(f"  {reason}")

@@ -7,7 +7,7 @@ import time
 from holdfast.spec.errors import MissingError
 from holdfast.store import Store
 from holdfast.telemetry.event_log import StoreEvents
-from holdfast.telemetry.events import AttemptBegan, LaunchBegan, LaunchEnded, Profiled, Warned
+from holdfast.telemetry.events import AttemptBegan, LaunchBegan, LaunchEnded, ProfileSaved, WarningIssued
 
 POLL_SECONDS = 1.0
 SILENT_SECONDS = 900.0  # a run that tells nothing for so long is not waited for: first steps may compile
@@ -28,9 +28,9 @@ def wait_for_trace(store: Store, run_id: str, begun: float, silent: float = SILE
                 ended = True
             if event.time < begun:
                 continue
-            if isinstance(event, Profiled):
+            if isinstance(event, ProfileSaved):
                 return event.key
-            if isinstance(event, Warned) and "profile" in event.message:
+            if isinstance(event, WarningIssued) and "profile" in event.message:
                 raise MissingError(event.message)
         if ended:
             raise MissingError(f"run {run_id} has ended without it; what was asked for waits for its next launch")

@@ -137,7 +137,7 @@ def _origin(record: RunRecord) -> Iterator[tuple[str, str]]:
     if salt := record.described.get("salt"):
         yield "salt", str(salt)
     if record.parent:
-        yield "rewound", f"to step {record.parent.get('step')} of run {record.parent.get('run_id')}"
+        yield "forked", f"from step {record.parent.get('step')} of run {record.parent.get('run_id')}"
 
 
 def _facts(record: RunRecord, store: Store, events: Sequence[Event]) -> Iterator[tuple[str, str]]:

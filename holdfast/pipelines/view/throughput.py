@@ -26,8 +26,8 @@ def throughput(events: Sequence[Event]) -> Iterator[str]:
         shares = {name: told.phase_seconds.get(name, 0.0) / whole for name in STEP_PHASES}
         yield ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items() if share >= SHOWN)
     began = next((event for event in reversed(events) if isinstance(event, AttemptBegan)), None)
-    if told.mfu is None and began is not None and began.no_mfu:
-        yield f"no MFU: {began.no_mfu}"
+    if told.mfu is None and began is not None and began.mfu_unavailable:
+        yield f"no MFU: {began.mfu_unavailable}"
 
 
 def _seconds(seconds: float) -> str:

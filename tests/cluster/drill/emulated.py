@@ -41,7 +41,7 @@ SPEC = (
     "checkpoint.grace_seconds=10",
     "cluster.nodes.min=2",
     "cluster.nodes.max=2",
-    "cluster.keep_minutes=0",
+    "cluster.ttl_minutes=0",
     "cluster.restarts={budget: 100, backoff_seconds: 0}",
 )
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "drill", "AWS_SECRET_ACCESS_KEY": "drill-secret", "AWS_REGION": "us-east-1",

@@ -127,7 +127,7 @@ data:
 model: {{layers: 2, hidden: 32, heads: 2, context: 32}}
 training: {{steps: 150, global_batch: 4, micro_batch: 2}}
 checkpoint: {{every_steps: 5}}
-cluster: {{nodes: {{min: 2, max: 2}}, keep_minutes: 0, restarts: {{budget: 100, backoff_seconds: 0}}}}
+cluster: {{nodes: {{min: 2, max: 2}}, ttl_minutes: 0, restarts: {{budget: 100, backoff_seconds: 0}}}}
 """
         )
         where = ["--namespace", "training", "--kubeconfig", str(admin), "--spec", str(spec)]

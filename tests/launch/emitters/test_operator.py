@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.launch.emitters import objects_for, training_job
-from holdfast.launch.ending import parse_ending
+from holdfast.launch.exit_report import parse_exit_report
 from holdfast.spec import ExitCode, parse_spec
 from tests import warm
 from tests.ports import LAUNCH_KEY, free_port
@@ -101,7 +101,7 @@ def test_a_node_that_waits_for_one_that_never_comes_ends_in_time_and_says_so(
     (thing,) = objects_for(replace(job, command=["-m", "tests.launch.worker", "0:0", "1:0"]))
     pod = start(thing, node, free_port(), tmp_path)
     output, _ = pod.communicate(timeout=200)
-    assert pod.returncode == ExitCode.NOT_MET, output
-    ending = parse_ending((tmp_path / f"ending-{node}").read_text())
-    assert ending is not None and ending.code == ExitCode.NOT_MET
+    assert pod.returncode == ExitCode.RENDEZVOUS_TIMEOUT, output
+    ending = parse_exit_report((tmp_path / f"ending-{node}").read_text())
+    assert ending is not None and ending.code == ExitCode.RENDEZVOUS_TIMEOUT
     assert ending.detail.startswith("the nodes did not meet within cluster.nodes.rendezvous_seconds: "), ending

@@ -51,7 +51,7 @@ def cluster(tmp_path: Path) -> Iterator[Emulation]:
 
 def settings(**more: object) -> Cluster:
     """The cluster section: two nodes."""
-    base = {"nodes": {"min": 2, "max": 2}, "pending_minutes": PENDING, "keep_minutes": 60}
+    base = {"nodes": {"min": 2, "max": 2}, "pending_timeout_minutes": PENDING, "ttl_minutes": 60}
     return Cluster.model_validate({**base, **more})
 
 

@@ -115,7 +115,7 @@ def test_a_pod_without_a_place_is_waited_for_as_long_as_the_spec_says() -> None:
     obstacle = obstacle_of(pod(phase="Pending", conditions=conditions), "pytorch", 0, 600.0)
     assert obstacle is not None and obstacle.patience == 600.0
     assert obstacle.symptom.code == ExitCode.UNSCHEDULABLE
-    assert "cannot be scheduled: 0/3 nodes; cluster.pending_minutes: 10" in str(obstacle.symptom)
+    assert "cannot be scheduled: 0/3 nodes; cluster.pending_timeout_minutes: 10" in str(obstacle.symptom)
     assert obstacle_of(waiting("ContainerCreating"), "pytorch", 0, 600.0) is None
 
 

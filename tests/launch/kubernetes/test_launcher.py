@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.launch.emitters import objects_for
 from holdfast.launch.kubernetes import KubernetesLauncher, follow
-from holdfast.launch.kubernetes.answers import ConflictError
+from holdfast.launch.kubernetes.api_errors import ConflictError
 from holdfast.spec import ExitCode
 from holdfast.spec.errors import AccessDeniedError, ClusterUnreachableError, PreemptedError, SpecError
 from tests.cluster.api import PLURALS, StatusError
@@ -69,7 +69,7 @@ def test_success_is_told_with_the_last_lines_of_rank_0_and_the_job_is_kept_for_i
 
 def test_a_job_that_is_not_to_be_kept_is_gone(cluster) -> None:
     cluster.kubelet.program = each("print('done')", DONE)
-    assert Running(launcher(cluster), job(keep_minutes=0)).end().code == 0
+    assert Running(launcher(cluster), job(ttl_minutes=0)).end().code == 0
     with cluster.objects.changed:
         assert cluster.objects.changed.wait_for(lambda: not left(cluster), PATIENCE), left(cluster)
 
@@ -451,7 +451,7 @@ def test_a_node_that_failed_its_health_check_is_labelled_where_that_is_permitted
 ) -> None:
     cluster.server.may_patch_nodes = allowed
     cluster.kubelet.program = each("raise SystemExit(210)", QUIET)
-    assert Running(launcher(cluster), job(health={"mark": "label"})).end().code == ExitCode.UNHEALTHY_NODE
+    assert Running(launcher(cluster), job(health={"on_failure": "label"})).end().code == ExitCode.UNHEALTHY_NODE
     found = [cluster.objects.get("nodes", name)["metadata"] for name in cluster.kubelet.nodes]
     labels = [one["labels"].get("holdfast/health") for one in found]
     assert labels == ["failed" if allowed else None, *[None] * (len(found) - 1)]
@@ -465,7 +465,7 @@ def test_a_node_that_failed_its_health_check_is_labelled_where_that_is_permitted
 def test_no_node_is_labelled_by_default_or_for_an_ending_that_is_no_failed_check(cluster, code, mark) -> None:
     cluster.server.may_patch_nodes = True
     cluster.kubelet.program = each(f"raise SystemExit({code})", QUIET)
-    assert Running(launcher(cluster), job(health={"mark": mark})).end().code == code
+    assert Running(launcher(cluster), job(health={"on_failure": mark})).end().code == code
     labels = [cluster.objects.get("nodes", name)["metadata"]["labels"] for name in cluster.kubelet.nodes]
     assert not [one for one in labels if "holdfast/health" in one]
 
@@ -475,7 +475,7 @@ def test_pods_avoid_excluded_nodes_prefer_others_to_leaving_ones_and_go_to_no_la
 ):
     def avoided(mark: str) -> list[dict[str, object]]:
         given = {"excluded_nodes": frozenset({"node-a"}), "leaving_nodes": frozenset({"node-b"})}
-        launch = replace(job(health={"mark": mark}), **given)
+        launch = replace(job(health={"on_failure": mark}), **given)
         pod = objects_for(launch)[-1]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
         required = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         (wish,) = pod["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]

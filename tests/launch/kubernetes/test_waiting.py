@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.launch.kubernetes import KubernetesLauncher, complaints, follow
+from holdfast.launch.kubernetes import KubernetesLauncher, follow, pod_events
 from holdfast.spec import ExitCode
 from tests.cluster.objects import StatusError
 from tests.faults.nodes import PATIENCE
@@ -22,7 +22,7 @@ SOON = 0.05  # minutes
 
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(complaints, "ASK_SECONDS", 0.2)
+    monkeypatch.setattr(pod_events, "ASK_SECONDS", 0.2)
     monkeypatch.setattr(follow, "QUIET_SECONDS", 0.5)
 
 
@@ -67,7 +67,7 @@ def test_what_refuses_the_pods_is_told_at_once_and_ends_the_job_after_its_time(
 
 def test_a_job_whose_operator_is_away_is_given_up_too(cluster) -> None:
     cluster.operator.reconcile = lambda: None
-    ending = Running(launcher(cluster), job(pending_minutes=SOON)).end()
+    ending = Running(launcher(cluster), job(pending_timeout_minutes=SOON)).end()
     assert ending.code == ExitCode.UNSCHEDULABLE
     assert "0 of 2 pods" in ending.detail and "does the controller of its kind run?" in ending.detail
 
@@ -94,12 +94,12 @@ def test_nodes_that_wait_in_vain_for_others_say_what_keeps_those_away(cluster, c
     cluster.set_quota({"pods": "1"})
     told = cluster.token.parent / "told"
     wait = f"import os, sys, time\nwhile not os.path.exists({str(told)!r}): time.sleep(0.1)\n"
-    cluster.kubelet.program = each(f"{wait}sys.exit({int(ExitCode.NOT_MET)})", SERVE)
+    cluster.kubelet.program = each(f"{wait}sys.exit({int(ExitCode.RENDEZVOUS_TIMEOUT)})", SERVE)
     running = Running(launcher(cluster), job())
     wait_for_words(caplog, "exceeded quota: small")
     told.touch()
     ending = running.end()
-    assert ending.code == ExitCode.NOT_MET
+    assert ending.code == ExitCode.RENDEZVOUS_TIMEOUT
     assert "1 of 2 pods" in ending.detail and "exceeded quota: small" in ending.detail
 
 

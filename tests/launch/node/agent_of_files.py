@@ -14,8 +14,8 @@ import torch
 from holdfast.checkpoint import TensorBox
 from holdfast.checkpoint.agent import service
 from holdfast.checkpoint.agent.buffers import boxes_in, laid_out
-from holdfast.checkpoint.agent.link import AgentLink
-from holdfast.checkpoint.agent.wire import Outcome, Save, Writer
+from holdfast.checkpoint.agent.client import AgentClient
+from holdfast.checkpoint.agent.protocol import Outcome, Save, Writer
 from holdfast.checkpoint.fingerprint import StateDigest
 from holdfast.launch.node import agent
 from holdfast.spec.errors import HoldfastError, StoreUnreachableError
@@ -77,7 +77,7 @@ def rank_main() -> None:
     def tell(outcome: Outcome) -> None:
         print(outcome.step, outcome.what, outcome.reason or outcome.bytes, flush=True)
 
-    link = AgentLink(
+    link = AgentClient(
         path, Writer(store=folder, run_id="run", attempt=1, launch=1, rank=int(rank), world=int(world)), tell
     )
     for number, step in enumerate(map(int, steps)):

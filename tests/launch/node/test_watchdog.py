@@ -18,10 +18,10 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from holdfast.launch.node import board, stacks
+from holdfast.launch.node import hang_consensus, stacks
 from holdfast.launch.node import watchdog as watchdog_module
-from holdfast.launch.node.board import Board
 from holdfast.launch.node.events import NodeEvents
+from holdfast.launch.node.hang_consensus import HangConsensus
 from holdfast.launch.node.hangs import Watched
 from holdfast.launch.node.stacks import STACKS
 from holdfast.launch.node.threads import has_working_child
@@ -84,13 +84,13 @@ def test_a_gang_that_goes_on_in_place_after_a_hang_is_watched_like_the_first(
 def test_the_ranks_of_a_node_that_have_ended_are_not_missed_by_the_others(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(board, "SECONDS", PATIENCE)
+    monkeypatch.setattr(hang_consensus, "SECONDS", PATIENCE)
     host = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     gang = {
         "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(host.port),
     }  # fmt: skip
-    other = Board({**gang, "GROUP_RANK": "1"})
+    other = HangConsensus({**gang, "GROUP_RANK": "1"})
     mine = Watched(Seen(1, 2, 6, PHASES.index("leave"), False, 0, 1, (0.01,) * 6), 0.0)
     watchdog, process = Watchdog(NodeEvents(), tmp_path, lambda *_: None), start(0, "leave")
     watchdog.follow(of(0, GROUP_RANK="0", **gang), process.pid)

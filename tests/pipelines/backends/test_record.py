@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.pipelines.backends.order import Order, order
 from holdfast.pipelines.backends.record import find_record, keep, record_of
+from holdfast.pipelines.backends.request import RunRequest, build_request
 from holdfast.pipelines.view.catalog import all_runs, find_run
 from holdfast.runtime.outcomes import Outcome
 from holdfast.spec import dump_spec, parse_spec, run_id
@@ -18,7 +18,7 @@ THOUGHT, DATASET = "3f2a4b5c6d7e8f90", "d" * 16
 
 def test_a_run_whose_pods_have_another_python_than_who_submitted_it_is_found_by_its_own_id(tmp_path: Path) -> None:
     store, ran = open_store(tmp_path.as_uri()), run_id(SPEC, DATASET)
-    record_of(Order(SPEC, run_id=THOUGHT), "argo", "small-1", job="uid-1").write(store)
+    record_of(RunRequest(SPEC, run_id=THOUGHT), "argo", "small-1", job="uid-1").write(store)
     found = find_record(store, "small-1")
     assert found is not None and found.identity == THOUGHT  # nothing else is known yet
     assert find_record(store, ran[:6]) is None
@@ -28,7 +28,7 @@ def test_a_run_whose_pods_have_another_python_than_who_submitted_it_is_found_by_
         found = find_record(store, wanted)
         assert found is not None
         assert (found.id, found.identity) == ("small-1", ran)
-        assert found.order == Order(SPEC, run_id=THOUGHT)  # asked for again, it is the same Workflow
+        assert found.request == RunRequest(SPEC, run_id=THOUGHT)  # asked for again, it is the same Workflow
     assert [run.run_id for run in all_runs(store)] == [THOUGHT]  # of the run itself nothing is there yet
     store.put(layout.run(ran, "run.json"), b'{"spec": {"name": "small"}}')
     assert [run.run_id for run in all_runs(store)] == [ran]
@@ -37,7 +37,7 @@ def test_a_run_whose_pods_have_another_python_than_who_submitted_it_is_found_by_
 def test_a_run_that_could_not_be_identified_is_found_by_what_was_printed_of_it(tmp_path: Path) -> None:
     """`submit` prints the backend's id and the name, and no run id that might be another one's."""
     store, ran = open_store(tmp_path.as_uri()), run_id(SPEC, DATASET)
-    wanted = order(SPEC)
+    wanted = build_request(SPEC)
     assert (wanted.run_id, "python:stdlib is that of the image" in wanted.unread) == ("", True)
     assert ran not in wanted.name("digest")
     job = "0b7e1d2c-1111-4222-8333-444455556666"
@@ -45,7 +45,7 @@ def test_a_run_that_could_not_be_identified_is_found_by_what_was_printed_of_it(t
     for printed in (job, "small"):
         found = find_record(store, printed)
         assert found is not None and (found.id, found.identified, found.ran) == (job, False, "")
-        assert found.order == replace(wanted, unread="")
+        assert found.request == replace(wanted, unread="")
         assert find_run(store, printed).run_id == wanted.key  # it has not begun; what is known of it is shown
     store.put(layout.job(job, "preprocess"), Outcome("preprocess", 1, 1.0, result=DATASET).as_json())
     store.put(layout.run(ran, "run.json"), b'{"spec": {"name": "small"}}')
@@ -60,29 +60,29 @@ def test_an_id_is_known_only_where_the_steps_read_what_can_be_read_here(tmp_path
     text.write_text("some text\n")
     volume = f"cluster.volumes=[{{claim: c, path: {tmp_path}}}]"
     spec = parse_spec("{name: small, store: 's3://b/p', data: {sources: [{uri: x}]}}", [f"data.sources.0.uri={text}"])
-    assert order(spec, shared_folders=True).run_id
-    assert order(parse_spec(dump_spec(spec), [volume]), shared_volumes=True).run_id  # of Ray
-    in_pods = order(parse_spec(dump_spec(spec), [volume]))
+    assert build_request(spec, shared_folders=True).run_id
+    assert build_request(parse_spec(dump_spec(spec), [volume]), shared_volumes=True).run_id  # of Ray
+    in_pods = build_request(parse_spec(dump_spec(spec), [volume]))
     assert (in_pods.run_id, "on a volume of the pods" in in_pods.unread) == ("", True)
-    tracked = order(parse_spec("{name: small, store: 's3://b/p', data: {sources: [{uri: 'dvc:text'}]}}"))
+    tracked = build_request(parse_spec("{name: small, store: 's3://b/p', data: {sources: [{uri: 'dvc:text'}]}}"))
     assert (tracked.run_id, "data.sources.0.repo" in tracked.unread) == ("", True)
 
 
 def test_resuming_shows_the_spec_as_it_was_written(tmp_path: Path) -> None:
-    store, asked = open_store(tmp_path.as_uri()), Order(SPEC, run_id=THOUGHT)
+    store, asked = open_store(tmp_path.as_uri()), RunRequest(SPEC, run_id=THOUGHT)
     record_of(asked, "kubeflow", "uid-1", job="uid-1").write(store)
     found = find_record(store, "uid-1")
     assert found is not None
-    assert found.order.parameters()["spec"] == asked.parameters()["spec"] == {
+    assert found.request.parameters()["spec"] == asked.parameters()["spec"] == {
         "name": "small", "store": "s3://bucket/prefix", "data": {"sources": [{"uri": "python:stdlib"}]},
     }  # fmt: skip
-    every = Order(parse_spec(dump_spec(SPEC)), run_id=THOUGHT)
+    every = RunRequest(parse_spec(dump_spec(SPEC)), run_id=THOUGHT)
     assert every.name("digest") == asked.name("digest")  # another spelling is not another run
 
 
 def test_a_submission_whose_steps_work_on_what_was_thought_stays_as_it_is(tmp_path: Path) -> None:
     store, ran = open_store(tmp_path.as_uri()), run_id(SPEC, DATASET)
-    record_of(Order(SPEC, run_id=ran), "kubeflow", "uid-1", job="uid-1").write(store)
+    record_of(RunRequest(SPEC, run_id=ran), "kubeflow", "uid-1", job="uid-1").write(store)
     store.put(layout.job("uid-1", "preprocess"), Outcome("preprocess", 1, 1.0, result=DATASET).as_json())
     found = find_record(store, ran)
     assert found is not None and found.identity == found.run_id == ran

@@ -11,7 +11,7 @@ from holdfast.pipelines.backends.argo import argo_objects
 from holdfast.pipelines.backends.argo.backend import Argo
 from holdfast.pipelines.backends.argo.sweep import sweep_objects
 from holdfast.pipelines.backends.kubeflow.compile import order_text, pipeline_text
-from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.backends.sizes import MAX_ARGUMENT
 from holdfast.spec import Spec, SpecError, parse_spec
 from holdfast.steps import parameter_values
@@ -33,7 +33,7 @@ def spec(prompts: int = 0, sources: int = 1, **more: object) -> Spec:
 
 def test_a_list_of_many_sources_stands_in_the_spec_alone_and_reaches_every_pod_on_argo() -> None:
     many = spec(sources=1000)
-    template, workflow = Argo(namespace="n").objects(Order(many))
+    template, workflow = Argo(namespace="n").objects(RunRequest(many))
     parameters = {
         f"workflow.parameters.{one['name']}": one["value"] for one in template["spec"]["arguments"]["parameters"]
     }
@@ -52,7 +52,7 @@ def test_a_list_of_many_sources_stands_in_the_spec_alone_and_reaches_every_pod_o
 
 @pytest.mark.parametrize("big", [{"prompts": 45}, {"prompts": 10, "sources": 1000}])
 def test_a_spec_that_kubeflow_cannot_pass_in_one_argument_is_refused_with_the_numbers(big: dict[str, int]) -> None:
-    for render in (pipeline_text, lambda one: order_text(Order(one))):
+    for render in (pipeline_text, lambda one: order_text(RunRequest(one))):
         with pytest.raises(SpecError) as caught:
             render(spec(**big))
         (problem,) = caught.value.problems
@@ -67,14 +67,16 @@ def test_a_spec_of_a_hundred_kilobytes_goes_to_every_engine() -> None:
     assert pipeline_text(fits)
 
 
-@pytest.mark.parametrize("order", [Order(spec(), salt="x" * 140_000), Order(spec(), store="s3://b/" + "x" * 140_000)])
-def test_any_other_parameter_that_is_too_long_is_named(order: Order) -> None:
-    name = "salt" if order.salt else "store"
+@pytest.mark.parametrize(
+    "order", [RunRequest(spec(), salt="x" * 140_000), RunRequest(spec(), store="s3://b/" + "x" * 140_000)]
+)
+def test_any_other_parameter_that_is_too_long_is_named(request: RunRequest) -> None:
+    name = "salt" if request.salt else "store"
     with pytest.raises(SpecError) as caught:
-        Argo(namespace="n").objects(order)
+        Argo(namespace="n").objects(request)
     assert [one.field for one in caught.value.problems] == [name]
     with pytest.raises(SpecError) as caught:
-        order_text(order)
+        order_text(request)
     assert [one.field for one in caught.value.problems] == [name]
 
 
@@ -83,7 +85,7 @@ def test_trials_that_no_argument_holds_are_refused() -> None:
     with pytest.raises(SpecError, match="trials: takes"):
         sweep_objects(spec(), trials)
     with pytest.raises(SpecError, match="too long for Kubeflow"):
-        order_text(Order(spec(), trials=trials))
+        order_text(RunRequest(spec(), trials=trials))
 
 
 def test_variables_and_annotations_that_no_engine_takes_are_refused_everywhere() -> None:

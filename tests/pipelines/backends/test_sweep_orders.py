@@ -14,8 +14,8 @@ from holdfast.pipelines.backends.argo import check
 from holdfast.pipelines.backends.argo.backend import Argo
 from holdfast.pipelines.backends.kubeflow.backend import Kubeflow
 from holdfast.pipelines.backends.kubeflow.connection import Access
-from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.record import find_record, record_of
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.view.sweep import find_comparison
 from holdfast.spec import parse_spec
 from holdfast.store import open_store
@@ -28,7 +28,7 @@ from tests.pipelines.backends.argo.test_backend import argo, ended, server, work
 
 SPEC = parse_spec("{name: small, store: 's3://bucket/prefix', data: {sources: [{uri: 'python:stdlib'}]}}")
 SWEEP = "3f2a4b5c6d7e8f90"
-ORDER = Order(SPEC, run_id=SWEEP, trials=(("training.seed=1",), ("training.seed=2",)), at_once=1)
+ORDER = RunRequest(SPEC, run_id=SWEEP, trials=(("training.seed=1",), ("training.seed=2",)), at_once=1)
 __all__ = ["argo", "server"]  # fixtures
 
 
@@ -88,7 +88,7 @@ def test_the_record_of_a_sweep_is_found_by_its_id_and_its_name_and_asks_for_the_
     for wanted in (SWEEP, SWEEP[:5], "small-sweep", "workflow-2"):
         found = find_record(store, wanted)
         assert found is not None
-        assert (found.id, found.order) == ("workflow-2", ORDER)
+        assert (found.id, found.request) == ("workflow-2", ORDER)
     run = find_record(store, "small")
     assert run is not None and run.id == "workflow-1"
 

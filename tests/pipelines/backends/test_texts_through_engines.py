@@ -22,8 +22,8 @@ from holdfast.pipelines.backends.argo import argo_objects
 from holdfast.pipelines.backends.argo.backend import Argo
 from holdfast.pipelines.backends.argo.sweep import sweep_objects
 from holdfast.pipelines.backends.kubeflow.compile import order_text, pipeline_ir
-from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.ray.emit import SPEC, RayOrder
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.backends.slurm.emit import Chain, options_of, script_of
 from holdfast.runtime.step_cli import overrides_of
 from holdfast.serving.kserve import inference_service
@@ -119,8 +119,8 @@ def filled(text: str) -> Spec:
     return found.model_copy(update={"cluster": found.cluster.model_copy(update={"steps": steps, "image": "i"})})
 
 
-def order(text: str) -> Order:
-    return Order(filled(text), store=f"s3://b/{text}", salt=text, run_id="0123456789abcdef")
+def request(text: str) -> RunRequest:
+    return RunRequest(filled(text), store=f"s3://b/{text}", salt=text, run_id="0123456789abcdef")
 
 
 def test_the_texts_really_stand_in_every_free_field() -> None:
@@ -152,7 +152,7 @@ def test_a_variable_with_doubled_dollars_is_restored_by_the_kubelet(text: str) -
 @given(texts, st.randoms())
 @quick
 def test_kfp_passes_the_parameters_of_a_run_to_a_step_as_they_were_written(text: str, order_of: Any) -> None:
-    wanted = order(text)
+    wanted = request(text)
     names = [*wanted.parameters(), "compiled"]
     order_of.shuffle(names)
     given_to_step = {**wanted.escaped_parameters(), "compiled": escape_tree({"data": [{"uri": text}]})}
@@ -166,7 +166,7 @@ def test_kfp_passes_the_parameters_of_a_run_to_a_step_as_they_were_written(text:
 def test_kfp_local_passes_the_parameters_of_a_run_to_a_step_as_they_were_written(text: str) -> None:
     from kfp.local.placeholder_utils import replace_placeholders
 
-    wanted = order(text)
+    wanted = request(text)
     found = replace_placeholders(
         ["--executor_input", "{{$}}"],
         {"inputs": {"parameterValues": wanted.escaped_parameters()}, "outputs": {"outputFile": "o"}},
@@ -205,7 +205,7 @@ def test_what_kfp_compiles_has_the_texts_of_every_field_for_its_steps() -> None:
 @given(texts)
 @settings(quick, max_examples=8)
 def test_argo_passes_every_text_to_a_step_as_it_was_written(text: str) -> None:
-    wanted = order(text)
+    wanted = request(text)
     template, workflow = Argo(namespace="n").objects(wanted)
     values = {
         f"workflow.parameters.{one['name']}": one["value"]
@@ -266,7 +266,7 @@ def test_a_text_that_no_step_can_restore_is_refused_for_argo_and_kubeflow(field:
     spec = base().model_copy(update={"cluster": cluster})
     for render in (
         argo_objects,
-        lambda one: order_text(Order(one)),
+        lambda one: order_text(RunRequest(one)),
         lambda one: sweep_objects(one, (("a=1",), ("a=2",))),
     ):
         with pytest.raises(SpecError) as caught:
@@ -301,7 +301,7 @@ def _containers(node: Any) -> list[dict[str, Any]]:
 @quick
 def test_ray_passes_the_spec_and_every_variable_as_they_were_written(text: str) -> None:
     spec = filled(text)
-    sent = RayOrder(Order(spec, store="s3://b/p"), spec, "k").runtime_env()["env_vars"]
+    sent = RayOrder(RunRequest(spec, store="s3://b/p"), spec, "k").runtime_env()["env_vars"]
     variables = {name: through_ray(value, {"HOME": "/h", **sent}) for name, value in sent.items()}
     restore_environment(variables)
     assert (variables["NAME"], variables[SPEC]) == (text, dump_spec(spec))
@@ -309,9 +309,9 @@ def test_ray_passes_the_spec_and_every_variable_as_they_were_written(text: str) 
 
 def test_a_batch_script_gives_every_variable_and_argument_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", f"/tmp/{ALL[:60]} %j home")
-    found = order(ALL)
+    found = request(ALL)
     spec = copy.copy(found.spec).model_copy(update={"store": "s3://b/p"})
-    chain = Chain(replace(found, spec=spec), spec, "key", f"s3://b/{ALL}", Chain.of(Order(base())).folder)
+    chain = Chain(replace(found, spec=spec), spec, "key", f"s3://b/{ALL}", Chain.of(RunRequest(base())).folder)
     script = script_of(chain, "train", {})
     shown = script.replace(
         "exec ", "python3 -c 'import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))' "

@@ -19,10 +19,10 @@ import pytest
 from holdfast.pipelines.chaos import disk
 from holdfast.pipelines.chaos.clock import Clock
 from holdfast.pipelines.chaos.disk import Disk
+from holdfast.pipelines.chaos.fault_run import Planned, Run
 from holdfast.pipelines.chaos.faults import FAULTS, LIMIT_SECONDS, Scene, _unlimitable
 from holdfast.pipelines.chaos.network import cut, refused
 from holdfast.pipelines.chaos.processes import PIPELINE
-from holdfast.pipelines.chaos.storm import Planned, Run
 from holdfast.telemetry.channel import line_of
 from holdfast.telemetry.events import Progress
 

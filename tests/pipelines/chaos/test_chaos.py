@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from holdfast.components.train.result import TrainingResult
 from holdfast.pipelines.chaos import compare, disk, processes
 from holdfast.pipelines.chaos import faults as catalogue
+from holdfast.pipelines.chaos.fault_run import ChaosError, Planned, Run, Survived, schedule
 from holdfast.pipelines.chaos.faults import FAULTS
-from holdfast.pipelines.chaos.storm import ChaosError, Planned, Run, Survived, schedule
 from holdfast.pipelines.cli import app
 from holdfast.spec.errors import DataError, ExitCode
 from holdfast.store import open_store
-from tests.checkpoint.tools.test_parting import write
+from tests.checkpoint.tools.test_first_divergence import write
 from tests.faults.nodes import HELD
 from tests.whole.small import held, hold
 
@@ -120,7 +120,7 @@ def test_a_difference_is_named_and_what_the_runs_left_is_kept(
     monkeypatch.setattr(compare, "_trained", trained)
     told = CliRunner().invoke(app, ["chaos", str(spec), "--store", str(tmp_path / "store"), "--seed", "3"])
     assert isinstance(told.exception, ChaosError)
-    assert told.exception.exit_code == ExitCode.DIFFERENT
+    assert told.exception.exit_code == ExitCode.MISMATCH
     (kept,) = (tmp_path / "home" / "chaos").iterdir()
     assert str(kept) in str(told.exception)
     for words in ("left out: store-slow", "goodput 25 %", "part at step 5", "that of step 6", "[2, 3]"):

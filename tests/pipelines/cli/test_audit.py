@@ -11,7 +11,7 @@ from holdfast.corpus import prepare
 from holdfast.spec import parse_spec, run_id
 from holdfast.spec.errors import ExitCode
 from holdfast.store import layout, open_store
-from tests.checkpoint.tools.test_parting import write
+from tests.checkpoint.tools.test_first_divergence import write
 from tests.pipelines.cli.test_runs import holdfast
 
 
@@ -29,11 +29,11 @@ def test_diff_ends_with_0_or_6_and_names_step_tensor_and_element(tmp_path: Path)
     same = holdfast("diff", "one", "same")
     assert (same.exit_code, "6 steps are the same bit for bit" in same.stdout) == (ExitCode.OK, True)
     other = holdfast("diff", "one", "other")
-    assert other.exit_code == ExitCode.DIFFERENT
+    assert other.exit_code == ExitCode.MISMATCH
     for words in ("training.seed: not set, and 1", "part at step 5", "still equal at step 3", "of step 6", "[2, 3]"):
         assert words in other.stdout, words
     told = json.loads(holdfast("diff", "one", "other", "--json").stdout)
-    assert (told["equal"], told["parting"]["first"], told["parting"]["differs_at"]) == (False, 5, 6)
+    assert (told["equal"], told["divergence"]["first"], told["divergence"]["differs_at"]) == (False, 5, 6)
     elsewhere = open_store(f"file://{tmp_path}/elsewhere")
     write(elsewhere, "one", [3, 6])
     assert holdfast("diff", "one", "one", "--other-store", elsewhere.url).exit_code == ExitCode.OK

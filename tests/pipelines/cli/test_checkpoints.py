@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from holdfast.checkpoint.keeping import checkpoint_times
+from holdfast.checkpoint.retention import checkpoint_times
 from holdfast.model.initialise import parameter_shapes
 from holdfast.pipelines.cli import app
 from holdfast.pipelines.view.catalog import read_run

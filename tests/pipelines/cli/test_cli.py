@@ -56,7 +56,7 @@ def test_help_teaches_with_an_example(tmp_path: Path) -> None:
 COMMANDS = [
     *("validate", "schema", "compile", "run", "id", "runs", "show", "generate", "promote", "rollback", "serve"),
     *("trigger", "ui", "models", "doctor", "plan", "simulate", "version"),
-    *("batch", "diff", "rewind", "replay", "ledger", "cost", "profile", "watch", "report", "tensorboard"),
+    *("batch", "diff", "fork", "replay", "ledger", "cost", "profile", "watch", "report", "tensorboard"),
     *("upload", "submit", "status", "logs", "cancel", "resume", "list", "schedule"),
 ]
 

@@ -50,7 +50,7 @@ def test_a_sample_takes_each_stretch_once_tells_a_difference_and_no_other_machin
     change_step(store, identity, 3)
     store.delete(layout.audit(identity, 0, 4, 1))
     third = holdfast("replay", "--sample", "1")
-    assert third.exit_code == ExitCode.DIFFERENT, third.output
+    assert third.exit_code == ExitCode.MISMATCH, third.output
     assert "step 3 is not what the run recorded" in third.stdout
     (event,) = differences(store, identity)
     assert (event.source, event.step, event.start, event.is_news) == ("audit", 3, 0, True)

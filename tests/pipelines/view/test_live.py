@@ -13,7 +13,7 @@ from holdfast.telemetry.events import (
     LaunchEnded,
     Progress,
     SaveCommitted,
-    StragglerNamed,
+    StragglerDetected,
     TimeSpent,
 )
 from tests.telemetry.test_ledger import at, killed_once
@@ -35,7 +35,7 @@ def test_a_run_that_trains_is_on_one_screen() -> None:
         )
         screen.take([at(45, progress, 2)])
     screen.take([at(46, SaveCommitted(step=10, seconds=1), 2)])
-    screen.take([at(46, StragglerNamed(rank=1, phase="data", ratio=1.5, seconds=0.1, step=12), 2)])
+    screen.take([at(46, StragglerDetected(rank=1, phase="data", ratio=1.5, seconds=0.1, step=12), 2)])
     shown = seen(screen, 48)
     wanted = (
         "small  fedcba9876543210", "step 12 of 40", "1 min 30 s left", "█▁ 2.0000", "10,000 tokens/s", "40.0 % MFU",
@@ -56,7 +56,7 @@ def test_what_keeps_a_run_from_training_is_shown_until_it_trains() -> None:
 
 def test_accelerators_are_shown_as_their_drivers_tell_of_them_and_who_is_held_back_is_named() -> None:
     screen = Screen("small", "r")
-    screen.take([at(7, AttemptBegan(world=2, step=0, steps=40, untold={"celsius": "Not Supported"}), 1)])
+    screen.take([at(7, AttemptBegan(world=2, step=0, steps=40, missing_metrics={"celsius": "Not Supported"}), 1)])
     assert "accelerators" not in seen(screen, 8)
     cool = TimeSpent(rank=0, step=1, utilisation=0.9, watts=600.0, memory_used=60 * 10**9, memory_total=80 * 10**9)
     hot = cool.model_copy(update={"rank": 1, "watts": 400.0, "memory_used": 70 * 10**9, "clock_reasons": 0x24})
@@ -82,7 +82,7 @@ def test_it_ends_with_the_run_and_a_slow_rank_has_a_mark_of_its_own() -> None:
     screen.take(killed_once())
     assert screen.has_ended
     assert "ranks ■ ■" in seen(screen, 60)
-    screen.take([at(61, StragglerNamed(rank=1, phase="data", ratio=1.5, seconds=0.1, step=12), 2)])
+    screen.take([at(61, StragglerDetected(rank=1, phase="data", ratio=1.5, seconds=0.1, step=12), 2)])
     assert "ranks ■ ▲" in seen(screen, 62)
 
 

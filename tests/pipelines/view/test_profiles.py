@@ -12,7 +12,7 @@ from holdfast.pipelines.view.profiles import wait_for_trace
 from holdfast.spec.errors import MissingError
 from holdfast.store import Store, open_store
 from holdfast.telemetry import emit, recording
-from holdfast.telemetry.events import LaunchBegan, LaunchEnded, Profiled
+from holdfast.telemetry.events import LaunchBegan, LaunchEnded, ProfileSaved
 
 RUN = "0123456789abcdef"
 BEGAN = LaunchBegan(launch=1, job="j", nodes=1, processes=1)
@@ -23,7 +23,7 @@ def store(tmp_path: Path) -> Store:
     return open_store(f"file://{tmp_path / 'store'}")
 
 
-def told(store: Store, *events: LaunchBegan | LaunchEnded | Profiled) -> None:
+def told(store: Store, *events: LaunchBegan | LaunchEnded | ProfileSaved) -> None:
     with recording(store, RUN, "launcher"):
         for event in events:
             emit(event)
@@ -39,7 +39,7 @@ def test_a_run_that_ended_before_it_was_asked_is_not_waited_for(store: Store, co
 def test_a_run_that_begins_again_is_waited_for_until_its_trace_is_there(store: Store) -> None:
     begun = time.time()
     told(store, BEGAN, LaunchEnded(launch=1, code=13), BEGAN, LaunchEnded(launch=2, code=137, restart_in=0.0))
-    later = threading.Thread(target=told, args=(store, Profiled(first=1, last=2, key="k")))
+    later = threading.Thread(target=told, args=(store, ProfileSaved(first=1, last=2, key="k")))
     later.start()
     assert wait_for_trace(store, RUN, begun) == "k"
     later.join()

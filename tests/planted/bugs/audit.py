@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.planted.bug import Bug
 
-_REWIND = "tests/pipelines/test_rewind.py"
+_REWIND = "tests/pipelines/test_fork.py"
 
 BUGS = [
     Bug(
@@ -22,39 +22,39 @@ BUGS = [
         "looked into: conversations would be looked for where they are not packed",
     ),
     Bug(
-        "holdfast/checkpoint/tools/parting.py",
+        "holdfast/checkpoint/tools/first_divergence.py",
         "                equal_at = step\n                continue",
         "                equal_at = step\n                break",
-        "tests/checkpoint/tools/test_parting.py",
+        "tests/checkpoint/tools/test_first_divergence.py",
         "looked into: runs that part after their first common checkpoint would be called equal",
     ),
     Bug(
-        "holdfast/checkpoint/tools/parting.py",
+        "holdfast/checkpoint/tools/first_divergence.py",
         "return self.first is None and self.differs_at is None",
         "return self.first is None",
-        "tests/checkpoint/tools/test_parting.py",
+        "tests/checkpoint/tools/test_first_divergence.py",
         "looked into: states that differ behind equal figures would be called equal",
     ),
     Bug(
-        "holdfast/checkpoint/collect.py",
+        "holdfast/checkpoint/gc.py",
         "            for root in pinned:\n",
         "            for root in ():\n",
         "tests/checkpoint/test_pins.py",
-        "rewound: a collection would take the past of a rewound run",
+        "forked: a collection would take the past of a forked run",
     ),
     Bug(
-        "holdfast/checkpoint/share.py",
+        "holdfast/checkpoint/shard_writer.py",
         " and (began := open_checkpoint(self._store, run_id, start)).manifest.holder == run_id:",
         " and (began := open_checkpoint(self._store, run_id, start)):",
-        "tests/checkpoint/test_borrow.py",
-        "rewound: the first save of a rewound run would refer to packs that it has not",
+        "tests/checkpoint/test_fork.py",
+        "forked: the first save of a forked run would refer to packs that it has not",
     ),
     Bug(
-        "holdfast/checkpoint/borrow.py",
+        "holdfast/checkpoint/fork.py",
         '"bytes_of": source.holder,',
         '"bytes_of": run_id,',
         _REWIND,
-        "rewound: a run that was rewound twice would be looked for in the one between",
+        "forked: a run that was forked twice would be looked for in the one between",
     ),
     Bug(
         "holdfast/components/train/audit/replay_job.py",

@@ -112,8 +112,8 @@ BUGS = [
     ),
     Bug(
         "holdfast/launch/kubernetes/launcher.py",
-        'if ending.code == ExitCode.UNHEALTHY_NODE and job.cluster.health.mark == "label":',
-        'if job.cluster.health.mark == "label":',
+        'if ending.code == ExitCode.UNHEALTHY_NODE and job.cluster.health.on_failure == "label":',
+        'if job.cluster.health.on_failure == "label":',
         "tests/launch/kubernetes/test_launcher.py",
         "health: a node would be labelled for a hang",
     ),
@@ -132,7 +132,7 @@ BUGS = [
         "planner: a mix would be proposed that is not done in time",
     ),
     Bug(
-        "holdfast/planning/outlook.py",
+        "holdfast/planning/run_estimate.py",
         "cost = hours * here.price + energy * here.kilowatt_hour",
         "cost = hours * here.price",
         "tests/planning/test_command.py",

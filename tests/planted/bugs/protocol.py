@@ -15,7 +15,7 @@ BUGS = [
         "the protocol would go on from what a replaced attempt committed late",
     ),
     Bug(
-        "holdfast/checkpoint/share.py",
+        "holdfast/checkpoint/shard_writer.py",
         'contents = blake3(b"".join(map(named, group, laid))).digest(16)',
         'contents = blake3(b"").digest(16)',
         _PROTOCOL,
@@ -36,7 +36,7 @@ BUGS = [
         "the protocol would forget what is attached to a checkpoint",
     ),
     Bug(
-        "holdfast/checkpoint/doubts.py",
+        "holdfast/checkpoint/damage_reports.py",
         "if confirmed := sorted(rank for each in verdicts for rank, fails in each.items() if fails):",
         "if confirmed := sorted(suspects):",
         _PROTOCOL,

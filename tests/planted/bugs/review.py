@@ -6,7 +6,7 @@ from tests.planted.bug import Bug
 
 _WATCHDOG = "tests/launch/node/test_watchdog.py"
 _HANGS = "tests/launch/node/test_hangs.py"
-_REWIND = "tests/pipelines/test_rewind.py::test_what_the_state_does_not_allow_is_refused_before_anything_is_written"
+_REWIND = "tests/pipelines/test_fork.py::test_what_the_state_does_not_allow_is_refused_before_anything_is_written"
 _MONITORING = "tests/manifests/test_monitoring.py"
 _PLAN = "tests/planning/test_command.py"
 
@@ -110,7 +110,7 @@ BUGS = [
         "review: Prometheus would ask every pod of a job",
     ),
     Bug(
-        "holdfast/pipelines/backends/order.py",
+        "holdfast/pipelines/backends/request.py",
         "    problems += check_collector_address(spec)\n",
         "",
         _MONITORING,
@@ -124,24 +124,24 @@ BUGS = [
         "review: a profile of a run that has ended would be waited for",
     ),
     Bug(
-        "holdfast/pipelines/rewind.py",
+        "holdfast/pipelines/fork.py",
         '    "data.kind": (',
         '    "data.shuffle": (',
         _REWIND,
-        "review: a rewound run would go on with another kind of data",
+        "review: a forked run would go on with another kind of data",
     ),
     Bug(
-        "holdfast/pipelines/rewind.py",
+        "holdfast/pipelines/fork.py",
         '    "training.lora": (',
         '    "data.shuffle": (',
         _REWIND,
-        "review: a rewound run would look for adapters that its checkpoint has not",
+        "review: a forked run would look for adapters that its checkpoint has not",
     ),
     Bug(
-        "holdfast/pipelines/rewind.py",
+        "holdfast/pipelines/fork.py",
         '    if spec.data.tokenizer.kind == "bpe" and not problems:',
         "    if not spec:",
         _REWIND,
-        "review: a rewound run would read its weights with another tokenizer",
+        "review: a forked run would read its weights with another tokenizer",
     ),
 ]

@@ -21,7 +21,7 @@ _PARTS = (
 )
 _GENERATE = "tests/model/test_generate.py"
 _TRAIN_PLAN = "tests/train/test_plan.py"
-_BORROW = "tests/checkpoint/test_borrow.py"
+_BORROW = "tests/checkpoint/test_fork.py"
 _BATCHES = "tests/dataset/test_batches.py"
 
 BUGS = [
@@ -152,49 +152,49 @@ BUGS = [
         "a replaced attempt would delete its successor's root",
     ),
     Bug(
-        "holdfast/checkpoint/share.py",
+        "holdfast/checkpoint/shard_writer.py",
         "for place in places.values() for each in (place, place.base) if each}",
         "for place in places.values() for each in (place,) if each}",
         _ORDER,
         "a commit could not be loaded: the base of a piece is gone",
     ),
     Bug(
-        "holdfast/checkpoint/share.py",
+        "holdfast/checkpoint/shard_writer.py",
         "            self._require_packs(step, bases)\n",
         "",
         _ORDER,
         "a commit could not be loaded: the base of a new difference is gone",
     ),
     Bug(
-        "holdfast/checkpoint/share.py",
+        "holdfast/checkpoint/shard_writer.py",
         "if info is None or info.size < pack.size:",
         "if info is None:",
         _ORDER,
         "a commit could not be loaded: a pack is shorter than it was",
     ),
     Bug(
-        "holdfast/checkpoint/near/peers.py",
+        "holdfast/checkpoint/local_tiers/peers.py",
         "for key in [*keys, index]:",
         "for key in [index, *keys]:",
         _ORDER,
         "the neighbour would prune its last whole copy: the index before the packs",
     ),
     Bug(
-        "holdfast/checkpoint/near/peers.py",
+        "holdfast/checkpoint/local_tiers/peers.py",
         "            keys.append(record)\n        try:\n            for key in [*keys, index]:",
         "            pass\n        try:\n            for key in [*keys, index, record]:",
         _ORDER,
         "the neighbour would count a step without its record as whole",
     ),
     Bug(
-        "holdfast/checkpoint/near/keeper.py",
+        "holdfast/checkpoint/local_tiers/tier_writer.py",
         "for folder in (layout.indexes(run_id), layout.packs(run_id)):\n        keys = [",
         "for folder in (layout.packs(run_id), layout.indexes(run_id)):\n        keys = [",
         _ORDER,
         "a near step that is half removed would look whole",
     ),
     Bug(
-        "holdfast/checkpoint/near/keeper.py",
+        "holdfast/checkpoint/local_tiers/tier_writer.py",
         "        oldest = whole[-KEPT]",
         "        oldest = whole[-1]",
         _ORDER,
@@ -387,7 +387,7 @@ BUGS = [
         "an exact run would go on in another image",
     ),
     Bug(
-        "holdfast/checkpoint/borrow.py",
+        "holdfast/checkpoint/fork.py",
         """    store.put(layout.parent(borrower), json.dumps(parent).encode())
     number = attempt.number
 """,
@@ -396,6 +396,6 @@ BUGS = [
     store.put(layout.parent(borrower), json.dumps(parent).encode())
 """,
         _BORROW,
-        "a run that was rewound would have a checkpoint before it has a parent",
+        "a run that was forked would have a checkpoint before it has a parent",
     ),
 ]

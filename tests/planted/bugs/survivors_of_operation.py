@@ -8,7 +8,7 @@ _TRIGGER = "tests/trigger/test_measuring.py"
 _PUBLISH = (
     "tests/serving/test_publish.py::test_a_challenger_is_entered_in_the_registry_and_neither_served_nor_called_champion"
 )
-_SUCCESSION = "tests/register/test_succession.py::test_killed_at_any_write_to_mlflow_there_is_a_champion_to_go_back_to"
+_SUCCESSION = "tests/register/test_promotion.py::test_killed_at_any_write_to_mlflow_there_is_a_champion_to_go_back_to"
 _VERIFY = "tests/pipelines/cli/test_checkpoints.py::test_damage_of_an_older_checkpoint_of_a_run_ends_verify_with_13"
 _LIVE = "tests/pipelines/view/test_live.py"
 _LEDGER = "tests/telemetry/test_ledger.py"

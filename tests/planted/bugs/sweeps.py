@@ -60,7 +60,7 @@ BUGS = [
         "a trial of a sweep that failed on Kubeflow would never be tried again",
     ),
     Bug(
-        "holdfast/pipelines/backends/order.py",
+        "holdfast/pipelines/backends/request.py",
         'del found["overrides"]  # each trial has its own',
         "pass",
         "tests/pipelines/backends/test_sweep_orders.py",

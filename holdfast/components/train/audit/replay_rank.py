@@ -36,9 +36,9 @@ from holdfast.components.train.weights import require_left_out_taken
 from holdfast.components.train.worker import first_state, speaks
 from holdfast.dataset import Dataset, Prefetcher
 from holdfast.launch.device import join_gang, local_device
-from holdfast.launch.ending import RankRecord
+from holdfast.launch.exit_report import RankRecord
 from holdfast.launch.launches import read_launch
-from holdfast.launch.orphan import die_with_parent
+from holdfast.launch.parent_death import die_with_parent
 from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.exits import exit_code_of
 from holdfast.runtime.gang import Gang, noticing_lost_peers
@@ -118,10 +118,10 @@ class _NoCheckpoints:
 
     near_due = due
 
-    def copied(self) -> None:
+    def wait_for_staging(self) -> None:
         """See Checkpointer."""
 
-    wait = copied
+    wait = wait_for_staging
 
 
 class _Recorder:

@@ -57,7 +57,7 @@ class Audit:
     def code(self) -> ExitCode:
         """6 for a difference; that of the first refusal where nothing could be computed."""
         if any(not each.found.none for each in self.audited):
-            return ExitCode.DIFFERENT
+            return ExitCode.MISMATCH
         return self.refused[0].code if self.refused and not self.audited else ExitCode.OK
 
 

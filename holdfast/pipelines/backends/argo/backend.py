@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-from holdfast.launch.kubernetes.answers import ConflictError, PassingError
+from holdfast.launch.kubernetes.api_errors import ConflictError, TransientError
 from holdfast.launch.kubernetes.client import PODS, WORKFLOWS, Api, Object, Resource
 from holdfast.launch.kubernetes.output import text_lines
 from holdfast.pipelines.backends.argo.arguments import Arguments
@@ -33,7 +33,7 @@ from holdfast.pipelines.backends.interface import (
     require_one_run,
     step_called,
 )
-from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.backends.sizes import require_fits_argo
 from holdfast.runtime.exits import code_in
 from holdfast.runtime.logs import plain
@@ -66,25 +66,25 @@ class Argo:
             self._connected = Api.of_this_process(self._namespace or None)
         return self._connected
 
-    def objects(self, order: Order) -> list[Object]:
+    def objects(self, request: RunRequest) -> list[Object]:
         """The WorkflowTemplate and the Workflow that `submit` would send."""
-        namespace = self._connected.namespace if self._connected else self._namespace or order.spec.cluster.namespace
-        template, workflow = _template(order, namespace), _workflow(order, namespace, 1)
+        namespace = self._connected.namespace if self._connected else self._namespace or request.spec.cluster.namespace
+        template, workflow = _template(request, namespace), _workflow(request, namespace, 1)
         require_fits_argo(
             [template], {one["name"]: one["value"] for one in workflow["spec"]["arguments"]["parameters"]}
         )
         return [template, workflow]
 
-    def submit(self, order: Order) -> tuple[RunStatus, bool]:
+    def submit(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Apply the template, and make the Workflow unless one of this order runs or has succeeded."""
         if not self._namespace and self._connected is None:
-            self._namespace = order.spec.cluster.namespace or ""
+            self._namespace = request.spec.cluster.namespace or ""
         namespace = self._api.namespace
-        template, _ = self.objects(order)
+        template, _ = self.objects(request)
         self._apply(template)
         number = 1
         while True:
-            workflow = _workflow(order, namespace, number)
+            workflow = _workflow(request, namespace, number)
             found = self._api.get(WORKFLOWS, workflow["metadata"]["name"])
             if found is None:
                 try:
@@ -92,7 +92,7 @@ class Argo:
                 except ConflictError:  # somebody was faster, or our own request whose answer was lost
                     continue
             status = self._status(found)
-            if status.unfinished or (status.state == SUCCEEDED and order.run_id):
+            if status.unfinished or (status.state == SUCCEEDED and request.run_id):
                 return status, False
             number += 1
 
@@ -140,9 +140,9 @@ class Argo:
         found, _ = self._api.list(WORKFLOWS, SELECTOR)
         return [self._status(one) for one in sorted(found, key=_made, reverse=True)]
 
-    def resume(self, order: Order) -> tuple[RunStatus, bool]:
+    def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Submit it again: a Workflow that has failed is followed by another one, whose training goes on."""
-        return self.submit(order)
+        return self.submit(request)
 
     def _apply(self, template: Object) -> None:
         for _ in range(CONFLICTS):
@@ -201,7 +201,7 @@ class Argo:
         try:
             with self._api.log(pod, "main", follow=False) as lines:
                 texts = text_lines(lines)
-        except (MissingError, PassingError):
+        except (MissingError, TransientError):
             return
         new = texts[shown.get(pod, 0) :]
         shown[pod] = len(texts)
@@ -246,21 +246,23 @@ def _step(name: str, nodes: list[Object], pods: dict[str, str]) -> StepStatus:
     return StepStatus(name, state, seconds, message, names, code)
 
 
-def _template(order: Order, namespace: str | None) -> Object:
-    image = order.image or None
-    if order.trials:
-        return sweep_objects(order.spec, order.trials, at_once=order.at_once, image=image, namespace=namespace)[0]
-    return argo_objects(order.spec, image=image, namespace=namespace)[0]
+def _template(request: RunRequest, namespace: str | None) -> Object:
+    image = request.image or None
+    if request.trials:
+        return sweep_objects(request.spec, request.trials, at_once=request.at_once, image=image, namespace=namespace)[0]
+    return argo_objects(request.spec, image=image, namespace=namespace)[0]
 
 
-def _workflow(order: Order, namespace: str | None, number: int) -> Object:
+def _workflow(request: RunRequest, namespace: str | None, number: int) -> Object:
     """The Workflow of an order; `number` counts those of the same order."""
-    asked = digest([order.question(), order.image, *([order.trials] if order.trials else [])])[:8]
-    rest, template = f"-{asked}-{number}", template_name(order.spec, "-sweep" if order.trials else "")
+    asked = digest([request.question(), request.image, *([request.trials] if request.trials else [])])[:8]
+    rest, template = f"-{asked}-{number}", template_name(request.spec, "-sweep" if request.trials else "")
     name = template[: MAX_LABEL - len(rest)] + rest  # it is a label of the pods too
-    run = {RUN_LABEL: order.run_id} if order.run_id else {}
-    parameters = [{"name": key, "value": text_of(key, value, order.spec)} for key, value in order.parameters().items()]
-    account = {"serviceAccountName": order.service_account} if order.service_account else {}
+    run = {RUN_LABEL: request.run_id} if request.run_id else {}
+    parameters = [
+        {"name": key, "value": text_of(key, value, request.spec)} for key, value in request.parameters().items()
+    ]
+    account = {"serviceAccountName": request.service_account} if request.service_account else {}
     place = {"namespace": namespace} if namespace else {}
     return {
         "apiVersion": "argoproj.io/v1alpha1",

@@ -126,10 +126,10 @@ def template_fields(spec: Spec) -> dict[str, Any]:
         "pod_metadata": Metadata(
             labels={**cluster.steps.labels, **labels()}, annotations=cluster.steps.annotations or None
         ),
-        "pod_gc": PodGC(strategy="OnPodCompletion", delete_delay_duration=f"{int(cluster.keep_minutes * 60)}s"),
+        "pod_gc": PodGC(strategy="OnPodCompletion", delete_delay_duration=f"{int(cluster.ttl_minutes * 60)}s"),
         "ttl_strategy": TTLStrategy(
-            seconds_after_success=int(cluster.keep_minutes * 60),
-            seconds_after_failure=max(FAILED_KEPT_SECONDS, int(cluster.keep_minutes * 60)),
+            seconds_after_success=int(cluster.ttl_minutes * 60),
+            seconds_after_failure=max(FAILED_KEPT_SECONDS, int(cluster.ttl_minutes * 60)),
         ),
         "node_selector": dict(cluster.steps.node_selector) or None,
         "tolerations": tolerations(cluster.steps.tolerations),

@@ -13,7 +13,7 @@ from holdfast.pipelines.backends.kubeflow.connection import Access, Server
 from holdfast.pipelines.backends.kubeflow.records import with_records
 from holdfast.pipelines.backends.kubeflow.submit import submit
 from holdfast.pipelines.backends.kubeflow.upload import in_namespace
-from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root
 from holdfast.runtime.environment import store_url
 from holdfast.store.jobs import outcomes_of
@@ -39,13 +39,13 @@ class Kubeflow:
             self._connected = Server(self._access)
         return self._connected
 
-    def objects(self, order: Order) -> list[dict[str, Any]]:
+    def objects(self, order: RunRequest) -> list[dict[str, Any]]:
         """The requests that `submit` would send; without a known server, those to one that has nothing yet."""
         dry = Server(self._access, dry=True)
         submit(dry, order)
         return [asdict(request) for request in dry.requests]
 
-    def submit(self, order: Order) -> tuple[RunStatus, bool]:
+    def submit(self, order: RunRequest) -> tuple[RunStatus, bool]:
         """The run of `order` on the server. See `holdfast.pipelines.backends.kubeflow.submit`."""
         made = submit(self.server, order)
         return RunStatus(self.name, made.kfp_run_id, made.name, made.state, made.link), made.created
@@ -76,7 +76,7 @@ class Kubeflow:
         )
         return [self._status(run) for run in runs]
 
-    def resume(self, order: Order) -> tuple[RunStatus, bool]:
+    def resume(self, order: RunRequest) -> tuple[RunStatus, bool]:
         """Submit it again: a run that has ended without success is made anew, and its training goes on."""
         return self.submit(order)
 

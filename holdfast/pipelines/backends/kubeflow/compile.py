@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.pods import require_no_templates
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.backends.sizes import require_fits_kfp
 from holdfast.pipelines.documents import as_yaml, in_order, write_whole
 from holdfast.pipelines.trials import Trials
@@ -64,10 +64,10 @@ def quiet(ir: dict[str, Any]) -> None:
             command[-1] = command[-1].replace(IMPORTS, IMPORTS + QUIET, 1)
 
 
-def order_ir(order: Order) -> list[dict[str, Any]]:
+def order_ir(request: RunRequest) -> list[dict[str, Any]]:
     """What `order` asks for in the same form: a run or a sweep."""
-    image = order.image or None
-    return sweep_ir(order.spec, order.trials, image) if order.trials else pipeline_ir(order.spec, image)
+    image = request.image or None
+    return sweep_ir(request.spec, request.trials, image) if request.trials else pipeline_ir(request.spec, image)
 
 
 def pipeline_text(spec: Spec, image: str | None = None, scheduled: bool = False) -> str:
@@ -78,12 +78,12 @@ def pipeline_text(spec: Spec, image: str | None = None, scheduled: bool = False)
     return _text(spec, ir)
 
 
-def order_text(order: Order) -> str:
+def order_text(request: RunRequest) -> str:
     """What `order` asks for as the YAML that Kubeflow takes. Raises SpecError for what Kubeflow cannot pass on."""
-    require_no_templates(order.spec)
-    ir = order_ir(order)
-    require_fits_kfp(ir[0], order.escaped_parameters())
-    return _text(order.spec, ir)
+    require_no_templates(request.spec)
+    ir = order_ir(request)
+    require_fits_kfp(ir[0], request.escaped_parameters())
+    return _text(request.spec, ir)
 
 
 def pipeline_digest(text: str) -> str:

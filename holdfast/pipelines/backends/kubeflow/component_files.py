@@ -172,11 +172,11 @@ _FURTHER = {
     "train": {
         *(ExitCode.DIVERGED, ExitCode.NO_CHECKPOINT_VERIFIES, ExitCode.FENCED, ExitCode.CANCELLED),
         *(ExitCode.PLAN_CHANGED, ExitCode.OUT_OF_MEMORY, ExitCode.HUNG, ExitCode.LOST_PEER, ExitCode.PREEMPTED),
-        *(ExitCode.UNSCHEDULABLE, ExitCode.CLUSTER_UNREACHABLE, ExitCode.WRONG_ARITHMETIC, ExitCode.NOT_MET),
+        *(ExitCode.UNSCHEDULABLE, ExitCode.CLUSTER_UNREACHABLE, ExitCode.WRONG_ARITHMETIC, ExitCode.RENDEZVOUS_TIMEOUT),
         ExitCode.UNHEALTHY_NODE,
     },
     "evaluate": {*_CHAMPION, ExitCode.NO_CHECKPOINT_VERIFIES, ExitCode.OUT_OF_MEMORY},
-    "register": {ExitCode.OVERTAKEN, ExitCode.FOREIGN_VERSION, ExitCode.CLUSTER_UNREACHABLE},
+    "register": {ExitCode.CHAMPION_CHANGED, ExitCode.FOREIGN_VERSION, ExitCode.CLUSTER_UNREACHABLE},
     "trigger": _CHAMPION,
 }
 

@@ -30,7 +30,7 @@ _KFP_MEMORY = re.compile(r"[0-9]+([KMGTP]i?)?")
 
 def pipeline_config(spec: Spec) -> dsl.PipelineConfig:
     """How long the run's workflow and its pods are kept."""
-    return dsl.PipelineConfig(ttl_seconds_after_finished=min(int(spec.cluster.keep_minutes * 60), 2**31 - 1))
+    return dsl.PipelineConfig(ttl_seconds_after_finished=min(int(spec.cluster.ttl_minutes * 60), 2**31 - 1))
 
 
 def place(task: PipelineTask, step: Step, spec: Spec, image: str | None) -> PipelineTask:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from urllib.parse import urlencode
 
-from holdfast.launch.kubernetes.answers import PassingError
+from holdfast.launch.kubernetes.api_errors import TransientError
 from holdfast.launch.kubernetes.client import PODS, Api
 from holdfast.launch.kubernetes.output import text_lines
 from holdfast.pipelines.backends.kubeflow.connection import Server
@@ -48,7 +48,7 @@ class PodLogs:
             for read in source(node):
                 try:
                     return read()
-                except (HoldfastError, PassingError) as error:
+                except (HoldfastError, TransientError) as error:
                     answers.append(str(error))
         raise MissingError("; ".join(dict.fromkeys(answers)) or f"{node}: nothing has its log")
 
@@ -80,7 +80,7 @@ class PodLogs:
         try:
             api = self._api or Api.of_this_process(self._namespace, KUBERNETES_SECONDS)
             found, _ = api.list(PODS, f"{RUN_LABEL}={self._run_id}")
-        except (HoldfastError, PassingError, OSError):
+        except (HoldfastError, TransientError, OSError):
             self._away = True
             return self._cluster
         self._known |= {str(pod["metadata"]["name"]) for pod in found}

@@ -190,5 +190,5 @@ def _of_workflow(workflow: Object) -> Iterator[tuple[str, str]]:
 def _of_pods(pods: list[Object], workflow: str) -> Iterator[tuple[str, str]]:
     for pod in pods:
         if (obstacle := obstacle_of(pod, "main", 0, 0.0)) is not None:
-            words = obstacle.symptom.words.partition("; cluster.pending_minutes")[0]
+            words = obstacle.symptom.words.partition("; cluster.pending_timeout_minutes")[0]
             yield f"{workflow}-{pod['metadata']['name'].rpartition('-')[2]}", words[:MAX_WORDS]

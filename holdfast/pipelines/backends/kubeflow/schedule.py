@@ -20,7 +20,7 @@ from holdfast.pipelines.backends.kubeflow.compile import pipeline_digest, pipeli
 from holdfast.pipelines.backends.kubeflow.connection import Server
 from holdfast.pipelines.backends.kubeflow.submit import UNFINISHED, experiment
 from holdfast.pipelines.backends.kubeflow.upload import CONTAINS, Uploaded, in_namespace, named, upload_text
-from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.spec import Spec, SpecError
 from holdfast.spec.cron import expand
 from holdfast.spec.errors import MissingError, Problem
@@ -89,7 +89,7 @@ def trigger_of(spec: Spec, controller_timezone: str = "UTC") -> kfp_server_api.V
     return kfp_server_api.V2beta1Trigger(cron_schedule=kfp_server_api.V2beta1CronSchedule(cron=six))
 
 
-def schedule(server: Server, wanted: Order, *, controller_timezone: str = "UTC") -> Scheduled:
+def schedule(server: Server, wanted: RunRequest, *, controller_timezone: str = "UTC") -> Scheduled:
     """Make the recurring run of `wanted`'s spec the only enabled one of its pipeline."""
     trigger = trigger_of(wanted.spec, controller_timezone)
     text = pipeline_text(wanted.spec, wanted.image or None, scheduled=True)
@@ -123,7 +123,7 @@ def schedule(server: Server, wanted: Order, *, controller_timezone: str = "UTC")
 
 
 def _body(
-    server: Server, wanted: Order, trigger: kfp_server_api.V2beta1Trigger, version: Uploaded, pipeline: str
+    server: Server, wanted: RunRequest, trigger: kfp_server_api.V2beta1Trigger, version: Uploaded, pipeline: str
 ) -> kfp_server_api.V2beta1RecurringRun:
     meaning = [when(trigger), pipeline, wanted.question(), wanted.service_account, MAX_CONCURRENCY]
     return kfp_server_api.V2beta1RecurringRun(

@@ -16,7 +16,7 @@ import kfp_server_api
 from holdfast.pipelines.backends.kubeflow.compile import order_text, pipeline_digest
 from holdfast.pipelines.backends.kubeflow.connection import KubeflowRefusedError, Server
 from holdfast.pipelines.backends.kubeflow.upload import Uploaded, in_namespace, named, upload_text
-from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.request import RunRequest
 
 UNFINISHED = ("RUNTIME_STATE_UNSPECIFIED", "PENDING", "RUNNING", "PAUSED")
 SUCCEEDED = "SUCCEEDED"
@@ -36,7 +36,7 @@ class Submitted:
     version: Uploaded
 
 
-def submit(server: Server, wanted: Order) -> Submitted:
+def submit(server: Server, wanted: RunRequest) -> Submitted:
     """The run of `wanted` on the server, made if there is none that still runs or has succeeded."""
     text = order_text(wanted)
     version = upload_text(server, wanted.title, text)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.pipelines.backends.interface import CANCELED, FAILED, RUNNING, SUCCEEDED, RunStatus, is_step
-from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.record import Record, find_record, log_file, read_record, sweep_records
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root
 from holdfast.pipelines.view.catalog import RunRecord, all_runs, find_run, read_run
 from holdfast.runtime.environment import store_url
@@ -43,20 +43,20 @@ class Local:
         self._url = store_root(store) if store else store_url()
         self.console: Console | None = None  # where a run shows how it goes; default: standard output
 
-    def objects(self, order: Order) -> list[dict[str, Any]]:
+    def objects(self, request: RunRequest) -> list[dict[str, Any]]:
         """The compiled pipeline that `kfp.local` executes, and the arguments of this run."""
         from holdfast.pipelines.backends.kubeflow.compile import order_ir
 
-        return [*order_ir(order), {"arguments": order.escaped_parameters()}]
+        return [*order_ir(request), {"arguments": request.escaped_parameters()}]
 
-    def submit(self, order: Order) -> tuple[RunStatus, bool]:
+    def submit(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Run `order` here and now, and show it on the terminal. A run that was finished before is only shown."""
         from holdfast.pipelines.backends.local.run import finished, go_on, identified
         from holdfast.pipelines.backends.local.sweep import run_sweep
 
-        if order.trials:
-            return run_sweep(order, self.console)
-        made = identified(order.spec, order.store, order.salt, order.replan)
+        if request.trials:
+            return run_sweep(request, self.console)
+        made = identified(request.spec, request.store, request.salt, request.replan)
         before = finished(made)
         self._url = made.store_url
         code = go_on(made, again=f"holdfast resume {made.run_id}", console=self.console)
@@ -104,9 +104,9 @@ class Local:
         mine += [(one, _sweep_status(one, store)) for one in sweeps]
         return [status for _, status in sorted(mine, key=lambda one: -one[0].submitted)]
 
-    def resume(self, order: Order) -> tuple[RunStatus, bool]:
+    def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Run it again: it goes on where it was."""
-        return self.submit(order)
+        return self.submit(request)
 
     def _record(self, run: str) -> Record:
         record = find_record(open_store(self._url), run)

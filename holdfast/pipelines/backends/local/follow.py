@@ -124,7 +124,7 @@ class View:
             return self._trained
         if outcome.exit_code != 0:
             return self._progress
-        return STEPS[outcome.step].says.format(outcome.result.replace("_", " "))
+        return STEPS[outcome.step].message.format(outcome.result.replace("_", " "))
 
 
 class Signals:

@@ -23,8 +23,8 @@ from holdfast.launch.choose import require_this_machine
 from holdfast.pipelines.backends.interface import FAILED, RUNNING, SUCCEEDED, StepStatus
 from holdfast.pipelines.backends.local import worker
 from holdfast.pipelines.backends.local.follow import Signals, follow
-from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.record import Record, keep, process_start, record_of
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root, with_absolute_paths
 from holdfast.pipelines.view.catalog import RunRecord, read_run
 from holdfast.pipelines.view.console import SafeConsole
@@ -150,9 +150,9 @@ def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
         # does not find the items of a ParallelFor below an exit handler.)
         alone = made.spec.model_copy(update={"data": made.spec.data.model_copy(update={"fan_out": 1})})
         compile_pipeline(alone, folder / worker.PIPELINE)
-        order = Order(made.spec, made.store_url, made.salt, made.run_id, replan=made.replan)
-        (folder / worker.ARGUMENTS).write_text(json.dumps(order.escaped_parameters()), encoding="utf-8")
-        keep_here(order, log, folder / worker.OUTCOMES_FOLDER)
+        request = RunRequest(made.spec, made.store_url, made.salt, made.run_id, replan=made.replan)
+        (folder / worker.ARGUMENTS).write_text(json.dumps(request.escaped_parameters()), encoding="utf-8")
+        keep_here(request, log, folder / worker.OUTCOMES_FOLDER)
         with Board(console) as board, Signals() as signals:
             killed = follow(folder, log, made.run_id, board, signals)
         outcomes = read_outcomes(folder / worker.OUTCOMES_FOLDER)
@@ -160,14 +160,15 @@ def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
     return _conclude(made, console, outcomes, log, signals.received, killed, again)
 
 
-def keep_here(order: Order, log: Path, outcomes: Path) -> None:
+def keep_here(request: RunRequest, log: Path, outcomes: Path) -> None:
     """Keep beside the run or the sweep which process of which machine makes it, for `holdfast status` and its like."""
     pid = os.getpid()
     record = replace(
-        record_of(order, "local", order.run_id), host=socket.gethostname(), pid=pid, began=process_start(pid) or 0.0,
+        record_of(request, "local", request.run_id),
+        host=socket.gethostname(), pid=pid, began=process_start(pid) or 0.0,
         log=str(log), outcomes=str(outcomes),
     )  # fmt: skip
-    keep(record, order.store)  # a store that is away is what the first step says, with its code
+    keep(record, request.store)  # a store that is away is what the first step says, with its code
 
 
 def _conclude(

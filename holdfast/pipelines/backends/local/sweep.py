@@ -29,8 +29,8 @@ from holdfast.pipelines.backends.local.run import (
     steps_of,
     tail_of,
 )
-from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.record import Record
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.documents import as_yaml
 from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.sweep import print_comparison
@@ -45,27 +45,27 @@ from holdfast.store import Store
 UNFINISHED = "UNFINISHED"
 
 
-def run_sweep(order: Order, console: Console | None = None) -> tuple[RunStatus, bool]:
+def run_sweep(request: RunRequest, console: Console | None = None) -> tuple[RunStatus, bool]:
     """Run the trials of `order` to their comparison, or show it at once when that was done before: its status, and
     whether anything was done. The exit code in it is OK, NOT_BLESSED when no trial is blessed, TRIALS_FAILED when some
     failed, or the code of what stopped it."""
     console = console or SafeConsole()
-    base = identified(order.spec, order.store, order.salt, order.replan)
-    trials = list(trials_of(base.spec, order.trials, base.dataset_id, base.salt))
+    base = identified(request.spec, request.store, request.salt, request.replan)
+    trials = list(trials_of(base.spec, request.trials, base.dataset_id, base.salt))
     identity = sweep_id([run for _, _, run in trials])
-    order = replace(order, spec=base.spec, store=base.store_url, run_id=identity)
+    request = replace(request, spec=base.spec, store=base.store_url, run_id=identity)
     runs = {run: replace(base, spec=spec, run_id=run) for _, spec, run in trials}
     if (done := _finished(base.store, identity, runs)) is not None:
         print_comparison(console, done, base.store)
-        return _compared(done, order.title), False
+        return _compared(done, request.title), False
     require_this_machine(base.spec)
     log = log_dir(identity) / f"run-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
     make_folder(log.parent)
     console.print(f"{base.spec.name}  sweep {identity}, {len(trials)} trials\nlog {log}\n", highlight=False)
-    outcomes, signal = _execute(order, log, console)
-    code = _conclude(order, base.store, outcomes, signal, log, console)
+    outcomes, signal = _execute(request, log, console)
+    code = _conclude(request, base.store, outcomes, signal, log, console)
     found = read_comparison(base.store, identity) if code in (0, ExitCode.NOT_BLESSED, ExitCode.TRIALS_FAILED) else None
-    status = _compared(found, order.title) if found else RunStatus("local", identity, order.title, FAILED, str(log))
+    status = _compared(found, request.title) if found else RunStatus("local", identity, request.title, FAILED, str(log))
     return replace(status, exit_code=int(code)), True
 
 
@@ -89,12 +89,12 @@ def _compared(found: Comparison, name: str) -> RunStatus:
 
 
 def _conclude(
-    order: Order, store: Store, outcomes: list[Outcome], signal: int, log: Path, console: Console
+    request: RunRequest, store: Store, outcomes: list[Outcome], signal: int, log: Path, console: Console
 ) -> ExitCode:
     """Show the comparison, if this execution made one, or why there is none."""
     stopped_by = [one for one in outcomes if one.exit_code != 0 and not one.part and one.step != EXIT_HANDLER]
     compared = not signal and any(one.step == "compare" and one.exit_code == 0 for one in outcomes)
-    if compared and not stopped_by and (found := read_comparison(store, order.run_id)) is not None:
+    if compared and not stopped_by and (found := read_comparison(store, request.run_id)) is not None:
         print_comparison(console, found, store)
         return _code_of(found)
     failed = next(iter(stopped_by), None) or next((one for one in outcomes if one.exit_code != 0), None)
@@ -113,16 +113,16 @@ def _finished(store: Store, identity: str, runs: dict[str, LocalRun]) -> Compari
     return found if finished(runs[found.best.run_id]) is not None else None
 
 
-def _execute(order: Order, log: Path, console: Console) -> tuple[list[Outcome], int]:
+def _execute(request: RunRequest, log: Path, console: Console) -> tuple[list[Outcome], int]:
     """What became of the steps, and the signal that stopped them, if any."""
     from holdfast.pipelines.backends.kubeflow.compile import sweep_ir
 
     with temporary_folder() as name:
         folder = Path(name)
         (folder / worker.OUTCOMES_FOLDER).mkdir()
-        (folder / worker.PIPELINE).write_text(as_yaml(*sweep_ir(order.spec, order.trials)), encoding="utf-8")
-        (folder / worker.ARGUMENTS).write_text(json.dumps(order.escaped_parameters()), encoding="utf-8")
-        keep_here(order, log, folder / worker.OUTCOMES_FOLDER)
+        (folder / worker.PIPELINE).write_text(as_yaml(*sweep_ir(request.spec, request.trials)), encoding="utf-8")
+        (folder / worker.ARGUMENTS).write_text(json.dumps(request.escaped_parameters()), encoding="utf-8")
+        keep_here(request, log, folder / worker.OUTCOMES_FOLDER)
         with Board(console) as board, Signals() as signals:
             follow(folder, log, "", board, signals)  # many runs
         outcomes = read_outcomes(folder / worker.OUTCOMES_FOLDER)

@@ -22,9 +22,9 @@ from holdfast.pipelines.backends.interface import (
     ended_with,
     require_one_run,
 )
-from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.ray.client import Jobs, RayJob
 from holdfast.pipelines.backends.ray.emit import PREFIX, RayOrder, store_mark
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root
 from holdfast.runtime.environment import store_url
 from holdfast.runtime.logs import plain
@@ -49,21 +49,21 @@ class Ray:
         self._url = store_root(store) if store else store_url()
         self._jobs = Jobs(endpoint)
 
-    def objects(self, order: Order) -> list[dict[str, Any]]:
+    def objects(self, request: RunRequest) -> list[dict[str, Any]]:
         """What the Jobs API would be sent."""
-        wanted = RayOrder.of(order)
+        wanted = RayOrder.of(request)
         name = wanted.submission_id(1)
         return [{
             "submission_id": name, "entrypoint": wanted.entrypoint(name), "runtime_env": wanted.runtime_env(),
             "metadata": wanted.metadata(),
         }]  # fmt: skip
 
-    def submit(self, order: Order) -> tuple[RunStatus, bool]:
+    def submit(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Submit a job, unless one of this run has not ended or has succeeded."""
-        wanted = RayOrder.of(order)
+        wanted = RayOrder.of(request)
         before = self._known(wanted.key)
         last = next((one for one in before if one.unfinished), before[-1] if before else None)
-        if last is not None and (last.unfinished or (last.state == SUCCEEDED and order.run_id)):
+        if last is not None and (last.unfinished or (last.state == SUCCEEDED and request.run_id)):
             return self._status(last), False
         name = wanted.submission_id(_number(before[-1]) + 1 if before else 1)
         created = self._jobs.submit(name, wanted.entrypoint(name), wanted.runtime_env(), wanted.metadata())
@@ -97,9 +97,9 @@ class Ray:
             self._jobs.stop(found.id)
         return self._status(self._find(found.id)), found.unfinished
 
-    def resume(self, order: Order) -> tuple[RunStatus, bool]:
+    def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Submit it again: a job that has failed is followed by another one, whose training goes on."""
-        return self.submit(order)
+        return self.submit(request)
 
     def list(self) -> list[RunStatus]:
         """Holdfast's jobs on the cluster, newest first."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.launch.spares import require_no_spares
-from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root, with_absolute_paths
 from holdfast.runtime.environment import store_url
 from holdfast.runtime.outcomes import RUN_ID
@@ -33,19 +33,19 @@ DRIVER = "holdfast.pipelines.backends.ray.driver"
 class RayOrder:
     """What all submissions of one run share."""
 
-    order: Order
+    request: RunRequest
     spec: Spec  # as the steps read it
     key: (
         str  # the run id, or a digest of what was asked for where that is not known here, and what stands for the store
     )
 
     @classmethod
-    def of(cls, order: Order) -> RayOrder:
+    def of(cls, request: RunRequest) -> RayOrder:
         """What is sent for an order. Paths of the spec are made absolute: steps run elsewhere."""
-        require_no_spares(order.spec.cluster, "Ray")
-        spec = with_absolute_paths(order.spec)
-        mark = store_mark(store_root(order.store or store_url(spec)))
-        return cls(order, spec, f"{order.run_id or digest([order.question()])}-{mark}")
+        require_no_spares(request.spec.cluster, "Ray")
+        spec = with_absolute_paths(request.spec)
+        mark = store_mark(store_root(request.store or store_url(spec)))
+        return cls(request, spec, f"{request.run_id or digest([request.question()])}-{mark}")
 
     def submission_id(self, number: int) -> str:
         """What the job is called: Ray refuses a second one of that name."""
@@ -54,11 +54,11 @@ class RayOrder:
     def entrypoint(self, submission: str) -> str:
         """The command of the job's driver; `exec`, since Ray signals the shell before it as well."""
         words = ["python", "-m", DRIVER, f"--job={submission}"]
-        if self.order.store:
-            words.append(f"--store={store_root(self.order.store)}")
-        if self.order.salt:
-            words.append(f"--salt={self.order.salt}")
-        if self.order.replan:
+        if self.request.store:
+            words.append(f"--store={store_root(self.request.store)}")
+        if self.request.salt:
+            words.append(f"--salt={self.request.salt}")
+        if self.request.replan:
             words.append("--replan=true")
         return "exec " + shlex.join(words)
 
@@ -71,13 +71,13 @@ class RayOrder:
         variables = escape_environment({**self.spec.cluster.environment, SPEC: text}, escape_for_ray)
         variables |= {STOP_SECONDS: str(stop_seconds(self.spec))}
         variables["RAY_DEDUP_LOGS"] = "0"  # each line counts
-        if self.order.run_id:
-            variables[RUN_ID] = self.order.run_id
+        if self.request.run_id:
+            variables[RUN_ID] = self.request.run_id
         return {"env_vars": variables}
 
     def metadata(self) -> dict[str, str]:
         """What a listing shows."""
-        return {"name": self.spec.name, "run_id": self.order.run_id, "holdfast": self.key}
+        return {"name": self.spec.name, "run_id": self.request.run_id, "holdfast": self.key}
 
 
 def store_mark(store: str) -> str:

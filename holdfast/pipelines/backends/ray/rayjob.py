@@ -18,12 +18,12 @@ import yaml
 from holdfast.launch.accelerators import ray_image
 from holdfast.launch.emitters import training_job
 from holdfast.launch.emitters.pod import kueue_labels, labels, pod_template, withheld
-from holdfast.launch.ending import FILE_VARIABLE
+from holdfast.launch.exit_report import FILE_VARIABLE
 from holdfast.launch.interface import Job
 from holdfast.launch.spares import spares_refused
-from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.pods import resources_of
 from holdfast.pipelines.backends.ray.emit import PREFIX, RayOrder
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.documents import as_yaml
 from holdfast.pipelines.table import RETRY, edges_of, start_of, steps_from
 from holdfast.runtime.environment import store_url
@@ -39,19 +39,19 @@ HEADER = "# Compiled by Holdfast from the spec `{name}`, for KubeRay.\n"
 
 def rayjob_text(spec: Spec) -> str:
     """The RayJob of a spec as the YAML that kubectl takes."""
-    return HEADER.format(name=spec.name) + as_yaml(rayjob(Order(spec)))
+    return HEADER.format(name=spec.name) + as_yaml(rayjob(RunRequest(spec)))
 
 
-def rayjob(order: Order) -> dict[str, Any]:
+def rayjob(request: RunRequest) -> dict[str, Any]:
     """The RayJob of an order. Raises SpecError for what such a cluster cannot do: its nodes are all alike, so every
     step has to fit into one, in one image that has Ray and all of Holdfast."""
-    spec = order.spec
+    spec = request.spec
     if problems := _problems(spec):
         raise SpecError(problems, "target rayjob")
-    sent = RayOrder.of(order)
+    sent = RayOrder.of(request)
     name = f"{PREFIX}-{sent.key}"
     image = spec.cluster.image or ray_image(spec.cluster.accelerator)
-    job = training_job(spec, sent.key, 1, order.store or store_url(spec))
+    job = training_job(spec, sent.key, 1, request.store or store_url(spec))
     job = replace(job, name=name, cluster=job.cluster.model_copy(update={"image": image}))
     spec_of_job: dict[str, Any] = {
         "jobId": sent.submission_id(1),
@@ -62,7 +62,7 @@ def rayjob(order: Order) -> dict[str, Any]:
         # KubeRay knows no exit codes. What was done is kept, and another cluster goes on with it.
         "backoffLimit": RETRY.blind_tries,
         "shutdownAfterJobFinishes": True,
-        "ttlSecondsAfterFinished": int(spec.cluster.keep_minutes * 60),
+        "ttlSecondsAfterFinished": int(spec.cluster.ttl_minutes * 60),
         "rayClusterSpec": _cluster(job, spec),
     }
     if spec.cluster.deadline_hours is not None:

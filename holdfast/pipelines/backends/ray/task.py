@@ -14,7 +14,7 @@ import ray
 from holdfast.launch.accelerators import ACCELERATORS
 from holdfast.launch.ray.launcher import RESOURCES
 from holdfast.launch.ray.node import address, printed_by, start
-from holdfast.launch.ray.room import Room, options_of
+from holdfast.launch.ray.placement_group import GangReservation, options_of
 from holdfast.pipelines.backends.pods import resources_of
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec import Spec
@@ -69,22 +69,23 @@ class Task:
         self.label, self.step = label, step
         self.reference: Any = None  # to what `run` gives, once there was room
         self.has_room = False  # when somebody looked last
-        self._pending_minutes = spec.cluster.pending_minutes
+        self._pending_timeout_minutes = spec.cluster.pending_timeout_minutes
         self._bundle, self._call = bundle(step, spec), (step, label, text, list(arguments))
         self._budget = spec.cluster.retries.budget
-        self.room = Room(label, self._bundle, patience=self._pending_minutes * 60)
+        self.room = GangReservation(label, self._bundle, patience=self._pending_timeout_minutes * 60)
 
     def go_on(self, *, queued: bool) -> str:
         """Start it once there is room, or say why nobody waits any more. `queued`: other parts of the step run, and it
         only waits its turn."""
-        self.has_room = self.room.is_there(queued=queued)
+        self.has_room = self.room.is_ready(queued=queued)
         if self.has_room:
             if self.reference is None:
                 retried = {"max_retries": self._budget, "retry_exceptions": [LostError] if self._budget else False}
                 options = {**options_of(self._bundle), **retried, "scheduling_strategy": self.room.place()}
                 self.reference = ray.remote(run).options(name=self.label, **options).remote(*self._call)
-        elif self.room.is_given_up:
-            return f"given up after cluster.pending_minutes ({self._pending_minutes:g}): {self.room.lack()}"
+        elif self.room.is_expired:
+            limit = f"cluster.pending_timeout_minutes ({self._pending_timeout_minutes:g})"
+            return f"given up after {limit}: {self.room.shortfall()}"
         return ""
 
     def cancel(self, *, force: bool) -> None:

@@ -24,7 +24,7 @@ from holdfast.pipelines.backends.interface import (
     is_step,
     require_one_run,
 )
-from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.backends.slurm import client
 from holdfast.pipelines.backends.slurm.chains import Submitted, chains_of
 from holdfast.pipelines.backends.slurm.client import BatchJob
@@ -61,17 +61,17 @@ class Slurm:
         """`store`: URL of the store where the steps leave their outcomes."""
         self._url = store_root(store) if store else store_url()
 
-    def objects(self, order: Order) -> list[dict[str, Any]]:
+    def objects(self, request: RunRequest) -> list[dict[str, Any]]:
         """What sbatch would be told of each job, and its script. The numbers of the jobs before it are made up."""
-        return jobs_of(order)
+        return jobs_of(request)
 
-    def submit(self, order: Order) -> tuple[RunStatus, bool]:
+    def submit(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Submit the jobs, unless a chain of this run has not ended or has succeeded."""
-        chain = Chain.of(order)
+        chain = Chain.of(request)
         self._url = chain.store
         if (found := self._kept(chain.key)) is not None:
             status = self._status(found)
-            if status.unfinished or (status.state == SUCCEEDED and order.run_id):
+            if status.unfinished or (status.state == SUCCEEDED and request.run_id):
                 return status, False
         chain = replace(chain, excluded_nodes=_avoided_nodes(chain))
         chain.write()
@@ -117,9 +117,9 @@ class Slurm:
         """This user's chains, newest first."""
         return [self._status(one, detailed=False) for one in reversed(chains_of())]
 
-    def resume(self, order: Order) -> tuple[RunStatus, bool]:
+    def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Submit it again: a chain that has failed is followed by another one, whose training goes on."""
-        return self.submit(order)
+        return self.submit(request)
 
     def _make(self, chain: Chain) -> Submitted:
         """Submit the jobs of a chain, the first of which is held; none stays if one is refused."""
@@ -233,7 +233,7 @@ def _oldest(mine: Submitted) -> Submitted:
 def _avoided_nodes(chain: Chain) -> frozenset[str]:
     with suppress(HoldfastError):  # the jobs look for the store themselves
         store = open_store(chain.store, deadline=STORE_SECONDS)
-        return avoided_nodes(store, chain.order.run_id, chain.spec.cluster)
+        return avoided_nodes(store, chain.request.run_id, chain.spec.cluster)
     return frozenset()
 
 

@@ -179,8 +179,8 @@ def _one_each(jobs: Iterable[BatchJob]) -> dict[int, BatchJob]:
         by_job.setdefault(job.id, []).append(job)
 
     def weight(job: BatchJob) -> int:
-        order = (*AT_WORK, *ENDING, *WAITING)
-        return order.index(job.state) if job.unfinished else len(order) + (job.state == "COMPLETED")
+        request = (*AT_WORK, *ENDING, *WAITING)
+        return request.index(job.state) if job.unfinished else len(request) + (job.state == "COMPLETED")
 
     found = {}
     for number, parts in by_job.items():

@@ -20,8 +20,8 @@ from holdfast.launch.accelerators import ACCELERATORS
 from holdfast.launch.emitters import training_job
 from holdfast.launch.interface import Job
 from holdfast.launch.spares import require_no_spares
-from holdfast.pipelines.backends.order import ORDER_DIGITS, Order, order
 from holdfast.pipelines.backends.pods import resources_of
+from holdfast.pipelines.backends.request import ORDER_DIGITS, RunRequest, request
 from holdfast.pipelines.documents import as_yaml
 from holdfast.pipelines.paths import store_root, with_absolute_paths
 from holdfast.pipelines.table import START, SWEEP_EDGES, Edge, edges_of, inputs_of, start_of, steps_from
@@ -50,7 +50,7 @@ exec {command}
 class Chain:
     """What all jobs of one run share."""
 
-    order: Order
+    request: RunRequest
     spec: Spec  # as the jobs read it
     key: str  # the run id, or a digest of what was asked for where it cannot be identified from here; and of the store
     store: str
@@ -58,17 +58,17 @@ class Chain:
     excluded_nodes: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, order: Order) -> Chain:
+    def of(cls, request: RunRequest) -> Chain:
         """The chain of an order. Paths of the spec are made absolute: jobs run elsewhere."""
-        spec = with_absolute_paths(order.spec)
-        store = store_root(order.store or store_url(spec))
-        asked = [order.question(), *([order.trials] if order.trials else [])]
-        key = f"{order.run_id or digest(asked)}-{store_mark(store)}"
-        _require_one_allocation(order, spec)
+        spec = with_absolute_paths(request.spec)
+        store = store_root(request.store or store_url(spec))
+        asked = [request.question(), *([request.trials] if request.trials else [])]
+        key = f"{request.run_id or digest(asked)}-{store_mark(store)}"
+        _require_one_allocation(request, spec)
         if "\\" in str(home()):
             remedy = "Slurm leaves it out of the paths of logs: name a folder without"
             raise SpecError([Problem("HOLDFAST_HOME", str(home()), "has a backslash in it", remedy)], "Slurm")
-        return cls(order, spec, key, store, folder_of(key))
+        return cls(request, spec, key, store, folder_of(key))
 
     @property
     def spec_file(self) -> Path:
@@ -78,17 +78,17 @@ class Chain:
     @property
     def trials_file(self) -> Path:
         """Where the trials of a sweep are written for the jobs."""
-        return self.folder / f"trials-{digest([self.order.trials])[:ORDER_DIGITS]}.json"
+        return self.folder / f"trials-{digest([self.request.trials])[:ORDER_DIGITS]}.json"
 
     @property
     def edges(self) -> tuple[Edge, ...]:
         """The edges of its DAG."""
-        return SWEEP_EDGES if self.order.trials else edges_of(self.spec)
+        return SWEEP_EDGES if self.request.trials else edges_of(self.spec)
 
     @property
     def steps(self) -> list[str]:
         """The steps in the order in which their jobs are submitted: the exit handler waits for all others."""
-        start = START if self.order.trials else start_of(self.spec)
+        start = START if self.request.trials else start_of(self.spec)
         return [*steps_from(start, self.edges), EXIT_HANDLER]
 
     def tasks(self, step: str) -> int:
@@ -101,23 +101,23 @@ class Chain:
         are the numbers of its trials."""
         if tasks := self.tasks(step):
             return f"0-{tasks - 1}"
-        if not self.order.trials or not STEPS[step].per_trial:
+        if not self.request.trials or not STEPS[step].per_trial:
             return ""
-        return f"1-{len(self.order.trials)}" + (f"%{self.order.at_once}" if self.order.at_once else "")
+        return f"1-{len(self.request.trials)}" + (f"%{self.request.at_once}" if self.request.at_once else "")
 
     def write(self) -> None:
         """Make the folder, and write there the spec, and the trials of a sweep."""
         self.folder.mkdir(parents=True, exist_ok=True)
         keep(self.spec_file, dump_spec(self.spec))
-        if self.order.trials:
-            keep(self.trials_file, text_of(self.order.trials))
+        if self.request.trials:
+            keep(self.trials_file, text_of(self.request.trials))
 
 
-def _require_one_allocation(order: Order, spec: Spec) -> None:
+def _require_one_allocation(request: RunRequest, spec: Spec) -> None:
     """Raise SpecError for nodes that Slurm cannot give, and for trials with another allocation than the others. Tasks
     of an array have one allocation."""
     text, wanted = dump_spec(spec), _allocation(spec)
-    for trial in order.trials:
+    for trial in request.trials:
         changed = parse_spec(text, trial)
         if _allocation(changed) != wanted:
             remedy = "sweep over fields that do, or submit such trials as runs of their own"
@@ -168,9 +168,9 @@ def job_name(key: str, step: str) -> str:
     return f"{PREFIX}-{key}-{step}"
 
 
-def jobs_of(order: Order) -> list[dict[str, Any]]:
+def jobs_of(request: RunRequest) -> list[dict[str, Any]]:
     """The arguments of sbatch and the script of each job of an order, with example numbers for the jobs before it."""
-    chain, made, found = Chain.of(order), dict[str, int](), []
+    chain, made, found = Chain.of(request), dict[str, int](), []
     for step in chain.steps:
         found.append({"job": step, "sbatch": options_of(chain, step, made), "script": script_of(chain, step, made)})
         made[step] = len(made) + 1
@@ -179,7 +179,7 @@ def jobs_of(order: Order) -> list[dict[str, Any]]:
 
 def slurm_text(spec: Spec) -> str:
     """What `holdfast submit --backend slurm` sends for a spec, as YAML."""
-    return as_yaml(*jobs_of(order(spec, shared_folders=True)))
+    return as_yaml(*jobs_of(request(spec, shared_folders=True)))
 
 
 def options_of(chain: Chain, step: str, made: Mapping[str, int]) -> list[str]:
@@ -190,8 +190,8 @@ def options_of(chain: Chain, step: str, made: Mapping[str, int]) -> list[str]:
 def script_of(chain: Chain, step: str, made: Mapping[str, int]) -> str:
     """The batch script of `step`."""
     variables = dict(chain.spec.cluster.environment)
-    if chain.order.run_id and not chain.order.trials:
-        variables[RUN_ID] = chain.order.run_id
+    if chain.request.run_id and not chain.request.trials:
+        variables[RUN_ID] = chain.request.run_id
     variables["HOLDFAST_HOME"] = str(home())
     return SCRIPT.format(
         name=job_name(chain.key, step),
@@ -206,7 +206,7 @@ def _options(chain: Chain, step: Step, made: Mapping[str, int]) -> Iterator[str]
     slurm = chain.spec.cluster.slurm
     yield f"job-name={job_name(chain.key, step.name)}"
     first = f"-{next(iter(made.values()))}" if made else ""
-    yield f"comment={chain.order.title} {chain.key}{first}"
+    yield f"comment={chain.request.title} {chain.key}{first}"
     yield f"chdir={chain.folder}"
     if array := chain.array(step.name):
         yield f"array={array}"
@@ -250,7 +250,7 @@ def _dependency(chain: Chain, step: str, made: Mapping[str, int]) -> str:
         return "afterany:" + ":".join(map(str, made.values()))
     before = []
     for edge in (edge for edge in chain.edges if edge.after == step and edge.before in made):
-        arrays = chain.order.trials and STEPS[edge.before].per_trial
+        arrays = chain.request.trials and STEPS[edge.before].per_trial
         kind = "aftercorr" if arrays and STEPS[step].per_trial else "afterany" if arrays else "afterok"
         before.append(f"{kind}:{made[edge.before]}")
     if step == "compare":
@@ -268,10 +268,10 @@ def _command(chain: Chain, step: str, made: Mapping[str, int]) -> list[str]:
             command.append(f"--when={edge.before}={edge.when}")
     if step == EXIT_HANDLER:
         command += [f"--job={name}={number}" for name, number in made.items()]
-    given = {"salt": chain.order.salt, "replan": str(chain.order.replan).lower()}
+    given = {"salt": chain.request.salt, "replan": str(chain.request.replan).lower()}
     arguments = {"spec": str(chain.spec_file), "store": chain.store}
     arguments |= {name: given[name] for name in STEPS[step].inputs if name in PARAMETERS}
-    if chain.order.trials:
+    if chain.request.trials:
         command.append(f"--trials-file={chain.trials_file}")
     needed = [f"--needs={name}={producer_of(name)}" for name in inputs_of(step, made) if producer_of(name)]
     if "compare" in made and step != EXIT_HANDLER:

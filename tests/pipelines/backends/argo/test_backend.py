@@ -14,7 +14,7 @@ from holdfast.launch.kubernetes.client import Api
 from holdfast.pipelines.backends.argo import check
 from holdfast.pipelines.backends.argo.backend import NODE, NOT_AGAIN, WORKFLOW_LABEL, Argo
 from holdfast.pipelines.backends.argo.template import labels
-from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.runtime.outcomes import Outcome
 from holdfast.spec import parse_spec
 from holdfast.spec.errors import ClusterUnreachableError, MissingError
@@ -23,7 +23,7 @@ from tests.cluster.api import ALLOWED, NAMESPACE, ApiServer, StatusError
 
 SPEC = "{name: small, store: 'file:///nowhere/holdfast', data: {sources: [{uri: 'python:stdlib'}]}}"
 RUN_ID = "3f2a4b5c6d7e8f90"
-ORDER = Order(parse_spec(SPEC), run_id=RUN_ID)
+ORDER = RunRequest(parse_spec(SPEC), run_id=RUN_ID)
 PERSON = {  # what somebody who submits may do
     **ALLOWED,
     "workflows": {"create", "get", "list", "update"},
@@ -283,9 +283,9 @@ def test_the_beginning_of_several_ids_cancels_none_of_them(server: ApiServer, ar
 def test_however_often_a_run_of_a_long_name_has_failed_argo_takes_the_name_of_the_next_one(
     server: ApiServer, argo: Argo
 ) -> None:
-    order = replace(ORDER, spec=parse_spec(SPEC.replace("small", "a" + "-long" * 10)))
+    request = replace(ORDER, spec=parse_spec(SPEC.replace("small", "a" + "-long" * 10)))
     for _ in range(11):
-        ended(server, argo.submit(order)[0].id, "Failed")
+        ended(server, argo.submit(request)[0].id, "Failed")
     names = {one["metadata"]["name"] for one in workflows(server)}
     assert len(names) == 11
     assert max(map(len, names)) <= 63

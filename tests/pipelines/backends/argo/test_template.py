@@ -95,7 +95,7 @@ def test_the_cluster_section_reaches_every_step() -> None:
             "cluster.steps.preprocess={cpu: 3, memory: 5Gi, ephemeral_storage: 40Gi}",
             "cluster.steps.evaluate.node_selector={disk: fast}",
             "cluster.steps.evaluate.tolerations=[{key: spot}]",
-            "cluster.keep_minutes=5",
+            "cluster.ttl_minutes=5",
         ),
         image="registry/holdfast@sha256:0",
     )

@@ -199,7 +199,7 @@ CLUSTER = [
     "cluster.pull_secrets=[registry]",
     "cluster.environment={MLFLOW_TRACKING_URI: 'http://mlflow:5000', HOLDFAST_LOG: text}",
     "cluster.steps.preprocess.memory=1.5Gi",
-    "cluster.keep_minutes=90",
+    "cluster.ttl_minutes=90",
 ]
 STEPS = {"preprocess", "train", "evaluate", "register", "notify", "artifacts"}
 

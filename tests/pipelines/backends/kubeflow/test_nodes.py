@@ -11,7 +11,7 @@ from holdfast.pipelines.backends.kubeflow.nodes import Tasks
 from holdfast.pipelines.backends.kubeflow.pod_logs import error_in
 from holdfast.pipelines.backends.kubeflow.submit import submit
 from holdfast.pipelines.backends.kubeflow.watch import find_run, state_of
-from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.request import RunRequest
 from tests.kubeflow_server import KubeflowServer
 from tests.kubeflow_workflow import NEVER, Node
 from tests.pipelines.backends.kubeflow.conftest import spec
@@ -73,7 +73,7 @@ def test_a_run_that_failed_because_it_was_cancelled_is_cancelled(
 
 
 def test_the_emulated_server_answers_as_a_real_one_does(kubeflow: KubeflowServer, server: Server) -> None:
-    made = submit(server, Order(spec(), run_id="3f2a4b5c6d7e8f90")).kfp_run_id
+    made = submit(server, RunRequest(spec(), run_id="3f2a4b5c6d7e8f90")).kfp_run_id
     kubeflow.progress(made, "RUNNING", {"preprocess": "SUCCEEDED", "train": Node("RUNNING", "PENDING", tries=2)})
     kubeflow.progress(
         made, "FAILED", {"preprocess": "SUCCEEDED", "train": Node("FAILED", tries=2), "notify": "SUCCEEDED"}

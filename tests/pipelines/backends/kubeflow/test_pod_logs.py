@@ -13,7 +13,7 @@ from holdfast.pipelines.backends.kubeflow.connection import Access, Server
 from holdfast.pipelines.backends.kubeflow.pod_logs import RUN_LABEL, PodLogs
 from holdfast.pipelines.backends.kubeflow.submit import submit
 from holdfast.pipelines.backends.kubeflow.watch import logs
-from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.runtime.outcomes import Outcome
 from holdfast.spec.errors import MissingError
 from holdfast.store import layout, open_store
@@ -25,7 +25,7 @@ from tests.pipelines.backends.kubeflow.conftest import spec
 
 def trains(kubeflow: KubeflowServer, server: Server) -> str:
     """KFP's id of a run whose training goes on, and has printed a line."""
-    run = submit(server, Order(spec(), run_id="3f2a4b5c6d7e8f90")).kfp_run_id
+    run = submit(server, RunRequest(spec(), run_id="3f2a4b5c6d7e8f90")).kfp_run_id
     kubeflow.progress(run, "RUNNING", {"train": "RUNNING"})
     kubeflow.logs = {(run, "train"): b"step 1\n"}
     return run
@@ -76,7 +76,7 @@ def test_a_live_pod_is_read_from_kubernetes_where_kfp_does_not_find_it(
 def test_the_pod_of_a_step_that_begins_while_the_log_is_followed_is_found(
     kubeflow: KubeflowServer, server: Server
 ) -> None:
-    run = submit(server, Order(spec(), run_id="3f2a4b5c6d7e8f90")).kfp_run_id
+    run = submit(server, RunRequest(spec(), run_id="3f2a4b5c6d7e8f90")).kfp_run_id
     kubeflow.progress(run, "RUNNING", {"preprocess": "RUNNING"})
     workflow = kubeflow.workflow(run)
     printed: dict[str, Printed] = {}

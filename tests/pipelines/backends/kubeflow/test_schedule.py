@@ -11,13 +11,13 @@ from holdfast.pipelines.backends.kubeflow import schedule as schedules
 from holdfast.pipelines.backends.kubeflow.compile import pipeline_text
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
 from holdfast.pipelines.backends.kubeflow.schedule import Scheduled, delete, entries, pause, schedule, trigger_of
-from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.spec.errors import HoldfastError, MissingError, SpecError
 from tests.kubeflow_server import Fault, KubeflowServer
 from tests.pipelines.backends.kubeflow.conftest import connect, spec
 
-WEEKLY = Order(spec("schedule.cron=0 3 * * 1"))
-DAILY = Order(spec("schedule.cron=0 3 * * *"))
+WEEKLY = RunRequest(spec("schedule.cron=0 3 * * 1"))
+DAILY = RunRequest(spec("schedule.cron=0 3 * * *"))
 
 
 @pytest.fixture(autouse=True)
@@ -78,18 +78,18 @@ def test_a_run_of_the_former_schedule_goes_on_and_the_next_call_tidies_up(
 @pytest.mark.parametrize("fault", ["drop", 403])  # one whose answer is lost is there as before the next one is dropped
 def test_killed_at_any_request_a_change_is_finished_by_the_next_call(kubeflow: KubeflowServer, fault: Fault) -> None:
     def changed(name: str) -> tuple[Scheduled, Scheduled]:
-        before = schedule(connect(kubeflow), Order(spec(f"name={name}", "schedule.cron=0 3 * * 1")))
+        before = schedule(connect(kubeflow), RunRequest(spec(f"name={name}", "schedule.cron=0 3 * * 1")))
         kubeflow.fire(before.recurring_run_id)
-        return before, schedule(connect(kubeflow), Order(spec(f"name={name}", "schedule.cron=0 4 * * 1")))
+        return before, schedule(connect(kubeflow), RunRequest(spec(f"name={name}", "schedule.cron=0 4 * * 1")))
 
-    schedule(connect(kubeflow), Order(spec("name=whole", "schedule.cron=0 3 * * 1")))
+    schedule(connect(kubeflow), RunRequest(spec("name=whole", "schedule.cron=0 3 * * 1")))
     count = len(kubeflow.requests)
     changed("whole")
     count = len(kubeflow.requests) - count
     kubeflow.recurring.clear()
     for broken in range(count):
         name = f"small-{broken}"
-        before = schedule(connect(kubeflow), Order(spec(f"name={name}", "schedule.cron=0 3 * * 1")))
+        before = schedule(connect(kubeflow), RunRequest(spec(f"name={name}", "schedule.cron=0 3 * * 1")))
         run = kubeflow.fire(before.recurring_run_id)
         kubeflow.most_enabled = 0
         begun = len(kubeflow.requests)
@@ -99,7 +99,7 @@ def test_killed_at_any_request_a_change_is_finished_by_the_next_call(kubeflow: K
                 return None
             return fault if index == at else "drop"  # the process is gone
 
-        after = Order(spec(f"name={name}", "schedule.cron=0 4 * * 1"))
+        after = RunRequest(spec(f"name={name}", "schedule.cron=0 4 * * 1"))
         kubeflow.fault = from_then_on
         with suppress(HoldfastError):
             schedule(connect(kubeflow), after)
@@ -138,7 +138,7 @@ def test_of_two_equal_schedules_one_is_removed(kubeflow: KubeflowServer, server:
 def test_other_pipelines_and_what_people_scheduled_by_hand_are_left_alone(
     kubeflow: KubeflowServer, server: Server
 ) -> None:
-    other = schedule(server, Order(spec("name=small-too", "schedule.cron=0 5 * * *")))
+    other = schedule(server, RunRequest(spec("name=small-too", "schedule.cron=0 5 * * *")))
     made = schedule(server, WEEKLY)
     by_hand = {
         **kubeflow.recurring[made.recurring_run_id],

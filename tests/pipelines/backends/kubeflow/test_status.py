@@ -16,13 +16,13 @@ from holdfast.pipelines.backends.kubeflow import records
 from holdfast.pipelines.backends.kubeflow.backend import Kubeflow
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
 from holdfast.pipelines.backends.kubeflow.submit import submit
-from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.runtime.outcomes import Outcome
 from holdfast.spec.errors import AccessDeniedError
 from holdfast.store import Store, layout, open_store
 from holdfast.store.jobs import recorder
 from holdfast.telemetry import emit, recording
-from holdfast.telemetry.events import LaunchWaits, Progress
+from holdfast.telemetry.events import LaunchPending, Progress
 from tests.cluster.api import ALLOWED, NAMESPACE, ApiServer
 from tests.kubeflow_server import KubeflowServer
 from tests.pipelines.backends.kubeflow.conftest import spec
@@ -86,7 +86,7 @@ def test_a_step_that_was_skipped_says_why(kubeflow: KubeflowServer, store: Store
 def test_a_refused_value_is_named_whether_the_spec_is_a_default_or_a_dictionary(
     kubeflow: KubeflowServer, server: Server, store: Store, given: str
 ) -> None:
-    run = submit(server, Order(spec())).kfp_run_id
+    run = submit(server, RunRequest(spec())).kfp_run_id
     whole = {"spec": {"name": "small", "data": {"sources": [{"uri": "x"}]}}} if given == "dictionary" else {}
     kubeflow.runs[run]["runtime_config"]["parameters"] = {**whole, "learning_rate": -1}
     kubeflow.progress(run, "FAILED", {"preprocess": "FAILED", "notify": "SUCCEEDED"})
@@ -184,7 +184,7 @@ def test_what_a_training_waits_for_is_said_until_it_trains(
     rows[:] = [row for row in rows if "-2" not in row["display_name"] and "-3" not in row["display_name"]]
     left(store, run, step("preprocess", "d"), Outcome("train", 1, 1.0, result=RUN_ID))
     with recording(store, RUN_ID, "launcher"):
-        emit(LaunchWaits(reason="2 pods cannot be scheduled: insufficient memory"))
+        emit(LaunchPending(reason="2 pods cannot be scheduled: insufficient memory"))
         if trains:
             emit(Progress(step=1, steps=3, loss=2.0, grad_norm=1, tokens_per_second=1, seconds_left=1))
     waits = "" if trains else "waits: 2 pods cannot be scheduled: insufficient memory"

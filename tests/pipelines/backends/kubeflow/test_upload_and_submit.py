@@ -19,12 +19,12 @@ from holdfast.pipelines.backends.kubeflow.connection import (
 )
 from holdfast.pipelines.backends.kubeflow.submit import submit
 from holdfast.pipelines.backends.kubeflow.upload import upload
-from holdfast.pipelines.backends.order import Order, order
+from holdfast.pipelines.backends.request import RunRequest, build_request
 from holdfast.spec.errors import AccessDeniedError, ExitCode, MissingError, SpecError
 from tests.kubeflow_server import Fault, KubeflowServer
 from tests.pipelines.backends.kubeflow.conftest import connect, spec
 
-WANTED = Order(spec(), run_id="3f2a4b5c6d7e8f90")
+WANTED = RunRequest(spec(), run_id="3f2a4b5c6d7e8f90")
 
 
 def test_the_same_content_is_uploaded_once(kubeflow: KubeflowServer, server: Server) -> None:
@@ -87,7 +87,7 @@ def test_an_archived_run_does_not_count(kubeflow: KubeflowServer, server: Server
 def test_where_the_data_cannot_be_seen_a_success_may_be_one_on_older_data(
     kubeflow: KubeflowServer, server: Server
 ) -> None:
-    unread = Order(spec())
+    unread = RunRequest(spec())
     first = submit(server, unread)
     assert not submit(server, unread).created  # still running
     kubeflow.runs[first.kfp_run_id]["state"] = "SUCCEEDED"
@@ -97,10 +97,10 @@ def test_where_the_data_cannot_be_seen_a_success_may_be_one_on_older_data(
 def test_a_salt_another_store_or_other_settings_make_another_run(kubeflow: KubeflowServer, server: Server) -> None:
     others = [
         WANTED,
-        Order(spec(), run_id="aaaabbbbccccdddd", salt="ab"),
-        Order(spec(), run_id=WANTED.run_id, store="s3://other/prefix"),
-        Order(spec("evaluation.max_loss=2"), run_id=WANTED.run_id),
-        Order(spec(), run_id=WANTED.run_id, service_account="other"),
+        RunRequest(spec(), run_id="aaaabbbbccccdddd", salt="ab"),
+        RunRequest(spec(), run_id=WANTED.run_id, store="s3://other/prefix"),
+        RunRequest(spec("evaluation.max_loss=2"), run_id=WANTED.run_id),
+        RunRequest(spec(), run_id=WANTED.run_id, service_account="other"),
     ]
     assert all(submit(server, other).created for other in others)
     assert len(kubeflow.runs) == len(others)
@@ -140,12 +140,12 @@ def test_every_request_may_fail_once_and_nothing_is_made_twice(
 ) -> None:
     text = pipeline_text(spec())
     monkeypatch.setattr("holdfast.pipelines.backends.kubeflow.upload.pipeline_text", lambda *_: text)
-    submit(connect(kubeflow), Order(spec("name=other"), run_id="00"))
+    submit(connect(kubeflow), RunRequest(spec("name=other"), run_id="00"))
     count = len(kubeflow.requests)
     for broken in range(count):
         name, first = f"small-{broken}", len(kubeflow.requests)
         kubeflow.fault = lambda index, method, path, at=first + broken: fault if index == at else None
-        made = submit(connect(kubeflow), Order(spec(f"name={name}"), run_id="00"))
+        made = submit(connect(kubeflow), RunRequest(spec(f"name={name}"), run_id="00"))
         assert [run["run_id"] for run in kubeflow.runs.values() if run["display_name"].startswith(f"{name} ")] == [
             made.kfp_run_id
         ]
@@ -238,7 +238,7 @@ def test_several_users_keep_to_their_namespaces() -> None:
         (run,) = kubeflow.runs.values()
         assert (run["run_id"], run["namespace"]) == (ours.kfp_run_id, "ours")
         with pytest.raises(KubeflowRefusedError, match="namespace is required"):
-            submit(connect(kubeflow), Order(spec("name=other")))
+            submit(connect(kubeflow), RunRequest(spec("name=other")))
 
 
 def test_a_dry_run_sends_nothing_and_says_what_it_would(kubeflow: KubeflowServer) -> None:
@@ -282,11 +282,13 @@ def test_a_dry_run_needs_no_kubeflow_in_the_cluster_of_the_kubeconfig(
 )
 def test_paths_of_this_machine_are_refused_before_anything_is_sent(change: str, field: str) -> None:
     with pytest.raises(SpecError, match=field):
-        order(spec(change))
+        build_request(spec(change))
 
 
 def test_paths_on_a_volume_of_the_pods_are_fine() -> None:
-    mounted = order(spec("data.sources.0.uri=/corpus/*.txt", "cluster.volumes=[{claim: corpus, path: /corpus}]"))
+    mounted = build_request(
+        spec("data.sources.0.uri=/corpus/*.txt", "cluster.volumes=[{claim: corpus, path: /corpus}]")
+    )
     assert mounted.run_id == ""
     assert "/corpus" in mounted.unread
 

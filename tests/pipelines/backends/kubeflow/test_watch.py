@@ -9,7 +9,7 @@ import pytest
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
 from holdfast.pipelines.backends.kubeflow.submit import submit
 from holdfast.pipelines.backends.kubeflow.watch import cancel, find_run, logs, state_of, steps_of
-from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.runtime.logs import plain
 from holdfast.spec.errors import MissingError
 from tests.kubeflow_server import KubeflowServer
@@ -21,7 +21,7 @@ RUN_ID = "3f2a4b5c6d7e8f90"
 @pytest.fixture
 def run(kubeflow: KubeflowServer, server: Server) -> str:
     """KFP's id of a run that is at its second step."""
-    made = submit(server, Order(spec(), run_id=RUN_ID)).kfp_run_id
+    made = submit(server, RunRequest(spec(), run_id=RUN_ID)).kfp_run_id
     kubeflow.progress(made, "RUNNING", {"preprocess": "SUCCEEDED", "train": "RUNNING"})
     kubeflow.logs = {(made, "preprocess"): b"all of it\n", (made, "train"): b"first\nsec"}
     return made
@@ -52,7 +52,7 @@ def test_an_unknown_run_is_not_found(run: str, server: Server, wanted: str) -> N
 
 def test_the_newest_of_several_is_meant(kubeflow: KubeflowServer, run: str, server: Server) -> None:
     kubeflow.runs[run] |= {"state": "FAILED", "created_at": "2020-01-01T00:00:00Z"}
-    newer = submit(server, Order(spec(), run_id=RUN_ID)).kfp_run_id
+    newer = submit(server, RunRequest(spec(), run_id=RUN_ID)).kfp_run_id
     assert find_run(server, "3f2a").run_id == newer != run
 
 
@@ -60,7 +60,7 @@ def test_a_name_means_no_run_of_a_longer_name_and_the_beginning_of_several_ids_n
     kubeflow: KubeflowServer, run: str, server: Server
 ) -> None:
     kubeflow.runs[run] |= {"created_at": "2020-01-01T00:00:00Z"}
-    submit(server, Order(spec("name=smaller"), run_id="3f2b4b5c6d7e8f90"))
+    submit(server, RunRequest(spec("name=smaller"), run_id="3f2b4b5c6d7e8f90"))
     assert find_run(server, "small").run_id == run
     for wanted, why in (("3f2", "several runs"), ("", "no run")):
         with pytest.raises(MissingError, match=why):
@@ -88,7 +88,7 @@ def test_the_steps_are_those_of_the_dag_and_not_kfps_own_nodes(
 
 
 def test_a_run_that_has_just_been_made_has_no_steps(server: Server) -> None:
-    made = submit(server, Order(spec("name=fresh"))).kfp_run_id
+    made = submit(server, RunRequest(spec("name=fresh"))).kfp_run_id
     found = find_run(server, made)
     assert (state_of(found), steps_of(found)) == ("PENDING", [])
     with pytest.raises(MissingError, match="has not begun"):

@@ -15,8 +15,8 @@ import pytest
 
 from holdfast.pipelines.backends.local.backend import Local
 from holdfast.pipelines.backends.local.run import keep_outcomes
-from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.record import Record, find_record, process_start, record_of
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.view.catalog import all_runs
 from holdfast.runtime.outcomes import KILLED, Outcome
 from holdfast.spec import parse_spec
@@ -24,7 +24,7 @@ from holdfast.spec.errors import MissingError
 from holdfast.store import layout, open_store
 
 RUN_ID = "3f2a4b5c6d7e8f90"
-ORDER = Order(parse_spec("{name: small, data: {sources: [{uri: x}]}}"), run_id=RUN_ID)
+ORDER = RunRequest(parse_spec("{name: small, data: {sources: [{uri: x}]}}"), run_id=RUN_ID)
 WAITS = """import signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 print("ready", flush=True)
@@ -203,10 +203,10 @@ def test_a_blessed_model_is_a_success_once_it_is_registered(
 
 
 def test_the_record_asks_for_the_very_same_again_and_keeps_no_password(tmp_path: Path) -> None:
-    order = replace(ORDER, salt="s", image="i:1", replan=True, store="s3://b", service_account="a")
+    request = replace(ORDER, salt="s", image="i:1", replan=True, store="s3://b", service_account="a")
     store = open_store(f"file://{tmp_path}")
-    record_of(order, "kubeflow", "id-1", "https://me:hunter2@kfp").write(store)
+    record_of(request, "kubeflow", "id-1", "https://me:hunter2@kfp").write(store)
     found = find_record(store, "id-1")
     assert found is not None
-    assert found.order == order
+    assert found.request == request
     assert b"hunter2" not in store.get(layout.run(RUN_ID, "backend.json"))

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from holdfast.pipelines.backends.local import run, sweep
 from holdfast.pipelines.backends.local.run import LocalRun, finished
-from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.runtime.outcomes import Outcome
 from holdfast.scoring import settings_key
 from holdfast.spec import ExitCode, parse_spec
@@ -82,6 +82,6 @@ def test_a_sweep_that_was_compared_has_succeeded_though_its_summary_could_not_be
     (log := tmp_path / "run.log").write_text("")
     names = ["preprocess", "compare", "register", "notify"]
     ends = [Outcome(name, 1, 0.0, 1.0, 1 if name == step else 0, "reason") for name in names]
-    order = Order(parse_spec("{name: a, data: {sources: [{uri: x}]}}"), tmp_path.as_uri(), run_id=RUN_ID)
-    ended = sweep._conclude(order, open_store(order.store), ends, 0, log, Console(file=io.StringIO()))
+    request = RunRequest(parse_spec("{name: a, data: {sources: [{uri: x}]}}"), tmp_path.as_uri(), run_id=RUN_ID)
+    ended = sweep._conclude(request, open_store(request.store), ends, 0, log, Console(file=io.StringIO()))
     assert (ended == ExitCode.OK) is (step == "notify")

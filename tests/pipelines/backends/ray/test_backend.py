@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.ray.backend import Ray
 from holdfast.pipelines.backends.ray.client import Jobs, RayJob
 from holdfast.pipelines.backends.ray.emit import RayOrder
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.runtime.outcomes import Outcome
 from holdfast.spec import ExitCode, SpecError, parse_spec
 from holdfast.spec.errors import ClusterUnreachableError, MissingError
@@ -65,9 +65,9 @@ def jobs(backend: Ray) -> FakeJobs:
     return found
 
 
-def wanted(run_id: str = KEY) -> Order:
+def wanted(run_id: str = KEY) -> RunRequest:
     """What is to be run."""
-    return Order(parse_spec(SPEC), run_id=run_id)
+    return RunRequest(parse_spec(SPEC), run_id=run_id)
 
 
 def test_the_same_again_is_the_job_that_is_there_until_it_has_failed(backend: Ray) -> None:
@@ -148,7 +148,7 @@ def test_a_run_that_is_not_there_is_missed(backend: Ray) -> None:
 def test_a_spec_that_is_too_long_for_a_variable_is_refused() -> None:
     spec = parse_spec(SPEC, [f"cluster.environment={{LONG: {'x' * 70_000}}}"])
     with pytest.raises(SpecError, match="too long"):
-        RayOrder.of(Order(spec)).runtime_env()
+        RayOrder.of(RunRequest(spec)).runtime_env()
 
 
 def test_a_cluster_that_does_not_answer_is_said_so() -> None:

@@ -8,13 +8,13 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
 
-from holdfast.pipelines.backends.ray.look import PACKAGES, Seen, look
+from holdfast.pipelines.backends.ray.node_probe import PACKAGES, NodeProbe, look
 from holdfast.pipelines.doctor import ray
 from holdfast.pipelines.doctor.findings import Finding
 from holdfast.spec import ExitCode, parse_spec
 
 HERE = look("file:///nowhere", "doctor/none")["versions"]
-NODE = Seen("10.0.0.1", {"CPU": 8.0, "memory": 32.0 * 2**30}, HERE, store="s3://bucket/prefix", word="word")
+NODE = NodeProbe("10.0.0.1", {"CPU": 8.0, "memory": 32.0 * 2**30}, HERE, store="s3://bucket/prefix", word="word")
 SPEC = "{name: small, data: {sources: [{uri: 's3://bucket/corpus'}]}}"
 
 

@@ -154,9 +154,9 @@ def test_ray_runs_every_task_again_that_was_lost_within_the_budget(
         told[asked["name"]] = asked
         return SimpleNamespace(remote=lambda *_: "reference")
 
-    room = SimpleNamespace(is_there=lambda **_: True, place=lambda: None)
+    room = SimpleNamespace(is_ready=lambda **_: True, place=lambda: None)
     monkeypatch.setattr(task, "ray", SimpleNamespace(remote=lambda _: SimpleNamespace(options=options)))
-    monkeypatch.setattr(task, "Room", lambda *_, **__: room)
+    monkeypatch.setattr(task, "GangReservation", lambda *_, **__: room)
     spec = parse_spec(SPEC, (f"cluster.retries.budget={budget}",))
     for step in STEPS:
         made = task.Task(step, step, spec, SPEC, [])

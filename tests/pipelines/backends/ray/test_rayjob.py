@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.ray.emit import SPEC, STOP_SECONDS
 from holdfast.pipelines.backends.ray.rayjob import rayjob, rayjob_text
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.spec import SpecError, load_spec, parse_spec
 from tests.kubernetes_schemas import known_kinds, validate
 
@@ -30,7 +30,7 @@ FITTING = (
 def made(example: Path, *overrides: str) -> dict[str, Any]:
     """The RayJob of an example that fits on such nodes."""
     return rayjob(
-        Order(
+        RunRequest(
             load_spec(
                 example,
                 (*FITTING, "cluster.job=pytorchjob", "cluster.scheduler=default", "cluster.queue=null", *overrides),
@@ -72,7 +72,7 @@ def test_every_example_passes_the_schema(example: Path) -> None:
 def test_the_job_is_called_after_its_order_and_is_the_same_each_time() -> None:
     spec = load_spec(EXAMPLES[0], (*FITTING, "cluster.scheduler=default", "cluster.queue=null"))
     assert rayjob_text(spec) == rayjob_text(spec)
-    job = rayjob(Order(spec, run_id="0123456789abcdef"))
+    job = rayjob(RunRequest(spec, run_id="0123456789abcdef"))
     assert job["metadata"]["name"].startswith("holdfast-0123456789abcdef-")
     assert len(job["metadata"]["name"]) <= 47, "MaxRayJobNameLength"
     assert job["spec"]["jobId"] == f"{job['metadata']['name']}-1"
@@ -89,7 +89,9 @@ def test_the_steps_read_the_very_spec_and_have_time_to_save() -> None:
 def test_kueue_lets_it_go() -> None:
     example = EXAMPLES[0]
     job = rayjob(
-        Order(load_spec(example, (*FITTING, "cluster.job=pytorchjob", "cluster.scheduler=kueue", "cluster.queue=team")))
+        RunRequest(
+            load_spec(example, (*FITTING, "cluster.job=pytorchjob", "cluster.scheduler=kueue", "cluster.queue=team"))
+        )
     )
     assert job["spec"]["suspend"] is True
     assert job["spec"]["shutdownAfterJobFinishes"] is True, "else KubeRay refuses suspend"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.backends.slurm.backend import Slurm
 from holdfast.pipelines.backends.slurm.emit import Chain, options_of
 from holdfast.spec import Spec, SpecError, parse_spec
@@ -26,9 +26,9 @@ def _home(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def jobs_of(*overrides: str, spec: Spec | None = None, **fields: Any) -> dict[str, dict[str, Any]]:
     """The jobs by step, each with the options of sbatch as a dictionary."""
-    order = Order(spec or tiny_spec(*overrides), "s3://bucket/x", run_id=RUN, **fields)
+    request = RunRequest(spec or tiny_spec(*overrides), "s3://bucket/x", run_id=RUN, **fields)
     found = {}
-    for job in Slurm("s3://bucket/x").objects(order):
+    for job in Slurm("s3://bucket/x").objects(request):
         options = dict(option.removeprefix("--").partition("=")[::2] for option in job["sbatch"])
         found[job["job"]] = {**job, "options": options}
     return found
@@ -109,10 +109,12 @@ def test_the_training_gets_the_nodes_and_a_warning_ahead_of_its_limit_and_the_st
 def test_the_training_gets_the_range_of_its_nodes_under_one_switch_and_none_that_is_bad() -> None:
     under_one_switch = ("cluster.topology={placement: prefer, tier: 2}",)
     spec = tiny_spec("training.determinism=elastic", "cluster.nodes={min: 1, max: 2}", *under_one_switch)
-    chain = replace(Chain.of(Order(spec, "s3://bucket/x", run_id=RUN)), excluded_nodes=frozenset({"n2", "n1"}))
+    chain = replace(Chain.of(RunRequest(spec, "s3://bucket/x", run_id=RUN)), excluded_nodes=frozenset({"n2", "n1"}))
     assert {"--nodes=1-2", "--switches=2@0", "--exclude=n1,n2"} <= set(options_of(chain, "train", {}))
     with pytest.raises(SpecError, match=r"cluster\.spares.*cannot be on Slurm"):
-        Chain.of(Order(tiny_spec("cluster.spares=1", "cluster.nodes={min: 2, max: 2}"), "s3://bucket/x", run_id=RUN))
+        Chain.of(
+            RunRequest(tiny_spec("cluster.spares=1", "cluster.nodes={min: 2, max: 2}"), "s3://bucket/x", run_id=RUN)
+        )
 
 
 def test_every_script_is_one_that_bash_reads_and_shellcheck_likes(tmp_path: Any) -> None:
@@ -129,8 +131,8 @@ def test_names_and_comments_carry_the_run_and_another_store_is_another_chain() -
     assert options["job-name"].startswith(f"holdfast-{RUN}-")
     assert options["job-name"].endswith("-train")
     assert options["comment"].startswith(f"tiny {RUN}-")
-    order = Order(tiny_spec(), "s3://bucket/y", run_id=RUN)
-    other = next(word for word in Slurm().objects(order)[1]["sbatch"] if word.startswith("--job-name="))
+    request = RunRequest(tiny_spec(), "s3://bucket/y", run_id=RUN)
+    other = next(word for word in Slurm().objects(request)[1]["sbatch"] if word.startswith("--job-name="))
     assert other != f"--job-name={options['job-name']}"
 
 
@@ -157,7 +159,7 @@ def test_only_the_training_has_a_deadline() -> None:
 
 
 def test_a_spec_is_never_seen_half_written(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = Chain.of(Order(tiny_spec(), "s3://bucket/x", run_id=RUN))
+    chain = Chain.of(RunRequest(tiny_spec(), "s3://bucket/x", run_id=RUN))
     chain.write()
     whole = chain.spec_file.read_text()
     original = type(chain.spec_file).write_text
@@ -191,9 +193,11 @@ def test_the_trials_of_a_sweep_are_arrays_whose_steps_wait_for_each_other_trial_
 
 def test_trials_of_different_sizes_are_no_array() -> None:
     spec = tiny_spec("parallel.processes=1", "cluster.accelerator=nvidia")
-    order = Order(spec, "s3://bucket/x", run_id=RUN, trials=(("parallel.processes=1",), ("parallel.processes=2",)))
+    request = RunRequest(
+        spec, "s3://bucket/x", run_id=RUN, trials=(("parallel.processes=1",), ("parallel.processes=2",))
+    )
     with pytest.raises(SpecError, match=r"parallel\.processes=2"):
-        Chain.of(order)
+        Chain.of(request)
 
 
 @pytest.mark.parametrize(("name", "written"), [("a b", "a b"), ("100%job", "100%%job"), ("%%A", "%%%%A")])
@@ -201,7 +205,7 @@ def test_the_name_of_the_home_folder_is_no_pattern_of_slurms(
     monkeypatch: pytest.MonkeyPatch, name: str, written: str
 ) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", f"/h/{name}")
-    chain = Chain.of(Order(parse_spec("{name: a, data: {sources: [{uri: python:stdlib}]}}")))
+    chain = Chain.of(RunRequest(parse_spec("{name: a, data: {sources: [{uri: python:stdlib}]}}")))
     options = options_of(chain, "train", {})
     assert f"--output=/h/{written}/slurm/{chain.key}/train-%j.log" in options
     assert f"--chdir=/h/{name}/slurm/{chain.key}" in options
@@ -210,4 +214,4 @@ def test_the_name_of_the_home_folder_is_no_pattern_of_slurms(
 def test_a_home_folder_with_a_backslash_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", "/h/a\\b")
     with pytest.raises(SpecError, match=r"HOLDFAST_HOME: has a backslash"):
-        Chain.of(Order(parse_spec("{name: a, data: {sources: [{uri: python:stdlib}]}}")))
+        Chain.of(RunRequest(parse_spec("{name: a, data: {sources: [{uri: python:stdlib}]}}")))

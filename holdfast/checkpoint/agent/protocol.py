@@ -1,0 +1,245 @@
+"""What a rank, the node's wrapper and the agent beside them say to each other: bounded JSON over a Unix socket, never
+pickle.
+
+A message is its length and one JSON object, which names its kind; the memory of a buffer goes with it as a file
+descriptor. Both ends check what they read: whatever is no message ends the connection.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from holdfast.checkpoint.local_tiers.peers import Endpoint
+from holdfast.checkpoint.local_tiers.tier import Tier
+from holdfast.checkpoint.retention import Retention
+from holdfast.spec.errors import Problem, SpecError
+from holdfast.spec.plan import Plan, Segment, continued
+
+VARIABLE = "HOLDFAST_CHECKPOINT_AGENT"  # the path of the agent's socket on this node; not set where there is none
+BUFFERS = 2  # of a rank: one is written to the store while the other is filled
+PATIENCE = 60.0  # seconds without a word after which the other end counts as gone
+TICK_SECONDS = 1.0  # between two words of an agent that has nothing to say
+MAX_MESSAGE = 1 << 26  # bytes: a table of some 400,000 boxes
+ROOM = 1 << 24  # of them, for what a save says beside its table: metrics since the one before
+_LENGTH = struct.Struct("<I")
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class Writer(_Message):
+    """A rank introduces itself: all that making its saves durable, and committing them, needs to know."""
+
+    kind: Literal["writer"] = "writer"
+    store: str  # URL
+    run_id: str
+    attempt: int = Field(ge=0)
+    launch: int = Field(ge=0)
+    rank: int = Field(ge=0)
+    world: int = Field(ge=1)
+    beside: int = Field(1, ge=1)  # ranks on this node, this one included
+    describe: dict[str, Any] = {}  # fields of the manifest that do not change
+    plan: Plan | None = None
+    segments: tuple[Segment, ...] = ()  # of the checkpoint that was loaded
+    history: tuple[tuple[int, int], ...] = ()  # and its history
+    start: int = Field(0, ge=0)  # and its step
+    root: int | None = Field(None, ge=0)  # the step of the newest checkpoint, where `start` is that of a near step
+    same_bits: bool = True  # whether another attempt must have committed the same for a step
+    retention: Retention = Retention(1)
+    compress: bool = False  # without loss, where it pays
+    upload_rate: float | None = Field(None, gt=0)  # bytes a second
+    near: tuple[Tier, ...] = ()  # where copies are kept near the ranks
+    neighbour: Endpoint | None = None  # the node that keeps those in memory as well
+
+    @property
+    def lineage(self) -> dict[str, Any]:
+        """The segments and the history of what it saves, as a manifest has them."""
+        segments = self.segments
+        if self.plan is not None:
+            segments = continued(segments, self.start, self.attempt, self.plan)
+        return {"segments": segments, "history": (*self.history, (self.start, self.attempt))}
+
+
+class Memory(_Message):
+    """A buffer of a rank; its descriptor comes along."""
+
+    kind: Literal["memory"] = "memory"
+    buffer: int = Field(ge=0, lt=BUFFERS)
+    size: int = Field(ge=1)  # bytes
+
+
+class Listen(_Message):
+    """Take what another node sends; the listener's descriptor comes along."""
+
+    kind: Literal["listen"] = "listen"
+    token: str = Field(repr=False)
+
+
+class Slot(_Message):
+    """Where a box lies in a buffer."""
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int = Field(ge=0)  # bytes into the buffer
+
+
+class Save(_Message):
+    """A copy is complete: make it durable, and commit it where this writer leads others; or keep it near the ranks, or
+    both."""
+
+    kind: Literal["save"] = "save"
+    step: int = Field(ge=0)
+    buffer: int | None = Field(ge=0, lt=BUFFERS)  # None: an agent before this one has made it durable
+    slots: tuple[Slot, ...] = ()
+    digest: tuple[int, int] | None = None  # both sums over the boxes, where the device has computed them
+    scalars: dict[str, int | float] = {}
+    attachments: dict[str, str] = {}  # objects to be written just before the commit: key -> text
+    near: tuple[str, ...] = ()  # the names of the tiers that keep it
+    committed: bool = True  # whether it becomes a checkpoint
+
+
+class Lift(_Message):
+    """Somebody waits for what was saved: the upload rate holds no longer."""
+
+    kind: Literal["lift"] = "lift"
+
+
+class Lost(_Message):
+    """There is no copy of this step, and will be none."""
+
+    kind: Literal["lost"] = "lost"
+    step: int = Field(ge=0)
+    reason: str
+
+
+class Outcome(_Message):
+    """What became of a save. `durable`: its buffer is free. `done`: nothing is left to do for it; of rank 0: it is
+    committed. `failed`: neither will happen; or, after `done`, this attempt has been replaced."""
+
+    kind: Literal["outcome"] = "outcome"
+    step: int
+    what: Literal["durable", "done", "failed"]
+    error: str = ""  # the name of the failure's class
+    reason: str = ""  # and its words
+    bytes: int | None = None  # that were written for a commit
+
+
+class Tick(_Message):
+    """The agent lives."""
+
+    kind: Literal["tick"] = "tick"
+
+
+class Watch(_Message):
+    """The node's wrapper wants to be told that the agent lives."""
+
+    kind: Literal["watch"] = "watch"
+
+
+class Drain(_Message):
+    """No rank will say anything more: end what is complete, within so many seconds."""
+
+    kind: Literal["drain"] = "drain"
+    seconds: float = Field(ge=0)
+
+
+class Drained(_Message):
+    """What was complete is committed, or has failed; `left` says what is not, in words."""
+
+    kind: Literal["drained"] = "drained"
+    left: tuple[str, ...] = ()
+
+
+Message = Writer | Memory | Listen | Save | Lift | Lost | Outcome | Tick | Watch | Drain | Drained
+_READER: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
+
+
+class ProtocolError(OSError):
+    """The other end said something that is no message."""
+
+
+def require_small(save: Save, room: int = 0) -> None:
+    """Raises SpecError for a save that no message can hold, with `room` bytes for what it does not say yet: trying it
+    would only break the connection, each time."""
+    size = len(save.model_dump_json())
+    if size + room > MAX_MESSAGE:
+        said = f"what is said of them takes {size:,} bytes" + (f", and metrics up to {room:,}" if room else "")
+        remedy = "spread the state over more ranks, so that each saves fewer boxes, or save more often"
+        told = f"{said}: more than the {MAX_MESSAGE:,} that the checkpoint agent takes in one message"
+        raise SpecError([Problem("parallel", f"{len(save.slots):,} boxes of a rank", told, remedy)], "checkpoint")
+
+
+class Connection:
+    """One end. `send` may be called from several threads, `receive` from one."""
+
+    def __init__(self, end: socket.socket, patience: float | None = PATIENCE) -> None:
+        """`patience`: seconds that a `send` or a `receive` may wait; None: for ever."""
+        self._socket, self._sending = end, threading.Lock()
+        end.settimeout(patience)
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Raises OSError (TimeoutError, BrokenPipeError) when the other end does not take it; then the connection is
+        of no use any more."""
+        data = message.model_dump_json(exclude_defaults=False).encode()
+        if len(data) > MAX_MESSAGE:
+            raise ProtocolError(f"a {message.kind} of {len(data)} bytes is larger than {MAX_MESSAGE}")
+        with self._sending:
+            head = _LENGTH.pack(len(data))
+            sent = socket.send_fds(self._socket, [head], list(descriptors)) if descriptors else 0
+            self._socket.sendall(head[sent:] + data)
+
+    def offer(self, message: Message) -> None:
+        """Send a small message unless the other end is slow to read; whether it takes it or not, this does not wait."""
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            data = message.model_dump_json().encode()
+            with suppress(BlockingIOError):
+                self._socket.send(_LENGTH.pack(len(data)) + data, socket.MSG_DONTWAIT)
+        finally:
+            self._sending.release()
+
+    def receive(self) -> tuple[Message, list[int]]:
+        """The next message and its descriptors, which are the caller's from now on. Raises EOFError at the end,
+        ProtocolError, and OSError (TimeoutError)."""
+        head, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTH.size, BUFFERS, socket.MSG_CMSG_CLOEXEC)
+        try:
+            if not head:
+                raise EOFError
+            (length,) = _LENGTH.unpack(head + self._exactly(_LENGTH.size - len(head)))
+            if length > MAX_MESSAGE:
+                raise ProtocolError(f"a message of {length} bytes is larger than {MAX_MESSAGE}")
+            return _READER.validate_json(self._exactly(length)), list(descriptors)
+        except BaseException as error:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if isinstance(error, ValidationError):
+                raise ProtocolError(f"not a message: {error}") from None
+            raise
+
+    def _exactly(self, size: int) -> bytes:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            if not (taken := self._socket.recv_into(view)):
+                raise EOFError
+            view = view[taken:]
+        return bytes(data)
+
+    def close(self) -> None:
+        """End the connection; the other end reads what was sent, and then the end."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

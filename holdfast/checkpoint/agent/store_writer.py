@@ -1,0 +1,105 @@
+"""What is done with a copy: this writer's share of the checkpoint, and the commit where it leads."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast.checkpoint.agent.protocol import Writer
+from holdfast.checkpoint.attempts import Attempt
+from holdfast.checkpoint.box import TensorBox
+from holdfast.checkpoint.commit import Committer
+from holdfast.checkpoint.compress import Compression
+from holdfast.checkpoint.fingerprint import StateDigest
+from holdfast.checkpoint.gc import Collector
+from holdfast.checkpoint.shard_writer import ShardWriter
+from holdfast.checkpoint.tree import FANOUT
+from holdfast.spec.errors import HoldfastError
+from holdfast.store import Store, Throttle, open_store, throttled
+
+log = logging.getLogger("holdfast.checkpoint")
+
+PATIENCE_SECONDS = 600.0  # for the parts of others: all are copied after the same step
+HURRY_SECONDS = 15.0  # for the parts of others, once no rank goes on
+MOST_THREADS = 8  # of one writer, that hash and encode
+
+
+class StoreWriter:
+    """See `Work`."""
+
+    def __init__(self, writer: Writer, store: Store) -> None:
+        self._urgent = False
+        if writer.upload_rate is not None:
+            store = throttled(store, Throttle(writer.upload_rate, lambda: self._urgent))
+        self._store, self._writer = store, writer
+        self._attempt = Attempt(writer.run_id, writer.attempt, writer.launch)
+        threads = spare_threads(writer.beside)
+        compression = Compression(threads) if writer.compress else None
+        self._shards = ShardWriter(store, self._attempt, writer.rank, threads=threads, compression=compression)
+        self._committer = Committer(store, self._attempt, writer.world, patience=PATIENCE_SECONDS)
+        self._collector = Collector(store, self._attempt, writer.retention)
+        self._recalled = False
+        self.leads = writer.rank == 0 or (writer.world > FANOUT and writer.rank % FANOUT == 0)
+
+    @classmethod
+    def of(cls, writer: Writer) -> StoreWriter:
+        """The work of a rank as it introduces itself."""
+        return cls(writer, open_store(writer.store))
+
+    def write(self, step: int, boxes: Sequence[TensorBox], digest: StateDigest | None) -> None:
+        """See Work."""
+        if not self._recalled:
+            self._shards.recall(self._writer.start if self._writer.root is None else self._writer.root, boxes)
+            self._recalled = True
+        try:
+            self._shards.write(step, boxes, digest)
+        except HoldfastError:
+            self._shards.forget()  # whatever it had referred to is written anew
+            raise
+
+    def commit(self, step: int, scalars: Mapping[str, int | float], attachments: Mapping[str, str]) -> int | None:
+        """See Work."""
+        self._committer.lead(step, self._writer.rank)
+        if self._writer.rank != 0:
+            return None
+
+        def attach() -> None:
+            for key, text in attachments.items():
+                self._store.put_if_absent(key, text.encode())
+
+        same_bits = self._writer.same_bits
+        manifest = self._committer.commit(step, self._fields(), scalars, attach, same_bits=same_bits)
+        log.info("saved step %d", step)
+        return manifest.fresh
+
+    def give_up(self, step: int, failure: HoldfastError) -> None:
+        """See Work."""
+        if self._writer.world > 1:
+            self._shards.fail(step, failure)
+
+    def after_commit(self, step: int) -> None:
+        """See Work."""
+        if self._writer.rank == 0:
+            self._collector.collect(step)
+
+    def lift(self) -> None:
+        """See Work."""
+        self._urgent = True
+
+    def hurry(self) -> None:
+        """See Work."""
+        self._urgent = True
+        self._committer.patience = HURRY_SECONDS
+
+    def _fields(self) -> dict[str, Any]:
+        """What only the run knows of a manifest."""
+        return {**self._writer.lineage, **self._writer.describe}
+
+
+def spare_threads(ranks: int) -> int:
+    """How many threads of each writer hash and encode: its share of the cores that this process may use and the ranks
+    of its node, one core each, leave."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_THREADS, (cores - ranks) // ranks))

@@ -1,0 +1,68 @@
+"""What is done with a copy that is kept near the ranks: each tier writes it, one after another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.checkpoint.agent.protocol import Writer
+from holdfast.checkpoint.attempts import Attempt
+from holdfast.checkpoint.box import TensorBox
+from holdfast.checkpoint.fingerprint import StateDigest
+from holdfast.checkpoint.local_tiers.peers import Neighbour
+from holdfast.checkpoint.local_tiers.record import Record
+from holdfast.checkpoint.local_tiers.tier import TierLock
+from holdfast.checkpoint.local_tiers.tier_writer import TierWriter
+
+
+class TierCopies:
+    """The near tiers of one writer."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer, self.run_id, self.tiers = writer, writer.run_id, writer.near
+        attempt = Attempt(writer.run_id, writer.attempt, writer.launch)
+        self._writers = []
+        for tier in writer.near:
+            send = lambda _: None  # noqa: E731
+            if writer.neighbour is not None and tier.name == "memory":
+                send = Neighbour(writer.neighbour, tier, writer.run_id, writer.rank).send
+            self._writers.append(TierWriter(tier, attempt, writer.rank, send))
+        self._locks = []
+        for tier in writer.near:
+            with suppress(OSError):  # without it, another run may take the folder for one that nobody uses
+                self._locks.append(TierLock(Path(tier.folder)))
+
+    @classmethod
+    def of(cls, writer: Writer) -> TierCopies | None:
+        """Those of a rank as it introduces itself; None where it has none."""
+        return cls(writer) if writer.near else None
+
+    def keep(
+        self,
+        step: int,
+        names: Sequence[str],
+        boxes: Sequence[TensorBox],
+        digest: StateDigest | None,
+        scalars: Mapping[str, int | float],
+        attachments: Mapping[str, str],
+    ) -> StateDigest | None:
+        """Keep a step in the tiers of these names; the state digest of the boxes, where one is known. Never fails."""
+        record = None
+        if self._writer.rank == 0:
+            record = Record(
+                run_id=self._writer.run_id,
+                step=step,
+                attempt=self._writer.attempt,
+                writers=self._writer.world,
+                created=time.time(),
+                describe=self._writer.describe,
+                scalars=dict(scalars),
+                attachments=dict(attachments),
+                **self._writer.lineage,
+            )
+        for keeper in self._writers:
+            if keeper.tier.name in names:
+                digest = keeper.keep(step, boxes, digest, record)
+        return digest

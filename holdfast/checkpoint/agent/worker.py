@@ -1,0 +1,247 @@
+"""What is done for one writer behind its training: each copy is made durable, in order, and committed where the writer
+leads. The same in the agent and, where there is none, in threads of the rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from holdfast.checkpoint.agent.protocol import Outcome
+from holdfast.checkpoint.agent.tier_copies import TierCopies
+from holdfast.checkpoint.box import TensorBox
+from holdfast.checkpoint.fingerprint import StateDigest
+from holdfast.spec.errors import FencedError, HoldfastError, NoSpaceError, StoreUnreachableError
+
+log = logging.getLogger("holdfast.checkpoint")
+
+TELL_SECONDS = 5.0  # between two tries to tell others of a failure
+
+
+class Work(Protocol):
+    """One writer's part in checkpoints. Whatever it raises fails that save alone."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether others' parts are put together here: rank 0, and the first rank of each group of a large gang."""
+
+    def write(self, step: int, boxes: Sequence[TensorBox], digest: StateDigest | None) -> None:
+        """Make this writer's part durable. `digest`: of the boxes, where the device has computed it."""
+
+    def commit(self, step: int, scalars: Mapping[str, int | float], attachments: Mapping[str, str]) -> int | None:
+        """Wait for the parts of others, and put them together; the bytes that were written for a commit."""
+
+    def give_up(self, step: int, failure: HoldfastError) -> None:
+        """Tell those who wait for this writer's part that it will not come."""
+
+    def after_commit(self, step: int) -> None:
+        """What is no part of the commit and may take its time: collection."""
+
+    def lift(self) -> None:
+        """Somebody waits: uploads are not held back any more."""
+
+    def hurry(self) -> None:
+        """No rank goes on any more: a part that others have written by now comes soon, or never."""
+
+
+@dataclass
+class _Copy:
+    step: int
+    boxes: Sequence[TensorBox] | None  # None: it is durable already
+    digest: StateDigest | None = None
+    scalars: Mapping[str, int | float] = field(default_factory=dict)
+    attachments: Mapping[str, str] = field(default_factory=dict)
+    near: Sequence[str] = ()  # the tiers that keep it
+    committed: bool = True  # whether it becomes a checkpoint
+    abandoned: str = ""  # why there is no copy, and will be none
+
+
+class SaveWorker:
+    """Does the work of one writer, in threads that end with `close` or with the process."""
+
+    def __init__(self, work: Work, tell: Callable[[Outcome], None], name: str, near: TierCopies | None = None) -> None:
+        """`tell` is called from those threads. `near` keeps copies near the ranks, before and beside the work, so that
+        none waits for the store."""
+        self._work, self._tell, self._name, self._near, self.closed = work, tell, name, near, False
+        self._changed = threading.Condition()
+        self._open: dict[int, str] = {}  # what is being done for which step
+        self._untold: dict[int, HoldfastError] = {}  # failures that those who wait have not been told
+        self._untidy = 0  # commits that collection has not followed yet
+        self._writes: SimpleQueue[_Copy | None] = SimpleQueue()
+        self._keeps: SimpleQueue[_Copy | None] = SimpleQueue() if near is not None else self._writes
+        self._commits: SimpleQueue[_Copy | None] = SimpleQueue()
+        self._done: SimpleQueue[int | None] = SimpleQueue()
+        acts = [*([self._keep_all] if near is not None else []), self._write_all]
+        for act in [*acts, self._commit_all, self._tidy_all] if work.leads else acts:
+            threading.Thread(target=act, name=f"checkpoint {name}", daemon=True).start()
+
+    def save(
+        self,
+        step: int,
+        boxes: Sequence[TensorBox] | None,
+        digest: StateDigest | None,
+        scalars: Mapping[str, int | float],
+        attachments: Mapping[str, str],
+        near: Sequence[str] = (),
+        committed: bool = True,
+    ) -> None:
+        """Take a copy over; its memory must stay as it is until an outcome is told. None: it is durable already. `near`
+        names the tiers that keep it; it need not be `committed`."""
+        if committed or self._near is not None:
+            self._begin(_Copy(step, boxes, digest, scalars, attachments, near, committed))
+        else:  # no tier could be had on this node
+            self._tell(Outcome(step=step, what="done"))
+
+    def give_up(self, step: int, why: str) -> None:
+        """There is no copy of that step, and will be none."""
+        self._begin(_Copy(step, None, abandoned=why))
+
+    def busy(self) -> list[str]:
+        """What is not done yet, in words."""
+        with self._changed:
+            return [f"step {step} of {self._name}: {what}" for step, what in self._open.items()]
+
+    def lift(self) -> None:
+        """Hold uploads back no longer."""
+        self._work.lift()
+
+    def hurry(self) -> None:
+        """Do not wait long for the parts of others any more."""
+        self._work.hurry()
+
+    def close(self) -> None:
+        """Nothing more will be asked for: the threads end once they have done what was."""
+        self.closed = True
+        self._keeps.put(None)
+
+    def _begin(self, copy: _Copy) -> None:
+        with self._changed:
+            self._open[copy.step] = "its part is being written"
+        self._keeps.put(copy)
+
+    def _keep_all(self) -> None:
+        assert self._near is not None
+        while (copy := self._keeps.get()) is not None:
+            if copy.boxes is not None and copy.near:
+                try:
+                    copy.digest = self._near.keep(
+                        copy.step, copy.near, copy.boxes, copy.digest, copy.scalars, copy.attachments
+                    )
+                except BaseException:  # no save depends on it
+                    log.exception("step %d is not kept near: please report it with this traceback", copy.step)
+            if copy.committed:
+                self._writes.put(copy)  # also what is abandoned: in order
+            else:
+                copy.boxes = None
+                self._end(copy.step)
+        self._writes.put(None)
+
+    def _write_all(self) -> None:
+        while True:
+            try:
+                copy = self._writes.get(timeout=TELL_SECONDS if self._untold else None)
+            except Empty:
+                self._tell_others()
+                continue
+            if copy is None:
+                break
+            self._write(copy)
+        self._commits.put(None)
+
+    def _write(self, copy: _Copy) -> None:
+        step = copy.step
+        try:
+            if copy.abandoned:
+                raise StoreUnreachableError(copy.abandoned)
+            if copy.boxes is not None:
+                self._work.write(step, copy.boxes, copy.digest)
+        except BaseException as error:  # noqa: BLE001 - told to whoever asked, and raised there
+            failure = as_failure(step, error)
+            with self._changed:
+                self._untold[step] = failure
+            self._end(step, failure)
+            self._tell_others()
+            return
+        finally:
+            copy.boxes = None  # its memory is no longer needed
+        if not self._work.leads:
+            self._end(step)
+            return
+        with self._changed:
+            self._open[step] = "it waits for the parts of other ranks"
+        self._tell(Outcome(step=step, what="durable"))
+        self._commits.put(copy)
+
+    def _commit_all(self) -> None:
+        while (copy := self._commits.get()) is not None:
+            try:
+                written = self._work.commit(copy.step, copy.scalars, copy.attachments)
+            except BaseException as error:  # noqa: BLE001 - told to whoever asked, and raised there
+                self._end(copy.step, as_failure(copy.step, error))
+                continue
+            with self._changed:
+                self._untidy += 1
+            self._end(copy.step, written=written)
+            self._done.put(copy.step)
+        self._done.put(None)
+
+    def _tidy_all(self) -> None:
+        while (step := self._done.get()) is not None:
+            try:
+                self._work.after_commit(step)
+            except FencedError as error:  # the commit stands, and is the last one
+                self._tell(_failed(step, error))
+            except HoldfastError as error:
+                log.warning("what no checkpoint needs any more is left for the next sweep: %s", error)
+            except BaseException:  # whoever waits for it must not wait for ever
+                log.exception("the collection failed unexpectedly: please report it with this traceback")
+            with self._changed:
+                self._untidy -= 1
+                self._changed.notify_all()
+
+    def _tell_others(self) -> None:
+        """Tell those who wait for a part that it will not come; the store may be away for this, too: then again."""
+        for step, failure in sorted(self._untold.items()):
+            try:
+                self._work.give_up(step, failure)
+            except (StoreUnreachableError, NoSpaceError):
+                return
+            except BaseException as error:  # noqa: BLE001 - they wait for as long as they do for a part
+                log.warning("step %d: that %s failed could not be told to others: %s", step, self._name, error)
+            with self._changed:
+                del self._untold[step]
+                self._changed.notify_all()
+
+    def _end(self, step: int, failure: HoldfastError | None = None, written: int | None = None) -> None:
+        outcome = Outcome(step=step, what="done", bytes=written) if failure is None else _failed(step, failure)
+        self._tell(outcome)
+        with self._changed:
+            self._open.pop(step, None)
+            self._changed.notify_all()
+
+    def settle(self, seconds: float) -> None:
+        """Wait until nothing is left to do, collection included, so long at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._open or self._untidy), seconds)
+
+    def finish(self, seconds: float) -> None:
+        """Wait until nothing is left to do or to tell others, so long at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._open or self._untidy or self._untold), seconds)
+
+
+def _failed(step: int, failure: HoldfastError) -> Outcome:
+    return Outcome(step=step, what="failed", error=type(failure).__name__, reason=str(failure))
+
+
+def as_failure(step: int, error: BaseException) -> HoldfastError:
+    """What a save failed with, as it can be told to another process."""
+    if isinstance(error, HoldfastError):
+        return error
+    text = "".join(traceback.format_exception(error))
+    return HoldfastError(f"step {step}: the save failed unexpectedly: please report it with this traceback\n{text}")

@@ -1,0 +1,106 @@
+"""What one reader could not verify of a checkpoint, and when that is enough to set it aside: one bad reader, its memory
+or its network, must never destroy a checkpoint. Two readers must agree: another rank, or another attempt elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+
+from holdfast.runtime.gang import Gang
+from holdfast.spec.errors import BadReaderError, DataError, MissingError
+from holdfast.store import Store, layout
+from holdfast.store.json_reading import read_json
+
+log = logging.getLogger("holdfast.checkpoint")
+
+
+@dataclass(frozen=True)
+class DamageReport:
+    """A piece of a pack, an index, or a root manifest, that one reader could not verify."""
+
+    reason: str
+    key: str
+    start: int = 0  # bytes into the pack
+    digest: str = ""  # of the index; empty for a root, and for a piece, whose digest stands in the index
+    index: str = ""  # the key of the index that says where the piece lies, and with what digest
+    piece: int = 0  # its number there
+    node: str = field(default_factory=socket.gethostname)  # where it was read
+
+
+class DamageError(DataError):
+    """What was read failed its checksum, and failed it again."""
+
+    def __init__(self, suspect: DamageReport) -> None:
+        super().__init__(suspect.reason)
+        self.suspect = suspect
+
+
+def confirmed_reason(
+    store: Store,
+    run_id: str,
+    step: int,
+    suspects: Mapping[int, DamageReport],
+    gang: Gang,
+    attempt: int,
+    reread: Callable[[DamageReport], bool],
+) -> str:
+    """The reason on which two readers agree: a rank of another node, which reads what a rank suspects, or another
+    attempt. Ranks of one node share its memory and its network; they are asked only where there is no other node.
+
+    `suspects` by rank, the same on every rank; `reread(suspect)` is whether it fails here, too. A collective call.
+    Raises BadReaderError when nobody agrees, with the doubt recorded for the next attempt.
+    """
+    nodes = gang.all_gather(socket.gethostname(), str)
+    mine = [rank for rank in suspects if gang.size > 1 and _second_reader(rank, nodes) == gang.rank]
+    verdicts = gang.all_gather({rank: reread(suspects[rank]) for rank in mine}, dict[int, bool])
+    if confirmed := sorted(rank for each in verdicts for rank, fails in each.items() if fails):
+        return suspects[confirmed[0]].reason
+    other = partial(_another_attempt, store, run_id, step, suspects, gang.size == 1, attempt)
+    if reason := gang.from_rank_0(other, str):
+        return reason
+    first = next(iter(suspects.values()))
+    who = ", ".join(sorted({suspect.node for suspect in suspects.values()}))
+    raise BadReaderError(
+        f"checkpoint at step {step}: {first.reason}; only node {who} says so. The checkpoint stays where it is, and "
+        "is set aside if the next attempt finds the same",
+        here=gang.rank in suspects,
+    )
+
+
+def _second_reader(rank: int, nodes: Sequence[str]) -> int:
+    """The next rank on another node; the next one where all are on one."""
+    others = [(rank + distance) % len(nodes) for distance in range(1, len(nodes))]
+    return next((other for other in others if nodes[other] != nodes[rank]), others[0])
+
+
+def _another_attempt(
+    store: Store, run_id: str, step: int, suspects: Mapping[int, DamageReport], alone: bool, attempt: int
+) -> str:
+    """The reason on which another attempt agrees, on another node unless this rank is `alone` and nobody else can be
+    asked. Empty if there is none: then the doubt is recorded."""
+    folder = layout.doubts(run_id, step)
+    own = f"{folder}{attempt:06d}.json"
+    for info in store.list(folder):
+        if info.key == own:
+            continue
+        for former in _recorded(store, info.key):
+            for suspect in suspects.values():
+                same = (former.key, former.start) == (suspect.key, suspect.start)
+                if same and (alone or former.node != suspect.node):
+                    return suspect.reason
+    store.put(own, json.dumps([asdict(suspect) for suspect in suspects.values()]).encode())
+    return ""
+
+
+def _recorded(store: Store, key: str) -> list[DamageReport]:
+    """The doubts of another attempt; none where this reader cannot read them, either."""
+    try:
+        return read_json(store, key, list[DamageReport])
+    except (MissingError, DataError) as error:
+        log.warning("%s counts for nothing, because it cannot be read: %s", key, error)
+        return []

@@ -1,0 +1,303 @@
+"""Collection: checkpoints that nothing keeps go, then the indexes and packs that no checkpoint needs.
+
+Off the path of the commit, by one collector at a time (a lease), in batches. Roots go first, indexes next, packs last,
+so that a crash in between leaves garbage and never a broken checkpoint. `docs/checkpoints.md` argues why nothing is
+ever taken that is needed: kept checkpoints, the roots in pins and in marks of readers, what was set aside as damaged,
+and everything that is newer than the newest commit of this attempt, which may be part of a save in flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from holdfast.checkpoint.attempts import Attempt
+from holdfast.checkpoint.commit import Clock
+from holdfast.checkpoint.lease import Lease, LostLeaseError
+from holdfast.checkpoint.lineage import void_steps
+from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.reader import fetch_child
+from holdfast.checkpoint.retention import PinRecord, Retention, checkpoint_times, pinned_steps
+from holdfast.checkpoint.root import UnfitError
+from holdfast.checkpoint.tree import Entry, Node
+from holdfast.spec.errors import DataError, HoldfastError, MissingError
+from holdfast.store import Store, layout
+from holdfast.store.interface import ObjectInfo
+from holdfast.telemetry.event_folding import fold_events
+from holdfast.telemetry.history_folding import fold_history
+
+T = TypeVar("T")
+_Sign = tuple[str, float]  # version, and when it was written by the store's clock
+log = logging.getLogger("holdfast.checkpoint")
+
+BATCH = 1000  # objects of one request, between two looks at the fence and the lease
+MARK_SECONDS = 3600.0  # that a reader's mark holds after its last sign of life
+FOLD_EVERY = 32  # collections
+ABANDONED_SECONDS = 3600.0  # between two looks for uploads that nobody finishes
+
+_INDEX = re.compile(r"/indexes/(\d{6,})-(\d{9,})/[^/]+\.(idx|failed)$")
+_PACK = re.compile(r"/packs/(\d{6,})-(\d{9,})-[0-9a-f]{32}\.pack$")
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """The keys of the indexes and packs that a child of the tree stands for, without what is below it, and the
+    entries of that."""
+
+    keys: frozenset[str]
+    below: tuple[Entry, ...]
+
+
+@dataclass
+class Collector:
+    """Collects for one attempt, commit after commit. Remembers what it has read of what never changes."""
+
+    store: Store
+    attempt: Attempt
+    retention: Retention
+    clock: Clock = time
+    folds: bool = True  # the history and the events, too
+    _roots: dict[str, Manifest] = field(default_factory=dict)  # by key and version
+    _pinned: dict[str, tuple[Manifest, ...]] = field(default_factory=dict)  # the roots in a pin, by key and version
+    _needs: dict[str, _Needs] = field(default_factory=dict)  # by the digest of a child
+    _marks: dict[str, tuple[_Sign, float]] = field(default_factory=dict)  # key -> its last sign of life, since when
+    _collections: int = 0  # of this collector
+    _ended: float | None = None  # when uploads were ended last
+
+    def __post_init__(self) -> None:
+        self._lease = Lease(self.store, layout.collector(self.attempt.run_id), self.attempt.number, self.clock)
+
+    def collect(self, committed: int) -> int:
+        """Delete what nothing needs beside the checkpoint that was just `committed`, which stays in any case: later
+        ones may be those of a replaced attempt, and the next save refers to it. Returns how many objects; 0 also when
+        another collector is at work. Raises FencedError when the attempt has been replaced, and what the store raises.
+        """
+        self.attempt.check(self.store)
+        if not self._lease.take():
+            log.debug("another collector is at work")
+            return 0
+        try:
+            deleted = self._collect(committed)
+            self._lease.release()
+        except LostLeaseError:
+            log.info("another collector has taken over; this one stops")
+            return 0
+        except HoldfastError:
+            with suppress(HoldfastError):
+                self._lease.release()
+            raise
+        return deleted
+
+    def _collect(self, committed: int) -> int:
+        run_id = self.attempt.run_id
+        times = checkpoint_times(self.store, run_id)
+        void = self._void(committed)
+        counted = {step: moment for step, moment in times.items() if step not in void}
+        kept = {*self.retention.kept(counted, pinned_steps(self.store, run_id)), committed}
+        damaged = steps_in(self.store, layout.damaged(run_id))
+        released = {step for step in damaged if sum(other > step for other in kept) >= self.retention.keep_last}
+        # What does not count above `committed` stays until the step is written anew, which a newer attempt may do now.
+        going = [step for step in times if step not in kept and (step < committed or step not in void)]
+        deleted = self._delete_roots(going)
+        deleted += self._delete([layout.damaged(run_id, step) for step in sorted(released)])
+        doubted = tuple(layout.doubts(run_id, step) for step in kept)
+        deleted += self._delete([key for key in self._keys(layout.doubts(run_id)) if not key.startswith(doubted)])
+        needed = self._needed(committed)  # of what is there now: whoever marks one from now on sees that it is gone
+        if needed is not None:
+            newest = (self.attempt.number, committed)
+            for pattern, folder in ((_INDEX, layout.indexes(run_id)), (_PACK, layout.packs(run_id))):
+                deleted += self._delete(
+                    [key for key in self._keys(folder) if key not in needed and _is_old(pattern, key, newest)]
+                )
+        self._end_abandoned()
+        self._fold_telemetry()
+        return deleted
+
+    def _delete_roots(self, steps: Sequence[int]) -> int:
+        """Delete checkpoints. One that was pinned while it was deleted comes back."""
+        run_id, deleted = self.attempt.run_id, 0
+        for some in _batches(steps):
+            pinned = pinned_steps(self.store, run_id)
+            keys = {step: layout.checkpoint(run_id, step) for step in some if step not in pinned}
+            content = {step: data for step, key in keys.items() if (data := self._found(key)) is not None}
+            deleted += self._delete(list(keys.values()))
+            for step in pinned_steps(self.store, run_id) & content.keys():
+                self.store.put_if_absent(keys[step], content[step])
+                deleted -= 1
+        return deleted
+
+    def _needed(self, committed: int) -> set[str] | None:
+        """The keys of all indexes and packs that some checkpoint, damaged one, pin or reader needs. None where that
+        cannot be said."""
+        run_id, needed = self.attempt.run_id, set[str]()
+        damaged = steps_in(self.store, layout.damaged(run_id))
+        try:
+            marked = self._read_roots(self._live_marks())
+            pinned = self._read_pins()
+            roots = self._read_roots(self.store.list(layout.run(run_id, "checkpoints/step-")))
+            if not any(root.step == committed for root in roots.values()):  # what is in flight may refer to it
+                log.warning("run %s: the checkpoint at step %d is gone; no pack is deleted", run_id, committed)
+                return None
+            void = _void_among(roots.values(), committed)
+            for root in [*marked.values(), *(root for root in roots.values() if root.step not in void)]:
+                needed |= self._needed_by(root)
+            for root in pinned:
+                needed |= self._needed_by(root, damaged=root.step in damaged)
+        except DataError as error:  # it may need anything
+            log.warning("%s; no pack is deleted while it lies there", error)
+            return None
+        for step in damaged:
+            key = layout.damaged(run_id, step)
+            try:
+                if (data := self._found(key)) is not None:
+                    needed |= self._needed_by(Manifest.from_bytes(data, key), damaged=True)
+            except UnfitError as error:
+                log.warning("%s; no pack is deleted while it lies there", error)
+                return None
+            except DataError:  # torn itself: nothing says what it needs
+                continue
+        self._roots = {**marked, **roots}
+        self._needs = {digest: needs for digest, needs in self._needs.items() if needs.keys & needed}
+        return needed
+
+    def _void(self, committed: int) -> set[int]:
+        """The steps of roots that a replaced attempt wrote too late, as far as they can be read: see `lineage`."""
+        roots: dict[str, Manifest] = {}
+        for info in self.store.list(layout.run(self.attempt.run_id, "checkpoints/step-")):
+            with suppress(DataError):
+                roots |= self._read_roots([info])
+        self._roots |= roots
+        return _void_among(roots.values(), committed)
+
+    def _read_roots(self, infos: Iterable[ObjectInfo]) -> dict[str, Manifest]:
+        """Roots by key and version, without those that are gone meanwhile. Raises DataError."""
+        found = {}
+        for info in infos:
+            known = f"{info.key} {info.version}"
+            if known in self._roots:
+                found[known] = self._roots[known]
+            elif (data := self._found(info.key)) is not None:
+                found[known] = Manifest.from_bytes(data, info.key)
+        return found
+
+    def _read_pins(self) -> list[Manifest]:
+        """The roots in all pins. Raises DataError for a pin that cannot be read: it may need anything."""
+        found = {}
+        for info in self.store.list(layout.pins(self.attempt.run_id)):
+            known = f"{info.key} {info.version}"
+            if known in self._pinned:
+                found[known] = self._pinned[known]
+            elif (data := self._found(info.key)) is not None:
+                record = PinRecord.from_bytes(data, info.key)
+                found[known] = tuple(Manifest.from_bytes(root.encode(), info.key) for root in record.roots)
+        self._pinned = found
+        return [root for roots in found.values() for root in roots]
+
+    def _needed_by(self, root: Manifest, damaged: bool = False) -> set[str]:
+        """What one checkpoint needs; a damaged one as far as that can be read. Of a writer's index in a large tree only
+        the name is needed: the node above it has its packs."""
+        borrowed = root.holder != self.attempt.run_id  # what it needs is pinned in the run that it lies in
+        needed, waiting = set[str](), [(entry, False) for entry in root.indexes if not borrowed]
+        while waiting:
+            entry, told = waiting.pop()
+            needed.add(layout.index(root.holder, entry.name))
+            if told and not entry.is_node:
+                continue
+            if (needs := self._needs.get(entry.digest)) is None:
+                try:
+                    needs = self._read_needs(root.holder, entry)
+                except UnfitError:
+                    raise
+                except DataError:
+                    if not damaged and self.store.stat(layout.index(root.holder, entry.name)) is not None:
+                        raise
+                    continue  # what is gone says nothing more, and keeps nothing from being collected
+                self._needs[entry.digest] = needs
+            needed |= needs.keys
+            waiting += [(each, True) for each in needs.below]
+        return needed
+
+    def _read_needs(self, run_id: str, entry: Entry) -> _Needs:
+        child = fetch_child(self.store, layout.index(run_id, entry.name), entry)
+        packs = frozenset(layout.pack(run_id, str(name)) for name in child.pack_names)
+        return _Needs(packs, child.entries if isinstance(child, Node) else ())
+
+    def _live_marks(self) -> list[ObjectInfo]:
+        """The marks of readers, without those that this collector has seen without a sign of life for MARK_SECONDS by
+        its own clock: they are deleted."""
+        now, live, dead = self.clock.monotonic(), [], []
+        found = {info.key: info for info in self.store.list(layout.readers(self.attempt.run_id))}
+        self._marks = {key: seen for key, seen in self._marks.items() if key in found}
+        for key, info in found.items():
+            sign = info.version, info.modified  # the same bytes written again keep their entity tag in a bucket
+            last, since = self._marks.setdefault(key, (sign, now))
+            if last != sign:
+                self._marks[key] = sign, now
+                live.append(info)
+            elif now - since < MARK_SECONDS:
+                live.append(info)
+            else:
+                dead.append(key)
+        self._delete(dead)
+        return live
+
+    def _fold_telemetry(self) -> None:
+        """Now and then: fold the segments of the history, which each commit adds one to, and the events, which each
+        process adds one to."""
+        if self.folds and self._collections % FOLD_EVERY == 0:
+            fold_events(self.store, self.attempt.run_id, self._require_lease)
+            fold_history(self.store, self.attempt.run_id, self.attempt.number, self._require_lease)
+        self._collections += 1
+
+    def _require_lease(self) -> None:
+        self.attempt.check(self.store)
+        self._lease.renew()
+
+    def _end_abandoned(self) -> None:
+        now = self.clock.monotonic()
+        if self._ended is None or now - self._ended >= ABANDONED_SECONDS:
+            self._ended = now
+            self.store.end_abandoned(layout.run(self.attempt.run_id))
+
+    def _delete(self, keys: Sequence[str]) -> int:
+        for some in _batches(keys):
+            self._require_lease()
+            self.store.delete_many(some)
+        return len(keys)
+
+    def _found(self, key: str) -> bytes | None:
+        try:
+            return self.store.get(key)
+        except MissingError:
+            return None
+
+    def _keys(self, prefix: str) -> list[str]:
+        return [info.key for info in self.store.list(prefix)]
+
+
+def _void_among(roots: Iterable[Manifest], committed: int) -> set[int]:
+    by_step = {root.step: root for root in roots}
+    if committed not in by_step:
+        return set()
+    return void_steps(by_step[committed], {step: root.attempt for step, root in by_step.items()})
+
+
+def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    return (items[start : start + BATCH] for start in range(0, len(items), BATCH))
+
+
+def steps_in(store: Store, folder: str) -> list[int]:
+    """The steps of the roots in a folder, oldest first; whatever else lies there is not ours."""
+    matches = (re.search(r"/step-(\d{9,})\.json$", info.key) for info in store.list(f"{folder}step-"))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _is_old(pattern: re.Pattern[str], key: str, newest: tuple[int, int]) -> bool:
+    """Whether an object is no newer than the newest commit: what is may be part of a save in flight."""
+    match = pattern.search(key)
+    return match is not None and (int(match[1]), int(match[2])) <= newest

@@ -1,0 +1,311 @@
+"""Going on from a near step: the ranks agree on the newest one that is whole over all of its writers, and read it.
+
+What counts is decided by the run's store: the step must be above that of the newest checkpoint, and of an attempt that
+had not been replaced at that step. Each attempt that keeps near steps writes down which step it began from; what an
+older one kept above that step belongs to nobody. Coverage and state digest add up over the writers' indexes as in a
+commit, and each piece is compared with its digest as it is read. Whatever is torn, missing or wrong is said, and the
+next older step is tried, or the checkpoint in the store.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import cast
+
+from pydantic import BaseModel, Field
+
+from holdfast.checkpoint.attempts import list_attempts
+from holdfast.checkpoint.box import TensorBox
+from holdfast.checkpoint.catalogue import Catalogue, catalogue_bytes, merged
+from holdfast.checkpoint.commit import node_name, require_whole
+from holdfast.checkpoint.fingerprint import scalars_digest
+from holdfast.checkpoint.index import Header, Index, Totals, pack_table
+from holdfast.checkpoint.local_tiers.peers import Nodes, Remote
+from holdfast.checkpoint.local_tiers.record import Record, record_key
+from holdfast.checkpoint.local_tiers.tier import Tier
+from holdfast.checkpoint.local_tiers.tier_writer import Step, whole_steps
+from holdfast.checkpoint.local_tiers.view import Source, TierView
+from holdfast.checkpoint.manifest import Manifest, content_digest
+from holdfast.checkpoint.reader import Checkpoint
+from holdfast.checkpoint.shard_writer import writer_name
+from holdfast.checkpoint.tree import FANOUT, Children, Entry, Node
+from holdfast.runtime.gang import Gang
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import Store, layout
+from holdfast.store.json_reading import read_json
+
+log = logging.getLogger("holdfast.checkpoint")
+
+TRIES = 4  # near steps that are looked at, before the store's checkpoint is
+
+Held = Mapping[tuple[str, int, int], Sequence[int]]  # tier, attempt, step -> the writers whose parts are there
+_Inventory = list[tuple[tuple[str, int, int], list[int]]]  # the same, as it crosses to the other ranks
+
+
+@dataclass(frozen=True)
+class Part:
+    """One writer's part of a near step, whose index its holder has verified."""
+
+    writer: int
+    tier: str
+    entry: Entry
+    totals: Totals
+
+
+@dataclass(frozen=True)
+class Found:
+    """A near step that was loaded."""
+
+    checkpoint: Checkpoint
+    record: Record
+
+
+class TierLoader:
+    """The near steps of a run, as the ranks of a new attempt find them."""
+
+    def __init__(
+        self, store: Store, run_id: str, attempt: int, tiers: Sequence[Tier], gang: Gang, nodes: Nodes
+    ) -> None:
+        """A collective call, as all below. `tiers`: those of this node."""
+        self._store, self._run_id, self._attempt, self._gang, self._nodes = store, run_id, attempt, gang, nodes
+        self._tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
+        self._leads = nodes.leads  # the first rank of each node speaks for it
+        self._held = [
+            dict(held) for held in gang.all_gather(list((self._inventory() if self._leads else {}).items()), _Inventory)
+        ]
+
+    def load(self, boxes: Sequence[TensorBox], newest: Step | None, fits: Callable[[Record], bool]) -> Found | None:
+        """Fill `boxes` from the newest near step above `newest`, the attempt and step of the newest checkpoint, that is
+        whole and verifies on every rank, and whose record `fits`. None if there is none: what the boxes hold is then
+        of no use."""
+        for attempt, step in self._gang.from_rank_0(lambda: self._candidates(newest), list[Step])[:TRIES]:
+            found = self._opened(attempt, step, fits)
+            if found is None:
+                continue
+            reason = self._filled(found.checkpoint, boxes)
+            reasons = [each for each in self._gang.all_gather(reason, str) if each]
+            if not reasons:
+                return found
+            self._say("step %d of the near tiers does not verify, and is left alone: %s", step, reasons[0])
+        return None
+
+    def _inventory(self) -> Held:
+        held: dict[tuple[str, int, int], list[int]] = {}
+        for tier in self._tiers.values():
+            for writer in tier.writers():
+                with suppress(Exception):  # what cannot be listed is not there
+                    for attempt, step in whole_steps(tier.store(writer), self._run_id, writer):
+                        held.setdefault((tier.name, attempt, step), []).append(writer)
+        return held
+
+    def _candidates(self, newest: Step | None) -> list[Step]:
+        """The steps that may be gone on from, newest first. Of rank 0."""
+        steps = {(attempt, step) for held in self._held for _, attempt, step in held}
+        if newest is not None:
+            steps = {(attempt, step) for attempt, step in steps if step > newest[1] and attempt >= newest[0]}
+        steps = {each for each in steps if each[0] < self._attempt}
+        if not steps:
+            return []
+        oldest = min(attempt for attempt, _ in steps)
+        for number, _ in list_attempts(self._store, self._run_id):
+            if oldest < number < self._attempt and (began := read_start(self._store, self._run_id, number)) is not None:
+                steps = {(attempt, step) for attempt, step in steps if attempt >= number or step <= began}
+        return sorted(steps, key=lambda each: (each[1], each[0]), reverse=True)
+
+    def _opened(self, attempt: int, step: int, fits: Callable[[Record], bool]) -> Found | None:
+        """A near step as a checkpoint, if it is whole."""
+        record = self._record(attempt, step)
+        if record is None or not fits(record):
+            return None
+        indexes = self._indexes(attempt, step) if self._leads else {}
+        try:
+            catalogue = self._catalogue(indexes)
+            parts = self._parts(indexes, catalogue)
+            missing = sorted(set(range(record.writers)) - parts.keys())
+            if missing:
+                raise DataError(f"the parts of {len(missing)} of {record.writers} writers are missing: {missing[:8]}")
+            entries = [parts[writer][0][1].entry for writer in range(record.writers)]
+            sums = [parts[writer][0][1].totals for writer in range(record.writers)]
+            totals = sum(sums, Totals())
+            require_whole(step, catalogue, totals, record.writers)
+            nodes: dict[str, bytes] = {}
+            top = self._tree(record, catalogue, entries, sums, nodes)
+            manifest = Manifest(
+                run_id=self._run_id,
+                step=step,
+                attempt=attempt,
+                created=record.created,
+                segments=record.segments,
+                history=record.history,
+                scalars=record.scalars,
+                state_digest=str(totals.digest + scalars_digest(record.scalars)),
+                tensors=dict(catalogue),
+                indexes=top,
+                writers=record.writers,
+                **record.describe,
+            )
+        except (DataError, ValueError, TypeError) as error:  # the same on every rank: all have heard the same
+            self._say("step %d of the near tiers is not used: %s", step, error)
+            return None
+        view = TierView(f"near step {step}", self._run_id, self._sources(parts), nodes)
+        return Found(Checkpoint(cast(Store, view), manifest), record)
+
+    def _record(self, attempt: int, step: int) -> Record | None:
+        """What writer 0 kept beside its part, from the first node that has it whole."""
+        key = record_key(self._run_id, attempt, step)
+        for rank, held in enumerate(self._held):
+            names = [name for name in self._names if 0 in held.get((name, attempt, step), ())]
+            for name in names:
+                record = None
+                if rank == self._gang.rank:
+                    try:
+                        record = Record.from_bytes(self._tiers[name].store(0).get(key), key)
+                        if (record.run_id, record.attempt, record.step) != (self._run_id, attempt, step):
+                            raise DataError(f"{key}: is the record of attempt {record.attempt}, step {record.step}")
+                    except Exception as error:  # noqa: BLE001 - whoever cannot read it has none
+                        record = None
+                        log.warning("%s", error)
+                if (told := self._gang.broadcast(record, Record | None, rank)) is not None:
+                    return told
+        return None
+
+    def _indexes(self, attempt: int, step: int) -> dict[tuple[int, str], bytes]:
+        """The indexes of a step on this node that are intact, and whose packs are there, by writer and tier."""
+        found: dict[tuple[int, str], bytes] = {}
+        for name, tier in self._tiers.items():
+            for writer in self._held[self._gang.rank].get((name, attempt, step), ()):
+                store, key = tier.store(writer), self._key(attempt, step, writer)
+                try:
+                    data = store.get(key)
+                    index = Index.from_bytes(data, key)
+                    header = index.header
+                    if (header.step, header.attempt, header.level, header.number) != (step, attempt, 0, writer):
+                        raise DataError(f"{key}: says that it is of another writer or step")
+                    for pack in index.pack_names:
+                        info = store.stat(layout.pack(self._run_id, str(pack)))
+                        if info is None or info.size < pack.size:
+                            raise MissingError(f"{key}: pack {pack} is gone, or too short")
+                    found[writer, name] = data
+                except Exception as error:  # noqa: BLE001 - what cannot be read is not there
+                    log.warning("a copy in checkpoint.%s is not used: %s", name, error)
+        return found
+
+    def _catalogue(self, indexes: Mapping[tuple[int, str], bytes]) -> Catalogue:
+        """The tensors of all writers. Those that several nodes have alike are told once."""
+        own: Catalogue = {}
+        with suppress(DataError):  # whose parts do not agree has none
+            own = merged((Index.from_bytes(data, "near").catalogue for data in indexes.values()), "this node")
+        digests = self._gang.all_gather(content_digest(catalogue_bytes(own)) if own else "", str)
+        distinct = {digest: digests.index(digest) for digest in digests if digest}
+        catalogues = [self._gang.broadcast(own, Catalogue, rank) for rank in distinct.values()]
+        return merged(catalogues, "the near tiers")
+
+    def _parts(
+        self, indexes: Mapping[tuple[int, str], bytes], catalogue: Catalogue
+    ) -> dict[int, list[tuple[int, Part]]]:
+        """Of each writer who has its part, the nearest tier first: the rank that speaks for the node, and what it has.
+        Copies that differ from the first are left out."""
+        mine = []
+        for (writer, name), data in indexes.items():
+            children = Children("near")
+            key = self._name(Index.from_bytes(data, "near").header)
+            children.add(key, data)
+            mine.append(Part(writer, name, children.entries(catalogue)[0], children.totals))
+        found: dict[int, list[tuple[int, Part]]] = {}
+        by_rank = self._gang.all_gather(mine, list[Part])
+        gathered = [(rank, part) for rank, parts in enumerate(by_rank) for part in parts]
+        for rank, part in sorted(gathered, key=lambda each: self._names.index(each[1].tier)):
+            others = found.setdefault(part.writer, [])
+            if not others or others[0][1].entry.digest == part.entry.digest:
+                others.append((rank, part))
+        return found
+
+    def _tree(
+        self,
+        record: Record,
+        catalogue: Catalogue,
+        entries: Sequence[Entry],
+        totals: Sequence[Totals],
+        nodes: dict[str, bytes],
+    ) -> tuple[Entry, ...]:
+        """The entries of a root above these. What stands between is put into `nodes`; their tables of packs are empty,
+        since nobody reads them."""
+        level = 0
+        while len(entries) > FANOUT:
+            level += 1
+            above: list[Entry] = []
+            sums: list[Totals] = []
+            for number, start in enumerate(range(0, len(entries), FANOUT)):
+                group = sum(totals[start : start + FANOUT], Totals())
+                header = Header(record.step, record.attempt, number, level, group)
+                node = Node(header, catalogue, pack_table([]), tuple(entries[start : start + FANOUT]))
+                name = f"{record.attempt:06d}-{record.step:09d}/{node_name(level, number)}.idx"
+                children, data = Children("near"), node.to_bytes()
+                children.add(name, data)
+                nodes[layout.index(self._run_id, name)] = data
+                above += children.entries(catalogue)
+                sums.append(group)
+            entries, totals = above, sums
+        return tuple(entries)
+
+    def _sources(self, parts: Mapping[int, Sequence[tuple[int, Part]]]) -> dict[str, list[Source]]:
+        """Where this rank reads each writer's index and packs, by the key of the index: its own node first."""
+        found: dict[str, list[Source]] = {}
+        for writer, copies in parts.items():
+            here: list[Source] = []
+            there: list[Source] = []
+            for rank, part in copies:
+                if self._nodes.names[rank] == self._nodes.here and part.tier in self._tiers:
+                    here.append(self._tiers[part.tier].store(writer))
+                elif (endpoint := self._nodes.endpoints[rank]) is not None:
+                    there.append(Remote(endpoint, part.tier, writer))
+            found[layout.index(self._run_id, copies[0][1].entry.name)] = [*here, *there]
+        return found
+
+    def _filled(self, checkpoint: Checkpoint, boxes: Sequence[TensorBox]) -> str:
+        """Fill this rank's boxes; why that fails, if it does."""
+        try:
+            checkpoint.fill(boxes)
+        except Exception as error:  # noqa: BLE001 - there is the checkpoint in the store
+            return f"rank {self._gang.rank}: {error}"
+        return ""
+
+    @property
+    def _names(self) -> Sequence[str]:
+        return ("memory", "disk")  # the nearest first
+
+    def _key(self, attempt: int, step: int, writer: int) -> str:
+        return f"{layout.indexes(self._run_id, attempt, step)}{writer_name(writer)}.idx"
+
+    def _name(self, header: Header) -> str:
+        return f"{header.attempt:06d}-{header.step:09d}/{writer_name(header.number)}.idx"
+
+    def _say(self, words: str, *values: object) -> None:
+        if self._gang.rank == 0:
+            log.warning(words, *values)
+
+
+class _Began(BaseModel):
+    """The step that an attempt began from, as it is stored."""
+
+    start: int = Field(ge=0)
+
+
+def read_start(store: Store, run_id: str, attempt: int) -> int | None:
+    """The step that an attempt began from; None while it has not begun, or keeps no near steps."""
+    try:
+        return read_json(store, layout.began(run_id, attempt), _Began).start
+    except MissingError:
+        return None
+    except DataError:
+        return 0  # nothing of older attempts counts
+
+
+def record_start(store: Store, run_id: str, attempt: int, start: int) -> None:
+    """Write down, before the first step of an attempt, which step it begins from: no near step of an older attempt that
+    is above counts from now on. Of rank 0."""
+    store.put(layout.began(run_id, attempt), json.dumps({"start": start}).encode())

@@ -1,0 +1,112 @@
+"""The near tiers as the ranks of an attempt have them: where they lie, when they are due, what is found in them."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from holdfast.checkpoint.attempts import Attempt
+from holdfast.checkpoint.box import TensorBox
+from holdfast.checkpoint.lineage import newest_commit
+from holdfast.checkpoint.local_tiers.peers import Nodes
+from holdfast.checkpoint.local_tiers.record import Record
+from holdfast.checkpoint.local_tiers.tier import (
+    STALE_SECONDS,
+    Tier,
+    life_of,
+    make_folder,
+    memory_base,
+    remove_stale,
+)
+from holdfast.checkpoint.local_tiers.tier_loader import Found, TierLoader, record_start
+from holdfast.checkpoint.local_tiers.tier_writer import clear
+from holdfast.runtime.gang import Gang
+from holdfast.store import Store
+
+TIERS: tuple[Literal["memory", "disk"], ...] = ("memory", "disk")  # the nearest first
+log = logging.getLogger("holdfast.checkpoint")
+
+
+class TierSet:
+    """The near tiers of an attempt, on one rank. All but `due` and `tiers` is collective."""
+
+    def __init__(
+        self,
+        store: Store,
+        attempt: Attempt,
+        gang: Gang,
+        every: Mapping[str, int],
+        disk: str | None = None,
+        peers: int = 0,
+    ) -> None:
+        """`every`: the steps between two copies, by the name of the tier; `disk`: the folder of that tier; `peers`: how
+        many other nodes keep what is in the memory of this one."""
+        self._store, self._attempt, self._gang, self._every = store, attempt, gang, dict(every)
+        life = gang.from_rank_0(lambda: life_of(store, attempt.run_id), str)
+        placed = [_placed(name, disk, f"{attempt.run_id}-{life}", every[name]) for name in TIERS if name in every]
+        self.tiers = tuple(tier for tier in placed if tier is not None)
+        self._nodes = Nodes(gang, self.tiers)
+        self._peers = peers
+        self.neighbour = self._nodes.neighbour if peers else None
+        self.root = 0  # the step of the newest checkpoint in the store
+
+    def due(self, step: int) -> tuple[str, ...]:
+        """The tiers that keep the state after `step`; the same on every rank."""
+        return tuple(name for name, every in self._every.items() if step % every == 0)
+
+    def load(self, boxes: Sequence[TensorBox], fingerprint: str) -> Found | None:
+        """Fill `boxes` from the newest near step that is newer than the newest checkpoint and was computed under the
+        plan of this fingerprint; None if there is none, and the boxes hold nothing of use."""
+        run_id, number = self._attempt.run_id, self._attempt.number
+        newest = self._gang.from_rank_0(lambda: newest_commit(self._store, run_id, number), tuple[int, int] | None)
+        self.root = newest[1] if newest is not None else 0
+
+        def fits(record: Record) -> bool:
+            return record.fingerprint == fingerprint
+
+        with self._nodes.served(run_id, self.tiers):
+            near = TierLoader(self._store, run_id, number, self.tiers, self._gang, self._nodes)
+            found = near.load(boxes, newest, fits)
+        if found is not None and self._gang.rank == 0:
+            log.info("going on from step %d, kept near the ranks; the store has step %d", found.record.step, self.root)
+        return found
+
+    def begin(self, start: int, found: Found | None) -> None:
+        """Before the first step: what was measured up to a near step is written to the store, and where this attempt
+        begins."""
+
+        def told() -> None:
+            for key, text in (found.record.attachments if found is not None else {}).items():
+                self._store.put_if_absent(key, text.encode())
+            record_start(self._store, self._attempt.run_id, self._attempt.number, start)
+
+        self._gang.from_rank_0(told)
+
+    def listener(self) -> tuple[socket.socket, str] | None:
+        """What this node's agent takes copies of other nodes by, and the token; on one rank of each node, and once."""
+        handed = self._nodes.handed_over()
+        if handed is not None and not self._peers:
+            handed[0].close()  # what it was for is over: all have loaded
+            return None
+        return handed
+
+    def clear(self) -> None:
+        """The run is trained and its last step committed, which every rank says: nothing near is needed any more."""
+        self._gang.barrier()
+        for tier in self.tiers:
+            clear(tier)
+
+
+def _placed(name: Literal["memory", "disk"], disk: str | None, folder: str, every: int) -> Tier | None:
+    """A tier on this node; None where its folder cannot be made."""
+    try:
+        base = memory_base() if name == "memory" else Path(disk or "")
+        place = make_folder(base, folder)
+        remove_stale(base, folder, STALE_SECONDS[name])
+    except OSError as error:
+        log.warning("checkpoint.%s: nothing is kept on this node: %s", name, error)
+        return None
+    return Tier(name=name, folder=str(place), every=every)

@@ -1,0 +1,124 @@
+"""Keeping one writer's part in a near tier: the newest two steps of it, and a third one while it is written.
+
+Two, because ranks are not equally far: while one writes step n + 1, another may still write step n; then n - 1 is the
+newest step that all have. A step is written anew, packs and index, and refers to no other one. Whatever fails here is
+said once and fails no save.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.checkpoint.attempts import Attempt
+from holdfast.checkpoint.box import TensorBox
+from holdfast.checkpoint.fingerprint import StateDigest
+from holdfast.checkpoint.local_tiers.record import Record, record_key
+from holdfast.checkpoint.local_tiers.tier import Tier, require_room, touch
+from holdfast.checkpoint.shard_writer import ShardWriter, writer_name
+from holdfast.spec.errors import NoSpaceError
+from holdfast.store import Store, layout
+
+log = logging.getLogger("holdfast.checkpoint")
+
+KEPT = 2  # whole steps of a writer
+MARGIN = 1 << 20  # bytes for the index and the record of a step
+_STEP = re.compile(r"/(?:indexes|packs)/(\d{6,})-(\d{9,})[-/]")
+
+Step = tuple[int, int]  # attempt, step
+
+
+class TierWriter:
+    """Keeps the part of one writer of an attempt in one tier."""
+
+    def __init__(
+        self, tier: Tier, attempt: Attempt, writer: int, send: Callable[[Step], None] = lambda _: None
+    ) -> None:
+        """`send` is told each step once it is whole."""
+        self._send = send
+        self.tier, self._attempt, self._writer = tier, attempt, writer
+        self._store = tier.store(writer)
+        self._shards = ShardWriter(self._store, attempt, writer)
+        self._written = 0  # whole steps, by this process
+        self.off = ""  # why nothing is kept any more
+
+    def keep(
+        self, step: int, boxes: Sequence[TensorBox], digest: StateDigest | None, record: Record | None
+    ) -> StateDigest | None:
+        """Keep a step; the state digest of the boxes. `record` is that of writer 0. Raises nothing but for a bug."""
+        if self.off:
+            return digest
+        size = sum(box.data.nbytes for box in boxes) + MARGIN
+        try:
+            if not self._written:
+                self._store.end_abandoned(layout.run(self._attempt.run_id), 0.0)  # of a writer that was killed
+            require_room(self.tier, size)
+            if record is not None:  # first: a step whose index is there is whole
+                self._store.put(record_key(record.run_id, record.attempt, step), record.to_bytes())
+            self._shards.forget()
+            index = self._shards.write(step, boxes, digest)
+            touch(self.tier.folder)
+            self._written += 1
+            prune(self._store, self._attempt.run_id, self._writer)
+            if self._written > KEPT:
+                self._prune_others()
+            self._send((self._attempt.number, step))
+        except (NoSpaceError, PermissionError) as error:
+            self.off = str(error)
+            log.warning("%s", error)
+        except Exception as error:  # noqa: BLE001 - a near tier is a help, and no condition of training
+            what = f"{type(error).__name__} {error}"
+            log.warning("step %d is not kept in checkpoint.%s: %s", step, self.tier.name, what)
+            with suppress(Exception):
+                prune(self._store, self._attempt.run_id, self._writer)
+        else:
+            return index.header.totals.digest
+        return digest
+
+    def _prune_others(self) -> None:
+        """Remove what attempts before this one have left of writers that are elsewhere now, or nowhere: this one's gang
+        has kept a whole step since."""
+        for writer in self.tier.writers():
+            store = self.tier.store(writer)
+            old = [step for step in steps_in(store, self._attempt.run_id) if step[0] < self._attempt.number]
+            _remove(store, self._attempt.run_id, old)
+
+
+def prune(store: Store, run_id: str, writer: int) -> None:
+    """Remove all of a writer but its newest whole steps, and what is being written since."""
+    whole = whole_steps(store, run_id, writer)
+    if len(whole) >= KEPT:
+        oldest = whole[-KEPT]
+        _remove(store, run_id, [step for step in steps_in(store, run_id) if step < oldest])
+
+
+def whole_steps(store: Store, run_id: str, writer: int) -> list[Step]:
+    """The steps of which a writer has its index, which comes last, oldest first."""
+    own = f"/{writer_name(writer)}.idx"
+    keys = [info.key for info in store.list(layout.indexes(run_id)) if info.key.endswith(own)]
+    return sorted({(int(match[1]), int(match[2])) for key in keys if (match := _STEP.search(key))})
+
+
+def steps_in(store: Store, run_id: str) -> set[Step]:
+    """The steps of which anything is there."""
+    keys = [info.key for folder in (layout.indexes(run_id), layout.packs(run_id)) for info in store.list(folder)]
+    return {(int(match[1]), int(match[2])) for key in keys if (match := _STEP.search(key))}
+
+
+def _remove(store: Store, run_id: str, steps: Sequence[Step]) -> None:
+    """Indexes first: what is left of a step that is half removed does not look whole."""
+    gone = set(steps)
+    for folder in (layout.indexes(run_id), layout.packs(run_id)):
+        keys = [info.key for info in store.list(folder)]
+        store.delete_many([
+            key for key in keys if (match := _STEP.search(key)) and (int(match[1]), int(match[2])) in gone
+        ])  # fmt: skip
+
+
+def clear(tier: Tier) -> None:
+    """Remove all that a tier has of the run on this node."""
+    shutil.rmtree(Path(tier.folder), ignore_errors=True)

@@ -1,0 +1,42 @@
+"""Ends what the training of a DAG that has ended may have left on the cluster: see `launch.kubernetes.abandoned`.
+
+Promises to raise nothing that it can expect: whoever tells what became of a DAG tells this too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+from holdfast.runtime.environment import in_step_pod
+from holdfast.runtime.secrets import redact
+from holdfast.spec import HoldfastError, parse_spec
+
+API_PATIENCE = 20.0  # seconds that a request is tried: a summary is worth more than a clean namespace
+
+log = logging.getLogger("holdfast.notify")
+
+
+def clean_up_cluster(spec: str, overrides: Sequence[str], run_id: str) -> tuple[list[str], list[str]]:
+    """What was done, and what could not be found out, in sentences. Does nothing where no cluster runs the training, or
+    where the run or its spec is not known."""
+    if not run_id or not in_step_pod():
+        return [], []
+    from holdfast.launch.kubernetes.client import Api
+    from holdfast.launch.kubernetes.lease import HeldError
+    from holdfast.launch.kubernetes.orphaned_jobs import end_orphaned_jobs
+    from holdfast.launch.kubernetes.owner import POD_VARIABLE, find_own_pod
+
+    try:
+        cluster = parse_spec(spec, overrides).cluster
+        home = Api.of_this_process(patience=API_PATIENCE)
+        jobs = home.within(cluster.namespace or home.namespace)
+        ended = end_orphaned_jobs(jobs, run_id, cluster.job, find_own_pod(home, os.environ.get(POD_VARIABLE)))
+    except HeldError as error:
+        log.info("the job of run %s is left to its launcher: %s", run_id, error)
+        return [], []
+    except HoldfastError as error:
+        log.warning("whether run %s left a job is not known: %s", run_id, redact(str(error)))
+        return [], [f"whether a job of the run is left: {redact(str(error))}"]
+    return [f"job {name} was ended: no launcher followed it any more" for name in ended], []

@@ -1,0 +1,159 @@
+"""A state that another system made becomes the first checkpoint of a run.
+
+Such a run is named after what it takes in: its salt is a digest of the state and its step, so the same import again is
+the same run, and no run that computed its state itself is mistaken for it. Each part becomes the share of a writer of
+its own, as large as memory allows, so that a state of any size goes through one process; the commit checks that the
+parts make up every tensor exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+
+from holdfast.checkpoint import TensorBox, claim_attempt, digest_of, open_checkpoint, scalars_digest
+from holdfast.checkpoint.commit import Committer
+from holdfast.checkpoint.fingerprint import StateDigest
+from holdfast.checkpoint.retention import checkpoint_times
+from holdfast.checkpoint.shard_writer import ShardWriter
+from holdfast.model.initialise import parameter_shapes, trained
+from holdfast.spec import Spec, run_id
+from holdfast.spec.errors import DataError
+from holdfast.store import Store
+
+WRITER_BYTES = 256 * 2**20  # of the state that are in memory at once
+BOX_BYTES = WRITER_BYTES // 4
+MOMENTS = ("optimizer.exp_avg.", "optimizer.exp_avg_sq.")
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class Source(Protocol):
+    """A state of another system."""
+
+    @property
+    def where(self) -> str:
+        """Its place, for people."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor, by its canonical name; None where there is no such tensor. Raises DataError."""
+
+    def boxes(self, name: str) -> Iterator[TensorBox]:
+        """A tensor in boxes of bounded size, of any floating-point dtype, that share no element. Raises DataError."""
+
+
+@dataclass(frozen=True)
+class ImportedCheckpoint:
+    """What became of an import."""
+
+    run_id: str
+    salt: str  # that `holdfast run SPEC --salt` takes
+    step: int
+    state_digest: str
+    bytes: int
+    moments: bool  # whether the optimizer's state came along; else it begins at zero
+    again: bool = False  # it was there already
+
+
+def import_checkpoint(
+    spec: Spec,
+    dataset_id: str,
+    source: Source,
+    store: Store,
+    *,
+    step: int = 0,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> ImportedCheckpoint:
+    """Make the state of `source` the checkpoint at `step` of a run of `spec`. It is read twice: once for the name of
+    the run. Raises DataError for a source that is not of the spec's model or cannot be read."""
+    if spec.model.init_from is not None:
+        raise DataError(
+            f"model.init_from: {spec.model.init_from} already says where the weights are from; leave it out"
+        )
+    if not 0 <= step < spec.training.steps:
+        raise DataError(f"step {step} is not below training.steps = {spec.training.steps}: nothing is left to train")
+    shapes, moments = _shapes(spec, source)
+    names = [*shapes, *(prefix + name for prefix in MOMENTS for name in shapes if trained(name))]
+    whole = {name: shapes[name.removeprefix(MOMENTS[0]).removeprefix(MOMENTS[1])] for name in names}
+    total, done = 2 * 4 * sum(prod(shape) for shape in whole.values()), 0
+
+    def boxes() -> Iterator[TensorBox]:
+        nonlocal done
+        for name, shape in whole.items():
+            for box in source.boxes(name) if moments or name in shapes else _zeros(name, shape):
+                yield TensorBox(name, shape, box.offset, box.data.to(torch.float32).contiguous())
+                done += box.data.numel() * 4
+                progress(done, total)
+
+    scalars = {"optimizer.step": step}
+    digest = str(sum((digest_of([box]) for box in boxes()), StateDigest()) + scalars_digest(scalars))
+    salt = f"imported-{step}-{digest[:16]}"
+    identity = run_id(spec, dataset_id, salt)
+    told = ImportedCheckpoint(identity, salt, step, digest, total // 2, moments)
+    if steps := list(checkpoint_times(store, identity)):
+        if steps == [step] and open_checkpoint(store, identity, step).manifest.state_digest != digest:
+            raise DataError(f"run {identity} has another state at step {step}; please report it")
+        return ImportedCheckpoint(identity, salt, step, digest, total // 2, moments, again=True)
+    attempt = claim_attempt(store, identity)
+    writers, written = 0, scalars_digest(scalars)
+    for group in _groups(boxes()):
+        written += ShardWriter(store, attempt, writers).write(step, group).header.totals.digest
+        writers += 1
+    if str(written) != digest:
+        raise DataError(f"{source.where} changed while it was read; import it again once nobody writes it")
+    committer = Committer(store, attempt, writers)
+    for writer in reversed(range(writers)):  # a node waits for those below it, which later writers lead
+        committer.lead(step, writer)
+    fields = {
+        "dataset_id": dataset_id,
+        "layout": {"imported from": source.where},
+        "random": {"scheme": "keyed by step", "seed": spec.training.seed},
+    }
+    committer.commit(step, fields, scalars)
+    return told
+
+
+def _shapes(spec: Spec, source: Source) -> tuple[Mapping[str, tuple[int, ...]], bool]:
+    """The weights of the model with their shapes, all of which the source has, and whether it has the moments too."""
+    embedding = source.shape(EMBEDDING)
+    if embedding is None:
+        raise DataError(f"{source.where} has no {EMBEDDING}: it holds no model that Holdfast knows")
+    shapes = parameter_shapes(spec.model, embedding[0])
+    for name, shape in shapes.items():
+        if (found := source.shape(name)) != shape:
+            have = "no such tensor" if found is None else f"the shape {list(found)}"
+            raise DataError(
+                f"{source.where}: {name} has {have}, the model of the spec needs {list(shape)}; mend `model`"
+            )
+    of_moments = {prefix + name: shape for prefix in MOMENTS for name, shape in shapes.items() if trained(name)}
+    there = [source.shape(name) for name in of_moments]
+    if all(found is None for found in there):
+        return shapes, False
+    if there != [*of_moments.values()]:
+        name = next(name for (name, shape), found in zip(of_moments.items(), there, strict=True) if found != shape)
+        raise DataError(f"{source.where}: {name} is missing or of another shape, and other moments are there")
+    return shapes, True
+
+
+def _zeros(name: str, shape: tuple[int, ...]) -> Iterator[TensorBox]:
+    """Moments that begin at zero, in parts."""
+    rows = max(1, WRITER_BYTES // 4 // max(1, 4 * prod(shape[1:])))
+    for first in range(0, shape[0], rows):
+        part = torch.zeros((min(rows, shape[0] - first), *shape[1:]))
+        yield TensorBox(name, shape, (first, *(0 for _ in shape[1:])), part)
+
+
+def _groups(boxes: Iterator[TensorBox]) -> Iterator[list[TensorBox]]:
+    group: list[TensorBox] = []
+    size = 0
+    for box in boxes:
+        group.append(box)
+        size += box.data.nbytes
+        if size >= WRITER_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

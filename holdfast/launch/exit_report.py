@@ -1,0 +1,164 @@
+"""How the ranks of one node ended, as typed records, and the one exit code that this makes.
+
+torchrun itself ends with 1 whatever its ranks said; a restart policy that reads exit codes needs the cause. Each rank's
+process keeps a record of its own, so that what a former process of the same rank left (torchrun starts ranks anew when
+the members of the gang change) never colours the ending.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast.runtime.secrets import redact
+from holdfast.spec.errors import ExitCode
+
+FOLDER_VARIABLE = "HOLDFAST_ENDINGS"  # the folder of the ranks' records, on their node
+FILE_VARIABLE = "HOLDFAST_ENDING_FILE"  # the file that whoever started this node's torchrun reads; it is there already
+_LEFT = ".left"  # beside the record of a rank that was left when another had died
+
+
+class RankExit(BaseModel):
+    """One process of a rank, and how it ended."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rank: int
+    local_rank: int
+    pid: int
+    node: str
+    attempt: int | None = None  # of the gang that it formed; None before it did
+    began: float  # unix seconds
+    ended: float | None = None  # unix seconds; None while it runs, and for one that was killed
+    code: int | None = None
+    blames_node: bool = False  # whether the rank found its own node to be the cause
+
+
+class NodeExit(BaseModel):
+    """How the ranks of one node ended: what crosses to the launcher."""
+
+    model_config = ConfigDict(frozen=True)
+
+    code: int  # the one that explains the others
+    node: str
+    blames_node: bool = False
+    detail: str = Field("", max_length=1000)  # what no rank could tell
+    reclaimed: bool = False  # by its cloud, which had said so
+    ranks: tuple[RankExit, ...] = ()
+
+    @property
+    def cause(self) -> RankExit | None:
+        """The rank whose end explains the node's: one with its code, else one that was killed without a word."""
+        same = [rank for rank in self.ranks if rank.code == self.code]
+        return next(iter([*same, *(rank for rank in self.ranks if rank.code is None)]), None)
+
+
+class RankRecord:
+    """This process's own record, kept from its beginning to its end where torchrun finds it."""
+
+    def __init__(self) -> None:
+        self._ending = RankExit(
+            rank=int(os.environ.get("RANK", "0")),
+            local_rank=int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))),
+            pid=os.getpid(),
+            node=socket.gethostname(),
+            began=time.time(),
+        )
+        self._write()
+
+    def formed(self, attempt: int) -> None:
+        """The gang has met, as that attempt: from now on a process that leaves no code was killed."""
+        self._ending = self._ending.model_copy(update={"attempt": attempt})
+        self._write()
+
+    def ended(self, code: int, blames_node: bool = False) -> None:
+        """This process leaves with `code` now."""
+        told = {"code": int(code), "ended": time.time(), "blames_node": blames_node}
+        self._ending = self._ending.model_copy(update=told)
+        self._write()
+
+    def _write(self) -> None:
+        if not (folder := os.environ.get(FOLDER_VARIABLE)):
+            return
+        path = Path(folder) / f"{self._ending.pid}.json"
+        with suppress(OSError):  # a full disk must not change the code; torchrun mostly sees it as well
+            path.with_suffix(".unfinished").write_text(self._ending.model_dump_json())
+            path.with_suffix(".unfinished").rename(path)
+
+
+def mark_as_left(pid: int) -> None:
+    """Another rank was dead before this one ended: if it says nothing of its end, it lost its peer."""
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        with suppress(OSError):
+            (Path(folder) / f"{pid}{_LEFT}").touch()
+
+
+def read_ranks(folder: Path) -> list[RankExit]:
+    """The last process of each rank of this node, by what they left in `folder`."""
+    last: dict[int, RankExit] = {}
+    for path in folder.glob("*.json"):
+        record = RankExit.model_validate_json(path.read_text())
+        if record.code is None and path.with_suffix(_LEFT).exists():
+            record = record.model_copy(update={"code": int(ExitCode.LOST_PEER)})
+        if record.local_rank not in last or last[record.local_rank].began < record.began:
+            last[record.local_rank] = record
+    return [last[rank] for rank in sorted(last)]
+
+
+def node_exit_of(ranks: Sequence[RankExit], codes: Iterable[int], detail: str = "", reclaimed: str = "") -> NodeExit:
+    """The ending that the ranks' records, and further `codes`, make; `reclaimed`: what its cloud said of taking the
+    node back, if it did."""
+    code = root_cause([*codes, *(rank.code for rank in ranks if rank.code is not None)])
+    blamed = any(rank.blames_node and rank.code == code for rank in ranks)
+    node = socket.gethostname()
+    return NodeExit(
+        code=code,
+        node=node,
+        blames_node=blamed,
+        detail=redact(" ".join((detail or reclaimed).split()))[:1000],
+        reclaimed=bool(reclaimed),
+        ranks=tuple(ranks),
+    )
+
+
+def write_exit_report(ending: NodeExit) -> None:
+    """Write the node's ending where HOLDFAST_ENDING_FILE says, if it is there."""
+    path = os.environ.get(FILE_VARIABLE)
+    if path and Path(path).exists():
+        with suppress(OSError):
+            Path(path).write_text(ending.model_dump_json())
+
+
+def parse_exit_report(text: str) -> NodeExit | None:
+    """The ending that a node left; None if the text is something else, or torn."""
+    try:
+        return NodeExit.model_validate_json(text)
+    except ValidationError:
+        return None
+
+
+def codes_of_nodes(status: int, endings: Sequence[NodeExit | None]) -> list[int]:
+    """The code of each node of a launch, whose processes ended with `status` together: what the node left says, or that
+    it was lost. (A node that left nothing was lost, or what started the processes: neither knows our table.)"""
+    lost = max(status, ExitCode.KILLED) if status != ExitCode.OK else ExitCode.OK
+    return [int(lost) if ending is None else ending.code for ending in endings]
+
+
+def as_exit_code(status: int) -> int:
+    """An exit code as a shell reports it, from one as Python does (negative for a signal)."""
+    return 128 - status if status < 0 else status
+
+
+def root_cause(codes: Iterable[int]) -> int:
+    """The code that explains the others: a permanent one first, then whatever is not a consequence of another's end."""
+    failed = [code for code in codes if code != ExitCode.OK]
+    if not failed:
+        return ExitCode.OK
+    consequences = (ExitCode.LOST_PEER, ExitCode.TERMINATED)
+    return min(failed, key=lambda code: (code >= 128, code in consequences, code))

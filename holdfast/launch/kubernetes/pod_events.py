@@ -1,0 +1,80 @@
+"""Why the pods of a job do not come, in the words of the cluster's events: a quota, an admission policy, an account or
+a volume that is missing. Only events say it: a pod that was refused does not exist.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from holdfast.launch.kubernetes.client import Api, Object
+from holdfast.spec.errors import AccessDeniedError, ExitCode, HoldfastError
+
+log = logging.getLogger("holdfast.launch")
+
+ASK_SECONDS = 3.0  # between two looks
+LONGEST_WORDS = 400
+
+# Words of an event -> what the job ends with when it lasts, and what to do.
+_REMEDIES: tuple[tuple[str, ExitCode, str], ...] = (
+    (
+        "exceeded quota",
+        ExitCode.UNSCHEDULABLE,
+        "ask for less in cluster.resources, or raise it: kubectl describe quota",
+    ),
+    ("violates podsecurity", ExitCode.ACCESS_DENIED, "the namespace enforces it: kubectl get namespace --show-labels"),
+    ("serviceaccount", ExitCode.NOT_FOUND, "check cluster.service_account"),
+    ("service account", ExitCode.NOT_FOUND, "check cluster.service_account"),
+    ("persistentvolumeclaim", ExitCode.NOT_FOUND, "check cluster.volumes"),
+    ("admission webhook", ExitCode.ACCESS_DENIED, "ask who runs the webhook"),
+    ("is forbidden", ExitCode.ACCESS_DENIED, "ask who runs the cluster"),
+)
+
+
+class PodEvents:
+    """The newest warning about some objects. It asks now and then, and a server that is away only leaves it silent."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api.within(api.namespace, patience=ASK_SECONDS)
+        self._asked: float | None = None
+        self._allowed = True
+        self.words = ""
+
+    def ask(self, names: Sequence[str]) -> None:
+        """Look again, unless it was just done."""
+        now = time.monotonic()
+        if not self._allowed or (self._asked is not None and now - self._asked < ASK_SECONDS):
+            return
+        self._asked = now
+        found: list[Object] = []
+        try:
+            for name in names:
+                found += [event for event in self._api.events(name) if _explains_missing_pods(event)]
+        except AccessDeniedError as error:
+            log.warning("why pods do not come is not told: %s", error)
+            self._allowed = False
+        except HoldfastError as error:
+            log.debug("events cannot be read: %s", error)
+        if found:
+            newest = max(found, key=_when)
+            self.words = " ".join(f"{newest.get('reason', '')}: {newest.get('message', '')}".split())[:LONGEST_WORDS]
+
+
+def classify_message(words: str) -> tuple[ExitCode, str]:
+    """What a job ends with that waits for so long in vain, and what to do."""
+    for word, code, remedy in _REMEDIES:
+        if word in words.lower():
+            return code, remedy
+    return ExitCode.UNSCHEDULABLE, "see kubectl get events"
+
+
+def _explains_missing_pods(event: Object) -> bool:
+    reason = str(event.get("reason", ""))
+    if reason == "Unschedulable":  # Volcano says of a full queue that it is normal
+        return True
+    return event.get("type") == "Warning" and (reason.startswith("Failed") or "schedul" in reason.lower())
+
+
+def _when(event: Object) -> str:
+    return str(event.get("lastTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp", ""))

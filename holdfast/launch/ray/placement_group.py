@@ -1,0 +1,137 @@
+"""Room on a cluster of Ray: a placement group that is waited for in words, and not for ever.
+
+Ray itself waits without end for what no node can hold, and says so in a log of its own. Promises that whoever waits
+says within seconds who wants what and what the nodes have, and knows when it has waited for too long.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from holdfast.launch.waiting import WaitReport
+
+log = logging.getLogger("holdfast.launch")
+
+SAY_AFTER = 3.0  # seconds: a group that is not made by then is waited for
+KINDS = 8  # of nodes, that are told apart
+BYTES = ("memory", "object_store_memory")
+Amounts = Mapping[str, float]
+
+
+class GangReservation:
+    """`count` bundles of a size, each on a node of its own if there are several, from when it is made until `free`."""
+
+    def __init__(
+        self,
+        name: str,
+        bundle: Amounts,
+        count: int = 1,
+        *,
+        patience: float,
+        avoided: Iterable[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`name`: who wants it; `bundle`: amounts by Ray's names, memory in bytes; `patience`: seconds that it may be
+        missing at a time; `avoided`: ids of nodes that will not do."""
+        self._name, self._bundle, self._count = name, dict(bundle), count
+        self._patience, self._avoided, self._clock = patience, frozenset(avoided), clock
+        self._missing_since: float | None = clock()
+        self._said_at = clock() - SAY_AFTER
+        self._report = WaitReport(clock)
+        labels = {"ray.io/node-id": f"!in({','.join(sorted(self._avoided))})"}
+        unique = f"{name} {secrets.token_hex(4)}"  # Ray refuses a second group of one name, whosever it is
+        self.group = placement_group(
+            [self._bundle] * count, strategy="STRICT_SPREAD", name=unique,
+            bundle_label_selector=[labels] * count if self._avoided else None,
+        )  # fmt: skip
+
+    def is_ready(self, *, queued: bool = False) -> bool:
+        """Whether it is there now; says what it waits for where it is not. `queued`: it waits for others of its kind
+        to end, as long as they take."""
+        if placement_group_table(self.group).get("state") == "CREATED":
+            self._missing_since = None
+            self._report.end()
+            return True
+        now = self._clock()
+        self._missing_since = now if queued or self._missing_since is None else self._missing_since
+        if now - self._missing_since >= SAY_AFTER and now - self._said_at >= SAY_AFTER:
+            self._said_at = now
+            self._report.record(f"{self.shortfall()}; cluster.pending_timeout_minutes: {self._patience / 60:g}")
+        return False
+
+    @property
+    def is_expired(self) -> bool:
+        """Whether it has been missing for longer than anybody waits."""
+        return self._missing_since is not None and self._clock() - self._missing_since >= self._patience
+
+    def shortfall(self) -> str:
+        """Who wants what, and what the nodes have."""
+        return shortfall(self._name, self._bundle, self._count, nodes_of(self._avoided))
+
+    def place(self, number: int = 0) -> PlacementGroupSchedulingStrategy:
+        """What puts a task or an actor into a bundle."""
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=number)
+
+    def free(self) -> None:
+        """Give it back; what still runs in it is killed."""
+        with suppress(RayError):
+            remove_placement_group(self.group)
+
+
+def nodes_of(avoided: Iterable[str] = ()) -> list[dict[str, float]]:
+    """What each living node has in all, whoever uses it, without those whose ids are given."""
+    return [dict(one["Resources"]) for one in ray.nodes() if one["Alive"] and one["NodeID"] not in set(avoided)]
+
+
+def fits(bundle: Amounts, node: Amounts) -> bool:
+    """Whether a node is large enough, whoever uses it."""
+    return all(node.get(name, 0) >= value for name, value in bundle.items())
+
+
+def shortfall(name: str, bundle: Amounts, count: int, nodes: Sequence[Amounts]) -> str:
+    """Why there is no room for `count` bundles on nodes that have so much in all, in words."""
+    able = sum(fits(bundle, node) for node in nodes)
+    wanted = (
+        f"{count} nodes with {format_resources(bundle)} each"
+        if count > 1
+        else f"a node with {format_resources(bundle)}"
+    )
+    kinds = Counter(format_resources({key: node[key] for key in _named_resources(bundle, node)}) for node in nodes)
+    have = "; ".join(f"{number} with {what}" for what, number in kinds.most_common(KINDS))
+    if able >= count:
+        why = "others use what is large enough"
+    else:
+        why = f"{able or 'none'} of Ray's {len(nodes)} nodes {'is' if able <= 1 else 'are'} large enough"
+    return f"{name} wants {wanted}, and {why}" + (f"; there are {have}" if have else "")
+
+
+def format_resources(amounts: Amounts) -> str:
+    """Amounts as a person writes them: `2 CPU, 4 GiB memory, 1 GPU`."""
+    words = [
+        f"{value / 2**30:.4g} GiB {name}" if name in BYTES else f"{value:g} {name}"
+        for name, value in sorted(amounts.items(), key=lambda item: (item[0] not in ("CPU", "memory"), item[0]))
+    ]
+    return ", ".join(words) or "nothing"
+
+
+def _named_resources(bundle: Amounts, node: Amounts) -> list[str]:
+    """What of a node matters: what is asked for, and its accelerators."""
+    return [name for name in node if name in bundle or name in ("CPU", "memory", "GPU", "NPU", "HPU", "TPU")]
+
+
+def options_of(bundle: Amounts) -> dict[str, Any]:
+    """A bundle as the options of a task or an actor that takes all of it."""
+    others = dict(bundle)
+    known = {"num_cpus": others.pop("CPU", 0), "memory": others.pop("memory", 0), "num_gpus": others.pop("GPU", 0)}
+    return {**known, "resources": others}

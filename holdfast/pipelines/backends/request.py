@@ -1,0 +1,148 @@
+"""What is to be run, and what it is called: the same for every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from holdfast.pipelines.trials import Trials
+from holdfast.scoring.comparison import sweep_id, sweep_name, trials_of
+from holdfast.spec import Spec, SpecError, dump_spec, run_id
+from holdfast.spec.engine_text import escape_tree
+from holdfast.spec.errors import HoldfastError, MissingError, Problem
+from holdfast.spec.identity import digest
+from holdfast.spec.load import written_spec
+from holdfast.spec.rules.telemetry import check_collector_address
+from holdfast.spec.struct import to_struct
+
+ORDER_DIGITS = 8
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What is to be run."""
+
+    spec: Spec
+    store: str = ""  # empty: the spec's, else HOLDFAST_STORE of the pods
+    salt: str = ""
+    run_id: str = ""  # or the sweep's; empty where it is not known before the steps have read the sources
+    unread: str = ""  # why not
+    service_account: str = ""
+    image: str = ""
+    replan: bool = False
+    trials: Trials = ()  # of a sweep
+    at_once: int = 0  # so many trials; 0: all, where the backend does not decide it
+
+    @property
+    def title(self) -> str:
+        """What people call the family of runs, or the sweep."""
+        return sweep_name(self.spec) if self.trials else self.spec.name
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of the DAG, as forms show them: the spec as a person wrote it."""
+        found = {
+            "spec": to_struct(written_spec(self.spec)), "overrides": [], "store": self.store, "salt": self.salt,
+            "replan": self.replan,
+        }  # fmt: skip
+        if self.trials:
+            del found["overrides"]  # each trial has its own
+        return found
+
+    def question(self) -> dict[str, Any]:
+        """The parameters of the DAG with every default: equal for two spellings of the same spec."""
+        return {**self.parameters(), "spec": dump_spec(self.spec)}
+
+    def escaped_parameters(self) -> dict[str, Any]:
+        """The parameters of the DAG in a form that KFP, `kfp.local` and Argo pass on unchanged."""
+        found: dict[str, Any] = escape_tree(self.parameters())
+        return found
+
+    @property
+    def key(self) -> str:
+        """What the submission is kept under in a store: the id of the run, or a digest of what is asked for."""
+        return self.run_id or digest([self.question(), self.image])
+
+    def name(self, version: str) -> str:
+        """The name of the run: the family, the Holdfast run, and a digest of everything else that was asked for."""
+        rest = digest([version, self.question(), self.service_account])[:ORDER_DIGITS]
+        return " ".join(part for part in (self.title, self.run_id, rest) if part)
+
+
+def build_request(
+    spec: Spec, *, store: str = "", salt: str = "", service_account: str = "", image: str = "", replan: bool = False,
+    shared_folders: bool = False, shared_volumes: bool = False, trials: Trials = (), at_once: int = 0,
+) -> RunRequest:  # fmt: skip
+    """Check that a cluster can run the spec, and identify the run, or the sweep of `trials`, if its steps read what can
+    be read from here. With `shared_folders` its machines see the folders of this one, with
+    `shared_volumes` those on `cluster.volumes`."""
+    from holdfast.corpus import identify
+    from holdfast.model.imported import weights_digest
+
+    if not shared_folders:
+        check_for_cluster(spec, store)
+    if spec.parallel.auto:
+        from holdfast.planning.auto import best
+
+        best(spec, None, here=shared_folders)  # raises what no pod could plan
+    found, unread = "", "" if shared_folders else _read_by_steps(spec, shared_volumes)
+    try:
+        if unread:
+            raise MissingError(unread)
+        dataset_id = identify(spec)
+        if trials:
+            found = sweep_id([run for _, _, run in trials_of(spec, trials, dataset_id, salt)])
+        else:
+            found = run_id(spec, dataset_id, salt, weights_digest(spec.model.init_from))
+    except (HoldfastError, OSError) as error:
+        unread = str(error)
+    return RunRequest(spec, store, salt, found, unread, service_account, image, replan, trials, at_once)
+
+
+def check_for_cluster(spec: Spec, store: str = "") -> None:
+    """Raise SpecError for what no pod could find: paths of this machine, and a store in a folder that is not shared;
+    and for figures that nobody would reach in a pod."""
+    mounts = [PurePosixPath(volume.path) for volume in spec.cluster.volumes]
+    remedy = "put it into a bucket, or on a volume of cluster.volumes and write the absolute path there"
+    problems = []
+    for name, path in _inputs(spec):
+        if _is_path(path) and not _mounted(path, mounts):
+            problems.append(Problem(name, path, "is a path that no pod of the cluster has", remedy))
+    root = store or spec.store or ""
+    if root.startswith("file:") and not _mounted(root, mounts):
+        problems.append(Problem("store", root, "is a folder that the pods of the cluster do not share", remedy))
+    problems += check_collector_address(spec)
+    if problems:
+        raise SpecError(problems, "spec, for a cluster")
+
+
+def _inputs(spec: Spec) -> Iterator[tuple[str, str]]:
+    """The fields that name what a run reads, with their values."""
+    yield "data.tokenizer.path", spec.data.tokenizer.path or ""
+    yield "model.init_from", spec.model.init_from or ""
+    yield "data.chat.template", spec.data.chat.template or ""
+    for index, source in enumerate(spec.data.sources):
+        yield f"data.sources.{index}.uri", source.uri
+
+
+def _read_by_steps(spec: Spec, shared_volumes: bool) -> str:
+    """Which input of the spec may have another content in a pod than here, with the reason; empty if there is none."""
+    for name, value in _inputs(spec):
+        if value.startswith("python:"):
+            return f"{name}: {value} is that of the image in which the steps run"
+        if _is_path(value) and not shared_volumes:
+            return f"{name}: {value} is on a volume of the pods"
+    for index, source in enumerate(spec.data.sources):
+        if source.uri.startswith("dvc:") and _is_path(source.repo) and not shared_volumes:
+            return f"data.sources.{index}.repo: {source.repo} is a repository in the file system of the pods"
+    return ""
+
+
+def _is_path(value: str) -> bool:
+    return bool(value) and (":" not in value or value.startswith("file:"))
+
+
+def _mounted(path: str, mounts: Sequence[PurePosixPath]) -> bool:
+    place = PurePosixPath(path.removeprefix("file://"))
+    return any(place.is_relative_to(mount) for mount in mounts)

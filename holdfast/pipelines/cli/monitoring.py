@@ -1,0 +1,239 @@
+"""The commands that show a run as it trains, and what it did with its time."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.pipelines.cli.options import AsJson, StoreRoot, open_chosen, out, print_json
+
+WATCH_SECONDS = 2.0  # between two looks at what is told
+ASK_SECONDS = 10.0  # between two questions to the backend of a run that does not train yet
+
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's id, its beginning, or a name.", show_default=False)
+]
+
+
+def ledger(run: RunArgument, store: StoreRoot = "", as_json: AsJson = False) -> None:
+    """Show what every rank of a run did with every second: how much of it computed steps that the run kept, and where
+    the rest went.
+
+    Example: holdfast ledger 3f2a
+    """
+    from holdfast.pipelines.view.catalog import find_run
+    from holdfast.pipelines.view.ledger import print_ledger
+    from holdfast.telemetry import read_events
+    from holdfast.telemetry.ledger import goes_on, ledger
+
+    opened = open_chosen(store)
+    found = find_run(opened, run).run_id
+    events = read_events(opened, found)
+    account = ledger(events, time.time() if goes_on(events) else None)
+    if as_json:
+        print_json({"run_id": found, **account.as_json()})
+        return
+    print_ledger(account)
+
+
+def cost(
+    run: RunArgument,
+    hour: Annotated[
+        float | None, typer.Option("--hour", min=0, help="Price of an accelerator's hour.", show_default=False)
+    ] = None,
+    kilowatt_hour: Annotated[
+        float | None, typer.Option("--kilowatt-hour", min=0, help="Price of a kilowatt-hour.", show_default=False)
+    ] = None,
+    carbon: Annotated[
+        float | None,
+        typer.Option("--carbon", min=0, help="Grams of carbon dioxide of a kilowatt-hour.", show_default=False),
+    ] = None,
+    store: StoreRoot = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show what a run took, and what it cost up to now: accelerator-hours, energy where the machine tells it, and money
+    by the prices of its spec (`cluster.prices`) or those given here. What it will cost: holdfast plan.
+
+    Example: holdfast cost 3f2a --hour 2.5
+    """
+    from holdfast.pipelines.view.catalog import find_run
+    from holdfast.pipelines.view.cost import lines
+    from holdfast.telemetry import read_events
+    from holdfast.telemetry.cost import cost as cost_of
+    from holdfast.telemetry.ledger import goes_on, ledger
+
+    opened = open_chosen(store)
+    found = find_run(opened, run)
+    spec = found.known_spec(opened)
+    events = read_events(opened, found.run_id)
+    account = ledger(events, time.time() if goes_on(events) else None)
+    asked = {"accelerator_hour": hour, "kilowatt_hour": kilowatt_hour, "carbon_per_kilowatt_hour": carbon}
+    spent = cost_of(spec, events, account)
+    prices = spent.prices.model_copy(update={name: price for name, price in asked.items() if price is not None})
+    spent = replace(spent, prices=prices)
+    if as_json:
+        print_json({"run_id": found.run_id, **spent.as_json()})
+        return
+    for line in lines(spent):
+        out(line)
+    for reason in spent.unknown:
+        out(f"not known: {reason}")
+
+
+def _backend_lines(run: str, store: str) -> tuple[list[str], bool]:
+    """What keeps a run from training, as its backend says, and whether it has ended. A run of this machine says that
+    itself; a backend that cannot be asked says nothing."""
+    from holdfast.pipelines.cli.run_lookup import find_backend
+    from holdfast.spec.errors import HoldfastError
+
+    try:
+        target, there = find_backend(run, "", store, "", "")
+        found = None if target.name == "local" else target.status(there)
+    except HoldfastError:
+        return [], False
+    if found is None:
+        return [], False
+    lines = [f"{step.name}: {step.state}  {step.error}" for step in found.steps if step.error]
+    return [*lines, *([found.message] if found.message else [])], not found.unfinished
+
+
+def report(
+    run: RunArgument,
+    follow: Annotated[bool, typer.Option("--follow", help="Write it anew until the training ends.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Where to. Default: a file under HOLDFAST_HOME.", show_default=False),
+    ] = None,
+    store: StoreRoot = "",
+) -> None:
+    """Write the page of a training: its figures, curves, and what its ranks did with their time, up to now. With
+    --follow a browser that shows the file shows it as it grows. Ctrl-C ends the following alone.
+
+    Example: holdfast report 3f2a --follow
+    """
+    from holdfast.pipelines.view.catalog import find_run
+    from holdfast.pipelines.view.page import TrainingPage
+    from holdfast.pipelines.view.summary import report_place
+    from holdfast.runtime.environment import home
+
+    opened = open_chosen(store)
+    found = find_run(opened, run)
+    spec = found.known_spec(opened)
+    page = TrainingPage(spec, found.run_id, opened, output or home() / "reports" / f"{found.run_id}.html")
+    page.write(follow=follow)
+    out(f"training: {page.path}")
+    if place := report_place(opened, found):
+        out(f"evaluation: {place}")
+    while follow and page.goes_on:
+        try:
+            time.sleep(WATCH_SECONDS)
+            page.write(follow=True)
+        except KeyboardInterrupt:
+            page.write(follow=False)  # nobody writes it anew any more
+            return
+
+
+def tensorboard(
+    run: RunArgument,
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", metavar="FOLDER", help="Default: one under HOLDFAST_HOME.", show_default=False),
+    ] = None,
+    store: StoreRoot = "",
+    as_json: AsJson = False,
+) -> None:
+    """Write a run as an event file that TensorBoard reads: every step up to its newest checkpoint, its evaluation, its
+    spec. Writing it again replaces it by what there is then.
+
+    Example: holdfast tensorboard 3f2a --to logs/mine
+    """
+    from holdfast.pipelines.view.catalog import find_run
+    from holdfast.runtime.environment import home
+    from holdfast.telemetry import read_history
+    from holdfast.tracking.tensorboard import write
+
+    opened = open_chosen(store)
+    found = find_run(opened, run)
+    folder = to or home() / "tensorboard" / f"{found.name}-{found.run_id}"
+    verdicts = [] if found.verdict is None else [found.verdict]
+    path = write(folder, found.known_spec(opened), read_history(opened, found.run_id), verdicts)
+    if as_json:
+        print_json({"run_id": found.run_id, "file": path})
+    else:
+        out(f"{path}\nlook at it: tensorboard --logdir {shlex.quote(str(path.parent.parent))}")
+
+
+def profile(
+    run: RunArgument,
+    steps: Annotated[
+        str, typer.Option(help="100-110, or 10 for the next ten that it computes.", show_default=False)
+    ] = "10",
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the trace, and print what took longest.")] = False,
+    store: StoreRoot = "",
+    as_json: AsJson = False,
+) -> None:
+    """Have rank 0 of a run that trains, or will go on, record where the time of some steps goes (torch's profiler).
+    No bit of the run changes. The trace opens in https://ui.perfetto.dev.
+
+    Example: holdfast profile 3f2a --steps 100-110
+    """
+    from holdfast.pipelines.view.catalog import find_run
+    from holdfast.pipelines.view.profiles import wait_for_trace
+    from holdfast.pipelines.view.summary import place
+    from holdfast.telemetry.profiles import Window, ask, table_key
+
+    window, opened = Window.of(steps), open_chosen(store)
+    found = find_run(opened, run)
+    begun = time.time()
+    ask(opened, found.run_id, window)
+    key = wait_for_trace(opened, found.run_id, begun) if wait else ""
+    if as_json:
+        print_json({"run_id": found.run_id, "steps": steps, "trace": key and place(opened, key)})
+    elif key:
+        out(opened.get(table_key(key)).decode())
+        out(f"trace: {place(opened, key)}")
+    else:
+        out(f"asked of run {found.run_id}; `holdfast show {found.run_id[:8]}` says when it is there, and where")
+
+
+def watch(
+    run: RunArgument,
+    once: Annotated[bool, typer.Option("--once", help="Print what is known now, and end.")] = False,
+    store: StoreRoot = "",
+) -> None:
+    """Watch a run as it trains, wherever it does: loss, speed, ranks, saves and what happened. Ends with it; Ctrl-C
+    ends the watching alone.
+
+    Example: holdfast watch 3f2a
+    """
+    from rich.live import Live
+
+    from holdfast.pipelines.view.catalog import find_run
+    from holdfast.pipelines.view.console import SafeConsole
+    from holdfast.pipelines.view.live import Screen
+    from holdfast.telemetry.event_log import StoreEvents
+
+    opened, console = open_chosen(store), SafeConsole()
+    found = find_run(opened, run)
+    screen, events = Screen(found.name, found.run_id), StoreEvents(opened, found.run_id)
+    screen.take(events.new())
+    asked, over = time.monotonic(), False
+    if not screen.trains:
+        screen.backend_lines, over = _backend_lines(run, store)
+    if once or over or screen.has_ended or not console.is_terminal:
+        console.print(screen.draw(time.time(), console.width))
+        return
+    with Live(screen.draw(time.time(), *console.size), console=console, screen=True) as live:
+        while not screen.has_ended and not over:
+            time.sleep(WATCH_SECONDS)
+            screen.take(events.new())
+            if not screen.trains and time.monotonic() - asked > ASK_SECONDS:
+                screen.backend_lines, over = _backend_lines(run, store)
+                asked = time.monotonic()
+            live.update(screen.draw(time.time(), *console.size))
+    console.print(screen.draw(time.time(), console.width))

@@ -1,0 +1,149 @@
+"""A new run that shares the past of another: it begins from one of its checkpoints, and may be told otherwise then.
+
+Promises that no tensor is copied, that the same fork is the same run, and that it can be gone on with where the
+first one ran. Leaves the bytes to `checkpoint/fork`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+from pydantic import BaseModel
+
+from holdfast.checkpoint.fork import fork_checkpoint
+from holdfast.pipelines.backends.record import Record, find_record
+from holdfast.pipelines.view.catalog import RunRecord
+from holdfast.spec import Spec, dump_spec, parse_spec, run_id
+from holdfast.spec.errors import MissingError, Problem, SpecError
+from holdfast.spec.training import KEEPING
+from holdfast.store import Store
+from holdfast.store.run_metadata import write_run_metadata
+
+
+@dataclass(frozen=True)
+class ForkedRun:
+    """A run that begins from a checkpoint of another one."""
+
+    run_id: str
+    salt: str  # that `holdfast run SPEC` takes
+    parent: str
+    step: int
+    state_digest: str
+
+
+def fork_run(store: Store, parent: RunRecord, step: int, overrides: Sequence[str] = ()) -> ForkedRun:
+    """Make a run of the spec of `parent`, changed by `overrides`, that begins from its checkpoint at `step`, and keep
+    beside it how `holdfast resume` goes on with it.
+
+    Raises SpecError for a change that the state does not allow, MissingError where there is no such checkpoint, and for
+    a run that was never trained.
+    """
+    if not parent.spec:
+        raise MissingError(f"run {parent.run_id}: {store.url} does not say what was asked for: it was never trained")
+    before = Spec.model_validate(parent.spec)
+    spec = parse_spec(dump_spec(before), overrides)
+    _require_same_state(before, spec, step)
+    salt, dataset_id = f"rewound-{parent.run_id}-{step}", _dataset_id(parent, before, spec)
+    identity = run_id(spec, dataset_id, salt, _weights(spec))
+    digest = fork_checkpoint(store, parent.run_id, step, identity)
+    write_run_metadata(store, identity, spec, dataset_id, salt)
+    if find_record(store, identity) is None:
+        _record(store, parent, spec, identity, salt).write(store)
+    return ForkedRun(identity, salt, parent.run_id, step, digest)
+
+
+# What a state belongs to, which a forked run cannot change: why, and what to do instead.
+_OF_THE_STATE = {
+    "model": ("is another one than that of the run, whose weights it would begin with", "leave `model` as it is"),
+    "training.lora": (
+        "is another one than that of the run, whose checkpoint holds its trained weights or adapters and no others",
+        "leave `training.lora` as it is, or export the run and begin a new one with model.init_from",
+    ),
+    "data.tokenizer": (
+        "is another one than that of the run, whose weights know its tokens", "leave `data.tokenizer` as it is",
+    ),
+    "data.kind": (
+        "is another one than that of the run, whose past was trained and counted as the other",
+        "leave it as it is, or export the run and begin a new one with model.init_from",
+    ),
+}  # fmt: skip
+
+
+def _require_same_state(before: Spec, spec: Spec, step: int) -> None:
+    problems = []
+    for field, (why, remedy) in _OF_THE_STATE.items():
+        problems += [Problem(name, value, why, remedy) for name, value in _changed(before, spec, field)]
+    if spec.data.tokenizer.kind == "bpe" and not problems:
+        for field in ("data.sources", "data.cleaning"):
+            why = "would train another tokenizer (data.tokenizer.kind: bpe) than the one whose tokens the weights know"
+            remedy = f"leave `{field}` as it is; a run with a tokenizer in a file can be given other data"
+            problems += [Problem(name, value, why, remedy) for name, value in _changed(before, spec, field)]
+    kinds = before.training.gradient_compression, spec.training.gradient_compression
+    if kinds[0] != kinds[1] and any(kind in KEEPING for kind in kinds):
+        problems.append(Problem(
+            "training.gradient_compression", kinds[1],
+            "is another one than that of the run: what ranks leave out with powersgd and topk is part of the state",
+            f"leave it at {kinds[0]}, or export the run and begin a new one with model.init_from",
+        ))  # fmt: skip
+    if not 0 < step < spec.training.steps:
+        problems.append(Problem(
+            "training.steps", spec.training.steps, f"leaves nothing to train after step {step}",
+            f"more than {step}: --set training.steps=N, or an earlier --to",
+        ))  # fmt: skip
+    anomalies = spec.training.anomalies
+    if anomalies.action == "rewind" and step % anomalies.rewind_steps:
+        problems.append(Problem(
+            "training.anomalies.rewind_steps", anomalies.rewind_steps,
+            f"step {step} is no multiple of it: an anomaly could send the run back behind where it begins",
+            "--to a multiple, or --set training.anomalies.rewind_steps=N with one that divides the step",
+        ))  # fmt: skip
+    if problems:
+        raise SpecError(problems, "--set")
+
+
+def _changed(before: Spec, spec: Spec, field: str) -> Iterator[tuple[str, Any]]:
+    """The fields in `field` that are others now, and what they are; not those that only say how data are mixed."""
+    one, other = (_leaves(field, reduce(getattr, field.split("."), each)) for each in (before, spec))
+    for name in sorted(one.keys() | other.keys()):
+        if one.get(name) != other.get(name) and not name.endswith(".weight"):
+            yield name, other.get(name)
+
+
+def _leaves(name: str, value: Any) -> dict[str, Any]:
+    """What stands in a section, by dotted names."""
+    if isinstance(value, BaseModel):
+        inside = [(f"{name}.{field}", getattr(value, field)) for field in type(value).model_fields]
+    elif isinstance(value, tuple) and any(isinstance(each, BaseModel) for each in value):
+        inside = [(f"{name}.{index}", each) for index, each in enumerate(value)]
+    else:
+        return {name: value}
+    return {key: leaf for field, each in inside for key, leaf in _leaves(field, each).items()}
+
+
+def _dataset_id(parent: RunRecord, before: Spec, spec: Spec) -> str:
+    """That of the parent as long as nothing of the data is another, wherever its sources are now."""
+    if spec.data == before.data:
+        return parent.dataset_id
+    from holdfast.corpus import identify
+
+    return identify(spec)
+
+
+def _weights(spec: Spec) -> str:
+    from holdfast.model.imported import weights_digest
+
+    return weights_digest(spec.model.init_from)
+
+
+def _record(store: Store, parent: RunRecord, spec: Spec, identity: str, salt: str) -> Record:
+    """The submission that goes on with the new run: on the parent's backend, if that is known."""
+    submitted = find_record(store, parent.run_id)
+    made = submitted or Record("local", identity, identity, spec.name, "", 0.0, store.url)
+    return replace(
+        made, id=identity, run_id=identity, name=spec.name, spec=dump_spec(spec), salt=salt, submitted=time.time(),
+        replan=False, host="", pid=0, began=0.0, log="", outcomes="", former=None, job="", ran="",
+    )  # fmt: skip

@@ -1,0 +1,63 @@
+"""Where two runs part: the step by their histories, the tensor by the checkpoints next to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.checkpoint import Attempt, Checkpointer, Retention
+from holdfast.checkpoint.tools import Side, find_divergence
+from holdfast.spec.errors import MissingError
+from holdfast.store import Store, layout, open_store
+from holdfast.telemetry import segment
+from tests.checkpoint.saving import DESCRIBE, state, whole
+
+
+def write(store: Store, run_id: str, steps: list[int], parts_at: int = 99, *, silent: bool = False) -> Side:
+    """A run with checkpoints at `steps`, whose state is another from step `parts_at` on, and its figures too unless
+    that is `silent`."""
+    writer = Checkpointer(store, Attempt(run_id, 1), Retention(100), describe=DESCRIBE)
+    for step in steps:
+        rows = [
+            {"step": at, "time": at, "loss": 1 / at + (1e-9 if at >= parts_at and not silent else 0), "tokens": at * 8}
+            | {"grad_norm": 1.0, "learning_rate": 0.1}
+            for at in range(1, step + 1)
+        ]
+        tensors = state(step)
+        if step >= parts_at:
+            tensors["matrix"] = torch.nextafter(tensors["matrix"], torch.full((7, 5), 9.0)).where(
+                torch.arange(35).view(7, 5) >= 13, tensors["matrix"]
+            )
+        writer.save(step, whole(tensors), {"optimizer.step": step}, segment(run_id, 0, rows, 1))
+        writer.wait()
+    return Side(store, run_id)
+
+
+def test_the_first_step_the_tensor_and_the_element_are_named_and_the_nearest_checkpoints(tmp_path: Path) -> None:
+    stores = [open_store(f"file://{tmp_path / name}") for name in ("one", "other")]
+    one = write(stores[0], "one", [3, 6, 8, 9, 12])
+    other = write(stores[1], "other", [3, 5, 6, 9, 12, 15], parts_at=8)
+    found = find_divergence(one, other)
+    assert (found.none, found.first, found.compared, found.steps) == (False, 8, 12, (12, 15))
+    assert [(each.name, each.values) for each in found.figures] == [("loss", (1 / 8, 1 / 8 + 1e-9))]
+    assert (found.equal_at, found.differs_at) == (6, 9)
+    assert found.difference is not None
+    (tensor,) = found.difference.tensors
+    assert (tensor.name, tensor.first, tensor.elements, tensor.ulps) == ("matrix", (2, 3), 22, 1)
+
+
+def test_equal_as_far_as_both_go_is_equal_and_states_alone_may_differ(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}")
+    one, longer = write(store, "one", [3, 6, 9]), write(store, "longer", [4, 6, 9, 12])
+    found = find_divergence(one, longer)
+    assert (found.none, found.compared, found.equal_at, found.steps) == (True, 9, 9, (9, 12))
+    silently = find_divergence(one, write(store, "silently", [6, 9], parts_at=7, silent=True))
+    assert (silently.none, silently.first, silently.equal_at, silently.differs_at) == (False, None, 6, 9)
+    store.delete(layout.checkpoint("one", 9))  # collected: the histories still part at 5, and no tensor is named
+    early = find_divergence(replace(one), write(store, "early", [5, 9], parts_at=5))
+    assert (early.first, early.differs_at, early.difference) == (5, None, None)
+    with pytest.raises(MissingError, match="run none has no checkpoint"):
+        find_divergence(one, Side(store, "none"))

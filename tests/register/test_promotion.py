@@ -1,0 +1,146 @@
+"""Champions one after the other: what a registration that died or was slow has left is carried out by the next."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from holdfast.components.register import promotion
+from holdfast.components.register.promotion import promote_in_order
+from holdfast.runtime.environment import tracking_uri
+from holdfast.store import Store
+from holdfast.tracking import Champion, champion, connect, promote, rollback
+from tests.checkpoint.breaking_store import BreakingStore, Killed
+from tests.registered import register_version
+
+MODEL = "story"
+
+
+@pytest.fixture(autouse=True)
+def three_versions(home: Path, store: Store) -> None:
+    for number in range(1, 4):
+        assert register_version(store, MODEL, str(number), f"runs/{number}/export/x/", f"state-{number}") == number
+
+
+def crowned(store: Store, version: int) -> list[int | None]:
+    """Which champion the version was asked to replace, each time."""
+    replaced: list[int | None] = []
+    promote_in_order((store,), MODEL, version, tracking_uri(), lambda now: replaced.append(number_of(now)))
+    return replaced
+
+
+def number_of(now: Champion | None) -> int | None:
+    return None if now is None else now.version
+
+
+def die_after_the_claim(store: Store, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dying(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(promotion, "promote", dying)
+        crowned(store, version)
+
+
+def test_a_claim_whose_process_died_is_carried_out_before_the_next_is_judged(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert crowned(store, 1) == [None]
+    die_after_the_claim(store, 2, monkeypatch)
+    assert number_of(champion(MODEL, store)) == 1
+    assert crowned(store, 3) == [2]
+    found = champion(MODEL, store)
+    assert found is not None
+    assert (found.version, found.tags["holdfast.replaced_champion"]) == (3, "2")
+
+
+def test_killed_at_any_operation_and_repeated_it_is_the_champion(store: Store) -> None:
+    crowned(store, 1)
+    whole = BreakingStore(store, kill=False)
+    crowned(whole, 2)
+    for at in range(whole.operations):
+        crowned(store, 1)
+        with pytest.raises(Killed):
+            crowned(BreakingStore(store, at, kill=True), 2)
+        crowned(store, 2)
+        assert number_of(champion(MODEL, store)) == 2
+
+
+@pytest.mark.parametrize("made_by", ["promote", "promote_in_order"])
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_at_any_write_to_mlflow_there_is_a_champion_to_go_back_to(
+    store: Store, monkeypatch: pytest.MonkeyPatch, made_by: str, after: bool
+) -> None:
+    """The former champion is remembered before the alias moves: else a crash between the two leaves no rollback."""
+    crowned(store, 1)
+    act = partial(promote, MODEL, 2, store) if made_by == "promote" else partial(crowned, store, 2)
+    writes = ("set_registered_model_alias", "set_model_version_tag", "delete_registered_model_alias",
+              "delete_model_version_tag")  # fmt: skip
+    for fatal in range(10):
+        seen = [0]
+
+        def watched(write: Any, seen: list[int] = seen, fatal: int = fatal) -> Any:
+            def act(*arguments: Any, **options: Any) -> Any:
+                number, seen[0] = seen[0], seen[0] + 1
+                if number == fatal and not after:
+                    raise Killed
+                result = write(*arguments, **options)
+                if number == fatal:
+                    raise Killed
+                return result
+
+            return act
+
+        with monkeypatch.context() as patched:
+            for name in writes:
+                patched.setattr(MlflowClient, name, watched(getattr(MlflowClient, name)))
+            with suppress(Killed):
+                act()
+        found = champion(MODEL, store)
+        assert found is not None
+        assert found.version in (1, 2)
+        if found.version == 2:
+            assert found.tags["holdfast.replaced_champion"] == "1"
+            assert rollback(MODEL, store).version == 1
+        if seen[0] <= fatal:
+            break
+    assert 1 <= fatal < 9
+
+
+def test_a_claim_that_was_carried_out_does_not_undo_what_a_person_chose_since(store: Store) -> None:
+    crowned(store, 1)
+    crowned(store, 2)
+    promote(MODEL, 1, store)
+    assert crowned(store, 3) == [1]
+
+
+def test_a_claim_of_a_version_that_was_deleted_keeps_nobody_from_being_champion(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    crowned(store, 1)
+    die_after_the_claim(store, 2, monkeypatch)
+    connect().delete_model_version(MODEL, "2")
+    assert crowned(store, 3) == [1]
+    assert number_of(champion(MODEL, store)) == 3
+    assert "is not made champion any more" in caplog.text
+
+
+def test_who_was_slow_leaves_the_newer_champion_in_place(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    crowned(store, 1)
+    original = promotion.promote
+
+    def slow(model: str, version: int, where: Store, uri: str) -> Champion:
+        if version == 2 and not others:
+            others.append(3)
+            assert crowned(store, 3) == [2]  # which carries out the claim of 2 before its own
+        return original(model, version, where, uri)
+
+    others: list[int] = []
+    monkeypatch.setattr(promotion, "promote", slow)
+    assert crowned(store, 2) == [1]
+    assert number_of(champion(MODEL, store)) == 3
