@@ -134,17 +134,18 @@ def test_at_the_same_moment_one_run_stays(kubeflow: KubeflowServer, monkeypatch:
     assert alive == made[:1]
 
 
-@pytest.mark.parametrize("fault", [429, 500, "drop", "lose"])
+@pytest.mark.parametrize("faults", [(429, 500), ("lose", "lose")], ids=["refused", "lost"])
 def test_every_request_may_fail_once_and_nothing_is_made_twice(
-    kubeflow: KubeflowServer, fault: Fault, monkeypatch: pytest.MonkeyPatch
+    kubeflow: KubeflowServer, faults: tuple[Fault, Fault], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A request that is refused by one of two codes, or applied although its answer is lost."""
     text = pipeline_text(spec())
     monkeypatch.setattr("holdfast.pipelines.backends.kubeflow.upload.pipeline_text", lambda *_: text)
     submit(connect(kubeflow), RunRequest(spec("name=other"), run_id="00"))
     count = len(kubeflow.requests)
     for broken in range(count):
-        name, first = f"small-{broken}", len(kubeflow.requests)
-        kubeflow.fault = lambda index, method, path, at=first + broken: fault if index == at else None
+        name, first, fault = f"small-{broken}", len(kubeflow.requests), faults[broken % 2]
+        kubeflow.fault = lambda index, method, path, at=first + broken, fault=fault: fault if index == at else None
         made = submit(connect(kubeflow), RunRequest(spec(f"name={name}"), run_id="00"))
         assert [run["run_id"] for run in kubeflow.runs.values() if run["display_name"].startswith(f"{name} ")] == [
             made.kfp_run_id
