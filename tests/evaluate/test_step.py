@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-import subprocess
 import sys
 import uuid
 from pathlib import Path
@@ -28,6 +27,7 @@ from holdfast.spec.errors import (
 from holdfast.store import Store, layout, open_store
 from holdfast.store.sequence import record_key
 from holdfast.tracking import RunTracker, connect, registration_key
+from tests import warm
 from tests.evaluate import world
 from tests.evaluate.conftest import Crown
 
@@ -410,24 +410,13 @@ def test_the_command_prints_the_verdict_and_ends_with_the_code_of_the_table(
     world.finish(store, world.trained(store, 0))
     file, output = tmp_path / "spec.yaml", tmp_path / "out" / "verdict.json"
     file.write_text(dump_spec(spec(model, "evaluation.max_loss=0.5")))
-    command = [
-        sys.executable,
-        "-m",
-        "holdfast.components.evaluate",
-        "--spec",
-        file,
-        "--store",
-        store.url,
-        "--output",
-        output,
-    ]
-    done = subprocess.run(
-        [*command, "--run-id", world.RUN], capture_output=True, text=True, env=os.environ, check=False
-    )
+    command = [sys.executable, "-m", "holdfast.components.evaluate", "--spec", str(file), "--store", store.url]
+    command += ["--output", str(output)]
+    done = warm.run([*command, "--run-id", world.RUN], os.environ)
     assert done.returncode == ExitCode.OK, done.stderr
     assert json.loads(done.stdout) == json.loads(output.read_text())
     assert json.loads(done.stdout)["word"] == "not_blessed"
-    lost = subprocess.run([*command, "--run-id", "f" * 16], capture_output=True, text=True, env=os.environ, check=False)
+    lost = warm.run([*command, "--run-id", "f" * 16], os.environ)
     assert lost.returncode == ExitCode.NOT_FOUND
 
 
