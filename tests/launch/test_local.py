@@ -101,18 +101,19 @@ def test_what_a_cloud_says_of_the_node_is_recorded_before_the_launch_ends(tmp_pa
         assert launcher.run(replace(job("save"), environment=told)).code == 204
 
 
-def test_the_ranks_have_ended_when_a_launch_has_whose_torchrun_was_killed(tmp_path: Path) -> None:
-    ranks: list[int] = []
+def test_a_launch_whose_torchrun_was_killed_ends_when_no_process_of_it_is_left(tmp_path: Path) -> None:
+    left: list[int] = []
 
     def kill() -> None:
-        ranks.extend(ready(tmp_path, 2))
-        torchrun = psutil.Process(ranks[0]).parent()
-        assert torchrun is not None
-        torchrun.kill()
+        left.extend(ready(tmp_path, 2))
+        rank = next(one for one in map(psutil.Process, left) if one.name() != "sleep")
+        server = rank.parent()  # of warm processes
+        assert server is not None
+        os.kill(server.ppid(), signal.SIGKILL)
 
     with closing(LocalLauncher(tmp_path / "logs")) as launcher, let_by(kill):
-        assert launcher.run(job("ignore", "ignore")).code == 137
-        assert not any(map(holds_files, ranks))
+        assert launcher.run(job("ignore", "parent")).code == 137
+        assert not any(map(holds_files, left))
 
 
 def holds_files(pid: int) -> bool:

@@ -1,12 +1,14 @@
 """A rank that does what its arguments say: `RANK:DEED …`. A deed is a number (leave with that code), `raise`, `kill` or
-`term` (itself), `wait` (for a signal), `ignore` (SIGTERM, and wait), `save` (on SIGTERM leave with 204) or `peer` (on
-SIGTERM leave with 202, as one that lost another rank). On one node, none leaves or dies before the ranks that wait are
+`term` (itself), `wait` (for a signal), `ignore` (SIGTERM, and wait), `save` (on SIGTERM leave with 204), `peer` (on
+SIGTERM leave with 202, as one that lost another rank) or `parent` (wait, with a child that ends two seconds later than
+a rank would, and is `ready` instead of it). On one node, none leaves or dies before the ranks that wait are
 ready. Where HOLDFAST_TEST_HELD names a file, what started the ranks does not close their logs before it exists."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,7 +19,7 @@ from holdfast.launch.exit_report import FOLDER_VARIABLE, RankRecord
 from holdfast.launch.node.output import CLOSE_SECONDS, RankOutput
 from holdfast.launch.parent_death import die_with_parent
 
-WAITS = ("wait", "ignore", "save", "peer")
+WAITS = ("wait", "ignore", "save", "peer", "parent")
 SECONDS = 600  # until one that nobody ends ends
 CLOSING, HELD = "HOLDFAST_TEST_CLOSE_SECONDS", "HOLDFAST_TEST_HELD"
 
@@ -64,7 +66,10 @@ def main() -> None:
     if deed in ("save", "peer"):
         signal.signal(signal.SIGTERM, lambda *_: leave(record, 204 if deed == "save" else 202))
         record.formed(1)
-    say(f"rank {rank} pid {os.getpid()} ready")
+    child = None
+    if deed == "parent":
+        child = subprocess.Popen(["sleep", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    say(f"rank {rank} pid {os.getpid() if child is None else child.pid} ready")
     if deed in WAITS:
         (folder / f"ready-{rank}").touch()
         threading.Event().wait(SECONDS)
