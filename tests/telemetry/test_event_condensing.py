@@ -15,7 +15,7 @@ from holdfast.telemetry.event_log import StoreEvents
 from holdfast.telemetry.events import Progress, SaveCommitted, StragglerDetected, TimeSpent
 from holdfast.telemetry.ledger import ledger
 
-RUN, STEPS, RANKS = "run", 400, 3
+RUN, STEPS, RANKS = "run", 160, 3
 
 
 def lines() -> Iterator[tuple[str, dict[str, object]]]:
@@ -74,9 +74,9 @@ def store(tmp_path: Path) -> Store:
 def test_what_is_told_all_the_time_is_merged_and_the_sums_stay(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = read_events(store, RUN)
     assert len([event for event in whole if isinstance(event, TimeSpent)]) == 2 * STEPS * RANKS
-    monkeypatch.setattr(event_log, "MOST", 300)
+    monkeypatch.setattr(event_log, "MOST", 120)
     found = read_events(store, RUN)
-    assert len(found) <= 2 * 300
+    assert len(found) <= 2 * 120
     assert [event.time for event in found] == sorted(event.time for event in found)
     rest = [[event for event in events if not isinstance(event, TimeSpent)] for events in (whole, found)]
     assert rest[0] == rest[1]
@@ -92,9 +92,9 @@ def test_what_is_told_all_the_time_is_merged_and_the_sums_stay(store: Store, mon
 def test_a_follower_that_meets_a_long_run_gets_the_rest_event_by_event(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_log, "MOST", 300)
+    monkeypatch.setattr(event_log, "MOST", 120)
     follower = StoreEvents(store, RUN)
-    assert len(follower.new()) <= 2 * 300
+    assert len(follower.new()) <= 2 * 120
     assert follower.new() == []
     told = {"v": 1, "writer": "2-0", "number": 10_000, "kind": "time_spent", "time": 9e9, "rank": 0, "step": 801}
     store.put(layout.events(RUN, "2-0", 99), json.dumps(told).encode() + b"\n")
