@@ -11,19 +11,19 @@ VARIABLE = "HOLDFAST_PARENT"  # the process id of the parent: the kernel tells n
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Be killed when the parent dies, if it asked for it by its process id in HOLDFAST_PARENT."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Get a signal when the parent dies, if it asked for it by its process id in HOLDFAST_PARENT."""
     if (parent := os.environ.get(VARIABLE)) is not None:
-        die_with(int(parent))
+        die_with(int(parent), number)
 
 
-def die_with(parent: int) -> None:
-    """Be killed when the parent, whose process id is given, dies or has died."""
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Get a signal when the parent, whose process id is given, dies or has died."""
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # it died in between
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 def lead_children() -> None:

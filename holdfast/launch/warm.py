@@ -90,18 +90,16 @@ class WarmProcess:
 
 class WarmServer:
     """Forks processes that run the `main()` of a module. They die with the server, and it with the process that made
-    it, unless it lingers. Only `start` may be called from several threads."""
+    it. Only `start` may be called from several threads."""
 
     def __init__(self, requests: socket.socket, pid: int) -> None:
         self._requests, self.pid = requests, pid
         requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE)
 
     @classmethod
-    def fork(cls, modules: Sequence[str], lingers: tuple[int, Callable[[], object]] | None = None) -> Self:
+    def fork(cls, modules: Sequence[str]) -> Self:
         """Import `modules` here and fork the server. Raises RuntimeError if there is more than one thread by then: what
-        another thread holds at a fork is held forever in the child. One that `lingers` stays, when its maker has gone,
-        until what it started has ended. It may be the last to care for that: it is given a pipe that nobody writes to,
-        and what to do once the other end of it is closed as well."""
+        another thread holds at a fork is held forever in the child."""
         _import(modules)
         ours, theirs = _channel()
         sys.stdout.flush()
@@ -111,7 +109,7 @@ class WarmServer:
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
             ours.close()
-            _leave_after(lambda: _Serving(theirs, parent, lingers).forever())
+            _leave_after(lambda: _Serving(theirs, parent).forever())
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         return cls(ours, pid)
@@ -147,7 +145,7 @@ class WarmServer:
         return WarmProcess([sys.executable, "-m", module, *arguments], ours)
 
     def close(self) -> None:
-        """End the server, and with it what it has started; one that lingers waits for that."""
+        """End the server, and with it what it has started."""
         self._requests.close()
         os.waitpid(self.pid, 0)
 
@@ -155,12 +153,8 @@ class WarmServer:
 class _Serving:
     """The server's side: one thread that forks, and tells how what it forked ended."""
 
-    def __init__(
-        self, requests: socket.socket, parent: int, lingers: tuple[int, Callable[[], object]] | None = None
-    ) -> None:
-        if lingers is None:
-            die_with(parent)
-        self._lingers = lingers
+    def __init__(self, requests: socket.socket, parent: int) -> None:
+        die_with(parent)
         self._requests, self._selector = requests, selectors.DefaultSelector()
         self._running: dict[int, socket.socket] = {}  # process id → where its status goes
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -175,18 +169,11 @@ class _Serving:
 
     def forever(self) -> None:
         """Serve until the maker closes its end, or has gone."""
-        closed = False
-        while not closed or (self._lingers and self._living()):
+        while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._requests:
                     if not self._fork():
-                        closed = True
-                        self._selector.unregister(self._requests)
-                        if self._lingers:
-                            self._selector.register(self._lingers[0], selectors.EVENT_READ)
-                elif self._lingers and key.fileobj == self._lingers[0]:
-                    self._selector.unregister(key.fileobj)
-                    self._lingers[1]()
+                        return
                 elif key.fileobj == self._woken:
                     os.read(self._woken, 4096)
                     self._tell()
@@ -194,10 +181,6 @@ class _Serving:
                     self._selector.unregister(key.fileobj)
                     os.waitpid(key.data, 0)
                     self._running.pop(key.data).close()
-
-    def _living(self) -> bool:
-        """Whether anything runs. What has ended may wait for its maker to learn of it, who may never ask."""
-        return any(status not in self._selector.get_map() for status in self._running.values())
 
     def _tell(self) -> None:
         for pid, status in self._running.items():

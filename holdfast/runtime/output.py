@@ -2,8 +2,7 @@
 
 Promises that a character which the terminal's encoding lacks is written as an escape, that closed streams are replaced
 by the null device, that a reader which has left its pipe is told from every other broken pipe, and that whole lines are
-redacted before they are written. Leaves log records to `logs`, and what child processes print to the readers of their
-pipes.
+redacted before they are written. Leaves log records to `logs`.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +19,7 @@ from typing import Any, TextIO, cast
 
 from holdfast.runtime.secrets import StreamRedactor, redact
 
+CHUNK = 1 << 16  # bytes of a child process that are read at a time
 LOCK_SECONDS = 1.0  # a fork may have copied a lock that is held
 
 
@@ -207,3 +208,15 @@ def without_controls(text: str) -> str:
     """Foreign text for a terminal: without what would move its cursor, set its clipboard or turn its text around."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return _CONTROLS.sub("", _SEQUENCES.sub("", text))
+
+
+def printed_by(process: subprocess.Popen[bytes]) -> Iterator[str]:
+    """What a process prints, as it comes, in whole lines and without secrets."""
+    assert process.stdout is not None
+    redactor, kept = StreamRedactor(), b""
+    while block := os.read(process.stdout.fileno(), CHUNK):
+        lines, end, kept = (kept + block).rpartition(b"\n")
+        if end:
+            yield redactor.line((lines + end).decode(errors="replace"))
+    if kept:
+        yield redactor.line(kept.decode(errors="replace")) + "\n"

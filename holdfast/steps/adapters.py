@@ -32,13 +32,11 @@ from holdfast.spec.struct import from_struct, text_of
 from holdfast.spec.tree import Spec
 from holdfast.steps.parameter_overrides import changed_parameters
 from holdfast.steps.result import Artifact, StepResult
-from holdfast.steps.table import FIELDS, PARAMETERS, PLACE, STEPS, TRIAL, producer_of
+from holdfast.steps.table import ENDS_ALL_TRIALS, FIELDS, PARAMETERS, PLACE, STEPS, TRIAL, producer_of
 from holdfast.store.jobs import recorder
 from holdfast.store.step_logs import step_log
 
 Body = Callable[..., StepResult]
-# How a trial of a sweep must not fail alone: somebody ends the whole, or no other step would find the store either.
-_OF_ALL = (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED, ExitCode.STORE_UNREACHABLE)
 
 # What an engine writes into arguments itself, and `--escaped` is not about.
 _OF_THE_ENGINE = ("status", "failures", "message", "job")
@@ -98,7 +96,7 @@ def component(step: str, body: Body, given: Mapping[str, Any]) -> Any:
     kept = step_log(given["job"], step, part, lambda: given["store"] or _store_of(given["spec"], given["overrides"]))
     done, code = run_step(step, work, recorder(given["job"]), part, kept)
     if code is not ExitCode.OK and step != EXIT_HANDLER:
-        if not trial or code in _OF_ALL:
+        if not trial or code in ENDS_ALL_TRIALS:
             raise SystemExit(int(code))
         log.warning("trial %s failed, and is left out of the comparison", trial)
         return _empty_outputs(step)

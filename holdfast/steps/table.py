@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.runtime.outcomes import EXIT_HANDLER
+from holdfast.spec.errors import ExitCode
 from holdfast.spec.tree import Spec
 
 HTML, MARKDOWN, METRICS, DATASET, MODEL = "HTML", "Markdown", "Metrics", "Dataset", "Model"  # as KFP's UI shows them
@@ -46,6 +47,9 @@ PARAMETERS = {
 }
 FIELDS = {parameter.name: parameter.field for parameter in PARAMETERS.values() if parameter.field}
 COMMON = ("spec", "overrides", "store")  # every step takes them, and `job`: the execution of the DAG that it works for
+# A trial of a sweep that ends with one of these does not fail alone: a person ends the whole sweep, or no other step
+# would find the store either.
+ENDS_ALL_TRIALS = (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED, ExitCode.STORE_UNREACHABLE)
 TRIAL = "trial"  # the number of the trial that an execution of a step is for; empty where there are none
 
 

@@ -26,13 +26,11 @@ KNOWN = {
     "holdfast/runtime/logs.py": "the formatters of all log records: they redact",
     "holdfast/simulation/learn.py": "numbers",
     "holdfast/spec/schema.py": "the schema",
-    "holdfast/pipelines/backends/local/step.py": "standard output of the worker, which redacts",
-    "holdfast/pipelines/backends/local/worker.py": "redacts what reaches the log",
-    "holdfast/pipelines/backends/ray/driver.py": "lines that launch.ray.node has redacted",
     "holdfast/pipelines/backends/ray/node_probe.py": "a record of the machine",
-    "holdfast/pipelines/backends/ray/task.py": "lines that launch.ray.node has redacted",
+    "holdfast/pipelines/backends/ray/task.py": "lines that runtime.output has redacted",
     "holdfast/pipelines/cli/entry.py": "redacts the crash report itself",
     "holdfast/pipelines/cli/options.py": "redacts errors; results are specs and records without secrets",
+    "holdfast/pipelines/step_process.py": "lines that runtime.output has redacted",
     "holdfast/pipelines/view/ui.py": "redacts the address itself",
 }
 WAYS = {
@@ -80,7 +78,7 @@ def test_launch_logs_hold_no_secret(tmp_path: Path) -> None:
 
 def test_what_ray_passes_on_holds_no_secret() -> None:
     pytest.importorskip("ray")
-    from holdfast.launch.ray.node import printed_by
+    from holdfast.runtime.output import printed_by
 
     process = subprocess.Popen([sys.executable, "-c", f"print('it: {SECRET}')"], stdout=subprocess.PIPE)
     assert list(printed_by(process)) == ["it: postgresql://db/x\n"]

@@ -173,20 +173,3 @@ print(*sorted(set(sys.modules) - before))
 def test_what_every_rank_needs_of_torch_is_imported_before_ranks_are_forked():
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
-
-
-LINGERS = """
-import os, sys
-from holdfast.launch.warm import WarmServer
-server = WarmServer.fork([sys.argv[1]], lingers=(os.pipe()[0], list))
-process = server.start(sys.argv[1], ["leave", "3"], os.environ)
-server.close()
-print("closed", flush=True)
-"""
-
-
-def test_a_server_that_lingers_does_not_wait_for_somebody_to_ask_how_its_processes_ended():
-    """Whoever closes it may be on its way out of an error."""
-    command = [sys.executable, "-c", LINGERS, CHILD]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=PATIENCE, check=True)
-    assert done.stdout == "closed\n"

@@ -16,11 +16,10 @@ import yaml
 from mlflow import MlflowClient
 
 from holdfast.pipelines.backends.kubeflow.compile import compile_pipeline
-from holdfast.pipelines.backends.local import worker
 from holdfast.spec import load_spec
 from holdfast.store import layout, open_store
 from tests import empty_mlflow
-from tests.whole.small import environment, write_corpus, write_spec
+from tests.whole.small import ROOT, environment, write_corpus, write_spec
 
 PAGE = "https://mlflow.example.com"
 
@@ -30,30 +29,27 @@ class Started:
 
     def __init__(self, folder: Path, name: str, **changed: Any) -> None:
         self.folder = folder / name
-        (self.folder / worker.OUTCOMES_FOLDER).mkdir(parents=True)
-        (self.folder / worker.PIPELINE).write_text((folder / "pipeline.yaml").read_text())
+        self.folder.mkdir()
+        (self.folder / "pipeline.yaml").write_text((folder / "pipeline.yaml").read_text())
         parameters = next(yaml.safe_load_all((folder / "pipeline.yaml").read_text()))["root"]["inputDefinitions"]
         form = {  # JSON from a browser: a whole number has no fraction there
             key: int(one["defaultValue"]) if one["parameterType"] == "NUMBER_INTEGER" else one["defaultValue"]
             for key, one in parameters["parameters"].items()
         }
         assert changed.keys() <= form.keys()
-        (self.folder / worker.ARGUMENTS).write_text(json.dumps({**form, **changed}))
-        living, self.kept = os.pipe()  # when it closes, the command is gone, and the run stops
+        (self.folder / "arguments.json").write_text(json.dumps({**form, **changed}))
         pod = {"HOLDFAST_WORKFLOW": f"small-{name}", "HOLDFAST_POD_NAMESPACE": "team", "HOLDFAST_MLFLOW_UI": PAGE}
         with (self.folder / "log").open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.pipelines.backends.local.worker", str(self.folder)],
-                env=environment(folder / "home", **pod), cwd=folder, stdin=living, stdout=log, stderr=log,
+                [sys.executable, "-m", "tests.whole.kfp_local", str(self.folder)],
+                env=environment(folder / "home", PYTHONPATH=str(ROOT), **pod), cwd=folder, stdout=log, stderr=log,
             )  # fmt: skip
-        os.close(living)
 
     def ended(self) -> dict[str, str]:
         """What each step said, when all of them have ended well."""
         code = self.process.wait(timeout=300)
-        os.close(self.kept)
         assert code == 0, self.log
-        files = (self.folder / worker.OUTCOMES_FOLDER).glob("*.json")
+        files = (self.folder / "outcomes").glob("*.json")
         outcomes: list[Mapping[str, str]] = [json.loads(file.read_text()) for file in files]
         return {outcome["step"]: outcome["result"] for outcome in outcomes}
 

@@ -14,9 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from holdfast.pipelines.backends.kubeflow.compile import compile_pipeline
+from holdfast.pipelines.backends.request import RunRequest
+from holdfast.pipelines.paths import with_absolute_paths
+from holdfast.spec import load_spec
 from holdfast.telemetry.spans import trace_id
+from tests import empty_mlflow
 from tests.telemetry.collector import Collector, collecting
-from tests.whole.small import environment, held, hold, holdfast, objects, only, start, write_corpus, write_spec
+from tests.whole.small import ROOT, environment, held, hold, holdfast, objects, only, start, write_corpus, write_spec
 
 PATIENCE = 300.0  # seconds
 BEYOND_A_SAVE = 3  # steps, at which training waits
@@ -85,6 +90,34 @@ def test_a_collector_of_traces_has_one_trace_of_the_run_and_all_its_steps(
     parents = {span.span_id: span.name for span in collector.spans}
     for name, within in (("evaluate", "run"), ("train", "run"), ("launch 1", "train"), ("attempt 1", "launch 1")):
         assert parents[by_name[name].parent_span_id] == within
+
+
+@pytest.mark.slow
+def test_kfp_itself_gives_the_compiled_pipeline_the_same_outcomes_and_bits(
+    tmp_path: Path, done: tuple[Path, subprocess.CompletedProcess[str]]
+) -> None:
+    folder, _ = done
+    spec = with_absolute_paths(load_spec(folder / "spec.yaml", [f"data.sources=[{{uri: '{folder}/corpus/*.txt'}}]"]))
+    compile_pipeline(spec, tmp_path / "pipeline.yaml")
+    (tmp_path / "arguments.json").write_text(json.dumps(RunRequest(spec).escaped_parameters()))
+    empty_mlflow.place(tmp_path / "home")
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.whole.kfp_local", str(tmp_path)],
+        env=environment(tmp_path / "home", PYTHONPATH=str(ROOT)), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    (kept,) = [path for path in (folder / "home/logs").glob("*/run-*.steps.json") if "train" in path.read_text()][:1]
+    ours = json.loads(kept.read_text())
+    theirs = [json.loads(path.read_text()) for path in (tmp_path / "outcomes").glob("*.json")]
+    assert {(one["step"], one["exit_code"], one["result"]) for one in theirs if one["step"] != "notify"} == {
+        (one["step"], one["exit_code"], one["result"]) for one in ours if one["step"] != "notify"
+    }
+    assert {one["step"] for one in theirs} == {one["step"] for one in ours}
+    for what in ("state_digest", "dataset_id", "run_id"):
+        (result,) = objects(tmp_path, "runs/*/result.json")
+        assert json.loads(result.read_text())[what] == only(folder, "runs/*/result.json")[what]
+    for what in ("headline", "status", "verdict", "metrics"):
+        assert only(tmp_path, "runs/*/summary.json")[what] == only(folder, "runs/*/summary.json")[what]
 
 
 def test_the_exit_handler_left_a_summary(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

@@ -20,10 +20,9 @@ import ray
 from holdfast.launch.exit_report import FILE_VARIABLE, as_exit_code
 from holdfast.launch.parent_death import VARIABLE as PARENT
 from holdfast.launch.ports import free_port
-from holdfast.runtime.secrets import StreamRedactor, for_ranks
+from holdfast.runtime.output import printed_by
+from holdfast.runtime.secrets import for_ranks
 from holdfast.runtime.temporary import temporary_folder
-
-CHUNK = 1 << 16  # bytes that are passed on at once
 
 
 def start(
@@ -40,18 +39,6 @@ def start(
         )  # fmt: skip
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def printed_by(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """What a process prints, as it comes, in whole lines and without secrets."""
-    assert process.stdout is not None
-    redactor, kept = StreamRedactor(), b""
-    while block := os.read(process.stdout.fileno(), CHUNK):
-        lines, end, kept = (kept + block).rpartition(b"\n")
-        if end:
-            yield redactor.line((lines + end).decode(errors="replace"))
-    if kept:
-        yield redactor.line(kept.decode(errors="replace")) + "\n"
 
 
 def address() -> str:

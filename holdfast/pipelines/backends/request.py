@@ -55,7 +55,7 @@ class RunRequest:
         return {**self.parameters(), "spec": dump_spec(self.spec)}
 
     def escaped_parameters(self) -> dict[str, Any]:
-        """The parameters of the DAG in a form that KFP, `kfp.local` and Argo pass on unchanged."""
+        """The parameters of the DAG in a form that KFP and Argo pass on unchanged."""
         found: dict[str, Any] = escape_tree(self.parameters())
         return found
 

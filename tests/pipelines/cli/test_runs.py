@@ -104,7 +104,7 @@ def test_the_dry_run_of_every_backend_prints_its_objects_and_sends_none(spec: Pa
     for backend, said in (
         ("argo", "kind: WorkflowTemplate"),
         ("kubeflow", "method: POST"),
-        ("local", "deploymentSpec"),
+        ("local", "nodes"),
     ):
         shown = holdfast("submit", spec, "--backend", backend, "--dry-run")
         assert (shown.exit_code, said in shown.stdout) == (0, True)

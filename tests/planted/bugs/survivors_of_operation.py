@@ -178,7 +178,7 @@ BUGS = [
         "a job that comes back would overwrite its log",
     ),
     Bug(
-        "holdfast/pipelines/backends/ray/driver.py",
+        "holdfast/pipelines/step_process.py",
         "        return 128 - code if code < 0 else code",
         "        return code",
         _DRIVER,
@@ -186,8 +186,8 @@ BUGS = [
     ),
     Bug(
         "holdfast/pipelines/backends/ray/driver.py",
-        "range(self._spec.cluster.retries.budget, -1, -1)",
-        "range(self._spec.cluster.retries.budget, 0, -1)",
+        "return self._spec.cluster.retries.budget if",
+        "return self._spec.cluster.retries.budget - 1 if",
         _DRIVER,
         "the training step on Ray would have one try fewer, and none without a budget",
     ),

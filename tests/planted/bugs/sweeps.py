@@ -12,7 +12,7 @@ BUGS = [
     ),
     Bug(
         "holdfast/steps/adapters.py",
-        "if not trial or code in _OF_ALL:",
+        "if not trial or code in ENDS_ALL_TRIALS:",
         "if not trial:",
         "tests/steps/test_component.py",
         "a sweep that is ended would begin its next trial",

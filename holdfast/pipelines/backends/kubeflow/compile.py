@@ -1,4 +1,4 @@
-"""From a spec to the KFP pipeline as IR YAML: the file that Kubeflow takes and that `holdfast run` executes.
+"""From a spec to the KFP pipeline as IR YAML: the file that Kubeflow takes.
 
 Two documents: the pipeline, and what its pods look like on Kubernetes. Promises the same bytes for the same spec. KFP's
 own writer repeats the defaults in a comment that a spec of several lines breaks out of, so the file is written here,
@@ -94,7 +94,7 @@ def pipeline_digest(text: str) -> str:
 
 
 def compile_pipeline(spec: Spec, path: Path, image: str | None = None) -> None:
-    """Write the pipeline of `spec` to `path` as YAML for this machine, in whole or not at all. Raises as `write_whole`
+    """Write the pipeline of `spec` to `path` as YAML, in whole or not at all. Raises as `write_whole`
     does."""
     write_whole(path, _text(spec, pipeline_ir(spec, image)))
 

@@ -1,1 +1,1 @@
-"""This machine: the compiled KFP pipeline in `kfp.local`."""
+"""This machine: the steps of the DAG as processes."""

@@ -11,7 +11,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 UNFINISHED = "UNFINISHED"  # it is not running, and submitting it again goes on with it
 POLL_SECONDS = 0.5
-_BEGINS = re.compile(r" - Executing task \S*'(?P<step>[a-z0-9-]+)'")  # what kfp.local says before the lines of a step
+_LINE = re.compile(r"\[(?P<name>[a-z][A-Za-z0-9._-]*)\] ?(?P<line>.*)")  # what a step wrote, see StepProcess
 _ENDED = {"failed": FAILED, "cancelled": CANCELED}
 
 
@@ -44,10 +44,11 @@ class Local:
         self.console: Console | None = None  # where a run shows how it goes; default: standard output
 
     def objects(self, request: RunRequest) -> list[dict[str, Any]]:
-        """The compiled pipeline that `kfp.local` executes, and the arguments of this run."""
-        from holdfast.pipelines.backends.kubeflow.compile import order_ir
+        """The nodes of the DAG in the order of their start, and what the steps are given."""
+        from holdfast.pipelines.backends.local.worker import local_plan
 
-        return [*order_ir(request), {"arguments": request.escaped_parameters()}]
+        nodes = [{**asdict(node), "name": node.name} for node in local_plan(request.spec, request.trials)]
+        return [{"nodes": nodes}, {"arguments": request.parameters()}]
 
     def submit(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Run `order` here and now, and show it on the terminal. A run that was finished before is only shown."""
@@ -80,10 +81,10 @@ class Local:
         if ranks:
             files = sorted(files[0].parent.glob("launch-*.log"))
         for file in files:
-            for name, line in _by_step(_lines(file, record if follow else None), bool(record.trials)):
+            for name, line in _by_step(_lines(file, record if follow else None)):
                 if ranks or is_step(step, name):
                     shown = True
-                    yield ("train" if ranks else name if step else "run"), line
+                    yield ("train" if ranks else name or "run"), line
         if step and not shown:
             raise MissingError(f"{record.run_id}: the step {step} has not begun in the newest try on this machine")
 
@@ -134,16 +135,12 @@ def _sweep_status(record: Record, store: Store) -> RunStatus:
     return sweep_status(record, store)
 
 
-def _by_step(lines: Iterator[str], sweep: bool) -> Iterator[tuple[str, str]]:
-    """Each line of the log of a run, or of a sweep, and the step that wrote it, as the lines of the pipeline between
-    them say. KFP gives the steps of the first trial no number."""
-    step = ""
+def _by_step(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
+    """Each line of the log of a run, or of a sweep, and the step that wrote it; empty for what the runner says."""
     for line in lines:
-        if begun := _BEGINS.search(line):
-            step = begun["step"]
-            if sweep and step in STEPS and STEPS[step].per_trial:
-                step += "-1"
-        yield step, line
+        match = _LINE.fullmatch(line)
+        known = match is not None and match["name"].partition("-")[0] in STEPS
+        yield (match["name"], match["line"]) if match and known else ("", line)
 
 
 def _lines(file: Path, following: Record | None) -> Iterator[str]:

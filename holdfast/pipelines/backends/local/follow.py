@@ -1,7 +1,7 @@
-"""The process that executes the pipeline, followed: its steps on the terminal, and signals passed on to them.
+"""The process that runs the DAG, followed: its steps on the terminal, and signals passed on to them.
 
-Promises that nothing that it started is left running unattended, also when that process is killed. Where that one and
-this one are killed at once, the server that has forked the running step asks it to leave.
+Promises that nothing that it started is left running unattended, also when that process is killed. When that process
+dies, this one alive or not, the kernel asks the running step to leave (`local.step`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def follow(folder: Path, log: Path, run: str, board: Board, signals: Signals) ->
     with (
         log.open("wb") as output,
         subprocess.Popen(
-            [sys.executable, "-m", "holdfast.pipelines.backends.local.worker", str(folder)],
+            [sys.executable, "-m", worker.__name__, str(folder), *map(str, holders_of(folder))],
             stdin=subprocess.PIPE,  # never written to: the worker stops the steps when this process goes away
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -65,13 +65,13 @@ def follow(folder: Path, log: Path, run: str, board: Board, signals: Signals) ->
                 passed_on = len(signals.received)
                 if passed_on == 1:
                     board.say("  stopping: the step saves and leaves (once more ends it at once)")
-                    worker.stop_steps(folder)
+                    worker.request_stop(folder)
                 else:
                     _kill(process.pid)
             if process.returncode is not None:
                 break
-        if process.returncode < 0:  # killed: what it ran is an orphan, which may still save and leave
-            worker.stop_steps(folder)
+        if process.returncode < 0:  # killed: what it ran is an orphan, which the kernel asks to save and leave
+            worker.request_stop(folder)
             _wait_for_orphans(folder / worker.OUTCOMES_FOLDER, view, signals)
         view.look()
         return process.returncode < 0

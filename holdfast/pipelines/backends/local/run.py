@@ -1,4 +1,4 @@
-"""Run a spec on this machine: the compiled pipeline in `kfp.local`, a calm terminal, one log file, a summary.
+"""Run a spec on this machine: the steps of the DAG as processes, a calm terminal, one log file, a summary.
 
 Promises that a run whose work is done is answered from the store without starting anything; that a signal reaches the
 step, which saves and leaves; and that the command ends with the exit code of the step that failed, with its own reason.
@@ -7,7 +7,6 @@ step, which saves and leaves; and that the command ends with the exit code of th
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
 import socket
@@ -36,6 +35,7 @@ from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec import ExitCode, Spec, load_spec, run_id
 from holdfast.spec.errors import AccessDeniedError, DataError, MissingError, NoSpaceError
 from holdfast.spec.json_parsing import parse_json
+from holdfast.spec.load import dump_written
 from holdfast.store import Store, open_store
 
 TAIL_LINES = 15
@@ -132,8 +132,6 @@ def finished(made: LocalRun) -> RunRecord | None:
 
 
 def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
-    from holdfast.pipelines.backends.kubeflow.compile import compile_pipeline
-
     log = log_dir(made.run_id) / f"run-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
     try:
         make_folder(log.parent)
@@ -146,18 +144,19 @@ def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
     with temporary_folder() as name:
         folder = Path(name)
         (folder / worker.OUTCOMES_FOLDER).mkdir()
-        # One machine shares nothing out: its cores are `data.workers`. (kfp.local 2.17 cannot run the loop, either: it
-        # does not find the items of a ParallelFor below an exit handler.)
-        alone = made.spec.model_copy(update={"data": made.spec.data.model_copy(update={"fan_out": 1})})
-        compile_pipeline(alone, folder / worker.PIPELINE)
         request = RunRequest(made.spec, made.store_url, made.salt, made.run_id, replan=made.replan)
-        (folder / worker.ARGUMENTS).write_text(json.dumps(request.escaped_parameters()), encoding="utf-8")
+        worker_request(request).write(folder)
         keep_here(request, log, folder / worker.OUTCOMES_FOLDER)
         with Board(console) as board, Signals() as signals:
             killed = follow(folder, log, made.run_id, board, signals)
         outcomes = read_outcomes(folder / worker.OUTCOMES_FOLDER)
         keep_outcomes(log, outcomes)
     return _conclude(made, console, outcomes, log, signals.received, killed, again)
+
+
+def worker_request(request: RunRequest) -> worker.Request:
+    """The part of a request that the worker reads. The spec is that which a person wrote, as on a cluster."""
+    return worker.Request(dump_written(request.spec), request.store, request.salt, request.replan, request.trials)
 
 
 def keep_here(request: RunRequest, log: Path, outcomes: Path) -> None:

@@ -1,4 +1,4 @@
-"""Run a sweep on this machine: the compiled DAG in `kfp.local`, one trial after the other.
+"""Run a sweep on this machine, one trial after the other.
 
 Promises that a sweep whose comparison has all trials, and whose best model is registered if it is blessed, is answered
 from the store; and that one that was stopped or killed, or some of whose trials failed, goes on: what is trained or
@@ -7,7 +7,6 @@ judged is not done again.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import replace
@@ -28,10 +27,10 @@ from holdfast.pipelines.backends.local.run import (
     known_code,
     steps_of,
     tail_of,
+    worker_request,
 )
 from holdfast.pipelines.backends.record import Record
 from holdfast.pipelines.backends.request import RunRequest
-from holdfast.pipelines.documents import as_yaml
 from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.sweep import print_comparison
 from holdfast.pipelines.view.terminal import Board
@@ -115,13 +114,10 @@ def _finished(store: Store, identity: str, runs: dict[str, LocalRun]) -> Compari
 
 def _execute(request: RunRequest, log: Path, console: Console) -> tuple[list[Outcome], int]:
     """What became of the steps, and the signal that stopped them, if any."""
-    from holdfast.pipelines.backends.kubeflow.compile import sweep_ir
-
     with temporary_folder() as name:
         folder = Path(name)
         (folder / worker.OUTCOMES_FOLDER).mkdir()
-        (folder / worker.PIPELINE).write_text(as_yaml(*sweep_ir(request.spec, request.trials)), encoding="utf-8")
-        (folder / worker.ARGUMENTS).write_text(json.dumps(request.escaped_parameters()), encoding="utf-8")
+        worker_request(request).write(folder)
         keep_here(request, log, folder / worker.OUTCOMES_FOLDER)
         with Board(console) as board, Signals() as signals:
             follow(folder, log, "", board, signals)  # many runs

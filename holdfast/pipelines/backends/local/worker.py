@@ -1,36 +1,58 @@
-"""The process that executes a compiled pipeline with `kfp.local`: `python -m` this module, and a FOLDER.
+"""The process that runs the DAG on this machine: `python -m` this module, and a FOLDER.
 
-A process of its own because kfp.local keeps its configuration in a singleton, takes over logging and `print`, and
-streams everything to standard output, which is the log file here. Promises that the steps are asked to stop when
-whoever started it goes away, so that nothing trains unattended, also where both are killed at once, and that a full
-disk under the log costs lines of it and nothing else. Leaves the terminal and the summary to `run`.
+A process of its own, so that the DAG ends well when the terminal goes away: whoever started it may be killed, and the
+steps are still asked to save and leave, and the exit handler runs. When this process is killed, the kernel asks the
+step to leave (`local.step`). Its standard output is the log file: a full disk under it costs lines of the log and
+nothing else. Leaves the terminal and the summary to `run`, and the order of the steps to `holdfast.pipelines.runner`.
 """
 
 from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import signal
+import subprocess
 import sys
 import threading
-import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
-import yaml
-
-from holdfast.launch.warm import WarmServer
-from holdfast.pipelines.backends.local.step import MODULES, start_steps_from
-from holdfast.runtime.outcomes import OUTCOMES, STOP_FILE, read_outcomes
+from holdfast.launch.parent_death import VARIABLE as PARENT
+from holdfast.pipelines.backends.interface import SKIPPED
+from holdfast.pipelines.runner import Execution, Handle, Node, Runner, plan
+from holdfast.pipelines.step_process import StepProcess
+from holdfast.pipelines.trials import Trials, text_of
+from holdfast.runtime.logs import configure_logging
+from holdfast.runtime.outcomes import OUTCOMES, STOP_FILE, Outcome, read_outcomes
 from holdfast.runtime.secrets import StreamRedactor
-from holdfast.spec.json_parsing import parse_json_object
-from holdfast.steps import ARTIFACTS
+from holdfast.spec import Spec, parse_spec
+from holdfast.spec.json_parsing import parse_json
 
-PIPELINE = "pipeline.yaml"
-ARGUMENTS = "arguments.json"
+REQUEST = "request.json"
 OUTCOMES_FOLDER = "outcomes"
+STEP = "holdfast.pipelines.backends.local.step"
+TICK = 0.1  # seconds between two looks at the stop file
 _LINE = 0  # a pipe that nobody writes to: it ends when the process that holds the other end, and started this, does
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be run."""
+
+    spec: str  # its text
+    store: str
+    salt: str = ""
+    replan: bool = False
+    trials: Sequence[Sequence[str]] = ()
+
+    def write(self, folder: Path) -> None:
+        """Write it where the worker reads it."""
+        (folder / REQUEST).write_text(json.dumps(asdict(self), ensure_ascii=False), encoding="utf-8")
 
 
 class _Log(io.FileIO):
@@ -66,99 +88,91 @@ def unfailing(descriptor: int) -> TextIO:
     return io.TextIOWrapper(raw, encoding="utf-8", errors="replace", line_buffering=True)
 
 
-def stop_steps(folder: Path) -> None:
-    """Ask the running step to save and leave, and let no other one begin (the exit handler still does)."""
-    outcomes = folder / OUTCOMES_FOLDER
-    (outcomes / STOP_FILE).touch()
-    for outcome in read_outcomes(outcomes):
-        if outcome.ended is None and outcome.step != "notify":
-            try:
-                os.kill(outcome.pid, signal.SIGTERM)
-            except ProcessLookupError:
-                continue
+def request_stop(folder: Path) -> None:
+    """Have the worker ask the running step to save and leave, and start no other one but the exit handler."""
+    (folder / OUTCOMES_FOLDER / STOP_FILE).touch()
 
 
-def execute(folder: Path) -> None:
-    """Run `pipeline.yaml` with `arguments.json`, both in `folder`. Raises RuntimeError when a step fails."""
-    from kfp import components, local
+class LocalSteps:
+    """Steps as processes of this machine, one at a time: each takes all of it. See StepBackend."""
 
-    # The second document says what the pods look like; kfp.local would ignore it without a word.
-    pipeline = next(yaml.safe_load_all((folder / PIPELINE).read_text(encoding="utf-8")))
-    _leave_the_cluster_out(pipeline)
-    local.init(
-        runner=local.SubprocessRunner(use_venv=False),
-        pipeline_root=str(folder / "artifacts"),
-        workspace_root=str(folder / "workspace"),  # kfp.local deletes it after the run
+    width = 1
+
+    def __init__(self, folder: Path, request: Request, holders: Sequence[int] = ()) -> None:
+        """`holders`: descriptors that keep the folder while a step lives that has lost its worker."""
+        self._folder, self._request, self._holders = folder / OUTCOMES_FOLDER, request, holders
+        self.on_stop: Callable[[], None] = lambda: None  # called while the stop file is there
+
+    def start(self, execution: Execution) -> Handle:
+        """See StepBackend."""
+        words = [f"--store={self._request.store}", *execution.arguments]
+        return StepProcess(execution.step, execution.name, self._request.spec, words, self._popen)
+
+    def wait(self, handles: Sequence[Handle]) -> None:
+        """See StepBackend."""
+        for handle in handles:
+            assert isinstance(handle, StepProcess)
+            handle.wait(TICK)
+        if (self._folder / STOP_FILE).exists() or not self._folder.is_dir():  # who took it away has asked, and has gone
+            self.on_stop()
+
+    def retries(self, _step: str) -> int:
+        """None: a person sees the failure, and the same command is the retry."""
+        return 0
+
+    def record(self, outcome: Outcome) -> None:
+        """See StepBackend. What is skipped shows in the verdict."""
+        if not outcome.result.startswith(SKIPPED):
+            outcome.write(self._folder)
+
+    def outcomes(self) -> list[Outcome]:
+        """See StepBackend."""
+        return read_outcomes(self._folder)
+
+    def _popen(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", STEP, *words],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env={**os.environ, PARENT: str(os.getpid())}, pass_fds=self._holders,
+        )  # fmt: skip
+
+
+def local_plan(spec: Spec, trials: Trials = ()) -> tuple[Node, ...]:
+    """The nodes of the DAG on one machine, which shares nothing out: its cores are `data.workers`."""
+    return plan(spec.model_copy(update={"data": spec.data.model_copy(update={"fan_out": 1})}), trials)
+
+
+def run_dag(folder: Path, holders: Sequence[int] = ()) -> int:
+    """Run what is asked for in `folder`; the exit code of the first step that failed."""
+    request = parse_json((folder / REQUEST).read_bytes(), Request, REQUEST)
+    spec, trials = parse_spec(request.spec), tuple(map(tuple, request.trials))
+    given = {"salt": request.salt, "replan": str(request.replan).lower()} | (
+        {"trials": text_of(trials)} if trials else {}
     )
-    component = components.load_component_from_text(yaml.safe_dump(pipeline))
-    component(**parse_json_object((folder / ARGUMENTS).read_bytes(), ARGUMENTS))
-
-
-def _leave_the_cluster_out(pipeline: dict[str, object]) -> None:
-    """Drop what is meant for pods: their variables, which kfp.local would set here, and the retry policies, which wait
-    for minutes and know no exit codes; here the same command is the retry. And what only enters artifacts for a UI."""
-    components = cast(dict[str, dict[str, Any]], pipeline["components"])
-    entering = {name for name, one in components.items() if ARTIFACTS in one.get("dag", {}).get("tasks", {})}
-    nodes: list[object] = [pipeline]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, dict):
-            node.pop("retryPolicy", None)
-            for name, task in list(node.get("tasks", {}).items()):
-                if task["componentRef"]["name"] in entering:
-                    del node["tasks"][name]
-            if "image" in node:  # a container
-                node.pop("env", None)
-            nodes.extend(node.values())
+    steps = LocalSteps(folder, request, holders)
+    runner = Runner(local_plan(spec, trials), steps, given)
+    steps.on_stop = runner.request_stop
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: request_stop(folder))
+    threading.Thread(target=_stop_when_left_alone, args=[folder], daemon=True).start()
+    return runner.run()
 
 
 def _stop_when_left_alone(folder: Path) -> None:
     # Not sys.stdin, whose lock a thread that waits for it would keep until after the interpreter has gone.
     os.read(_LINE, 1)
-    stop_steps(folder)
+    with suppress(FileNotFoundError):
+        request_stop(folder)
 
 
-def _warm_server(folder: Path) -> WarmServer | None:
-    """What forks the steps. Before anything else: what comes after starts threads. It stays when this process is
-    killed: whoever follows it asks the step to save and leave, and if that one was killed as well, the server does."""
-    environment = dict(os.environ)
-
-    def stop_steps_once() -> None:  # the second time would end the grace that the first one gave
-        if not (folder / OUTCOMES_FOLDER / STOP_FILE).exists():
-            stop_steps(folder)
-
-    try:
-        return WarmServer.fork(MODULES, lingers=(_LINE, stop_steps_once))
-    except RuntimeError as error:
-        print(f"every step imports kfp itself: {error}", flush=True)  # noqa: T201 - standard output is the log
-        return None
-    finally:  # what an import left there is not for the steps
-        os.environ.clear()
-        os.environ.update(environment)
-
-
-def main() -> int:
-    """Run the pipeline in the folder that the command line names."""
-    folder = Path(sys.argv[1])
-    # kfp.local doubts an image whose name has no `python` in it. The steps run in this very environment.
-    warnings.filterwarnings("ignore", message="You may be attemping to run a task", category=RuntimeWarning)
+def main(argv: Sequence[str]) -> int:
+    """Run what is asked for in the folder that the command line names; descriptors that hold it come after it."""
+    folder = Path(argv[0])
     os.environ[OUTCOMES] = str(folder / OUTCOMES_FOLDER)
-    server = _warm_server(folder)
-    sys.stdout.flush()
     sys.stdout = sys.stderr = unfailing(1)
-    if server is not None:
-        start_steps_from(server)
-    threading.Thread(target=_stop_when_left_alone, args=[folder], daemon=True).start()
-    try:
-        execute(folder)
-    except RuntimeError as error:
-        print(error, flush=True)  # noqa: T201 - standard output is the log
-        return 1
-    finally:
-        if server is not None:
-            server.close()
-    return 0
+    configure_logging()
+    return run_dag(folder, [int(descriptor) for descriptor in argv[1:]])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

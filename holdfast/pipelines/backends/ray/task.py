@@ -13,9 +13,10 @@ import ray
 
 from holdfast.launch.accelerators import ACCELERATORS
 from holdfast.launch.ray.launcher import RESOURCES
-from holdfast.launch.ray.node import address, printed_by, start
+from holdfast.launch.ray.node import address, start
 from holdfast.launch.ray.placement_group import GangReservation, options_of
 from holdfast.pipelines.backends.pods import resources_of
+from holdfast.runtime.output import printed_by
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec import Spec
 from holdfast.spec.cluster import amount

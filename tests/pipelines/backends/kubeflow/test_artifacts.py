@@ -10,7 +10,6 @@ import yaml
 from kfp import components, local
 
 from holdfast.pipelines.backends.kubeflow.compile import pipeline_ir
-from holdfast.pipelines.backends.local import worker
 from holdfast.spec import load_spec
 from holdfast.steps import ARTIFACTS
 
@@ -49,13 +48,3 @@ def test_the_importers_enter_the_addresses_that_the_steps_gave(
     assert f"artifact: Model( name='artifact', uri='{MODEL}'" in said
     (document,) = (tmp_path / "artifacts").rglob("addresses")
     assert document.read_text() == f"- dataset: `{DATASET}`\n- model: `{MODEL}`\n"
-
-
-def test_on_one_machine_they_are_left_out(pipeline: dict[str, Any]) -> None:
-    entering, _ = group_of(pipeline)
-    here = yaml.safe_load(yaml.safe_dump(pipeline))
-    worker._leave_the_cluster_out(here)
-    assert entering in str(pipeline["components"]["comp-exit-handler-1"]["dag"])
-    tasks = here["components"]["comp-exit-handler-1"]["dag"]["tasks"]
-    assert entering not in str(tasks)
-    assert {"preprocess", "train", "evaluate"} <= tasks.keys()

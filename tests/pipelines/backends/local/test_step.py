@@ -1,114 +1,96 @@
-"""A step that was forked warm is what kfp.local would have started."""
+"""A step of this machine is a process: its output, its code, its result, and what becomes of it without its worker."""
 
-import json
+from __future__ import annotations
+
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from kfp import compiler, dsl
+import psutil
+import pytest
 
 from holdfast.pipelines.backends.local import worker
+from holdfast.pipelines.step_process import StepProcess
+from holdfast.spec import dump_spec, parse_spec
 
-OF_THE_SHELL = {"PWD", "OLDPWD", "SHLVL", "_"}
+ENDS = """import json, os, pathlib, signal, sys
+step, spec, output, code = sys.argv[1], *(word.partition("=")[2] for word in sys.argv[2:4]), sys.argv[4]
+print(step, pathlib.Path(spec).read_text())
+print("without its end", end="")
+sys.stdout.flush()
+pathlib.Path(output).write_text(json.dumps({"word": "blessed"}))
+os.kill(os.getpid(), int(code[1:])) if code[0] == "-" else sys.exit(int(code))
+"""
+STARTS = """import os, signal, sys
+from pathlib import Path
+from holdfast.pipelines.backends.local.worker import LocalSteps, Request
+from holdfast.pipelines.runner import Execution
+from holdfast.pipelines.backends.local import worker
 
-
-@dsl.component(base_image="python:3.11", install_kfp_package=False)
-def tell(folder: str, name: str) -> str:
-    """Leave behind what a step knows of itself, and what runs after it."""
-    import atexit
-    import json
-    import os
-    import sys
-    import threading
-    from pathlib import Path
-
-    import psutil
-
-    def later() -> None:
-        threading.main_thread().join()
-        (Path(folder) / f"{name}.joined").touch()
-
-    atexit.register((Path(folder) / f"{name}.exited").touch)
-    threading.Thread(target=later).start()
-    known = {
-        "environment": dict(os.environ), "path": sys.path[1:], "folder": str(Path.cwd()), "group": os.getpgrp(),
-        "command": psutil.Process().cmdline(),
-    }  # fmt: skip
-    (Path(folder) / f"{name}.json").write_text(json.dumps(known))
-    print("told", name)
-    return name
+os.environ["LEFT"] = sys.argv[1] + "/left"
+worker.STEP = "tests.pipelines.backends.local.waiting_step"
+LocalSteps(Path(sys.argv[1]), Request(spec="", store="")).start(Execution("train"))
+signal.pause()
+"""
 
 
-@dsl.component(base_image="python:3.11", install_kfp_package=False)
-def kill_the_server(after: str) -> None:
-    """End what forks the steps, and so this one."""
-    import os
-    import signal
+def started(code: str) -> StepProcess:
+    def start(words: Sequence[str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", ENDS, *words], stdout=subprocess.PIPE)
 
-    os.kill(os.getppid(), signal.SIGKILL)
-    signal.pause()
+    return StepProcess("evaluate", "evaluate-2", "name: a", [code], start)
 
 
-@dsl.component(base_image="python:3.11", install_kfp_package=False)
-def leave(after: str) -> None:
-    """Fail with a code of its own."""
-    raise SystemExit(7)
+@pytest.mark.parametrize(("given", "code"), [("0", 0), ("12", 12), (f"-{int(signal.SIGKILL)}", 137)])
+def test_a_step_prints_behind_its_name_and_ends_with_its_code_and_its_result(
+    given: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = started(given)
+    while process.poll() is None:
+        process.wait(60)
+    assert process.poll() == code
+    assert process.result() == ({"word": "blessed"} if code == 0 else {})
+    assert capsys.readouterr().out == "[evaluate-2] evaluate name: a\n[evaluate-2] without its end\n"
 
 
-def execute(folder: Path, pipeline: object, log: Path | None = None) -> subprocess.CompletedProcess[str]:
-    compiler.Compiler().compile(pipeline, str(folder / worker.PIPELINE))
-    (folder / worker.ARGUMENTS).write_text(json.dumps({"folder": str(folder)}))
-    command = [sys.executable, "-m", worker.__name__, str(folder)]
-    reading, writing = os.pipe()  # the worker stops the steps when nobody holds the other end
-    with os.fdopen(reading), os.fdopen(writing, "w"):
-        if log is None:
-            return subprocess.run(command, stdin=reading, capture_output=True, text=True, check=False)
-        with log.open("w") as output:
-            return subprocess.run(
-                command, stdin=reading, stdout=output, stderr=subprocess.STDOUT, text=True, check=False
-            )
+def test_a_step_whose_worker_is_killed_is_asked_to_leave(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STARTS, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        step = psutil.Process(int(starter.stdout.readline().removeprefix("[train] ")))
+        starter.kill()
+        step.wait(60)
+    assert (tmp_path / "left").read_text() == "asked to leave"
 
 
-def test_a_step_starts_warm_and_without_the_server_as_kfp_does_it_and_both_are_the_same(tmp_path: Path) -> None:
-    @dsl.pipeline(name="killed")
-    def killed(folder: str) -> None:
-        with dsl.ExitHandler(tell(folder=folder, name="cold")):
-            kill_the_server(after=tell(folder=folder, name="warm").output)
-
-    done = execute(tmp_path, killed)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "told warm" in done.stdout
-    assert "told cold" in done.stdout
-    warm, cold = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("warm", "cold"))
-    assert warm.pop("command")[1:4] == ["-m", "holdfast.pipelines.backends.local.step", "tell"]
-    assert "kfp.dsl.executor_main" in cold.pop("command")
-    for known in (warm, cold):
-        known["environment"] = {key: is_ for key, is_ in known["environment"].items() if key not in OF_THE_SHELL}
-    assert warm == cold
-    assert "OPENBLAS_NUM_THREADS" not in warm["environment"].keys() - os.environ.keys()
-    assert {path.name for path in tmp_path.glob("*.[je][ox]i*ed")} == {
-        f"{name}.{event}" for name in ("warm", "cold") for event in ("joined", "exited")
-    }
-
-
-def test_a_step_that_fails_fails_the_pipeline_and_no_server_stays(tmp_path: Path) -> None:
-    @dsl.pipeline(name="failed")
-    def failed(folder: str) -> None:
-        leave(after=folder)
-
-    done = execute(tmp_path, failed)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "SystemExit" not in done.stdout
-
-
-def test_a_log_that_a_full_disk_does_not_take_costs_no_step(tmp_path: Path) -> None:
-    @dsl.pipeline(name="untold")
-    def untold(folder: str) -> None:
-        tell(folder=folder, name=tell(folder=folder, name="first").output)
-
-    assert execute(tmp_path, untold, Path("/dev/full")).returncode == 0
-    assert (tmp_path / "first.exited").exists()
+@pytest.mark.parametrize("asked", ["before", "by a signal", "by the end of its maker"])
+def test_a_run_that_is_asked_to_stop_runs_its_exit_handler_and_nothing_else(asked: str, tmp_path: Path) -> None:
+    (outcomes := tmp_path / worker.OUTCOMES_FOLDER).mkdir()
+    spec = dump_spec(parse_spec("{name: a, data: {sources: [{uri: 'file:///nowhere/*.txt'}]}}"))
+    worker.Request(spec, tmp_path.as_uri()).write(tmp_path)
+    command = [sys.executable, "-m", worker.__name__, str(tmp_path)]
+    environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path)}
+    if asked == "before":
+        worker.request_stop(tmp_path)
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdin is not None
+        if asked == "by the end of its maker":
+            process.stdin.close()
+            process.stdin = None
+        elif asked == "by a signal":
+            while not psutil.Process(process.pid).children():
+                assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+        printed = process.communicate(timeout=120)[0]
+    assert process.returncode == 143, printed
+    assert "**a: cancelled**" in printed
+    assert (outcomes / "notify.json").exists()
+    assert not (outcomes / "train.json").exists()
 
 
 def test_where_a_log_has_a_hole_it_says_so(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[r
 
 from holdfast.launch.ray import node
 from holdfast.pipelines.backends.ray import driver, task
-from holdfast.pipelines.backends.ray.driver import Walk
+from holdfast.pipelines.backends.ray.driver import RaySteps
+from holdfast.pipelines.runner import Execution, Node, Runner
 from holdfast.spec import ExitCode, parse_spec
 from holdfast.steps import STEPS
 from holdfast.store.jobs import outcomes_of
@@ -45,9 +47,12 @@ class FakeTask:
 kept: set[str] = set()  # parts whose nodes are there
 
 
+SHARES = ("0/2", "1/2")
+
+
 @pytest.fixture
-def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Walk:
-    """A walk whose tasks are such, and end once they were looked at three times."""
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RaySteps:
+    """Steps whose tasks are such, and end once they were looked at three times."""
     FakeTask.made = []
     kept.clear()
 
@@ -57,15 +62,26 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Walk:
 
     monkeypatch.setattr(driver, "Task", FakeTask)
     monkeypatch.setattr(driver, "ray", SimpleNamespace(wait=wait, get=lambda _: (0, "")))
-    return Walk(parse_spec(SPEC), SPEC, tmp_path.as_uri(), "holdfast-job", {})
+    return RaySteps(parse_spec(SPEC), SPEC, tmp_path.as_uri(), "holdfast-job")
+
+
+def codes_of(steps: RaySteps) -> list[int]:
+    """The codes of two shares that are started together, in the order in which they end."""
+    handles, found = [steps.start(Execution("tokenise", share)) for share in SHARES], []
+    while handles:
+        steps.wait(handles)
+        for one in list(handles):
+            if (code := one.poll()) is not None:
+                handles.remove(one)
+                found.append(code)
+    return found
 
 
 def test_a_share_that_waits_for_others_waits_and_is_given_up_once_there_is_nobody_to_wait_for(
-    walk: Walk, tmp_path: Path
+    steps: RaySteps, tmp_path: Path
 ) -> None:
     kept.add("tokenise 0/2")
-    code = walk._tasks("tokenise", {"tokenise 0/2": [], "tokenise 1/2": []})
-    assert code == ExitCode.UNSCHEDULABLE
+    assert codes_of(steps) == [ExitCode.OK, ExitCode.UNSCHEDULABLE]
     _, waits = FakeTask.made
     *queued, last = waits.was_queued
     assert (set(queued), last) == ({True}, False)
@@ -74,9 +90,16 @@ def test_a_share_that_waits_for_others_waits_and_is_given_up_once_there_is_nobod
     assert (outcome.step, outcome.exit_code, outcome.reason) == ("tokenise", 206, "given up")
 
 
-def test_shares_that_have_all_lost_their_nodes_do_not_wait_for_each_other(walk: Walk) -> None:
-    assert walk._tasks("tokenise", {"tokenise 0/2": [], "tokenise 1/2": []}) == ExitCode.UNSCHEDULABLE
+def test_shares_that_have_all_lost_their_nodes_do_not_wait_for_each_other(steps: RaySteps) -> None:
+    assert set(codes_of(steps)) == {ExitCode.UNSCHEDULABLE}
     assert len(FakeTask.made[0].was_queued) < 5
+
+
+def test_a_task_that_waits_for_room_leaves_when_it_is_asked_to(steps: RaySteps) -> None:
+    handle = steps.start(Execution("evaluate"))
+    FakeTask.made[0].reference = None
+    handle.stop(force=False)
+    assert (handle.poll(), steps.tasks) == (ExitCode.TERMINATED, [])
 
 
 # A step that is killed `sys.argv[2]` times by the signal `sys.argv[3]`, and then ends with the code `sys.argv[4]`.
@@ -119,6 +142,7 @@ def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
 def test_the_training_step_begins_again_when_it_was_killed_within_the_budget(
     dying: Callable[..., Path],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     times: int,
     number: int,
     code: int,
@@ -128,7 +152,11 @@ def test_the_training_step_begins_again_when_it_was_killed_within_the_budget(
 ) -> None:
     file = dying(times, number, code)
     spec = parse_spec(SPEC, (f"cluster.retries.budget={budget}",))
-    assert Walk(spec, SPEC, tmp_path.as_uri(), "holdfast-job", {})._beside("train", []) == expected
+    steps = RaySteps(spec, SPEC, tmp_path.as_uri(), "holdfast-job")
+    node = Node("train")
+    monkeypatch.setattr(Runner, "_notify", lambda _: None)
+    monkeypatch.setitem(STEPS, "train", replace(STEPS["train"], inputs=(), outputs=()))
+    assert Runner([node], steps, {}).run() == expected
     assert len(file.read_bytes()) == begun
 
 

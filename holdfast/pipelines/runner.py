@@ -1,0 +1,316 @@
+"""The runner: it walks the DAG of `holdfast.pipelines.table`.
+
+A backend says how a step is started, awaited and ended; the runner decides everything else. Promises that a step starts
+after those that it needs, that a condition which does not hold leaves out what comes after it, that the exit handler
+runs last, however the DAG ended, and that the exit code is that of the first step that failed. In a sweep a trial that
+fails alone ends only itself: the comparison starts when every trial has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from holdfast.pipelines.backends.interface import SKIPPED
+from holdfast.pipelines.table import START, SWEEP_EDGES, Edge, edges_of, inputs_of, start_of, steps_from
+from holdfast.pipelines.trials import Trials
+from holdfast.runtime.exits import code_of
+from holdfast.runtime.outcomes import EXIT_HANDLER, Outcome
+from holdfast.spec import ExitCode, Spec
+from holdfast.steps import STEPS, TRIAL, producer_of
+from holdfast.steps.table import ENDS_ALL_TRIALS
+
+NOT_STARTED = "not begun, because the run was asked to stop"
+
+log = logging.getLogger("holdfast.runner")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A step in the DAG, or its copy for one trial of a sweep."""
+
+    step: str
+    trial: int = 0  # its number, from 1; 0 outside of a sweep
+    overrides: tuple[str, ...] = ()  # of the trial
+    before: tuple[str, ...] = ()  # names of the nodes that it needs
+    when: str = ""  # it runs only if the first output of the node before it is this word
+    each: bool = False  # it runs once for every item of the list that the node before it gives
+
+    @property
+    def name(self) -> str:
+        """The name of the node in the DAG, which is also the name of its outcome."""
+        return f"{self.step}-{self.trial}" if self.trial else self.step
+
+
+def plan(spec: Spec, trials: Trials = ()) -> tuple[Node, ...]:
+    """The nodes of the DAG of a spec, or of a sweep over it, without the exit handler: each after those it needs."""
+    edges, start = (SWEEP_EDGES, START) if trials else (edges_of(spec), start_of(spec))
+    return tuple(_nodes(start, edges, trials))
+
+
+def _nodes(start: str, edges: Sequence[Edge], trials: Trials) -> Iterator[Node]:
+    steps = list(steps_from(start, edges))
+    into = {edge.after: edge for edge in edges if edge.before in steps}
+    numbers = range(1, len(trials) + 1)
+    copied = [step for step in steps if trials and STEPS[step].per_trial]
+
+    def node(step: str, number: int = 0) -> Node:
+        edge, before = into.get(step), []
+        if edge is not None and edge.before in copied:
+            before = [f"{edge.before}-{each}" for each in ((number,) if number else numbers)]
+        elif edge is not None:
+            before = [edge.before]
+        changes = trials[number - 1] if number else ()
+        return Node(step, number, changes, tuple(before), edge.when if edge else "", edge is not None and edge.each)
+
+    for step in steps:
+        if step not in copied:
+            yield node(step)
+        elif step == copied[0]:  # trial by trial: with one step at a time, the first result is there early
+            yield from (node(each, number) for number in numbers for each in copied)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """One process of a step: the step, or one part of it."""
+
+    step: str
+    part: str = ""  # the trial, or the item of a list
+    arguments: tuple[str, ...] = ()  # of its command line, without the spec, the store and the job
+
+    @property
+    def name(self) -> str:
+        """The name of its outcome."""
+        part = re.sub(r"[^A-Za-z0-9._-]+", "-", self.part)
+        return f"{self.step}-{part}" if part else self.step
+
+
+class Handle(Protocol):
+    """An execution that has started."""
+
+    leave_seconds: float  # after a request to leave, until it is ended by force; infinite: as long as it needs
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs, or waits for resources."""
+
+    def result(self) -> Mapping[str, Any]:
+        """The outputs of a step that succeeded."""
+
+    def stop(self, *, force: bool) -> None:
+        """Ask it to save and leave, or kill it."""
+
+
+class StepBackend(Protocol):
+    """How a step is started and awaited."""
+
+    width: int  # executions at a time; 0: all that are ready
+
+    def start(self, execution: Execution) -> Handle:
+        """Start an execution."""
+
+    def wait(self, handles: Sequence[Handle]) -> None:
+        """Return when an execution may have ended, and at least once a second."""
+
+    def retries(self, step: str) -> int:
+        """How often the runner starts a step again that was killed."""
+
+    def record(self, outcome: Outcome) -> None:
+        """Keep the outcome of a step that did not start."""
+
+    def outcomes(self) -> list[Outcome]:
+        """What the steps recorded."""
+
+
+@dataclass
+class _Running:
+    node: Node
+    execution: Execution
+    handle: Handle
+    retries: int
+    deadline: float = 0.0  # monotonic: when it is ended by force; 0: it was not asked to leave
+
+    def ask_to_leave(self) -> None:
+        """Ask once; at the deadline end it by force."""
+        now = time.monotonic()
+        if not self.deadline or now > self.deadline:
+            self.handle.stop(force=bool(self.deadline))
+            self.deadline = now + self.handle.leave_seconds
+
+
+class Runner:
+    """One execution of a DAG."""
+
+    def __init__(self, nodes: Sequence[Node], backend: StepBackend, given: Mapping[str, str]) -> None:
+        """`given`: the parameters of the DAG that a step may take, as words; with the trials of a sweep."""
+        self._nodes = {node.name: node for node in nodes}
+        self._steps = {node.step for node in nodes}
+        self._copied = {node.step for node in nodes if node.trial}
+        self._backend, self._given = backend, given
+        self._waiting = list(nodes)
+        self._queue: list[tuple[Node, Execution]] = []  # of nodes whose turn it is
+        self._running: list[_Running] = []
+        self._left: dict[str, int] = {}  # executions of a node that have not succeeded
+        self._ended: dict[str, bool] = {}  # nodes that have ended: whether what comes after them may run
+        self._results: dict[str, Mapping[str, Any]] = {}
+        self._code, self._failed = int(ExitCode.OK), ""
+        self._stopping = False
+
+    def request_stop(self) -> None:
+        """Ask the steps to save and leave, and start no other one but the exit handler. For signal handlers too."""
+        self._stopping = True
+
+    def run(self) -> int:
+        """Walk the DAG to its end; the exit code of the first step that failed."""
+        try:
+            self._walk()
+        except Exception as error:
+            log.exception("the runner failed; the steps that run are asked to leave")
+            self._fail(code_of(error), "runner")
+            self._walk()
+        self._notify()
+        return self._code
+
+    def _walk(self) -> None:
+        while True:
+            self._enqueue()
+            self._start()
+            if not self._running:
+                return
+            if self._leaving:
+                for one in self._running:
+                    one.ask_to_leave()
+            self._backend.wait([one.handle for one in self._running])
+            self._collect()
+
+    @property
+    def _leaving(self) -> bool:
+        return self._stopping or self._code != ExitCode.OK
+
+    def _enqueue(self) -> None:
+        """Queue every node whose turn it is. (The plan has each node after those that it needs.)"""
+        for node in [node for node in self._waiting if all(name in self._ended for name in node.before)]:
+            self._waiting.remove(node)
+            if not self._should_run(node):
+                self._ended[node.name] = False
+                return self._enqueue()
+            executions = list(self._executions(node))
+            self._left[node.name] = len(executions)
+            self._queue += [(node, one) for one in executions]
+            if not executions:
+                self._ended[node.name] = True
+        order = list(self._nodes)
+        self._queue.sort(key=lambda one: order.index(one[0].name))
+        return None
+
+    def _should_run(self, node: Node) -> bool:
+        before = [self._nodes[name] for name in node.before]
+        if not node.trial and any(one.trial for one in before):  # the comparison, of those that succeeded
+            return True
+        if not all(self._ended[one.name] for one in before):
+            return False
+        if node.when and (word := str(self._results[before[0].name][STEPS[before[0].step].outputs[0]])) != node.when:
+            why = f"{before[0].name} says {word}"
+            log.info("%s is skipped: %s", node.name, why)
+            now = time.time()
+            result = f"{SKIPPED}: {why}"
+            self._backend.record(Outcome(node.step, os.getpid(), now, now, int(ExitCode.OK), result=result))
+            return False
+        return True
+
+    def _executions(self, node: Node) -> Iterator[Execution]:
+        if not node.each:
+            yield Execution(node.step, str(node.trial or ""), self._arguments(node.step, node))
+            return
+        before = self._nodes[node.before[0]]
+        for item in self._results[before.name][STEPS[before.step].items]:
+            yield Execution(node.step, str(item), self._arguments(node.step, node, str(item)))
+
+    def _arguments(self, step: str, node: Node | None = None, item: str = "") -> tuple[str, ...]:
+        """The words of a step's command line: its inputs, and in a sweep the trial that it is for."""
+        values: dict[str, Any] = {}
+        trial, overrides = (node.trial, node.overrides) if node else (0, ())
+        needed = inputs_of(step, self._steps)
+        for name in (name for name in STEPS[step].inputs if name in needed or name in self._given):
+            giver = producer_of(name)
+            if name == STEPS[step].item:
+                values[name] = item
+            elif not giver:
+                values[name] = self._given[name]
+            elif giver in self._copied and not trial and node:
+                best = self._results[node.before[0]]
+                values[name], overrides = best["winner"], tuple(best["changes"])
+            else:
+                values[name] = self._results[f"{giver}-{trial}" if giver in self._copied else giver][name]
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+        words += [f"--{TRIAL}={trial}"] if trial else []
+        words += [f"--overrides={json.dumps(overrides)}"] if overrides else []
+        return tuple(words)
+
+    def _start(self) -> None:
+        """Start what is queued, as much as the backend takes at a time."""
+        width = self._backend.width
+        while self._queue and not self._leaving and (not width or len(self._running) < width):
+            node, execution = self._queue.pop(0)
+            handle = self._backend.start(execution)
+            self._running.append(_Running(node, execution, handle, self._backend.retries(node.step)))
+        if self._queue and self._leaving:
+            execution = self._queue[0][1]
+            self._queue.clear()
+            if self._code == ExitCode.OK:
+                now, code, part = time.time(), int(ExitCode.TERMINATED), execution.part
+                self._backend.record(Outcome(execution.step, os.getpid(), now, now, code, NOT_STARTED, part=part))
+                self._fail(code, execution.name)
+
+    def _collect(self) -> None:
+        """Take the results of what has ended."""
+        for one in list(self._running):
+            if (code := one.handle.poll()) is None:
+                continue
+            self._running.remove(one)
+            if code == ExitCode.KILLED and one.retries and not self._leaving:
+                log.warning("%s was killed; it starts again", one.execution.name)
+                again = self._backend.start(one.execution)
+                self._running.append(_Running(one.node, one.execution, again, one.retries - 1))
+            else:
+                self._end(one, code)
+
+    def _end(self, one: _Running, code: int) -> None:
+        node, result = one.node, one.handle.result() if code == ExitCode.OK else {}
+        if code == ExitCode.OK and (missing := [name for name in STEPS[node.step].outputs if name not in result]):
+            log.error("%s ended without its result: %s", one.execution.name, ", ".join(missing))
+            code = int(ExitCode.UNEXPECTED)
+        if code == ExitCode.OK:
+            self._results[node.name] = result
+            self._left[node.name] -= 1
+            if not self._left[node.name]:
+                self._ended[node.name] = True
+        elif node.trial and code not in ENDS_ALL_TRIALS:
+            log.warning("%s failed (exit code %d); the comparison leaves this trial out", one.execution.name, code)
+            self._ended[node.name] = False
+        else:
+            self._fail(code, one.execution.name)
+
+    def _fail(self, code: int, name: str) -> None:
+        """The DAG ends with the first code that is not OK."""
+        if self._code == ExitCode.OK:
+            self._code, self._failed = int(code), name
+
+    def _notify(self) -> None:
+        """Run the exit handler. What fails in it changes nothing."""
+        code = self._code
+        interrupted = self._stopping or ExitCode.is_interruption(code)
+        status = "succeeded" if code == ExitCode.OK else "cancelled" if interrupted else "failed"
+        reason = ""
+        if self._failed:
+            found = [one for one in self._backend.outcomes() if one.reason and self._failed in (one.name, one.step)]
+            reason = f"{self._failed}: {found[-1].reason if found else f'exit code {code}'}"
+        words = (*self._arguments(EXIT_HANDLER), f"--status={status}", f"--message={reason}")
+        handle = self._backend.start(Execution(EXIT_HANDLER, arguments=words))
+        while handle.poll() is None:
+            self._backend.wait([handle])

@@ -1,0 +1,63 @@
+"""`python -m tests.whole.kfp_local FOLDER`: the compiled pipeline in `kfp.local`, as KFP itself has it.
+
+FOLDER has `pipeline.yaml` and `arguments.json`; the outcomes of the steps go to `outcomes` there. What is meant for
+pods is left out: their variables, the waits between tries, and the tasks that only enter artifacts for a UI.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from holdfast.runtime.outcomes import OUTCOMES
+from holdfast.steps import ARTIFACTS
+
+
+def for_one_machine(pipeline: dict[str, Any]) -> dict[str, Any]:
+    """A compiled pipeline without what is meant for pods."""
+    components = pipeline["components"]
+    entering = {name for name, one in components.items() if ARTIFACTS in one.get("dag", {}).get("tasks", {})}
+    nodes: list[object] = [pipeline]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict):
+            node.pop("retryPolicy", None)
+            for name, task in list(node.get("tasks", {}).items()):
+                if task["componentRef"]["name"] in entering:
+                    del node["tasks"][name]
+            if "image" in node:  # a container
+                node.pop("env", None)
+            nodes.extend(node.values())
+    return pipeline
+
+
+def main(folder: Path) -> int:
+    """Run the pipeline; 1 when it fails."""
+    from kfp import components, local
+
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # of an image whose name has no `python` in it
+    os.environ[OUTCOMES] = str(folder / "outcomes")
+    (folder / "outcomes").mkdir(exist_ok=True)
+    local.init(
+        runner=local.SubprocessRunner(use_venv=False),
+        pipeline_root=str(folder / "artifacts"), workspace_root=str(folder / "workspace"),
+    )  # fmt: skip
+    pipeline = for_one_machine(next(yaml.safe_load_all((folder / "pipeline.yaml").read_text())))
+    try:
+        components.load_component_from_text(yaml.safe_dump(pipeline))(
+            **json.loads((folder / "arguments.json").read_bytes())
+        )
+    except RuntimeError as error:
+        print(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
