@@ -335,7 +335,7 @@ class StragglerDetected(_Event):
     def text(self) -> str:
         """See _Event."""
         return (
-            f"rank {self.rank} on {self.host} takes {self.ratio:.2f} times as long as the others, who wait for it: "
+            f"rank {self.rank} on {self.host} takes {self.ratio:.2f} times as long as its peers, which wait for it: "
             f"{self.seconds:.3f} s more in the phase {self.phase} of each step, up to step {self.step}"
         )
 
