@@ -33,10 +33,10 @@ AVOIDED_ON_PAGES = (*AVOIDED, "asked", "is there", "are there")
 # How often the words may occur, for each folder. Lower a number when you rewrite; never raise one.
 CEILINGS: dict[str, int] = {
     "holdfast": 6, "holdfast/checkpoint": 205, "holdfast/components": 241, "holdfast/corpus": 38,
-    "holdfast/dataset": 16, "holdfast/exchange": 58, "holdfast/health": 33, "holdfast/launch": 385,
-    "holdfast/model": 29, "holdfast/pages": 24, "holdfast/pipelines": 541, "holdfast/planning": 35,
+    "holdfast/dataset": 16, "holdfast/exchange": 58, "holdfast/health": 33, "holdfast/launch": 368,
+    "holdfast/model": 29, "holdfast/pages": 24, "holdfast/pipelines": 524, "holdfast/planning": 35,
     "holdfast/rendering": 3, "holdfast/runtime": 38, "holdfast/scoring": 13, "holdfast/serving": 19,
-    "holdfast/simulation": 25, "holdfast/spec": 80, "holdfast/steps": 12, "holdfast/store": 76,
+    "holdfast/simulation": 25, "holdfast/spec": 80, "holdfast/steps": 11, "holdfast/store": 76,
     "holdfast/telemetry": 121, "holdfast/tracking": 32, "pages": 105,
 }  # fmt: skip
 
