@@ -85,6 +85,8 @@ def test_what_is_told_all_the_time_is_merged_and_the_sums_stay(store: Store, mon
     assert {name: pytest.approx(seconds) for name, seconds in one.seconds.items()} == other.seconds
     joules = [sum(event.joules or 0 for event in events if isinstance(event, TimeSpent)) for events in (whole, found)]
     assert joules[0] == pytest.approx(joules[1])
+    peaks = [max(event.peak_memory for event in events if isinstance(event, TimeSpent)) for events in (whole, found)]
+    assert peaks[0] == peaks[1] == 2 * STEPS
     newest = {(event.attempt, event.rank): event.step for event in found if isinstance(event, TimeSpent)}
     assert set(newest.values()) == {STEPS, 2 * STEPS}
 
