@@ -183,13 +183,13 @@ def test_the_plan_and_the_inputs_of_the_steps_are_those_of_the_compiled_pipeline
     for execution in steps.started:
         name = execution.step if execution.step in compiled.each else execution.name
         theirs = compiled.inputs[name if name in compiled.inputs else execution.step]
-        ours = words_of(execution)
+        given = words_of(execution)
         for one in STEPS[execution.step].inputs:
-            assert ours.get(one) == (execution.part if theirs.get(one) == ITEM else theirs.get(one)), (name, one)
-        assert ours.get("trial") == theirs.get("trial")
+            assert given.get(one) == (execution.part if theirs.get(one) == ITEM else theirs.get(one)), (name, one)
+        assert given.get("trial") == theirs.get("trial")
         if trials:
             best = execution.step == "register"
-            assert json.loads(ours.get("overrides", "[]")) == (["<compare.changes>"] if best else theirs["overrides"])
+            assert json.loads(given.get("overrides", "[]")) == (["<compare.changes>"] if best else theirs["overrides"])
     assert all(compiled.inputs["register"]["overrides"] == "<compare.changes>" for _ in trials)
 
 
@@ -262,16 +262,24 @@ def test_the_items_of_a_list_run_together_and_when_one_fails_the_rest_is_asked_t
     assert steps.ending["status"] == "failed"
 
 
-def test_what_does_not_leave_in_time_is_ended_by_force() -> None:
-    steps = Steps(tokenise_0_3=["waits"], tokenise_1_3=[11])
-    walker = runner(steps, FAN_OUT)
-    Handle.leave_seconds, before = 0.0, Handle.leave_seconds
-    poll = Handle.poll
-    try:
-        Handle.poll = lambda one: poll(one) if one.code != "waits" else (137 if True in one.asked else None)  # type: ignore[method-assign]
-        assert walker.run() == 11
-    finally:
-        Handle.leave_seconds, Handle.poll = before, poll  # type: ignore[method-assign]
+def test_what_does_not_leave_in_time_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stubborn(Handle):
+        leave_seconds = 0.0
+
+        def poll(self) -> int | None:
+            return int(ExitCode.KILLED) if True in self.asked else None
+
+    steps = Steps(tokenise_1_3=[11])
+    start = steps.start
+
+    def start_stubborn(execution: Execution) -> Handle:
+        made = start(execution)
+        if execution.name == "tokenise-0-3":
+            steps.handles[execution.name] = made = Stubborn(steps, execution, "waits")
+        return made
+
+    monkeypatch.setattr(steps, "start", start_stubborn)
+    assert runner(steps, FAN_OUT).run() == 11
     assert steps.handles["tokenise-0-3"].asked == [False, True]
 
 

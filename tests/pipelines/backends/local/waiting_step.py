@@ -1,4 +1,4 @@
-"""A step that waits until it is asked to leave, and says so in `left`."""
+"""A step of this machine that waits until it is asked to leave, and says so in the file that LEFT names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ import signal
 import sys
 from pathlib import Path
 
-from holdfast.launch.parent_death import die_with_parent
+from holdfast.pipelines.backends.local import step
 
-spec, output = (word.partition("=")[2] for word in sys.argv[2:4])
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-die_with_parent(signal.SIGTERM)
-print(os.getpid(), flush=True)
-signal.sigwait([signal.SIGTERM])
-Path(os.environ["LEFT"]).write_text("asked to leave")
+
+def wait(*_: object) -> int:
+    """Take the place of the command line of the step."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    print(os.getpid(), flush=True)
+    signal.sigwait([signal.SIGTERM])
+    Path(os.environ["LEFT"]).write_text("asked to leave")
+    return 0
+
+
+if __name__ == "__main__":
+    step.run_step = wait  # type: ignore[assignment]
+    sys.exit(step.main(sys.argv[1:]))

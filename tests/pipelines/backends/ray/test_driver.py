@@ -30,7 +30,8 @@ class FakeTask:
     made: list[FakeTask]
 
     def __init__(self, step: str, label: str, *_: Any) -> None:
-        self.step, self.label, self.reference, self.has_room = step, label, label, True
+        self.step, self.label, self.has_room = step, label, True
+        self.reference: str | None = label
         self.room = SimpleNamespace(free=lambda: None)
         self.was_queued: list[bool] = []
         FakeTask.made.append(self)
