@@ -1,6 +1,6 @@
-"""Launching a gang: one description of a distributed job, and the launchers that can run it.
+"""Launching a gang: the description of a distributed job, and the launchers that run it.
 
-`supervise` owns the restart budget; a launcher starts one launch and follows it to its end.
+`supervise` owns the restart budget. A launcher starts one launch and follows it to its end.
 """
 
 from holdfast.launch.choose import choose_launcher

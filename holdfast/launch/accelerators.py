@@ -1,6 +1,6 @@
-"""Accelerators behind one word: what Kubernetes, the container and torch each call them.
+"""Table of accelerators: their names in Kubernetes, Slurm, containers and torch.
 
-Promises one table that the emitters and the trainer read alike. Leaves torch to the trainer: nothing is imported here.
+Emitters and the trainer read the same table. The trainer imports torch; this module does not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from holdfast.spec.cluster import Toleration
 
-# What NVIDIA's device plugin appends to the name of a resource that it shares by time or by MPS (`renameByDefault`).
+# The suffix that NVIDIA's device plugin adds to a resource that it shares by time or MPS (`renameByDefault`).
 SHARED = "shared"
 
 
@@ -22,11 +22,11 @@ class Accelerator:
 
     device: str  # torch's device type
     backend: str  # torch's collective backend on that device
-    resource: str | None = None  # the extended resource of Kubernetes; one for each process
-    gres: str | None = None  # the generic resource of Slurm
-    modules: tuple[str, ...] = ()  # what must be imported before torch knows the device and its backend
+    resource: str | None = None  # Kubernetes extended resource; one for each process
+    gres: str | None = None  # Slurm generic resource
+    modules: tuple[str, ...] = ()  # modules to import before torch knows the device and its backend
     environment: Mapping[str, str] = field(default_factory=dict)
-    slices: str | None = None  # a resource that is a share of one, with `{}` for the name of the share
+    slices: str | None = None  # resource of a share of an accelerator, with `{}` for the share's name
 
 
 ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
@@ -34,8 +34,8 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
         "cpu": Accelerator(
             "cpu",
             "gloo",
-            # glibc gives large blocks back to the kernel at every free, and the next step pays for every page again:
-            # an eighth of the time of the quickstart's steps (benchmarks/allocator.py).
+            # glibc returns large blocks to the kernel at every free, and the next step pays for every page again: an
+            # eighth of the time of the quickstart's steps (benchmarks/allocator.py).
             environment={"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)},
         ),
         "nvidia": Accelerator("cuda", "nccl", "nvidia.com/gpu", "gpu", slices="nvidia.com/mig-{}"),
@@ -46,7 +46,7 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
             "huawei.com/Ascend910",
             "npu",
             modules=("torch_npu",),
-            environment={"HCCL_DETERMINISTIC": "true"},  # sums are reordered from run to run otherwise
+            environment={"HCCL_DETERMINISTIC": "true"},  # otherwise the order of sums differs between runs
         ),
         "gaudi": Accelerator(
             "hpu",
@@ -56,19 +56,19 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
             modules=("habana_frameworks.torch.core", "habana_frameworks.torch.distributed.hccl"),
             environment={"PT_HPU_LAZY_MODE": "0"},  # FSDP2 and torch.compile need the eager mode
         ),
-        # A word for the emitters; the rules refuse to train on it: no engine speaks XLA.
+        # For the emitters. The rules refuse to train on it, because no engine supports XLA.
         "tpu": Accelerator("xla", "xla", "google.com/tpu", "tpu", modules=("torch_xla",)),
     }
 )
 
 
 def training_image(kind: str) -> str:
-    """The image of the training job for a kind of accelerator, unless the spec names another."""
+    """The default image of the training job for a kind of accelerator."""
     return f"holdfast-train-{kind}:{version('holdfast')}"
 
 
 def ray_image(kind: str) -> str:
-    """The image of the nodes of a Ray, each of which runs every step, unless the spec names another."""
+    """The default image of Ray nodes, each of which runs every step."""
     return f"holdfast-ray-{kind}:{version('holdfast')}"
 
 
@@ -80,12 +80,12 @@ def slice_resource(kind: str, name: str) -> str:
 
 
 def taint_of(kind: str) -> Toleration:
-    """What lets a pod onto nodes with an accelerator, which are commonly tainted with the name of its resource."""
+    """The toleration for nodes with an accelerator, which commonly have a taint with the name of its resource."""
     return Toleration(key=str(ACCELERATORS[kind].resource), operator="Exists", effect="NoSchedule")
 
 
 def backend_of(device: str) -> str:
-    """The process-group backend for a torch device type: CPU tensors always go through gloo."""
+    """The process-group backend for a torch device type. CPU tensors always use gloo."""
     if device == "cpu":
         return "gloo"
     (backend,) = {entry.backend for entry in ACCELERATORS.values() if entry.device == device}

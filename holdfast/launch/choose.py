@@ -1,4 +1,4 @@
-"""Which launcher runs a gang: the one that HOLDFAST_LAUNCHER names."""
+"""Selection of the launcher that HOLDFAST_LAUNCHER names."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ VARIABLE = "HOLDFAST_LAUNCHER"
 
 
 def choose_launcher(spec: Spec, logs: Path) -> Launcher:
-    """`local` (the default): torchrun on this machine, with logs in the folder `logs`. `kubernetes`: a job object, as
-    `cluster.job` says, in the cluster this pod runs in or that the kubeconfig names. `slurm`: a step of the batch job
-    that this process is in, with logs in the folder `logs`. `ray`: a placement group of the Ray that this machine
-    belongs to, with logs in the folder `logs`."""
+    """The launcher of this environment, checked against the spec. Logs go to the folder `logs`, except on Kubernetes.
+
+    - `local` (the default): torchrun on this machine
+    - `kubernetes`: a job object of kind `cluster.job`, in the cluster of this pod or of the kubeconfig
+    - `slurm`: a step of the batch job that this process is in
+    - `ray`: a placement group of the Ray cluster that this machine belongs to
+
+    Raises SpecError for an unknown name or a spec that the launcher cannot run, and MissingError for a missing package.
+    """
     name = os.environ.get(VARIABLE) or "local"
     if name == "kubernetes":
         from holdfast.launch.kubernetes import KubernetesLauncher
@@ -48,19 +53,19 @@ def choose_launcher(spec: Spec, logs: Path) -> Launcher:
 
 
 def require_ray() -> None:
-    """Raises MissingError where Ray is not installed."""
+    """Raises MissingError if Ray is not installed."""
     require_package("ray", "a Ray cluster")
 
 
 def require_engine(spec: Spec) -> None:
-    """Raises MissingError when what computes the steps is not installed here."""
+    """Raises MissingError if the package of the spec's engine is not installed here."""
     if spec.parallel.engine == "deepspeed":
         require_package("deepspeed", f"parallel.strategy: {spec.parallel.strategy}", "use parallel.strategy: fsdp")
 
 
 def require_this_machine(spec: Spec) -> None:
-    """Raises SpecError when a spec asks for more machines than this one, MissingError when what its engine needs is not
-    installed here."""
+    """Raises SpecError if a spec needs more than one machine, and MissingError if its engine's package is not installed
+    here."""
     if (nodes := spec.cluster.nodes.max) > 1:
         remedy = "compile it for a cluster, or use --set cluster.nodes.min=1 --set cluster.nodes.max=1: another run"
         raise SpecError([Problem("cluster.nodes.max", nodes, "is more than this one machine", remedy)])

@@ -19,12 +19,12 @@ from holdfast.runtime.gang import use_json_for_objects
 from holdfast.spec.cluster import COLLECTIVE_TIMEOUT_MINUTES as TIMEOUT_MINUTES
 from holdfast.spec.errors import MissingError
 
-STORE_TIMEOUT = timedelta(minutes=10)  # of a store that no rank has set another one for
-MEETING_VARIABLE = "HOLDFAST_MEETING_FILE"  # names the file in which the ranks of a launch on one node meet
+STORE_TIMEOUT = timedelta(minutes=10)  # of a store for which no rank has set another one
+MEETING_VARIABLE = "HOLDFAST_MEETING_FILE"  # names the file through which ranks on one node meet
 
 
 def local_device(kind: str) -> torch.device:
-    """The CPU, or this rank's accelerator of that kind. Raises MissingError when there is none."""
+    """The CPU, or this rank's accelerator of that kind. Raises MissingError if its module or device is missing."""
     accelerator = ACCELERATORS[kind]
     if accelerator.device == "cpu":
         return torch.device("cpu")
@@ -54,17 +54,17 @@ def local_device(kind: str) -> torch.device:
 
 
 def join_gang(device: torch.device, always: bool = False, timeout_minutes: float = TIMEOUT_MINUTES) -> None:
-    """Initialise the process group from torchrun's environment. One process needs none, unless `always`. A collective
-    of it, or of a group that is made later, fails after `timeout_minutes`. No port that this rank opens is open to more
-    than it needs: see `_store`."""
+    """Initialize the process group from torchrun's environment. One process needs none, unless `always`. A collective
+    of any group fails after `timeout_minutes`. The ports that this rank opens are reachable only where needed: see
+    `_store`."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not always:
         return
-    if device.type == "cuda":  # NCCL's flight recorder: which collectives each rank was in, when one times out
+    if device.type == "cuda":  # NCCL's flight recorder: the collectives of each rank when one times out
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     use_json_for_objects()
     timeout = timedelta(minutes=timeout_minutes)
-    # Groups of a device mesh take the default: torch gives no other way to say it.
+    # Groups of a device mesh use the default: torch has no other way to set it.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     backend, store = backend_of(device.type), _store(timeout)
     if store is None:
@@ -75,8 +75,8 @@ def join_gang(device: torch.device, always: bool = False, timeout_minutes: float
 
 
 def _store(timeout: timedelta) -> dist.Store | None:
-    """Where the ranks find each other's addresses: a file, where all are on one node; a store that rank 0 hosts on the
-    address by which the others know it, in a gang that changes; None for that of torchrun."""
+    """The store through which the ranks find each other's addresses. A file if all ranks are on one node. In an elastic
+    gang, a TCP store that rank 0 hosts on its known address. None for torchrun's store."""
     store: dist.Store
     if path := os.environ.get(MEETING_VARIABLE):
         store = dist.FileStore(path, -1)
@@ -90,8 +90,8 @@ def _store(timeout: timedelta) -> dist.Store | None:
 
 
 def tcp_store(host: str, port: int, *, hosts: bool, timeout: timedelta, world: int | None = None) -> dist.TCPStore:
-    """A client of the store at `host`, or with `hosts` the store itself, which listens on that address alone: torch's
-    own listens on all interfaces. Raises OSError, RuntimeError."""
+    """A client of the TCP store at `host`, or with `hosts` the store itself. It listens on that address only; torch's
+    own store listens on all interfaces. Raises OSError, RuntimeError."""
     if not hosts:
         return dist.TCPStore(host, port, world, False, timeout, multi_tenant=True)
     with listen_as(host, port) as listener:
@@ -102,8 +102,8 @@ def tcp_store(host: str, port: int, *, hosts: bool, timeout: timedelta, world: i
 
 
 def device_name(device: torch.device) -> str:
-    """The model of the accelerator, or of the CPU, with the numbers that kernels are chosen by: virtual machines call
-    many models by one name."""
+    """The model of the accelerator, or of the CPU with the numbers by which kernels are selected: virtual machines give
+    many models the same name."""
     if device.type != "cpu":
         return str(getattr(torch, device.type).get_device_name(device))
     info = Path("/proc/cpuinfo")

@@ -1,8 +1,8 @@
-"""How the ranks of one node ended, as typed records, and the one exit code that this makes.
+"""Exit reports: how the ranks of one node ended, as typed records, and the one exit code that follows from them.
 
-torchrun itself ends with 1 whatever its ranks said; a restart policy that reads exit codes needs the cause. Each rank's
-process keeps a record of its own, so that what a former process of the same rank left (torchrun starts ranks anew when
-the members of the gang change) never colours the ending.
+torchrun itself exits with 1 for any code of its ranks, but a restart policy that reads exit codes needs the cause. Each
+process of a rank keeps its own record. torchrun restarts ranks when the members of the gang change, and the record of a
+rank's earlier process must not affect the result.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from holdfast.runtime.secrets import redact
 from holdfast.spec.errors import ExitCode
 
 FOLDER_VARIABLE = "HOLDFAST_ENDINGS"  # the folder of the ranks' records, on their node
-FILE_VARIABLE = "HOLDFAST_ENDING_FILE"  # the file that whoever started this node's torchrun reads; it is there already
-_LEFT = ".left"  # beside the record of a rank that was left when another had died
+FILE_VARIABLE = "HOLDFAST_ENDING_FILE"  # read by the process that started torchrun; exists before
+_LEFT = ".left"  # suffix of the record of a rank that was running when another one died
 
 
 class RankExit(BaseModel):
@@ -33,34 +33,34 @@ class RankExit(BaseModel):
     local_rank: int
     pid: int
     node: str
-    attempt: int | None = None  # of the gang that it formed; None before it did
+    attempt: int | None = None  # of the gang that it formed; None before
     began: float  # unix seconds
-    ended: float | None = None  # unix seconds; None while it runs, and for one that was killed
+    ended: float | None = None  # unix seconds; None while it runs, and if it was killed
     code: int | None = None
-    blames_node: bool = False  # whether the rank found its own node to be the cause
+    blames_node: bool = False  # whether the rank found that its own node is the cause
 
 
 class NodeExit(BaseModel):
-    """How the ranks of one node ended: what crosses to the launcher."""
+    """How the ranks of one node ended, as the launcher receives it."""
 
     model_config = ConfigDict(frozen=True)
 
-    code: int  # the one that explains the others
+    code: int  # the root cause
     node: str
     blames_node: bool = False
-    detail: str = Field("", max_length=1000)  # what no rank could tell
-    reclaimed: bool = False  # by its cloud, which had said so
+    detail: str = Field("", max_length=1000)  # what no rank could report
+    reclaimed: bool = False  # by its cloud, with a notice
     ranks: tuple[RankExit, ...] = ()
 
     @property
     def cause(self) -> RankExit | None:
-        """The rank whose end explains the node's: one with its code, else one that was killed without a word."""
+        """The rank that explains the node's code: one with this code, else one that was killed without a record."""
         same = [rank for rank in self.ranks if rank.code == self.code]
         return next(iter([*same, *(rank for rank in self.ranks if rank.code is None)]), None)
 
 
 class RankRecord:
-    """This process's own record, kept from its beginning to its end where torchrun finds it."""
+    """This process's record, kept from start to end in the folder that torchrun reads."""
 
     def __init__(self) -> None:
         self._ending = RankExit(
@@ -73,12 +73,12 @@ class RankRecord:
         self._write()
 
     def formed(self, attempt: int) -> None:
-        """The gang has met, as that attempt: from now on a process that leaves no code was killed."""
+        """Record that the gang has formed, as that attempt. From now on, a process that leaves no code was killed."""
         self._ending = self._ending.model_copy(update={"attempt": attempt})
         self._write()
 
     def ended(self, code: int, blames_node: bool = False) -> None:
-        """This process leaves with `code` now."""
+        """Record that this process exits with `code`."""
         told = {"code": int(code), "ended": time.time(), "blames_node": blames_node}
         self._ending = self._ending.model_copy(update=told)
         self._write()
@@ -93,14 +93,14 @@ class RankRecord:
 
 
 def mark_as_left(pid: int) -> None:
-    """Another rank was dead before this one ended: if it says nothing of its end, it lost its peer."""
+    """Mark that another rank died before process `pid` ended. If that process records no code, it lost its peer."""
     if folder := os.environ.get(FOLDER_VARIABLE):
         with suppress(OSError):
             (Path(folder) / f"{pid}{_LEFT}").touch()
 
 
 def read_ranks(folder: Path) -> list[RankExit]:
-    """The last process of each rank of this node, by what they left in `folder`."""
+    """The last process of each rank of this node, from the records in `folder`."""
     last: dict[int, RankExit] = {}
     for path in folder.glob("*.json"):
         record = RankExit.model_validate_json(path.read_text())
@@ -112,8 +112,8 @@ def read_ranks(folder: Path) -> list[RankExit]:
 
 
 def node_exit_of(ranks: Sequence[RankExit], codes: Iterable[int], detail: str = "", reclaimed: str = "") -> NodeExit:
-    """The ending that the ranks' records, and further `codes`, make; `reclaimed`: what its cloud said of taking the
-    node back, if it did."""
+    """The node's exit report, from the ranks' records and further `codes`. `reclaimed` is the text of the cloud's
+    reclaim notice, empty without one."""
     code = root_cause([*codes, *(rank.code for rank in ranks if rank.code is not None)])
     blamed = any(rank.blames_node and rank.code == code for rank in ranks)
     node = socket.gethostname()
@@ -128,7 +128,7 @@ def node_exit_of(ranks: Sequence[RankExit], codes: Iterable[int], detail: str = 
 
 
 def write_exit_report(ending: NodeExit) -> None:
-    """Write the node's ending where HOLDFAST_ENDING_FILE says, if it is there."""
+    """Write the exit report to the file that HOLDFAST_ENDING_FILE names, if it exists. Ignores OSError."""
     path = os.environ.get(FILE_VARIABLE)
     if path and Path(path).exists():
         with suppress(OSError):
@@ -136,7 +136,7 @@ def write_exit_report(ending: NodeExit) -> None:
 
 
 def parse_exit_report(text: str) -> NodeExit | None:
-    """The ending that a node left; None if the text is something else, or torn."""
+    """The exit report that a node left; None if the text is torn or something else."""
     try:
         return NodeExit.model_validate_json(text)
     except ValidationError:
@@ -144,19 +144,20 @@ def parse_exit_report(text: str) -> NodeExit | None:
 
 
 def codes_of_nodes(status: int, endings: Sequence[NodeExit | None]) -> list[int]:
-    """The code of each node of a launch, whose processes ended with `status` together: what the node left says, or that
-    it was lost. (A node that left nothing was lost, or what started the processes: neither knows our table.)"""
+    """The code of each node of a launch whose processes ended with `status` together: its report's, or that of a lost
+    node. A node without a report was lost, or what started its processes was: neither knows these codes."""
     lost = max(status, ExitCode.KILLED) if status != ExitCode.OK else ExitCode.OK
     return [int(lost) if ending is None else ending.code for ending in endings]
 
 
 def as_exit_code(status: int) -> int:
-    """An exit code as a shell reports it, from one as Python does (negative for a signal)."""
+    """An exit code as a shell reports it, from Python's form (negative for a signal)."""
     return 128 - status if status < 0 else status
 
 
 def root_cause(codes: Iterable[int]) -> int:
-    """The code that explains the others: a permanent one first, then whatever is not a consequence of another's end."""
+    """The code that explains the rest: a permanent code first, then one that is not a consequence of another rank's
+    end."""
     failed = [code for code in codes if code != ExitCode.OK]
     if not failed:
         return ExitCode.OK

@@ -1,8 +1,8 @@
-"""The file with what the ranks of one launch print, of bounded size.
+"""Log file of one launch, of bounded size.
 
-Promises that a line is in the file when `write` returns, and that a file which would exceed FULL_BYTES keeps its
-beginning and its end, with a line between them that says how many bytes were cut. The file is then replaced: follow it
-by name (`tail -F`). What each rank printed is in the store as well, with a bound of its own (`store.log_stream`).
+A line is in the file when `write` returns. A file that would exceed FULL_BYTES keeps its beginning and its end, with a
+line between them that says how many bytes were cut. The file is then replaced: follow it by name (`tail -F`). The store
+also has each rank's output, with a separate bound (`store.log_stream`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import shutil
 from pathlib import Path
 from types import TracebackType
 
-FULL_BYTES = 64 * 2**20  # of a file, before it is cut
-HEAD_BYTES, TAIL_BYTES = 8 * 2**20, 24 * 2**20  # that are kept then
-NOTICE_BYTES = 100  # that the line between them takes at most
+FULL_BYTES = 64 * 2**20  # size at which the file is cut
+HEAD_BYTES, TAIL_BYTES = 8 * 2**20, 24 * 2**20  # bytes that are kept
+NOTICE_BYTES = 100  # longest notice between them
 _CUT = re.compile(rb"^\[holdfast: (\d+) bytes of this log were cut here\]\n", re.MULTILINE)
 
 
 class LaunchLog:
-    """Appends to the file at `path`. Raises what the file system raises."""
+    """Appends to the file at `path`. Raises the errors of the file system."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -36,13 +36,13 @@ class LaunchLog:
         self.close()
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Close the file."""
         self._file.close()
 
     def write(self, text: str) -> None:
         """Append one or more lines."""
         data = memoryview(text.encode("utf-8", "replace"))
-        while data:  # an unbuffered file may take a part
+        while data:  # an unbuffered file may take only a part
             written = self._file.write(data)
             self._size += written
             data = data[written:]
@@ -61,7 +61,7 @@ class LaunchLog:
                     cut, start = 0, len(head)
                 old.seek(self._size - TAIL_BYTES)
                 line = old.readline()  # the rest of a line
-                if not old.peek(1):  # there is no other one
+                if not old.peek(1):  # it was the only line
                     old.seek(-len(line), os.SEEK_CUR)
                 cut += old.tell() - start
                 ended = b"" if head.endswith(b"\n") else b"\n"

@@ -1,7 +1,7 @@
-"""Launches: each start of a run's gang by a launcher, with what the ranks are told and how it ended.
+"""Launches: each start of a run's gang by a launcher, with the ranks' assignment and how the launch ended.
 
-A launch is not an attempt: a gang that forms again within a launch (torchrun's membership restart, a requeue, a restart
-by an operator) starts the same command again and claims an attempt of its own.
+A launch is not an attempt. A gang may form again within a launch: by torchrun's membership restart, a requeue, or an
+operator. It then starts the same command again and claims a new attempt.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from holdfast.telemetry.events import Event, StragglerDetected
 
 log = logging.getLogger("holdfast.launch")
 
-UNHEALTHY_SECONDS = 86_400.0  # that a failed health check keeps its node out of a run: it may have been mended since
-SLOW_SECONDS = 7 * 86_400.0  # that a slow rank keeps its node out of a run
-ENDINGS = 100  # launches of which the next one looks at how they ended
-BLAMES_TO_EXCLUDE = 2  # launches that a node may spoil before the next ones avoid it
+UNHEALTHY_SECONDS = 86_400.0  # how long a failed health check excludes a node: it may have been repaired
+SLOW_SECONDS = 7 * 86_400.0  # how long a slow rank excludes its node from the run
+ENDINGS = 100  # launches whose endings the next launch considers
+BLAMES_TO_EXCLUDE = 2  # launches that a node may fail before the next ones avoid it
 
 
 class LaunchEnding(BaseModel):
@@ -43,12 +43,12 @@ class LaunchEnding(BaseModel):
     detail: str = ""
     blamed_nodes: tuple[str, ...] = ()
     ended: FiniteFloat | None = None  # unix seconds
-    next_plan: dict[str, Any] | None = None  # the layout that needs less memory, where it ran out of it; null for none
+    next_plan: dict[str, Any] | None = None  # the layout after running out of memory; null if none needs less
 
 
 def claim_launch(store: Store, run_id: str, assignment: Mapping[str, Any], *, replan: bool = False) -> int:
-    """Take the number of the next launch. `assignment` is what the ranks read; with `replan` a person allows them to
-    compute it another way than the attempts before. Gangs of older launches are fenced off from now on."""
+    """Take the number of the next launch, which fences off gangs of older launches. The ranks read `assignment`. With
+    `replan`, they may compute it under a different plan than earlier attempts."""
     return take_next(store, layout.launches(run_id), {"assignment": assignment, "replan": replan})
 
 
@@ -58,18 +58,18 @@ def newest_launch(store: Store, run_id: str) -> int:
 
 
 def read_launch(store: Store, run_id: str, number: int) -> dict[str, Any]:
-    """What was written down for a launch. Raises MissingError, and BadReaderError for what is not whole."""
+    """The record of a launch. Raises MissingError, and BadReaderError if it is incomplete."""
     return read_record(store, layout.launches(run_id), number)
 
 
 def record_ending(store: Store, run_id: str, number: int, ending: Mapping[str, Any]) -> None:
-    """Write down how a launch ended, for whoever starts the next one."""
+    """Record how a launch ended. The next launch reads it."""
     store.put(layout.ending(run_id, number), json.dumps(ending).encode())
 
 
 def read_ending(store: Store, run_id: str, number: int) -> dict[str, Any] | None:
-    """What was written down of the end of a launch; None where it has not ended, or its launcher died, or the record is
-    damaged: then how it ended is not known, and the next launch starts without that."""
+    """The record of how a launch ended. None if it has not ended, its launcher died, or the record is damaged: the next
+    launch then starts without it."""
     key = layout.ending(run_id, number)
     try:
         return read_json(store, key, LaunchEnding, "it is left out").model_dump(exclude_unset=True)
@@ -81,22 +81,22 @@ def read_ending(store: Store, run_id: str, number: int) -> dict[str, Any] | None
 
 
 def read_endings(store: Store, run_id: str, last: int = ENDINGS) -> dict[int, dict[str, Any]]:
-    """What was written down of those of the `last` launches that ended, by number. Older ones are neither listed nor
-    read: a launch does not take longer because the run was launched ten thousand times."""
+    """The records of how the newest launches ended, by number. Only the `last` launches are listed and read, so a
+    launch does not slow down after ten thousand launches of its run."""
     numbers = _ended(store, run_id, last)
     endings = in_parallel(lambda number: read_ending(store, run_id, number), numbers)
     return {number: ending for number, ending in zip(numbers, endings, strict=True) if ending is not None}
 
 
 def nodes_of_the_last_end(store: Store, run_id: str) -> tuple[str, ...]:
-    """The nodes that the launch which ended last blames for it."""
+    """The nodes that the launch which ended last blames."""
     newest_first = reversed(_ended(store, run_id, ENDINGS))
     found = (ending for number in newest_first if (ending := read_ending(store, run_id, number)) is not None)
     return tuple(next(found, {}).get("blamed_nodes", ()))
 
 
 def _ended(store: Store, run_id: str, last: int) -> list[int]:
-    """The numbers of those of the `last` launches that ended, lowest first."""
+    """The numbers of those of the `last` launches that have ended, in ascending order."""
     folder = layout.launches(run_id)
     before = max(0, newest(store, folder) - last)
     listed = store.list(folder, record_key(folder, before) if before else "")
@@ -105,9 +105,14 @@ def _ended(store: Store, run_id: str, last: int) -> list[int]:
 
 
 def bad_nodes(store: Store, run_id: str) -> frozenset[str]:
-    """The nodes that were blamed for the end of two of the last ENDINGS launches, that failed the health check within a
-    day, or that alone were blamed for wrong arithmetic: which of several was wrong is not known, and what the one
-    computes next is no better."""
+    """The nodes that the next launch must not use.
+
+    - nodes that two of the last ENDINGS launches blamed
+    - nodes that failed the health check within a day
+    - a node that was the only one blamed for wrong arithmetic: its next results are no better
+
+    Of several nodes that were blamed for wrong arithmetic, the wrong one is unknown.
+    """
     blamed: Counter[str] = Counter()
     for ending in read_endings(store, run_id).values():
         nodes = ending.get("blamed_nodes", ())
@@ -120,9 +125,11 @@ def bad_nodes(store: Store, run_id: str) -> frozenset[str]:
 
 
 def avoided_nodes(store: Store, run_id: str, cluster: Cluster) -> frozenset[str]:
-    """The nodes that the next launch does without: bad ones and, as `cluster.stragglers` says, those of ranks that were
-    slow within SLOW_SECONDS. Of these only the newest: so many that `nodes.min` of `nodes.max` are left; where the
-    number is fixed, as many as there are spares, or one."""
+    """The nodes that the next launch avoids: bad nodes and, with `cluster.stragglers: exclude`, nodes of slow ranks.
+
+    A rank counts as slow for SLOW_SECONDS. Only the newest slow nodes are avoided, so that `nodes.min` of `nodes.max`
+    remain. With a fixed number of nodes, as many are avoided as there are spares, or one.
+    """
     bad, nodes = bad_nodes(store, run_id), cluster.nodes
     if cluster.stragglers != "exclude":
         return bad
@@ -138,18 +145,18 @@ def avoided_nodes(store: Store, run_id: str, cluster: Cluster) -> frozenset[str]
 
 
 def leaving_nodes(store: Store, run_id: str, cluster: Cluster) -> frozenset[str]:
-    """The nodes that a cloud has just taken back. They may still be listed, and the machine that comes instead may have
-    the same name: the next launch would rather have others."""
+    """The nodes that a cloud has just reclaimed. They may still be listed, and the replacement machine may have the
+    same name, so the next launch prefers other nodes."""
     if cluster.spot is None:
         return frozenset()
     return frozenset(event.host for event in reclaims(_recent_events(store, run_id)))
 
 
 def was_reclaimed(store: Store, run_id: str, launch: int) -> bool:
-    """Whether a cloud had just said that it takes a node of that launch back. Raises what the store does."""
+    """Whether a cloud recently announced that it reclaims a node of that launch. Raises the errors of the store."""
     return bool(reclaims(_recent_events(store, run_id), launch))
 
 
 def _recent_events(store: Store, run_id: str) -> list[Event]:
-    """Those of a time that a notice still explains: a long run has many before it."""
+    """The events that are recent enough for a reclaim notice to matter: a long run has many older ones."""
     return read_events(store, run_id, after=time.time() - RECENT)

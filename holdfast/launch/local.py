@@ -34,7 +34,7 @@ log = logging.getLogger("holdfast.launch")
 TAIL_LINES = 40
 END_SECONDS = 10.0  # from the death of torchrun to that of all its ranks; then the next launch starts anyway
 WRAPPER = "holdfast.launch.torchrun"
-FAST_EXIT_AGENT = "holdfast.launch.node.fast_exit_agent"  # its agent, which imports torch's
+FAST_EXIT_AGENT = "holdfast.launch.node.fast_exit_agent"  # the wrapper's agent, which imports torch's agent
 
 
 @dataclass(eq=False)
@@ -43,27 +43,27 @@ class LocalGang:
 
     job: Job
     process: subprocess.Popen[bytes] | WarmProcess
-    output: TextIO  # what they print
-    presence: socket.socket  # its other end is the standard input of each of them: at its end when all have ended
+    output: TextIO  # what the processes print
+    presence: socket.socket  # the other end is stdin of all processes; it reaches EOF when all have ended
 
     def kill(self) -> None:
-        """End all of it immediately."""
+        """Send SIGKILL to all processes of the gang."""
         if self.process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def wait_for_ranks(self, seconds: float = END_SECONDS) -> None:
-        """Wait until the ranks have ended as well, after the process that leads them was killed."""
+        """Wait at most `seconds` for the ranks to end after the process that leads them was killed."""
         if not select.select([self.presence], [], [], seconds)[0]:
             log.warning("launch %d: processes are left %g s after torchrun was killed", self.job.launch, seconds)
 
 
 class LocalLauncher:
-    """See `Launcher`. The gang lives in a session of its own, so that Ctrl-C reaches it only through `stop`, and
-    dies with this process, so that no orphan goes on training."""
+    """Launcher that runs torchrun on this machine. The gang has its own session, so Ctrl-C reaches it only through
+    `stop`. It dies with this process, so no orphan continues to train."""
 
     def __init__(self, logs: Path) -> None:
-        """`logs` is the folder for what the ranks print, a file for each launch."""
+        """`logs` is the folder for the ranks' output, with one file for each launch."""
         self._logs = logs
         self._gang: LocalGang | None = None
         self._server: WarmServer | None = None
@@ -72,7 +72,7 @@ class LocalLauncher:
 
     @contextmanager
     def only_one(self, run_id: str) -> Iterator[None]:
-        """See Launcher. Holds this machine's lock of the run."""
+        """See Launcher. Holds this machine's lock of the run. Raises OSError where the file system has no locks."""
         path = home() / "locks" / f"{run_id}.lock"
         make_folder(path.parent)
         with path.open("a+") as lock:
@@ -92,7 +92,7 @@ class LocalLauncher:
                 self.close()
 
     def adopt(self, run_id: str, launch: int) -> bool:  # noqa: ARG002
-        """See Launcher. No gang outlives the launcher that started it."""
+        """See Launcher. Always False: no gang outlives the launcher that started it."""
         return False
 
     def run(self, job: Job) -> Ending:
@@ -104,14 +104,14 @@ class LocalLauncher:
         told.write_text("")
         gang = self._gang = self._start(job)
         with _killed_with_us(gang):
-            if self._stopping:  # told between two launches
+            if self._stopping:  # stopped between two launches
                 self.stop()
             with gang.output:
                 _keep(gang.output, path, tail)
             status = gang.process.wait()
-            if status < 0:  # the ranks die with it a moment later; the next launch may need what they hold
+            if status < 0:  # the ranks die with it a moment later; the next launch may need their resources
                 gang.wait_for_ranks()
-        ending = parse_exit_report(told.read_text())  # none when torchrun itself was killed
+        ending = parse_exit_report(told.read_text())  # None when torchrun itself was killed
         code = ending.code if ending else as_exit_code(status)
         blamed = frozenset({ending.node}) if ending is not None and ending.blames_node else frozenset[str]()
         detail = f"{ending.detail}. The log is {path}" if ending is not None and ending.detail else f"The log is {path}"
@@ -144,11 +144,11 @@ class LocalLauncher:
         }
 
     def _start(self, job: Job) -> LocalGang:
-        """Start the wrapper, and with it what it and its ranks print. It is forked from a process that has imported all
-        that they need, so that a launch after a failure costs no import."""
+        """Start the wrapper, and capture what it and its ranks print. It is forked from a process that has imported
+        their modules, so a launch after a failure costs no import."""
         output, printed = os.pipe()
         presence, stdin = socket.socketpair()
-        presence.shutdown(socket.SHUT_WR)  # who reads finds nothing
+        presence.shutdown(socket.SHUT_WR)  # reading `presence` yields only EOF
         try:
             process = self._start_warm(job, stdin.fileno(), printed) or subprocess.Popen(
                 [sys.executable, "-m", WRAPPER, *self._arguments(job)], env=self._environment(job),
@@ -164,7 +164,7 @@ class LocalLauncher:
         return LocalGang(job, process, os.fdopen(output, encoding="utf-8", errors="replace"), presence)
 
     def _start_warm(self, job: Job, stdin: int, printed: int) -> WarmProcess | None:
-        """None where nothing can be started so."""
+        """The process, or None where no warm server can start it."""
         modules = [
             WRAPPER,
             "torch.distributed.run",
@@ -184,7 +184,7 @@ class LocalLauncher:
         return None
 
     def close(self) -> None:
-        """Let go of what launches are started from."""
+        """Close the server that launches are forked from."""
         self._close_server()
 
     def _close_server(self) -> None:
@@ -204,7 +204,7 @@ class LocalLauncher:
 
 
 def _lock(lock: TextIO, run_id: str) -> None:
-    """Take the lock, waiting for whoever trains the run."""
+    """Take the lock. Waits while another process trains the run."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -215,7 +215,7 @@ def _lock(lock: TextIO, run_id: str) -> None:
 
 
 def _keep(output: TextIO, path: Path, tail: deque[str]) -> None:
-    """Keep what a launch prints in the file `path`, until it has ended."""
+    """Write what a launch prints to the file `path`, until it has ended."""
     redactor = StreamRedactor()
     with _naming(path), LaunchLog(path) as printed:
         for line in output:
@@ -226,7 +226,7 @@ def _keep(output: TextIO, path: Path, tail: deque[str]) -> None:
 
 @contextmanager
 def _killed_with_us(gang: LocalGang) -> Iterator[None]:
-    """After an error here, a full disk under its log for one, nobody follows the gang any more."""
+    """Kill the gang after an error in this process, such as a full disk under the log: no process follows it now."""
     try:
         yield
     except BaseException:
@@ -241,7 +241,7 @@ def _killed_with_us(gang: LocalGang) -> Iterator[None]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """An error of a write or a close does not say which file it was."""
+    """Add the file name to an error of a full disk: an error of a write or a close does not have it."""
     try:
         yield
     except OSError as error:

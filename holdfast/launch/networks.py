@@ -1,8 +1,8 @@
-"""What the collectives must be told of a network, by accelerator: one table, each line with its source.
+"""Environment variables of collectives for each network and accelerator: one table, each line with its source.
 
-Promises that a network which was named is used or the job fails: where it finds no better device, NCCL falls back to
-TCP without a word, and the run is many times slower. Nothing here tunes (rings, protocols, buffers): that is for a file
-of the site, and some of it changes bits. Leaves the devices themselves to `cluster.resources.extended`.
+A network that the spec names is used, or the job fails. Without these variables, NCCL silently falls back to TCP when
+it finds no better device, and the run is many times slower. Nothing here tunes rings, protocols or buffers: a file of
+the site does, and some of it changes bits. `cluster.resources.extended` requests the devices.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from types import MappingProxyType
 _NCCL = {
     "ethernet": {"NCCL_NET": "Socket"},
     "infiniband": {"NCCL_NET": "IB"},
-    "roce": {"NCCL_NET": "IB"},  # the address to use (NCCL_IB_GID_INDEX) is found by NCCL itself since 2.21
-    # Every version of the plugin answers to this name, newer ones to shorter ones too: aws/aws-ofi-nccl, pull 530.
+    "roce": {"NCCL_NET": "IB"},  # NCCL finds the address to use (NCCL_IB_GID_INDEX) since 2.21
+    # Every version of the plugin answers to this name, newer ones also to shorter ones: aws/aws-ofi-nccl, pull 530.
     # FI_PROVIDER: https://github.com/aws/aws-ofi-nccl/blob/master/doc/efa-env-var.md
     "efa": {"NCCL_NET": "AWS Libfabric", "FI_PROVIDER": "efa"},
 }
@@ -28,12 +28,12 @@ NETWORKS: Mapping[str, Mapping[str, Mapping[str, str]]] = MappingProxyType(
         "cpu": {"ethernet": {}},  # gloo knows TCP only
         "nvidia": _NCCL,
         "amd": {name: found for name, found in _NCCL.items() if name != "efa"},
-        "ascend": {"ethernet": _HCCL, "roce": _HCCL},  # the accelerators have RoCE ports of their own
-        "gaudi": {"ethernet": {}, "roce": {}},  # as above; HCCL finds them by itself
+        "ascend": {"ethernet": _HCCL, "roce": _HCCL},  # the accelerators have their own RoCE ports
+        "gaudi": {"ethernet": {}, "roce": {}},  # same; HCCL finds them
     }
 )
-# The interface of a pod's own address has this name whatever else is attached (CRI: containerd and CRI-O set it up so).
-# Where a pod has more, collectives would bind to the first that they find, and each rank perhaps to another network.
+# The interface of a pod's own address always has this name (CRI: containerd and CRI-O name it so). In a pod with more
+# interfaces, collectives bind to the first one they find, which may differ between ranks.
 POD_INTERFACE: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "cpu": {"GLOO_SOCKET_IFNAME": "eth0"},
@@ -46,10 +46,10 @@ POD_INTERFACE: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def variables(accelerator: str, network: str | None) -> dict[str, str]:
-    """What the ranks are told of `network`; nothing when none was named. The rules refuse what the table lacks."""
+    """The variables of ranks for `network`; none without a network. The rules refuse networks that the table lacks."""
     return dict(NETWORKS[accelerator][network]) if network is not None else {}
 
 
 def pod_variables(accelerator: str, network: str | None) -> dict[str, str]:
-    """The same, and the interface for meeting, in a pod."""
+    """The same, with the rendezvous interface of a pod."""
     return {**variables(accelerator, network), **POD_INTERFACE[accelerator]} if network is not None else {}

@@ -1,16 +1,16 @@
-"""A port for a listener that begins later, on this machine: the ranks' meeting place is named before they start."""
+"""Port for a listener that starts later on this machine: the ranks' meeting address is set before they start."""
 
 from __future__ import annotations
 
 import random
 import socket
 
-PORTS = range(20_000, 32_000)  # below those that Linux by default gives to connections: none takes one meanwhile
+PORTS = range(20_000, 32_000)  # below Linux's default range for outgoing connections, so none takes one meanwhile
 TRIES = 100
 
 
 def free_port() -> int:
-    """A port that nobody uses, chosen at random, so that two that choose at once choose others. Raises OSError."""
+    """A free port, chosen at random, so that two concurrent callers get different ports. Raises OSError."""
     for port in random.SystemRandom().sample(PORTS, TRIES):
         with socket.socket() as candidate:
             try:

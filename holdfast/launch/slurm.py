@@ -1,8 +1,8 @@
-"""The launcher inside an allocation of Slurm: one job step for each launch, with a torchrun on each node.
+"""Launcher inside a Slurm allocation: one job step for each launch, with one torchrun on each node.
 
-Promises that a launch that failed is followed by the next one on the nodes that are there already, without a place in
-the queue. Leaves to the batch job to be the only one of its run (Slurm's `singleton`), and to come back when the
-allocation itself ends: at its time limit, or with a node.
+After a failed launch, the next one starts on the nodes of the allocation, without waiting in the queue. The batch job
+must be the only one of its run (Slurm's `singleton`). It must be requeued when the allocation ends, at its time limit
+or with a node.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ from holdfast.spec.errors import ClusterUnreachableError, ExitCode, Problem, Spe
 log = logging.getLogger("holdfast.launch")
 
 TAIL_LINES = 40
-SAID_LINES = 3  # of Slurm's own, in the reason of an ending
+SAID_LINES = 3  # Slurm's own lines in the reason of an ending
 _BY_SLURM = re.compile(r"\s*(srun|slurmstepd|slurmd): (fatal|error): ")
-ASK_SECONDS = 60.0  # for an answer of Slurm
-# Every node runs the same words; which node it is, it knows only there.
+ASK_SECONDS = 60.0  # to wait for a reply of a Slurm command
+# Every node runs the same command, and learns its number only there.
 ON_NODE = f'PET_NODE_RANK="$SLURM_NODEID" {FILE_VARIABLE}="$HOLDFAST_NODE_ENDINGS/$SLURM_NODEID" exec "$@"'
 
 
 class SlurmLauncher:
-    """See `Launcher`. It runs in the batch shell's place, on the first node of the allocation."""
+    """Launcher that runs in the batch shell, on the first node of the allocation."""
 
     def __init__(self, logs: Path) -> None:
-        """`logs`: the folder for what the ranks print, and for how each node ended; every node sees it."""
+        """`logs`: folder for the ranks' output and the nodes' exit reports. All nodes must see it. Raises SpecError
+        outside of a Slurm job."""
         self._logs = logs
-        self._asked = threading.Event()  # to stop
+        self._asked = threading.Event()  # set when the launcher has to stop
         self._grace = 0.0
         self._running = False
         self._job = own_job(os.environ)
@@ -65,12 +66,12 @@ class SlurmLauncher:
 
     @contextmanager
     def only_one(self, run_id: str) -> Iterator[None]:  # noqa: ARG002
-        """See Launcher. Slurm has seen to it: jobs of one run have one name, and depend on `singleton`. A trial of a
-        sweep that somebody else trains at the same time is fenced by the newer attempt."""
+        """See Launcher. Slurm ensures it: jobs of one run share a name and depend on `singleton`. A sweep may train the
+        same trial elsewhere at the same time; the newer attempt fences it."""
         yield
 
     def adopt(self, run_id: str, launch: int) -> bool:  # noqa: ARG002
-        """See Launcher. Steps end with their batch job."""
+        """See Launcher. Always False: steps end with their batch job."""
         return False
 
     def run(self, job: Job) -> Ending:
@@ -93,7 +94,7 @@ class SlurmLauncher:
         return _ending(code, {hosts[node]: ending for node, ending in told.items()}, tail, path)
 
     def stop(self) -> None:
-        """See Launcher. All processes of the step get SIGTERM, the batch shell does not."""
+        """See Launcher. Sends SIGTERM to all processes of the step, but not to the batch shell."""
         self._asked.set()
         if not self._running:
             return
@@ -104,7 +105,7 @@ class SlurmLauncher:
         timer.start()
 
     def _follow(self, command: Sequence[str], environment: dict[str, str], path: Path) -> tuple[int, tuple[str, ...]]:
-        """Run the step to its end: srun's exit code, and the last lines of what was printed, which goes to `path`."""
+        """Run the step to its end. Returns srun's exit code and the last lines of the output, which goes to `path`."""
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         with LaunchLog(path) as printed:
             step = subprocess.Popen(
@@ -113,7 +114,7 @@ class SlurmLauncher:
             )  # fmt: skip
             self._running = True
             try:
-                if self._asked.is_set():  # told in between
+                if self._asked.is_set():  # stopped in between
                     self.stop()
                 assert step.stdout is not None
                 redactor = StreamRedactor()
@@ -121,7 +122,7 @@ class SlurmLauncher:
                     printed.write(line)
                     tail.append(line.rstrip("\n"))
                 return as_exit_code(step.wait()), tuple(tail)
-            except BaseException:  # a full disk under the log, for one: nobody follows the gang any more
+            except BaseException:  # such as a full disk under the log: no process follows the gang any more
                 self._signal("KILL")
                 step.wait()
                 raise
@@ -141,12 +142,12 @@ def _command(job: Job, nodes: int) -> list[str]:
         "srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=0",
         f"--wait={math.ceil(job.grace_seconds) + LEAVE_MARGIN}", f"--job-name={job.name}",
     ]  # fmt: skip
-    if cores := os.environ.get("SLURM_CPUS_PER_TASK"):  # srun does not take it from the allocation any more
+    if cores := os.environ.get("SLURM_CPUS_PER_TASK"):  # srun no longer takes it from the allocation
         step.append(f"--cpus-per-task={cores}")
     torchrun = ["-m", "holdfast.launch.torchrun", f"--nproc-per-node={job.processes}", "--max-restarts=0"]
     torchrun += ["--monitor-interval=0.1", f"--shutdown-timeout={max(1, int(job.grace_seconds))}"]
     torchrun += [f"--rdzv-conf=timeout={job.cluster.nodes.rendezvous_seconds}"]
-    # The interpreter of the batch job: Python environments lie where all nodes see them, at one path.
+    # The interpreter of the batch job: all nodes see Python environments at the same path.
     return [*step, "bash", "-c", ON_NODE, "node", sys.executable, *torchrun, *job.command]
 
 
@@ -163,19 +164,19 @@ def _environment(job: Job, hosts: Sequence[str], endings: Path) -> dict[str, str
         "PET_MASTER_ADDR": _address(hosts[0]),
         "PET_MASTER_PORT": str(free_port()),  # this is the first node, where the ranks meet
         "PET_RDZV_ID": f"{job.run_id}-{job.launch}",
-        sealing.VARIABLE: sealing.new_key(),  # in the environment of srun alone, which hands it to the nodes
+        sealing.VARIABLE: sealing.new_key(),  # only in the environment of srun, which passes it to the nodes
         "HOLDFAST_NODE_ENDINGS": str(endings),
     }
 
 
 def _address(node: str) -> str:
-    """Where Slurm itself reaches a node: its name need not be one that the network knows."""
+    """The address at which Slurm itself reaches a node. The network may not know the node's name."""
     found = re.search(r"\bNodeAddr=(\S+)", _asked("scontrol", "show", "node", node, "--oneliner"))
     return found[1] if found else node
 
 
 def _ending(code: int, told: dict[str, NodeExit | None], tail: tuple[str, ...], path: Path) -> Ending:
-    """How the launch ended, from srun's code and what each node said, in the order of the nodes."""
+    """How the launch ended, from srun's code and each node's exit report, in the order of the nodes."""
     codes = dict(zip(told, codes_of_nodes(code, list(told.values())), strict=True))
     cause = root_cause(codes.values())
     blamed = frozenset(node for node, ending in told.items() if ending and ending.blames_node and ending.code == cause)

@@ -1,4 +1,4 @@
-"""Spare nodes of a job: how many pods it takes, and where there can be none. Seats are given out by `seats`."""
+"""Spare nodes of a job: the number of its pods, and where spares are impossible. `spare_rendezvous` assigns slots."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from holdfast.spec.errors import Problem, SpecError
 
 
 def pods_of(cluster: Cluster) -> int:
-    """How many nodes a job asks for at most: those that train, and those that stand by."""
+    """The largest number of nodes of a job: those that train, and the spares."""
     return cluster.nodes.max + cluster.spares
 
 
 def changes_members(cluster: Cluster) -> bool:
-    """Whether a gang goes on within its launch when it has lost a node: with fewer, or with a spare."""
+    """Whether a gang that lost a node continues within its launch: with fewer nodes, or with a spare."""
     return cluster.nodes.min < cluster.nodes.max or bool(cluster.spares)
 
 
 def spares_refused(cluster: Cluster, where: str) -> list[Problem]:
-    """What is wrong with spares on `where`, whose nodes meet once a launch."""
+    """The problems with spares on `where`, whose nodes meet once for each launch."""
     if not cluster.spares:
         return []
     remedy = "remove it, or run on Kubernetes with cluster.job: pytorchjob"
@@ -25,6 +25,6 @@ def spares_refused(cluster: Cluster, where: str) -> list[Problem]:
 
 
 def require_no_spares(cluster: Cluster, where: str) -> None:
-    """Raises SpecError where `cluster` asks for spares on `where`."""
+    """Raises SpecError if `cluster` has spares, which `where` does not support."""
     if found := spares_refused(cluster, where):
         raise SpecError(found, where)

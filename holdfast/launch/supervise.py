@@ -1,4 +1,4 @@
-"""Restarting a gang: a retryable ending starts the next launch, within a budget."""
+"""Supervisor of a gang: restarts it after a retryable ending, within a budget."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from holdfast.telemetry.events import LaunchEnded
 log = logging.getLogger("holdfast.launch")
 
 LONGEST_BACKOFF = 60.0
-RECLAIM_BACKOFF = 15.0  # times the launches in a row that a notice ended before they saved: its machine goes meanwhile
-PATIENCE = 900.0  # seconds that the store or the cluster may be away between two launches
+RECLAIM_BACKOFF = 15.0  # times the consecutive launches that a notice ended before a save: meanwhile the machine goes
+PATIENCE = 900.0  # seconds that the store or the cluster may be unavailable between two launches
 AWAY = (StoreUnreachableError, ClusterUnreachableError)
-NOT_HERE = (ExitCode.UNSCHEDULABLE, ExitCode.NO_SPACE)  # retryable, but not by starting at once again
+NOT_HERE = (ExitCode.UNSCHEDULABLE, ExitCode.NO_SPACE)  # retryable, but not by an immediate restart
 
 
 def supervise(
@@ -35,19 +35,27 @@ def supervise(
     clock: Callable[[], float] = time.monotonic,
     reclaimed: Callable[[Job], bool] = lambda job: False,  # noqa: ARG005
 ) -> Ending:
-    """Launch until the gang ends well or for good. `next_job` records a launch, or finds one to take over, and
-    describes it; `on_ending` sees how each ended; `saved_step` is the newest step that a gang can go on from;
-    `reclaimed` says whether a cloud took a node of the job back, and ended it so.
+    """Launch the gang until it succeeds or no restart is possible. Returns the ending of the last launch.
 
-    A store or a cluster that is away between two launches is waited for, PATIENCE at most; endings are kept meanwhile.
-    What the cluster had no place for, or what filled a disk, is not started again here: the first would only give up
-    its place in the queue, and the second needs somebody to make room. Nor is what would be again on a node that failed
-    its health check.
-    The first restart comes at once, later ones in a row after a wait that doubles; what a cloud ended counts as
-    none, and is started again at once if it had saved anything. The ending of the last launch is
-    returned: a retryable one when the budget (`restarts.budget` within `restarts.window_minutes`) is used up, when
-    `restarts.max_stalled_launches` launches in a row have ended without a new step that was saved, however long each
-    took, or when `stopping` was set. Raises TerminatedError when it is set while the store or the cluster is away.
+    - `next_job` records a launch, or finds one to take over, and describes it.
+    - `on_ending` receives each ending.
+    - `saved_step` returns the newest step that a gang can resume from.
+    - `reclaimed` returns whether a cloud ended the job by reclaiming one of its nodes.
+
+    If the store or the cluster is unavailable between two launches, the supervisor waits at most PATIENCE seconds and
+    keeps the endings meanwhile. The first restart is immediate; consecutive later ones wait twice as long each time. A
+    launch that a cloud ended does not count as a restart, and restarts immediately if it had saved anything.
+
+    A retryable ending is not restarted, but returned, in these cases:
+
+    - It is UNSCHEDULABLE: a restart would only give up its place in the queue.
+    - It is NO_SPACE: a person must free space.
+    - It is UNHEALTHY_NODE, and the launcher cannot choose other nodes.
+    - The budget is used up (`restarts.budget` within `restarts.window_minutes`).
+    - `restarts.max_stalled_launches` consecutive launches saved no new step, however long they took.
+    - `stopping` was set.
+
+    Raises TerminatedError if `stopping` is set while the store or the cluster is unavailable.
     """
     recent: deque[float] = deque()
     progress = _Progress(saved_step, restarts.max_stalled_launches)
@@ -96,14 +104,14 @@ def supervise(
 
 
 def _is_known(reclaimed: Callable[[Job], bool], job: Job) -> bool:
-    """Whether the job was reclaimed, as far as the store says now."""
+    """Whether the job was reclaimed. False while the store is unavailable."""
     with suppress(*AWAY):
         return reclaimed(job)
     return False
 
 
 class _Progress:
-    """Counts launches in a row after which nothing more was saved than before them."""
+    """Counter of consecutive launches that saved nothing new."""
 
     def __init__(self, saved_step: Callable[[], int], most: int) -> None:
         self._saved_step, self._most = saved_step, most
@@ -111,12 +119,12 @@ class _Progress:
         self.fruitless = 0
 
     def begin(self) -> None:
-        """A launch is about to start. Raises what the store does."""
+        """Note that a launch is about to start. Raises the errors of the store."""
         if self._best is None:
             self._best = self._saved_step()
 
     def is_missing(self) -> bool:
-        """Whether the launch that has just ended was one too many. A store that is away shows no progress."""
+        """Whether the launch that has just ended exceeds the limit. An unavailable store shows no progress."""
         assert self._best is not None, "it has begun"
         step = self._best
         with suppress(*AWAY):
@@ -127,7 +135,8 @@ class _Progress:
 
 
 def _pause(recent: deque[float], restarts: Restarts, now: float) -> float | None:
-    """Seconds until the next launch; None when the budget is used up. `recent`: when the restarts were that count."""
+    """Seconds until the next launch; None when the budget is used up. `recent` holds the times of the restarts that
+    count."""
     while recent and now - recent[0] > restarts.window_minutes * 60:
         recent.popleft()
     if len(recent) >= restarts.budget:
@@ -138,7 +147,8 @@ def _pause(recent: deque[float], restarts: Restarts, now: float) -> float | None
 
 
 def _patiently(prepare: Callable[[], Job], stopping: threading.Event, clock: Callable[[], float]) -> Job:
-    """What `prepare` returns, once what it needs is there."""
+    """The result of `prepare`. Retries for at most PATIENCE seconds while the store or the cluster is unavailable, then
+    raises its error. Raises TerminatedError if `stopping` is set meanwhile."""
     begun, pause = clock(), 1.0
     while True:
         try:

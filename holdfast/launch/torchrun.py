@@ -1,10 +1,11 @@
-"""torchrun with an exit code that means something: `python -m holdfast.launch.torchrun [flags] -m module …`.
+"""torchrun with meaningful exit codes: `python -m holdfast.launch.torchrun [flags] -m module …`.
 
-The ranks run the module's `main()`, forked from a process that has imported it: importing it must do nothing else.
-Takes torchrun's own flags and PET_ variables, so a PyTorchJob configures it as it configures torchrun. Where
-HOLDFAST_ENDING_FILE names a file, how this node ended goes there too, as a typed record; where the ranks' arguments
-name a run, what they print goes to its store, and an agent makes their checkpoints durable. Where
-HOLDFAST_SPOT names a cloud, a notice that it takes this machine back has the ranks save and leave.
+The ranks run the module's `main()`, forked from a process that has imported it. Importing the module must have no other
+effect. The wrapper takes torchrun's flags and PET_ variables, so a PyTorchJob configures it like torchrun.
+
+- HOLDFAST_ENDING_FILE names a file: the node's exit report is written there as a typed record.
+- The ranks' arguments name a run: the ranks' output goes to its store, and an agent makes their checkpoints durable.
+- HOLDFAST_SPOT names a cloud: when the cloud announces that it reclaims this machine, the ranks save and leave.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ from holdfast.spec.errors import ExitCode
 
 log = logging.getLogger("holdfast.launch")
 
-# From a signal until the checkpoint agent is given up, in seconds: the ranks' last lines, and what ends this process,
-# still fit before SIGKILL.
+# Seconds from a signal until this process gives up on the checkpoint agent. The ranks' last lines and the exit of this
+# process still fit before SIGKILL.
 _DRAIN_WHEN_TOLD = LEAVE_MARGIN - TAKE_SECONDS - CLOSE_SECONDS - 2.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the gang's processes on this node, as the command line says; the code of the table that explains how they
+    """Run the gang's processes on this node, as the command line says. Returns the code that explains how they
     ended."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # the first process of a container has no default that ends it
+    for number in (signal.SIGTERM, signal.SIGINT):  # PID 1 of a container has no default handler that ends it
         signal.signal(number, _leave)
     die_with_parent()
     lead_children()
@@ -65,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     from torch.distributed.run import parse_args, run
 
     given = parse_args(sys.argv[1:] if arguments is None else arguments)
-    key = os.environ.pop(sealing.VARIABLE, "")  # before anything is started, which would inherit it
+    key = os.environ.pop(sealing.VARIABLE, "")  # before any process starts that would inherit it
     server = _warm_server(given.training_script) if given.module and not given.no_python else None
     place = Place.of(given.training_script_args)
     with (
@@ -87,60 +88,61 @@ def main(arguments: list[str] | None = None) -> int:
             try:
                 _leave_if_told()
                 run(given)
-            finally:  # nothing is left to stop, and what follows says why: a signal must not replace it
+            finally:  # nothing is left to stop, and a signal must not replace the reason
                 leaving.listen()
         except ChildFailedError as error:
             seen = {failure.pid: as_exit_code(failure.exitcode) for failure in error.failures.values()}
             codes = list(seen.values())
-        except SignalException as error:  # told to stop: how the ranks left says more, and which were dead by then
+        # A signal stopped torchrun. The ranks' exits say more, and also which ranks were dead before it.
+        except SignalException as error:
             leaving.told()
             ranks = read_ranks(Path(folder))
             codes = [ExitCode.KILLED for rank in ranks if rank.attempt is not None and rank.code is None]
             if not codes and all(rank.code is None for rank in ranks):
                 codes = [128 + int(error.sigval)]
-        except (RendezvousError, DistError) as error:  # the other nodes, or the one that hosts the rendezvous
+        except (RendezvousError, DistError) as error:  # another node failed, or the one that hosts the rendezvous
             codes, detail = _apart(error, read_ranks(Path(folder)))
         code = end.come(codes, detail)
         output.close({} if end.hung else seen)
-    for number in _TOLD_BY:  # the interpreter's way out gives handlers back to the default
+    for number in _TOLD_BY:  # the interpreter restores default handlers at exit
         signal.signal(number, signal.SIG_IGN)
     return code
 
 
-_TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # to torchrun, that it has to go
+_TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals that tell torchrun to stop
 _told: list[int] = []  # signals that came before any rank was started
 
 
 def _leave(number: int, _: object) -> None:
-    """No rank has been started yet: there is nothing to save."""
+    """Handle a signal before any rank has started: there is nothing to save."""
     _told.append(number)
     sys.exit(128 + number)
 
 
 def _leave_if_told() -> None:
-    """What a handler raises is lost where a destructor is running."""
+    """Exit if a signal came before the ranks. An exception from a signal handler is lost while a destructor runs."""
     if _told:
         sys.exit(128 + _told[0])
 
 
 class _Leaving:
-    """Whether this node has been told to go, and by when its agent must have ended. Ranks have their grace before."""
+    """Whether this node has to stop, and the agent's deadline. The ranks have their grace period before it."""
 
     deadline = math.inf  # monotonic seconds
 
     def listen(self) -> None:
-        """From now on a signal only says so."""
+        """From now on, a signal only sets the deadline."""
         for number in _TOLD_BY:
             signal.signal(number, self.told)
 
     def told(self, *_: object) -> None:
-        """Somebody ends this node. Takes no lock: it runs as the handler of a signal."""
+        """Set the deadline: this node is being stopped. Takes no lock, because it runs as a signal handler."""
         self.deadline = min(self.deadline, time.monotonic() + _DRAIN_WHEN_TOLD)
 
 
 @dataclass
 class _End:
-    """The end of this node's ranks: it comes once what they handed over is committed."""
+    """The end of this node's ranks. It waits until the agent has committed what the ranks handed over."""
 
     folder: Path
     watchdog: Watchdog
@@ -148,10 +150,10 @@ class _End:
     output: RankOutput
     reclaim: SpotNoticeWatch
     leaving: _Leaving
-    hung: bool = False  # the ranks were ended for a hang: what torchrun says of that explains nothing
+    hung: bool = False  # ranks were ended because of a hang, so torchrun's result explains nothing
 
     def come(self, codes: Sequence[int], detail: str) -> int:
-        """The ranks have ended: the code that explains how, by their records and further `codes`."""
+        """Write the exit report after the ranks have ended. Returns the code that their records and `codes` explain."""
         if hang := self.watchdog.close():
             known = any(rank.code is not None for rank in read_ranks(self.folder))
             codes, detail, self.hung = [] if known else [ExitCode.LOST_PEER], hang, True  # a full disk keeps no record
@@ -164,9 +166,12 @@ class _End:
 
 
 def _choose_agent(given: Namespace, folder: str) -> None:
-    """Have torchrun follow its ranks as ours do, and note in `folder` what nobody has asked it to keep. Where there may
-    be more nodes or fewer (MIN:MAX), or spares, those that are left go on. They meet at the first one: torch would have
-    any of them host that which finds its own address behind the name, as all do that share a machine."""
+    """Install the agent classes that torchrun uses to follow its ranks, and keep its logs in `folder` unless set.
+
+    With a variable number of nodes (MIN:MAX) or with spares, the remaining nodes continue. They meet at the first node.
+    torch would let any node host the rendezvous that finds its own address behind the name, and all nodes that share a
+    machine do.
+    """
     from torch.distributed.run import parse_min_max_nnodes
 
     from holdfast.launch.node.fast_exit_agent import FastExitAgent
@@ -189,15 +194,15 @@ def _choose_agent(given: Namespace, folder: str) -> None:
 
 
 def _choose_meeting(given: Namespace, folder: Path, key: str) -> None:
-    """Have the nodes meet without an open listener where there is one, and by the launch's key where there are several.
-    Ends with USAGE where several nodes have no key."""
+    """Install the rendezvous: without an open listener on one node, and secured by the launch's key on several nodes.
+    Exits with USAGE if there are several nodes and no key."""
     from torch.distributed.run import parse_min_max_nnodes
 
     from holdfast.launch.node import rendezvous
 
     alone = parse_min_max_nnodes(given.nnodes)[1] == 1 and "spares=" not in given.rdzv_conf
     if alone:
-        # What ranks of one machine open is for this machine alone.
+        # Only this machine may connect to the ports that ranks of one machine open.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     elif len(key) < sealing.MIN_CHARACTERS:
@@ -208,16 +213,16 @@ def _choose_meeting(given: Namespace, folder: Path, key: str) -> None:
         )  # fmt: skip
         sys.exit(ExitCode.USAGE)
     else:
-        # A name that nobody reads in `ps` or in the description of a pod.
+        # The id is secret: `ps` and the description of a pod do not show it.
         given.rdzv_id = f"{given.rdzv_id}-{sealing.derive_key(key, 'rendezvous id')[:32]}"
         os.environ[sealing.NEAR_VARIABLE] = sealing.derive_key(key, "near copies")
     rendezvous.install(folder, key, alone=alone)
 
 
 def _apart(error: Exception, ranks: Sequence[RankExit]) -> tuple[list[int], str]:
-    """What it means that the nodes are not together (any more): a code, and why."""
+    """The exit code and the reason when the nodes did not meet or lost each other."""
     if type(error).__name__ == "TrainedError" or (ranks and all(rank.code == ExitCode.OK for rank in ranks)):
-        return [], ""  # the others have left, because the run is trained
+        return [], ""  # the other nodes left because the run is trained
     met = bool(ranks) or type(error).__name__ == "NoSlotError"
     what = "lost each other" if met else "did not meet within cluster.nodes.rendezvous_seconds"
     detail = f"the nodes {what}: {type(error).__name__} {error}"
@@ -226,8 +231,8 @@ def _apart(error: Exception, ranks: Sequence[RankExit]) -> tuple[list[int], str]
 
 
 def _warm_server(module: str) -> WarmServer | None:
-    """What forks the ranks, now and after each failure, instead of an interpreter that starts for each. Before anything
-    else: what comes after starts threads."""
+    """The server that forks the ranks, now and after each failure, so that no rank starts an interpreter. Call it
+    first: later code starts threads. None if there is more than one thread already."""
     try:
         return WarmServer.fork([module, agent.MODULE])
     except RuntimeError as error:
@@ -236,7 +241,7 @@ def _warm_server(module: str) -> WarmServer | None:
 
 
 def _agent(server: WarmServer | None, folder: Path) -> AgentKeeper | None:
-    """What makes the ranks' checkpoints durable beside them."""
+    """The keeper of the checkpoint agent; None if the agent cannot start. Each rank then saves its own checkpoints."""
     try:
         keeper = AgentKeeper(server, folder)
     except (ValueError, OSError) as error:
@@ -247,7 +252,7 @@ def _agent(server: WarmServer | None, folder: Path) -> AgentKeeper | None:
 
 
 def _start_ranks_with(server: WarmServer | None, module: str, output: RankOutput, watchdog: Watchdog) -> None:
-    """Have torchrun start the ranks from the server, what they print taken by `output`, and them watched."""
+    """Have torchrun start the ranks from `server`, `output` take what they print, and `watchdog` watch them."""
     from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -256,11 +261,12 @@ def _start_ranks_with(server: WarmServer | None, module: str, output: RankOutput
             reader, writer = output.pipe()
             stdout, stderr = (writer if one is None else one.fileno() for one in (self._stdout, self._stderr))
             started: Any = None
-            # One that is bound to the cores of its accelerator is started by numactl.
+            # numactl starts a rank that is bound to the cores of its accelerator.
             if server is not None and args[:4] == (sys.executable, "-u", "-m", module):
                 try:
-                    started = server.start(module, args[4:], env, stdout, stderr)  # all that is used of a Popen
-                except OSError as error:  # the server was killed, with the ranks that it had started
+                    # A WarmProcess has all methods of Popen that are used here.
+                    started = server.start(module, args[4:], env, stdout, stderr)
+                except OSError as error:  # the server was killed, with the ranks it had started
                     log.warning("this rank imports torch itself: %s", error)
             started = started or subprocess.Popen(args, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
             os.close(writer)

@@ -1,4 +1,4 @@
-"""What a launcher waits for, as events: recorded when it changes, and not every time that it is seen."""
+"""Events for what a launcher waits for, recorded only when it changes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from holdfast.telemetry.events import LaunchPending
 
 log = logging.getLogger("holdfast.launch")
 
-AGAIN_SECONDS = 60.0  # between two records of one reason that comes and goes
+AGAIN_SECONDS = 60.0  # between two records of a reason that alternates with others
 
 
 class WaitReport:
-    """Records reasons to wait. A reason that alternates with others is recorded once a minute, with a count."""
+    """Recorder of reasons to wait. A reason that alternates with others is recorded once a minute, with a count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._current = ""
-        self._recorded: dict[str, tuple[float, int]] = {}  # when, and how often it came back since
+        self._recorded: dict[str, tuple[float, int]] = {}  # its time, and how often the reason came back since
 
     def record(self, reason: str) -> None:
-        """The launcher waits for this now."""
+        """Record that the launcher now waits for this."""
         if reason == self._current:
             return
         self._current, now = reason, self._clock()
@@ -37,6 +37,6 @@ class WaitReport:
         emit(LaunchPending(reason=reason, count=count + 1))
 
     def end(self) -> None:
-        """The launcher waits no more: what it waits for next is recorded immediately."""
+        """Note that the launcher no longer waits: the next reason is recorded immediately."""
         self._current = ""
         self._recorded.clear()

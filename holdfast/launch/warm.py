@@ -1,8 +1,8 @@
-"""Processes that start warm: forked from a server that has imported what they need, once for all of them.
+"""Warm-start processes, forked from a server that has imported their modules once.
 
-Importing torch takes longer than a small gang needs to train; a fork takes milliseconds. Promises that a forked process
-is what a spawned one would be: its own environment, title, session, standard streams, signals and exit status, and the
-same bits. So the server is forked before anything could have started a thread, and never touches an accelerator.
+Importing torch takes longer than a small gang needs to train; a fork takes milliseconds. A forked process equals a
+spawned one: its own environment, title, session, standard streams, signals and exit status, and the same bits. So the
+server is forked before anything can start a thread, and never touches an accelerator.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from holdfast.launch.parent_death import die_with
 
 _MESSAGE = 1 << 20  # bytes of a request: arguments and environment
 _STATUS = struct.Struct("i")
-# Not `-m`: the package imports this module first, of which the interpreter would warn.
+# Not `-m`: the package imports this module first, and the interpreter warns about that.
 _SERVE = f"from {__name__} import main; main()"
-_ROOM = " " * 4096  # on a command line, for those of the processes that are forked
-_FOR_CHILDREN = (signal.SIGINT, signal.SIGTERM)  # what is sent to those that the server started, and not to itself
+_ROOM = " " * 4096  # padding of the command line, which forked processes overwrite with their own
+_FOR_CHILDREN = (signal.SIGINT, signal.SIGTERM)  # signals for the processes that the server started, not for itself
 
 
 class WarmProcess:
-    """A process that a WarmServer forked: the part of `subprocess.Popen` that supervising it needs. Several threads may
-    ask for its end, and what a signal's handler raises meanwhile leaves no lock behind."""
+    """A process that a WarmServer forked, with the part of `subprocess.Popen` that a supervisor needs. Several threads
+    may wait for it. An exception from a signal handler meanwhile leaves no lock held."""
 
     def __init__(self, args: Sequence[str], status: socket.socket) -> None:
         self.args, self._status = args, status
@@ -48,32 +48,33 @@ class WarmProcess:
         self.returncode: int | None = None
 
     def fileno(self) -> int:
-        """A descriptor that can be read once it has ended, until `poll` or `wait` has told so."""
+        """A descriptor that becomes readable when the process has ended, until `poll` or `wait` has returned the exit
+        code."""
         return self._status.fileno()
 
     def poll(self) -> int | None:
-        """The exit code, minus the signal's number if one killed it; None while it runs."""
+        """The exit code, or minus the signal's number if a signal killed it; None while it runs."""
         with suppress(TimeoutError):
             self._await(0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end, at most `timeout` seconds. Raises subprocess.TimeoutExpired."""
+        """Wait at most `timeout` seconds for the end. Returns the exit code. Raises subprocess.TimeoutExpired."""
         try:
             return self._await(timeout)
         except TimeoutError:
             raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0) from None
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it is known to have ended."""
+        """Send a signal, unless the process is known to have ended."""
         if self.poll() is None:
-            with suppress(ProcessLookupError):  # another thread has just learnt of the end
+            with suppress(ProcessLookupError):  # another thread has just seen the end
                 os.kill(self.pid, number)
 
     def _await(self, timeout: float | None) -> int:
         if self.returncode is None:
             self.returncode = self._told(timeout)
-            # Only now may the kernel give the process id to another. Who else waits still finds there what was told.
+            # Only now may the kernel reuse the process id. Other waiting threads still find the status in the socket.
             self._status.shutdown(socket.SHUT_RDWR)
         return self.returncode
 
@@ -82,15 +83,15 @@ class WarmProcess:
             selector.register(self._status, selectors.EVENT_READ)
             if not selector.select(timeout):
                 raise TimeoutError
-        # It stays there: what a signal's handler raises now must not lose it.
+        # Peek, so that an exception from a signal handler cannot lose the status.
         said = self._status.recv(_STATUS.size, socket.MSG_PEEK)
-        # A server that was killed says nothing, and takes its processes with it.
+        # A killed server sends nothing, and its processes die with it.
         return int(_STATUS.unpack(said)[0]) if said else -signal.SIGKILL
 
 
 class WarmServer:
-    """Forks processes that run the `main()` of a module. They die with the server, and it with the process that made
-    it. Only `start` may be called from several threads."""
+    """Server that forks processes which run the `main()` of a module. They die with the server, and the server dies
+    with the process that made it. Only `start` may be called from several threads."""
 
     def __init__(self, requests: socket.socket, pid: int) -> None:
         self._requests, self.pid = requests, pid
@@ -98,13 +99,13 @@ class WarmServer:
 
     @classmethod
     def fork(cls, modules: Sequence[str]) -> Self:
-        """Import `modules` here and fork the server. Raises RuntimeError if there is more than one thread by then: what
-        another thread holds at a fork is held forever in the child."""
+        """Import `modules` in this process and fork the server. Raises RuntimeError if more than one thread runs by
+        then: a lock that another thread holds during a fork stays locked in the child."""
         _import(modules)
         ours, theirs = _channel()
         sys.stdout.flush()
         sys.stderr.flush()
-        # What a handler raises inside a hook of the fork is lost, and the signal with it.
+        # An exception from a signal handler inside a fork hook is lost, and the signal with it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_CHILDREN)
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
@@ -116,8 +117,8 @@ class WarmServer:
 
     @classmethod
     def spawn(cls, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> Self:
-        """The same for a process that has threads: a new interpreter imports `modules`, in `environment`, and serves.
-        It dies with the thread that called this."""
+        """Start a server from a process that has threads: a new interpreter imports `modules`, in `environment`, and
+        serves. It dies with the thread that called this."""
         ours, theirs = _channel()
         with theirs:
             command = [sys.executable, "-c", _SERVE, str(theirs.fileno()), str(os.getpid()), *modules, _ROOM]
@@ -135,8 +136,8 @@ class WarmServer:
         new_session: bool = True,
         stdin: int | None = None,
     ) -> WarmProcess:
-        """Run `module`'s `main()` with `arguments` after the program's name and exactly this environment. Standard
-        streams are this process's own unless a descriptor is given. Raises BrokenPipeError if the server was killed."""
+        """Run `module`'s `main()` with `arguments` in exactly this environment. A standard stream without a descriptor
+        is that of this process. Raises BrokenPipeError if the server was killed."""
         ours, theirs = socket.socketpair()
         request = [module, list(arguments), dict(environment), str(Path.cwd()), new_session]
         streams = [own if given is None else given for own, given in enumerate((stdin, stdout, stderr))]
@@ -145,18 +146,18 @@ class WarmServer:
         return WarmProcess([sys.executable, "-m", module, *arguments], ours)
 
     def close(self) -> None:
-        """End the server, and with it what it has started."""
+        """End the server and all processes that it started."""
         self._requests.close()
         os.waitpid(self.pid, 0)
 
 
 class _Serving:
-    """The server's side: one thread that forks, and tells how what it forked ended."""
+    """Server side: one thread that forks processes and reports their exit statuses."""
 
     def __init__(self, requests: socket.socket, parent: int) -> None:
         die_with(parent)
         self._requests, self._selector = requests, selectors.DefaultSelector()
-        self._running: dict[int, socket.socket] = {}  # process id → where its status goes
+        self._running: dict[int, socket.socket] = {}  # process id → socket for its status
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         for number in _FOR_CHILDREN:
             signal.signal(number, signal.SIG_IGN)
@@ -165,10 +166,10 @@ class _Serving:
         signal.set_wakeup_fd(self._wake)
         self._selector.register(requests, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        gc.freeze()  # for those that are forked too: collecting would copy every page that the processes share
+        gc.freeze()  # for the forked processes too: a collection would copy every shared page
 
     def forever(self) -> None:
-        """Serve until the maker closes its end, or has gone."""
+        """Serve until the maker closes its end or dies."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._requests:
@@ -177,7 +178,7 @@ class _Serving:
                 elif key.fileobj == self._woken:
                     os.read(self._woken, 4096)
                     self._tell()
-                else:  # its maker knows the status: the process id may be forgotten
+                else:  # the maker has read the status, so the process id may be released
                     self._selector.unregister(key.fileobj)
                     os.waitpid(key.data, 0)
                     self._running.pop(key.data).close()
@@ -188,7 +189,7 @@ class _Serving:
             if ended is None or status in self._selector.get_map():
                 continue
             code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-            with suppress(OSError):  # nobody waits for it
+            with suppress(OSError):  # the maker no longer waits
                 status.send(_STATUS.pack(code))
             self._selector.register(status, selectors.EVENT_READ, pid)
 
@@ -199,7 +200,7 @@ class _Serving:
         status = socket.socket(fileno=descriptors[0])
         *request, new_session = json.loads(message)
         leads, led = os.pipe()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_CHILDREN)  # until the child no longer ignores them as we do
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_CHILDREN)  # until the child stops ignoring them
         server, pid = os.getpid(), os.fork()
         if pid == 0:
             if new_session:
@@ -208,7 +209,7 @@ class _Serving:
             os.close(led)
             _leave_after(lambda: self._become(request, descriptors[1:], status, server))
         os.close(led)
-        os.read(leads, 1)  # its end: who learns the process id may send a signal to the group of that name
+        os.read(leads, 1)  # wait for setsid: a reader of the process id may signal its group
         os.close(leads)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_CHILDREN)
         for descriptor in descriptors[1:]:
@@ -254,7 +255,7 @@ class _Serving:
 
 
 def _import(modules: Sequence[str]) -> None:
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which would start its threads at the import
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's; it would start threads during the import
     for module in modules:
         importlib.import_module(module)
     if (threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208
@@ -266,21 +267,21 @@ def _channel() -> tuple[socket.socket, socket.socket]:
 
 
 def _present(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Show `command` and `environment` as those of this process, as far as there is room for them: people, and tests,
-    look for a rank by its name and its RANK. What differs from the server's environment stands first in it."""
+    """Overwrite this process's command line and environment in /proc, as far as they fit. People and tests find a rank
+    by its name and RANK. Variables that differ from the server's come first."""
     _show([f"{name}={value}" for name, value in environment.items()], 47)
     _show(command, 45)
 
 
 def _show(words: Sequence[str], first: int) -> None:
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    start, end = int(fields[first]), int(fields[first + 1])  # where they lie in memory: proc_pid_stat(5)
+    start, end = int(fields[first]), int(fields[first + 1])  # addresses in memory: proc_pid_stat(5)
     shown = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - start - 1]
     ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
 
 
 def _leave_after(body: Callable[[], object]) -> NoReturn:
-    """Run `body` and leave as the interpreter would, never going back into what was forked."""
+    """Run `body` and exit as the interpreter would, without returning into the forked code."""
     code: object = 0
     try:
         body()
