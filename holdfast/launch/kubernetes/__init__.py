@@ -1,5 +1,5 @@
-"""Launching on Kubernetes: one job object for each launch, followed through whatever happens to its pods, to the API
-server and to this process. Nothing heavy is imported before a launcher is made."""
+"""Launching on Kubernetes: one job object for each launch, followed through failures of its pods, of the API server and
+of this process. Importing it loads nothing heavy."""
 
 from holdfast.launch.kubernetes.launcher import KubernetesLauncher
 

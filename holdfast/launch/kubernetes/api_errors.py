@@ -1,7 +1,6 @@
-"""What it means when the API server does not do what it was asked: an error of the table, or a failure that may pass.
+"""Classification of API server failures: an error with an exit code, or a failure that may pass.
 
-Promises that whoever is in the way is named: the server itself, a webhook that it has to ask, a quota, a right that is
-missing, a field.
+The error names the cause: the server itself, a webhook, a quota, a missing right, or a field.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ _UNKNOWN_FIELDS = ("field not declared in schema", "failed to create typed patch
 
 
 class ConflictError(HoldfastError):
-    """The object exists already, or is not what it was when it was read."""
+    """The object exists already, or has changed since it was read."""
 
 
 class GoneError(HoldfastError):
-    """The server has forgotten the version from which a watch was to start."""
+    """The server no longer has the version from which a watch was to start."""
 
 
 class WebhookAwayError(ClusterUnreachableError):
-    """A webhook that the API server has to ask does not answer."""
+    """A webhook that the API server must call does not answer."""
 
 
 class OverQuotaError(HoldfastError):
@@ -48,7 +47,7 @@ class OverQuotaError(HoldfastError):
 
 @dataclass(frozen=True)
 class Blocker:
-    """Who or what is in the way of a request, and what it is when that lasts."""
+    """What blocks a request, and the error that it becomes when it lasts."""
 
     words: str = "the API server is away"
     lasting: type[HoldfastError] = ClusterUnreachableError
@@ -60,7 +59,7 @@ QUOTA = Blocker("a quota of the namespace has no room", OverQuotaError, "raise i
 
 
 class TransientError(Exception):
-    """A request failed in a way that may pass."""
+    """A failure of a request that may pass. `retry_after` is in seconds; `by` is the cause."""
 
     def __init__(self, message: str, status: int = 0, retry_after: float = 0.0, by: Blocker = SERVER) -> None:
         super().__init__(message)
@@ -70,7 +69,8 @@ class TransientError(Exception):
 
 
 def refused(error: ApiException, what: str) -> Exception:  # noqa: PLR0911
-    """What the answer to `what` means: a TransientError, or an error of the table."""
+    """The error that the server's response to the request `what` means: a TransientError, or an error with an exit
+    code."""
     try:
         said = str(parse_json_object(error.body, what)["message"])
     except (DataError, KeyError):
@@ -89,7 +89,7 @@ def refused(error: ApiException, what: str) -> Exception:  # noqa: PLR0911
     if error.status == 403:
         if "exceeded quota" in message:
             return TransientError(message, 403, 5.0, QUOTA)
-        missing = 'is forbidden: User "' in message  # a right; all else is refused by an admission
+        missing = 'is forbidden: User "' in message  # a right is missing; otherwise an admission controller refused it
         remedy = "give the service account the right: manifests/components/launcher has what a launcher needs"
         return AccessDeniedError(f"{message}; {remedy if missing else 'ask who runs the cluster'}")
     return SpecError([Problem("cluster", said, "is refused by the API server", "change the field it names")], what)

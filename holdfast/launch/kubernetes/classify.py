@@ -1,6 +1,6 @@
-"""What a pod says about its end, or about why it does not start: pure functions of the pod, as the API shows it.
+"""Classification of pods: why a pod ended or does not start. Pure functions of the pod, as the API returns it.
 
-Promises for each an exit code of the table, words for a person with the remedy, and whether the node is to blame.
+Each result has an exit code, a message with the remedy, and whether the node is blamed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from holdfast.launch.exit_report import RankExit, parse_exit_report, root_cause
 from holdfast.launch.kubernetes.client import Object
 from holdfast.spec.errors import ExitCode
 
-# Codes that a healthy node does not give: fatal signals of the hardware kind, a hang, a full disk, wrong bits.
+# Codes that healthy nodes do not cause: fatal signals of the hardware kind, a hang, a full disk, wrong bits.
 _BAD_NODE_CODES = frozenset(
     {134, 135, 136, 139, ExitCode.HUNG, ExitCode.NO_SPACE, ExitCode.WRONG_ARITHMETIC, ExitCode.UNHEALTHY_NODE}
 )
@@ -34,8 +34,8 @@ class Symptom:
     code: int
     words: str
     blames_node: bool = False
-    process: RankExit | None = None  # of its node, that explains the end, where torchrun could tell
-    reclaimed: bool = False  # its node, by the cloud
+    process: RankExit | None = None  # the process of this node that explains its end, if torchrun reported it
+    reclaimed: bool = False  # the cloud reclaimed its node
 
     def __str__(self) -> str:
         place = f" on node {self.node}" if self.node else ""
@@ -47,11 +47,11 @@ class Obstacle:
     """Why a pod does not start, and how long that may last."""
 
     symptom: Symptom
-    patience: float  # seconds; after that it is the job's end
+    patience: float  # seconds; after that, the job ends
 
 
 def end_of(pod: Object, container: str, rank: int) -> Symptom | None:  # noqa: PLR0911
-    """How the pod ended; None while it runs, waits, or ended well."""
+    """How the pod ended; None while it runs or waits, and if it succeeded."""
     status = pod.get("status", {})
     reason, message = status.get("reason", ""), status.get("message", "")
     disruption = _condition(pod, "DisruptionTarget")
@@ -95,7 +95,7 @@ def _terminated(state: Object, disruption: Object, symptom: Callable[..., Sympto
         )
     if reason == "ContainerStatusUnknown":
         return symptom(ExitCode.KILLED, "nobody knows how its container ended; its node was away", True)
-    told = parse_exit_report(state.get("message") or "")  # by torchrun, unless it was killed itself
+    told = parse_exit_report(state.get("message") or "")  # written by torchrun, unless it was killed
     words = _in_words(code) + _after(told.detail if told is not None else "")
     cause = told.cause if told is not None else None
     if told is not None and told.blames_node:
@@ -107,7 +107,7 @@ def _terminated(state: Object, disruption: Object, symptom: Callable[..., Sympto
 
 
 def obstacle_of(pod: Object, container: str, rank: int, pending_seconds: float) -> Obstacle | None:
-    """Why the pod does not start, or None when nothing is in its way."""
+    """Why the pod does not start; None if nothing blocks it."""
     name, node = pod["metadata"]["name"], pod.get("spec", {}).get("nodeName", "")
     held_up, waiting = _waiting(pod)
     reason, message = waiting.get("reason", ""), waiting.get("message", "")
@@ -131,23 +131,23 @@ def obstacle_of(pod: Object, container: str, rank: int, pending_seconds: float) 
 
 
 def is_ready(pod: Object) -> bool:
-    """Whether the pod runs on a node that answers."""
+    """Whether the pod runs on a node that responds."""
     return pod.get("status", {}).get("phase") == "Running" and not _condition(pod, "Ready", "False")
 
 
 def has_started(pod: Object, container: str) -> bool:
-    """Whether the container runs, or ran: then it has a log."""
+    """Whether the container runs or ran, so that it has a log."""
     state = _state(pod, container)
     return "running" in state or "terminated" in state
 
 
 def has_ended(pod: Object, container: str) -> bool:
-    """Whether the container will not run any more."""
+    """Whether the container will not run again."""
     return "terminated" in _state(pod, container) or pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
 
 def cause_of(symptoms: Sequence[Symptom]) -> Symptom:
-    """The symptom that explains the others."""
+    """The symptom that explains the rest."""
     code = root_cause(symptom.code for symptom in symptoms)
     return min(
         (symptom for symptom in symptoms if symptom.code == code),
@@ -156,8 +156,9 @@ def cause_of(symptoms: Sequence[Symptom]) -> Symptom:
 
 
 def blamed_nodes(cause: Symptom, symptoms: Sequence[Symptom]) -> frozenset[str]:
-    """The nodes to blame for an ending: that of its cause, and where replicas of the state differ those of all
-    suspects, since any of them may be the one that computes wrong; of a health check those of all that failed it."""
+    """The nodes to blame for an ending: the node of its cause, and for two codes the nodes of all suspects. Where
+    replicas of the state differ, any suspect may compute wrong. After a health check, all nodes that failed it are
+    blamed."""
     together = (ExitCode.WRONG_ARITHMETIC, ExitCode.UNHEALTHY_NODE)
     suspects = [each for each in symptoms if each.code == cause.code and each.code in together]
     return frozenset(each.node for each in (cause, *suspects) if each.blames_node and each.node)
@@ -180,7 +181,7 @@ def _state(pod: Object, container: str) -> Object:
 
 
 def _waiting(pod: Object) -> tuple[str, Object]:
-    """The first container, those before the ranks first, that waits for something that is wrong."""
+    """The first container that waits because of an error. Containers that run before the ranks come first."""
     status = pod.get("status", {})
     for each in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
         waiting: Object = (each.get("state") or {}).get("waiting") or {}

@@ -1,7 +1,7 @@
-"""The few requests to the Kubernetes API that the launcher makes, on plain dictionaries.
+"""Client for the few Kubernetes API requests of the launcher, on plain dictionaries.
 
-Promises that throttling, server errors, dropped connections and expired tokens are tried again with a bounded, jittered
-backoff, and that what remains is an error of the table. Leaves configuration and TLS to the `kubernetes` package.
+Throttling, server errors, dropped connections and expired tokens are retried with a bounded, jittered backoff. Errors
+that remain have an exit code. The `kubernetes` package does configuration and TLS.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ log = logging.getLogger("holdfast.launch")
 
 Object = dict[str, Any]
 CONNECT_SECONDS = 10.0
-READ_SECONDS = 30.0  # that the server may be silent
-ANSWER_SECONDS = 180.0  # for all of an answer that is no stream
-PATIENCE_SECONDS = 600.0  # as long as an upgrade of the control plane may take
-WATCH_SECONDS = 120  # the server ends a watch after that; a connection that died silently is noticed a little later
-STARTING_SECONDS = 60.0  # after a lost connection: a server that begins knows no roles yet and refuses everything
+READ_SECONDS = 30.0  # longest silence of the server
+ANSWER_SECONDS = 180.0  # for a whole response that is not a stream
+PATIENCE_SECONDS = 600.0  # the longest upgrade of the control plane
+WATCH_SECONDS = 120  # after that, the server ends a watch; a connection that died silently is noticed a little later
+STARTING_SECONDS = 60.0  # after a lost connection: a starting server knows no roles yet and refuses everything
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds between tries
-LOG_SECONDS = 300.0  # a log that is silent for so long is asked for again: its connection may have died
-LONGEST_LINE = 65536  # bytes of a log line; the rest of a longer one is cut off
-_TYPES = {"PATCH": "application/apply-patch+yaml"}  # of which JSON is a part; the only patch that is made here
+LOG_SECONDS = 300.0  # a log that is silent for this long is requested again: its connection may have died
+LONGEST_LINE = 65536  # bytes of a log line; the rest is cut off
+_TYPES = {"PATCH": "application/apply-patch+yaml"}  # JSON is a subset of it; the only kind of patch used here
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ _MAY_PASS = (TransientError, urllib3.exceptions.HTTPError, ValueError)
 
 
 def backoff(failures: int) -> float:
-    """Seconds to wait before following goes on, after so many failures in a row."""
+    """Seconds to wait before following continues, after this many consecutive failures."""
     return pause(failures + 1, FIRST_PAUSE, LONGEST_PAUSE)
 
 
 class Api:
-    """The API server, as this process may use it in one namespace. Safe for several threads."""
+    """The API server, as this process accesses it in one namespace. Thread-safe."""
 
     def __init__(
         self,
@@ -92,23 +92,23 @@ class Api:
         namespace: str,
         patience: float = PATIENCE_SECONDS,
     ) -> None:
-        """`configure` reads the configuration, and is called again when the server no longer takes the token.
-        `patience` is for how many seconds a request is tried."""
+        """`configure` reads the configuration; it is called again when the server no longer accepts the token. A
+        request is retried for `patience` seconds."""
         self.namespace = namespace
         self._configure = configure
         self._patience = patience
         self._lock = threading.Lock()
-        self._lost_at = -math.inf  # when a connection was lost last
+        self._lost_at = -math.inf  # when a connection was last lost
         self._client = self._connect()
 
     @classmethod
     def of_this_process(cls, namespace: str | None = None, patience: float = PATIENCE_SECONDS) -> Api:
-        """The server of the cluster this pod runs in, else that of the kubeconfig. `namespace` defaults to theirs.
-        Raises NoClusterError when there is neither."""
+        """The server of this pod's cluster, else that of the kubeconfig. `namespace` defaults to theirs. Raises
+        NoClusterError if neither exists."""
         return cls(load_configuration, namespace or own_namespace(), patience)
 
     def within(self, namespace: str, patience: float | None = None) -> Api:
-        """The same server, in another namespace, or with another patience."""
+        """The same server in another namespace, or with another patience in seconds."""
         if namespace == self.namespace and patience is None:
             return self
         return Api(self._configure, namespace, self._patience if patience is None else patience)
@@ -119,50 +119,50 @@ class Api:
         return str(self._client.configuration.host)
 
     def read(self, path: str, **query: str) -> Object | None:
-        """What lies at any path, or None when there is nothing."""
+        """The object at any path, or None if none exists."""
         try:
             return self._json("GET", path, query)
         except MissingError:
             return None
 
     def ask(self, path: str, body: Object) -> Object:
-        """The answer to an object that is a question, such as an access review."""
+        """The server's response to an object that is a query, such as an access review."""
         return self._json("POST", path, body=body)
 
     def get(self, resource: Resource, name: str) -> Object | None:
-        """One object, or None when there is none of that name."""
+        """The object of that name, or None if none exists."""
         try:
             return self._json("GET", resource.path(self.namespace, name))
         except MissingError:
             return None
 
     def list(self, resource: Resource, selector: str) -> tuple[list[Object], str]:
-        """The objects whose labels match, and the version from which a watch goes on."""
+        """The objects whose labels match, and the version from which a watch continues."""
         found = self._json("GET", resource.path(self.namespace), {"labelSelector": selector})
         return found["items"], found["metadata"]["resourceVersion"]
 
     def events(self, name: str) -> Iterator[Object]:
-        """What was told of the objects of that name, of whatever kind: a hundred events at most."""
+        """The events about objects of that name, of any kind: at most a hundred."""
         query = {"fieldSelector": f"involvedObject.name={name}", "limit": "100"}
         yield from self._json("GET", EVENTS.path(self.namespace), query)["items"]
 
     def create(self, resource: Resource, body: Object) -> Object:
-        """Create an object. Raises ConflictError when the name is taken, perhaps by this very request."""
+        """Create an object. Raises ConflictError if the name is taken, possibly by an earlier try of this request."""
         return self._json("POST", resource.path(self.namespace), body=body)
 
     def apply(self, resource: Resource, body: Object, manager: str) -> Object:
-        """Server-side apply: make what `body` says true of the object, which is created where there is none, and leave
-        the rest of it. `manager` owns these fields from now on, whoever wrote them before."""
+        """Server-side apply: set the fields in `body`, create the object if it does not exist, and keep all other
+        fields. `manager` owns these fields from now on, also those of other managers."""
         path = resource.path(self.namespace, body["metadata"]["name"])
         return self._json("PATCH", path, {"fieldManager": manager, "force": "true"}, body)
 
     def replace(self, resource: Resource, body: Object) -> Object:
-        """Write an object that was read before. Raises ConflictError when it has changed since."""
+        """Write an object that was read before. Raises ConflictError if it has changed since."""
         return self._json("PUT", resource.path(self.namespace, body["metadata"]["name"]), body=body)
 
     def delete(self, resource: Resource, name: str, uid: str | None = None, *, at_once: bool = False) -> None:
-        """Delete an object once everything it owns is deleted; `at_once`: now, since a name that is taken again must
-        not wait for the garbage collector. Fine when it, or the one with that uid, is gone."""
+        """Delete an object after everything that it owns. With `at_once`, delete it immediately: a name that is reused
+        must not wait for the garbage collector. Does nothing if the object, or the one with that uid, is gone."""
         policy = "Background" if at_once else "Foreground"
         body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": policy}
         if uid is not None:
@@ -197,9 +197,9 @@ class Api:
     def log(
         self, pod: str, container: str, *, follow: bool, since: str | None = None, tail: int | None = None
     ) -> Lines:
-        """Lines that a container printed, each with the time before it. Raises TransientError and MissingError.
+        """Lines that a container printed, each preceded by its time. Raises TransientError and MissingError.
 
-        since: only lines of this second and later (RFC 3339); tail: only so many of the last lines.
+        since: only lines of this second and later (RFC 3339); tail: only this many of the last lines.
         """
         query = {"container": container, "timestamps": "true", "follow": str(follow).lower()}
         if since is not None:
@@ -246,7 +246,7 @@ class Api:
     def _request(
         self, method: str, path: str, query: Mapping[str, str], body: Object | None, read: float
     ) -> urllib3.BaseHTTPResponse:
-        """One try; the response's body is not read yet. Raises TransientError and errors of the table."""
+        """One try. The response's body is not read yet. Raises TransientError and errors with an exit code."""
         client = self._client
         sent = _TYPES.get(method, "application/json")
         try:
@@ -268,21 +268,21 @@ class Api:
 
     def _connect(self) -> ApiClient:
         configuration = self._configure()
-        configuration.retries = False  # they are made here
+        configuration.retries = False  # retries are done here
         configuration.connection_pool_maxsize = 16
         client = ApiClient(configuration)
         deadlines.bound(client.rest_client.pool_manager)
         return client
 
     def _reconnect(self, former: ApiClient) -> None:
-        """Read the token again: the file of a service account is renewed under the running process."""
+        """Read the token again: a service account's token file is renewed while the process runs."""
         with self._lock:
             if self._client is former:
                 self._client = self._connect()
 
 
 class Lines:
-    """The lines of a response, as they come in. Close it from another thread to end the waiting for the next one."""
+    """The lines of a response, as they arrive. Closing it from another thread ends the wait for the next one."""
 
     def __init__(self, response: urllib3.BaseHTTPResponse) -> None:
         self._response = response
@@ -294,7 +294,7 @@ class Lines:
             for chunk in self._response.stream(LONGEST_LINE, decode_content=False):
                 *lines, rest = (rest + chunk).split(b"\n")
                 yield from lines
-                if len(rest) > 64 * LONGEST_LINE:  # no line of ours; objects of a watch are smaller, too
+                if len(rest) > 64 * LONGEST_LINE:  # not a line of ours; objects of a watch are smaller, too
                     rest = rest[:LONGEST_LINE]
         except (urllib3.exceptions.HTTPError, OSError, AttributeError, ValueError) as error:  # the latter two: closed
             if not self._closed:
@@ -303,7 +303,7 @@ class Lines:
             yield rest
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._closed = True
         connection = getattr(self._response, "connection", None)
         sock = getattr(connection, "sock", None)
@@ -320,7 +320,8 @@ class Lines:
 
 
 def _object_in(data: bytes | str, what: str) -> Object:
-    """The object that the API server answered with. Raises TransientError for what is none: a proxy may have cut it."""
+    """The object in the API server's response. Raises TransientError if it is not an object: a proxy may have cut
+    it."""
     try:
         return parse_json_object(data, what, "ask again")
     except DataError as error:

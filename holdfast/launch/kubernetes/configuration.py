@@ -1,6 +1,6 @@
-"""Which cluster this process talks to, and as whom: one answer for the launcher and for whoever checks its cluster.
+"""Cluster and credentials of this process, the same for the launcher and for checks of the cluster.
 
-Inside a pod with a service account it is the pod's own cluster, else the one of the kubeconfig's current context.
+In a pod with a service account, it is the pod's own cluster, else that of the kubeconfig's current context.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 class NoClusterError(AccessDeniedError):
-    """Neither a service account nor a kubeconfig that can be used."""
+    """Neither a service account nor a usable kubeconfig exists."""
 
 
 def load_configuration() -> Configuration:

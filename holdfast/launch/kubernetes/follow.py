@@ -1,4 +1,4 @@
-"""Following one launch's job: its object, its pods and what they print, until there is an ending to tell."""
+"""Follower of one launch's job: its object, its pods and their output, until it has ended."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from holdfast.spec.errors import ExitCode
 
 log = logging.getLogger("holdfast.launch")
 
-SETTLE_SECONDS = 5.0  # for the cause of a failure to show, when only its consequences are known
+SETTLE_SECONDS = 5.0  # for the cause of a failure to appear when only its consequences are known
 DRAIN_SECONDS = 10.0  # for the last lines
-QUIET_SECONDS = 15.0  # that pods may take to come before it is said that nothing is heard of them
+QUIET_SECONDS = 15.0  # for pods to appear, before a wait without events is reported
 _ABSENT = ("", "absent")
 _CONSEQUENCES = {ExitCode.LOST_PEER, ExitCode.TERMINATED, ExitCode.PREEMPTED}
 _TOLD_TO_LEAVE = _CONSEQUENCES | {ExitCode.KILLED}
@@ -42,7 +42,7 @@ class _Verdict:
 
 
 class Follower:
-    """The job of one launch. `changed` is the condition that also wakes it when the launcher is asked something."""
+    """The job of one launch. `changed` is the condition that also wakes it for requests to the launcher."""
 
     def __init__(self, api: Api, kind: Kind, name: str, run_id: str, launch: int, changed: threading.Condition) -> None:
         selector = f"{RUN_LABEL}={run_id},{LAUNCH_LABEL}={launch}"
@@ -53,11 +53,11 @@ class Follower:
         self._log: LogFollower | None = None
         self._followed = ""  # uid of the pod whose log is followed
         self._complaints = PodEvents(api)
-        self._nodes = 1  # that make a gang
-        self._replaceable = 0  # pods, still
-        self._waits = False  # for them
-        self._aside: set[str] = set()  # uids of pods that ended because a queue took the job back, or were replaced
-        self._generations: dict[str, int] = {}  # by uid of a pod, that of the job's spec when the pod was first seen
+        self._nodes = 1  # that form a gang
+        self._replaceable = 0  # pods that may still be replaced
+        self._waits = False  # for pods
+        self._aside: set[str] = set()  # uids of ignored pods: a queue took the job back, or they were replaced
+        self._generations: dict[str, int] = {}  # pod uid → generation of the job's spec when the pod was first seen
         self._since: dict[tuple[str, str], float] = {}  # when an obstacle was first seen
         self._failed_at: float | None = None
         self._report = WaitReport()
@@ -73,14 +73,14 @@ class Follower:
 
     @property
     def status(self) -> Status:
-        """What the job object said last."""
+        """The last state of the job object."""
         with self._changed:
             found = [*self._jobs.gone.values(), *self._jobs.objects.values()]
         return self._kind.status(found[-1]) if found else Status("waiting")
 
     @property
     def tail(self) -> tuple[str, ...]:
-        """The last lines of the rank that is followed."""
+        """The last lines of rank 0, whose log is followed."""
         return tuple(self._log.tail) if self._log else ()
 
     def follow(
@@ -91,9 +91,12 @@ class Follower:
         nodes: int = 1,
         replaceable: int = 0,
     ) -> Ending | None:
-        """Wait for the end of the job `uid`; None when `interrupted` says so. Until `nodes` of its pods have started it
-        waits for them, so long at most, but for as long as it takes a queue to let the job go. So many of its pods are
-        `replaceable`: its gang goes on without one that is lost, and its operator makes another."""
+        """Wait for the end of the job `uid`. Returns None when `interrupted` returns True.
+
+        The job waits at most `pending_seconds` until `nodes` of its pods have started, not counting the time in a
+        queue. Its gang continues without a lost pod for up to `replaceable` pods, and its operator creates another.
+        Raises the error of a watch that cannot continue.
+        """
         self._nodes, self._replaceable = nodes, replaceable
         while not interrupted():
             if self._waits:
@@ -112,7 +115,7 @@ class Follower:
         return None
 
     def symptoms(self) -> list[classify.Symptom]:
-        """How the pods ended that did not end well."""
+        """How the pods ended that did not succeed."""
         container = self._kind.container
         with self._changed:
             pods = self._counted()
@@ -120,7 +123,7 @@ class Follower:
         return [end for end in ends if end is not None]
 
     def wait_until_gone(self, seconds: float) -> bool:
-        """Wait until neither the job nor a pod of it is left; whether that came true in time."""
+        """Wait at most `seconds` until the job and all of its pods are gone. Returns whether they are."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._jobs.synced and self._pods.synced and not self._jobs.objects and not self._pods.objects,
@@ -128,12 +131,12 @@ class Follower:
             )
 
     def finish(self, seconds: float) -> None:
-        """Take the last lines that come within so many seconds, and hang up."""
+        """Take the last lines that arrive within `seconds`, and close the log."""
         if self._log is not None:
             self._log.finish(seconds)
 
     def _follow_log(self) -> None:
-        """Follow the log of rank 0 from when it has one."""
+        """Follow the log of rank 0 as soon as it exists."""
         container = self._kind.container
         for uid, pod in self._pods.objects.items():
             if self._kind.rank(pod) != 0 or not classify.has_started(pod, container):
@@ -145,7 +148,7 @@ class Follower:
                 self._log.ended.set()
 
     def _judge(self, uid: str, pending_seconds: float) -> _Verdict | None:  # noqa: PLR0911, PLR0912
-        """What the job has come to, if it has come to something. `changed` is held."""
+        """The job's verdict; None while it has none. The caller holds `changed`."""
         job = self._jobs.objects.get(uid)
         symptoms = self.symptoms()
         if job is None:
@@ -184,19 +187,21 @@ class Follower:
         return self._obstacle(pending_seconds)
 
     def _counted(self) -> list[Object]:
-        """The pods of the job, there or gone, but for those of the times before a queue took it back."""
+        """The pods of the job, existing or gone, without those from before a queue took the job back."""
         pods = {**self._pods.gone, **self._pods.objects}
         return [pod for uid, pod in pods.items() if uid not in self._aside]
 
     def _note_generation(self, job: Object) -> None:
-        """Which time of the job its new pods belong to: nobody but a queue changes its spec. A pod that comes while
-        that still holds the job was made after it let it go. Conditions tell nothing: they change after pods come."""
+        """Record the generation of the job that its new pods belong to. Only a queue changes the job's spec. A pod that
+        appears while the queue still holds the job was made after the release. Conditions do not help: they change
+        after pods appear."""
         generation = job["metadata"].get("generation", 0) + is_held(job)
         for uid in self._pods.objects:
             self._generations.setdefault(uid, generation)
 
     def _put_aside(self) -> None:
-        """A queue has taken the job back: how its pods end says nothing, and they come again when it lets it go."""
+        """Ignore the pods of a job that its queue took back: how they end says nothing, and the release creates them
+        again."""
         if fresh := self._left():
             log.info(
                 "job %s was taken back by its queue; its ranks saved what they could, and go on with it", self._name
@@ -205,7 +210,7 @@ class Follower:
         self._since, self._failed_at, self._waits = {}, None, False
 
     def _left(self) -> set[str]:
-        """The uids of those that count and are gone, or about to be. `changed` is held."""
+        """The uids of counted pods that are gone, or about to be. The caller holds `changed`."""
         leaving = [
             uid for uid, pod in self._pods.objects.items()
             if "deletionTimestamp" in pod["metadata"] or classify.has_ended(pod, self._kind.container)
@@ -213,13 +218,13 @@ class Follower:
         return {*self._pods.gone, *leaving} - self._aside
 
     def _settled(self, symptoms: list[classify.Symptom]) -> bool:
-        """Whether the cause is among the symptoms, or will not show any more."""
+        """Whether the cause is among the symptoms, or will not appear any more."""
         codes = {symptom.code for symptom in symptoms}
         pods = list(self._pods.objects.values())
         every = [*pods, *self._pods.gone.values()]
         if any(pod.get("status", {}).get("phase") == "Succeeded" for pod in every) and codes <= _TOLD_TO_LEAVE:
-            return self._waited(SETTLE_SECONDS)  # the job has ended well, and its object is about to say so
-        if not codes <= _CONSEQUENCES | {ExitCode.WRONG_ARITHMETIC}:  # of which there are several suspects
+            return self._waited(SETTLE_SECONDS)  # the job has succeeded, and its object is about to show it
+        if not codes <= _CONSEQUENCES | {ExitCode.WRONG_ARITHMETIC}:  # wrong arithmetic has several suspects
             return True
         return all(classify.has_ended(pod, self._kind.container) for pod in pods) or self._waited(SETTLE_SECONDS)
 
@@ -230,7 +235,7 @@ class Follower:
         return now - self._failed_at >= seconds
 
     def _failure(self, symptoms: list[classify.Symptom]) -> _Verdict:
-        if all(symptom.code == ExitCode.LOST_PEER for symptom in symptoms):  # of which one?
+        if all(symptom.code == ExitCode.LOST_PEER for symptom in symptoms):  # which peer was lost?
             for pod in self._pods.objects.values():
                 if not classify.has_ended(pod, self._kind.container) and not classify.is_ready(pod):
                     lost = classify.Symptom(
@@ -240,20 +245,20 @@ class Follower:
                     return _Verdict(lost.code, str(lost), lost, classify.blamed_nodes(lost, [lost]))
         cause = classify.cause_of(symptoms)
         told = str(cause)
-        if cause.code == ExitCode.RENDEZVOUS_TIMEOUT and self._waits:  # those that came waited for others that did not
+        if cause.code == ExitCode.RENDEZVOUS_TIMEOUT and self._waits:  # the pods that came waited for others in vain
             told += f"; {self._missing()}"
         return _Verdict(cause.code, told, cause, classify.blamed_nodes(cause, symptoms))
 
     def _deleted(self, symptoms: list[classify.Symptom]) -> _Verdict:
-        """The job object went away, and nobody here has asked for it."""
+        """The verdict for a job object that was deleted, but not by this launcher."""
         code = root_cause(symptom.code for symptom in symptoms) or ExitCode.KILLED
         return _Verdict(
             code, f"job {self._name} was deleted by somebody else; to end a run, end its pipeline run or its launcher"
         )
 
     def _replaced(self) -> bool:
-        """Whether a pod was lost that an elastic gang does without until its operator has made another. Not that of
-        node 0, where the nodes meet; and not one whose end says that its node, or the run, is to blame."""
+        """Whether an elastic gang lost a pod, and continues until its operator has made another. Not the pod of node 0,
+        where the nodes meet, and not one whose end blames its node or the run."""
         found = False
         for uid, pod in {**self._pods.gone, **self._pods.objects}.items():
             end = None if uid in self._aside else self._end_of(uid, pod)
@@ -266,7 +271,7 @@ class Follower:
         return found
 
     def _end_of(self, uid: str, pod: Object) -> classify.Symptom | None:
-        """How a pod ended, if not well; also one that was deleted while it ran."""
+        """How a pod ended, if it did not succeed; also a pod that was deleted while it ran."""
         container, rank = self._kind.container, self._kind.rank(pod)
         end = classify.end_of(pod, container, rank)
         deleted = uid in self._pods.gone and not classify.has_ended(pod, container)
@@ -276,14 +281,15 @@ class Follower:
         return end
 
     def _vanished(self) -> _Verdict | None:
-        """A pod that was deleted under a running job: its operator makes another, which the gang cannot take in."""
+        """The verdict for a pod that was deleted under a running job: the gang cannot admit the pod that its operator
+        makes."""
         for uid, pod in self._pods.gone.items():
             if uid not in self._aside and (gone := self._end_of(uid, pod)) is not None:
                 return _Verdict(gone.code, str(gone), gone)
         return None
 
     def _held_up(self, uid: str) -> list[str]:
-        """The names of the objects whose events may say why pods do not come, or do not start."""
+        """The names of the objects whose events may say why pods do not appear or start."""
         with self._changed:
             pods = [pod["metadata"]["name"] for pod in self._pods.objects.values() if not self._runs(pod)]
         return [*self._kind.makers(self._name, uid), *sorted(pods)[:3]]
@@ -292,7 +298,7 @@ class Follower:
         return classify.has_started(pod, self._kind.container)
 
     def _obstacle(self, pending_seconds: float) -> _Verdict | None:
-        """What has been in the way of the job's pods for too long. `changed` is held."""
+        """The verdict for an obstacle that has blocked the job's pods for too long. The caller holds `changed`."""
         started, now = sum(map(self._runs, self._pods.objects.values())), time.monotonic()
         self._waits = started < self._nodes
         found: dict[tuple[str, str], classify.Obstacle] = {}
@@ -314,7 +320,7 @@ class Follower:
         if not found and (words or waited > QUIET_SECONDS):
             self._report.record(told)
         if waited >= pending_seconds:
-            if found:  # it was seen a little later than the waiting began, and says more
+            if found:  # it was seen a little after the wait began, and says more
                 symptom = next(iter(found.values())).symptom
                 return _Verdict(symptom.code, str(symptom), symptom)
             code, _ = pod_events.classify_message(words)
@@ -322,16 +328,19 @@ class Follower:
         return None
 
     def _missing(self) -> str:
-        """How many pods have not come, and why."""
+        """How many pods have not started, and why."""
         started, words = sum(map(self._runs, self._pods.objects.values())), self._complaints.words
         why = f"{words}; {pod_events.classify_message(words)[1]}" if words else ""
         told = f"{started} of {self._nodes} pods of job {self._name} have started: "
         return told + (why or "no event says why; does the controller of its kind run?")
 
     def _confirmed(self, verdict: _Verdict, uid: str) -> _Verdict | None:
-        """Pods that were told to leave leave the same way whether the job failed, ended well, was deleted or was taken
-        back by its queue; which of them it was is asked again, because the watches of pods and of jobs tell in no
-        common order. None when it was the queue: nobody else changes the spec of a job."""
+        """The verdict after a second look at the job; None if a queue took the job back.
+
+        Pods that are stopped leave the same way if the job failed, succeeded, was deleted, or was taken back by its
+        queue. The watches of pods and jobs have no common order, so the job is read again. Only a queue changes the
+        spec of a job.
+        """
         if verdict.cause is None or verdict.code not in _TOLD_TO_LEAVE:
             return verdict
         job = self._api.get(self._kind.resource, self._name)
@@ -346,7 +355,7 @@ class Follower:
         return _Verdict(ExitCode.OK) if self._kind.status(job).state == "succeeded" else verdict
 
     def _completed(self, verdict: _Verdict) -> Ending:
-        """The ending with the last lines of the rank that explains it. `changed` is not held."""
+        """The ending with the last lines of the rank that explains it. The caller does not hold `changed`."""
         self.finish(DRAIN_SECONDS if verdict.code == ExitCode.OK else 2.0)
         tail, cause = list(self.tail), verdict.cause
         if cause is not None and cause.rank != 0 and (lines := last_lines(self._api, cause.pod, self._kind.container)):
@@ -357,7 +366,7 @@ class Follower:
 
 
 def _in_words(symptoms: Sequence[classify.Symptom]) -> str:
-    """Why pods do not start: one that is alone by its name, several with the same reason as their number."""
+    """Why pods do not start: a single pod by its name, several with the same reason by their number."""
     alike = Counter(symptom.words for symptom in symptoms)
     found = []
     for words, count in sorted(alike.items()):

@@ -1,4 +1,4 @@
-"""The kinds of job objects that the launcher can follow: where each is, and how it says what state it is in."""
+"""Kinds of job objects that the launcher can follow: their API resources, and how to read their state."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ State = Literal["waiting", "suspended", "running", "succeeded", "failed"]
 
 @dataclass(frozen=True)
 class Status:
-    """What a job object says about itself."""
+    """The state of a job object, in its own words."""
 
     state: State
     reason: str = ""
     message: str = ""
-    finished: bool = False  # its time to live runs: whoever runs it will delete it
+    finished: bool = False  # its time to live has started, so its controller will delete it
 
 
 @dataclass(frozen=True)
@@ -26,29 +26,29 @@ class Kind:
     """One kind of job object."""
 
     resource: Resource
-    helpers: tuple[Resource, ...]  # objects that the emitter makes beside it, under the same name
-    container: str  # of a pod, the one that trains
-    rank: Callable[[Object], int]  # of a pod's node in the job
+    helpers: tuple[Resource, ...]  # objects that the emitter creates with it, under the same name
+    container: str  # name of the pod's container that trains
+    rank: Callable[[Object], int]  # number of a pod's node in the job
     status: Callable[[Object], Status]
-    remedy: str  # when the cluster does not know it
-    # The names of what makes the pods of a job, or decides about them, by the job's name and uid.
+    remedy: str  # if the cluster does not know this kind
+    # The names of the objects that create or admit the pods of a job, by the job's name and uid.
     makers: Callable[[str, str], tuple[str, ...]] = lambda name, uid: (name,)  # noqa: ARG005
 
 
 def is_held(job: Object) -> bool:
-    """Whether a queue holds the job, which its operator may not have seen yet."""
+    """Whether a queue holds the job. Its operator may not have noticed yet."""
     spec = job["spec"]
     return bool(spec.get("runPolicy", spec).get("suspend"))
 
 
 def _true_conditions(job: Object) -> dict[str, Object]:
-    """By type, in no order: operators reorder them as they change."""
+    """The true conditions by type, without order: operators reorder them as they change."""
     conditions = job.get("status", {}).get("conditions") or []
     return {condition["type"]: condition for condition in conditions if condition.get("status") == "True"}
 
 
 def _from_conditions(job: Object, words: Mapping[str, State], finished: bool) -> Status:
-    """The state of the first of `words` that is true: an ending is final, whatever else is true."""
+    """The state of the first of `words` that is true: an ending is final, even if other conditions are true."""
     found = _true_conditions(job)
     for word, state in words.items():
         if word in found:
@@ -121,6 +121,6 @@ KINDS: Mapping[str, Kind] = {
     "volcano": Kind(
         Resource("batch.volcano.sh", "v1alpha1", "jobs"), (), "train", _volcano_rank, _volcano,
         "install Volcano, or use another cluster.job",
-        lambda name, uid: (name, f"{name}-{uid}"),  # its PodGroup, without whose admission there are no pods
+        lambda name, uid: (name, f"{name}-{uid}"),  # its PodGroup, which must be admitted before pods exist
     ),
 }  # fmt: skip

@@ -1,7 +1,7 @@
-"""The Kubernetes launcher: one job object for each launch, created or adopted, and followed to its end.
+"""Kubernetes launcher: one job object for each launch, created or adopted, and followed to its end.
 
-Promises exactly one job for a run, whoever else launches it; an ending that names the rank, the node and the reason;
-and that no pod of a launch is left when the next one starts. Leaves the restart budget to `supervise`.
+A run has exactly one job, even if several launchers start it. An ending names the rank, the node and the reason. No pod
+of a launch remains when the next launch starts. `supervise` owns the restart budget.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from holdfast.spec.errors import (
 
 log = logging.getLogger("holdfast.launch")
 
-MAKING_TRIES = 10  # of an object whose name the server calls taken, and does not have
+MAKING_TRIES = 10  # to create an object if the server calls its name taken and does not have it
 MAKING_PAUSE = 1.0  # seconds between them
 
 
 class KubernetesLauncher:
-    """See `Launcher`."""
+    """Launcher that creates or adopts a Kubernetes job object. See `Launcher`."""
 
     def __init__(self, cluster: Cluster, api: Api | None = None, pod: str | None = None) -> None:
-        """`api` reaches the namespace of the jobs (default: `cluster.namespace`, else the launcher's own). `pod` is the
-        launcher's own (default: HOLDFAST_POD_NAME), from which its pipeline run is found in its own namespace."""
+        """`api` reaches the namespace of the jobs (default: `cluster.namespace`, else the launcher's own). `pod`
+        is the launcher's own pod (default: HOLDFAST_POD_NAME), through which its pipeline run is found in the
+        pod's namespace."""
         self._api = api or Api.of_this_process(cluster.namespace)
         self._kind: Kind = KINDS[cluster.job]
         own = os.environ.get(NAMESPACE_VARIABLE) or (own_namespace() if api is None else api.namespace)
@@ -55,19 +56,19 @@ class KubernetesLauncher:
         self._pipeline: Pipeline | None = find_pipeline(home, self._pod)
         self._lease: RunLease | None = None
         self._given_up: set[str] = set()  # uids of jobs whose pods do not go away
-        self._asked = threading.Event()  # to stop
+        self._asked = threading.Event()  # set when the launcher has to stop
         self._changed = threading.Condition()
 
     @contextmanager
     def only_one(self, run_id: str) -> Iterator[None]:
-        """See Launcher. Waits for another launcher of the run, in this cluster and namespace."""
+        """See Launcher. Waits for another launcher of the run in this cluster and namespace."""
         owner = self._owner()
         with RunLease(self._api, run_id, self._pod, [owner] if owner else []) as lease:
             self._lease = lease
             yield
 
     def adopt(self, run_id: str, launch: int) -> bool:
-        """See Launcher. Jobs of the run that no launcher follows any more are deleted."""
+        """See Launcher. Deletes jobs of the run that no launcher follows any more."""
         live = False
         for job in self._jobs(run_id):
             metadata = job["metadata"]
@@ -89,7 +90,7 @@ class KubernetesLauncher:
         return live
 
     def run(self, job: Job) -> Ending:
-        """See Launcher. Raises what the API server refuses, and PreemptedError when another launcher took over."""
+        """See Launcher. Raises the errors of the API server, and PreemptedError when another launcher took over."""
         if self._asked.is_set() and self._api.get(self._kind.resource, job.name) is None:
             return Ending(ExitCode.PREEMPTED, (), "asked to stop before the job was made")
         self._check()
@@ -99,10 +100,10 @@ class KubernetesLauncher:
                 pending, nodes = job.cluster.pending_timeout_minutes * 60, job.cluster.nodes
                 replaceable = job.cluster.restarts.budget if changes_members(job.cluster) else 0
                 ending = follower.follow(uid, pending, self._interrupted, nodes.min, replaceable)
-            except (AccessDeniedError, MissingError):  # it cannot be followed: better no job than one nobody sees
+            except (AccessDeniedError, MissingError):  # it cannot be followed: no job is better than an unattended one
                 self._api.delete(self._kind.resource, job.name, uid)
                 raise
-            if ending is None:  # asked to stop
+            if ending is None:  # the launcher has to stop
                 if self._pipeline is not None and not self._pipeline.was_ended():
                     follower.finish(0.0)
                     return Ending(
@@ -121,7 +122,7 @@ class KubernetesLauncher:
             return ending
 
     def stop(self) -> None:
-        """See Launcher. When only this launcher's pod has to go, the job stays."""
+        """See Launcher. The job stays if only this launcher's pod has to go."""
         self._asked.set()
         with self._changed:
             self._changed.notify_all()
@@ -135,7 +136,7 @@ class KubernetesLauncher:
             self._lease.check()
 
     def _stopped(self, follower: Follower) -> Ending:
-        """What a job that was told to stop left with."""
+        """The ending of a job after `stop`."""
         if self._pipeline is not None:
             return Ending(ExitCode.CANCELLED, follower.tail, "the pipeline run was ended")
         symptoms = follower.symptoms()
@@ -152,14 +153,14 @@ class KubernetesLauncher:
         return MissingError(f"the cluster knows no {self._kind.resource}: {self._kind.remedy} ({error})")
 
     def _owner(self) -> Object | None:
-        """The pipeline run, as the owner of what is made here. An owner in another namespace is none: the garbage
-        collector takes it for one that is gone."""
+        """The pipeline run, as owner of the created objects; None if it is in another namespace. The garbage collector
+        treats an owner in another namespace as gone."""
         if self._pipeline is None or self._pipeline.api.namespace != self._api.namespace:
             return None
         return self._pipeline.reference
 
     def _create(self, job: Job) -> str:
-        """Make the objects of the job, or find them made; the uid of the job object."""
+        """Create the objects of the job, or find existing ones. Returns the uid of the job object."""
         owner = self._owner()
         resources = (*self._kind.helpers, self._kind.resource)
         found: Object = {}
@@ -171,20 +172,22 @@ class KubernetesLauncher:
         return uid
 
     def _give_key(self, job: Job, made: Object, uid: str) -> None:
-        """Make the Secret with the key of the launch, unless it is there: its pods wait for it. It belongs to the job,
-        so that it goes with it and nobody has to read or delete Secrets. Without it there is no job."""
+        """Create the Secret with the key of the launch, unless it exists: the pods wait for it. The job owns it, so it
+        is deleted with the job, and no process needs the right to read or delete Secrets. If that fails, the job is
+        deleted."""
         owner = {"apiVersion": made["apiVersion"], "kind": made["kind"], "name": job.name, "uid": uid}
         try:
             self._api.create(SECRETS, key_secret(job, owner))
-        except ConflictError:  # a try before, or the launcher before this one, has made it
+        except ConflictError:  # an earlier try or launcher has created it
             return
         except HoldfastError:
             self._api.delete(self._kind.resource, job.name, uid)
             raise
 
     def _made(self, resource: Resource, body: Object, job: Job) -> Object:
-        """An object of the job, made here or by a try before. Raises ClusterUnreachableError when the server says again
-        and again that it is there and that it is not: a name that is being deleted, or a quota that many change."""
+        """An object of the job, created here or by an earlier try. Raises ClusterUnreachableError if the server
+        repeatedly says both that the object exists and that it does not. Causes are a name that is being deleted, or a
+        contended quota."""
         for _ in range(MAKING_TRIES):
             try:
                 made = self._api.create(resource, body)

@@ -1,8 +1,10 @@
-"""One launcher for each run, whichever machines they are on: a Lease that its holder renews.
+"""Lease that its holder renews: one launcher for each run, across machines.
 
-Promises that a second launcher waits, that a dead one is replaced at once when its pod is known to be gone and after
-the lease's duration otherwise, and that one that was replaced, or whose lease was deleted, learns it. Compares no
-clocks of two machines: what counts is whether the lease changes.
+- A second launcher waits.
+- A dead launcher is replaced immediately if its pod is known to be gone, else after the lease's duration.
+- A launcher that was replaced, or whose lease was deleted, notices it.
+
+Clocks of two machines are never compared: only a change of the lease counts.
 """
 
 from __future__ import annotations
@@ -28,20 +30,20 @@ log = logging.getLogger("holdfast.launch")
 DURATION = 30.0
 RENEW = 5.0
 POLL = 1.0
-GIVE_BACK_SECONDS = 10.0  # for a renewal that is on its way when the lease is given back
+GIVE_BACK_SECONDS = 10.0  # for a renewal in flight when the lease is given back
 
 
 def name_of(run_id: str) -> str:
-    """What the lease of a run is called."""
+    """The name of a run's lease."""
     return f"holdfast-{run_id}"
 
 
 class HeldError(HoldfastError):
-    """Another one has the lease, and keeps it."""
+    """Another launcher holds the lease, and keeps it."""
 
 
 class RunLease:
-    """Held while in the `with` block. `replaced` is set when another launcher took it away."""
+    """Lease that is held within the `with` block. `replaced` is set when another launcher has taken it."""
 
     def __init__(
         self,
@@ -52,8 +54,8 @@ class RunLease:
         duration: float = DURATION,
         patience: float = math.inf,
     ) -> None:
-        """`pod` is this launcher's own; the container that was there before in the same pod is dead. Entering raises
-        HeldError after `patience` seconds."""
+        """`pod` is this launcher's own: an earlier container in the same pod is dead. `duration` is in seconds.
+        Entering raises HeldError after `patience` seconds."""
         self.replaced = threading.Event()
         self._api, self._run_id, self._owners, self._duration = api, run_id, list(owners), duration
         self._patience = patience
@@ -87,7 +89,7 @@ class RunLease:
                 if version != seen:
                     seen, since = version, time.monotonic()
                 holder = found["spec"].get("holderIdentity") or ""
-                dying = "deletionTimestamp" in found["metadata"]  # whoever took it would lose it
+                dying = "deletionTimestamp" in found["metadata"]  # a launcher that took it would lose it
                 if dying or not (time.monotonic() - since > self._duration or self._is_free(holder)):
                     if not told:
                         what = "the lease that is being deleted" if dying else f"the launcher {holder}"
@@ -100,7 +102,7 @@ class RunLease:
             try:
                 self._lease = self._write(found)
                 return
-            except ConflictError:  # another was quicker, or this very request was and its reply was lost
+            except ConflictError:  # another launcher was faster, or the reply to this request was lost
                 continue
 
     def _is_free(self, holder: str) -> bool:
@@ -112,7 +114,7 @@ class RunLease:
         namespace, name, uid = place
         try:
             pod = self._api.within(namespace).get(PODS, name)
-        except HoldfastError as error:  # another's namespace: then the time decides
+        except HoldfastError as error:  # no right in its namespace: time decides
             log.debug("whether %s lives cannot be read: %s", holder, error)
             return False
         if pod is None or (uid and pod["metadata"]["uid"] != uid):
@@ -143,7 +145,8 @@ class RunLease:
                 log.warning("the lease of run %s was not renewed: %s", self._run_id, error)
 
     def _renewed(self) -> str:
-        """Write it once more; why it is lost, if it is. Another launcher may have it then: this one must not act."""
+        """Renew the lease. Returns why it is lost, else an empty string. Another launcher may hold a lost lease, so
+        this one must not act."""
         try:
             self._lease = self._write(self._lease)
         except (ConflictError, MissingError):
@@ -156,7 +159,7 @@ class RunLease:
         return "it is being deleted" if "deletionTimestamp" in self._lease["metadata"] else ""
 
     def check(self) -> None:
-        """Raises PreemptedError when another launcher follows the run now: the same command waits for that one."""
+        """Raises PreemptedError if another launcher now follows the run: the same command waits for that launcher."""
         if self.replaced.is_set():
             raise PreemptedError(
                 f"run {self._run_id} has another launcher now, or its lease is gone; this one leaves the job to others"

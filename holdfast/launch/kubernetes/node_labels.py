@@ -1,7 +1,7 @@
-"""Marks on the nodes of a cluster: which of them failed a health check, for whoever places pods after it.
+"""Labels on cluster nodes that failed a health check, for schedulers and later jobs.
 
-A label, and an annotation that says which run found it and when, by server-side apply, so that nothing else of a node
-is touched. Promises to raise nothing: a mark that may not be made is a warning with the remedy.
+Server-side apply sets a label, and an annotation with the run and the time, and touches nothing else of the node. It
+never raises: a label that may not be set becomes a warning with the remedy.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from holdfast.spec.errors import HoldfastError
 
 log = logging.getLogger("holdfast.launch")
 
-MANAGER = "holdfast-health"  # who owns the label
+MANAGER = "holdfast-health"  # field manager of the label
 FOUND_BY = "holdfast/health-found-by"  # the annotation
-PATIENCE = 30.0  # seconds for each node; the restart of the gang waits for it
+PATIENCE = 30.0  # seconds for each node, while the restart of the gang waits
 
 
 def label_unhealthy(api: Api, job: Job, ending: Ending) -> None:

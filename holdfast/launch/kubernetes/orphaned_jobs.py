@@ -1,9 +1,8 @@
-"""What a run has left in the namespace of its jobs: a job that no launcher follows any more, and a lease.
+"""Removal of what a run left in the namespace of its jobs: a job that no launcher follows, and a lease.
 
-A launcher that was killed before it could ask for the deletion of its job leaves it running, and where the job is in
-another namespace than the pipeline, no owner's end takes it away. Promises that nothing is ended that a living
-launcher follows, of whichever pipeline: whoever ends a job has the run's lease meanwhile. Leaves it to whoever calls
-this to know that its own pipeline has ended.
+A launcher that is killed before it deletes its job leaves the job running. If the job is in another namespace than the
+pipeline, no owner reference removes it. A job that a living launcher follows is never ended, whichever pipeline that
+launcher belongs to: the run's lease is held meanwhile. Callers must know that their own pipeline has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from holdfast.spec.errors import MissingError
 
 log = logging.getLogger("holdfast.launch")
 
-PATIENCE = DURATION + 15.0  # seconds: by then the lease of a dead launcher has run out, wherever its pod was
+PATIENCE = DURATION + 15.0  # seconds: a dead launcher's lease has expired by then, wherever its pod was
 
 
 def end_orphaned_jobs(
@@ -31,11 +30,11 @@ def end_orphaned_jobs(
     duration: float = DURATION,
     patience: float = PATIENCE,
 ) -> list[str]:
-    """The names of the jobs that were ended: those of the run in the namespace of `api`, of the kind `job`, but for one
-    that ended well and is kept for its time. Their pods save a checkpoint and leave.
+    """End the run's jobs of kind `job` in the namespace of `api`, and return their names. Their pods save a checkpoint
+    and leave. A job that succeeded and is kept for its time to live stays.
 
-    `pod` is this process's own. Waits `patience` seconds at most for whoever has the lease, and raises HeldError when
-    that one lives.
+    `pod` is this process's own. Waits at most `patience` seconds for the lease, and raises HeldError if its holder
+    lives.
     """
     kind = KINDS[job]
     if api.get(LEASES, name_of(run_id)) is None and not any(_left(api, kind, run_id)):
@@ -50,12 +49,12 @@ def end_orphaned_jobs(
 
 
 def _left(api: Api, kind: Kind, run_id: str) -> tuple[list[tuple[Resource, Object]], list[tuple[Resource, Object]]]:
-    """The jobs that are to be ended, and what was made beside them."""
+    """The jobs to end, and the objects that were created with them."""
 
     def labelled(resource: Resource) -> list[Object]:
         try:
             return api.list(resource, f"{RUN_LABEL}={run_id}")[0]
-        except MissingError:  # the cluster knows no such kind, so there is none
+        except MissingError:  # the cluster does not know this kind, so it has none
             return []
 
     kept, jobs = set(), []

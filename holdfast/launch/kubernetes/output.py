@@ -1,5 +1,7 @@
-"""The last lines that a pod prints, through every break of the connection and when it is gone: no line twice, and none
-left out that the node still has. They are for a person who reads how a launch ended; nothing here reads them."""
+"""Last lines of a pod's output, across broken connections and after the pod is gone.
+
+No line appears twice, and none is missing that the node still has. The lines are for people; no code parses them.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ _STAMP = re.compile(
 
 
 class LogFollower:
-    """Follows the log of one container in a thread of its own, until `finish` or its end after `ended` is set."""
+    """Thread that follows the log of one container, until `finish`, or until its end after `ended` is set."""
 
     def __init__(self, api: Api, pod: str, container: str) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.ended = threading.Event()  # set by the caller when the container has ended
         self._api, self._pod, self._container = api, pod, container
-        self._stamp = ""  # of the newest line, and how many lines had it
+        self._stamp = ""  # of the newest line, and the number of lines with it
         self._count = 0
         self._closing = threading.Event()
         self._lines: Lines | None = None
@@ -35,7 +37,7 @@ class LogFollower:
         self._thread.start()
 
     def finish(self, seconds: float) -> None:
-        """Take what is left, waiting so long at most, and hang up."""
+        """Wait at most `seconds` for the remaining lines, and close the connection."""
         self.ended.set()
         self._thread.join(seconds)
         self._closing.set()
@@ -45,14 +47,14 @@ class LogFollower:
     def _follow(self) -> None:
         failures = 0
         while not self._closing.is_set():
-            last = self.ended.is_set()  # known before the read: so the read has everything
+            last = self.ended.is_set()  # tested before the read, so a last read has everything
             before = (self._stamp, self._count)
             try:
                 self._read(follow=not last)
                 if last:
                     return
                 failures = 0 if (self._stamp, self._count) != before else failures + 1
-            except (TransientError, MissingError) as error:  # the pod may be on its way here, or out
+            except (TransientError, MissingError) as error:  # the pod may not have started yet, or may be leaving
                 failures += 1
                 if last and (failures > 3 or isinstance(error, MissingError)):
                     return
@@ -63,7 +65,8 @@ class LogFollower:
             self.ended.wait(0.0 if last else min(5.0, backoff(failures)))
 
     def _read(self, *, follow: bool) -> None:
-        """Read from where the last read ended. The server takes whole seconds only: what was seen is left out."""
+        """Read on from the end of the last read. The server accepts only whole seconds, so lines that were seen are
+        skipped."""
         since = "".join(_STAMP.match(self._stamp).groups()) if self._stamp else None  # type: ignore[union-attr]
         tail = TAIL_LINES if since is None else None
         at_stamp, skip = self._stamp, self._count
@@ -71,7 +74,7 @@ class LogFollower:
             self._lines = lines
             for line in lines:
                 stamp, _, text = line[:LONGEST_LINE].decode("utf-8", "replace").partition(" ")
-                if stamp < at_stamp or not _STAMP.match(stamp):  # seen, or the node's own words about a missing file
+                if stamp < at_stamp or not _STAMP.match(stamp):  # seen, or the node's message about a missing file
                     continue
                 if stamp == at_stamp and skip:
                     skip -= 1
@@ -84,7 +87,7 @@ class LogFollower:
 
 
 def last_lines(api: Api, pod: str, container: str) -> list[str]:
-    """The end of a pod's log; empty when it is gone."""
+    """The end of a pod's log; empty if the pod is gone."""
     try:
         with api.log(pod, container, follow=False, tail=TAIL_LINES) as lines:
             return text_lines(lines)

@@ -1,7 +1,7 @@
-"""The pipeline run that a launcher works for: found from its pod, asked whether it was ended.
+"""Pipeline run of a launcher: found from its pod, and queried for whether it was ended.
 
 A launcher's pod gets the same SIGTERM when a person ends the pipeline run and when a node is drained. Only the Workflow
-(Argo's object, which is also what a KFP run is) knows which of them it was.
+(Argo's object, which a KFP run also is) shows which of the two it was.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast.spec.errors import HoldfastError, MissingError
 
 log = logging.getLogger("holdfast.launch")
 
-POD_VARIABLE, UID_VARIABLE = "HOLDFAST_POD_NAME", "HOLDFAST_POD_UID"  # by the downward API
+POD_VARIABLE, UID_VARIABLE = "HOLDFAST_POD_NAME", "HOLDFAST_POD_UID"  # set by the downward API
 WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
 
 
@@ -29,12 +29,13 @@ class Pipeline:
 
     @property
     def reference(self) -> Object:
-        """The owner reference of what goes when the Workflow goes; a launcher's pod may go before."""
+        """The owner reference for objects that are deleted with the Workflow. A launcher's pod may be deleted before
+        it."""
         return {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": self.name, "uid": self.uid}
 
     def was_ended(self) -> bool:
-        """Whether somebody or something ended the Workflow. When it cannot be read, as if it were: a job that is
-        stopped goes on from its checkpoint, one that runs unattended costs money."""
+        """Whether the Workflow was ended. True if it cannot be read: a stopped job resumes from its checkpoint, but an
+        unattended one costs money."""
         try:
             found = self.api.get(WORKFLOWS, self.name)
         except HoldfastError as error:
@@ -44,7 +45,7 @@ class Pipeline:
             return True
         spec, phase = found.get("spec", {}), found.get("status", {}).get("phase", "")
         ended = phase in ("Succeeded", "Failed", "Error")
-        # KFP ends a run by giving it no time at all.
+        # KFP ends a run by setting its deadline to zero seconds.
         return bool(spec.get("shutdown")) or spec.get("activeDeadlineSeconds") == 0 or ended
 
 
@@ -54,14 +55,15 @@ class OwnPod:
 
     namespace: str
     name: str
-    uid: str  # empty when nobody told it, and it cannot be read
+    uid: str  # empty if no variable sets it and it cannot be read
 
     def __str__(self) -> str:
         return f"pod/{self.namespace}/{self.name}/{self.uid}"
 
 
 def find_own_pod(api: Api, name: str | None) -> OwnPod | None:
-    """The pod called `name` in the namespace of `api`, by what it was told of itself, else by what the server says."""
+    """The pod `name` in the namespace of `api`, with the uid from its environment, else from the server. None without a
+    name."""
     if name is None:
         return None
     uid = os.environ.get(UID_VARIABLE, "") if name == os.environ.get(POD_VARIABLE) else ""
@@ -74,8 +76,8 @@ def find_own_pod(api: Api, name: str | None) -> OwnPod | None:
 
 
 def find_pipeline(api: Api, pod: OwnPod | None) -> Pipeline | None:
-    """The pipeline of the launcher's pod, in whose namespace `api` is; None where a person runs it, or where it may not
-    be read (which is said)."""
+    """The pipeline of the launcher's pod, in the pod's namespace, that of `api`. None where a person runs the launcher,
+    or where the pipeline cannot be read, which logs a warning."""
     if pod is None:
         return None
     try:

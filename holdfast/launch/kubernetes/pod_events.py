@@ -1,5 +1,6 @@
-"""Why the pods of a job do not come, in the words of the cluster's events: a quota, an admission policy, an account or
-a volume that is missing. Only events say it: a pod that was refused does not exist.
+"""Events that explain why the pods of a job do not appear: a quota, an admission policy, a missing account or volume.
+
+Only events show this, because a refused pod does not exist.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from holdfast.spec.errors import AccessDeniedError, ExitCode, HoldfastError
 
 log = logging.getLogger("holdfast.launch")
 
-ASK_SECONDS = 3.0  # between two looks
+ASK_SECONDS = 3.0  # between two queries
 LONGEST_WORDS = 400
 
-# Words of an event -> what the job ends with when it lasts, and what to do.
+# Words of an event -> the exit code of a job that waits too long because of it, and the remedy.
 _REMEDIES: tuple[tuple[str, ExitCode, str], ...] = (
     (
         "exceeded quota",
@@ -33,7 +34,7 @@ _REMEDIES: tuple[tuple[str, ExitCode, str], ...] = (
 
 
 class PodEvents:
-    """The newest warning about some objects. It asks now and then, and a server that is away only leaves it silent."""
+    """The newest warning about some objects, queried at intervals. While the server is unavailable, it adds nothing."""
 
     def __init__(self, api: Api) -> None:
         self._api = api.within(api.namespace, patience=ASK_SECONDS)
@@ -42,7 +43,7 @@ class PodEvents:
         self.words = ""
 
     def ask(self, names: Sequence[str]) -> None:
-        """Look again, unless it was just done."""
+        """Query the events of the objects `names`, unless that was just done."""
         now = time.monotonic()
         if not self._allowed or (self._asked is not None and now - self._asked < ASK_SECONDS):
             return
@@ -62,7 +63,7 @@ class PodEvents:
 
 
 def classify_message(words: str) -> tuple[ExitCode, str]:
-    """What a job ends with that waits for so long in vain, and what to do."""
+    """The exit code of a job that has waited too long with these words of an event, and the remedy."""
     for word, code, remedy in _REMEDIES:
         if word in words.lower():
             return code, remedy
@@ -71,7 +72,7 @@ def classify_message(words: str) -> tuple[ExitCode, str]:
 
 def _explains_missing_pods(event: Object) -> bool:
     reason = str(event.get("reason", ""))
-    if reason == "Unschedulable":  # Volcano says of a full queue that it is normal
+    if reason == "Unschedulable":  # Volcano reports a full queue as a normal event
         return True
     return event.get("type") == "Warning" and (reason.startswith("Failed") or "schedul" in reason.lower())
 

@@ -1,7 +1,7 @@
-"""A copy of the objects that match a selector, kept current by a thread that lists and watches.
+"""Copy of the objects that match a selector, kept current by a thread that lists and watches.
 
-Promises that nothing is missed for long: a watch that ends goes on from where it was, a forgotten version lists anew,
-and an API server that is away is waited for without a busy loop. What was deleted is remembered as it was last seen.
+No change is missed for long. A watch that ends continues from its version, and a forgotten version causes a new list.
+The thread waits for an unavailable API server without a busy loop. Deleted objects are kept as they were last seen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Mirror:
         self.objects: dict[str, Object] = {}  # by uid
         self.gone: dict[str, Object] = {}  # by uid, as last seen; hold `changed` to read any of these
         self.synced = False
-        self.failure: HoldfastError | None = None  # why it will not go on
+        self.failure: HoldfastError | None = None  # why the watch cannot continue
         self._api, self._resource, self._selector, self._changed = api, resource, selector, changed
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=f"watch {resource.plural}", daemon=True)
@@ -35,7 +35,7 @@ class Mirror:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing.set()  # the thread is a daemon: it may hang in a read until its next event
+        self._closing.set()  # the thread is a daemon: it may block in a read until its next event
 
     def _follow(self) -> None:
         version, failures = None, 0
@@ -51,7 +51,7 @@ class Mirror:
                         return
                     if kind != "BOOKMARK":
                         self._note(found, deleted=kind == "DELETED")
-                failures = 0 if time.monotonic() - begun > 1 else failures + 1  # closed at once, again and again?
+                failures = 0 if time.monotonic() - begun > 1 else failures + 1  # repeatedly closed immediately?
             except GoneError:
                 version, failures = None, failures + 1
             except (TransientError, ClusterUnreachableError) as error:
