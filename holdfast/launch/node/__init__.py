@@ -1,1 +1,1 @@
-"""What runs on each node of a gang: what supervises its ranks, reads what they print, makes their copies durable."""
+"""Node-side processes of a gang: supervision of ranks, capture of their output, and the checkpoint agent."""

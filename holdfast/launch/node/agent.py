@@ -1,8 +1,8 @@
-"""The checkpoint agent of a node: started beside its ranks, started again when it dies or says nothing, and drained at
-the end, so that what a dead rank has left in memory is still committed.
+"""Keeper of a node's checkpoint agent: starts it, restarts it when it dies or is silent, and drains it at the end.
 
-`python -m holdfast.launch.node.agent PATH` is the agent itself; the node's wrapper forks it from the process
-that has torch imported. It dies with the wrapper, never with a rank.
+So what a dead rank has left in memory is still committed. `python -m holdfast.launch.node.agent PATH` is the agent
+itself; the node's wrapper forks it from the process that has torch imported. It dies with the wrapper, never with a
+rank.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from holdfast.spec.errors import NoSpaceError
 log = logging.getLogger("holdfast.launch")
 
 MODULE = "holdfast.launch.node.agent"
-SILENCE = 20.0  # seconds without a word after which it counts as hung
-START_SECONDS = 120.0  # until it listens: without a warm process it imports torch, from whatever disk
-DRAIN_SECONDS = 60.0  # for what is complete in memory when the ranks have ended
-_PAUSE = 0.05  # seconds before it is started again; doubles while it does not last
+SILENCE = 20.0  # seconds without a message after which the agent counts as hung
+START_SECONDS = 120.0  # until it listens: without a warm process it imports torch, possibly from a slow disk
+DRAIN_SECONDS = 60.0  # to commit what is complete in memory when the ranks have ended
+_PAUSE = 0.05  # seconds before a restart; doubles while restarted agents do not last
 _LONGEST_PAUSE = 5.0
 _LONGEST_PATH = 107  # bytes: unix(7)
 
@@ -44,10 +44,11 @@ class AgentKeeper:
     """Keeps an agent running for the ranks that this process starts."""
 
     def __init__(self, server: WarmServer | None, folder: Path, module: str = MODULE, silence: float = SILENCE) -> None:
-        """Start one, forked by `server` where there is one; it listens in `folder`, which only this user may enter.
-        Raises ValueError where no socket can be made there, or no memory shared."""
+        """Start an agent, forked by `server` if given. It listens in `folder`, which only this user may enter. It
+        counts as hung after `silence` seconds. Raises ValueError if no socket can be made there, or no shared
+        memory."""
         self._server, self._module, self._silence = server, module, silence
-        self.path = folder / "checkpoint-agent"  # of its socket
+        self.path = folder / "checkpoint-agent"  # of the agent's socket
         self._lock, self._ending = threading.Lock(), False
         if len(os.fsencode(self.path)) > _LONGEST_PATH:
             raise ValueError(f"{self.path} is too long for a socket; set TMPDIR to a shorter one")
@@ -63,13 +64,15 @@ class AgentKeeper:
 
     @property
     def pid(self) -> int:
-        """Of the agent that is there now."""
+        """Of the current agent."""
         return self._process.pid
 
     def drain(self, seconds: float = DRAIN_SECONDS, latest: Callable[[], float] = lambda: math.inf) -> None:
-        """The ranks have ended: let what is complete be committed, waiting so long at most, and kill the agent, whose
-        burial is not waited for.
-        `latest`: by when, in monotonic seconds; asked every second, for a node may be told meanwhile that it goes."""
+        """Let the agent commit what is complete, after the ranks have ended, then kill it without waiting for its exit.
+
+        Waits at most `seconds`. `latest` returns the deadline in monotonic seconds. It is called every second, because
+        the node may have to stop meanwhile.
+        """
         with self._lock:
             self._ending = True
         begun = time.monotonic()
@@ -101,7 +104,7 @@ class AgentKeeper:
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def _watch(self) -> None:
-        """Follow the agent, and each that takes its place, to the end of the launch."""
+        """Follow the agent and its replacements until the launch ends."""
         pause = _PAUSE
         while True:
             begun = time.monotonic()
@@ -120,11 +123,11 @@ class AgentKeeper:
                     return
                 try:
                     self._process = self._start()
-                except OSError as error:  # too many processes; the former one counts as dead, and the next try follows
+                except OSError as error:  # too many processes; the old agent counts as dead, and the next try follows
                     log.warning("no checkpoint agent can be started: %s", error)
 
     def _followed(self) -> str:
-        """Listen to the agent until it ends or says nothing; why."""
+        """Listen to the agent until it ends or is silent. Returns the reason."""
         connection: Connection | None = None
         try:
             connection = self._connected()
@@ -140,7 +143,7 @@ class AgentKeeper:
                 connection.close()
 
     def _connected(self) -> Connection:
-        """A connection, once the agent listens. Raises TimeoutError, or ConnectionError when it has died."""
+        """A connection, once the agent listens. Raises TimeoutError, or ConnectionError if it has died."""
         deadline = time.monotonic() + START_SECONDS
         while True:
             end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -163,7 +166,7 @@ class AgentKeeper:
 
 
 def main(serve: Callable[[Path], None] = service.serve) -> None:
-    """Be the agent. Signals are for the ranks, which save and leave; it ends when it is drained."""
+    """Run the agent. It ignores signals, which are for the ranks: they save and leave. It ends when it is drained."""
     die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -171,7 +174,7 @@ def main(serve: Callable[[Path], None] = service.serve) -> None:
     serve(Path(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # threads may be in the middle of requests to a store that is away
+    os._exit(0)  # threads may be in the middle of requests to an unavailable store
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The agent of a node whose gang may grow and shrink: `--nnodes=MIN:MAX` makes torchrun use it, and so do spare nodes.
+"""Elastic agent of a node, which torchrun uses for `--nnodes=MIN:MAX` and for spare nodes.
 
-torch's own agent starts its ranks again after any failure of theirs, or after none; and a node that fails ends the
-gang. Here a node whose ranks only lost the others meets again whoever is left, and goes on. The one that is the cause
-ends, and leaves the gang to the others. A node that comes is taken in once the ranks have saved and left.
+torch's own agent restarts its ranks after any failure, or after none, and a node that fails ends the gang. Here, a node
+whose ranks only lost their peers meets the remaining nodes again and continues. The node that is the cause ends and
+leaves the gang to them. A new node is admitted once the ranks have saved and left.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _AFTER_ANOTHER = {ExitCode.LOST_PEER, *_SAVED_AND_LEFT}
 
 
 class ElasticNodeAgent(FastExitAgent):
-    """See the module. `max_restarts` is how often this node may lose the others and go on; growth costs none of it."""
+    """Agent of a gang that shrinks and grows; see the module. `max_restarts` is how often this node may lose its peers
+    and continue. Growth does not count."""
 
     _incomplete_since: float | None = None  # monotonic seconds: when a member was first missed
 
     @classmethod
     def install(cls) -> None:
-        """Have torchrun use this agent: the loss of a rank is no end of it. A gang that meets again has another rank 0
-        perhaps, which hosts the store that the ranks meet through: not the agent that was first, which may be the one
-        that is lost."""
+        """Have torchrun use this agent, which survives the loss of a rank. Rank 0 of each new gang hosts the ranks'
+        store. By default, the first node's agent hosts it, and that node may be the one that is lost."""
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         super().install()
 
@@ -63,19 +63,19 @@ class ElasticNodeAgent(FastExitAgent):
         return result
 
     def _judge(self, codes: set[int], worker_group: WorkerGroup) -> None:
-        """Decide, by how ranks ended, whether they are started again: torch does as long as restarts remain."""
-        if codes <= _SAVED_AND_LEFT:  # another node's agent was the first to see who came, or was told to go
+        """Decide by the ranks' exit codes whether they restart: torch restarts them while restarts remain."""
+        if codes <= _SAVED_AND_LEFT:  # another node's agent saw the new node first, or had to stop
             self._remaining_restarts += 1
         elif not codes <= _AFTER_ANOTHER:
             self._remaining_restarts = 0
-            if all(code >= 128 for code in codes):  # another node may do better: do not close the rendezvous
+            if all(code >= 128 for code in codes):  # another node may succeed: do not close the rendezvous
                 worker_group.spec.rdzv_handler.shutdown = lambda: True  # type: ignore[method-assign]
         elif self._remaining_restarts > 0:
             log.warning("another node was lost: the ones that are left meet again")
 
     def _has_lost_one(self, worker_group: WorkerGroup) -> bool:
-        """Whether a member of the gang has long been gone, and the ranks wait for it: one that lost its power or its
-        network closes no connection. A member that left orderly is gone, too, before the ranks here have saved."""
+        """Whether a member of the gang has been gone for long while the ranks wait for it. A node without power or
+        network closes no connection. A member that left in order is also gone before the ranks here have saved."""
         members = worker_group.spec.rdzv_handler._state_holder.state.participants  # type: ignore[attr-defined]
         if len(members) >= (worker_group.group_world_size or 0):
             self._incomplete_since = None

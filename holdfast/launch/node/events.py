@@ -1,7 +1,7 @@
-"""What the process that starts the ranks of a node tells of them: events of the run that it trains.
+"""Events of a node, emitted by the process that starts its ranks.
 
-Promises that a store which cannot be opened or is away ends nobody, and that nothing is opened before there is
-something to tell; leaves how events reach the store to `holdfast.telemetry.event_log`.
+A store that cannot be opened or is unavailable ends no process, and the store is not opened before the first event.
+`holdfast.telemetry.event_log` delivers events to the store.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from holdfast.telemetry.events import Event
 
 
 class NodeEvents:
-    """`with NodeEvents(place) as events`: what is told meanwhile is written by the end of it."""
+    """`with NodeEvents(place) as events`: events that are emitted in the block are written by its end."""
 
     def __init__(self, place: Place | None = None) -> None:
-        """`place`: the run whose events they are; without one they go to the pipe alone."""
+        """`place` is the run that the events belong to. Without it, they go only to the pipe."""
         self._place, self._lock = place, threading.Lock()
         self._writer: EventWriter | None = None
 
@@ -35,7 +35,7 @@ class NodeEvents:
             self._writer.close()
 
     def tell(self, event: Event) -> None:
-        """Tell an event, from any thread. The first one opens the store, for 20 seconds at most; raises nothing."""
+        """Emit an event, from any thread. The first one opens the store, within 20 seconds. Raises nothing."""
         with self._lock, suppress(HoldfastError, OSError):
             if self._place is not None and self._writer is None:
                 set_source("node", launch=self._place.launch)

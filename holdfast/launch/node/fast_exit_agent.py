@@ -1,12 +1,14 @@
-"""The agent of a node that learns at once when one of its ranks ends, and lets no survivor of a dead one linger.
+"""Agent that notices the end of a rank immediately, and ends the survivors of a dead rank quickly.
 
-torch's own looks at its ranks in turn, every `--monitor-interval`, and gives those that are left half a minute when one
-has failed. Here the wait between two looks ends with the first rank, by what the kernel or the server of warm
-processes says. Where a rank was killed, nothing that the others compute counts any more: they wait in a collective for
-one that does not come, and some waits of it (for a key of the store by which a group is made) hear neither the lost
-connection nor a signal. So they are told to leave, and have SURVIVOR_SECONDS; one that is at a save, or hands over what
-it has copied, has SAVING_SECONDS. What was handed over is the checkpoint agent's, which outlives them: all that a
-survivor can take with it is a copy which was not whole, and a checkpoint that was not whole is none.
+torch's agent polls its ranks one after the other, every `--monitor-interval`, and gives the survivors of a failure half
+a minute. Here, the wait between two polls ends with the first rank, as the kernel or the warm server reports it.
+
+When a rank was killed, the results of its peers no longer count. They wait in a collective for the dead rank. Some of
+these waits (for a key of the store that forms a group) notice neither the lost connection nor a signal. So survivors
+get SIGTERM and have SURVIVOR_SECONDS to leave. A rank that saves, or hands over a copy, has SAVING_SECONDS.
+
+The checkpoint agent, which outlives the ranks, has all copies that were handed over. A survivor can only take an
+incomplete copy with it, which makes no checkpoint.
 """
 
 from __future__ import annotations
@@ -34,27 +36,27 @@ from holdfast.telemetry.phases import PHASES
 
 log = logging.getLogger("holdfast.launch")
 
-SURVIVOR_SECONDS = 5.0  # from a rank's death to SIGKILL for one that neither leaves nor saves
-SAVING_SECONDS = 30.0  # the same for one that saves: what torch gives each
-_LOOK = 0.1  # seconds between two looks at what a survivor does
+SURVIVOR_SECONDS = 5.0  # from a rank's death to SIGKILL for a rank that neither leaves nor saves
+SAVING_SECONDS = 30.0  # the same for a rank that saves: the grace period of torch
+_LOOK = 0.1  # seconds between two polls of what a survivor does
 _SAVING = (PHASES.index("save"), PHASES.index("leave"))
 
 
 class Started(Protocol):
-    """A process that this one, or a server for it, has started."""
+    """A process that this one, or its warm server, has started."""
 
     pid: int
-    returncode: int | None  # None until `poll` has learnt of the end
+    returncode: int | None  # None until `poll` has seen the end
 
     def poll(self) -> int | None:
         """See subprocess.Popen."""
 
 
 class FastExitAgent(LocalElasticAgent):
-    """See the module."""
+    """Agent that waits for the end of its ranks instead of sleeping; see the module."""
 
     def __init__(self, spec: Any, *arguments: Any, **named: Any) -> None:
-        """As torch's own. The interval is that between two looks at anything else than ranks."""
+        """As torch's own. The monitor interval applies to polls of everything except ranks."""
         super().__init__(spec, *arguments, **named)
         self._interval, spec.monitor_interval = float(spec.monitor_interval), 0.0
 
@@ -76,8 +78,8 @@ class FastExitAgent(LocalElasticAgent):
 
 
 def wait_for_end(processes: Sequence[Started], seconds: float) -> None:
-    """Wait until one of those that are not known to have ended ends, so long at most. A process that the kernel gives
-    no descriptor of is only looked at when the time is up."""
+    """Wait at most `seconds` until one of the running processes ends. A process for which the kernel has no descriptor
+    is polled only after that time."""
     with _ends([process for process in processes if process.returncode is None]) as ends:
         ends(seconds)
 
@@ -88,9 +90,11 @@ def end_survivors(
     seconds: float = SURVIVOR_SECONDS,
     saving_seconds: float = SAVING_SECONDS,
 ) -> None:
-    """A rank was killed: tell the others to leave, and kill those that do not within `seconds`, or `saving_seconds`
-    while `is_saving` says of their process id that they save. All have ended when this returns, but those that the
-    kernel does not let go; none of them is taken for the cause."""
+    """Ask the other ranks to leave after one was killed, and kill those that do not leave in time.
+
+    They have `seconds`, or `saving_seconds` while `is_saving` returns True for their process id. When this returns, all
+    have ended, except those that the kernel does not release. None of them counts as the cause.
+    """
     is_saving = is_saving or _is_saving
     begun, killed = time.monotonic(), set[int]()
     for rank in _running(ranks):
@@ -119,11 +123,11 @@ def _running(ranks: Sequence[Started]) -> list[Started]:
 
 def _signal(rank: Started, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
-        os.killpg(rank.pid, number)  # it leads a session, as torch has them
+        os.killpg(rank.pid, number)  # it leads a session, as torch starts it
 
 
 def _tell_where(ranks: Sequence[Started]) -> None:
-    """Print where ranks that do not leave are: whoever looks for the reason finds nothing else of it."""
+    """Log the stacks of ranks that do not leave: there is no other trace of the reason."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if not ranks or not folder:
         return
@@ -140,7 +144,7 @@ def _send(rank: Started, number: int) -> None:
 
 
 def _is_saving(pid: int) -> bool:
-    """Whether a rank is at a save, or on its way out, as its page says."""
+    """Whether a rank saves or leaves, by its heartbeat page."""
     with suppress(OSError, ValueError, KeyError):
         return HeartbeatReader(Path(os.environ[FOLDER_VARIABLE]) / f"{pid}{SUFFIX}").read().phase in _SAVING
     return False
@@ -148,12 +152,12 @@ def _is_saving(pid: int) -> bool:
 
 @contextmanager
 def _ends(processes: Sequence[Started]) -> Iterator[Callable[[float], object]]:
-    """What waits, in seconds, for the first of these to end."""
+    """A function that waits, in seconds, for the first of these processes to end."""
     poll, opened, blind = select.poll(), list[int](), False
     try:
         for process in processes:
             told = getattr(process, "fileno", None)
-            if told is not None:  # who forked it says so there, a moment after the kernel knows
+            if told is not None:  # the process that forked it reports there, a moment after the kernel knows
                 poll.register(told(), select.POLLIN)
             elif (pidfd := _pidfd(process)) is not None:
                 opened.append(pidfd)
@@ -167,7 +171,7 @@ def _ends(processes: Sequence[Started]) -> Iterator[Callable[[float], object]]:
 
 
 def _pidfd(process: Started) -> int | None:
-    """A descriptor that can be read once the process has ended; None where the kernel has none, or refuses it."""
+    """A descriptor that becomes readable when the process has ended; None where the kernel has none, or refuses it."""
     if not isinstance(process, subprocess.Popen):
         return None
     with suppress(OSError, AttributeError):

@@ -1,9 +1,8 @@
-"""What the watchdogs of a gang's nodes tell each other: which of the ranks all others wait for, wherever it is.
+"""Consensus of the nodes' watchdogs on a hang: which rank do all other ranks wait for, on any node.
 
-It goes over the TCP store by which the ranks have met, which torchrun hosts on the first node, beside its ranks. What
-stands there is sealed with the key of the launch: whatever no node of it has written counts as nothing. Every operation
-ends within SECONDS. Promises that all nodes act on the same verdict, the first one; and that a node which can
-ask nobody goes on by itself.
+They exchange messages through the ranks' TCP store, which torchrun hosts on the first node. The messages are sealed
+with the key of the launch, so a message from outside the launch is ignored. Every operation ends within SECONDS. All
+nodes act on the same verdict, the first one. A node that reaches no other node decides alone.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from holdfast.runtime.sealing import seal, unseal
 log = logging.getLogger("holdfast.launch")
 
 SECONDS = 5.0  # for one operation
-TOGETHER = 4.0  # for the stacks of all nodes
-MAX_BYTES = 1 << 20  # of what a node tells
-SILENT = 10.0  # seconds after which a node that has told nothing new counts as stopped
+TOGETHER = 4.0  # to collect the stacks of all nodes
+MAX_BYTES = 1 << 20  # of a node's message
+SILENT = 10.0  # seconds without a new message after which a node counts as stopped
 
 
 class HangDecision(BaseModel):
-    """What is said of a hang, and of whom."""
+    """The verdict on a hang."""
 
     model_config = ConfigDict(frozen=True)
 
     words: str
-    suspects: frozenset[int]  # ranks
-    nodes: int  # that suspects are on
+    suspects: frozenset[int]  # of ranks
+    nodes: int  # number of nodes that have suspects
 
 
 class HangConsensus:
-    """This node's connection. One thread uses it."""
+    """This node's connection to the consensus. Only one thread may use it."""
 
     def __init__(self, environment: Mapping[str, str], launch_key: str = "") -> None:
-        """`environment` is that of a rank. Raises RuntimeError where nobody answers."""
+        """`environment` is that of a rank. Raises RuntimeError if the store does not respond."""
         from torch.distributed import TCPStore
 
         self._node, self._nodes = int(environment["GROUP_RANK"]), int(environment["GROUP_WORLD_SIZE"])
@@ -55,24 +54,24 @@ class HangConsensus:
         address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
         self._store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=SECONDS))
         self._launch_key, self._told = launch_key, 0
-        self._heard: dict[int, tuple[int, float]] = {}  # of each node: what it told last, and for how long nothing new
+        self._heard: dict[int, tuple[int, float]] = {}  # node → number of its last message, and seconds since then
 
     @staticmethod
     def is_for(environment: Mapping[str, str]) -> bool:
-        """Whether there are other nodes, and a store that outlives a rank."""
+        """Whether there are several nodes, and a store that outlives a rank."""
         several = int(environment.get("GROUP_WORLD_SIZE", "1")) > 1
         return several and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def exchange(self, mine: Sequence[Watched], passed: float) -> list[tuple[str, Watched]]:
-        """Tell the others of this node's ranks; the node and what is seen of every rank that is known, these included.
-        `passed`: seconds since the last time. Raises RuntimeError where nobody answers."""
+        """Send the state of this node's ranks. Returns (node, state) of every known rank, including these. `passed` is
+        the time in seconds since the last call. Raises RuntimeError if the store does not respond."""
         self._told += 1
         own = {"told": self._told, "node": node_name(), "ranks": [_packed(one) for one in mine]}
         self._store.set(f"{self._key}/{self._node}", self._sealed(str(self._node), json.dumps(own)))
         others = [node for node in range(self._nodes) if node != self._node]
         keys = [f"{self._key}/{node}" for node in others]
         found = [(node_name(), one) for one in mine]
-        if not self._store.check(keys):  # some have not begun
+        if not self._store.check(keys):  # some have not started
             return found
         for node, said in zip(others, self._store.multi_get(keys), strict=True):
             try:
@@ -87,14 +86,15 @@ class HangConsensus:
         return found
 
     def decide(self, verdict: HangDecision) -> HangDecision:
-        """The verdict that counts: this one, or an earlier one of another node. Raises RuntimeError where nobody
-        answers."""
+        """The verdict that counts: this one, or an earlier one of another node. Raises RuntimeError if the store does
+        not respond."""
         offered = self._sealed("verdict", verdict.model_dump_json())
         return self._verdict(self._store.compare_set(f"{self._key}/verdict", "", offered)) or verdict
 
     def together(self) -> None:
-        """Wait for all nodes to have done what they do before they end their ranks: a rank whose peer has ended leaves,
-        and says nothing any more. Not for long: a node may be silent. Raises RuntimeError where nobody answers."""
+        """Wait until all nodes are ready to end their ranks: a rank whose peer has ended leaves, and no longer
+        responds. Waits at most TOGETHER seconds, because a node may be silent. Raises RuntimeError if the store does
+        not respond."""
         self._store.set(f"{self._key}/ready/{self._node}", "")
         deadline = time.monotonic() + TOGETHER
         while not self._store.check([f"{self._key}/ready/{node}" for node in range(self._nodes)]):
@@ -103,7 +103,7 @@ class HangConsensus:
             time.sleep(0.05)
 
     def verdict(self) -> HangDecision | None:
-        """What another node has decided. Raises RuntimeError where nobody answers."""
+        """The verdict of another node, if any. Raises RuntimeError if the store does not respond."""
         if not self._store.check([f"{self._key}/verdict"]):
             return None
         return self._verdict(self._store.get(f"{self._key}/verdict"))
@@ -119,7 +119,7 @@ class HangConsensus:
         return b64encode(seal(self._launch_key, f"watchdog {self._key} {what}", text.encode())).decode()
 
     def _opened(self, what: str, sealed: bytes) -> bytes:
-        """What a node of the launch has written there. Raises ValueError for anything else."""
+        """The message that a node of the launch has written there. Raises ValueError for anything else."""
         most = MAX_BYTES * 4 // 3
         if len(sealed) > most:
             raise ValueError(f"{len(sealed)} bytes, where {most} are allowed")
@@ -128,7 +128,7 @@ class HangConsensus:
 
 def _packed(one: Watched) -> list[Any]:
     seen, usual = one.seen, one.seen.usual
-    steps = [] if usual is None else [usual, usual, max(seen.steps)]  # with the same median, and the same longest
+    steps = [] if usual is None else [usual, usual, max(seen.steps)]  # with the same median and the same maximum
     return [
         seen.rank, seen.world, seen.step, seen.phase, seen.waiting, seen.requests, seen.beats, steps,
         one.quiet, one.idle, one.stopped,

@@ -1,8 +1,8 @@
-"""Whether a gang hangs, and which rank is to blame: a pure decision over what is seen of each rank.
+"""Decision whether a gang hangs, and which rank is to blame: a pure function of the observed ranks.
 
-A rank is suspected when the others wait for it and it does nothing. What it would need to be doing nothing for is
-bounded by its phase: a few steps within a step, minutes where it loads, compiles or saves. A rank that computes, or
-that would if it were given a core, gets many times as long: a loaded machine hangs nobody.
+A rank is suspected when other ranks wait for it while it does nothing. Its phase bounds how long it may do nothing: a
+few steps within a step, minutes while it loads, compiles or saves. A rank that computes, or would with a free core,
+gets many times as long, so a loaded machine causes no hang.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from dataclasses import dataclass
 from holdfast.runtime.heartbeat import Seen
 from holdfast.telemetry.phases import PHASES, Phase
 
-STEPS, SECONDS = 3.0, 1.0  # within a step: so many usual steps and so many seconds,
-MARGIN = 0.4  # of which this is for looking and telling
-SPREAD = 2.0  # or so many times the longest of the newest steps
-ALL_WAIT = 5.0  # seconds more where every rank waits in the same place: the network between them may be slow
-BUSY, BUSY_SECONDS = 10.0, 120.0  # one that computes, or that nobody waits for: so many times as long, at least so long
-ACROSS_NODES = 15.0  # seconds more for a rank of another node: what is known of it is old, and its machine may be busy
-UNHEARD = 60.0  # seconds that a node has told nothing: one that could not for a moment, and goes on, hangs nobody
-STOPPED_OUTSIDE = 10.0  # seconds that a stopped rank has where steps have no usual time yet, or where it is alone
-ALL_STOPPED = 600.0  # whoever stops a whole gang, or all ranks of a node, may mean it; the collectives give up then
-REQUESTING = 300.0  # a request to the store has a deadline of its own
-FIRST_STEPS = 900.0  # they may compile
-ASLEEP = 120.0  # seconds in which a rank in one of them, which waits for no other, did nothing: it compiles nothing
+STEPS, SECONDS = 3.0, 1.0  # limit within a step: this many usual steps plus this many seconds,
+MARGIN = 0.4  # less this for polling and reporting,
+SPREAD = 2.0  # or this many times the longest of the newest steps
+ALL_WAIT = 5.0  # seconds more if every rank waits in the same place: their network may be slow
+BUSY, BUSY_SECONDS = 10.0, 120.0  # factor and least time for a rank that computes, or that no rank waits for
+ACROSS_NODES = 15.0  # seconds more for a rank of another node: its data is old, and its machine may be busy
+UNHEARD = 60.0  # seconds without a message from a node: a short pause is no hang
+STOPPED_OUTSIDE = 10.0  # seconds for a stopped rank while steps have no usual time yet, or if it is alone
+ALL_STOPPED = 600.0  # a person may stop a whole gang, or all ranks of a node, on purpose; then the collectives give up
+REQUESTING = 300.0  # a request to the store has its own deadline
+FIRST_STEPS = 900.0  # for the first steps, which may compile
+ASLEEP = 120.0  # seconds in which a rank did nothing in a first step, without waiting for another: it does not compile
 LONG: Mapping[Phase, float] = {
     "start": 1800.0,
     "meet": 900.0,  # the process group gives up after ten minutes
     "build": 4200.0,  # it compiles
-    "restore": 4200.0,  # the gang's collectives give up after an hour; the first weights may come over the network
+    "restore": 4200.0,  # the collectives give up after an hour; the first weights may come over the network
     "save": 900.0,  # a copy gives up after ten minutes
     "leave": 4200.0,
 }
-# From the end of one step to that of the next: `check` counts a step as done.
+# From the end of one step to the end of the next: `check` counts a step as done.
 ORDER: Sequence[Phase] = (
     "start", "meet", "build", "restore", "check", "save", "data", "forward", "backward", "pipeline", "communication",
     "optimizer", "leave",
@@ -42,22 +42,22 @@ ORDER: Sequence[Phase] = (
 
 @dataclass(frozen=True)
 class Watched:
-    """A rank as its node sees it. Seconds are counted while the watcher itself was given time."""
+    """A rank as its node sees it. Seconds count only while the watcher itself gets CPU time."""
 
     seen: Seen
     quiet: float  # since its last mark
-    idle: float = 0.0  # of these, without any thread that ran or wanted to
-    stopped: float = 0.0  # of these, stopped by a signal, or on a node of which nothing is heard
-    unheard: bool = False  # which of the two
+    idle: float = 0.0  # part of `quiet` in which no thread ran or could run
+    stopped: float = 0.0  # part of `quiet` in which a signal stopped it, or its node was silent
+    unheard: bool = False  # whether it is its node that was silent
 
     @property
     def phase(self) -> Phase:
-        """What it does."""
+        """Its phase."""
         return PHASES[self.seen.phase]
 
     @property
     def step(self) -> int:
-        """The step that it is in, from 1."""
+        """Its step, from 1."""
         return self.seen.step + (self.phase not in ("check", "save", "leave"))
 
     @property
@@ -67,7 +67,7 @@ class Watched:
 
     @property
     def place(self) -> tuple[int, int]:
-        """How far it has come: that of a rank further behind is smaller."""
+        """Its progress: smaller for a rank that is further behind."""
         return self.seen.step, ORDER.index(self.phase)
 
 
@@ -76,15 +76,15 @@ class Hang:
     """A gang that hangs."""
 
     suspects: tuple[Watched, ...]  # at least one
-    others: int  # ranks that wait for them, as far as they are known
+    others: int  # known ranks that wait for the suspects
 
     @property
     def seconds(self) -> float:
-        """Since the last mark of a suspect."""
+        """Time since the last mark of a suspect."""
         return min(one.quiet for one in self.suspects)
 
     def words(self, node: str) -> str:
-        """The hang for a person; `node` is that of the suspects."""
+        """The description of the hang; `node` is that of the suspects."""
         first = self.suspects[0]
         ranks = ", ".join(str(one.seen.rank) for one in self.suspects)
         where = f"in the phase {first.phase} of step {first.step}"
@@ -100,8 +100,8 @@ class Hang:
 
 
 def judge(ranks: Sequence[Watched], more: float = 0.0) -> Hang | None:
-    """The hang, if the gang has one. `ranks` are those that are known: all of the gang, or those of one node. `more`:
-    seconds that each has beside its time within a step."""
+    """The hang, if the gang has one. `ranks` are the known ranks: all of the gang, or those of one node. `more`:
+    seconds that each has in addition to its time within a step."""
     if not ranks:
         return None
     whole = len(ranks) == ranks[0].seen.world
@@ -121,15 +121,15 @@ def judge(ranks: Sequence[Watched], more: float = 0.0) -> Hang | None:
     soon = None
     if len(known) == len(usual):
         soon = max(STEPS * max(known) + SECONDS - MARGIN, SPREAD * max(max(one.seen.steps) for one in ranks)) + more
-    # Some finish a collective a little before others; far apart, they are in different ones.
+    # Some ranks leave a collective a little before others; far apart, they are in different ones.
     together = not awake and not others
     if not all(_is_up(one, soon, alone=not others, together=together) for one in suspects):
         return None
-    # Nobody hangs while a rank goes on: the others may not need it yet.
+    # No rank hangs while another one makes progress: that one may not need it yet.
     enough = (soon or STOPPED_OUTSIDE) / 2
     if not all(one.waiting or one.idle >= enough for one in others):
         return None
-    # What is known of a node that is not heard is old: its ranks go on where those that meet them do.
+    # The data of a silent node is old: its ranks make progress if the ranks that meet them do.
     if any(one.unheard for one in suspects) and any(one.quiet < enough for one in others):
         return None
     return Hang(tuple(suspects), len(others))
@@ -141,8 +141,8 @@ def _furthest_behind(ranks: Sequence[Watched]) -> list[Watched]:
 
 
 def _is_up(one: Watched, soon: float | None, *, alone: bool, together: bool) -> bool:
-    """Whether the time of a suspect is up. `soon`: what a rank has within a step; None before steps have a usual
-    time. `alone`: no rank that is known waits for it. `together`: all ranks wait in the same place."""
+    """Whether a suspect has exceeded its time. `soon`: limit within a step in seconds, None before steps have a usual
+    time. `alone`: no known rank waits for it. `together`: all ranks wait in the same place."""
     if one.stopped:
         patience = max(soon or 0.0, UNHEARD) if one.unheard else soon or STOPPED_OUTSIDE
         if alone:
@@ -155,6 +155,6 @@ def _is_up(one: Watched, soon: float | None, *, alone: bool, together: bool) -> 
     if soon is None:
         return one.quiet >= FIRST_STEPS or (not one.waiting and one.idle >= ASLEEP)
     patience = max(BUSY * soon, BUSY_SECONDS)
-    if one.waiting:  # for what its own threads have received, perhaps, and get no core to pass on
+    if one.waiting:  # possibly for data that its own threads received and get no core to pass on
         return one.idle >= soon + (ALL_WAIT if together else 0.0) or one.quiet >= patience
     return one.idle >= (patience if alone else soon) or one.quiet >= patience

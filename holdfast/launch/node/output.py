@@ -1,9 +1,8 @@
-"""What the ranks of this node print: passed on without secrets, and kept in the store as it grows.
+"""Output of this node's ranks: passed on without secrets, and kept in the store as it grows.
 
-Every rank prints into a pipe that a thread of this process, the one that supervises them, always empties, a line at
-a time: into this process's own standard output first, then into memory. Another thread writes to the store, so that a
-store which is slow or away never holds a rank up. Promises that what a rank printed before it died is taken; leaves how
-it is kept to `holdfast.telemetry.rank_logs`.
+Every rank prints into a pipe that a thread of the supervising process always empties, line by line. It writes first to
+this process's standard output, then to memory. Another thread writes to the store, so a slow or unavailable store never
+blocks a rank. What a rank printed before it died is still taken. `holdfast.telemetry.rank_logs` stores it.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from holdfast.store import open_store
 from holdfast.store.log_stream import CLOSE_SECONDS, DEADLINE
 from holdfast.telemetry.rank_logs import RankLog, new_stream
 
-FLUSH_SECONDS = 5.0  # from a line to its place in the store, beside what the put itself takes
+FLUSH_SECONDS = 5.0  # from a line to the start of its put to the store
 TAKE_SECONDS = 1.0  # for the last lines of the ranks
-LINE_SECONDS = 0.5  # that a line which has begun is waited for
+LINE_SECONDS = 0.5  # wait for the rest of a started line
 _CHUNK = 1 << 16
 
 log = logging.getLogger("holdfast.launch")
@@ -41,7 +40,7 @@ log = logging.getLogger("holdfast.launch")
 
 @dataclass(frozen=True)
 class Place:
-    """Where what the ranks of a launch print is kept."""
+    """Where the output of a launch's ranks is kept."""
 
     store: str
     run_id: str
@@ -49,7 +48,7 @@ class Place:
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> Place | None:
-        """As the ranks' own arguments name it; None where they name no run."""
+        """The place that the ranks' arguments name; None if they name no run."""
         parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
         parser.add_argument("--run-id")
         parser.add_argument("--launch", type=int)
@@ -63,16 +62,16 @@ class Place:
 
 @dataclass(eq=False)
 class _Pipe:
-    """What one process prints, until its lines are whole."""
+    """The output of one process, until its lines are complete."""
 
-    rank: _Rank | None  # None where nothing is kept in the store
+    rank: _Rank | None  # None if nothing is kept in the store
     redactor: StreamRedactor = field(default_factory=StreamRedactor)
     decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
     )
 
     def take(self, data: bytes) -> bytes:
-        """Take what was read, b"" at the end; what may be passed on by now."""
+        """Add what was read, b"" at the end. Returns the output that may be passed on by now."""
         ready = self.redactor.add(self.decoder.decode(data, final=not data))
         return (ready if data else ready + self.redactor.rest()).encode()
 
@@ -80,22 +79,22 @@ class _Pipe:
 @dataclass
 class _Rank:
     log: RankLog
-    record: Path  # its own record of how it is, see `RankRecord`
-    at_end: bool = False  # nothing more comes
-    kept: bool = False  # all of it
+    record: Path  # its own record, see `RankRecord`
+    at_end: bool = False  # no more output comes
+    kept: bool = False  # all output is stored
     done: bool = False  # and how it ended
 
 
 class RankOutput:
-    """The ranks of this node. Threads begin with the first rank."""
+    """The output of this node's ranks. Threads start with the first rank."""
 
     def __init__(self, place: Place | None, records: Path, flush_seconds: float = FLUSH_SECONDS) -> None:
-        """`records` is the folder of the ranks' own records. Without a place, what they print is only passed on."""
+        """`records` is the folder of the ranks' own records. Without a place, output is only passed on."""
         self._place, self._records, self._pause = place, records, flush_seconds
         self._opened = cache(lambda: open_store(place.store if place else "", deadline=DEADLINE))
         self._ranks: list[_Rank] = []
         self._codes: Mapping[int, int] = {}
-        self._open = 0  # pipes that may still say something
+        self._open = 0  # pipes that may still deliver output
         self._changed = threading.Condition()
         self._closing = False
         self._selector = selectors.DefaultSelector()
@@ -104,12 +103,12 @@ class RankOutput:
         self._threads: list[threading.Thread] = []
 
     def pipe(self) -> tuple[int, int]:
-        """A pipe for a rank that is about to start: what is read, and what the rank gets as its standard streams and
-        the caller closes once it has started."""
+        """A pipe for a rank that is about to start: (read end, write end). The rank gets the write end as its standard
+        streams, and the caller closes it after the start."""
         return os.pipe2(os.O_CLOEXEC)
 
     def follow(self, reader: int, rank: int, pid: int) -> None:
-        """Take what that process prints from now on."""
+        """Take the output of that process from now on."""
         found: _Rank | None = None
         if self._place is not None:
             stream = new_stream(rank, self._place.launch, socket.gethostname(), pid)
@@ -129,7 +128,7 @@ class RankOutput:
         os.write(self._wake, b"!")
 
     def add(self, pid: int, text: bytes) -> None:
-        """Put into the log of that process what somebody else has to say of it."""
+        """Add a text of another process to the log of that process."""
         _print(text)
         with self._changed:
             found = [one for one in self._ranks if one.log.stream.pid == pid]
@@ -137,13 +136,13 @@ class RankOutput:
             one.log.add(text)
 
     def take_rest(self, seconds: float = TAKE_SECONDS) -> None:
-        """The ranks have ended: pass on what is left in their pipes, waiting so long at most, for a process that a rank
-        has left behind may hold its pipe open for ever."""
+        """Pass on what is left in the pipes after the ranks have ended. Waits at most `seconds`: a process that a rank
+        left running may keep its pipe open forever."""
         with self._changed:
             self._changed.wait_for(lambda: not self._open, seconds)
 
     def close(self, codes: Mapping[int, int], seconds: float = CLOSE_SECONDS) -> None:
-        """Keep what was taken, waiting so long at most. `codes`: by process, how torchrun saw the ranks end."""
+        """Store what was taken, within `seconds`. `codes`: process id → exit code that torchrun saw."""
         with self._changed:
             self._codes = codes
             for one in self._ranks:
@@ -156,7 +155,7 @@ class RankOutput:
                 log.warning("the last lines of the ranks did not reach the store in %g s", seconds)
 
     def _pass_on(self) -> None:
-        begun: set[_Pipe] = set()  # those of which a line has begun and not ended
+        begun: set[_Pipe] = set()  # pipes with an incomplete line
         while True:
             ready = self._selector.select(LINE_SECONDS if begun else None)
             for pipe in () if ready else begun:
@@ -200,11 +199,11 @@ class RankOutput:
                 away |= not written
             if closing and not away:
                 return
-            if away:  # what a closed rank has left is tried again like everything else
+            if away:  # the rest of a closed rank is retried like everything else
                 time.sleep(min(1.0, self._pause))
 
     def _look_at(self, one: _Rank, last: bool) -> None:
-        """Learn from the rank's own record which attempt it is, and how it ended."""
+        """Read from the rank's own record which attempt it is, and how it ended."""
         stream, told = one.log.stream, None
         with suppress(OSError, ValidationError):
             told = RankExit.model_validate_json(one.record.read_bytes())
@@ -231,6 +230,6 @@ def _pass(pipe: _Pipe, text: bytes) -> None:
 
 def _print(data: bytes) -> None:
     view = memoryview(data)
-    with suppress(OSError):  # nobody reads it any more
+    with suppress(OSError):  # the reader is gone
         while view:
             view = view[os.write(1, view) :]

@@ -1,13 +1,13 @@
-"""How the nodes of a launch meet: torch's rendezvous, without its open listeners and without its pickle.
+"""Rendezvous of a launch's nodes: torch's, without its open listeners and without its pickle.
 
 torch's c10d rendezvous keeps its state in a TCPStore that listens on all interfaces and authenticates no client, and
 unpickles that state every second. `install` replaces its backends in this process:
 
 - One node: nothing listens. torchrun's own store is in its memory; the ranks meet in a file in a private folder.
-- Several nodes: the store listens on the job's address only. The state of an elastic gang is JSON, sealed with the key
-  of the launch; whatever else is written over it is replaced by the last sealed state that this node knows.
+- Several nodes: the store listens only on the job's address. The state of an elastic gang is JSON, sealed with the key
+  of the launch. Anything else written over it is replaced by the last sealed state that this node knows.
 
-Leaves what any client can do to a TCPStore: it can delete keys and so end the launch (docs/security.md).
+Any client of a TCPStore can still delete keys and so end the launch (docs/security.md).
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ log = logging.getLogger("holdfast.launch")
 MAX_STATE_BYTES = 4 << 20  # of 10,000 nodes
 MAX_NODES = 16_384
 LOOPBACK = "127.0.0.1"
-_READ_SECONDS = 60  # torch's own default
+_READ_SECONDS = 60  # torch's default
 
 
 def install(folder: Path, key: str, *, alone: bool) -> None:
-    """Use these rendezvous in this process, and no other. `alone`: the launch has one node, whose ranks meet in
-    `folder`. `key`: that of the launch, where there are several."""
+    """Use only these rendezvous in this process. `alone`: the launch has one node, whose ranks meet in `folder`. `key`:
+    that of the launch, if it has several nodes."""
 
     def static(params: RendezvousParameters) -> RendezvousHandler:
         return OneNode(params, folder) if alone else _static(params)
@@ -66,12 +66,12 @@ def install(folder: Path, key: str, *, alone: bool) -> None:
 
 
 class OneNode(RendezvousHandler):
-    """The rendezvous of a launch with one node: with itself."""
+    """The rendezvous of a launch with a single node."""
 
     def __init__(self, params: RendezvousParameters, folder: Path) -> None:
         self._backend, self._run_id, self._folder = params.backend, params.run_id, folder
         self._rounds = 0
-        # A file that cannot be locked holds no store. Then it is a port, for this machine's own users alone.
+        # A file that cannot be locked holds no store. Then a port does, for this machine's users only.
         self._store = None if can_lock(folder) else tcp_store(LOOPBACK, 0, hosts=True, timeout=STORE_TIMEOUT)
 
     def get_backend(self) -> str:
@@ -116,7 +116,7 @@ class _Static(StaticTCPRendezvous):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See base class."""
-        if self._store is None:  # else it has met before
+        if self._store is None:  # otherwise it has met before
             self._store: Store | None = tcp_store(
                 self.master_addr, self.master_port, hosts=self.rank == 0, timeout=self.timeout, world=self.world_size
             )
@@ -157,12 +157,12 @@ def _elastic(params: RendezvousParameters, key: str) -> RendezvousHandler:
 
 
 def _bound_server(address: str, port: int) -> TCPStore:
-    """In place of torch's own, for the ranks of nodes that never change."""
+    """Replacement of torch's function, for the ranks of nodes that never change."""
     return tcp_store(address, port, hosts=True, timeout=STORE_TIMEOUT)
 
 
 def _guessed_store(host: str, port: int, timeout: timedelta) -> Store:
-    """Nobody said who hosts it: whichever node has this address and is first."""
+    """A store whose host is not configured: the first node with this address hosts it."""
     if _matches_machine_hostname(host):
         try:
             return tcp_store(host, port, hosts=True, timeout=timeout)
@@ -179,7 +179,7 @@ class _State(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    version: int = Field(ge=1)  # grows with each state: an old one that is written again is not believed
+    version: int = Field(ge=1)  # grows with each state: an old one that is written again is rejected
     round: int = Field(ge=0)
     complete: bool
     deadline: float | None  # unix seconds
@@ -191,7 +191,7 @@ class _State(BaseModel):
 
     @classmethod
     def of(cls, state: _RendezvousState, version: int) -> _State:
-        """What is stored of a state."""
+        """The stored form of a state."""
         return cls(
             version=version, round=state.round, complete=state.complete,
             deadline=None if state.deadline is None else state.deadline.timestamp(), closed=state.closed,
@@ -203,7 +203,7 @@ class _State(BaseModel):
 
     @property
     def state(self) -> _RendezvousState:
-        """The state that it says. Raises OverflowError, ValueError and OSError for a time that is none."""
+        """The state in torch's form. Raises OverflowError, ValueError and OSError for an invalid time."""
         found = _RendezvousState()
         found.round, found.complete, found.closed = self.round, self.complete, self.closed
         found.deadline = None if self.deadline is None else datetime.fromtimestamp(self.deadline, UTC)
@@ -219,8 +219,8 @@ def _packed(node: _NodeDesc) -> _Node:
 
 
 class SealedBackend(C10dRendezvousBackend):
-    """Keeps the state of an elastic gang as sealed JSON. torch's own holder of the state pickles and unpickles: it is
-    handed what this process has pickled itself, and nothing else."""
+    """Backend that keeps the state of an elastic gang as sealed JSON. torch's holder of the state uses pickle: it only
+    gets what this process has pickled itself."""
 
     def __init__(self, store: Store, run_id: str, key: str) -> None:
         self._launch_key, self._purpose = key, f"rendezvous {run_id}"
@@ -248,8 +248,8 @@ class SealedBackend(C10dRendezvousBackend):
         return None if believed is None else (*believed, was_set)
 
     def _believed(self, ask: Any) -> tuple[bytes, Token] | None:
-        """The state that the store answers with, if a process of this launch has written it and it is not older than
-        what is known; else what is known, which is written over it."""
+        """The state in the store, if a process of this launch wrote it and it is not older than the last known state.
+        Otherwise the last known state, which is written over it."""
         try:
             answer = ask()
             newest = self._newest

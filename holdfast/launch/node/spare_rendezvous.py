@@ -1,10 +1,11 @@
-"""Who sits where in a gang that has spare nodes: `--rdzv-conf=…,spares=N` makes torchrun use it.
+"""Elastic rendezvous with spare nodes: `--rdzv-conf=…,spares=N` makes torchrun use it.
 
-torch's rendezvous keeps nodes that come to a full gang in a list of redundant ones, from which all of them leave when
-one place is free; those that find none then count as waiting, which starts the gang again and again. Here as many leave
-it as there are places, whoever finds none goes back, and a full gang sees nobody waiting. Promises that nobody stands
-longer than the gang is there: a spare ends well when the run is trained, and as one that lost the others (202) when
-the gang ended otherwise, or the place where the nodes meet is gone.
+torch keeps surplus nodes in a redundancy list. When one slot frees up, *all* of them leave the list, and the losers
+count as waiting nodes, which restarts the gang repeatedly. Here, only as many leave as there are free slots, a node
+without a slot goes back, and a full gang sees no waiting nodes.
+
+No spare outlives the gang. A spare succeeds when the run is trained. It ends as a node that lost its peers (202) when
+the gang ended otherwise, or when the rendezvous store is gone.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 log = logging.getLogger("holdfast.launch")
 
-FAREWELL_SECONDS = 15.0  # that a node whose ranks have trained the run waits for the spares to see it
+FAREWELL_SECONDS = 15.0  # that a node whose ranks have trained the run waits until the spares have noticed
 
 
 class TrainedError(RendezvousError):
-    """No failure: this node has no seat, and those that have one have trained the run."""
+    """Not a failure: this node has no slot, and the nodes with a slot have trained the run."""
 
 
 class NoSlotError(RendezvousError):
-    """The gang that this node stood by for has ended otherwise, or nobody can be asked for a seat any more."""
+    """The gang that this spare waited for has ended otherwise, or its rendezvous is gone."""
 
 
 class _JoinOp(_RendezvousJoinOp):
-    """One try of a node to get a seat, for as long as it takes."""
+    """One attempt of a node to get a slot, without a time limit."""
 
-    stood = False  # without a seat, at any time
-    trained = False  # the run, by the time at which the gang was closed
-    _known = False  # to be without one, in what all nodes see
-    _deadline: float | None = None  # monotonic seconds, since this node has last had a free seat before it
+    stood = False  # whether it was without a slot at any time
+    trained = False  # whether the run was trained when the gang closed
+    _known = False  # whether the shared state shows that it has no slot
+    _deadline: float | None = None  # monotonic seconds, from when this node last saw a free slot
 
     def __init__(self, was_trained: Callable[[], bool]) -> None:
         self._was_trained = was_trained
@@ -59,11 +60,11 @@ class _JoinOp(_RendezvousJoinOp):
         if state.closed:
             if ctx.node not in state.redundancy_list:
                 return _Action.ERROR_CLOSED
-            self.trained = self.trained or self._was_trained()  # who waits for this node may end next
-            state.redundancy_list.discard(ctx.node)  # those who have closed it see that this node has seen it
+            self.trained = self.trained or self._was_trained()  # the node that hosts the store may end next
+            state.redundancy_list.discard(ctx.node)  # the nodes that closed it see that this node has noticed
             return _Action.KEEP_ALIVE
         if ctx.node in state.redundancy_list:
-            if not self._known:  # to the others, who from now on wait for it when they have trained the run
+            if not self._known:  # From now on, the nodes that have trained the run wait for this node.
                 log.warning("all %d seats are taken: this node is a spare, and waits for one", most)
             self._known = True
             free = most - len(state.participants) - len(state.wait_list)
@@ -84,17 +85,17 @@ class _JoinOp(_RendezvousJoinOp):
 class SpareRendezvousHandler(DynamicRendezvousHandler):
     """The rendezvous of a gang with spare nodes."""
 
-    trained = False  # by the ranks of this node and their like: set before `shutdown`
+    trained = False  # whether the gang has trained the run: set before `shutdown`
     _seated = False
 
     @classmethod
     def install(cls) -> None:
-        """Have torchrun use it, in this process."""
+        """Have torchrun use it in this process."""
         dynamic_rendezvous.DynamicRendezvousHandler = cls  # type: ignore[misc]
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See base class. Waits for a seat, however long the gang is full. Raises TrainedError when there will be none
-        because the run is trained, and NoSlotError when a node without a seat is left alone."""
+        """See base class. Waits for a slot as long as the gang is full. Raises TrainedError if the run is trained, and
+        NoSlotError if this node had no slot and the gang or its store is gone."""
         op, self._seated = _JoinOp(self._was_trained), False
         dynamic_rendezvous._RendezvousJoinOp = lambda: op  # type: ignore[assignment,misc]
         try:
@@ -113,13 +114,13 @@ class SpareRendezvousHandler(DynamicRendezvousHandler):
         return found
 
     def num_nodes_waiting(self) -> int:
-        """See base class. None, as long as every seat is taken."""
+        """See base class. Zero while every slot is taken."""
         waiting = super().num_nodes_waiting()
         return waiting if len(self._state_holder.state.participants) < self._settings.max_nodes else 0
 
     def shutdown(self) -> bool:
-        """See base class. A node without a seat closes nothing: it was told to go. After a training the spares are
-        waited for: the node at which all meet may be this one."""
+        """See base class. A node without a slot closes nothing: it had to stop. After training, it waits for the
+        spares, because this node may host the rendezvous store."""
         if not self._seated:
             self._stop_heartbeats()
             return True
@@ -145,6 +146,6 @@ class SpareRendezvousHandler(DynamicRendezvousHandler):
 
 
 def announce_trained(handler: Any) -> None:
-    """The ranks of this node have ended well: the spares are told so when it leaves."""
+    """Record that the ranks of this node have succeeded. The spares learn it when this node leaves."""
     if isinstance(handler, SpareRendezvousHandler):
         handler.trained = True

@@ -1,7 +1,6 @@
-"""What a cloud says, on one of its machines, of taking that machine back: three metadata services behind one question.
+"""Metadata services of three clouds, queried for whether the cloud reclaims this machine.
 
-Promises that an answer is bounded in time and size, and that no proxy is asked and no redirection followed. Leaves what
-comes of a notice to `reclaim`.
+A reply is bounded in time and size. No proxy is used, and no redirection is followed. `spot_notice` acts on a notice.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from urllib.parse import quote, urlsplit
 from holdfast.spec.errors import DataError
 from holdfast.spec.json_parsing import parse_json_object
 
-SERVICE = "http://169.254.169.254"  # the same address in all three clouds, reached by the machine itself alone
-TIMEOUT = 5.0  # seconds for an answer
+SERVICE = "http://169.254.169.254"  # the same address in all three clouds, reachable only from the machine itself
+TIMEOUT = 5.0  # seconds for a reply
 MAX_ANSWER = 64 * 2**10  # bytes
-HOLD_SECONDS = 30  # that GCP may keep a question until there is news
-TOKEN_SECONDS = 21_600  # that a token of AWS is good for
-GCP_NOTICE = 30.0  # seconds at most, as its documentation says; the service names no time
+HOLD_SECONDS = 30  # longest time that GCP holds a request until there is news
+TOKEN_SECONDS = 21_600  # lifetime of a token of AWS
+GCP_NOTICE = 30.0  # at most, by its documentation; the service names no time
 _GOES = frozenset({"Preempt", "Terminate", "Redeploy", "Reboot"})  # what Azure does to a machine; Freeze is a pause
 
 
@@ -32,28 +31,28 @@ class Notice:
     """What a cloud is about to do to this machine."""
 
     words: str
-    seconds: float | None = None  # until then; None when it does not say
-    certain: bool = True  # False: it may come to that
+    seconds: float | None = None  # until it happens; None if unknown
+    certain: bool = True  # False: it may happen
 
 
 class Cloud(Protocol):
     """One cloud's metadata service."""
 
-    pause: float  # seconds between two questions
+    pause: float  # seconds between two queries
 
     def ask(self) -> Notice | None:
-        """What it says now; None while the machine stays. Raises OSError or ValueError when it does not say."""
+        """The current notice; None while the machine stays. Raises OSError or ValueError if the reply does not say."""
 
 
 @dataclass(frozen=True)
 class _Answer:
     status: int
-    headers: Mapping[str, str]  # by names in lower case
+    headers: Mapping[str, str]  # names in lower case
     text: str
 
 
 class _Service:
-    """Plain HTTP to the address of the service, over a connection of its own for each question."""
+    """Plain HTTP to the address of the service, with a new connection for each request."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -62,7 +61,7 @@ class _Service:
         self._host, self._port = parts.hostname, parts.port or 80
 
     def ask(self, path: str, headers: Mapping[str, str], method: str = "GET", wait: float = 0.0) -> _Answer:
-        """The answer, if it is one of 200, 401 and 404."""
+        """The reply with status 200, 401 or 404. Raises OSError for all others."""
         connection = HTTPConnection(self._host, self._port, timeout=TIMEOUT + wait)
         try:
             connection.request(method, path, headers=dict(headers))
@@ -82,7 +81,8 @@ class _Service:
 
 
 def _read(response: HTTPResponse, deadline: float) -> bytes:
-    """The body, or a little more than may be; the timeout of a socket begins again with each piece."""
+    """The body, or slightly more than the limit. The deadline is separate: a socket's timeout restarts with each
+    piece."""
     body = b""
     while len(body) <= MAX_ANSWER and (piece := response.read1(4096)):
         body += piece
@@ -92,7 +92,8 @@ def _read(response: HTTPResponse, deadline: float) -> bytes:
 
 
 class Aws:
-    """EC2, by version 2 of its service: a notice two minutes ahead, and earlier that one is likely."""
+    """EC2, by version 2 of its service (IMDSv2): a notice two minutes ahead, and an earlier one that a reclaim is
+    likely."""
 
     pause = 5.0
 
@@ -109,8 +110,8 @@ class Aws:
         return None
 
     def _read(self, path: str) -> str:
-        """What stands there; nothing where nothing does."""
-        for fresh in (False, True):  # a token that has run out is answered 401
+        """The text at a path; empty if it has none."""
+        for fresh in (False, True):  # an expired token gets 401
             if fresh or not self._token:
                 asked = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
                 token = self._service.ask("/latest/api/token", asked, "PUT")
@@ -124,7 +125,7 @@ class Aws:
 
 
 class Gcp:
-    """Compute Engine: a notice half a minute ahead. The service keeps each question until there is news."""
+    """Compute Engine: a notice half a minute ahead. The service holds each request until there is news."""
 
     pause = 1.0
 
@@ -134,7 +135,7 @@ class Gcp:
     def ask(self) -> Notice | None:
         """See Cloud."""
         path, wait = "/computeMetadata/v1/instance/preempted", 0.0
-        if self._tag:  # else it would wait for a change of what it has said to nobody
+        if self._tag:  # otherwise it would wait for a change that this client has not seen
             path += f"?wait_for_change=true&timeout_sec={HOLD_SECONDS}&last_etag={quote(self._tag, safe='')}"
             wait = HOLD_SECONDS
         answer = self._service.ask(path, {"Metadata-Flavor": "Google"}, wait=wait)
@@ -145,8 +146,8 @@ class Gcp:
 
 
 class Azure:
-    """Azure's scheduled events: half a minute ahead of the eviction of a spot machine, longer of a restart. They
-    are told to all machines of a set, and each looks for itself among those that they name."""
+    """Azure's scheduled events: half a minute ahead of the eviction of a spot machine, longer ahead of a restart. All
+    machines of a set receive them, and each looks for its own name."""
 
     pause = 1.0
 
@@ -159,7 +160,7 @@ class Azure:
         told = _object(self._read("scheduledevents?api-version=2020-07-01"))
         for event in told.get("Events", []):
             if event["EventType"] in _GOES and self._name in event.get("Resources", []):
-                begins = event.get("NotBefore") or ""  # none once it has begun
+                begins = event.get("NotBefore") or ""  # empty once it has begun
                 words = f"Azure has an event of kind {event['EventType']} for it"
                 return Notice(words, _until(parsedate_to_datetime(begins)) if begins else 0.0)
         return None

@@ -1,8 +1,8 @@
-"""A machine that its cloud takes back: the notice becomes a save and a leave, as if this node had been told to go.
+"""Reclaim notices: a machine that its cloud reclaims saves and leaves, as if this node had to stop.
 
-A thread of the process that supervises the ranks asks the cloud's metadata service. A notice is the SIGTERM that a
-drained node gets: the ranks of all nodes agree on a step, save it and leave. It is told as an event, by which the
-launcher knows that the restart costs nothing and which node to do without.
+A thread of the process that supervises the ranks polls the cloud's metadata service. On a notice, it sends the SIGTERM
+that a drained node gets: the ranks of all nodes agree on a step, save it and leave. An event informs the launcher that
+the restart costs nothing, and which node to avoid.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from holdfast.launch.node.spot_metadata import CLOUDS, SERVICE, Cloud, Notice
 from holdfast.runtime.node import node_name
 from holdfast.telemetry.events import Event, NodeReclaimed, WarningIssued
 
-CLOUD = "HOLDFAST_SPOT"  # the cloud that is asked, in the environment of each node's torchrun
-SERVICE_URL = "HOLDFAST_METADATA_URL"  # where, if not where all clouds have it
-RECENT = 600.0  # seconds after a notice: what ends then ends because of it, and its node is gone or another one
-AFTER_FAILURE = 10.0  # seconds until a service that did not answer is asked again
+CLOUD = "HOLDFAST_SPOT"  # the cloud to query, in the environment of each node's torchrun
+SERVICE_URL = "HOLDFAST_METADATA_URL"  # its address, if not the usual one of all clouds
+RECENT = 600.0  # seconds after a notice in which it explains an ending; then its node is gone or replaced
+AFTER_FAILURE = 10.0  # seconds until a service that did not respond is queried again
 TELL_SECONDS = 10.0  # for the event, once the ranks have left
 
 log = logging.getLogger("holdfast.launch")
 
 
 class SpotNoticeWatch:
-    """`with SpotNoticeWatch(events)`: asks the cloud that the environment names, if it names one, meanwhile."""
+    """`with SpotNoticeWatch(events)`: polls the cloud that the environment names, if any, within the block."""
 
     def __init__(self, events: NodeEvents) -> None:
-        """`events`: are told of what the cloud says."""
+        """`events` receives the notices."""
         self._events = events
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self.words = ""  # the notice, once there is one
+        self.words = ""  # the notice, once it came
 
     def __enter__(self) -> Self:
         if name := os.environ.get(CLOUD):
@@ -47,7 +47,7 @@ class SpotNoticeWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The ranks have ended: a notice says nothing new any more, and one that came is told.
+        # The ranks have ended: a later notice says nothing new. An earlier one is still emitted.
         self._closing.set()
         if self._thread is not None and self.words:
             self._thread.join(TELL_SECONDS)
@@ -79,11 +79,11 @@ class SpotNoticeWatch:
         self.words = event.text
         log.warning("%s: the ranks save and leave", event.text)
         os.kill(os.getpid(), signal.SIGTERM)
-        self._events.tell(event)  # afterwards: a store that is away keeps nobody
+        self._events.tell(event)  # afterwards: an unavailable store delays nothing
 
 
 def reclaims(events: Iterable[Event], launch: int | None = None) -> list[NodeReclaimed]:
-    """The notices among `events` that still explain something: recent ones, of `launch` if one is given."""
+    """The notices among `events` that are recent enough to explain an ending; only those of `launch`, if given."""
     since = time.time() - RECENT
     return [
         event

@@ -1,6 +1,6 @@
-"""Where each thread of a rank is, on demand: told a signal, the rank writes it into a file, by itself and in C.
+"""Stacks of each thread of a rank: on a signal, the rank writes them to a file, in C and without another process.
 
-Neither Python's lock nor a pipe that somebody reads is needed for that (`train.hang_reporting` sets it up).
+This needs neither Python's lock nor a reader of a pipe. `train.hang_reporting` sets it up.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from holdfast.launch.node.threads import blocking, states_of
 STACK_SIGNAL = signal.SIGUSR1
 STACKS = ".stacks"
 STACK_SECONDS, STARVED_SECONDS = 2.0, 60.0  # see `stacks_of`
-MAX_STACKS = 256 * 2**10  # bytes of a rank
+MAX_STACKS = 256 * 2**10  # of each rank
 
 
 def stacks_of(
     folder: Path, asked: Mapping[int, Callable[[int], None]], starved_seconds: float = STARVED_SECONDS
 ) -> dict[int, bytes]:
-    """What each process that can writes, by its id; in `folder` each has its file. `asked`: what sends a signal to it.
-    Waits STACK_SECONDS for all of them, and `starved_seconds` for one that gets no core."""
+    """The stacks of each process that can write them, by process id; each has its file in `folder`. `asked`: process id
+    → function that sends it a signal. Waits STACK_SECONDS for all, and `starved_seconds` for one that gets no core."""
     files = {pid: folder / f"{pid}{STACKS}" for pid in asked}
-    files = {pid: file for pid, file in files.items() if file.exists()}  # else the signal would end it, unheard
+    files = {pid: file for pid, file in files.items() if file.exists()}  # otherwise the signal would end it
     always = {pid: blocking(pid, STACK_SIGNAL) for pid in files}
     for pid in files:
         asked[pid](STACK_SIGNAL)
@@ -43,9 +43,8 @@ def stacks_of(
 
 
 def _has_written(pid: int, file: Path, always: set[str]) -> bool:
-    """Whether a process has written its stacks, all of them: one without a core is at it for long. Any of its threads
-    may be the one that does, and the kernel blocks the signal there meanwhile; in those that are `always` named, it was
-    blocked before."""
+    """Whether a process has written all of its stacks: without a core, that takes long. Any thread may write them, and
+    the kernel blocks the signal there meanwhile. In the threads `always`, it was blocked before."""
     with suppress(OSError):
         return file.stat().st_size > 0 and blocking(pid, STACK_SIGNAL) <= always
     return False

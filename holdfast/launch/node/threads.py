@@ -1,4 +1,4 @@
-"""What the kernel says of the threads of a process."""
+"""State of a process's threads, as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ WORKING = frozenset("RD")  # states of a thread, in the kernel's letters: see `s
 
 
 def states_of(pid: int) -> Iterator[str]:
-    """What the kernel says each thread of a process does, that of the main thread first: R runs or wants to, D waits
-    for a disk, S sleeps, T is stopped. Nothing where it cannot be asked. It is asked for no more threads than the
-    caller looks at: a rank that computes says so by its first."""
+    """The state of each thread of a process, main thread first: R runs or is runnable, D waits for a disk, S sleeps, T
+    is stopped. Empty if it cannot be read. Reads only as many threads as the caller consumes: a rank that computes
+    shows it in its first thread."""
     with suppress(OSError):
         yield _state(Path(f"/proc/{pid}/stat"))
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
@@ -23,7 +23,7 @@ def states_of(pid: int) -> Iterator[str]:
 
 
 def has_working_child(pid: int) -> bool:
-    """Whether a process that this one has started works for it, or one that these have: a compiler does."""
+    """Whether a child process works, or one of its descendants: a compiler does."""
     for thread in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
             for child in map(int, thread.read_text().split()):
@@ -33,7 +33,7 @@ def has_working_child(pid: int) -> bool:
 
 
 def blocking(pid: int, number: int) -> set[str]:
-    """The threads of a process in which a signal is blocked: by themselves, or because they handle it."""
+    """The threads of a process in which a signal is blocked: by themselves, or while they handle it."""
     found, threads = set[str](), list[str]()
     with suppress(OSError):
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208

@@ -1,8 +1,8 @@
-"""The watchdog of a node: sees from outside of the ranks where they are, names a hang, keeps stacks and ends the gang.
+"""Watchdog of a node: observes ranks from outside, detects a hang, keeps stacks and ends the gang.
 
-It runs in the process that supervises the ranks, and needs of a rank only its page (`runtime.heartbeat`): a
-rank that is stopped, or stuck in C with Python's lock held, is seen like any other. Time counts only while this process
-itself is given some, so a machine that sleeps or is overloaded hangs nobody.
+It runs in the process that supervises the ranks, and needs only a rank's heartbeat page (`runtime.heartbeat`). So it
+also sees a rank that is stopped, or stuck in C with Python's lock held. Time counts only while this process itself gets
+CPU time, so a machine that sleeps or is overloaded causes no hang.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from holdfast.spec.errors import ExitCode
 from holdfast.telemetry.events import HangDetected
 from holdfast.telemetry.phases import PHASES
 
-TICK = 0.1  # seconds between two looks
-LOOK_AFTER = 0.2  # seconds without a mark before the kernel is asked what a rank does
-ASK_SECONDS = 1.0  # between two looks at the other nodes, while nobody is quiet
+TICK = 0.1  # seconds between two polls
+LOOK_AFTER = 0.2  # seconds without a mark before the kernel is queried about a rank
+ASK_SECONDS = 1.0  # between two polls of the other nodes, while no rank is quiet
 REAP_TIMEOUT = 5.0  # for a rank that was killed
-ALONE_SECONDS = 15.0  # without the others, once they could not be asked; well below the time that they wait for news
+ALONE_SECONDS = 15.0  # seconds without other nodes after they were unreachable; well below the time they wait
 
 log = logging.getLogger("holdfast.launch")
 
@@ -52,7 +52,7 @@ class _Rank:
     ended: bool = False  # by this watchdog
 
     def gone(self) -> bool:
-        """Whether it has ended, and is forgotten here."""
+        """Whether it has ended. Closes its descriptor then."""
         if self.pidfd is None:
             return not Path(f"/proc/{self.pid}").exists()
         if not select.select([self.pidfd], [], [], 0.0)[0]:
@@ -61,12 +61,12 @@ class _Rank:
         return True
 
     def await_end(self, seconds: float) -> None:
-        """Wait until the kernel has let it go, so long at most; not at all where it cannot be told."""
+        """Wait at most `seconds` until the kernel has released it. Does not wait without a descriptor."""
         if self.pidfd is not None:
             select.select([self.pidfd], [], [], seconds)
 
     def send(self, number: int) -> None:
-        """Send a signal, never to another process that was given its number."""
+        """Send a signal, never to another process that has reused its id."""
         with suppress(ProcessLookupError):
             if self.pidfd is not None:
                 signal.pidfd_send_signal(self.pidfd, number)
@@ -75,7 +75,7 @@ class _Rank:
 
 
 class Watchdog:
-    """Watches the ranks that this process starts, in a thread of its own."""
+    """Watches the ranks that this process starts, in a separate thread."""
 
     def __init__(
         self,
@@ -85,8 +85,7 @@ class Watchdog:
         tick: float = TICK,
         launch_key: str = "",
     ) -> None:
-        """`events` is told of a hang; `folder` is that of the ranks' own records; `keep` takes what is to stand in the
-        log of a process."""
+        """`events` receives a hang. `folder` has the ranks' own records. `keep` adds a text to the log of a process."""
         self._events, self._folder, self._keep, self._tick = events, folder, keep, tick
         self._ranks: list[_Rank] = []
         self._lock, self._closing = threading.Lock(), threading.Event()
@@ -96,10 +95,10 @@ class Watchdog:
         self._launch_key = launch_key
         self._consensus: HangConsensus | None = None
         self._consensus_of: Mapping[str, str] = {}
-        self._asked_at = 0.0  # when the other nodes were asked last, in monotonic seconds
+        self._asked_at = 0.0  # when the other nodes were last queried, in monotonic seconds
 
     def follow(self, environment: Mapping[str, str], pid: int) -> None:
-        """Watch that process from now on, once it has a place: the rank that its `environment` says."""
+        """Watch process `pid` once it has a heartbeat page. Its `environment` names its rank."""
         pidfd = None
         with suppress(OSError):
             pidfd = os.pidfd_open(pid)
@@ -112,7 +111,8 @@ class Watchdog:
                 self._thread.start()
 
     def close(self) -> str:
-        """Stop watching: the ranks have ended. The words of the hang for which they were, if there was one."""
+        """Stop watching, after the ranks have ended. Returns the description of the hang that ended them, or an empty
+        string."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(STARVED_SECONDS + 10.0)
@@ -141,16 +141,16 @@ class Watchdog:
                 seen = [one for each in ranks if (one := self._look(each, passed)) is not None]
                 if len(seen) == len(ranks) and (verdict := self._verdict(seen, environment, now)) is not None:
                     self._end(verdict, ranks)
-            except Exception:  # what watches a training must not end it
+            except Exception:  # the watchdog must not end a training
                 log.exception("the watchdog is blind for a moment: please report it with this traceback")
 
     def _verdict(self, seen: Sequence[Watched], environment: Mapping[str, str], now: float) -> HangDecision | None:
-        """What is to be said of a hang, here or on another node; None while all is well."""
+        """The verdict on a hang, here or on another node; None without one."""
         known = [(node_name(), one) for one in seen]
         if seen and HangConsensus.is_for(environment):
             try:
                 return self._agreed(known, environment, now)
-            except RuntimeError as error:  # of torch's store
+            except RuntimeError as error:  # raised by torch's store
                 log.debug("the watchdogs of the other nodes cannot be asked: %s", error)
                 self._consensus, self._asked_at = None, now + ALONE_SECONDS
         hang = judge(seen)
@@ -177,14 +177,14 @@ class Watchdog:
         return None if hang is None else self._consensus.decide(_decision_of(hang, known))
 
     def _say_gone(self) -> None:
-        """Tell the other nodes that there are no ranks here any more: nothing more will be heard of them."""
+        """Report to the other nodes that no ranks are left here, so that they expect no more messages."""
         board, self._consensus = self._consensus, None
         if board is not None:
             with suppress(RuntimeError):
                 board.exchange([], 0.0)
 
     def _look(self, one: _Rank, passed: float) -> Watched | None:
-        """What is seen of a rank; None for one that has no place yet, or that the kernel says nothing of."""
+        """The state of a rank; None if it has no heartbeat page yet, or the kernel reports nothing about it."""
         if one.reader is None:
             try:
                 one.reader = HeartbeatReader(self._folder / f"{one.pid}{SUFFIX}")
@@ -208,7 +208,7 @@ class Watchdog:
 
     def _end(self, verdict: HangDecision, ranks: list[_Rank]) -> None:
         self._words = verdict.words
-        for one in ranks:  # those that follow are watched like any others
+        for one in ranks:  # ranks that start later are watched like any others
             one.ended = True
         log.error("%s. The ranks of this node are ended, to begin again", verdict.words)
         mine = [one for one in ranks if one.rank in verdict.suspects]
@@ -219,7 +219,7 @@ class Watchdog:
                 self._consensus.together()
         for one in ranks:
             one.send(signal.SIGKILL)
-        for one in ranks:  # what is written down of one says that nothing of it is left
+        for one in ranks:  # a rank's record says that nothing of it is left
             one.await_end(REAP_TIMEOUT)
         blames = verdict.nodes == 1 and bool(mine) and int(self._environment.get("GROUP_WORLD_SIZE", "1")) > 1
         for one in ranks:
@@ -227,7 +227,7 @@ class Watchdog:
             self._leave_ending(one, code, blames_node=blames and one in mine)
 
     def _tell(self, mine: list[_Rank], verdict: HangDecision) -> None:
-        if not mine:  # the node that has a suspect tells
+        if not mine:  # the node that has a suspect reports it
             return
         assert mine[0].reader is not None, "it was seen"
         one = Watched(mine[0].reader.read(), mine[0].quiet)
@@ -239,7 +239,7 @@ class Watchdog:
         )  # fmt: skip
 
     def _keep_stacks(self, ranks: list[_Rank]) -> None:
-        """Put where each thread of each rank is into the rank's log. A process that is stopped says nothing."""
+        """Add the stacks of each rank to its log. A stopped process writes none."""
         found = stacks_of(self._folder, {one.pid: one.send for one in ranks if not one.stopped})
         for one in ranks:
             where = one.reader.read() if one.reader is not None else None
@@ -248,7 +248,7 @@ class Watchdog:
             self._keep(one.pid, text + (found.get(one.pid) or b"  none: it does not answer\n"))
 
     def _leave_ending(self, one: _Rank, code: ExitCode, *, blames_node: bool) -> None:
-        """Complete the rank's own record, for it cannot."""
+        """Complete the rank's record, since the rank cannot."""
         path = self._folder / f"{one.pid}.json"
         with suppress(OSError, ValueError):
             record = RankExit.model_validate_json(path.read_text())
