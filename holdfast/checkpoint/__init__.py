@@ -1,8 +1,8 @@
-"""Checkpoints: a JSON root, an index of each writer, and packs of tensor bytes; writing the root is the commit.
+"""Checkpoints: a JSON root, one index per writer, and packs of tensor bytes. Writing the root is the commit.
 
-Promises that a checkpoint is visible only when complete, that what is loaded is what was saved to the last bit or is
-refused loudly, and that any layout can load what any other saved. Knows tensors and the store, not engines or models.
-Its parts are imported when they are asked for: pins and attempts need no torch, and some images have none.
+A checkpoint is visible only when it is complete. A load returns exactly the bits that were saved, or fails with an
+error. Any layout can load what any other layout saved. The package knows tensors and the store, not engines or models.
+Its modules are imported lazily: pins and attempts need no torch, and some images have none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Attempts: each gang that forms claims the next number, and only the newest number of the newest launch may commit.
+"""Attempts: each gang that forms claims the next number. Only the newest number of the newest launch may commit.
 
-Rank 0 claims after the ranks have met, whoever started them: a launcher, torchrun after a change of its members, a
+Rank 0 claims after the ranks have met, for every kind of start: a launcher, torchrun after a change of its members, a
 requeue by Slurm, a restart by Volcano. The claim is a put-if-absent, so two gangs never hold one number. A gang that
-finds itself replaced stops with FencedError and must not come back.
+was replaced stops with FencedError and must not come back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.store.sequence import read_record, records, take_next
 
 
 class _Claim(BaseModel):
-    """What every claim says, as it is stored."""
+    """The common fields of every stored claim."""
 
     claimed: float
     launch: int = Field(0, ge=0)
@@ -34,11 +34,11 @@ class Attempt:
 
     run_id: str
     number: int
-    launch: int = 0  # that its ranks were started by; 0 where no launcher is
+    launch: int = 0  # that started its ranks; 0 without a launcher
 
     def check(self, store: Store) -> None:
         """Raises FencedError if a newer launch has begun, or a newer gang of this launch has claimed the run. A gang of
-        an older launch that forms late takes a higher number, and replaces nobody."""
+        an older launch that forms late takes a higher number, and replaces no other gang."""
         _require_newest_launch(store, self.run_id, self.launch)
         for number, _ in records(store, layout.attempts(self.run_id), after=self.number):
             if number > self.number and read_attempt(store, self.run_id, number).get("launch", 0) >= self.launch:
@@ -49,7 +49,7 @@ class Attempt:
 
 
 def list_attempts(store: Store, run_id: str, after: int = 0) -> list[tuple[int, float]]:
-    """The numbers of all attempts above `after` and when each was claimed (unix seconds), oldest first."""
+    """The numbers of all attempts above `after` and the time of each claim (Unix seconds), oldest first."""
     return records(store, layout.attempts(run_id), after)
 
 
@@ -62,26 +62,26 @@ def claim_attempt(
     plan: Mapping[str, Any] | None = None,
     fingerprint: str = "",
 ) -> Attempt:
-    """Claim the next attempt of a run; older ones are fenced off from now on. `plan` and its `fingerprint` say how this
-    gang computes. Raises FencedError when a newer launch has begun."""
+    """Claim the next attempt of a run, which fences off older ones. `plan` and its `fingerprint` describe how this gang
+    computes. Raises FencedError when a newer launch has begun."""
     _require_newest_launch(store, run_id, launch)
     claim = {"launch": launch, "world_size": world_size, "plan": dict(plan or {}), "fingerprint": fingerprint}
     return Attempt(run_id, take_next(store, layout.attempts(run_id), claim), launch)
 
 
 def read_attempt(store: Store, run_id: str, number: int) -> dict[str, Any]:
-    """What was written down when an attempt was claimed. Raises MissingError, and BadReaderError for what is no claim:
-    it may be the fence."""
+    """The stored claim of an attempt. Raises MissingError, and BadReaderError for an invalid claim, since it may be the
+    fence."""
     return read_record(store, layout.attempts(run_id), number, _Claim)
 
 
 def attempt_began(store: Store, run_id: str, number: int) -> float:
-    """When an attempt was claimed, in unix seconds by the claimer's clock."""
+    """When an attempt was claimed, in Unix seconds by the claimer's clock."""
     return float(read_attempt(store, run_id, number)["claimed"])
 
 
 def _require_newest_launch(store: Store, run_id: str, launch: int) -> None:
-    """Raises FencedError where a newer launch has begun. A gang that no launcher started has no launch to look for."""
+    """Raises FencedError if a newer launch has begun. A gang without a launcher has no launch to check."""
     newer = records(store, layout.launches(run_id), after=launch) if launch > 0 else []
     if other := max((number for number, _ in newer), default=0):
         raise FencedError(f"run {run_id}: launch {launch} was replaced by launch {other}; it stops here")

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-# Every dtype that may stand in a manifest, by the name it has there.
+# Every dtype that a manifest may contain, by its name there.
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
 }
 
-# Pieces are the unit of checksums, of deduplication and of reading: small enough that another layout reads little more
-# than it needs and that little is written again, large enough that an index stays small.
+# Pieces are the unit of checksums, of deduplication and of reading. They are small enough that another layout reads
+# little more than it needs, and that little is written again. They are large enough that an index stays small.
 PIECE_BYTES = 256 * 2**10
 
 
@@ -39,9 +39,9 @@ class TensorBox:
 
 
 def grid(shape: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """Where a tensor is cut: (axis, rows), at the multiples of `rows` along `axis`, and at every index of the axes
-    before it. Depends on the global tensor only, so that the pieces of two layouts are the same wherever neither cuts
-    through one. A piece has about PIECE_BYTES of full rows."""
+    """The grid of a tensor as (axis, rows): cuts at the multiples of `rows` along `axis`, and at every index of the
+    axes before it. It depends on the global tensor only, so the pieces of two layouts are the same wherever neither
+    cuts through one. A piece has about PIECE_BYTES of full rows."""
     inner = itemsize
     for axis in reversed(range(len(shape))):
         if axis == 0 or inner * shape[axis] > PIECE_BYTES:
@@ -59,7 +59,8 @@ def as_bytes(data: torch.Tensor) -> memoryview:
 def overlap(
     offset: tuple[int, ...], shape: tuple[int, ...], other_offset: tuple[int, ...], other_shape: tuple[int, ...]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Where two boxes of one tensor meet, as slices into the first and into the second; None if they do not."""
+    """The intersection of two boxes of one tensor, as slices into the first and into the second; None if they do not
+    meet."""
     mine, theirs = [], []
     for start, size, other_start, other_size in zip(offset, shape, other_offset, other_shape, strict=True):
         low, high = max(start, other_start), min(start + size, other_start + other_size)

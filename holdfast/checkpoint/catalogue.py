@@ -1,7 +1,7 @@
-"""The catalogue: the tensors of a state by name, with their global shapes and dtypes, whoever holds which part.
+"""The catalogue: the tensors of a state by name, with their global shapes and dtypes, for any distribution over ranks.
 
-A writer's index has those of its boxes, a node those of its children, the root all. Where two say something else about
-one name, nothing is committed.
+A writer's index has the tensors of its boxes, a node those of its children, the root all. When two catalogues disagree
+about a name, nothing is committed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TensorInfo:
 
     @property
     def elements(self) -> int:
-        """How many it has."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
@@ -56,7 +56,7 @@ def merged(catalogues: Iterable[Catalogue], source: str) -> Catalogue:
 
 
 def catalogue_bytes(catalogue: Catalogue) -> bytes:
-    """A catalogue as it stands in an index."""
+    """A catalogue as it is stored in an index."""
     rows = {name: [list(info.shape), info.dtype] for name, info in catalogue.items()}
     return json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
 
@@ -78,7 +78,7 @@ def catalogue_from_bytes(data: bytes) -> Catalogue:
 
 
 def require_shape(name: str, shape: Iterable[object]) -> None:
-    """Raises ValueError for what is no shape."""
+    """Raises ValueError for an invalid shape."""
     sizes = list(shape)
     if len(sizes) > MAX_DIMENSIONS or not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError(f"{name} has the shape {sizes!r}")

@@ -1,11 +1,12 @@
 """Lossless compression of tensor bytes: their numbers, alone or as differences from an earlier save.
 
 Trained state is nearly random in its low bits and smooth in its exponents. pcodec (bins and tANS over numbers) comes
-within a percent of what such bytes hold; planes of bytes under zstd, which were tried beside it, stay 0.5 to 1.5 points
-behind, because a Huffman code spends a whole bit where an exponent holds a tenth of one. Figures: docs/benchmarks.md.
-Differences are taken of the bits as integers, and wrap around, so that nothing is lost. What they are taken from may be
-scaled first: a second moment decays by a factor at every step and grows by squares, so that the differences from what
-has decayed are all of one sign.
+within a percent of the entropy of such bytes. Byte planes under zstd, which were measured as well, stay 0.5 to 1.5
+points behind: a Huffman code spends a whole bit where an exponent holds a tenth of one. Figures: docs/benchmarks.md.
+
+Differences are taken of the bits as integers, with wraparound, so that nothing is lost. The base may be scaled first. A
+second moment decays by a factor at every step and grows by squares, so the differences from a decayed base all have one
+sign.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import numpy as np
 
 from holdfast.spec.errors import DataError
 
-MIN_GAIN = 0.01  # of the raw bytes; below it nothing is done to them
+MIN_GAIN = 0.01  # of the raw bytes; below it they are stored raw
 LEVEL = 8  # of 12: 4 leaves 2 points more, and is 1.5 times as fast; more than 8 gains nothing here
 
-# As what pcodec sees the elements: floats it orders by value. It has no bfloat16, whose bits are as good.
+# The types in which pcodec sees the elements: it orders floats by value. It has no bfloat16; the raw bits do as well.
 _NUMBERS: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(np.uint16),
@@ -47,15 +48,15 @@ class Codec(IntEnum):
 
 
 class Choice(NamedTuple):
-    """How the bytes of a tensor are stored, and by what its base is multiplied."""
+    """The codec of a tensor's bytes, and the scale of its base."""
 
     codec: Codec
     scale: float = 1.0
 
 
 def encode(data: Buffer, dtype: str, base: Buffer | None = None, scale: float = 1.0) -> bytes:
-    """`data`, elements of `dtype` as a manifest names it, compressed: as differences from `base` times `scale` where
-    there is one, of the same length. Raises KeyError for a dtype that cannot be compressed (see `choose`)."""
+    """`data`, elements of `dtype` as a manifest names it, compressed. With `base`, of the same length, it holds the
+    differences from `base` times `scale`. Raises KeyError for a dtype that cannot be compressed (see `choose`)."""
     from pcodec import standalone
 
     numbers = np.frombuffer(data, _NUMBERS[dtype])
@@ -67,8 +68,8 @@ def encode(data: Buffer, dtype: str, base: Buffer | None = None, scale: float = 
 
 
 def decode_into(stored: Buffer, codec: Codec, dtype: str, target: memoryview, base: Buffer | None = None) -> None:
-    """Fill `target` with what was encoded. Raises DataError for what nobody encoded; whether it is what was encoded
-    *here*, only the digest of the piece says."""
+    """Fill `target` with the decoded bytes. Raises DataError for input that is not valid encoded data. Only the digest
+    of the piece proves that it is the *expected* data."""
     if codec == Codec.RAW:
         if len(stored) != len(target):
             raise DataError(f"{len(stored)} bytes are stored for {len(target)}")
@@ -97,8 +98,8 @@ def decode_into(stored: Buffer, codec: Codec, dtype: str, target: memoryview, ba
 
 
 def choose(sample: Buffer, dtype: str, base: Buffer | None = None) -> Choice:
-    """What is measured to pay for bytes like `sample`: differences if they save MIN_GAIN beyond the numbers alone,
-    these if they save as much at all."""
+    """The choice that saves space for bytes like `sample`, by measurement. Differences must save MIN_GAIN beyond the
+    numbers alone, and numbers must save as much against raw bytes."""
     if dtype not in _NUMBERS or not len(sample):
         return Choice(Codec.RAW)
     alone = len(encode(sample, dtype)) / len(sample)
@@ -111,7 +112,7 @@ def choose(sample: Buffer, dtype: str, base: Buffer | None = None) -> Choice:
 
 
 def _decay(data: Buffer, dtype: str, base: Buffer) -> float:
-    """By what most elements have become smaller at most: a number that fp32 holds exactly; 1 where there is none."""
+    """The factor by which most elements have shrunk at most: a number that fp32 holds exactly; 1 if there is none."""
     if _NUMBERS[dtype].kind != "f":
         return 1.0
     now, before = (np.frombuffer(each, _NUMBERS[dtype]).astype(np.float64) for each in (data, base))
@@ -123,7 +124,7 @@ def _decay(data: Buffer, dtype: str, base: Buffer) -> float:
 
 
 def _expected(base: Buffer, dtype: str, scale: float) -> np.ndarray:
-    """The bits of what elements are expected to be."""
+    """The bits of the expected elements."""
     numbers = np.frombuffer(base, _NUMBERS[dtype])
     if scale == 1.0:
         return _bits(numbers)

@@ -1,9 +1,17 @@
 """Agreement over the store, in a tree: the leader of each group writes a node, writer 0 writes the root.
 
-Nobody talks to anybody: an index that is there says that the packs it names are durable, `.failed` that it will never
-come, and who waits, waits for a bounded time. The order of the commit: every writer's packs, then its index; nodes;
-the sums over the whole tree are those of the catalogue; the fence; what is attached (the metrics of the steps up to
-here); the fence again; the root, by put-if-absent. What a crash leaves before the root is garbage.
+Writers do not send messages to each other. An index in the store means that the packs it names are durable; `.failed`
+means that it will never come. Every wait is bounded. The order of the commit:
+
+- every writer's packs, then its index
+- the nodes
+- the check that the sums over the whole tree equal those of the catalogue
+- the fence
+- the attachments (the metrics of the steps up to here)
+- the fence again
+- the root, by put-if-absent
+
+What a crash leaves before the root is garbage.
 """
 
 from __future__ import annotations
@@ -30,11 +38,11 @@ from holdfast.store.json_reading import read_json_object
 log = logging.getLogger("holdfast.checkpoint")
 
 PATIENCE_SECONDS = 1800.0  # that the slowest writer may be behind the first
-FIRST_PAUSE, LONGEST_PAUSE = 0.01, 2.0  # seconds between two looks at what is there
+FIRST_PAUSE, LONGEST_PAUSE = 0.01, 2.0  # seconds between two listings
 
 
 class Clock(Protocol):
-    """The module `time`, or one that a simulation moves."""
+    """The module `time`, or a simulated clock."""
 
     def time(self) -> float:
         """Unix seconds; they may jump."""
@@ -47,12 +55,12 @@ class Clock(Protocol):
 
 
 def node_name(level: int, number: int) -> str:
-    """What a node is called, without its ending."""
+    """The name of a node, without its extension."""
     return f"node-{level}-{number:05d}"
 
 
 def levels_of(writers: int) -> int:
-    """How many levels of nodes stand between the writers and the root."""
+    """The number of levels of nodes between the writers and the root."""
     levels = 0
     while writers > FANOUT:
         writers, levels = -(-writers // FANOUT), levels + 1
@@ -65,14 +73,15 @@ class Committer:
     def __init__(
         self, store: Store, attempt: Attempt, writers: int, *, patience: float = PATIENCE_SECONDS, clock: Clock = time
     ) -> None:
-        """`patience`: seconds after which a writer that says nothing fails the save."""
+        """`patience`: seconds after which a silent writer fails the save."""
         self._store, self._attempt, self._writers = store, attempt, writers
         self.patience, self._clock = patience, clock
 
     def lead(self, step: int, writer: int) -> None:
-        """Write the nodes that `writer` leads, once their children are there: it is the first writer below them.
-        Returns at once for who leads none. Raises what a child failed with, StoreUnreachableError for one that does not
-        come, DataError for one that is damaged; whoever waits for the node is told."""
+        """Write the nodes that `writer` leads, once their children exist. The leader is the first writer below a node.
+        Returns immediately for a writer that leads none. Raises the failure of a child, StoreUnreachableError for one
+        that does not come, DataError for one that is damaged. The failure is recorded for the writers that wait for the
+        node."""
         for level in range(1, levels_of(self._writers) + 1):
             number, inside = divmod(writer, FANOUT**level)
             if inside:
@@ -92,12 +101,12 @@ class Committer:
         *,
         same_bits: bool = True,
     ) -> Manifest:
-        """Wait for what is below the root and write it, as writer 0. `fields` are those of the manifest that only the
-        run knows; `attach` writes what belongs to the steps up to here. With `same_bits`, another attempt must have
+        """Wait for the children of the root and write it, as writer 0. `fields` are the manifest fields that only the
+        run knows. `attach` writes the attachments of the steps up to here. With `same_bits`, another attempt must have
         committed the same for the step.
 
-        Raises as `lead` does, FencedError when the attempt has been replaced, DataError when the parts of all writers
-        do not make up every tensor exactly once, or when another attempt has committed other bits.
+        Raises as `lead` does, and FencedError when the attempt has been replaced. Raises DataError when the parts of
+        all writers do not make up every tensor exactly once, or when another attempt has committed other bits.
         """
         top = levels_of(self._writers)
         children = self._gathered(step, top, 0)
@@ -131,7 +140,7 @@ class Committer:
             log.debug("%s was there already: this attempt wrote it before it lost its memory", key)
 
     def _gathered(self, step: int, level: int, group: int) -> Children:
-        """The children on a level that belong to a group, once all are there."""
+        """The children of group `group` on a level, once all exist."""
         count = self._writers
         for _ in range(level):
             count = -(-count // FANOUT)
@@ -149,8 +158,8 @@ class Committer:
         return children
 
     def _wait(self, step: int, names: Sequence[str]) -> None:
-        """Wait until these children are there, looking ever more seldom. Raises what one of them failed with, or
-        StoreUnreachableError when the time is up; FencedError when the attempt has been replaced by then."""
+        """Wait until these children exist, with growing pauses. Raises the failure of a child. After the timeout,
+        raises FencedError if the attempt has been replaced, else StoreUnreachableError."""
         began, pause, missing = self._clock.monotonic(), FIRST_PAUSE, set(names)
         while True:
             missing -= self._there(step, missing)
@@ -166,7 +175,8 @@ class Committer:
             pause = min(1.5 * pause, LONGEST_PAUSE)
 
     def _there(self, step: int, names: set[str]) -> set[str]:
-        """Those of the children that have written an index, by one short listing for every ten of them."""
+        """The children that have written an index, by one short listing per ten children. Raises the failure of a
+        child."""
         found = set()
         for prefix in sorted({name[:-1] for name in names}):
             for info in self._store.list(self._folder(step) + prefix):
@@ -183,7 +193,7 @@ class Committer:
         return layout.indexes(self._attempt.run_id, self._attempt.number, step)
 
     def _put_root(self, manifest: Manifest, same_bits: bool) -> None:
-        """Write the root. One that an older attempt wrote for this step while it was being replaced gives way: it holds
+        """Write the root. Replace one that an older attempt wrote for this step while it was being replaced. It holds
         the same bits, but its packs may have been collected before it appeared."""
         key = layout.checkpoint(manifest.run_id, manifest.step)
         if self._store.put_if_absent(key, manifest.to_bytes()):
@@ -225,7 +235,7 @@ def require_whole(step: int, catalogue: Any, totals: Any, writers: int) -> None:
 
 
 def _failure(store: Store, key: str) -> HoldfastError:
-    """What a child said that it failed with."""
+    """The failure that a child recorded."""
     try:
         told = read_json_object(store, key)
         kind, message = str(told["error"]), str(told["message"])

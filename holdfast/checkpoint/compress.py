@@ -1,9 +1,9 @@
-"""Which pieces of a save are stored compressed, and against what: measured for each box, at every save.
+"""Choosing which pieces of a save are compressed, and against which base: measured for each box, at every save.
 
-Differences are taken from the bytes of an earlier save of the same writer, which stay in memory. What they are taken
-from is itself stored without a base, so that two reads give any piece, and every checkpoint can be read alone. When
-differences save no more than MIN_GAIN, because training has gone on too far, the numbers are stored again, and later
-saves take their differences from these.
+Differences are taken from the bytes of an earlier save of the same writer, which stay in memory. A base is itself
+stored without a base, so that two reads give any piece, and every checkpoint can be read alone. When training has moved
+so far that differences save no more than MIN_GAIN, the numbers are stored again. Later saves take their differences
+from these.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The same as they are written."""
+    """A piece as it is written."""
 
     data: memoryview | bytes
     codec: Codec
@@ -45,10 +45,10 @@ class _Base:
 
 
 class Compression:
-    """What one writer remembers from save to save."""
+    """The state that one writer keeps from save to save."""
 
     def __init__(self, threads: int = 1) -> None:
-        """`threads` encode at once; the codec holds no lock of the interpreter meanwhile, and they copy nothing."""
+        """`threads` encode concurrently; the codec holds no interpreter lock meanwhile, and they copy nothing."""
         self._threads = threads
         self._bases: dict[Key, _Base] = {}
         self._chosen: dict[Key, Choice] = {}
@@ -58,17 +58,17 @@ class Compression:
         self._bases, self._chosen = {}, {}
 
     def keep(self, packs: Container[PackName]) -> None:
-        """The save named these packs: take no differences from what lies in others, which may be collected."""
+        """Keep only bases in these packs, which the save named. Other packs may be collected."""
         self._bases = {
             box: base for box, base in self._bases.items() if all(place.pack in packs for place in base.places.values())
         }
 
     def begin(self) -> None:
-        """A save begins: what pays is measured anew."""
+        """Begin a save: the choices are measured anew."""
         self._chosen = {}
 
     def stored(self, parts: Sequence[Part]) -> list[Stored]:
-        """The parts, encoded as it pays for their boxes."""
+        """The parts, each encoded by the choice for its box."""
         wanted = [self._how(part) for part in parts]
         jobs = [
             (part, self._raw(part) if base else None, choice.scale)
@@ -82,7 +82,7 @@ class Compression:
         ]
 
     def remember(self, part: Part, size: int, place: Place) -> None:
-        """A piece of a box of `size` bytes now lies at `place`: without a base, it becomes one."""
+        """Record that a piece of a box of `size` bytes now lies at `place`. A piece without a base becomes one."""
         if place.base is not None:
             return
         if (base := self._bases.get(part.box)) is None or len(base.data) != size:

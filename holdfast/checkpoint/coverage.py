@@ -1,10 +1,10 @@
-"""The coverage: a sum by which the parts of many writers are known to make up every tensor exactly once.
+"""The coverage: a sum that proves that the parts of many writers make up every tensor exactly once.
 
-Two independent sums modulo 2^64 over the *positions* of elements, with the keys of the state digest: a position adds
-the product of the keys of its tensor and of its coordinates, so the coverage is the state digest of a state of zero
-bits. Sums of parts add up in any order; when they are those of the whole catalogue, no element is missing, none stands
-twice, but by a chance of about 2^-100. A box is a product of ranges, so its sum is a product of differences of prefix
-sums: nothing grows with the number of elements, and no two parts are ever compared.
+Two independent sums modulo 2^64 run over the *positions* of elements, with the keys of the state digest. A position
+adds the product of the keys of its tensor and of its coordinates. So the coverage is the state digest of a state of
+zero bits. Sums of parts add up in any order. When they equal those of the whole catalogue, no element is missing and
+none occurs twice, except by a chance of about 2^-100. A box is a product of ranges, so its sum is a product of
+differences of prefix sums. Nothing grows with the number of elements, and no two parts are ever compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.checkpoint.fingerprint import StateDigest, coordinate_keys, tensor
 
 _MASK = (1 << 64) - 1
 _TABLE = 1 << 17  # prefix sums kept for each dimension: 2 MiB
-_CHUNK = 1 << 20  # coordinates summed at once beyond them
+_CHUNK = 1 << 20  # coordinates summed together beyond them
 
 
 def coverage_of(name: str, info: TensorInfo, offset: tuple[int, ...], shape: tuple[int, ...]) -> StateDigest:
@@ -34,7 +34,7 @@ def coverage_of(name: str, info: TensorInfo, offset: tuple[int, ...], shape: tup
 
 
 def whole_coverage(catalogue: Catalogue) -> StateDigest:
-    """What the parts of all writers must add up to."""
+    """The sum that the parts of all writers must reach."""
     parts = (coverage_of(name, info, (0,) * len(info.shape), info.shape) for name, info in catalogue.items())
     return sum(parts, StateDigest())
 

@@ -1,5 +1,7 @@
-"""What one reader could not verify of a checkpoint, and when that is enough to set it aside: one bad reader, its memory
-or its network, must never destroy a checkpoint. Two readers must agree: another rank, or another attempt elsewhere.
+"""Damage reports: what one reader could not verify of a checkpoint, and when that suffices to quarantine it.
+
+One reader with bad memory or a bad network must never destroy a checkpoint. Two readers must agree: another rank, or
+another attempt elsewhere.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ class DamageReport:
     reason: str
     key: str
     start: int = 0  # bytes into the pack
-    digest: str = ""  # of the index; empty for a root, and for a piece, whose digest stands in the index
-    index: str = ""  # the key of the index that says where the piece lies, and with what digest
+    digest: str = ""  # of the index; empty for a root, and for a piece, whose digest is in the index
+    index: str = ""  # the key of the index with the place and the digest of the piece
     piece: int = 0  # its number there
     node: str = field(default_factory=socket.gethostname)  # where it was read
 
 
 class DamageError(DataError):
-    """What was read failed its checksum, and failed it again."""
+    """Data failed its checksum twice."""
 
     def __init__(self, suspect: DamageReport) -> None:
         super().__init__(suspect.reason)
@@ -49,11 +51,11 @@ def confirmed_reason(
     attempt: int,
     reread: Callable[[DamageReport], bool],
 ) -> str:
-    """The reason on which two readers agree: a rank of another node, which reads what a rank suspects, or another
-    attempt. Ranks of one node share its memory and its network; they are asked only where there is no other node.
+    """The reason on which two readers agree. The second reader is a rank of another node, which reads what a rank
+    suspects, or another attempt. Ranks of one node share its memory and its network; they are used only without another
+    node. `suspects` by rank, the same on every rank; `reread(suspect)` returns whether it fails here, too. Collective.
 
-    `suspects` by rank, the same on every rank; `reread(suspect)` is whether it fails here, too. A collective call.
-    Raises BadReaderError when nobody agrees, with the doubt recorded for the next attempt.
+    Raises BadReaderError when no reader agrees, with the doubt recorded for the next attempt.
     """
     nodes = gang.all_gather(socket.gethostname(), str)
     mine = [rank for rank in suspects if gang.size > 1 and _second_reader(rank, nodes) == gang.rank]
@@ -81,8 +83,8 @@ def _second_reader(rank: int, nodes: Sequence[str]) -> int:
 def _another_attempt(
     store: Store, run_id: str, step: int, suspects: Mapping[int, DamageReport], alone: bool, attempt: int
 ) -> str:
-    """The reason on which another attempt agrees, on another node unless this rank is `alone` and nobody else can be
-    asked. Empty if there is none: then the doubt is recorded."""
+    """The reason on which another attempt agrees. It must be on another node, unless this rank is `alone` and has no
+    peer. Empty without agreement: then the doubt is recorded."""
     folder = layout.doubts(run_id, step)
     own = f"{folder}{attempt:06d}.json"
     for info in store.list(folder):
@@ -98,7 +100,7 @@ def _another_attempt(
 
 
 def _recorded(store: Store, key: str) -> list[DamageReport]:
-    """The doubts of another attempt; none where this reader cannot read them, either."""
+    """The doubts of another attempt; empty if this reader cannot read them."""
     try:
         return read_json(store, key, list[DamageReport])
     except (MissingError, DataError) as error:

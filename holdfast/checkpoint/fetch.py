@@ -1,8 +1,8 @@
-"""Fetching: which ranges of packs are read for the pieces that boxes need, and how their bytes reach the boxes.
+"""Fetching: chooses the ranges of packs to read for the pieces that boxes need, and copies their bytes to the boxes.
 
-Promises that no byte reaches a tensor before its checksum was compared, that neighbours are read together, that of
-pieces in runs only the tiles are read that somebody needs, and that memory is bounded by `read_bytes` for each read
-under way. What fails its checksum is read once more; when it fails again, DamageError says which object it is.
+No byte reaches a tensor before its checksum was compared. Neighbors are read together. Of pieces in runs, only the
+needed tiles are read. Memory is bounded by `read_bytes` for each read under way. After a failed checksum the bytes are
+read once more. When they fail again, DamageError names the object.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ log = logging.getLogger("holdfast.checkpoint")
 WHOLE = 0.97  # of a run is needed: then it is read as one
 
 
-Bases = Mapping[Place, memoryview]  # what pieces are stored as differences from
+Bases = Mapping[Place, memoryview]  # the bases of pieces that are stored as differences
 
 
 @dataclass(frozen=True)
 class _Want:
-    """Bytes of a pack, and what is done with them once they are there."""
+    """A range of a pack, and the callback that takes its bytes."""
 
     start: int
     length: int
     use: Use
-    take: Callable[[memoryview, Bases], Use | None]  # what fails its checksum
+    take: Callable[[memoryview, Bases], Use | None]  # returns what fails its checksum
 
 
 class Fetch:
-    """Reads of the packs of one run, each of `read_bytes` at most where it is not one run or piece."""
+    """Reads the packs of one run. Each read has at most `read_bytes`, unless one run or piece is larger."""
 
     def __init__(self, store: Store, run_id: str, read_bytes: int) -> None:
         self._store, self._run_id, self._read_bytes = store, run_id, read_bytes
 
     def fill(self, uses: Sequence[Use]) -> None:
-        """Copy what is used into the boxes. Raises DamageError for what does not verify."""
+        """Copy the used pieces into the boxes. Raises DamageError for data that does not verify."""
         wants: dict[PackName, list[_Want]] = defaultdict(list)
         alone: dict[Place, list[Use]] = defaultdict(list)  # the same content may be needed in several places
         of_run: dict[tuple[PackName, Run], list[Use]] = defaultdict(list)
@@ -67,7 +67,7 @@ class Fetch:
                 in_parts += group
             else:
                 wants[pack].append(_Want(run.start, size, group[0], partial(_take_run, group)))
-                wants[pack] += _tables(group, {})  # of no use here; damage of them is to be noticed all the same
+                wants[pack] += _tables(group, {})  # not needed here, but damage of them must be noticed
         tables: dict[Place, bytes] = {}
         first: dict[PackName, list[_Want]] = defaultdict(list)
         for want in _tables(in_parts, tables):
@@ -97,7 +97,7 @@ class Fetch:
         return Read(key, start, buffer, partial(self._take, key, start, buffer, wants))
 
     def _read_alone(self, key: str, wants: Sequence[_Want]) -> None:
-        """The same at once. Raises DamageError where it cannot be read."""
+        """Read these ranges immediately. Raises DamageError where they cannot be read."""
         read = self._read(key, wants)
         try:
             self._store.read_into(read.key, read.start, read.target)
@@ -119,7 +119,7 @@ class Fetch:
             log.warning("%s failed their checksum, and passed it when they were read again", what)
 
     def _bases(self, uses: Sequence[Use]) -> Bases:
-        """The raw bytes of what pieces are stored as differences from, neighbours read together. Raises DamageError."""
+        """The raw bytes of the bases of pieces stored as differences, neighbors read together. Raises DamageError."""
         packs: dict[PackName, dict[Place, _Want]] = defaultdict(dict)
         found: dict[Place, memoryview] = {}
         for use in uses:
@@ -133,7 +133,7 @@ class Fetch:
 
 
 def _neighbours(wants: Sequence[_Want], limit: int) -> Iterator[list[_Want]]:
-    """What is wanted of one pack, in groups that are read together, up to `limit` bytes."""
+    """The wanted ranges of one pack, in groups that are read together, up to `limit` bytes."""
     group: list[_Want] = []
     end = 0
     for want in sorted(wants, key=lambda want: (want.start, want.use.number)):

@@ -1,10 +1,10 @@
-"""The state digest: equal for equal bits, however the state was cut and whichever engine holds it.
+"""The state digest: equal for equal bits, for any layout of the state and any engine.
 
-Two independent sums modulo 2^64 over all elements, so that parts add up in any order. An element adds key * (bits + 1):
-its key is the product of pseudo-random odd numbers, one for the tensor (name, shape, dtype) and one for each coordinate
-of its index in the global tensor. An odd key never hides a change of one element; several changes cancel by chance
-about once in 2^64. It is computed where the tensor lies, in bounded memory. No defence against somebody who wants two
-states to look alike: the bytes of a checkpoint have blake3 for that.
+Two independent sums modulo 2^64 run over all elements, so that parts add up in any order. An element adds key * (bits +
+1). Its key is the product of pseudo-random odd numbers: one for the tensor (name, shape, dtype) and one for each
+coordinate of its index in the global tensor. An odd key never hides a change of one element; several changes cancel by
+chance about once in 2^64. The digest is computed on the tensor's device, in bounded memory. It does not protect against
+deliberate collisions: the bytes of a checkpoint have blake3 for that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.checkpoint.box import TensorBox
 _MODULUS = 1 << 64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the bits of an element, by its bytes
 _TABLE = 1 << 16  # keys kept for each dimension and device: 1 MiB
-_CPU_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 22  # elements that are widened to 64 bits at once
+_CPU_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 22  # elements that are widened to 64 bits together
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def digest_of(boxes: Iterable[TensorBox]) -> StateDigest:
 
 
 def scalars_digest(scalars: Mapping[str, float | int]) -> StateDigest:
-    """The digest of the numbers beside the tensors, such as the optimizer's step."""
+    """The digest of the scalars, such as the optimizer's step."""
     dtypes = {int: torch.int64, float: torch.float64}
     return digest_of(
         TensorBox.whole(f"scalar {name}", torch.tensor(value, dtype=dtypes[type(value)]))
@@ -54,13 +54,13 @@ def scalars_digest(scalars: Mapping[str, float | int]) -> StateDigest:
 
 
 def box_digests(boxes: Sequence[TensorBox]) -> list[StateDigest]:
-    """The digest of each box. The device is waited for once, at the end."""
+    """The digest of each box. Waits for the device once, at the end."""
     return _finished([_keys_of(box) for box in boxes], _sums(boxes).cpu()) if boxes else []
 
 
 def begun_digest(boxes: Sequence[TensorBox]) -> Callable[[], StateDigest]:
-    """Begin `digest_of` in the current stream of the device, and wait for nothing: what is returned may be asked once
-    the stream has come so far, and keeps none of the boxes."""
+    """Begin `digest_of` in the current stream of the device, without waiting. Call the returned function once the
+    stream has passed this point. It keeps none of the boxes."""
     if not boxes:
         return StateDigest
     keys, sums = [_keys_of(box) for box in boxes], _sums(boxes)
@@ -95,7 +95,7 @@ def _contract(bits: Tensor, offset: tuple[int, ...], dimension: int) -> Tensor:
     rows = max(1, chunk // row)
     for start in range(0, len(bits), rows):
         part, place = bits[start : start + rows], offset[0] + start
-        if row > chunk:  # one row is too large at once: one dimension less
+        if row > chunk:  # one row is too large for one chunk: one dimension less
             inner = _contract(part[0], offset[1:], dimension + 1)
             total += inner * _keys(bits.device, dimension, place, 1)[:, 0]
         else:
@@ -121,7 +121,8 @@ def _contract_at_once(bits: Tensor, offset: tuple[int, ...], dimension: int) -> 
 
 
 def _widened(bits: Tensor) -> Tensor:
-    """bits + 1, so that zeros count; the halves of 64-bit elements apart, since their highest bits would cancel."""
+    """bits + 1, so that zeros count. The halves of 64-bit elements are added separately, since their highest bits would
+    cancel."""
     if bits.dtype != torch.int64:
         return bits.to(torch.int64).add_(1)
     low, high = bits & 0xFFFFFFFF, bits >> 32
@@ -157,7 +158,7 @@ def _table(device: torch.device, dimension: int) -> Tensor:
 
 
 def _make_keys(device: torch.device, dimension: int, start: int, count: int) -> Tensor:
-    """splitmix64 of the coordinate, from a seed of its own for each dimension and each of the two sums; made odd."""
+    """splitmix64 of the coordinate, made odd, with a separate seed for each dimension and each of the two sums."""
     seeds = [_signed(_mix_int(2 * dimension + stream)) for stream in (1, 2)]
     steps = torch.arange(start, start + count, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15)
     keys = torch.stack([steps + seed for seed in seeds])
@@ -167,7 +168,7 @@ def _make_keys(device: torch.device, dimension: int, start: int, count: int) -> 
 
 
 def _shifted(values: Tensor, places: int) -> Tensor:
-    """A right shift that brings in zeros."""
+    """A right shift that fills with zeros."""
     return (values >> places) & ((1 << (64 - places)) - 1)
 
 

@@ -1,10 +1,10 @@
-"""A run that begins from a checkpoint of another one, and shares its bytes: its first root names indexes and packs of
-the run that wrote them.
+"""A fork: a run that begins from a checkpoint of another run and shares its bytes. Its first root names indexes and
+packs of the run that wrote them.
 
-Nothing of a tensor is copied. The borrowed root is pinned in the run that holds its bytes, under the name of the run
-that borrows, so that its bytes stay even when a newer attempt replaces it. What the new run saves lies with the new run
-and refers to nothing borrowed: it needs the other one only as long as it keeps that first checkpoint. Figures, which
-are small, are copied, so that its history is whole.
+No tensor is copied. The borrowed root is pinned in the run that holds its bytes, under the name of the borrowing run.
+So its bytes stay even when a newer attempt replaces it. Later saves of the new run are stored with it and reference
+nothing borrowed. It needs the other run only as long as it keeps that first checkpoint. Metrics, which are small, are
+copied, so that its history is complete.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from holdfast.telemetry import read_history, segment
 
 
 def pin_name(borrower: str) -> str:
-    """What the pin is called that keeps a checkpoint for the run `borrower`."""
+    """The name of the pin that keeps a checkpoint for the run `borrower`."""
     return f"forked-{borrower}"
 
 
 def fork_checkpoint(store: Store, run_id: str, step: int, borrower: str) -> str:
-    """Make the checkpoint at `step` of a run the first one of the run `borrower`, which has none of another; its state
-    digest. Once more is fine, also when the borrower has gone on and keeps that first one no longer. Raises
+    """Make the checkpoint at `step` of a run the first checkpoint of the run `borrower`, which has no other. Return its
+    state digest. Repeating is safe, also when the borrower has continued and no longer keeps that first one. Raises
     MissingError when there is no such checkpoint, or a newer attempt has replaced it, and what reading it raises."""
     if newest_step(store, borrower) is not None:  # the root that it began with is pinned already
         return read_manifest(store, run_id, step).state_digest

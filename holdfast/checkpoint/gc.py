@@ -1,9 +1,10 @@
-"""Collection: checkpoints that nothing keeps go, then the indexes and packs that no checkpoint needs.
+"""Garbage collection: removes checkpoints that retention does not keep, then indexes and packs that no checkpoint
+needs.
 
-Off the path of the commit, by one collector at a time (a lease), in batches. Roots go first, indexes next, packs last,
-so that a crash in between leaves garbage and never a broken checkpoint. `docs/checkpoints.md` argues why nothing is
-ever taken that is needed: kept checkpoints, the roots in pins and in marks of readers, what was set aside as damaged,
-and everything that is newer than the newest commit of this attempt, which may be part of a save in flight.
+It runs off the path of the commit, by one collector at a time (a lease), in batches. Roots are deleted first, indexes
+next, packs last, so a crash in between leaves garbage and never a broken checkpoint. `docs/checkpoints.md` proves that
+nothing needed is removed. Needed are kept checkpoints, the roots in pins and in marks of readers, and quarantined
+checkpoints. So is everything newer than the newest commit of this attempt, which may be part of a save in flight.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ T = TypeVar("T")
 _Sign = tuple[str, float]  # version, and when it was written by the store's clock
 log = logging.getLogger("holdfast.checkpoint")
 
-BATCH = 1000  # objects of one request, between two looks at the fence and the lease
+BATCH = 1000  # objects of one request, between two checks of the fence and the lease
 MARK_SECONDS = 3600.0  # that a reader's mark holds after its last sign of life
 FOLD_EVERY = 32  # collections
-ABANDONED_SECONDS = 3600.0  # between two looks for uploads that nobody finishes
+ABANDONED_SECONDS = 3600.0  # between two searches for abandoned uploads
 
 _INDEX = re.compile(r"/indexes/(\d{6,})-(\d{9,})/[^/]+\.(idx|failed)$")
 _PACK = re.compile(r"/packs/(\d{6,})-(\d{9,})-[0-9a-f]{32}\.pack$")
@@ -46,8 +47,8 @@ _PACK = re.compile(r"/packs/(\d{6,})-(\d{9,})-[0-9a-f]{32}\.pack$")
 
 @dataclass(frozen=True)
 class _Needs:
-    """The keys of the indexes and packs that a child of the tree stands for, without what is below it, and the
-    entries of that."""
+    """The keys of the indexes and packs of a child of the tree, without the levels below it, and the entries of those
+    levels."""
 
     keys: frozenset[str]
     below: tuple[Entry, ...]
@@ -55,7 +56,7 @@ class _Needs:
 
 @dataclass
 class Collector:
-    """Collects for one attempt, commit after commit. Remembers what it has read of what never changes."""
+    """Collects for one attempt, commit after commit. Caches what it has read, if it never changes."""
 
     store: Store
     attempt: Attempt
@@ -73,8 +74,8 @@ class Collector:
         self._lease = Lease(self.store, layout.collector(self.attempt.run_id), self.attempt.number, self.clock)
 
     def collect(self, committed: int) -> int:
-        """Delete what nothing needs beside the checkpoint that was just `committed`, which stays in any case: later
-        ones may be those of a replaced attempt, and the next save refers to it. Returns how many objects; 0 also when
+        """Delete what nothing needs, given the checkpoint that was just `committed`. That one always stays: later ones
+        may be those of a replaced attempt, and the next save references it. Returns the number of objects; 0 also when
         another collector is at work. Raises FencedError when the attempt has been replaced, and what the store raises.
         """
         self.attempt.check(self.store)
@@ -101,13 +102,13 @@ class Collector:
         kept = {*self.retention.kept(counted, pinned_steps(self.store, run_id)), committed}
         damaged = steps_in(self.store, layout.damaged(run_id))
         released = {step for step in damaged if sum(other > step for other in kept) >= self.retention.keep_last}
-        # What does not count above `committed` stays until the step is written anew, which a newer attempt may do now.
+        # Void roots above `committed` stay until the step is written anew, which a newer attempt may do now.
         going = [step for step in times if step not in kept and (step < committed or step not in void)]
         deleted = self._delete_roots(going)
         deleted += self._delete([layout.damaged(run_id, step) for step in sorted(released)])
         doubted = tuple(layout.doubts(run_id, step) for step in kept)
         deleted += self._delete([key for key in self._keys(layout.doubts(run_id)) if not key.startswith(doubted)])
-        needed = self._needed(committed)  # of what is there now: whoever marks one from now on sees that it is gone
+        needed = self._needed(committed)  # of what exists now: a later mark finds its checkpoint gone
         if needed is not None:
             newest = (self.attempt.number, committed)
             for pattern, folder in ((_INDEX, layout.indexes(run_id)), (_PACK, layout.packs(run_id))):
@@ -119,7 +120,7 @@ class Collector:
         return deleted
 
     def _delete_roots(self, steps: Sequence[int]) -> int:
-        """Delete checkpoints. One that was pinned while it was deleted comes back."""
+        """Delete checkpoints. Restore one that was pinned while it was deleted."""
         run_id, deleted = self.attempt.run_id, 0
         for some in _batches(steps):
             pinned = pinned_steps(self.store, run_id)
@@ -132,8 +133,8 @@ class Collector:
         return deleted
 
     def _needed(self, committed: int) -> set[str] | None:
-        """The keys of all indexes and packs that some checkpoint, damaged one, pin or reader needs. None where that
-        cannot be said."""
+        """The keys of all indexes and packs that a checkpoint, a damaged one, a pin or a reader needs. None if this is
+        unknown."""
         run_id, needed = self.attempt.run_id, set[str]()
         damaged = steps_in(self.store, layout.damaged(run_id))
         try:
@@ -159,14 +160,14 @@ class Collector:
             except UnfitError as error:
                 log.warning("%s; no pack is deleted while it lies there", error)
                 return None
-            except DataError:  # torn itself: nothing says what it needs
+            except DataError:  # torn itself: its needs are unknown
                 continue
         self._roots = {**marked, **roots}
         self._needs = {digest: needs for digest, needs in self._needs.items() if needs.keys & needed}
         return needed
 
     def _void(self, committed: int) -> set[int]:
-        """The steps of roots that a replaced attempt wrote too late, as far as they can be read: see `lineage`."""
+        """The steps of readable roots that a replaced attempt wrote too late: see `lineage`."""
         roots: dict[str, Manifest] = {}
         for info in self.store.list(layout.run(self.attempt.run_id, "checkpoints/step-")):
             with suppress(DataError):
@@ -175,7 +176,7 @@ class Collector:
         return _void_among(roots.values(), committed)
 
     def _read_roots(self, infos: Iterable[ObjectInfo]) -> dict[str, Manifest]:
-        """Roots by key and version, without those that are gone meanwhile. Raises DataError."""
+        """Roots by key and version, without those deleted since. Raises DataError."""
         found = {}
         for info in infos:
             known = f"{info.key} {info.version}"
@@ -199,9 +200,9 @@ class Collector:
         return [root for roots in found.values() for root in roots]
 
     def _needed_by(self, root: Manifest, damaged: bool = False) -> set[str]:
-        """What one checkpoint needs; a damaged one as far as that can be read. Of a writer's index in a large tree only
-        the name is needed: the node above it has its packs."""
-        borrowed = root.holder != self.attempt.run_id  # what it needs is pinned in the run that it lies in
+        """The keys that one checkpoint needs; for a damaged one, as far as it can be read. Of a writer's index in a
+        large tree only the name is needed: the node above it has its packs."""
+        borrowed = root.holder != self.attempt.run_id  # what it needs is pinned in the run that holds it
         needed, waiting = set[str](), [(entry, False) for entry in root.indexes if not borrowed]
         while waiting:
             entry, told = waiting.pop()
@@ -216,7 +217,7 @@ class Collector:
                 except DataError:
                     if not damaged and self.store.stat(layout.index(root.holder, entry.name)) is not None:
                         raise
-                    continue  # what is gone says nothing more, and keeps nothing from being collected
+                    continue  # lost objects need nothing more, and block no collection
                 self._needs[entry.digest] = needs
             needed |= needs.keys
             waiting += [(each, True) for each in needs.below]
@@ -247,8 +248,8 @@ class Collector:
         return live
 
     def _fold_telemetry(self) -> None:
-        """Now and then: fold the segments of the history, which each commit adds one to, and the events, which each
-        process adds one to."""
+        """Periodically fold the segments of the history and the events. Each commit adds one segment, each process one
+        event file."""
         if self.folds and self._collections % FOLD_EVERY == 0:
             fold_events(self.store, self.attempt.run_id, self._require_lease)
             fold_history(self.store, self.attempt.run_id, self.attempt.number, self._require_lease)
@@ -292,12 +293,12 @@ def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def steps_in(store: Store, folder: str) -> list[int]:
-    """The steps of the roots in a folder, oldest first; whatever else lies there is not ours."""
+    """The steps of the roots in a folder, oldest first. Other objects are ignored."""
     matches = (re.search(r"/step-(\d{9,})\.json$", info.key) for info in store.list(f"{folder}step-"))
     return sorted(int(match[1]) for match in matches if match)
 
 
 def _is_old(pattern: re.Pattern[str], key: str, newest: tuple[int, int]) -> bool:
-    """Whether an object is no newer than the newest commit: what is may be part of a save in flight."""
+    """Whether an object is no newer than the newest commit. A newer one may be part of a save in flight."""
     match = pattern.search(key)
     return match is not None and (int(match[1]), int(match[2])) <= newest

@@ -1,8 +1,8 @@
-"""Indexes: what one writer holds of a checkpoint, as columns of numbers. `docs/checkpoint-format.md` has every byte.
+"""Indexes: the pieces of one writer in a checkpoint, as columns of numbers. `docs/checkpoint-format.md` has every byte.
 
-A leaf lists a writer's boxes, and where the bytes of each piece lie; the pieces themselves are implied by the box and
-the grid it was cut on. Reading one checks its digest first, and then that nothing in it points outside: no pickle, and
-nothing is believed that would cost more memory than the index has bytes.
+A leaf lists a writer's boxes and the place of each piece; the box and its grid imply the pieces themselves. A reader
+first checks the digest, and then that no entry points outside. Nothing is unpickled, and no field can make a reader
+allocate more memory than the index has bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LEAF, NODE = 1, 2
 MAX_INDEX_BYTES = 1 << 30
 
 _HEAD = struct.Struct("<8s16sII")  # magic, digest of all that follows, version, kind
-_BODY = struct.Struct("<QQIIII4QQQ7Q")  # see `_pack_head`
+_BODY = struct.Struct("<QQIIII4QQQ7Q")  # see `sealed`
 
 PACK = np.dtype([("attempt", "<u4"), ("step", "<u8"), ("digest", "u1", 16), ("size", "<u8")])
 PLACE = np.dtype(
@@ -69,8 +69,8 @@ class Run(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the bytes of a piece lie. Of one in a run `start` is where the digests of its tiles are, and `length` the
-    row of the run that it begins at."""
+    """The place of a piece's bytes. For a piece in a run, `start` is the position of the digests of its tiles, and
+    `length` the first row in the run."""
 
     pack: PackName
     start: int  # bytes into the pack
@@ -83,7 +83,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Totals:
-    """What adds up along the tree."""
+    """The sums along the tree."""
 
     digest: StateDigest = field(default_factory=StateDigest)
     coverage: StateDigest = field(default_factory=StateDigest)
@@ -103,7 +103,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Header:
-    """What every index begins with."""
+    """The header of every index."""
 
     step: int
     attempt: int
@@ -114,15 +114,15 @@ class Header:
 
 @dataclass(frozen=True)
 class Boxes:
-    """The boxes of a leaf, by their tensors and offsets: one row each, padded to as many dimensions as any has."""
+    """The boxes of a leaf, by their tensors and offsets: one row each, padded to the largest number of dimensions."""
 
-    table: Array  # BOX: which tensor (in the catalogue's order), the grid that it is cut on, and its bands
+    table: Array  # BOX: the tensor (in the catalogue's order), the grid that it is cut on, and its bands
     offset: Array  # int64 [boxes, dimensions], padded with 0
     shape: Array  # int64 [boxes, dimensions], padded with 1
 
     @cached_property
     def first(self) -> Array:
-        """The number of the first piece of each box, and after the last one how many there are: int64 [boxes + 1]."""
+        """The number of the first piece of each box, followed by the total number of pieces: int64 [boxes + 1]."""
         firsts = np.zeros(len(self.table) + 1, dtype=np.int64)
         np.cumsum(self._pieces(), out=firsts[1:])
         return firsts
@@ -150,7 +150,7 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Index:
-    """A leaf: what one writer holds."""
+    """A leaf: the boxes and pieces of one writer."""
 
     header: Header
     catalogue: Catalogue
@@ -158,7 +158,7 @@ class Index:
     boxes: Boxes
     places: Array  # PLACE: one for each piece, in the order of boxes and, within one, of its bytes
     bases: Array = field(default_factory=lambda: np.zeros(0, dtype=PLACE))  # that places refer to
-    runs: Array = field(default_factory=lambda: np.zeros(0, dtype=RUN))  # the same
+    runs: Array = field(default_factory=lambda: np.zeros(0, dtype=RUN))  # that places refer to
 
     @cached_property
     def names(self) -> list[str]:
@@ -171,11 +171,11 @@ class Index:
         return pack_names(self.packs)
 
     def place(self, number: int) -> Place:
-        """Where piece `number` lies."""
+        """The place of piece `number`."""
         return self.places_of([number])[0]
 
     def places_of(self, numbers: Sequence[int] | slice) -> list[Place]:
-        """Where several pieces lie."""
+        """The places of several pieces."""
         rows = self.places[numbers]
         bases: list[Place] = []
         if ((rows["base"] != NO_BASE) & (rows["codec"] != Codec.TILED)).any():
@@ -224,8 +224,8 @@ class Index:
 
     @classmethod
     def from_bytes(cls, data: bytes, source: str, digest: str = "") -> Index:
-        """Read a stored leaf. Raises DataError, naming `source`, for anything but an intact one, or for one that has
-        not the `digest` that its parent knows; UnfitError for one that a newer Holdfast wrote."""
+        """Read a stored leaf. Raises DataError, naming `source`, for anything but an intact one, or for one without the
+        `digest` that its parent knows. Raises UnfitError for one that a newer Holdfast wrote."""
         opened = unsealed(LEAF, data, source, digest)
         packs, boxes, dimensions, places, bases, runs = opened.counts
         try:
@@ -264,7 +264,7 @@ def pack_table(names: Sequence[PackName]) -> Array:
 
 @dataclass(frozen=True)
 class Opened:
-    """An index whose digest is right: its header, and what follows."""
+    """An index whose digest is right: its header, and the undecoded rest."""
 
     header: Header
     catalogue: bytes
@@ -272,7 +272,8 @@ class Opened:
     rest: memoryview
 
     def sections(self, *columns: tuple[np.dtype[Any], int]) -> list[Array]:
-        """The tables that follow, each of a type and a number of rows. Raises ValueError unless they are all."""
+        """The tables in the rest, each of a type and a number of rows. Raises ValueError unless they fill it
+        exactly."""
         found, at = [], 0
         for dtype, count in columns:
             size = dtype.itemsize * count
@@ -310,7 +311,7 @@ def sealed(kind: int, header: Header, catalogue: bytes, counts: Counts, sections
 
 
 def unsealed(kind: int, data: bytes, source: str, digest: str = "") -> Opened:
-    """Check what `sealed` made. Raises DataError or UnfitError as `Index.from_bytes` does."""
+    """Verify and open the output of `sealed`. Raises DataError or UnfitError as `Index.from_bytes` does."""
     if len(data) < _HEAD.size + _BODY.size or data[:8] != MAGIC:
         raise DataError(f"{source}: is no index, or a torn one")
     _, claimed, version, found = _HEAD.unpack_from(data)
@@ -331,7 +332,7 @@ def unsealed(kind: int, data: bytes, source: str, digest: str = "") -> Opened:
 
 
 def digest_in(data: bytes) -> str:
-    """The digest that stands in an index: that of its content."""
+    """The digest that an index claims of its content."""
     return str(_HEAD.unpack_from(data)[1].hex())
 
 

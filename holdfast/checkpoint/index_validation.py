@@ -1,4 +1,4 @@
-"""What is checked of an index before anything of it is used: nothing in it points outside."""
+"""Validation of an index before any use: nothing in it points outside."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.index import Index
 
 NO_BASE = -1
-MOST_PIECE_BYTES = 64 * 2**20  # writers cut at 256 KiB; a reader makes a buffer of a piece before it knows its digest
+MOST_PIECE_BYTES = 64 * 2**20  # writers cut at 256 KiB; a reader allocates a piece before it knows its digest
 Array = NDArray[Any]
 
 
 def validate_index(index: Index) -> None:
-    """Raises ValueError for what points outside of a tensor, a pack or a table."""
+    """Raises ValueError for an entry that points outside of a tensor, a pack or a table."""
     infos, table, dimensions = list(index.catalogue.values()), index.boxes.table, index.boxes.offset.shape[1]
     if len(table):
         if int(table["tensor"].max()) >= len(infos):
@@ -56,8 +56,8 @@ def validate_index(index: Index) -> None:
 
 
 def _require_bounded(index: Index, infos: Sequence[TensorInfo]) -> None:
-    """Raises ValueError for pieces that are too large, or more of them than there are places. Products are taken of
-    floating-point numbers, which do not wrap around as int64 does."""
+    """Raises ValueError for pieces that are too large, or more pieces than places. Products use floating-point numbers,
+    which do not wrap around as int64 does."""
     table, size, low = index.boxes.table, index.boxes.shape.astype(np.float64), index.boxes.offset.astype(np.float64)
     axis, rows, each = table["axis"].astype(np.int64), table["rows"].astype(np.float64), np.arange(len(table))
     item = np.array([info.itemsize for info in infos], dtype=np.float64)[table["tensor"]]

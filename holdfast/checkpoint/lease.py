@@ -1,8 +1,9 @@
-"""A lease: at most one holder works at a time, and one that dies is followed by another.
+"""A lease: at most one holder works at a time, and another one follows a holder that dies.
 
-No clocks of two machines are ever compared. The holder changes the record now and then; another takes it over when it
-has seen it unchanged for LEASE_SECONDS by its own clock that never jumps, or at once when it is of a newer attempt,
-whose claim has fenced the holder off. A holder that was frozen finds that its version of the record is gone, and stops.
+Clocks of two machines are never compared. The holder changes the record periodically. Another contender takes it over
+after seeing it unchanged for LEASE_SECONDS by its own monotonic clock. It takes it over immediately when it is of a
+newer attempt, whose claim has fenced the holder off. A holder that was frozen finds that its version of the record is
+gone, and stops.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class LostLeaseError(HoldfastError):
 
 
 class Lease:
-    """One contender for the lease that lies at `key`."""
+    """One contender for the lease at `key`."""
 
     def __init__(self, store: Store, key: str, attempt: int, clock: Clock) -> None:
         self._store, self._key, self._attempt, self._clock = store, key, attempt, clock
         self._owner, self._beat = uuid.uuid4().hex, 0
-        self._version: str | None = None  # of the record, while this one holds it
+        self._version: str | None = None  # of the record, while this contender holds it
         self._seen: tuple[str, float] | None = None  # the version of another's record, and since when
 
     def take(self) -> bool:
@@ -57,21 +58,21 @@ class Lease:
         return True
 
     def renew(self) -> None:
-        """Say that this one is at work. Raises LostLeaseError when it is not the holder any more."""
+        """Record that the holder is at work. Raises LostLeaseError when it is not the holder any more."""
         try:
             self._version = self._swap(self._version, held=True)
         except ConflictError:
             raise LostLeaseError(f"{self._key}: another collector has taken over") from None
 
     def release(self) -> None:
-        """Let others begin at once. Raises LostLeaseError as `renew`."""
+        """Let another contender begin immediately. Raises LostLeaseError as `renew`."""
         try:
             self._swap(self._version, held=False)
         except ConflictError:
             raise LostLeaseError(f"{self._key}: another collector has taken over") from None
 
     def _free(self, data: bytes) -> bool:
-        """Whether a record keeps nobody out: released, of an older attempt, this one's own, or torn."""
+        """Whether a record blocks no contender: released, of an older attempt, this one's own, or torn."""
         try:
             told = parse_json(data, _Record, self._key)
         except DataError:

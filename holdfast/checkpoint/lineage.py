@@ -1,10 +1,10 @@
-"""Which checkpoints count: those of the newest attempt that has committed, and those that it went on from.
+"""Which checkpoints count: those of the newest attempt that has committed, and those that it continued from.
 
-A writer that stood still between its last look at the fence and the write of its root commits when it moves again,
-long after it was replaced, and the newer attempt may have collected what that root needs. No condition of a store
-forbids it: the fence and the root are two objects. So such a root is no checkpoint: the newest one is that of the
-newest attempt, not that of the highest step, and collection keeps nothing for it. Whatever counts is complete at every
-moment.
+A writer may freeze between its last check of the fence and the write of its root. It then commits when it resumes, long
+after it was replaced, and the newer attempt may have collected what that root needs. No condition of a store prevents
+this: the fence and the root are two objects. So such a root is no checkpoint. The newest checkpoint is that of the
+newest attempt, not that of the highest step, and collection keeps nothing for a late root. Every checkpoint that counts
+is complete at every moment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("holdfast.checkpoint")
 
 
 class _Committed(Protocol):
-    """A root, or what is known of it without its tensors."""
+    """A root, or its description without tensors."""
 
     @property
     def step(self) -> int: ...
@@ -50,8 +50,8 @@ def newest_commit(store: Store, run_id: str, attempt: int | None = None) -> tupl
 
 
 def newest_step(store: Store, run_id: str, attempt: int | None = None) -> int | None:
-    """The step of the checkpoint that the run goes on from, for attempt number `attempt` (None: whoever asks has
-    none); None if there is none. Whether it is intact is for its reader to see."""
+    """The step of the checkpoint that the run continues from, for attempt number `attempt` (None: a caller without
+    one). None if there is none. The reader checks whether it is intact."""
     steps = list(checkpoint_times(store, run_id))
     if not steps:
         return None
@@ -74,9 +74,10 @@ def newest_step(store: Store, run_id: str, attempt: int | None = None) -> int | 
 
 
 def void_steps(committed: _Committed, writers: Mapping[int, int]) -> set[int]:
-    """Of the roots of a run, by their steps and the attempts that wrote them, those that do not count beside the
-    checkpoint `committed`: its history says which attempt a step belongs to, and what is above it belongs to newer
-    attempts, or to nobody. The step that an attempt began from may be its own: it commits what it took from near."""
+    """The steps of roots that do not count, given the newest checkpoint `committed`. `writers` maps the steps of a
+    run's roots to the attempts that wrote them. The history of `committed` names the owner of each step; steps above it
+    belong to newer attempts, or to none. The start step of an attempt may be its own: it commits the step that it
+    loaded from a local tier."""
 
     def counts(step: int, writer: int) -> bool:
         if step > committed.step:
@@ -88,8 +89,8 @@ def void_steps(committed: _Committed, writers: Mapping[int, int]) -> set[int]:
 
 
 def counted_steps(store: Store, run_id: str) -> list[int]:
-    """The steps of the checkpoints that count, oldest first: without those that a replaced attempt wrote too late.
-    Whether they are intact is for their reader to see."""
+    """The steps of the checkpoints that count, oldest first: without those that a replaced attempt wrote too late. The
+    reader checks whether they are intact."""
     newest = newest_step(store, run_id)
     steps = [step for step in checkpoint_times(store, run_id) if newest is not None and step <= newest]
     if newest is None or len(list_attempts(store, run_id)) < 2 or (committed := _root(store, run_id, newest)) is None:
@@ -100,7 +101,7 @@ def counted_steps(store: Store, run_id: str) -> list[int]:
 
 
 def require_counting(store: Store, root: _Named) -> None:
-    """Raises MissingError where a root is there and does not count: the attempt that wrote it was replaced."""
+    """Raises MissingError for a root that exists and does not count: the attempt that wrote it was replaced."""
     newest = newest_step(store, root.run_id)
     if newest is None or newest == root.step or (committed := _root(store, root.run_id, newest)) is None:
         return
@@ -113,7 +114,7 @@ def require_counting(store: Store, root: _Named) -> None:
 
 
 def _attempt_of(store: Store, run_id: str, step: int) -> int | None:
-    """Who wrote the root of a step; None where it cannot be read."""
+    """The attempt that wrote the root of a step; None if the root cannot be read."""
     root = _root(store, run_id, step)
     return None if root is None else root.attempt
 

@@ -1,8 +1,8 @@
 """Loading the newest checkpoint that verifies, as a gang.
 
-Promises that all ranks load the same step. What one rank cannot verify, another reads. When two readers agree, the
-checkpoint is set aside under `checkpoints/damaged/`, said loudly, and the one before it is tried. When nobody agrees,
-the reader's node is to blame, and the gang ends to be started again.
+All ranks load the same step. When one rank cannot verify an object, another rank reads it. If both readers agree, the
+checkpoint is quarantined under `checkpoints/damaged/`, an error is logged, and the previous one is tried. If no reader
+agrees, the first reader's node is to blame, and the gang ends to be started again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ log = logging.getLogger("holdfast.checkpoint")
 
 
 def newest_segments(store: Store, run_id: str) -> tuple[Segment, ...]:
-    """The segments of a run up to its newest checkpoint whose manifest can be read; none if it has no checkpoint."""
+    """The segments of a run up to its newest checkpoint with a readable manifest; empty without one."""
     for step in reversed(counted_steps(store, run_id)):
         try:
             return read_manifest(store, run_id, step).segments
         except (DataError, MissingError) as error:
-            log.warning("%s", error)  # whoever loads it sets it aside
+            log.warning("%s", error)  # a load quarantines it
     return ()
 
 
@@ -48,10 +48,10 @@ def load_newest(
     fence: Callable[[], None] = lambda: None,
 ) -> Checkpoint | None:
     """Fill `boxes` from the newest checkpoint that every rank can verify, for attempt number `attempt`. None if the run
-    has no checkpoint yet. `fence` raises FencedError once that attempt has been replaced: then nothing is set aside.
+    has no checkpoint yet. `fence` raises FencedError once that attempt has been replaced: then nothing is quarantined.
 
-    A collective call. Raises NoCheckpointVerifiesError when checkpoints exist and all are damaged, UnfitError when the
-    newest intact one cannot be used, BadReaderError when one reader alone says that it is damaged.
+    Collective. Raises NoCheckpointVerifiesError when checkpoints exist and all are damaged, UnfitError when the newest
+    intact one cannot be used, BadReaderError when only one reader sees damage.
     """
     damaged: list[str] = []
     while True:
@@ -75,8 +75,8 @@ def load_newest(
 
 
 def load_step(store: Store, run_id: str, step: int, boxes: Sequence[TensorBox], gang: Gang) -> Checkpoint:
-    """Fill `boxes` from the checkpoint of `step` and of no other. A collective call. Raises StoreUnreachableError when
-    it is not there and nothing newer is either: its save has failed, and the next attempt makes it again;
+    """Fill `boxes` from the checkpoint of `step` and of no other. Collective. Raises StoreUnreachableError when neither
+    it nor a newer one exists: its save has failed, and the next attempt makes it again. Raises
     NoCheckpointVerifiesError when a rank cannot verify it, or it is gone."""
     steps = gang.from_rank_0(lambda: counted_steps(store, run_id), list[int])
     newest = max(steps, default=0)
@@ -104,7 +104,7 @@ def load_step(store: Store, run_id: str, step: int, boxes: Sequence[TensorBox], 
 def _load(
     store: Store, run_id: str, step: int, boxes: Sequence[TensorBox]
 ) -> tuple[Checkpoint | None, DamageReport | None]:
-    """Fill this rank's boxes from a checkpoint, or say what could not be verified."""
+    """Fill this rank's boxes from a checkpoint, or report what could not be verified."""
     try:
         try:
             found = open_checkpoint(store, run_id, step)
@@ -123,7 +123,7 @@ def _load(
 
 
 def _fails(store: Store, run_id: str, step: int, suspect: DamageReport) -> bool:
-    """Whether what another rank could not verify fails here, too."""
+    """Whether an object that another rank could not verify also fails here."""
     try:
         if suspect.index:
             index = Index.from_bytes(store.get(suspect.index), suspect.index)
@@ -141,8 +141,8 @@ def _fails(store: Store, run_id: str, step: int, suspect: DamageReport) -> bool:
 
 
 def _set_aside(store: Store, run_id: str, step: int, reason: str, fence: Callable[[], None]) -> None:
-    """Move a checkpoint out of the way of its run. A replaced attempt must not: the newer one may have committed the
-    same step again, and well."""
+    """Quarantine a checkpoint. A replaced attempt must not: the newer one may have committed the same step again,
+    intact."""
     fence()
     log.error("checkpoint at step %d is DAMAGED and is set aside; falling back to the one before. %s", step, reason)
     key = layout.checkpoint(run_id, step)

@@ -1,8 +1,8 @@
-"""The root manifest: everything that a checkpoint is, apart from the tensor bytes and where they lie.
+"""The root manifest: the whole description of a checkpoint, apart from the tensor bytes and their places.
 
-Writing it is the commit. It names the tensors, and by digest the indexes (or the nodes above them) that say where their
-bytes are, so its size depends on neither the number of writers nor that of pieces. It is a full view: nothing else has
-to be read to know what the checkpoint is. It carries a digest of itself, so that a damaged one is known.
+Writing it is the commit. It names the tensors and, by digest, the indexes (or the nodes above them) that locate their
+bytes. So its size depends on neither the number of writers nor that of pieces. It is a full view: no other object is
+needed to know what the checkpoint is. It carries its own digest, so that damage is detected.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class _Record(BaseModel):
 
 
 class Base(_Record):
-    """Weights that are no part of a checkpoint, because nothing trains them."""
+    """Frozen weights, which are no part of a checkpoint because they are not trained."""
 
     location: str  # as `model.init_from` has it
-    digest: str  # of what lay there
+    digest: str  # of its content
 
 
 class Manifest(_Record):
@@ -40,18 +40,18 @@ class Manifest(_Record):
     dataset_id: str
     step: int = Field(ge=0)  # optimizer steps done; the data position is the same number
     attempt: int = Field(ge=0)
-    created: float  # unix seconds
+    created: float  # Unix seconds
     layout: dict[str, Any]  # what it was written from: engine, strategy, world size
     segments: tuple[Segment, ...] = ()  # of the run up to here, each with the plan that it was computed under
-    history: tuple[tuple[int, int], ...] = ()  # (after, attempt): who measured the steps above `after`; see telemetry
+    history: tuple[tuple[int, int], ...] = ()  # (after, attempt): the attempt of the steps above `after`; see telemetry
     base: Base | None = None  # the frozen weights that the tensors are adapters to
     random: dict[str, Any]  # the streams of randomness; keyed by step, so no generator state is needed
     scalars: dict[str, float | int]  # optimizer and schedule
-    state_digest: str = Field(pattern=_DIGEST)  # of tensors and scalars, however they were cut: see `fingerprint`
+    state_digest: str = Field(pattern=_DIGEST)  # of tensors and scalars, for any layout: see `fingerprint`
     tensors: dict[str, TensorInfo]  # in the order of their names
     indexes: tuple[Entry, ...]  # of the writers, or of nodes above them
     writers: int = Field(ge=1)
-    bytes_of: str = ""  # the run whose indexes and packs these are; empty: its own. See `borrow`
+    bytes_of: str = ""  # the run whose indexes and packs these are; empty: its own. See `fork`
 
     @model_validator(mode="after")
     def _sound(self) -> Manifest:
@@ -69,12 +69,12 @@ class Manifest(_Record):
 
     @property
     def fingerprint(self) -> str:
-        """Of the plan that it was computed under; empty when nobody said."""
+        """Fingerprint of the plan that it was computed under; empty if unknown."""
         return self.segments[-1].fingerprint if self.segments else ""
 
     @property
     def fresh(self) -> int:
-        """Bytes that were written for it; the others lay in earlier packs."""
+        """Bytes that were written for it; earlier packs hold the rest."""
         return sum(entry.fresh for entry in self.indexes)
 
     def to_bytes(self) -> bytes:

@@ -1,7 +1,7 @@
-"""Packing: how boxes are cut into pieces, and in what order pieces lie in a pack.
+"""Packing: how boxes are cut into pieces, and the order of pieces in a pack.
 
-A pack begins with the digests of tiles, so that a reader of some columns gets those of many pieces at once; then come
-the pieces, and the runs of pieces of several bands. `docs/checkpoint-format.md` says it byte by byte.
+A pack begins with the digests of tiles, so that a reader of some columns gets those of many pieces in one read. The
+pieces follow, and the runs of pieces of several bands. `docs/checkpoint-format.md` has every byte.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from holdfast.checkpoint.tiles import (
 PACK_BYTES = 256 * 2**20
 RUN_BYTES = 4 * 2**20  # of rows whose tiles are stored together
 
-Content = tuple[bytes, str]  # digest and dtype: how bytes are encoded depends on what they are
+Content = tuple[bytes, str]  # digest and dtype: the encoding of bytes depends on their dtype
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Piece:
     content: Content
     form: Form
     digests: bytes = b""  # of its tiles, where it has several
-    apart: bool = False  # from the piece before it: no run goes on here
+    apart: bool = False  # from the piece before it: a run must not continue here
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Laid:
 
     stored: Stored
     run: int = 0  # rows of the run that begins with it
-    row: int = 0  # of its run that it begins at
+    row: int = 0  # first row in its run
 
 
 def hashed(number: int, box: TensorBox) -> list[Piece]:
@@ -71,8 +71,8 @@ def hashed(number: int, box: TensorBox) -> list[Piece]:
 
 
 def _edges_in(box: TensorBox, row: int, form: Form) -> tuple[bool, bool]:
-    """Whether equal parts of the tensor's rows begin where a piece does, or inside of it: who needs such a part, needs
-    whole runs, or the piece whole."""
+    """Whether equal parts of the tensor's rows begin at the start of a piece, and whether they begin inside it. A
+    reader of such a part needs whole runs, or the whole piece."""
     if not form.table:
         return False, False
     axis, _ = grid(box.global_shape, box.data.element_size())
@@ -97,7 +97,7 @@ def groups_of(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 
 def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Pieces of several bands that follow each other in their box, RUN_BYTES at most; others alone."""
+    """Consecutive pieces of several bands in one box, RUN_BYTES at most; other pieces alone."""
     run: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -140,12 +140,12 @@ def _digested(run: Sequence[Piece]) -> Iterator[Piece]:
 
 
 def laid_out(pieces: Sequence[Piece]) -> list[Laid]:
-    """The pieces as they are stored where nothing is compressed."""
+    """The pieces as they are stored without compression."""
     return [each for run in _runs(pieces) for each in _tiled(run)]
 
 
 def _tiled(run: Sequence[Piece]) -> Iterator[Laid]:
-    """How a run is stored: all of its bytes with the first piece."""
+    """The stored form of a run: all of its bytes with the first piece."""
     if not run[0].form.table:
         yield from (Laid(Stored(piece.data, Codec.RAW, None)) for piece in run)
         return
@@ -161,7 +161,7 @@ def is_tiled(stored: Stored) -> bool:
 
 
 def places_in(pack: PackName, start: int, pieces: Sequence[Piece], laid: Sequence[Laid]) -> dict[Content, Place]:
-    """Where pieces lie in a pack, whose first bytes up to `start` are digests of tiles."""
+    """The places of pieces in a pack, whose first bytes up to `start` are digests of tiles."""
     places: dict[Content, Place] = {}
     table, run = 0, Run(0, 0)
     for piece, each in zip(pieces, laid, strict=True):
@@ -177,13 +177,13 @@ def places_in(pack: PackName, start: int, pieces: Sequence[Piece], laid: Sequenc
 
 
 def named(piece: Piece, laid: Laid) -> bytes:
-    """What the name of a pack digests of a piece: content, and how it is stored. Two packs of one name are equal."""
+    """The input of a pack name's digest for a piece: content and encoding. Two packs of one name are equal."""
     base = laid.stored.base.digest if laid.stored.base is not None else b""
     return piece.content[0] + bytes([laid.stored.codec]) + laid.run.to_bytes(8, "little") + base
 
 
 def cuts_of(box: TensorBox) -> list[int]:
-    """Where the bytes of a box are cut into the pieces of its tensor's grid: the end of each, in bytes."""
+    """The cuts of a box's bytes into the pieces of its tensor's grid: the end of each, in bytes."""
     if not box.data.dim():
         return [box.data.element_size()]
     axis, rows = grid(box.global_shape, box.data.element_size())

@@ -1,4 +1,4 @@
-"""Pieces: which of an index a box needs, where they lie, and how stored bytes become raw ones that verify."""
+"""Pieces: which pieces of an index a box needs, their places, and decoding stored bytes into verified raw ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Use:
     """A piece that is needed for a part of a box."""
 
     place: Place
-    index: str  # that says so
+    index: str  # that names it
     number: int  # of the piece there
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Use:
 
     @property
     def bands(self) -> list[int]:
-        """The numbers of the bands that the box needs something of."""
+        """The numbers of the bands that overlap the box."""
         met = overlap(self.offset, self.shape, self.box.offset, tuple(self.box.data.shape))
         if met is None:
             return []
@@ -43,7 +43,7 @@ class Use:
         return list(range(bisect_right(ends, low), bisect_left(ends, high) + 1))
 
     def tile(self, band: int) -> Use:
-        """What the piece has of a band, as a piece of its own."""
+        """The piece's part of a band, as a separate piece."""
         before, width, column = sum(self.form.widths[:band]), self.form.widths[band], self.axis + 1
         low, columns = self.offset[column] + before // self._column, width // self._column
         return replace(
@@ -62,9 +62,9 @@ class Use:
 def decode(
     place: Place, stored: memoryview, dtype: str, form: Form, base: memoryview | None = None
 ) -> memoryview | None:
-    """The raw bytes of a piece of `dtype`, row after row, from those that are stored at `place`, or from its tiles laid
-    one after another; `base`: those of its base. None when they are not what was saved. The one way in for every reader
-    of whole pieces. Raises UnfitError for a codec that this version does not know."""
+    """The raw bytes of a piece of `dtype`, row after row, from the bytes stored at `place` or from its concatenated
+    tiles. `base`: the raw bytes of its base. None when they do not match the digest. Every reader of whole pieces uses
+    it. Raises UnfitError for a codec that this version does not know."""
     if place.codec == Codec.TILED:
         return _joined(place, tiles_of(stored, form.height, 0, form), form)
     if place.codec not in set(Codec):
@@ -84,7 +84,7 @@ def _joined(place: Place, tiles: Sequence[memoryview], form: Form) -> memoryview
 
 
 def in_run(place: Place, run: memoryview, form: Form) -> memoryview | None:
-    """The raw bytes of a piece, from those of its whole run. None when they are not what was saved."""
+    """The raw bytes of a piece, from those of its whole run. None when they do not match the digest."""
     assert place.run is not None
     if place.length + form.height > place.run.height:
         return None
@@ -110,7 +110,7 @@ def read_piece(store: Store, run_id: str, place: Place, dtype: str, form: Form) 
 
 
 def tile_ranges(place: Place, form: Form) -> list[tuple[int, int]]:
-    """Where the tiles of a piece in a run lie in its pack: start and length of each, in bytes."""
+    """The places of a piece's tiles in the pack, for a piece in a run: start and length of each, in bytes."""
     assert place.run is not None
     found, start = [], place.run.start
     for width in form.widths:
@@ -162,7 +162,7 @@ def _box(index: Index, row: int, dimensions: int) -> tuple[tuple[int, ...], tupl
 def pieces_of(
     offset: tuple[int, ...], shape: tuple[int, ...], axis: int, rows: int, part: tuple[slice, ...]
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """The pieces of a box of an index that hold something of a part of it: number, offset and shape of each."""
+    """The pieces of an index's box that overlap a part of it: number, offset and shape of each."""
     if not shape:
         yield 0, (), ()
         return

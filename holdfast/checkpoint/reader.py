@@ -1,8 +1,8 @@
-"""Reading a checkpoint: boxes in, filled boxes out, whatever layout wrote it.
+"""Reading a checkpoint: boxes in, filled boxes out, for any layout that wrote it.
 
-Promises that each byte that reaches a tensor has the checksum written in the index, that only indexes are fetched whose
-reach may meet the boxes, and that memory is bounded by READ_BYTES for each read under way and by INDEX_BYTES of
-indexes. What fails its checksum is read once more; when it fails again, DamageError says which object it is.
+Each byte that reaches a tensor has the checksum in the index. Only indexes whose reach may meet the boxes are fetched.
+Memory is bounded by READ_BYTES for each read under way and by INDEX_BYTES of indexes. After a failed checksum the bytes
+are read once more. When they fail again, DamageError names the object.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from holdfast.store import Store, layout
 
 log = logging.getLogger("holdfast.checkpoint")
 
-READ_BYTES = 16 * 2**20  # neighbouring pieces are read together up to this size
+READ_BYTES = 16 * 2**20  # neighboring pieces are read together up to this size
 RENEW_SECONDS = 600.0  # between two signs of life of a mark
-INDEX_BYTES = 256 * 2**20  # of indexes are kept for the next question
+INDEX_BYTES = 256 * 2**20  # of indexes that are cached
 
 
 def read_manifest(store: Store, run_id: str, step: int) -> Manifest:
@@ -56,7 +56,7 @@ def open_checkpoint(store: Store, run_id: str, step: int) -> Checkpoint:
 
 @dataclass(frozen=True)
 class PieceInfo:
-    """A piece of a tensor: where it lies there, and the digest of its content."""
+    """A piece of a tensor: its position there, and the digest of its content."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -85,14 +85,14 @@ class Checkpoint:
 
     @property
     def is_marked(self) -> bool:
-        """Whether a mark keeps it from being collected at the moment."""
+        """Whether a mark currently keeps it from being collected."""
         return self._mark is not None
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Keep it from being collected meanwhile, by a mark that says so as long as it is read. Raises MissingError
-        when a collector that saw no mark has deleted it before, or a newer attempt has replaced the one that wrote it.
-        For a long read of what may not be kept."""
+        """Keep it from being collected during a long read, by a mark that is renewed while it is read. For checkpoints
+        that retention may not keep. Raises MissingError when a collector that saw no mark has deleted it, or a newer
+        attempt has replaced its writer."""
         key = layout.reader(self.manifest.run_id, self.step, uuid.uuid4().hex)
         content = self.manifest.to_bytes()
         self._store.put(key, content)
@@ -107,13 +107,13 @@ class Checkpoint:
             self._store.delete(key)
 
     def fill(self, boxes: Sequence[TensorBox]) -> None:
-        """Copy what it holds into `boxes`, in place. Raises UnfitError for what does not fit, DamageError for what does
-        not verify."""
+        """Copy the checkpoint's values into `boxes`, in place. Raises UnfitError for boxes that do not fit, DamageError
+        for data that does not verify."""
         self._renew_mark()
         Fetch(self._store, self.manifest.holder, READ_BYTES).fill(self.uses(boxes))
 
     def uses(self, boxes: Sequence[TensorBox]) -> list[Use]:
-        """The pieces that `boxes` need something of. Raises as `fill`."""
+        """The pieces that `boxes` need. Raises as `fill`."""
         for box in boxes:
             self._require_fit(box)
         wanted = [box for box in boxes if box.data.numel()]
@@ -137,8 +137,8 @@ class Checkpoint:
         return data
 
     def rows(self, name: str, first: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
-        """A tensor from its first row, or row `first`, to its last one or before row `stop`, verified, on the CPU: some
-        rows at a time, about READ_BYTES of them, cut on the tensor's grid, so that each piece inside is read once."""
+        """The rows of a tensor in [first, stop), verified, on the CPU; `stop` None means the end. Yields about
+        READ_BYTES at a time, cut on the tensor's grid, so that each piece inside is read once."""
         info = self.tensors[name]
         if not info.shape:
             yield self.tensor(name)
@@ -172,7 +172,7 @@ class Checkpoint:
         return found
 
     def indexes(self) -> Iterator[str]:
-        """The keys of all indexes that it needs, nodes before what is below them."""
+        """The keys of all indexes that it needs, each node before its children."""
         waiting = list(self.manifest.indexes)
         while waiting:
             entry = waiting.pop(0)
@@ -181,11 +181,11 @@ class Checkpoint:
                 waiting += child.entries
 
     def leaves(self, boxes: Sequence[TensorBox] | None = None) -> Iterator[tuple[str, Index]]:
-        """The writers' indexes by their keys; with `boxes`, those that may hold something of them."""
+        """The writers' indexes by their keys; with `boxes`, those that may overlap them."""
         yield from self._leaves(self.manifest.indexes, self.tensors, boxes)
 
     def child(self, entry: Entry) -> Index | Node:
-        """The index or node that an entry of this checkpoint stands for. Raises DamageError."""
+        """The index or node of an entry of this checkpoint. Raises DamageError."""
         with self._lock:
             if (cached := self._cache.get(entry.name)) is not None:
                 self._cache.move_to_end(entry.name)
@@ -232,7 +232,7 @@ class Checkpoint:
 
 
 def fetch_child(store: Store, key: str, entry: Entry) -> Index | Node:
-    """The index or node that an entry stands for; read once more where it fails its checksum. Raises DamageError."""
+    """The index or node of an entry; read once more if it fails its checksum. Raises DamageError."""
     for again in (False, True):
         try:
             return child_from_bytes(entry, store.get(key, most=entry.size), key)

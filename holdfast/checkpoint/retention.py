@@ -1,11 +1,11 @@
-"""Which checkpoints of a run stay, and why: the newest, the young, the milestones, and the pinned ones.
+"""Retention of a run's checkpoints: the newest, the recent, the milestones, and the pinned ones stay.
 
-Retention is a pure decision over what a listing of the store says; deleting is the collector's. Ages are by the store's
-clock alone, counted back from the newest checkpoint, so that no clock of a host can make a checkpoint old.
+Retention is a pure decision from a listing of the store; the collector deletes. Ages are by the store's clock alone,
+counted back from the newest checkpoint, so that no host's clock can make a checkpoint old.
 
 A pin protects a root and not a step. The root of a step can be replaced: a newer attempt that began below it commits
-the step again, and its packs are others. So a pin contains the root that it means, as the mark of a reader does, and
-the collector keeps what each root in a pin needs.
+the step again, with other packs. So a pin contains the root that it means, as the mark of a reader does, and the
+collector keeps what each root in a pin needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.spec.errors import DataError, MissingError
 from holdfast.spec.training import Anomalies, Checkpoint
 from holdfast.store import ConflictError, Store, layout
 
-PERSON = "person"  # who pinned, where nobody else says
+PERSON = "person"  # the default holder of a pin
 TRIES = 8  # of a pin whose root is replaced, or whose record another process writes, at that moment
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 DAY_SECONDS = 24 * 3600.0
@@ -32,7 +32,7 @@ DAY_SECONDS = 24 * 3600.0
 @dataclass(frozen=True)
 class Retention:
     """Keep the newest `keep_last` checkpoints, those of the last `keep_days` days, and the first one at or after every
-    multiple of `keep_every` steps; and for each of these the one that a rewind from there would need: that of the
+    multiple of `keep_every` steps. For each of these, also keep the one that a rewind from there needs: the one at the
     newest multiple of `rewind_steps`."""
 
     keep_last: int
@@ -42,7 +42,7 @@ class Retention:
 
     @classmethod
     def of(cls, settings: Checkpoint, anomalies: Anomalies) -> Retention:
-        """What a spec keeps."""
+        """The retention of a spec."""
         rewind_steps = anomalies.rewind_steps if anomalies.action == "rewind" else None
         return cls(settings.keep_last, settings.keep_every, settings.keep_days, rewind_steps)
 
@@ -51,8 +51,8 @@ class Retention:
         return sorted(self.reasons(committed, pinned))
 
     def reasons(self, committed: Mapping[int, float], pinned: Iterable[int] = ()) -> dict[int, tuple[str, ...]]:
-        """Why each step that stays does, in words. `committed` has every step that has a checkpoint, and when it was
-        committed, in unix seconds by the store's clock."""
+        """The reasons for each step that stays, in words. `committed` maps every step with a checkpoint to the time of
+        its commit, in Unix seconds by the store's clock."""
         steps = sorted(committed)
         reasons: dict[int, list[str]] = {}
         for step in steps[-self.keep_last :]:
@@ -80,9 +80,9 @@ class Pin:
     """Keeps a checkpoint from being collected."""
 
     step: int
-    name: str  # who holds it: a person, a registered model, or a run that began from it
+    name: str  # its holder: a person, a registered model, or a run that began from it
     reason: str = ""
-    created: float = 0.0  # unix seconds
+    created: float = 0.0  # Unix seconds
 
 
 class PinRecord(BaseModel):
@@ -112,7 +112,7 @@ def checkpoint_steps(store: Store, run_id: str) -> list[int]:
 
 
 def pinned_steps(store: Store, run_id: str) -> set[int]:
-    """The steps that are pinned, by whomever. Reads no pin, so that a damaged one counts."""
+    """The steps with any pin. Reads no pin, so that a damaged one counts."""
     return {step for step, _ in _pins(store, run_id)}
 
 
@@ -132,11 +132,11 @@ def list_pins(store: Store, run_id: str) -> list[Pin]:
 
 
 def pin(store: Store, run_id: str, step: int, name: str = PERSON, reason: str = "", *, state_digest: str = "") -> Root:
-    """Pin the checkpoint at `step` for `name`; once more is fine, and protects what the pin protected before, too. With
-    `state_digest`, it must have these bits. Returns what its root says of itself.
+    """Pin the checkpoint at `step` for `name`. Repeating is safe, and keeps what the pin protected before. With
+    `state_digest`, the checkpoint must have these bits. Returns the description in its root.
 
-    Raises MissingError when there is no such checkpoint, or it was collected at this moment, or a newer attempt has
-    replaced the one that wrote it; DataError when it is damaged or has other bits.
+    Raises MissingError when there is no such checkpoint, when it was collected at this moment, or when a newer attempt
+    has replaced its writer. Raises DataError when it is damaged or has other bits.
     """
     root, _ = _pin(store, run_id, step, name, reason, state_digest, with_bytes=False)
     return root
@@ -151,11 +151,11 @@ def pin_bytes(store: Store, run_id: str, step: int, name: str, reason: str) -> b
 def _pin(
     store: Store, run_id: str, step: int, name: str, reason: str, state_digest: str, *, with_bytes: bool
 ) -> tuple[Root, bytes]:
-    """The pinned root, and as it is stored.
+    """The pinned root, parsed and as it is stored.
 
     The root is read, the pin is written, and the root is read again. A collector deletes roots, then lists pins, then
-    reads roots. If the root is there at the second read and counts, then either the pin was there before the pins were
-    listed, or the root is there when the roots are read: see `docs/checkpoints.md`.
+    reads roots. If the second read finds a root that counts, one of two things is true. Either the pin was listed by
+    the collector, or the collector still reads the root: see `docs/checkpoints.md`.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} names no pin: use letters, digits, '.', '_' and '-', at most 128")
@@ -192,7 +192,7 @@ def _pin(
 
 
 def unpin(store: Store, run_id: str, step: int, name: str = PERSON) -> None:
-    """Take a pin away; the next collection decides anew. Raises MissingError when there is none."""
+    """Remove a pin; the next collection decides anew. Raises MissingError when it does not exist."""
     key = layout.pin(run_id, step, name)
     if store.stat(key) is None:
         held = ", ".join(sorted(other for at, other in _pins(store, run_id) if at == step)) or "nobody"
@@ -209,7 +209,8 @@ def _root_data(store: Store, run_id: str, step: int) -> bytes:
 
 
 def _stored(store: Store, key: str) -> tuple[tuple[str, ...], str | None]:
-    """The roots that a pin protects, and its version; none where it is not there. Of a damaged one nothing is known."""
+    """The roots that a pin protects, and its version. Returns no roots for a damaged pin, and no version for a missing
+    one."""
     try:
         data, version = store.get_versioned(key)
     except MissingError:
@@ -221,7 +222,7 @@ def _stored(store: Store, key: str) -> tuple[tuple[str, ...], str | None]:
 
 
 def _undo(store: Store, key: str, version: str, before: tuple[str, ...], record: PinRecord) -> None:
-    """Leave what the pin protected before, unless another process has written it since."""
+    """Restore what the pin protected before, unless another process has written it since."""
     if not before:
         if _stored(store, key)[1] == version:
             store.delete(key)

@@ -1,6 +1,6 @@
-"""What a root says of itself apart from its tensors: whose it is, and what its history is.
+"""The description in a root apart from its tensors: its run, step, attempt and history.
 
-Readable where there is no torch, as in the step that registers a model. `manifest` reads the whole of a root.
+Readable without torch, as in the step that registers a model. `manifest` reads the whole of a root.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MAX_ROOT_BYTES = 1 << 28
 
 
 class UnfitError(DataError):
-    """A checkpoint that is intact and still of no use here. It is never set aside as damaged."""
+    """An intact checkpoint that cannot be used here. It is never quarantined."""
 
 
 class Root(BaseModel):
-    """The part of a root that says which checkpoint it is, and whose."""
+    """The part of a root that identifies the checkpoint and its run."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -43,8 +43,8 @@ class Root(BaseModel):
 
     @classmethod
     def from_bytes(cls, data: bytes, source: str) -> Root:
-        """Read a stored root. Raises DataError, naming `source`, for anything but an intact one, and UnfitError for
-        one of a newer Holdfast."""
+        """Read a stored root. Raises DataError, naming `source`, for anything but an intact one, and UnfitError for one
+        of a newer Holdfast."""
         try:
             return cls.model_validate(root_body(data, source))
         except ValidationError as error:
@@ -91,13 +91,13 @@ def root_data(store: Store, run_id: str, step: int) -> bytes:
 
 
 def read_root(store: Store, run_id: str, step: int) -> Root:
-    """What the root of a checkpoint says of itself. Raises MissingError, DataError if it is damaged, UnfitError if a
+    """The description in the root of a checkpoint. Raises MissingError, DataError if it is damaged, UnfitError if a
     newer Holdfast wrote it."""
     return root_of(root_data(store, run_id, step), run_id, step)
 
 
 def root_of(data: bytes, run_id: str, step: int) -> Root:
-    """The same, of what was read. Raises DataError for the root of another checkpoint, too."""
+    """Parse a stored root. Raises as `Root.from_bytes`, and DataError for the root of another checkpoint."""
     key = layout.checkpoint(run_id, step)
     root = Root.from_bytes(data, key)
     if (root.run_id, root.step) != (run_id, step):
@@ -106,7 +106,7 @@ def root_of(data: bytes, run_id: str, step: int) -> Root:
 
 
 def checkpoint_times(store: Store, run_id: str) -> dict[int, float]:
-    """The steps of all committed checkpoints, oldest first, and when each was committed (unix seconds by the store's
+    """The steps of all committed checkpoints, oldest first, and the time of each commit (Unix seconds by the store's
     clock)."""
     found = {}
     for info in store.list(layout.run(run_id, "checkpoints/step-")):

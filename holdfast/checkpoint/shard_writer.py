@@ -1,12 +1,11 @@
-"""One writer's share of a save: its boxes become pieces, new pieces become packs, and an index says where all lie.
+"""One writer's share of a save: its boxes become pieces, new pieces become packs, and an index locates them all.
 
-Promises that the index appears after the packs it names, that what the store already holds of the content is not
-written again, and that a state which is not finite is written nowhere. Knows no other writer: plain CPU tensors come
-in, and the parent in the tree finds the index.
+The index appears after the packs it names. Content that the store already holds is not written again. A state that is
+not finite is never written. The module knows no other writer: it takes plain CPU tensors, and the parent in the tree
+finds the index.
 
-What a share refers to stood in its index of the newest committed checkpoint, or was written after that one: so
-collection, which keeps the newest commit of its attempt and touches nothing newer, never takes what a save in flight
-refers to.
+A share references only content of its index in the newest committed checkpoint, or newer content. Collection keeps the
+newest commit of its attempt and touches nothing newer. So it never removes what a save in flight references.
 """
 
 from __future__ import annotations
@@ -61,30 +60,30 @@ log = logging.getLogger("holdfast.checkpoint")
 
 
 def writer_name(writer: int) -> str:
-    """What a writer's index is called, without its ending."""
+    """The name of a writer's index, without its extension."""
     return f"{writer:05d}"
 
 
 class ShardWriter:
-    """What writer number `writer` of an attempt saves, save after save."""
+    """The saves of writer number `writer` of an attempt."""
 
     def __init__(
         self, store: Store, attempt: Attempt, writer: int, *, threads: int = 1, compression: Compression | None = None
     ) -> None:
-        """`threads` hash at once; they hold no lock of the interpreter meanwhile. Without `compression` all is stored
+        """`threads` hash concurrently, without the interpreter lock. Without `compression`, content is stored
         as it is."""
         self._store, self._attempt, self._writer, self._threads = store, attempt, writer, threads
         self._compression = compression
-        self._known: dict[Content, Place] = {}  # content -> where its last save, or what it loaded, has it
+        self._known: dict[Content, Place] = {}  # content -> its place in the last save or the loaded checkpoint
 
     def adopt(self, indexes: Iterable[Index]) -> None:
-        """Go on from a checkpoint that has been loaded and verified: refer to what these indexes of it hold."""
+        """Continue from a checkpoint that was loaded and verified: reference the content of these indexes of it."""
         self._known = {(place.digest, dtype): place for index in indexes for dtype, place in index.known()}
 
     def recall(self, start: int, boxes: Sequence[TensorBox]) -> None:
-        """Go on in a process that remembers nothing: refer to the last index that this writer wrote in this attempt, or
-        to what the checkpoint that the attempt began from, at step `start`, holds of `boxes`. Nothing older would do: a
-        commit may have followed it, and the collector that commit. What cannot be read is written anew."""
+        """Continue in a new process. Reference the last index that this writer wrote in this attempt. Without one,
+        reference what the attempt's first checkpoint, at step `start`, holds of `boxes`. An older index is unsafe: a
+        commit may have followed it, and then a collection. Content that cannot be read is written anew."""
         run_id, number = self._attempt.run_id, self._attempt.number
         own = f"/{writer_name(self._writer)}.idx"
         try:
@@ -103,11 +102,11 @@ class ShardWriter:
             self._compression.forget()
 
     def write(self, step: int, boxes: Sequence[TensorBox], digest: StateDigest | None = None) -> Index:
-        """Make this writer's part of a step durable: `boxes`, on the CPU, which share no element with each other or
+        """Make this writer's part of a step durable. `boxes` are on the CPU and share no element with each other or
         with another writer's. `digest` is theirs, where it has been computed already.
 
-        Raises DivergedError for a state that is not finite, FencedError when the attempt has been replaced and a pack
-        that it refers to is gone, StoreUnreachableError when it is gone otherwise, and what the store raises.
+        Raises DivergedError for a state that is not finite. Raises FencedError when a referenced pack is gone and the
+        attempt has been replaced, StoreUnreachableError when it is gone otherwise, and what the store raises.
         """
         boxes = sorted(boxes, key=lambda box: (box.name, box.offset))
         catalogue = merged(({box.name: _info(box)} for box in boxes), f"step {step}, writer {self._writer}")
@@ -133,7 +132,7 @@ class ShardWriter:
         return index
 
     def fail(self, step: int, error: HoldfastError) -> None:
-        """Say that this writer's part of a step will not come, so that nobody waits for it."""
+        """Record that this writer's part of a step will not come, so that no other writer waits for it."""
         record_failure(self._store, self._attempt, step, writer_name(self._writer), error)
 
     def _hashed(self, boxes: Sequence[TensorBox]) -> list[Piece]:
@@ -145,7 +144,7 @@ class ShardWriter:
     def _placed(
         self, step: int, boxes: Sequence[TensorBox], pieces: Sequence[Piece]
     ) -> tuple[dict[Content, Place], int]:
-        """Where each content lies, and how many bytes were written: what no earlier pack holds goes into new ones."""
+        """The place of each content, and the bytes written. Content that no earlier pack holds goes into new packs."""
         places: dict[Content, Place] = {}
         fresh: dict[Content, Piece] = {}
         for piece in pieces:
@@ -186,7 +185,8 @@ class ShardWriter:
                 self._compression.remember(_part(boxes, piece), boxes[piece.box].data.nbytes, places[piece.content])
 
     def _require_packs(self, step: int, packs: Iterable[PackName]) -> None:
-        """Nothing is committed that could not be loaded. Retryable, since the next attempt writes anew what is gone."""
+        """Raises unless all packs are complete in the store, so no commit is unloadable. Retryable: the next attempt
+        writes lost content anew."""
         for pack in sorted(packs):
             key = layout.pack(self._attempt.run_id, str(pack))
             info = self._store.stat(key)
@@ -199,8 +199,8 @@ class ShardWriter:
                 )
 
     def _put(self, index: Index) -> Index:
-        """Write the index. One that is there already was written by this attempt, before it lost its memory; it stays,
-        since a parent may have read it."""
+        """Write the index. If it exists, this attempt wrote it in an earlier process. It stays, since a parent may have
+        read it."""
         name = f"{self._attempt.number:06d}-{index.header.step:09d}/{writer_name(self._writer)}.idx"
         key, data = layout.index(self._attempt.run_id, name), index.to_bytes()
         if self._store.put_if_absent(key, data):
@@ -212,7 +212,7 @@ class ShardWriter:
 
 
 def record_failure(store: Store, attempt: Attempt, step: int, child: str, error: HoldfastError) -> None:
-    """Write why a child of the tree will not come: `<child>.failed`."""
+    """Write `<child>.failed`, the reason why a child of the tree will not come."""
     told = {"error": type(error).__name__, "message": str(error), "code": int(error.exit_code)}
     key = f"{layout.indexes(attempt.run_id, attempt.number, step)}{child}.failed"
     store.put(key, json.dumps(told).encode())

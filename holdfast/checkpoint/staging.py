@@ -1,8 +1,8 @@
-"""Copying the state while training goes on: two buffers in host memory, filled behind the trainer's back.
+"""Copying the state while training continues: two buffers in host memory, filled in the background.
 
-The state does not change between two optimizer steps, so the copy has the time of a forward and a backward pass: a
-thread copies on a CPU, a stream of its own on an accelerator, out of its way. Whoever changes the state waits for the
-copy first (`Copy.wait`), which on an accelerator is a wait of its stream and not of the host.
+The state does not change between two optimizer steps, so the copy has the time of a forward and a backward pass. A
+thread copies on a CPU, a separate stream on an accelerator. Code that changes the state first waits for the copy
+(`Copy.wait`). On an accelerator this is a wait of its stream and not of the host.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from holdfast.checkpoint.fingerprint import StateDigest, begun_digest
 from holdfast.spec.errors import HungError, NoSpaceError
 
 COPY_SECONDS = 600.0  # for one copy, after which the thread that makes it counts as hung
-_POLL_SECONDS = 0.001  # between two looks at the device
+_POLL_SECONDS = 0.001  # between two queries of the device
 
 
 class Copy:
-    """A copy on its way."""
+    """A copy in progress."""
 
     def __init__(self, boxes: Sequence[TensorBox]) -> None:
         self._boxes = list(boxes)
         self.device = next((box.data.device for box in boxes if box.data.is_cuda), None)
-        self._issued = threading.Event()  # whatever reads the state is done, or waits in a stream
+        self._issued = threading.Event()  # all reads of the state are done, or queued in a stream
         self._read: Any = None  # the event after which a device has read it
         self._begun = None if self.device is None else torch.cuda.current_stream(self.device).record_event()
         self.digest: StateDigest | None = None  # of the state, where the device computes it
 
     def wait(self) -> None:
-        """Let nothing after this change the state before it is copied. Raises HungError when nobody has copied it for
-        COPY_SECONDS."""
+        """Let no later operation change the state before it is copied. Raises HungError when the copy is not made
+        within COPY_SECONDS."""
         if not self._issued.wait(COPY_SECONDS):
             raise HungError(f"the copy of {len(self._boxes)} boxes of the state was not made in {COPY_SECONDS:g} s")
         if self._read is not None:
@@ -59,19 +59,19 @@ class Copy:
                     box.data.record_stream(stream)  # it may be a temporary that an engine has gathered
             digest = begun_digest(self._boxes)
             self._read = stream.record_event()
-        self.end()  # nobody waits for the device from here on but this thread, which leaves the core to others
+        self.end()  # from here on only this thread waits for the device, and it leaves the core to other threads
         while not self._read.query():
             time.sleep(_POLL_SECONDS)
         self.digest = digest()
 
     def end(self) -> None:
-        """Nothing reads the state any more."""
+        """Release the state: this copy reads it no more."""
         self._boxes = []
         self._issued.set()
 
 
 class Staging:
-    """The buffers of a rank: each as large as the state it has held, and the second there once it is needed."""
+    """The buffers of a rank, each as large as the largest state it held. The second is allocated when it is needed."""
 
     def __init__(self, allocate: Callable[[int, int], torch.Tensor]) -> None:
         """`allocate(buffer, bytes)` gives the memory of a buffer. It raises NoSpaceError."""
@@ -80,7 +80,7 @@ class Staging:
         self._stream: Any = None
 
     def fill(self, buffer: int, copy: Copy, boxes: Sequence[TensorBox]) -> tuple[Slot, ...]:
-        """Copy into a buffer that nobody reads; where the boxes lie there. Raises NoSpaceError."""
+        """Copy into a buffer that has no reader. Return the positions of the boxes in it. Raises NoSpaceError."""
         slots, size = laid_out(boxes)
         with nullcontext() if copy.device is None else torch.cuda.device(copy.device):
             if buffer not in self._memory or self._memory[buffer].numel() < size:
@@ -95,12 +95,12 @@ class Staging:
 
 
 def free_buffers() -> set[int]:
-    """All buffers, before anything is in them."""
+    """The numbers of all buffers, which are free at first."""
     return set(range(BUFFERS))
 
 
 def _pin(memory: torch.Tensor) -> None:
-    """Lock the pages of a buffer, so that a device copies into them by itself."""
+    """Lock the pages of a buffer, so that a device copies into them directly."""
     runtime = torch.cuda.cudart()
     code = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(code) != 0:

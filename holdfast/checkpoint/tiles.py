@@ -1,8 +1,8 @@
-"""Tiles: pieces are full rows, and are cut into bands of columns, so that who needs some columns reads no others.
+"""Tiles: pieces are full rows, cut into bands of columns, so that a reader of some columns reads no others.
 
-The digest of a piece of several bands is one of the digests of its tiles, so an index does not grow with them. What a
-reader of some tiles needs beside them are the digests of all tiles of their piece, which lie in the same pack. Rows
-that follow each other are stored as a *run*, band after band, so that columns of many rows are read at once.
+The digest of a piece of several bands is a digest of the digests of its tiles, so an index does not grow with them. A
+reader of some tiles also needs the digests of all tiles of their piece, which lie in the same pack. Consecutive rows
+are stored as a *run*, band after band, so that columns of many rows are read together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from blake3 import blake3
 
 DIGEST_BYTES = 16
-WAYS = (1, 2, 3, 4, 6, 8)  # in how many equal parts of its columns somebody may want a tensor
+WAYS = (1, 2, 3, 4, 6, 8)  # numbers of equal parts of its columns that a reader may want
 WAYS_MASK = sum(1 << ways - 1 for ways in WAYS)
 MAX_WAYS = 16
 WIDE_BYTES = 1024  # shorter rows are not cut
@@ -53,7 +53,7 @@ def ways_of(shape: tuple[int, ...], axis: int, itemsize: int) -> int:
 
 @lru_cache(maxsize=1 << 12)
 def edges(size: int, ways: int) -> tuple[int, ...]:
-    """Where `size` columns are cut: where equal parts begin (the last one may be shorter), and at the end."""
+    """The cuts of `size` columns: the starts of equal parts (the last one may be shorter), and the end."""
     cut = {size}
     for number in range(1, MAX_WAYS + 1):
         if ways >> number - 1 & 1:
@@ -99,7 +99,7 @@ def untiled(tiles: Sequence[memoryview], form: Form) -> memoryview:
 
 
 def tiles_of(tiles: memoryview, height: int, row: int, form: Form) -> list[memoryview]:
-    """The tiles of a piece whose first row is `row`, of `height` rows that are laid out band after band."""
+    """The tiles of a piece whose first row is `row`, from `height` rows that are stored band after band."""
     found, at = [], 0
     for width in form.widths:
         start = at + row * width
@@ -109,7 +109,7 @@ def tiles_of(tiles: memoryview, height: int, row: int, form: Form) -> list[memor
 
 
 def tile_digests(tiles: Sequence[memoryview]) -> bytes:
-    """Their digests, one after another."""
+    """The digests of tiles, one after another."""
     return b"".join([blake3(tile).digest(DIGEST_BYTES) for tile in tiles])
 
 

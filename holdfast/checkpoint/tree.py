@@ -1,8 +1,8 @@
-"""The tree above the indexes: what a parent knows of a child, and the nodes that stand for up to FANOUT children.
+"""The tree above the indexes: a parent's entries for its children, and nodes with up to FANOUT children each.
 
-A parent knows each child's *reach*: of which tensors it holds a part, and for each distinct global shape which rows and
-columns lie between its first and its last. So a reader fetches only what may hold something of its boxes. What a node
-or the root holds grows with FANOUT and the number of tensors, never with the number of writers.
+A parent knows each child's *reach*: the tensors that it holds a part of. For each distinct global shape, it also has
+the range of rows and columns between the first and the last. So a reader fetches only children that may overlap its
+boxes. The size of a node or root grows with FANOUT and the number of tensors, never with the number of writers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Span = tuple[int, int, int, int]  # first row, row after the last, first column,
 
 
 class Reach(BaseModel):
-    """What a child may hold a part of. Over the catalogue of the parent that says so."""
+    """The tensors that a child may hold a part of, over the catalogue of its parent."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -47,13 +47,13 @@ class Reach(BaseModel):
 
 
 class Entry(BaseModel):
-    """What a parent knows of a child."""
+    """A parent's record of a child."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(pattern=r"^[0-9]{6,}-[0-9]{9,}/(node-[0-9]{1,2}-)?[0-9]{5,}\.idx$")
     size: int = Field(ge=0)  # bytes
-    digest: str = Field(pattern=r"^[0-9a-f]{32}$")  # the one that stands in it
+    digest: str = Field(pattern=r"^[0-9a-f]{32}$")  # the one in its header
     fresh: int = Field(ge=0)  # bytes that were written for this save
     reach: Reach
 
@@ -98,7 +98,7 @@ class Node:
 
 
 def child_from_bytes(entry: Entry, data: bytes, source: str) -> Index | Node:
-    """A child as its parent knows it. Raises as `Index.from_bytes`."""
+    """Parse the child of an entry. Raises as `Index.from_bytes`."""
     kind = Node if entry.is_node else Index
     return kind.from_bytes(data, source, entry.digest)
 
@@ -120,7 +120,7 @@ def shapes_of(catalogue: Catalogue) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Boxes as a reader looks for them, over one catalogue."""
+    """The boxes of a reader, as arrays over one catalogue."""
 
     tensors: NDArray[np.int64]  # of each box
     shapes: NDArray[np.int64]
@@ -128,7 +128,7 @@ class Wanted:
 
     @classmethod
     def of(cls, boxes: Iterable[TensorBox], catalogue: Catalogue) -> Wanted:
-        """The boxes that hold something of a tensor of the catalogue."""
+        """The non-empty boxes whose tensors are in the catalogue."""
         numbers = {name: number for number, name in enumerate(catalogue)}
         shapes = {shape: number for number, shape in enumerate(shapes_of(catalogue))}
         rows = [
@@ -140,7 +140,7 @@ class Wanted:
         return cls(table[:, 0], table[:, 1], table[:, 2:])
 
     def may_meet(self, reach: Reach) -> bool:
-        """Whether a child with this reach may hold something of them."""
+        """Whether a child with this reach may overlap the boxes."""
         bits = np.unpackbits(np.frombuffer(bytes.fromhex(reach.tensors), dtype=np.uint8), bitorder="little")
         spans = np.array([span or (0, 0, 0, 0) for span in reach.spans], dtype=np.int64).reshape(-1, 4)[self.shapes]
         low, high = np.maximum(spans[:, ::2], self.spans[:, ::2]), np.minimum(spans[:, 1::2], self.spans[:, 1::2])
@@ -160,7 +160,7 @@ class Children:
         self._found: list[tuple[str, int, str, Index | Node]] = []
 
     def add(self, name: str, data: bytes) -> Header:
-        """Take a child as it is stored. Raises DataError for what is not intact."""
+        """Add a stored child. Raises DataError for one that is not intact."""
         kind = Node if "/node-" in name else Index
         child = kind.from_bytes(data, name)
         self._found.append((name, len(data), digest_in(data), child))
@@ -181,7 +181,7 @@ class Children:
         return np.unique(rows.view(np.dtype((np.void, PACK.itemsize)))).view(PACK)
 
     def entries(self, catalogue: Catalogue) -> tuple[Entry, ...]:
-        """What a parent with this catalogue knows of them, in the order of their names."""
+        """The entries of a parent with this catalogue, in the order of their names."""
         return tuple(
             Entry(name=name, size=size, digest=digest, fresh=child.header.totals.fresh, reach=_reach(child, catalogue))
             for name, size, digest, child in sorted(self._found, key=lambda each: each[0])

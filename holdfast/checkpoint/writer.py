@@ -1,9 +1,9 @@
-"""Saving, as a rank sees it: hand over the state and train on. The rest happens beside it.
+"""The rank's side of saving: hand over the state and continue training. The rest happens in the background.
 
-`save` returns at once; the state must not change before `wait_for_staging`. What is complete is made durable and
-committed by the agent of this node (`agent`), which outlives the rank, or by threads where there is none. What the
-store refuses for a while is tried again at the next save, within a stated lag. Only rank 0 knows what is committed; the
-others know that their own part is durable, and learn of an end as they learn of every end of another rank.
+`save` returns immediately. The state must not change before `wait_for_staging`. The agent of this node (`agent`), which
+outlives the rank, makes complete copies durable and commits them. Without an agent, threads do this. After a transient
+store error, the next save tries again, within a stated lag. Only rank 0 knows what is committed. Other ranks know that
+their own part is durable, and learn of an end as they learn of any other rank's end.
 """
 
 from __future__ import annotations
@@ -51,23 +51,24 @@ from holdfast.telemetry.events import SaveCommitted, SaveFailed
 
 log = logging.getLogger("holdfast.checkpoint")
 
-HAND_OVER_SECONDS = 120.0  # for a copy that is made to reach who makes it durable, at the end
-NEAR_SECONDS = 10.0  # that training waits at most for a buffer for a copy that is only kept near
-STORE_FAULTS = (StoreUnreachableError, NoSpaceError)  # which may have passed by the next save
+HAND_OVER_SECONDS = 120.0  # for handing the last finished copy to the saver, when closing
+NEAR_SECONDS = 10.0  # most that training waits for a buffer for a copy that only local tiers keep
+STORE_FAULTS = (StoreUnreachableError, NoSpaceError)  # may be gone by the next save
 
 
 @dataclass
 class _PendingSave:
-    """A save that has no last outcome yet."""
+    """A save without a final outcome."""
 
-    buffer: int | None  # that its copy lies in; None: the copy is not needed any more
-    begun: float  # seconds, by the clock that measures
+    buffer: int | None  # that holds its copy; None: the copy is not needed any more
+    begun: float  # seconds of time.perf_counter
     stalled: float = 0.0  # seconds that training waited for it
-    committed: bool = True  # whether it becomes a checkpoint, and is not only kept near
+    committed: bool = True  # whether it becomes a checkpoint, or only local tiers keep it
 
 
 class Checkpointer:
-    """Saves the boxes of a gang. `restore` is collective; nothing else talks to other ranks."""
+    """Saves the boxes of a gang. `restore`, `load` and `drop_local_tiers` are collective; nothing else talks to other
+    ranks."""
 
     def __init__(
         self,
@@ -85,33 +86,33 @@ class Checkpointer:
         upload_rate: float | None = None,
         near: TierSet | None = None,
     ) -> None:
-        """`describe` gives the manifest's fields that do not change (dataset_id, layout...), `plan` how this gang
-        computes, which becomes a segment of the run unless the checkpoint it goes on from has the same. While the store
-        takes no checkpoint, saves go on until they are `max_lag_steps` beyond the newest one. With `same_bits` another
-        attempt must have committed the same for a step. `on_commit(step)`, which may be set later, is called on rank 0
-        from another thread when a step is committed. `gang`: of the ranks that save (default: a new one). `compress`:
-        without loss, where it pays. `upload_rate`: bytes a second at most, unless somebody waits for them. `near`:
-        where copies are kept near the ranks."""
+        """`describe` holds the manifest fields that do not change (dataset_id, layout...). `plan` is the plan of this
+        gang. It becomes a new segment of the run unless the loaded checkpoint has the same plan. While the store takes
+        no checkpoint, saves continue up to `max_lag_steps` beyond the newest one. With `same_bits`, any other attempt
+        that committed a step must have committed the same bits. `on_commit(step)` may be set later; rank 0 calls it
+        from another thread when a step is committed. `gang`: the ranks that save (default: a new one). `compress`:
+        lossless, where it saves space. `upload_rate`: bytes a second at most, unless a caller waits for the save.
+        `near`: the local tiers."""
         self._store, self._attempt, self._retention = store, attempt, retention
         self._describe, self._plan, self._same_bits = describe, plan, same_bits
         self._compress, self._upload_rate, self._near = compress, upload_rate, near
         self._max_lag_steps, self.on_commit = max_lag_steps, on_commit
         self._gang = gang or Gang()
         self._loaded: Manifest | None = None
-        self.near_start: Record | None = None  # what is known of the near step that was loaded: no checkpoint yet
-        self._waits_near = True  # whether a copy that is only kept near may wait for a buffer
+        self.near_start: Record | None = None  # record of the loaded local-tier step, which is not a checkpoint yet
+        self._waits_near = True  # whether a copy that only local tiers keep may wait for a buffer
         self._saver: AgentClient | LocalSaver | None = None
         self._staging = Staging(lambda buffer, size: self._open_saver().allocate(buffer, size))
         self._copies: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._copy: Copy | None = None  # the newest one
         self._step = 0  # saved last
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the fields below
         self._free = free_buffers()
         self._pending: dict[int, _PendingSave] = {}  # by step
-        self._failures: dict[int, HoldfastError] = {}  # faults of the store that nobody was told, by step
+        self._failures: dict[int, HoldfastError] = {}  # store errors that were not reported yet, by step
         self._fatal: HoldfastError | None = None  # any other failure: nothing is saved any more
-        self._committed = 0  # the newest step that is safe; rank 0 knows
-        self.failed_saves = 0  # that the store did not take, and training went on
+        self._committed = 0  # the newest step that is safe; only rank 0 knows it
+        self.failed_saves = 0  # refused by the store while training continued
         self.stall_seconds = 0.0  # time that training waited for saves, in this process
 
     def restore(
@@ -120,10 +121,10 @@ class Checkpointer:
         first_state: Callable[[Sequence[TensorBox]], None],
         accept: Callable[[Manifest], None] = lambda _: None,
     ) -> int:
-        """Fill `boxes` from the newest near step or checkpoint that verifies, or with `first_state` when there is none
-        yet; the step of what they hold. What was loaded from near (`near_start`) is for the caller to save. Raises what
-        `load_newest` raises, and what `accept` raises for the checkpoint found; SpecError for more boxes than an agent
-        can be told of."""
+        """Fill `boxes` from the newest verified local-tier step or checkpoint, or with `first_state` if neither exists.
+        Return the step of the state. If the state came from a local tier, `near_start` is set and the caller must save
+        it to the store. Raises what `load_newest` raises, and what `accept` raises for the checkpoint found. Raises
+        SpecError for more boxes than a message to the agent can hold."""
         if os.environ.get(VARIABLE):
             require_small(Save(step=0, buffer=0, slots=laid_out(boxes)[0]), ROOM)
         attempt, fence = self._attempt, partial(self._attempt.check, self._store)
@@ -142,26 +143,26 @@ class Checkpointer:
         if self._near is not None:
             self._near.begin(start, near)
             self._committed = self._near.root if near is not None else start
-        self._open_saver()  # it knows this rank from now on
+        self._open_saver()  # from now on it knows this rank
         return start
 
     @property
     def scalars(self) -> Mapping[str, float | int]:
-        """The numbers of the state that was restored; none of a first state."""
+        """The scalars of the restored state; empty for a first state."""
         if self.near_start is not None:
             return self.near_start.scalars
         return {} if self._loaded is None else self._loaded.scalars
 
     def load(self, step: int, boxes: Sequence[TensorBox]) -> Mapping[str, float | int]:
-        """Fill `boxes` from this run's checkpoint of `step`, which one of this or an earlier attempt has saved; its
-        numbers. A collective call, which waits for the saves in flight. Raises StoreUnreachableError while that save
-        has not succeeded, NoCheckpointVerifiesError when it is damaged or gone."""
+        """Fill `boxes` from this run's checkpoint of `step`, saved by this or an earlier attempt, and return its
+        scalars. Collective; waits for the saves in flight. Raises StoreUnreachableError while that save has not
+        succeeded, NoCheckpointVerifiesError when it is damaged or gone."""
         self.wait()  # on rank 0: for the commit
         self._gang.barrier()
         return load_step(self._store, self._attempt.run_id, step, boxes, self._gang).manifest.scalars
 
     def adopt(self, found: Checkpoint) -> None:
-        """Go on from a checkpoint that has just been loaded and verified: later saves refer to its pieces."""
+        """Continue from a checkpoint that was just loaded and verified: later saves reference its pieces."""
         self._loaded, self._committed = found.manifest, found.step
 
     def save(
@@ -173,14 +174,15 @@ class Checkpointer:
         *,
         committed: bool = True,
     ) -> None:
-        """Save `boxes`, which together with the other ranks' make up every tensor exactly once. They must stay as they
-        are until `wait_for_staging`. `attachments`: objects that are written just before the commit, of rank 0. Where
-        the step is due in a near tier it is kept there; if it is not `committed` as well, nothing is raised but for
-        good.
+        """Save `boxes`, which together with the boxes of the other ranks make up every tensor exactly once. They must
+        not change until `wait_for_staging`. `attachments` are rank 0's objects, written just before the commit. Local
+        tiers keep the step if it is due there. If the step is not `committed` as well, only permanent failures are
+        raised.
 
-        Waits only for a buffer, when the two saves before are still being written, and on rank 0 for the commit of one
-        that is more than `max_lag_steps` old. Raises what an earlier save failed with, unless it is a fault of the
-        store and this step is within `max_lag_steps` of the newest checkpoint."""
+        Waits only for a buffer, when the two previous saves are still being written, and on rank 0 for a commit that is
+        more than `max_lag_steps` behind. Raises the failure of an earlier save, unless it is a store error and this
+        step is within `max_lag_steps` of the newest checkpoint.
+        """
         begun = time.perf_counter()
         self.wait_for_staging()
         saver = self._open_saver()
@@ -202,12 +204,12 @@ class Checkpointer:
         self.stall_seconds += flight.stalled
 
     def near_due(self, step: int) -> bool:
-        """Whether the state after `step` is kept in a near tier."""
+        """Whether a local tier keeps the state after `step`."""
         return self._near is not None and bool(self._near.due(step))
 
     def wait_for_staging(self) -> None:
-        """Wait until the state that was saved last may change: before each optimizer step. Mostly it may already.
-        Raises HungError when it is not copied in the time that Copy gives it."""
+        """Wait until the state that was saved last may change. Call it before each optimizer step; mostly it returns
+        immediately. Raises HungError when the copy takes longer than COPY_SECONDS."""
         if self._copy is None:
             return
         begun, copy = time.perf_counter(), self._copy
@@ -226,8 +228,8 @@ class Checkpointer:
                 flight.stalled += waited
 
     def wait(self) -> None:
-        """Wait for the saves in flight: on rank 0 for their commits, on another rank until its part is durable. Raises
-        what the newest of them failed with, or any of them for good."""
+        """Wait for the saves in flight: on rank 0 for their commits, on other ranks until their part is durable. Raises
+        the failure of the newest save, or any permanent failure."""
         self.wait_for_staging()
         if self._saver is not None:
             self._saver.lift()
@@ -241,8 +243,8 @@ class Checkpointer:
             raise failure
 
     def close(self) -> None:
-        """Leave: what was handed over is still committed, by the agent, or in here, for as long as that is hopeful.
-        Raises nothing."""
+        """Close. The agent, or this process within a time limit, still commits the saves that were handed over. Raises
+        nothing."""
         try:
             self.wait_for_staging()
         except HungError as error:
@@ -260,14 +262,15 @@ class Checkpointer:
             self._saver.close()
 
     def drop_local_tiers(self) -> None:
-        """The last step is committed: what is kept near goes. Collective where there is any; after `wait`."""
+        """Delete the copies in local tiers once the last step is committed. Collective where local tiers exist; call it
+        after `wait`."""
         if self._near is not None:
             self._near.clear()
 
     def collect_garbage(self, committed: int) -> None:
-        """Remove, as far as the store lets it, what no checkpoint needs beside the one of step `committed`. Every
-        commit is followed by it; an attempt that died after its last one did not. Raises FencedError when a newer
-        attempt is there, and nothing else."""
+        """Remove, as far as the store allows, what no checkpoint needs, given the commit of step `committed`. Each
+        commit already does this. The call is for an attempt that died after its last commit. Raises FencedError when a
+        newer attempt exists, and nothing else."""
         if self._gang.rank != 0:
             return
         try:
@@ -280,7 +283,7 @@ class Checkpointer:
             log.exception("the collection of garbage failed unexpectedly: please report it with this traceback")
 
     def _open_saver(self) -> AgentClient | LocalSaver:
-        """Who makes saves durable: the agent of this node, or threads where there is none."""
+        """The saver that makes saves durable: the agent of this node, or threads where no agent runs."""
         if self._saver is None:
             loaded, attempt = self._loaded, self._attempt
             writer = Writer(
@@ -318,7 +321,7 @@ class Checkpointer:
             copy()
 
     def _hand_over(self, saver: AgentClient | LocalSaver, copy: Copy, boxes: list[TensorBox], save: Save) -> None:
-        """Copy the state, and give the copy to who makes it durable. In a thread."""
+        """Copy the state and hand the copy to the saver. Runs in a thread."""
         assert save.buffer is not None
         try:
             slots = self._staging.fill(save.buffer, copy, boxes)
@@ -329,14 +332,14 @@ class Checkpointer:
         except BaseException as error:  # noqa: BLE001 - raised in the training thread
             copy.end()
             failure = as_failure(save.step, error)
-            self._failed(save.step, failure)  # first: what is told of `lost` comes back as a fault of the store
+            self._failed(save.step, failure)  # first: the reply to `lost` arrives as a store error
             if save.committed:
                 saver.lost(save.step, str(failure))
             return
         saver.save(save)
 
     def _ended(self, outcome: Outcome) -> None:
-        """Hear what became of a save. In a thread."""
+        """Handle the outcome of a save. Runs in a thread."""
         step = outcome.step
         if outcome.what == "failed":
             self._failed(step, error_named(outcome.error, outcome.reason))
@@ -349,7 +352,7 @@ class Checkpointer:
             self._release(flight)
             if outcome.what == "done":
                 del self._pending[step]
-            if committed:  # said before anybody who waits for it goes on, and perhaps ends
+            if committed:  # reported before any waiter resumes, and perhaps exits
                 self._committed = max(self._committed, step)
                 self.on_commit(step)
                 seconds = time.perf_counter() - flight.begun
@@ -376,13 +379,13 @@ class Checkpointer:
             self._changed.notify_all()
 
     def _release(self, flight: _PendingSave) -> None:
-        """The buffer of a save is free. `changed` is held."""
+        """Free the buffer of a save. The caller holds `_changed`."""
         if flight.buffer is not None:
             self._free.add(flight.buffer)
             flight.buffer = None
 
     def _has_room(self, step: int) -> bool:
-        """Wait for a buffer, and until `step` is not too far ahead. `changed` is held."""
+        """Wait for a buffer, and until `step` is not too far ahead. The caller holds `_changed`."""
         while True:
             self._raise_or_retry(step)
             if self._free and not self._lags(step):
@@ -390,7 +393,8 @@ class Checkpointer:
             self._changed.wait()
 
     def _has_room_near(self, step: int) -> bool:
-        """Wait for a buffer, not for long, and not again until one was free in time. `changed` is held."""
+        """Wait briefly for a buffer. After a timeout, do not wait again until a buffer is free in time. The caller
+        holds `_changed`."""
         seconds = NEAR_SECONDS if self._waits_near else 0.0
         self._changed.wait_for(lambda: self._free or self._fatal, seconds)
         if self._fatal is not None:
@@ -401,11 +405,11 @@ class Checkpointer:
         return self._waits_near
 
     def _lags(self, step: int) -> bool:
-        """Whether a save of `step` would be too far ahead of the newest commit, and one is on its way."""
+        """Whether a save is pending and `step` is too far ahead of the newest commit."""
         return self._gang.rank == 0 and bool(self._pending) and step - self._committed > self._max_lag_steps
 
     def _raise_or_retry(self, step: int) -> None:
-        """Raise what earlier saves have failed with, unless it may be tried again. `changed` is held."""
+        """Raise the failures of earlier saves, unless this step may retry them. The caller holds `_changed`."""
         if self._fatal is not None:
             raise self._fatal
         for failed, failure in sorted(self._failures.items()):

@@ -1,3 +1,2 @@
-"""Saving beside the training: a process of each node that makes copies in shared memory durable and commits them, so
-that neither the interpreter nor the cores of a rank are spent on it more than a copy takes.
-"""
+"""The checkpoint agent: a process on each node that makes copies in shared memory durable and commits them. A rank's
+interpreter and cores spend no more time on a save than the copy takes."""

@@ -1,7 +1,7 @@
-"""The memory that a rank copies its state into, and how boxes lie in it.
+"""The shared memory that a rank copies its state into, and the positions of boxes in it.
 
-Shared with the agent as a file descriptor that has no name anywhere: when the last process that holds it is gone, so is
-the memory, however they died. Sealed, so that neither can pull it from under the other.
+The agent receives it as an anonymous file descriptor. The memory is freed when the last process that holds it ends,
+even if that process was killed. It is sealed, so neither process can shrink it under the other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, size: int) -> SharedMemory:
-        """Memory that is there to its last page. Raises NoSpaceError."""
+        """Allocate `size` bytes, all pages included. Raises NoSpaceError."""
         descriptor = -1
         try:
             descriptor = os.memfd_create("checkpoint", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -47,12 +47,12 @@ class SharedMemory:
             raise NoSpaceError(f"{size} bytes of shared memory for a checkpoint's copy: {error}") from error
 
     def close(self) -> None:
-        """Give up the descriptor; the memory goes when nobody maps it."""
+        """Close the descriptor. The memory is freed when no process maps it."""
         os.close(self.descriptor)
 
 
 def laid_out(boxes: Sequence[TensorBox]) -> tuple[tuple[Slot, ...], int]:
-    """Where each of the boxes lies in a buffer, and the size of the buffer in bytes."""
+    """The position of each box in a buffer, and the size of the buffer in bytes."""
     slots, end = [], 0
     for box in boxes:
         shape = tuple(box.data.shape)

@@ -1,9 +1,8 @@
-"""A rank's end of the connection to the agent of its node.
+"""The rank's connection to the agent of its node.
 
-Promises that every save that was handed over gets an outcome, whatever becomes of the agent: one that has died is
-followed by another (the node's wrapper sees to it), which is told everything that had no outcome yet. Where none comes,
-the saves fail as they do when the store is away; where one is there and says nothing for too long, as those of a hung
-process do.
+Every save that was handed over gets an outcome, even if the agent fails. The node's wrapper replaces a dead agent, and
+this client sends the new one every save without an outcome. If no agent starts, the saves fail as if the store were
+unreachable. If an agent is connected but silent for too long, they fail as for a hung process.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ class AgentClient:
     """Hands saves to the agent. Its thread ends with `close` or with the process."""
 
     def __init__(self, path: str, writer: Writer, tell: Callable[[Outcome], None], patience: float = PATIENCE) -> None:
-        """`tell` is called from a thread, with each outcome once. `patience`: seconds without an agent, or without a
-        word of it, after which saves fail."""
+        """`tell` is called from a thread, once for each outcome. `patience`: seconds without an agent, or without a
+        message from it, after which saves fail."""
         self._path, self._writer, self._tell, self._patience = path, writer, tell, patience
-        self._lock = threading.Lock()  # of what follows; held while a message is sent
+        self._lock = threading.Lock()  # guards the fields below; held while a message is sent
         self._connection: Connection | None = None
         self._memory: dict[int, SharedMemory] = {}
         self._listen: tuple[Listen, int] | None = None  # and the listener's descriptor
         self._open: dict[int, Save] = {}  # without a last outcome, by step
-        self._lost: dict[int, Lost] = {}  # what was said of steps whose failure nobody has told yet
-        self._wanted = threading.Event()  # something to say, or the end
+        self._lost: dict[int, Lost] = {}  # reported as lost, no failure outcome yet; by step
+        self._wanted = threading.Event()  # a message to send, or the end
         self._closing = self._silent = False  # silent: it did not take what it was sent
         self._lifted = False
         self._deaths = 0  # of agents, since one of them ended a save
@@ -60,7 +59,7 @@ class AgentClient:
         self._thread.start()
 
     def allocate(self, buffer: int, size: int) -> torch.Tensor:
-        """New memory for a buffer, shared with this agent and with each that follows it. Raises NoSpaceError."""
+        """Allocate memory for a buffer, shared with this agent and its replacements. Raises NoSpaceError."""
         memory = SharedMemory.create(size)
         with self._lock:
             if (former := self._memory.get(buffer)) is not None:
@@ -70,35 +69,35 @@ class AgentClient:
         return memory.bytes
 
     def save(self, save: Save) -> None:
-        """Hand over a complete copy. Never fails: what becomes of it is an outcome."""
+        """Hand over a complete copy. Never fails: the result arrives as an outcome."""
         with self._lock:
             self._open[save.step] = save
             self._say(save)
         self._wanted.set()
 
     def lost(self, step: int, reason: str) -> None:
-        """Say that there will be no copy of a step, so that nobody waits for it."""
+        """Report that no copy of a step will come, so that no writer waits for it."""
         with self._lock:
             self._lost[step] = Lost(step=step, reason=reason)
             self._say(self._lost[step])
 
     def listen(self, listener: socket.socket, token: str) -> None:
-        """Have what other nodes send taken, by this agent and each that follows it."""
+        """Let this agent, and each replacement, accept what other nodes send."""
         with self._lock:
             self._listen = Listen(token=token), listener.detach()
             self._say(*self._listen)
 
     def lift(self) -> None:
-        """Somebody waits: uploads are not held back any more."""
+        """Remove the limit on uploads, because a caller waits."""
         with self._lock:
             self._lifted = True
             self._say(Lift())
 
     def settle(self) -> None:
-        """What follows a commit is the agent's alone."""
+        """Do nothing: only the agent does the work after a commit."""
 
     def close(self) -> None:
-        """Leave, once an agent has been given what there is to save: it goes on with it."""
+        """Disconnect once an agent has the pending saves; the agent continues with them."""
         deadline = time.monotonic() + self._patience
         while self._connection is None and self._open and time.monotonic() < deadline:
             time.sleep(_PAUSE)
@@ -110,18 +109,18 @@ class AgentClient:
         self._thread.join(self._patience)
 
     def _say(self, message: Memory | Listen | Save | Lift | Lost, *descriptors: int) -> None:
-        """Send it if somebody is there; who comes later is told anyway. The lock is held."""
+        """Send the message if an agent is connected. A later agent gets it on connection. The caller holds the lock."""
         if self._connection is None:
             return
         try:
             self._connection.send(message, descriptors)
-        except OSError as error:  # the thread that receives sees it, and looks for the next agent
+        except OSError as error:  # the receiving thread sees it, and looks for the next agent
             self._silent |= isinstance(error, TimeoutError)
             self._connection.close()
             self._connection = None
 
     def _follow(self) -> None:
-        since, pause = time.monotonic(), _PAUSE  # when an agent was last there
+        since, pause = time.monotonic(), _PAUSE  # when an agent was last connected
         while not self._closing:
             try:
                 connection = self._connected()
@@ -157,7 +156,7 @@ class AgentClient:
             since = time.monotonic()
 
     def _hung(self) -> None:
-        """It may wake up and read its buffers, which must not change any more."""
+        """Fail all saves. A hung agent may wake up and read its buffers, which must not change any more."""
         self._silent = False
         self._fail(HungError, f"the checkpoint agent said nothing for {self._patience:g} s")
 
@@ -197,7 +196,7 @@ class AgentClient:
             self._lost.pop(outcome.step, None)
             save = self._open.get(outcome.step)
             if save is None and outcome.what != "failed":
-                return  # told by an agent before, too
+                return  # a previous agent reported it too
             if save is not None and outcome.what == "durable":
                 if save.buffer is None:
                     return

@@ -1,4 +1,4 @@
-"""The work of the agent in threads of the rank itself, where no agent is: a single process, a library, a test."""
+"""The work of the agent in threads of the rank, where no agent runs: a single process, a library, a test."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class LocalSaver:
         self._saving.lift()
 
     def settle(self) -> None:
-        """Wait for what follows a commit: collection."""
+        """Wait for the collection that follows a commit."""
         self._saving.settle(SETTLE_SECONDS)
 
     def close(self) -> None:
-        """See AgentClient. Waits, since nobody goes on with it."""
+        """See AgentClient. Waits, since no other process finishes the work."""
         self._saving.hurry()
         self._saving.finish(CLOSE_SECONDS)
         self._saving.close()

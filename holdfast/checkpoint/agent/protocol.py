@@ -1,8 +1,7 @@
-"""What a rank, the node's wrapper and the agent beside them say to each other: bounded JSON over a Unix socket, never
-pickle.
+"""Messages between a rank, the node's wrapper and the agent: bounded JSON over a Unix socket, never pickle.
 
-A message is its length and one JSON object, which names its kind; the memory of a buffer goes with it as a file
-descriptor. Both ends check what they read: whatever is no message ends the connection.
+A message is its length and one JSON object with a `kind`. The memory of a buffer travels with it as a file descriptor.
+Both ends validate what they read. An invalid message ends the connection.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from holdfast.checkpoint.retention import Retention
 from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.plan import Plan, Segment, continued
 
-VARIABLE = "HOLDFAST_CHECKPOINT_AGENT"  # the path of the agent's socket on this node; not set where there is none
+VARIABLE = "HOLDFAST_CHECKPOINT_AGENT"  # the path of the agent's socket on this node; unset without an agent
 BUFFERS = 2  # of a rank: one is written to the store while the other is filled
-PATIENCE = 60.0  # seconds without a word after which the other end counts as gone
-TICK_SECONDS = 1.0  # between two words of an agent that has nothing to say
+PATIENCE = 60.0  # seconds without a message after which the other end counts as gone
+TICK_SECONDS = 1.0  # between two messages of an idle agent
 MAX_MESSAGE = 1 << 26  # bytes: a table of some 400,000 boxes
-ROOM = 1 << 24  # of them, for what a save says beside its table: metrics since the one before
+ROOM = 1 << 24  # of those bytes, for the rest of a save: metrics since the previous one
 _LENGTH = struct.Struct("<I")
 
 
@@ -37,7 +36,7 @@ class _Message(BaseModel):
 
 
 class Writer(_Message):
-    """A rank introduces itself: all that making its saves durable, and committing them, needs to know."""
+    """Introduction of a rank: everything that is needed to make its saves durable and to commit them."""
 
     kind: Literal["writer"] = "writer"
     store: str  # URL
@@ -52,13 +51,13 @@ class Writer(_Message):
     segments: tuple[Segment, ...] = ()  # of the checkpoint that was loaded
     history: tuple[tuple[int, int], ...] = ()  # and its history
     start: int = Field(0, ge=0)  # and its step
-    root: int | None = Field(None, ge=0)  # the step of the newest checkpoint, where `start` is that of a near step
+    root: int | None = Field(None, ge=0)  # step of the newest checkpoint, where `start` is a local-tier step
     same_bits: bool = True  # whether another attempt must have committed the same for a step
     retention: Retention = Retention(1)
-    compress: bool = False  # without loss, where it pays
+    compress: bool = False  # lossless, where it saves space
     upload_rate: float | None = Field(None, gt=0)  # bytes a second
-    near: tuple[Tier, ...] = ()  # where copies are kept near the ranks
-    neighbour: Endpoint | None = None  # the node that keeps those in memory as well
+    near: tuple[Tier, ...] = ()  # the local tiers
+    neighbour: Endpoint | None = None  # the node that also keeps the memory tier
 
     @property
     def lineage(self) -> dict[str, Any]:
@@ -70,7 +69,7 @@ class Writer(_Message):
 
 
 class Memory(_Message):
-    """A buffer of a rank; its descriptor comes along."""
+    """A buffer of a rank. Its descriptor comes with the message."""
 
     kind: Literal["memory"] = "memory"
     buffer: int = Field(ge=0, lt=BUFFERS)
@@ -78,14 +77,14 @@ class Memory(_Message):
 
 
 class Listen(_Message):
-    """Take what another node sends; the listener's descriptor comes along."""
+    """Accept what another node sends. The listener's descriptor comes with the message."""
 
     kind: Literal["listen"] = "listen"
     token: str = Field(repr=False)
 
 
 class Slot(_Message):
-    """Where a box lies in a buffer."""
+    """Position of a box in a buffer."""
 
     name: str
     dtype: str
@@ -96,12 +95,12 @@ class Slot(_Message):
 
 
 class Save(_Message):
-    """A copy is complete: make it durable, and commit it where this writer leads others; or keep it near the ranks, or
+    """A copy is complete. Make it durable, and commit it if this writer leads others; or keep it in local tiers; or
     both."""
 
     kind: Literal["save"] = "save"
     step: int = Field(ge=0)
-    buffer: int | None = Field(ge=0, lt=BUFFERS)  # None: an agent before this one has made it durable
+    buffer: int | None = Field(ge=0, lt=BUFFERS)  # None: a previous agent has made it durable
     slots: tuple[Slot, ...] = ()
     digest: tuple[int, int] | None = None  # both sums over the boxes, where the device has computed them
     scalars: dict[str, int | float] = {}
@@ -111,13 +110,13 @@ class Save(_Message):
 
 
 class Lift(_Message):
-    """Somebody waits for what was saved: the upload rate holds no longer."""
+    """A caller waits for the saves: stop limiting uploads."""
 
     kind: Literal["lift"] = "lift"
 
 
 class Lost(_Message):
-    """There is no copy of this step, and will be none."""
+    """No copy of this step exists, and none will come."""
 
     kind: Literal["lost"] = "lost"
     step: int = Field(ge=0)
@@ -125,38 +124,38 @@ class Lost(_Message):
 
 
 class Outcome(_Message):
-    """What became of a save. `durable`: its buffer is free. `done`: nothing is left to do for it; of rank 0: it is
-    committed. `failed`: neither will happen; or, after `done`, this attempt has been replaced."""
+    """The result of a save. `durable`: its buffer is free. `done`: no work is left; from rank 0, it is committed.
+    `failed`: neither will happen; or, after `done`, this attempt has been replaced."""
 
     kind: Literal["outcome"] = "outcome"
     step: int
     what: Literal["durable", "done", "failed"]
     error: str = ""  # the name of the failure's class
-    reason: str = ""  # and its words
+    reason: str = ""  # and its message
     bytes: int | None = None  # that were written for a commit
 
 
 class Tick(_Message):
-    """The agent lives."""
+    """The agent is alive."""
 
     kind: Literal["tick"] = "tick"
 
 
 class Watch(_Message):
-    """The node's wrapper wants to be told that the agent lives."""
+    """The node's wrapper subscribes to the agent's ticks."""
 
     kind: Literal["watch"] = "watch"
 
 
 class Drain(_Message):
-    """No rank will say anything more: end what is complete, within so many seconds."""
+    """No rank will send anything more: finish what is complete, within `seconds`."""
 
     kind: Literal["drain"] = "drain"
     seconds: float = Field(ge=0)
 
 
 class Drained(_Message):
-    """What was complete is committed, or has failed; `left` says what is not, in words."""
+    """What was complete is committed, or has failed. `left` describes what is not finished."""
 
     kind: Literal["drained"] = "drained"
     left: tuple[str, ...] = ()
@@ -167,12 +166,12 @@ _READER: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminat
 
 
 class ProtocolError(OSError):
-    """The other end said something that is no message."""
+    """The other end sent something that is no message."""
 
 
 def require_small(save: Save, room: int = 0) -> None:
-    """Raises SpecError for a save that no message can hold, with `room` bytes for what it does not say yet: trying it
-    would only break the connection, each time."""
+    """Raises SpecError for a save that no message can hold, with `room` bytes for the parts that are not known yet.
+    Sending it would break the connection every time."""
     size = len(save.model_dump_json())
     if size + room > MAX_MESSAGE:
         said = f"what is said of them takes {size:,} bytes" + (f", and metrics up to {room:,}" if room else "")
@@ -182,16 +181,16 @@ def require_small(save: Save, room: int = 0) -> None:
 
 
 class Connection:
-    """One end. `send` may be called from several threads, `receive` from one."""
+    """One end of a connection. `send` may be called from several threads, `receive` from one."""
 
     def __init__(self, end: socket.socket, patience: float | None = PATIENCE) -> None:
-        """`patience`: seconds that a `send` or a `receive` may wait; None: for ever."""
+        """`patience`: seconds that a `send` or a `receive` may wait; None: no limit."""
         self._socket, self._sending = end, threading.Lock()
         end.settimeout(patience)
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Raises OSError (TimeoutError, BrokenPipeError) when the other end does not take it; then the connection is
-        of no use any more."""
+        """Raises OSError (TimeoutError, BrokenPipeError) when the other end does not take it. The connection is then
+        unusable."""
         data = message.model_dump_json(exclude_defaults=False).encode()
         if len(data) > MAX_MESSAGE:
             raise ProtocolError(f"a {message.kind} of {len(data)} bytes is larger than {MAX_MESSAGE}")
@@ -201,7 +200,7 @@ class Connection:
             self._socket.sendall(head[sent:] + data)
 
     def offer(self, message: Message) -> None:
-        """Send a small message unless the other end is slow to read; whether it takes it or not, this does not wait."""
+        """Send a small message without waiting. Drop it if the other end is slow to read."""
         if not self._sending.acquire(blocking=False):
             return
         try:
@@ -212,8 +211,8 @@ class Connection:
             self._sending.release()
 
     def receive(self) -> tuple[Message, list[int]]:
-        """The next message and its descriptors, which are the caller's from now on. Raises EOFError at the end,
-        ProtocolError, and OSError (TimeoutError)."""
+        """The next message and its descriptors, which the caller then owns. Raises EOFError at the end, ProtocolError,
+        and OSError (TimeoutError)."""
         head, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTH.size, BUFFERS, socket.MSG_CMSG_CLOEXEC)
         try:
             if not head:
@@ -239,7 +238,7 @@ class Connection:
         return bytes(data)
 
     def close(self) -> None:
-        """End the connection; the other end reads what was sent, and then the end."""
+        """End the connection. The other end reads what was sent, and then the end."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -1,8 +1,8 @@
-"""The agent: takes the copies of the ranks of its node out of shared memory and has them made durable and committed.
+"""The checkpoint agent: takes the copies of its node's ranks from shared memory, makes them durable and commits them.
 
-Promises that a rank that dies takes no complete copy with it, that those who wait for its part are told when it will
-never come, and that one writer's trouble is not another's. It keeps no state that a new agent would miss: the ranks
-tell everything again.
+A rank that dies takes no complete copy with it. Writers that wait for its part learn when it will never come. A failure
+of one writer does not affect another. The agent keeps no state that its replacement would miss: the ranks send
+everything again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Agent:
         self._work_of = work_of
         self._gangs: dict[tuple[str, int], _Gang] = {}  # by run and attempt
         self._savings: list[SaveWorker] = []
-        self._connections: set[Connection] = set()  # that are told that this process lives
+        self._connections: set[Connection] = set()  # that receive ticks
         self._ranks = 0  # connections of ranks that have not ended
         self._changed = threading.Condition()
         self._drained = threading.Event()
@@ -84,7 +84,7 @@ class Agent:
                     connection.offer(Tick())
 
     def _follow(self, connection: Connection) -> None:
-        """Do what one connection asks for, to its end."""
+        """Serve one connection until it ends."""
         with self._changed:
             self._connections.add(connection)
         rank: _Rank | None = None
@@ -104,7 +104,7 @@ class Agent:
                     os.close(descriptor)
         except (EOFError, ConnectionResetError):
             pass
-        except Exception:  # no thread may go on with memory that its rank believes to be free again
+        except Exception:  # no thread may use memory that its rank believes to be free again
             log.exception("what %s said is not understood: the checkpoint agent starts anew", rank or "a process")
             os._exit(ExitCode.UNEXPECTED)
         finally:
@@ -118,7 +118,7 @@ class Agent:
 
     def _introduced(self, writer: Writer, connection: Connection) -> _Rank:
         def tell(outcome: object) -> None:
-            with suppress(OSError):  # the rank has died, and nobody wants to know
+            with suppress(OSError):  # the rank has died
                 connection.send(outcome)  # type: ignore[arg-type]
 
         saving = SaveWorker(self._work_of(writer), tell, f"rank {writer.rank}", TierCopies.of(writer))
@@ -132,7 +132,7 @@ class Agent:
         return _Rank(writer, saving, gang)
 
     def _drain(self, seconds: float) -> list[str]:
-        """Wait until no rank is there and nothing is left to do; what is not done in time."""
+        """Wait until no rank is connected and no work is left. Return what is not done in time."""
         deadline = time.monotonic() + seconds
         with self._changed:
             self._changed.wait_for(lambda: self._ranks == 0, seconds)
@@ -145,7 +145,7 @@ class Agent:
 
 
 class _Gang:
-    """The ranks of one attempt on this node: who has saved which step, and who will save none any more."""
+    """The ranks of one attempt on this node: which steps they saved, and which ranks will save no more."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -159,7 +159,7 @@ class _Gang:
             self._gone.pop(rank.number, None)
 
     def saved(self, step: int) -> None:
-        """A rank has a complete copy of `step`. Those that have died will have none."""
+        """Record that a rank has a complete copy of `step`. Ranks that have died will have none."""
         with self._lock:
             if step not in self._steps:
                 self._steps = sorted([*self._steps, step])[-STEPS:]
@@ -167,17 +167,18 @@ class _Gang:
                     rank.give_up(step)
 
     def lose(self, rank: _Rank) -> None:
-        """A rank has ended, however. Steps that others have saved and it has not will never be whole."""
+        """Handle the end of a rank, for any reason. Steps that other ranks have saved and this one has not will never
+        be whole."""
         with self._lock:
             if self._here.get(rank.number) is not rank:
-                return  # it is back already, on another connection
+                return  # it is connected again already
             del self._here[rank.number]
             self._gone[rank.number] = rank
             for step in self._steps:
                 rank.give_up(step)
 
     def close(self) -> None:
-        """Another gang has formed: what these ranks have handed over is ended, and nothing more will come."""
+        """Another gang has formed: finish what these ranks handed over, and accept no more."""
         with self._lock:
             for rank in (*self._here.values(), *self._gone.values()):
                 rank.close()
@@ -197,7 +198,7 @@ class _Rank:
         return f"rank {self.number}"
 
     def hear(self, message: Message, descriptors: list[int]) -> None:
-        """Do what the rank asks for; takes over the descriptor that it needs. Raises ProtocolError, ValueError."""
+        """Handle a message of the rank. Takes over the descriptor that it needs. Raises ProtocolError, ValueError."""
         if isinstance(message, Memory) and len(descriptors) == 1:
             self._attach(message, descriptors.pop())
         elif isinstance(message, Listen) and len(descriptors) == 1 and self._server is None:
@@ -226,7 +227,7 @@ class _Rank:
             boxes = boxes_in(self._memory[save.buffer].bytes, save.slots)
         digest = None if save.digest is None else StateDigest(*save.digest)
         self._saving.save(save.step, boxes, digest, save.scalars, save.attachments, save.near, save.committed)
-        if save.committed:  # nobody waits for another's part of what is kept near the ranks
+        if save.committed:  # no writer waits for another's part of a step that only local tiers keep
             self._newest = max(self._newest, save.step)
             self._gang.saved(save.step)
 
@@ -240,7 +241,8 @@ class _Rank:
             self._server.close(listener=True)
 
     def gone(self) -> None:
-        """What is complete is still made durable, out of memory that this process holds as well."""
+        """Handle the end of the rank. What is complete is still made durable, from memory that this process holds as
+        well."""
         self._gang.lose(self)
         for memory in self._memory.values():
             memory.close()
@@ -248,8 +250,8 @@ class _Rank:
 
 
 def serve(path: Path) -> None:
-    """Be the agent of this node, at `path`, until drained."""
-    torch.set_num_threads(1)  # each writer has a thread of its own
+    """Run the agent of this node at `path`, until drained."""
+    torch.set_num_threads(1)  # each writer has its own thread
     with suppress(OSError):
         os.nice(NICENESS)
     Agent(StoreWriter.of).serve(path)

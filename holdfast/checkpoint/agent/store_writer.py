@@ -1,4 +1,4 @@
-"""What is done with a copy: this writer's share of the checkpoint, and the commit where it leads."""
+"""Work on a copy in the store: this writer's share of the checkpoint, and the commit where it leads."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from holdfast.store import Store, Throttle, open_store, throttled
 log = logging.getLogger("holdfast.checkpoint")
 
 PATIENCE_SECONDS = 600.0  # for the parts of others: all are copied after the same step
-HURRY_SECONDS = 15.0  # for the parts of others, once no rank goes on
+HURRY_SECONDS = 15.0  # for the parts of others, once no rank runs
 MOST_THREADS = 8  # of one writer, that hash and encode
 
 
 class StoreWriter:
-    """See `Work`."""
+    """Implements `Work` on a store."""
 
     def __init__(self, writer: Writer, store: Store) -> None:
         self._urgent = False
@@ -45,7 +45,7 @@ class StoreWriter:
 
     @classmethod
     def of(cls, writer: Writer) -> StoreWriter:
-        """The work of a rank as it introduces itself."""
+        """The work of a rank, from its introduction."""
         return cls(writer, open_store(writer.store))
 
     def write(self, step: int, boxes: Sequence[TensorBox], digest: StateDigest | None) -> None:
@@ -56,7 +56,7 @@ class StoreWriter:
         try:
             self._shards.write(step, boxes, digest)
         except HoldfastError:
-            self._shards.forget()  # whatever it had referred to is written anew
+            self._shards.forget()  # what it had referenced is written anew
             raise
 
     def commit(self, step: int, scalars: Mapping[str, int | float], attachments: Mapping[str, str]) -> int | None:
@@ -94,12 +94,12 @@ class StoreWriter:
         self._committer.patience = HURRY_SECONDS
 
     def _fields(self) -> dict[str, Any]:
-        """What only the run knows of a manifest."""
+        """The fields of a manifest that only the run knows."""
         return {**self._writer.lineage, **self._writer.describe}
 
 
 def spare_threads(ranks: int) -> int:
-    """How many threads of each writer hash and encode: its share of the cores that this process may use and the ranks
-    of its node, one core each, leave."""
+    """The number of threads of each writer that hash and encode: its share of the cores that this process may use,
+    minus one core for each of the node's `ranks`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST_THREADS, (cores - ranks) // ranks))

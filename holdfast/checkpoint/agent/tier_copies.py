@@ -1,4 +1,4 @@
-"""What is done with a copy that is kept near the ranks: each tier writes it, one after another."""
+"""Work on a copy that local tiers keep: each tier writes it, one after another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.checkpoint.local_tiers.tier_writer import TierWriter
 
 
 class TierCopies:
-    """The near tiers of one writer."""
+    """The local tiers of one writer."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer, self.run_id, self.tiers = writer, writer.run_id, writer.near
@@ -31,12 +31,12 @@ class TierCopies:
             self._writers.append(TierWriter(tier, attempt, writer.rank, send))
         self._locks = []
         for tier in writer.near:
-            with suppress(OSError):  # without it, another run may take the folder for one that nobody uses
+            with suppress(OSError):  # without the lock, another run may treat the folder as unused
                 self._locks.append(TierLock(Path(tier.folder)))
 
     @classmethod
     def of(cls, writer: Writer) -> TierCopies | None:
-        """Those of a rank as it introduces itself; None where it has none."""
+        """The tiers of a rank, from its introduction; None if it has none."""
         return cls(writer) if writer.near else None
 
     def keep(
@@ -48,7 +48,7 @@ class TierCopies:
         scalars: Mapping[str, int | float],
         attachments: Mapping[str, str],
     ) -> StateDigest | None:
-        """Keep a step in the tiers of these names; the state digest of the boxes, where one is known. Never fails."""
+        """Keep a step in the named tiers. Return the state digest of the boxes, where it is known. Never fails."""
         record = None
         if self._writer.rank == 0:
             record = Record(

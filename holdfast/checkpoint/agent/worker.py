@@ -1,6 +1,5 @@
-"""What is done for one writer behind its training: each copy is made durable, in order, and committed where the writer
-leads. The same in the agent and, where there is none, in threads of the rank.
-"""
+"""The save worker of one writer: makes each copy durable, in order, and commits it where the writer leads. The agent
+runs it, or threads of the rank where no agent runs."""
 
 from __future__ import annotations
 
@@ -20,33 +19,34 @@ from holdfast.spec.errors import FencedError, HoldfastError, NoSpaceError, Store
 
 log = logging.getLogger("holdfast.checkpoint")
 
-TELL_SECONDS = 5.0  # between two tries to tell others of a failure
+TELL_SECONDS = 5.0  # between two tries to report a failure to other writers
 
 
 class Work(Protocol):
-    """One writer's part in checkpoints. Whatever it raises fails that save alone."""
+    """One writer's part in checkpoints. An exception fails only the save that raised it."""
 
     @property
     def leads(self) -> bool:
-        """Whether others' parts are put together here: rank 0, and the first rank of each group of a large gang."""
+        """Whether this writer combines the parts of others: rank 0, and the first rank of each group of a large
+        gang."""
 
     def write(self, step: int, boxes: Sequence[TensorBox], digest: StateDigest | None) -> None:
         """Make this writer's part durable. `digest`: of the boxes, where the device has computed it."""
 
     def commit(self, step: int, scalars: Mapping[str, int | float], attachments: Mapping[str, str]) -> int | None:
-        """Wait for the parts of others, and put them together; the bytes that were written for a commit."""
+        """Wait for the parts of other writers and combine them. Return the bytes written for a commit."""
 
     def give_up(self, step: int, failure: HoldfastError) -> None:
-        """Tell those who wait for this writer's part that it will not come."""
+        """Tell the writers that wait for this writer's part that it will not come."""
 
     def after_commit(self, step: int) -> None:
-        """What is no part of the commit and may take its time: collection."""
+        """Collect garbage: not part of the commit, so it may take its time."""
 
     def lift(self) -> None:
-        """Somebody waits: uploads are not held back any more."""
+        """Remove the limit on uploads, because a caller waits."""
 
     def hurry(self) -> None:
-        """No rank goes on any more: a part that others have written by now comes soon, or never."""
+        """Shorten the wait for others' parts. No rank runs any more, so a part comes soon or never."""
 
 
 @dataclass
@@ -65,13 +65,13 @@ class SaveWorker:
     """Does the work of one writer, in threads that end with `close` or with the process."""
 
     def __init__(self, work: Work, tell: Callable[[Outcome], None], name: str, near: TierCopies | None = None) -> None:
-        """`tell` is called from those threads. `near` keeps copies near the ranks, before and beside the work, so that
-        none waits for the store."""
+        """`tell` is called from those threads. `near` keeps copies in local tiers, before and independently of the
+        store writes, so that no such copy waits for the store."""
         self._work, self._tell, self._name, self._near, self.closed = work, tell, name, near, False
         self._changed = threading.Condition()
-        self._open: dict[int, str] = {}  # what is being done for which step
-        self._untold: dict[int, HoldfastError] = {}  # failures that those who wait have not been told
-        self._untidy = 0  # commits that collection has not followed yet
+        self._open: dict[int, str] = {}  # by step: the work in progress
+        self._untold: dict[int, HoldfastError] = {}  # failures that waiting writers do not know yet
+        self._untidy = 0  # commits whose collection has not run yet
         self._writes: SimpleQueue[_Copy | None] = SimpleQueue()
         self._keeps: SimpleQueue[_Copy | None] = SimpleQueue() if near is not None else self._writes
         self._commits: SimpleQueue[_Copy | None] = SimpleQueue()
@@ -90,32 +90,32 @@ class SaveWorker:
         near: Sequence[str] = (),
         committed: bool = True,
     ) -> None:
-        """Take a copy over; its memory must stay as it is until an outcome is told. None: it is durable already. `near`
-        names the tiers that keep it; it need not be `committed`."""
+        """Take over a copy. Its memory must not change until an outcome is reported. `boxes` None: it is durable
+        already. `near` names the tiers that keep it; it need not be `committed`."""
         if committed or self._near is not None:
             self._begin(_Copy(step, boxes, digest, scalars, attachments, near, committed))
-        else:  # no tier could be had on this node
+        else:  # no tier is available on this node
             self._tell(Outcome(step=step, what="done"))
 
     def give_up(self, step: int, why: str) -> None:
-        """There is no copy of that step, and will be none."""
+        """Record that no copy of that step exists, and none will come."""
         self._begin(_Copy(step, None, abandoned=why))
 
     def busy(self) -> list[str]:
-        """What is not done yet, in words."""
+        """Descriptions of the unfinished work."""
         with self._changed:
             return [f"step {step} of {self._name}: {what}" for step, what in self._open.items()]
 
     def lift(self) -> None:
-        """Hold uploads back no longer."""
+        """Remove the limit on uploads."""
         self._work.lift()
 
     def hurry(self) -> None:
-        """Do not wait long for the parts of others any more."""
+        """Shorten the wait for the parts of others."""
         self._work.hurry()
 
     def close(self) -> None:
-        """Nothing more will be asked for: the threads end once they have done what was."""
+        """Accept no more work. The threads end after the work that was accepted."""
         self.closed = True
         self._keeps.put(None)
 
@@ -135,7 +135,7 @@ class SaveWorker:
                 except BaseException:  # no save depends on it
                     log.exception("step %d is not kept near: please report it with this traceback", copy.step)
             if copy.committed:
-                self._writes.put(copy)  # also what is abandoned: in order
+                self._writes.put(copy)  # abandoned copies too: in order
             else:
                 copy.boxes = None
                 self._end(copy.step)
@@ -198,14 +198,14 @@ class SaveWorker:
                 self._tell(_failed(step, error))
             except HoldfastError as error:
                 log.warning("what no checkpoint needs any more is left for the next sweep: %s", error)
-            except BaseException:  # whoever waits for it must not wait for ever
+            except BaseException:  # a waiter must not wait forever
                 log.exception("the collection failed unexpectedly: please report it with this traceback")
             with self._changed:
                 self._untidy -= 1
                 self._changed.notify_all()
 
     def _tell_others(self) -> None:
-        """Tell those who wait for a part that it will not come; the store may be away for this, too: then again."""
+        """Tell waiting writers that a part will not come. If the store is unreachable for this too, try again later."""
         for step, failure in sorted(self._untold.items()):
             try:
                 self._work.give_up(step, failure)
@@ -225,12 +225,12 @@ class SaveWorker:
             self._changed.notify_all()
 
     def settle(self, seconds: float) -> None:
-        """Wait until nothing is left to do, collection included, so long at most."""
+        """Wait until no work is left, collection included, for at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._open or self._untidy), seconds)
 
     def finish(self, seconds: float) -> None:
-        """Wait until nothing is left to do or to tell others, so long at most."""
+        """Wait until no work and no failure report is left, for at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._open or self._untidy or self._untold), seconds)
 
@@ -240,7 +240,7 @@ def _failed(step: int, failure: HoldfastError) -> Outcome:
 
 
 def as_failure(step: int, error: BaseException) -> HoldfastError:
-    """What a save failed with, as it can be told to another process."""
+    """The failure of a save in a form that can be sent to another process."""
     if isinstance(error, HoldfastError):
         return error
     text = "".join(traceback.format_exception(error))

@@ -1,10 +1,10 @@
-"""A connection between two nodes that know the same token: each proves it to the other, and then nobody else can write.
+"""An authenticated connection between two nodes: each proves that it knows the same token.
 
-The listening side sends 32 random bytes (S); the other one answers with 32 of its own (C) and an HMAC of both; the
-first proves itself by another HMAC of them. From then on each message, and each chunk of the bytes that follow it,
-stands before an HMAC of its direction, its number and its content, under a key of this connection alone. Promises: what
-came from somebody without the token, or was changed, repeated or reordered on its way, is refused before it is parsed
-or kept; and every exchange has a deadline over all of it, however slowly its bytes drip.
+The listening side sends 32 random bytes (S). The client answers with 32 random bytes (C) and an HMAC of both. The
+listener proves itself by another HMAC of them. After that, an HMAC follows each message, and each chunk of the bytes
+after it. It covers direction, number and content, under a key of this connection alone. Data from a peer without the
+token is refused before it is parsed or kept. So is data that was changed, repeated or reordered in transit. Every
+exchange has one deadline for all of it, however slowly its bytes arrive.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pydantic import BaseModel
 from holdfast.spec.json_parsing import parse_json
 
 HANDSHAKE_SECONDS = 2.0
-SECONDS = 30.0  # for one message; bytes that follow it have as long again, and a second for each LEAST_RATE of them
+SECONDS = 30.0  # for one message; bytes after it have as long again, and a second per LEAST_RATE bytes
 LEAST_RATE = 1 << 20  # bytes a second
 MAX_MESSAGE = 1 << 16  # bytes
-CHUNK = 1 << 20  # bytes that are checked at once
+CHUNK = 1 << 20  # bytes per check
 _LENGTH = struct.Struct("<I")
 _NUMBER = struct.Struct("<Q")
 _RANDOM = 32  # bytes
@@ -35,8 +35,8 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Channel:
-    """One end of a connection, after the handshake. What is sent and received raises OSError, EOFError or ValueError
-    where the connection is of no more use, and DataError for a message that is none."""
+    """One end of a connection, after the handshake. Sending and receiving raise OSError, EOFError or ValueError when
+    the connection is no longer usable, and DataError for an invalid message."""
 
     def __init__(self, end: socket.socket, key: bytes, *, listens: bool) -> None:
         self._end, self._key = end, key
@@ -45,7 +45,7 @@ class Channel:
 
     @classmethod
     def accept(cls, end: socket.socket, token: str) -> Channel:
-        """The listening side of the handshake. Raises ValueError for the client does not know the token."""
+        """The listening side of the handshake. Raises ValueError for a client that does not know the token."""
         until = time.monotonic() + HANDSHAKE_SECONDS
         ours = secrets.token_bytes(_RANDOM)
         _send(end, ours, until)
@@ -95,7 +95,7 @@ class Channel:
         return parse_json(self._checked(length, until), model, "a message of another node")
 
     def send_bytes(self, data: bytes) -> None:
-        """Send what follows a message that says its size."""
+        """Send the bytes that follow a message, which says their size."""
         until, view = _until(len(data)), memoryview(data)
         for at in range(0, len(view), CHUNK):
             part = view[at : at + CHUNK]
@@ -103,7 +103,7 @@ class Channel:
             _send(self._end, self._mac_of_next(part), until)
 
     def receive_bytes(self, size: int) -> Iterator[bytes]:
-        """What follows a message, in parts that have been checked."""
+        """The bytes that follow a message, in chunks that have been checked."""
         until = _until(size)
         for at in range(0, size, CHUNK):
             yield self._checked(min(CHUNK, size - at), until)
@@ -135,7 +135,7 @@ def _until(size: int) -> float:
 
 
 def _send(end: socket.socket, data: bytes | memoryview, until: float) -> None:
-    end.settimeout(_rest(until))  # of all of it
+    end.settimeout(_rest(until))  # for all of it
     end.sendall(data)
 
 

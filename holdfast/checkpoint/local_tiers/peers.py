@@ -1,9 +1,9 @@
-"""Copies on another node: what a node keeps in memory is sent to its neighbour, and a new gang fetches what it lacks.
+"""Copies on another node: a node sends its memory tier to its neighbor, and a new gang fetches what it lacks.
 
-One listener a node. Both ends of a connection prove that they know the node's token (`channel`), which is made of one
-that the gang's ranks tell each other and of the launch's key. Requests are bounded JSON, and nothing outside of the
-run's near folders is read or written. What arrives is believed no more than what lies on a disk: its reader compares
-digests. Whoever does not know the token holds a place for two seconds at most, and only one that nobody else asks for.
+Each node has one listener. Both ends of a connection prove that they know the node's token (`channel`). It is derived
+from a token that the gang's ranks exchange and from the launch's key. Requests are bounded JSON, and only the run's
+local-tier folders are read or written. Received data is trusted no more than data on a disk: its reader compares
+digests. A client without the token holds a connection for at most two seconds, and loses it when others need it.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from holdfast.store import layout
 log = logging.getLogger("holdfast.checkpoint")
 
 PAUSE_SECONDS = 30.0  # after a step that could not be sent
-CONNECTIONS = 64  # served at once
+CONNECTIONS = 64  # served concurrently
 UNPROVEN = 64  # connections whose other end has not proven yet that it knows the token
 UNPROVEN_EACH = 16  # of one address
 _POLL_SECONDS = 0.2
-_LOST = (OSError, EOFError, ValueError)  # what a channel raises that is of no more use
+_LOST = (OSError, EOFError, ValueError)  # raised by a channel that is no longer usable
 
 
 class Endpoint(BaseModel):
-    """Where a node listens, and what opens it."""
+    """The address at which a node listens, and its token."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -56,7 +56,7 @@ class Endpoint(BaseModel):
     token: str = Field(repr=False)
 
     def keyed(self) -> Endpoint:
-        """With the token that opens it: one that also takes the launch's key, where there is one."""
+        """The endpoint with the final token, which also includes the launch's key if one is set."""
         key = os.environ.get(sealing.NEAR_VARIABLE)
         return self if not key else self.model_copy(update={"token": sealing.derive_key(key, f"near {self.token}")})
 
@@ -81,8 +81,8 @@ class _Answer(BaseModel):
 
 
 class _Unproven:
-    """The connections whose other end has proven nothing yet. Where there are too many, the oldest of the address that
-    has most of them is ended: one that knows the token is through in no time."""
+    """The connections that have proven nothing yet. If there are too many, the oldest connection of the address with
+    the most is ended. A client that knows the token passes immediately."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -109,7 +109,7 @@ class _Unproven:
 
 
 def listen() -> tuple[socket.socket, Endpoint]:
-    """A listener on the interface by which this node meets the others, and how it is reached. Raises OSError."""
+    """A listener on the interface that connects this node to its peers, and its endpoint. Raises OSError."""
     host = _own_address()
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=64)
     return listener, Endpoint(host=host, port=listener.getsockname()[1], token=secrets.token_hex(32))
@@ -122,14 +122,14 @@ def _own_address() -> str:
             return str(address.address)
     master = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT") or 0) or 9
     family, kind, *_, target = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:  # sends nothing: the kernel says from which address it would
+    with socket.socket(family, kind) as probe:  # sends nothing: the kernel reports the source address it would use
         probe.connect(target)
         return str(probe.getsockname()[0])
 
 
 class Server:
-    """Serves what a node keeps of a run, and takes what its neighbour sends. Its threads end with `close`, which leaves
-    the listener open, or with the process."""
+    """Serves this node's copies of a run, and accepts the copies of its neighbor. Its threads end with `close`, which
+    leaves the listener open, or with the process."""
 
     def __init__(self, listener: socket.socket, token: str, run_id: str, tiers: Sequence[Tier]) -> None:
         self._listener, self._token, self._run_id = listener, token, run_id
@@ -142,7 +142,7 @@ class Server:
         self._thread.start()
 
     def close(self, *, listener: bool = False) -> None:
-        """Serve nobody any more; with `listener`, nobody else does, either."""
+        """Stop serving. With `listener`, close the listener too, so that no other process serves it."""
         self._closed = True
         self._thread.join()
         if listener:
@@ -153,7 +153,7 @@ class Server:
             if not select.select([self._listener], [], [], _POLL_SECONDS)[0]:
                 continue
             try:
-                self._listener.setblocking(False)  # another process that has it may be faster
+                self._listener.setblocking(False)  # another process with the same listener may be faster
                 end, address = self._listener.accept()
             except OSError:
                 continue
@@ -167,7 +167,7 @@ class Server:
                 channel = Channel.accept(end, self._token)
             except _LOST as error:
                 if not self._warned:
-                    self._warned = True  # once: strangers write no log full
+                    self._warned = True  # once: strangers must not fill the log
                     log.warning("a client without the token requested copies of run %s: %s", self._run_id, error)
                 return
             finally:
@@ -202,14 +202,15 @@ class Server:
         channel.send_bytes(data)
 
     def _take(self, channel: Channel, tier: Tier, request: _Request) -> None:
-        """Keep an object of another node. The index is the last of a step: then what is too old goes."""
+        """Store an object of another node. The index is the last object of a step: after it, older steps are
+        removed."""
         size, store = request.size or 0, tier.store(request.writer)
         parts = channel.receive_bytes(size)
         try:
             require_room(tier, size)
             store.put_stream(request.key, size, lambda: parts)
         except HoldfastError:
-            for _ in parts:  # what is on its way is read, and forgotten
+            for _ in parts:  # read and discard the rest
                 pass
             raise
         touch(tier.folder)
@@ -218,10 +219,10 @@ class Server:
 
 
 class Nodes:
-    """The nodes of a gang, and how each is reached. On one rank."""
+    """The nodes of a gang and their endpoints, as one rank sees them."""
 
     def __init__(self, gang: Gang, tiers: Sequence[Tier]) -> None:
-        """A collective call. `tiers`: those of this node, which is known by its name and their folders."""
+        """Collective. `tiers`: those of this node, which is identified by its name and their folders."""
         self._gang = gang
         self.here = f"{socket.gethostname()} {' '.join(tier.folder for tier in tiers)}"
         self.names = gang.all_gather(self.here, str)  # by rank
@@ -234,13 +235,13 @@ class Nodes:
             except (OSError, ValueError) as error:
                 log.warning("no other node can have copies of this one, or send any: %s", error)
         self._own = own and own.keyed()
-        # By rank; of the first one of each node.
+        # By rank; set for the first rank of each node.
         told: list[Endpoint | None] = gang.all_gather(own, Endpoint | None)
         self.endpoints = [endpoint and endpoint.keyed() for endpoint in told]
 
     @property
     def neighbour(self) -> Endpoint | None:
-        """The next node around the ring that listens; None where there is no other one."""
+        """The next listening node around the ring; None without another one."""
         ring = list(dict.fromkeys(self.names))
         at = ring.index(self.here)
         for name in [*ring[at + 1 :], *ring[:at]]:
@@ -250,7 +251,7 @@ class Nodes:
 
     @contextmanager
     def served(self, run_id: str, tiers: Sequence[Tier]) -> Iterator[None]:
-        """Other nodes may read what this one keeps, until all ranks have come to the end of the body."""
+        """Let other nodes read this node's copies, until all ranks have finished the body."""
         server = None
         if self._listener is not None and self._own is not None:
             server = Server(self._listener, self._own.token, run_id, tiers)
@@ -262,7 +263,8 @@ class Nodes:
                 server.close()
 
     def handed_over(self) -> tuple[socket.socket, str] | None:
-        """The listener and its token, for whoever serves from now on; None on most ranks, and from the second call."""
+        """The listener and its token, for the process that serves from now on. None on most ranks, and from the second
+        call."""
         listener, self._listener = self._listener, None
         return None if listener is None or self._own is None else (listener, self._own.token)
 
@@ -290,7 +292,7 @@ class Remote:
         target.cast("B")[:] = self.get(key, start, target.nbytes)
 
     def put(self, key: str, data: bytes) -> None:
-        """Have an object kept there. Raises StoreUnreachableError."""
+        """Store an object there. Raises StoreUnreachableError."""
         with self._connected() as channel:
             channel.say(self._request("put", key, size=len(data)))
             channel.send_bytes(data)
@@ -313,7 +315,7 @@ class Remote:
 
     @contextmanager
     def _connected(self) -> Iterator[Channel]:
-        """A connection, which is kept if all goes well."""
+        """A connection, which is reused after success."""
         try:
             try:
                 channel = self._idle.get_nowait()
@@ -332,14 +334,14 @@ class Remote:
 
 
 class Neighbour:
-    """Sends what one writer keeps to another node, step by step. What fails is said, and tried again after a while."""
+    """Sends one writer's copies to another node, step by step. Failures are logged, and sending pauses for a while."""
 
     def __init__(self, endpoint: Endpoint, tier: Tier, run_id: str, writer: int) -> None:
         self._remote, self._tier, self._run_id, self._writer = Remote(endpoint, tier.name, writer), tier, run_id, writer
         self._not_before = 0.0
 
     def send(self, step: Step) -> None:
-        """Have a step that is whole here kept there as well: packs and record first, the index last."""
+        """Send a step that is complete here: packs and record first, the index last."""
         if time.monotonic() < self._not_before:
             return
         store = self._tier.store(self._writer)

@@ -1,6 +1,6 @@
-"""What is known of a near step beside its tensors: what a root would say, and what would be written with it.
+"""The record of a local-tier step: what a root would say apart from tensors, and what would be written with it.
 
-Writer 0 keeps it beside its part. It has a digest of itself; what does not match it counts as nothing.
+Writer 0 keeps it with its part. The record contains its own digest. A record that does not match it is ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.store import layout
 
 
 class Record(BaseModel):
-    """A near step."""
+    """A local-tier step."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -25,7 +25,7 @@ class Record(BaseModel):
     step: int = Field(ge=0)
     attempt: int = Field(ge=1)
     writers: int = Field(ge=1)
-    created: float  # unix seconds
+    created: float  # Unix seconds
     describe: dict[str, Any]  # fields of a manifest that do not change: dataset_id, layout, random
     segments: tuple[Segment, ...] = ()
     history: tuple[tuple[int, int], ...] = ()
@@ -34,7 +34,7 @@ class Record(BaseModel):
 
     @property
     def fingerprint(self) -> str:
-        """Of the plan that it was computed under; empty when nobody said."""
+        """Fingerprint of the plan that it was computed under; empty if unknown."""
         return self.segments[-1].fingerprint if self.segments else ""
 
     def to_bytes(self) -> bytes:
@@ -55,5 +55,5 @@ class Record(BaseModel):
 
 
 def record_key(run_id: str, attempt: int, step: int) -> str:
-    """Where writer 0 keeps it."""
+    """The key at which writer 0 keeps it."""
     return f"{layout.indexes(run_id, attempt, step)}record.json"

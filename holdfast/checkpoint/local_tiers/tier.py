@@ -1,7 +1,7 @@
-"""A near tier on one node: the folder that copies lie in, how much room is left there, and which folders nobody needs.
+"""A local tier on one node: its folder, the space left there, and the removal of unused folders.
 
-A folder belongs to one life of a run: its name has the run id and a token of the run's first attempt, so that a run
-that was deleted and begun anew finds nothing of its former life.
+A folder belongs to one life of a run: its name has the run id and a token of the run's first attempt. A run that was
+deleted and begun anew therefore finds nothing of its former life.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Tier(BaseModel):
-    """One near tier of a run, as it is on this node."""
+    """One local tier of a run, on this node."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -43,11 +43,12 @@ class Tier(BaseModel):
     every: int = Field(ge=1)  # steps
 
     def store(self, writer: int) -> FileStore:
-        """What is kept of one writer's part: a store of its own, so that its packs are known to be its."""
+        """The store of one writer's copies. Each writer has a separate store, so that its packs are known to be its
+        own."""
         return FileStore(Path(self.folder) / writer_folder(writer))
 
     def writers(self) -> list[int]:
-        """Of whom something may be kept here."""
+        """The writers whose copies may be here."""
         with suppress(FileNotFoundError):
             names = [entry.name for entry in Path(self.folder).iterdir()]
             return sorted(int(name[1:]) for name in names if name.startswith("w") and name[1:].isdigit())
@@ -60,7 +61,7 @@ def writer_folder(writer: int) -> str:
 
 
 def life_of(store: Store, run_id: str) -> str:
-    """The token of this life of a run: it ends when somebody deletes the run's attempts."""
+    """The token of this life of a run. It changes when the run's attempts are deleted and the run begins anew."""
     first = read_attempt(store, run_id, 1)
     return blake3(f"{store.url}\0{first.get('nonce')}\0{first['claimed']}".encode()).hexdigest(8)
 
@@ -85,20 +86,20 @@ def make_folder(base: Path, name: str) -> Path:
 
 
 class TierLock:
-    """Says, for as long as this process lives, that a folder is in use."""
+    """A lock that marks a folder as in use, for as long as this process lives."""
 
     def __init__(self, folder: Path) -> None:
         self._descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def end(self) -> None:
-        """It is not, any more."""
+        """Release the lock."""
         with suppress(OSError):
             os.close(self._descriptor)
 
 
 def remove_stale(base: Path, own: str, seconds: float) -> None:
-    """Remove the folders of other runs that no process holds and nothing was written to for so long."""
+    """Remove the folders of other runs that no process holds and that had no write for `seconds`."""
     for folder in _folders(base):
         if folder.name == own:
             continue
@@ -114,14 +115,14 @@ def remove_stale(base: Path, own: str, seconds: float) -> None:
 
 
 def touch(folder: str) -> None:
-    """Something was written to a folder."""
+    """Record a write to a folder."""
     with suppress(OSError):
         os.utime(Path(folder) / _LOCK)
 
 
 def require_room(tier: Tier, size: int) -> None:
-    """Raises NoSpaceError when `size` bytes more do not fit, of the folder or, in memory, of what this process may
-    take: what lies in a tmpfs counts as memory of its writer's container."""
+    """Raises NoSpaceError when `size` more bytes do not fit into the folder or, in memory, into what this process may
+    take. Data in a tmpfs counts as memory of its writer's container."""
     free, of = shutil.disk_usage(tier.folder).free, tier.folder
     if tier.name == "memory":
         for left, where in _memory_left():

@@ -1,10 +1,10 @@
-"""Going on from a near step: the ranks agree on the newest one that is whole over all of its writers, and read it.
+"""Loading from local tiers: the ranks agree on the newest step that is complete over all of its writers, and read it.
 
-What counts is decided by the run's store: the step must be above that of the newest checkpoint, and of an attempt that
-had not been replaced at that step. Each attempt that keeps near steps writes down which step it began from; what an
-older one kept above that step belongs to nobody. Coverage and state digest add up over the writers' indexes as in a
-commit, and each piece is compared with its digest as it is read. Whatever is torn, missing or wrong is said, and the
-next older step is tried, or the checkpoint in the store.
+The run's store decides which steps count. The step must be above that of the newest checkpoint, and its attempt must
+not have been replaced at that step. Each attempt with local tiers records the step that it began from; copies of older
+attempts above that step do not count. Coverage and state digest add up over the writers' indexes as in a commit, and
+each piece is compared with its digest as it is read. Torn, missing or wrong copies are logged. The next older step is
+tried then, or the checkpoint in the store.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from holdfast.store.json_reading import read_json
 
 log = logging.getLogger("holdfast.checkpoint")
 
-TRIES = 4  # near steps that are looked at, before the store's checkpoint is
+TRIES = 4  # local-tier steps that are tried before the store's checkpoint
 
-Held = Mapping[tuple[str, int, int], Sequence[int]]  # tier, attempt, step -> the writers whose parts are there
-_Inventory = list[tuple[tuple[str, int, int], list[int]]]  # the same, as it crosses to the other ranks
+Held = Mapping[tuple[str, int, int], Sequence[int]]  # tier, attempt, step -> the writers with a part here
+_Inventory = list[tuple[tuple[str, int, int], list[int]]]  # the same, as it is sent to the other ranks
 
 
 @dataclass(frozen=True)
 class Part:
-    """One writer's part of a near step, whose index its holder has verified."""
+    """One writer's part of a local-tier step, whose index its holder has verified."""
 
     writer: int
     tier: str
@@ -58,30 +58,30 @@ class Part:
 
 @dataclass(frozen=True)
 class Found:
-    """A near step that was loaded."""
+    """A local-tier step that was loaded."""
 
     checkpoint: Checkpoint
     record: Record
 
 
 class TierLoader:
-    """The near steps of a run, as the ranks of a new attempt find them."""
+    """The local-tier steps of a run, as the ranks of a new attempt find them."""
 
     def __init__(
         self, store: Store, run_id: str, attempt: int, tiers: Sequence[Tier], gang: Gang, nodes: Nodes
     ) -> None:
-        """A collective call, as all below. `tiers`: those of this node."""
+        """Collective, as are the methods below. `tiers`: those of this node."""
         self._store, self._run_id, self._attempt, self._gang, self._nodes = store, run_id, attempt, gang, nodes
         self._tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
-        self._leads = nodes.leads  # the first rank of each node speaks for it
+        self._leads = nodes.leads  # the first rank of each node reports for it
         self._held = [
             dict(held) for held in gang.all_gather(list((self._inventory() if self._leads else {}).items()), _Inventory)
         ]
 
     def load(self, boxes: Sequence[TensorBox], newest: Step | None, fits: Callable[[Record], bool]) -> Found | None:
-        """Fill `boxes` from the newest near step above `newest`, the attempt and step of the newest checkpoint, that is
-        whole and verifies on every rank, and whose record `fits`. None if there is none: what the boxes hold is then
-        of no use."""
+        """Fill `boxes` from the newest local-tier step above `newest`, the attempt and step of the newest checkpoint.
+        The step must be complete, verify on every rank, and have a record that `fits`. Return None without such a step;
+        the contents of the boxes are then undefined."""
         for attempt, step in self._gang.from_rank_0(lambda: self._candidates(newest), list[Step])[:TRIES]:
             found = self._opened(attempt, step, fits)
             if found is None:
@@ -97,13 +97,13 @@ class TierLoader:
         held: dict[tuple[str, int, int], list[int]] = {}
         for tier in self._tiers.values():
             for writer in tier.writers():
-                with suppress(Exception):  # what cannot be listed is not there
+                with suppress(Exception):  # what cannot be listed does not count
                     for attempt, step in whole_steps(tier.store(writer), self._run_id, writer):
                         held.setdefault((tier.name, attempt, step), []).append(writer)
         return held
 
     def _candidates(self, newest: Step | None) -> list[Step]:
-        """The steps that may be gone on from, newest first. Of rank 0."""
+        """The steps that may be loaded, newest first. On rank 0."""
         steps = {(attempt, step) for held in self._held for _, attempt, step in held}
         if newest is not None:
             steps = {(attempt, step) for attempt, step in steps if step > newest[1] and attempt >= newest[0]}
@@ -117,7 +117,7 @@ class TierLoader:
         return sorted(steps, key=lambda each: (each[1], each[0]), reverse=True)
 
     def _opened(self, attempt: int, step: int, fits: Callable[[Record], bool]) -> Found | None:
-        """A near step as a checkpoint, if it is whole."""
+        """A local-tier step as a checkpoint, if it is complete."""
         record = self._record(attempt, step)
         if record is None or not fits(record):
             return None
@@ -148,14 +148,14 @@ class TierLoader:
                 writers=record.writers,
                 **record.describe,
             )
-        except (DataError, ValueError, TypeError) as error:  # the same on every rank: all have heard the same
+        except (DataError, ValueError, TypeError) as error:  # the same on every rank: all have the same input
             self._say("step %d of the near tiers is not used: %s", step, error)
             return None
         view = TierView(f"near step {step}", self._run_id, self._sources(parts), nodes)
         return Found(Checkpoint(cast(Store, view), manifest), record)
 
     def _record(self, attempt: int, step: int) -> Record | None:
-        """What writer 0 kept beside its part, from the first node that has it whole."""
+        """Writer 0's record, from the first node that can read it."""
         key = record_key(self._run_id, attempt, step)
         for rank, held in enumerate(self._held):
             names = [name for name in self._names if 0 in held.get((name, attempt, step), ())]
@@ -174,7 +174,7 @@ class TierLoader:
         return None
 
     def _indexes(self, attempt: int, step: int) -> dict[tuple[int, str], bytes]:
-        """The indexes of a step on this node that are intact, and whose packs are there, by writer and tier."""
+        """The intact indexes of a step on this node whose packs exist, by writer and tier."""
         found: dict[tuple[int, str], bytes] = {}
         for name, tier in self._tiers.items():
             for writer in self._held[self._gang.rank].get((name, attempt, step), ()):
@@ -195,9 +195,9 @@ class TierLoader:
         return found
 
     def _catalogue(self, indexes: Mapping[tuple[int, str], bytes]) -> Catalogue:
-        """The tensors of all writers. Those that several nodes have alike are told once."""
+        """The tensors of all writers. Equal catalogues of several nodes are sent once."""
         own: Catalogue = {}
-        with suppress(DataError):  # whose parts do not agree has none
+        with suppress(DataError):  # a node whose parts do not agree has none
             own = merged((Index.from_bytes(data, "near").catalogue for data in indexes.values()), "this node")
         digests = self._gang.all_gather(content_digest(catalogue_bytes(own)) if own else "", str)
         distinct = {digest: digests.index(digest) for digest in digests if digest}
@@ -207,8 +207,8 @@ class TierLoader:
     def _parts(
         self, indexes: Mapping[tuple[int, str], bytes], catalogue: Catalogue
     ) -> dict[int, list[tuple[int, Part]]]:
-        """Of each writer who has its part, the nearest tier first: the rank that speaks for the node, and what it has.
-        Copies that differ from the first are left out."""
+        """For each writer, its copies with the rank that reports for the node, the nearest tier first. Copies that
+        differ from the first are left out."""
         mine = []
         for (writer, name), data in indexes.items():
             children = Children("near")
@@ -232,8 +232,8 @@ class TierLoader:
         totals: Sequence[Totals],
         nodes: dict[str, bytes],
     ) -> tuple[Entry, ...]:
-        """The entries of a root above these. What stands between is put into `nodes`; their tables of packs are empty,
-        since nobody reads them."""
+        """The entries of a root above these. The nodes between are put into `nodes`. Their tables of packs are empty,
+        since they have no reader."""
         level = 0
         while len(entries) > FANOUT:
             level += 1
@@ -253,7 +253,7 @@ class TierLoader:
         return tuple(entries)
 
     def _sources(self, parts: Mapping[int, Sequence[tuple[int, Part]]]) -> dict[str, list[Source]]:
-        """Where this rank reads each writer's index and packs, by the key of the index: its own node first."""
+        """The sources of each writer's index and packs for this rank, by the key of the index: its own node first."""
         found: dict[str, list[Source]] = {}
         for writer, copies in parts.items():
             here: list[Source] = []
@@ -267,7 +267,7 @@ class TierLoader:
         return found
 
     def _filled(self, checkpoint: Checkpoint, boxes: Sequence[TensorBox]) -> str:
-        """Fill this rank's boxes; why that fails, if it does."""
+        """Fill this rank's boxes. Return the reason of a failure, or an empty string."""
         try:
             checkpoint.fill(boxes)
         except Exception as error:  # noqa: BLE001 - there is the checkpoint in the store
@@ -296,16 +296,16 @@ class _Began(BaseModel):
 
 
 def read_start(store: Store, run_id: str, attempt: int) -> int | None:
-    """The step that an attempt began from; None while it has not begun, or keeps no near steps."""
+    """The step that an attempt began from; None if it has not begun, or has no local tiers."""
     try:
         return read_json(store, layout.began(run_id, attempt), _Began).start
     except MissingError:
         return None
     except DataError:
-        return 0  # nothing of older attempts counts
+        return 0  # no step of older attempts counts
 
 
 def record_start(store: Store, run_id: str, attempt: int, start: int) -> None:
-    """Write down, before the first step of an attempt, which step it begins from: no near step of an older attempt that
-    is above counts from now on. Of rank 0."""
+    """Record, before the first step of an attempt, the step that it begins from. Local-tier steps of older attempts
+    above it do not count from now on. On rank 0."""
     store.put(layout.began(run_id, attempt), json.dumps({"start": start}).encode())

@@ -1,4 +1,4 @@
-"""The near tiers as the ranks of an attempt have them: where they lie, when they are due, what is found in them."""
+"""The local tiers of an attempt: their folders, when they are due, and the step found in them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger("holdfast.checkpoint")
 
 
 class TierSet:
-    """The near tiers of an attempt, on one rank. All but `due` and `tiers` is collective."""
+    """The local tiers of an attempt, on one rank. Everything but `due` and `tiers` is collective."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class TierSet:
         peers: int = 0,
     ) -> None:
         """`every`: the steps between two copies, by the name of the tier; `disk`: the folder of that tier; `peers`: how
-        many other nodes keep what is in the memory of this one."""
+        many other nodes keep copies of this node's memory tier."""
         self._store, self._attempt, self._gang, self._every = store, attempt, gang, dict(every)
         life = gang.from_rank_0(lambda: life_of(store, attempt.run_id), str)
         placed = [_placed(name, disk, f"{attempt.run_id}-{life}", every[name]) for name in TIERS if name in every]
@@ -58,8 +58,8 @@ class TierSet:
         return tuple(name for name, every in self._every.items() if step % every == 0)
 
     def load(self, boxes: Sequence[TensorBox], fingerprint: str) -> Found | None:
-        """Fill `boxes` from the newest near step that is newer than the newest checkpoint and was computed under the
-        plan of this fingerprint; None if there is none, and the boxes hold nothing of use."""
+        """Fill `boxes` from the newest local-tier step that is newer than the newest checkpoint and has the plan of
+        this fingerprint. Return None without one; the contents of the boxes are then undefined."""
         run_id, number = self._attempt.run_id, self._attempt.number
         newest = self._gang.from_rank_0(lambda: newest_commit(self._store, run_id, number), tuple[int, int] | None)
         self.root = newest[1] if newest is not None else 0
@@ -75,8 +75,8 @@ class TierSet:
         return found
 
     def begin(self, start: int, found: Found | None) -> None:
-        """Before the first step: what was measured up to a near step is written to the store, and where this attempt
-        begins."""
+        """Before the first step, write the attachments of a loaded local-tier step and the start of this attempt to the
+        store."""
 
         def told() -> None:
             for key, text in (found.record.attachments if found is not None else {}).items():
@@ -86,15 +86,16 @@ class TierSet:
         self._gang.from_rank_0(told)
 
     def listener(self) -> tuple[socket.socket, str] | None:
-        """What this node's agent takes copies of other nodes by, and the token; on one rank of each node, and once."""
+        """The listener through which this node's agent accepts copies of other nodes, and its token. On one rank of
+        each node, and once."""
         handed = self._nodes.handed_over()
         if handed is not None and not self._peers:
-            handed[0].close()  # what it was for is over: all have loaded
+            handed[0].close()  # no longer needed: all have loaded
             return None
         return handed
 
     def clear(self) -> None:
-        """The run is trained and its last step committed, which every rank says: nothing near is needed any more."""
+        """Remove the tiers after the last step is committed. Waits for all ranks to agree."""
         self._gang.barrier()
         for tier in self.tiers:
             clear(tier)

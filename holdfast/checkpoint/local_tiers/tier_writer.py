@@ -1,8 +1,8 @@
-"""Keeping one writer's part in a near tier: the newest two steps of it, and a third one while it is written.
+"""Writing one writer's part to a local tier: its newest two steps, and a third one while it is written.
 
-Two, because ranks are not equally far: while one writes step n + 1, another may still write step n; then n - 1 is the
-newest step that all have. A step is written anew, packs and index, and refers to no other one. Whatever fails here is
-said once and fails no save.
+Two steps are kept because ranks are not equally far. While one writes step n + 1, another may still write step n; then
+n - 1 is the newest step that all have. A step is written anew, packs and index, and references no other one. Failures
+are logged and fail no save.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TierWriter:
     def __init__(
         self, tier: Tier, attempt: Attempt, writer: int, send: Callable[[Step], None] = lambda _: None
     ) -> None:
-        """`send` is told each step once it is whole."""
+        """`send` is called with each step once it is complete."""
         self._send = send
         self.tier, self._attempt, self._writer = tier, attempt, writer
         self._store = tier.store(writer)
@@ -49,7 +49,8 @@ class TierWriter:
     def keep(
         self, step: int, boxes: Sequence[TensorBox], digest: StateDigest | None, record: Record | None
     ) -> StateDigest | None:
-        """Keep a step; the state digest of the boxes. `record` is that of writer 0. Raises nothing but for a bug."""
+        """Keep a step. Return the state digest of the boxes. `record` is given for writer 0. Raises nothing, except for
+        a bug."""
         if self.off:
             return digest
         size = sum(box.data.nbytes for box in boxes) + MARGIN
@@ -57,7 +58,7 @@ class TierWriter:
             if not self._written:
                 self._store.end_abandoned(layout.run(self._attempt.run_id), 0.0)  # of a writer that was killed
             require_room(self.tier, size)
-            if record is not None:  # first: a step whose index is there is whole
+            if record is not None:  # first: a step that has an index is whole
                 self._store.put(record_key(record.run_id, record.attempt, step), record.to_bytes())
             self._shards.forget()
             index = self._shards.write(step, boxes, digest)
@@ -80,7 +81,7 @@ class TierWriter:
         return digest
 
     def _prune_others(self) -> None:
-        """Remove what attempts before this one have left of writers that are elsewhere now, or nowhere: this one's gang
+        """Remove the copies that older attempts left for writers that are elsewhere now, or gone. This attempt's gang
         has kept a whole step since."""
         for writer in self.tier.writers():
             store = self.tier.store(writer)
@@ -89,7 +90,7 @@ class TierWriter:
 
 
 def prune(store: Store, run_id: str, writer: int) -> None:
-    """Remove all of a writer but its newest whole steps, and what is being written since."""
+    """Remove all copies of a writer except its newest whole steps and newer, unfinished ones."""
     whole = whole_steps(store, run_id, writer)
     if len(whole) >= KEPT:
         oldest = whole[-KEPT]
@@ -97,20 +98,20 @@ def prune(store: Store, run_id: str, writer: int) -> None:
 
 
 def whole_steps(store: Store, run_id: str, writer: int) -> list[Step]:
-    """The steps of which a writer has its index, which comes last, oldest first."""
+    """The steps with this writer's index, which is written last, oldest first."""
     own = f"/{writer_name(writer)}.idx"
     keys = [info.key for info in store.list(layout.indexes(run_id)) if info.key.endswith(own)]
     return sorted({(int(match[1]), int(match[2])) for key in keys if (match := _STEP.search(key))})
 
 
 def steps_in(store: Store, run_id: str) -> set[Step]:
-    """The steps of which anything is there."""
+    """The steps with any object."""
     keys = [info.key for folder in (layout.indexes(run_id), layout.packs(run_id)) for info in store.list(folder)]
     return {(int(match[1]), int(match[2])) for key in keys if (match := _STEP.search(key))}
 
 
 def _remove(store: Store, run_id: str, steps: Sequence[Step]) -> None:
-    """Indexes first: what is left of a step that is half removed does not look whole."""
+    """Remove indexes first, so that a half-removed step does not look whole."""
     gone = set(steps)
     for folder in (layout.indexes(run_id), layout.packs(run_id)):
         keys = [info.key for info in store.list(folder)]

@@ -1,7 +1,7 @@
-"""A near step as a checkpoint's reader sees it: a store whose objects lie on several nodes.
+"""A local-tier step as a store for the checkpoint reader: its objects lie on several nodes.
 
-Which node has an object follows from the writer whose it is; which writer a pack belongs to, from the index that names
-it, and a reader has always read that one first.
+The writer of an object determines its node. The index that names a pack determines the pack's writer, and a reader
+always reads the index first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.store.parallel import read_many
 
 
 class Source(Protocol):
-    """Where one writer's part is read from: a store, or as much of one as a reader needs."""
+    """The source of one writer's part: a store, or the subset of its methods that a reader needs."""
 
     def get(self, key: str) -> bytes:
         """A whole object."""
@@ -27,13 +27,13 @@ class Source(Protocol):
 
 
 class TierView:
-    """Reads the objects of one near step. No more of `Store` than that needs."""
+    """Reads the objects of one local-tier step. Has only the methods of `Store` that this needs."""
 
     def __init__(
         self, url: str, run_id: str, indexes: Mapping[str, Sequence[Source]], nodes: Mapping[str, bytes]
     ) -> None:
-        """`url` names it in messages; `indexes` has by its key where each index lies, the nearest place first; `nodes`
-        what stands above them."""
+        """`url` names it in messages. `indexes` maps the key of each index to its sources, the nearest first. `nodes`
+        has the nodes above them."""
         self.url, self._run_id, self._indexes, self._nodes = url, run_id, indexes, nodes
         self._packs: dict[str, Sequence[Source]] = {}
 
@@ -55,7 +55,8 @@ class TierView:
         raise failure
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
-        """See Store: of a pack. A reader calls it where what `read_many` brought is wrong: so the next place first."""
+        """See Store; for a pack. A reader calls it after damage in the result of `read_many`, so the next source is
+        tried first."""
         sources = self._packs.get(key, ())
         self._read([*sources[1:], *sources[:1]], key, start, target)
 

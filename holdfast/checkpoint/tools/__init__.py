@@ -1,6 +1,6 @@
-"""What a person asks of checkpoints: which there are and why, whether they are whole, where two differ, what may go.
+"""Tools for a person: list checkpoints and why they are kept, verify them, compare two, and collect garbage.
 
-All in bounded memory, beside a run that goes on. Only a collection changes anything.
+All work in bounded memory, also while the run trains. Only a collection changes anything.
 """
 
 from holdfast.checkpoint.tools.collection import Collected, collect_now

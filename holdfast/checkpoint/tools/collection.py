@@ -1,8 +1,9 @@
-"""A collection that a person asks for: the collector of the ranks, beside them or instead of them, or its rehearsal.
+"""A collection that a person requests: the ranks' collector, in addition to them or instead of them, or a dry run.
 
-It acts for the attempt that committed last, so it touches nothing that is newer. While a later attempt has claimed the
-run and committed nothing yet, which may go on from any checkpoint that is there, it deletes none of them: only what no
-checkpoint needs. One that claims meanwhile fences it off, as it does the collector of a replaced attempt.
+It acts for the attempt that committed last, so it touches nothing newer. A later attempt may have claimed the run
+without a commit yet, and may continue from any existing checkpoint. Then no checkpoint is deleted, only objects that no
+checkpoint needs. An attempt that claims meanwhile fences the collection off, as it does the collector of a replaced
+attempt.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ EVERYTHING = 1 << 62
 
 @dataclass(frozen=True)
 class Collected:
-    """What went, or would go."""
+    """The objects that were deleted, or would be."""
 
     steps: tuple[int, ...]  # of the checkpoints
     objects: int
     bytes: int
     keys: tuple[str, ...]
-    held_back: str = ""  # why not everything went that retention lets go
+    held_back: str = ""  # why not everything was deleted that retention releases
 
 
 @dataclass(frozen=True)
 class _Bystander(Attempt):
-    """An attempt that somebody acts for who is none of its gang: only those fence it off that were not there before."""
+    """An attempt on whose behalf a process outside its gang acts. Only attempts that are newer than `known` fence it
+    off."""
 
     known: int = 0  # the newest attempt when it began
 
@@ -47,8 +49,8 @@ class _Bystander(Attempt):
 
 
 def collect_now(store: Store, run_id: str, retention: Retention, *, dry_run: bool = False) -> Collected:
-    """Collect what nothing keeps of a run; with `dry_run`, only say what. Raises MissingError when it has no
-    checkpoint, DataError when the manifest of one cannot be read, and what the store raises."""
+    """Collect what nothing keeps of a run; with `dry_run`, only report it. Raises MissingError when the run has no
+    checkpoint, DataError when a manifest cannot be read, and what the store raises."""
     roots = []
     for step in checkpoint_times(store, run_id):
         try:
@@ -85,8 +87,8 @@ def _newest_claim(store: Store, run_id: str) -> int:
 
 
 class _Witness:
-    """A store that remembers what is deleted; in a rehearsal nothing is, and nothing is written, and the rest looks as
-    if it were."""
+    """A store that records deletions. In a dry run it deletes and writes nothing, and its listings look as if
+    it had."""
 
     def __init__(self, store: Store, rehearsal: bool) -> None:
         self._store, self._rehearsal = store, rehearsal
@@ -121,7 +123,7 @@ class _Witness:
             self._store.delete_many(keys)
 
     def put_if_absent(self, key: str, data: Data) -> bool:
-        """See Store. What comes back has not gone."""
+        """See Store. An object that is written again does not count as deleted."""
         self.gone.discard(key)
         return True if self._rehearsal else self._store.put_if_absent(key, data)
 

@@ -1,7 +1,7 @@
-"""Where two checkpoints differ, to the bit: which tensors, from which element on, and by how much.
+"""Differences between two checkpoints, to the bit: which tensors, from which element on, and by how much.
 
-Equal digests say "equal" without reading anything. Where they differ, pieces with the same digest on both sides are not
-read either, whoever wrote them: pieces are cut on a grid that no layout changes.
+Equal digests prove equality without a read. Otherwise, pieces with the same digest on both sides are not read either,
+for any writers: pieces are cut on a grid that no layout changes.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _LARGEST = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that the two hold with other bits."""
+    """A tensor with different bits in the two checkpoints."""
 
     name: str
     elements: int  # that differ
     of: int
     first: tuple[int, ...]  # the index of the first of them, in row-major order
-    values: tuple[float, float]  # there: of the one, of the other
-    ulps: int | None  # between these two, in steps from one number to the next; None for what is no float
-    most_ulps: int | None  # between any two
+    values: tuple[float, float]  # at that index, in each of the two
+    ulps: int | None  # between these two values, in floating-point steps; None for integers
+    most_ulps: int | None  # between any two values
 
 
 @dataclass(frozen=True)
 class ScalarDifference:
-    """A number beside the tensors that differs; None where one has none."""
+    """A scalar that differs; None where one has none."""
 
     name: str
     values: tuple[float | int | None, float | int | None]
@@ -44,7 +44,7 @@ class ScalarDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """All that differs."""
+    """All differences."""
 
     tensors: tuple[TensorDifference, ...] = ()
     scalars: tuple[ScalarDifference, ...] = ()
@@ -60,15 +60,15 @@ class Difference:
 
 
 def equal(one: Checkpoint, other: Checkpoint) -> bool:
-    """Whether two checkpoints are the same state by their digests: nothing is read."""
+    """Whether two checkpoints have the same state by their digests, without reading tensors."""
     return one.tensors == other.tensors and one.manifest.state_digest == other.manifest.state_digest
 
 
 def differences(
     one: Checkpoint, other: Checkpoint, progress: Callable[[int, int], None] = lambda *_: None
 ) -> Difference:
-    """Where two checkpoints differ. `progress` is told the bytes compared so far and those there are. Raises
-    DamageError for what cannot be verified of one of them."""
+    """The differences between two checkpoints. `progress` is called with the bytes compared so far and the total.
+    Raises DamageError for data that cannot be verified."""
     if equal(one, other):
         return Difference()
     unlike, tensors = [], []
@@ -135,7 +135,7 @@ def _scalars(one: Checkpoint, other: Checkpoint) -> Iterator[ScalarDifference]:
 
 
 class _Found:
-    """What was found of one tensor so far."""
+    """The differences of one tensor so far."""
 
     def __init__(self, name: str, info: TensorInfo) -> None:
         self._name, self._info = name, info
@@ -178,7 +178,7 @@ class _Found:
 
 
 def _ulps(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """How many numbers lie between two floats, from their bits: int64. At most 2^63 - 1 is told."""
+    """The distance of two floats in floating-point steps, from their bits: int64, at most 2^63 - 1."""
     one, other = (_ordered(bits) for bits in (mine, theirs))
     distance = one - other
     overflown = ((one ^ other) & (one ^ distance)) < 0

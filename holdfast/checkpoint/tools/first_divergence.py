@@ -1,8 +1,8 @@
-"""Where two runs part: the first step whose figures differ, and the tensor and the element, as near to it as
-checkpoints of both allow.
+"""The first divergence of two runs: the first step whose figures differ, and the tensor and element, as precisely as
+common checkpoints allow.
 
-Histories are compared by what is the same in every attempt, bit for bit, so two runs of the same mathematics have no
-first step. Reads the roots of the common checkpoints, and tensors of one of them only.
+Histories are compared by the fields that are the same in every attempt, bit for bit, so two runs of the same
+mathematics have no first step. Reads the roots of the common checkpoints, and tensors of one of them only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far two runs are the same bits."""
+    """How far the bits of two runs agree."""
 
     steps: tuple[int, int]  # that each has committed
     compared: int  # steps that were compared: those in both histories
@@ -44,13 +44,13 @@ class Divergence:
 
     @property
     def none(self) -> bool:
-        """Whether they are the same as far as both go."""
+        """Whether they are the same in all common steps."""
         return self.first is None and self.differs_at is None
 
 
 def find_divergence(one: Side, other: Side, progress: Callable[[int, int], None] = lambda *_: None) -> Divergence:
-    """Compare two runs. `progress` is told the bytes of tensors compared so far and those there are. Raises
-    MissingError when one of them has committed nothing, DamageError for what cannot be verified of the tensors."""
+    """Compare two runs. `progress` is called with the bytes of tensors compared so far and the total. Raises
+    MissingError when one run has committed nothing, DamageError for tensors that cannot be verified."""
     ends = []
     for side in (one, other):
         if (newest := newest_step(side.store, side.run_id)) is None:

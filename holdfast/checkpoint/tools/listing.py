@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, what each cost, and why it is still there."""
+"""The checkpoints of a run: what each cost, and why it is kept."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from holdfast.store.sequence import newest, read_record
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint, as a listing has it."""
+    """A row of a listing of checkpoints."""
 
     step: int
-    committed: float  # unix seconds, by the store's clock
+    committed: float  # Unix seconds, by the store's clock
     attempt: int = 0
     bytes: int = 0  # of the state
-    fresh: int = 0  # of them, those that were written for it; the others lay in earlier packs
+    fresh: int = 0  # of them, those that were written for it; earlier packs hold the rest
     tensors: int = 0
     writers: int = 0
     state_digest: str = ""
-    kept: tuple[str, ...] = ()  # why retention keeps it; empty if the next collection takes it
+    kept: tuple[str, ...] = ()  # why retention keeps it; empty if the next collection removes it
     pins: tuple[Pin, ...] = ()
-    damaged: str = ""  # what is wrong with it: set aside, of a replaced attempt, or its manifest cannot be read
+    damaged: str = ""  # what is wrong: quarantined, of a replaced attempt, or unreadable manifest
 
 
 def retention_of(store: Store, run_id: str) -> Retention:
-    """What the run's newest launch keeps; of a run that was never launched, what the spec keeps by default."""
+    """The retention of the run's newest launch; for a run that was never launched, the spec's defaults."""
     settings: Mapping[str, Any] = {}
     anomalies: Mapping[str, Any] = {}
     if number := newest(store, layout.launches(run_id)):
@@ -48,8 +48,7 @@ def retention_of(store: Store, run_id: str) -> Retention:
 
 
 def list_checkpoints(store: Store, run_id: str, retention: Retention) -> list[CheckpointInfo]:
-    """The checkpoints of a run, oldest first, and those that were set aside. Raises MissingError when the run has
-    none."""
+    """The checkpoints of a run, oldest first, including quarantined ones. Raises MissingError when the run has none."""
     times, pins = checkpoint_times(store, run_id), defaultdict[int, list[Pin]](list)
     for pin in list_pins(store, run_id):
         pins[pin.step].append(pin)

@@ -14,8 +14,8 @@ PART_BYTES = 16 * 2**20
 
 
 def parts_of(name: str, info: TensorInfo) -> Iterator[TensorBox]:
-    """Boxes that make up a tensor, in the order of its rows, cut on its grid so that each piece is read once; all with
-    the same memory, which the next one overwrites. A tensor without elements has none."""
+    """Boxes that make up a tensor, in the order of its rows, cut on its grid so that each piece is read once. All share
+    the same memory, which the next one overwrites. Yields none for a tensor without elements."""
     dtype = DTYPES[info.dtype]
     if not info.shape:
         yield TensorBox.whole(name, torch.empty((), dtype=dtype))

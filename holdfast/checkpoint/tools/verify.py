@@ -1,7 +1,8 @@
-"""Reading a checkpoint to its last byte: every object that it needs, every checksum, and the digest of the whole state.
+"""Verifying a checkpoint to its last byte: every object that it needs, every checksum, and the digest of the whole
+state.
 
-The additive digest is computed anew from what was read, so that a checkpoint whose parts are each intact, and are not
-the state that was saved, is found as well.
+The additive digest is computed anew from what was read. This also finds a checkpoint whose parts are each intact but
+are not the state that was saved.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ from holdfast.checkpoint.tools.parts import parts_of
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import Store, layout
 
-MAX_DAMAGES = 100  # that are told of one checkpoint
+MAX_DAMAGES = 100  # reported for one checkpoint
 
 
 @dataclass(frozen=True)
 class Damage:
-    """An object of a checkpoint that is not as it was written, and what of the state that touches."""
+    """A damaged object of a checkpoint, and the tensor that it affects."""
 
     key: str
-    tensor: str  # empty for one that holds no tensor's bytes
+    tensor: str  # empty for an object that holds no tensor's bytes
     reason: str
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What reading a checkpoint has shown."""
+    """The result of reading a checkpoint."""
 
     step: int
     bytes: int  # of tensors, that were read and are right
     damages: tuple[Damage, ...] = ()
-    collected: bool = False  # it was deleted meanwhile, as retention wants it, so nothing is known of it
+    collected: bool = False  # retention deleted it meanwhile, so nothing is known of it
     export: str = ""  # key prefix of the exported model that was read; empty for a checkpoint
 
     @property
@@ -45,8 +46,8 @@ class Verified:
 
 
 def verify(store: Store, run_id: str, step: int, progress: Callable[[int, int], None] = lambda *_: None) -> Verified:
-    """Read the checkpoint at `step`. `progress` is told the bytes read so far and those there are. Raises
-    StoreUnreachableError and the like for a store that does not answer: that says nothing of the checkpoint."""
+    """Read the checkpoint at `step`. `progress` is called with the bytes read so far and the total. Raises
+    StoreUnreachableError and the like for a store that does not answer, which says nothing of the checkpoint."""
     root, done = layout.checkpoint(run_id, step), 0
     damages: list[Damage] = []
     try:
@@ -54,7 +55,7 @@ def verify(store: Store, run_id: str, step: int, progress: Callable[[int, int], 
         damages, done, digest = _read(checkpoint, progress)
     except MissingError:
         return Verified(step, done, collected=True)
-    except DamageError as error:  # an index, on the way to a tensor
+    except DamageError as error:  # an index above a tensor
         damages = [Damage(error.suspect.key, "", error.suspect.reason)]
     except DataError as error:
         damages = [Damage(root, "", str(error))]
@@ -69,7 +70,7 @@ def verify(store: Store, run_id: str, step: int, progress: Callable[[int, int], 
 
 
 def _read(checkpoint: Checkpoint, progress: Callable[[int, int], None]) -> tuple[list[Damage], int, StateDigest]:
-    """All tensors: what of them is damaged, how many bytes are right, and their digest."""
+    """Read all tensors. Return the damage, the number of correct bytes, and the digest."""
     total = sum(info.elements * info.itemsize for info in checkpoint.tensors.values())
     damages: dict[tuple[str, str], Damage] = {}
     digest, right, read = StateDigest(), 0, 0
