@@ -1,4 +1,4 @@
-"""Emitters: the same job as an object of every system that can run it. Pure functions; nothing is sent anywhere."""
+"""Emitters: the same job as an object of every scheduler that can run it. Pure functions that send nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _KINDS: Mapping[str, Callable[[Job, Owner | None], list[dict[str, Any]]]] = {
 
 
 class _PlainDumper(yaml.SafeDumper):
-    """Without anchors, so that what stands twice can be read twice."""
+    """Writes no anchors, so that repeated values are readable."""
 
     def ignore_aliases(self, _data: object) -> bool:
         return True
@@ -70,15 +70,15 @@ def training_job(
 
 
 def objects_for(job: Job, owner: Owner | None = None) -> list[dict[str, Any]]:
-    """The Kubernetes objects of a job, in the order in which they are created; the last one is the job itself."""
+    """The Kubernetes objects of a job in the order of their creation; the last one is the job itself."""
     return _KINDS[job.cluster.job](job, owner)
 
 
 def render(spec: Spec, target: Target, run_id: str = "run-id", launch: int = 1, store: str | None = None) -> str:
-    """The training job of a spec as text for `target`: YAML documents.
+    """The training job of a spec for `target`, as YAML documents.
 
-    The launch must have been recorded in the store for the text to be run; the defaults show its form.
-    Raises SpecError when the spec asks for what the target cannot do.
+    To run the text, its launch must be recorded in the store; the defaults only show its form. Raises SpecError if the
+    spec has no store, or needs what the target cannot do.
     """
     root = store or spec.store or os.environ.get("HOLDFAST_STORE")
     if not root:
@@ -86,7 +86,7 @@ def render(spec: Spec, target: Target, run_id: str = "run-id", launch: int = 1, 
         raise SpecError([Problem("store", None, "is needed by a job on a cluster", remedy)])
     _check(spec, target)
     job = training_job(spec, run_id, launch, root)
-    if target == "volcano":  # nobody follows it
+    if target == "volcano":  # no launcher follows it
         objects = [volcano.emit(job, restarts=spec.cluster.restarts.budget)]
     else:
         objects = _KINDS[target](job, None)
@@ -94,14 +94,14 @@ def render(spec: Spec, target: Target, run_id: str = "run-id", launch: int = 1, 
     return f"{_NEEDS_KEY.format(name=key_name(job))}{text}" if has_key(job) else text
 
 
-# Not emitted: the text may be kept where many can read it.
+# The Secret itself is not emitted: many people may be able to read the text.
 _NEEDS_KEY = """# The nodes know each other by a key, which no launcher makes here. Make it first:
 #   kubectl create secret generic {name} --from-literal=key="$(openssl rand -hex 32)"
 """
 
 
 def _check(spec: Spec, target: str) -> None:
-    """Refuse what the target cannot do, also when `cluster.job` names another one."""
+    """Refuse what the target cannot do, also if `cluster.job` names another one. Raises SpecError."""
     from holdfast.spec import rules
     from holdfast.spec.rules.telemetry import check_collector_address
 

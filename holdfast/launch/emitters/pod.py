@@ -1,7 +1,7 @@
-"""What every training pod has, whichever object it is part of: the container, its mounts, its rights, its placement.
+"""Parts of every training pod, in any job object: container, mounts, rights and placement.
 
-Promises a pod that runs under the restricted Pod Security Standard: not root, nothing writable but its own volumes, no
-capability, no API token. Leaves restarts to the launcher: a pod never comes back by itself.
+The pod runs under the restricted Pod Security Standard: not root, nothing writable except its own volumes, no
+capability, no API token. Restarts are left to the launcher: a pod never restarts itself.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from holdfast.spec.cluster import SECRETS, Cluster
 from holdfast.spec.engine_text import double_dollars
 from holdfast.spec.errors import Problem, SpecError
 
-METRICS_PORT = "metrics"  # of the pods, as a PodMonitor names it
+METRICS_PORT = "metrics"  # port name of the pods, for a PodMonitor
 RUN_LABEL, LAUNCH_LABEL = "holdfast/run-id", "holdfast/launch"
 HEALTH_LABEL, FAILED = "holdfast/health", "failed"  # of nodes
-# Which of a job's pods shows figures: the `first` one, which has rank 0; or `any`, where nodes meet in any order.
+# Which of a job's pods serve metrics: `first`, which has rank 0; or `any`, where nodes join in any order.
 METRICS_LABEL = "holdfast/metrics"
-USER = 1000  # the user of the images; given as a number, so that a container that somebody adds is not root either
+USER = 1000  # user of the images; a number, so that containers which others add are not root either
 SCRATCH = "/scratch"
-# Ranks meet by address and port, and a pod ends with its container: a proxy of Istio beside it breaks both. Old
+# Ranks connect by address and port, and a pod ends with its container. A sidecar proxy of Istio breaks both. Old
 # releases read the annotation, new ones the label.
 NO_SIDECAR = {"sidecar.istio.io/inject": "false"}
-# A rank that is moved so that a node can go costs its whole gang a restart: the cluster autoscaler and Karpenter leave
-# its node alone while it runs.
+# Moving a rank to free a node costs its gang a restart, so the cluster autoscaler and Karpenter must not evict it.
 STAYS = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
-TERMINATION_LOG = "/dev/termination-log"  # what a container leaves there is its termination message
+TERMINATION_LOG = "/dev/termination-log"  # its content becomes the container's termination message
 
-# What a pod knows of itself: of ranks, and of the steps of every backend.
+# Environment variables of pods from the downward API, for ranks and for the steps of every backend.
 POD_FIELDS = {
     "HOLDFAST_POD_NAME": "metadata.name",
     "HOLDFAST_POD_NAMESPACE": "metadata.namespace",
@@ -62,7 +61,7 @@ def labels(job: Job) -> dict[str, str]:
 
 
 def has_key(job: Job) -> bool:
-    """Whether the job's nodes know each other by a key: one node meets nobody."""
+    """Whether the job's nodes authenticate each other by a key: a single node needs none."""
     return pods_of(job.cluster) > 1
 
 
@@ -72,7 +71,7 @@ def key_name(job: Job) -> str:
 
 
 def key_secret(job: Job, owner: Owner) -> dict[str, Any]:
-    """A Secret with a new key for the launch; it goes when its owner goes, the job."""
+    """A Secret with a new key for the launch. It is deleted with its owner, the job."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -99,7 +98,7 @@ def kueue_labels(job: Job) -> dict[str, str]:
 
 
 def metadata(job: Job, owner: Owner | None, more: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The metadata of an object of the job. With `owner` it goes when its owner goes."""
+    """The metadata of an object of the job. With `owner`, it is deleted with its owner."""
     found: dict[str, Any] = {"name": job.name, "labels": {**labels(job), **(more or {})}}
     if job.cluster.annotations:
         found["annotations"] = dict(job.cluster.annotations)
@@ -111,9 +110,11 @@ def metadata(job: Job, owner: Owner | None, more: Mapping[str, str] | None = Non
 
 
 def command(job: Job, *flags: str, restarts: int = 0) -> list[str]:
-    """What a node runs: torchrun with `flags`, and the ranks' command. `restarts`: how often a node of an elastic gang
-    may lose others and go on with those that are left. Else the launcher restarts, torchrun never. The
-    kubelet puts variables into `flags` only."""
+    """The command of a node: torchrun with `flags`, and the ranks' command.
+
+    `restarts`: how often a node of an elastic gang may lose peers and continue. Otherwise only the launcher restarts.
+    The kubelet expands variables only in `flags`.
+    """
     torchrun = ["python", "-m", "holdfast.launch.torchrun", f"--max-restarts={restarts}"]
     return [
         *torchrun,
@@ -130,7 +131,7 @@ def image(job: Job) -> str:
 
 
 def environment(job: Job) -> dict[str, str]:
-    """The variables of every rank; those of the accelerator give way to the spec's."""
+    """The variables of every rank. Those of the spec override those of the accelerator."""
     return {
         **ACCELERATORS[job.cluster.accelerator].environment,
         **networks.variables(job.cluster.accelerator, job.cluster.network),
@@ -141,9 +142,8 @@ def environment(job: Job) -> dict[str, str]:
 
 
 def sources(cluster: Cluster) -> list[dict[str, Any]]:
-    """Where a container's variables come from beside its own; of two with one name the last one counts. The
-    settings of a place and its Secret may be missing: what is needed of them is missed in words by the step that needs
-    it."""
+    """The `envFrom` entries of a container; of two variables with one name, the last one counts. The site's settings
+    and Secret are optional: a step that needs a missing value reports it."""
     settings = [{"configMapRef": {"name": cluster.settings, "optional": True}}] if cluster.settings else []
     optional = {"optional": True}
     return [
@@ -153,28 +153,28 @@ def sources(cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def withheld(variables: Container[str] = ()) -> list[dict[str, Any]]:
-    """Empty variables of a rank's container, which go before those of its sources: what only steps need of the Secret
-    of the place is in no rank. Without those in `variables`."""
+    """Empty variables for a rank's container, which override those of its sources: ranks get none of the secrets that
+    only steps need. Leaves out those in `variables`."""
     return [{"name": name, "value": ""} for name in sorted(NOT_FOR_RANKS) if name not in variables]
 
 
 def resources(job: Job) -> dict[str, dict[str, Any]]:
-    """What a node's pod asks for. Only cores are overcommitted: idle ones may be used."""
+    """The resources of a node's pod. Only cores are overcommitted: the pod may use idle ones."""
     cluster = job.cluster
     asked = cluster.resources
     limits: dict[str, Any] = {"memory": asked.memory, **asked.extended}
-    if cluster.scheduler != "kueue":  # which refuses a job that asks for what its queue has no quota of
+    if cluster.scheduler != "kueue":  # Kueue refuses a job with a resource for which its queue has no quota
         limits["ephemeral-storage"] = asked.ephemeral_storage
     if resource := ACCELERATORS[cluster.accelerator].resource:
         limits[resource] = job.processes
     requests = {"cpu": asked.cpu, **limits}
-    if cluster.topology.numa != "any":  # the kubelet binds only pods whose limits are their requests
+    if cluster.topology.numa != "any":  # the kubelet binds only pods whose limits equal their requests
         limits = requests
     return {"requests": requests, "limits": limits}
 
 
 def pod_template(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any]:
-    """A pod template whose container is called `container` and runs `argv`."""
+    """A pod template with one container, named `container`, that runs `argv`."""
     _check_store(job)
     annotations = {**NO_SIDECAR, **STAYS, **job.cluster.annotations, **_kueue_topology(job)}
     found = {"labels": {**NO_SIDECAR, **labels(job), **_metrics_label(job)}, "annotations": annotations}
@@ -258,7 +258,7 @@ def _pod(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _volumes(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The pod's volumes and where they are mounted. A claim that is mounted twice is one volume."""
+    """The pod's volumes and mounts. A claim that is mounted twice is one volume."""
     memory = {"medium": "Memory", "sizeLimit": job.cluster.resources.shared_memory}
     volumes: list[dict[str, Any]] = [
         {"name": "shared-memory", "emptyDir": memory},
@@ -281,7 +281,7 @@ def _volumes(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def _tolerations(job: Job) -> list[dict[str, str]]:
-    """The spec's, and that of the accelerator: nodes that have one are commonly tainted with its name."""
+    """The tolerations of the spec and of the accelerator, whose nodes commonly have a taint with its name."""
     found = list(job.cluster.tolerations)
     if ACCELERATORS[job.cluster.accelerator].resource:
         found.append(taint_of(job.cluster.accelerator))
@@ -293,12 +293,13 @@ def _other_than(nodes: frozenset[str]) -> dict[str, Any]:
 
 
 def _affinity(job: Job) -> dict[str, Any]:
-    """Bad nodes are avoided under every scheduler; neighbourhood is left to Volcano and Kueue where they place."""
+    """The affinity of pods. Every scheduler avoids bad nodes. Volcano and Kueue place pods close together
+    themselves."""
     found: dict[str, Any] = {}
     nodes: dict[str, Any] = {}
     avoided = [_other_than(job.excluded_nodes)] if job.excluded_nodes else []
     if job.cluster.health.on_failure == "label":
-        avoided.append({"key": HEALTH_LABEL, "operator": "NotIn", "values": [FAILED]})  # one without the label is taken
+        avoided.append({"key": HEALTH_LABEL, "operator": "NotIn", "values": [FAILED]})  # also matches without the label
     if avoided:
         terms = [{"matchExpressions": avoided}]
         nodes["requiredDuringSchedulingIgnoredDuringExecution"] = {"nodeSelectorTerms": terms}
@@ -309,10 +310,8 @@ def _affinity(job: Job) -> dict[str, Any]:
         found["nodeAffinity"] = nodes
     topology = job.cluster.topology
     gang = {RUN_LABEL: job.run_id, LAUNCH_LABEL: str(job.launch)}
-    placed = job.cluster.scheduler == "kueue" and topology.placement != "any"  # Kueue itself then names the nodes
-    if (
-        pods_of(job.cluster) > 1 and not placed
-    ):  # each has a machine's network and disk for itself where there are machines enough
+    placed = job.cluster.scheduler == "kueue" and topology.placement != "any"  # Kueue then selects the nodes
+    if pods_of(job.cluster) > 1 and not placed:  # with enough machines, each pod has a machine's network and disk
         apart = {"labelSelector": {"matchLabels": gang}, "topologyKey": "kubernetes.io/hostname"}
         wish = {"weight": 50, "podAffinityTerm": apart}
         found["podAntiAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}
@@ -322,7 +321,7 @@ def _affinity(job: Job) -> dict[str, Any]:
             "labelSelector": {"matchLabels": {key: labels(job)[key] for key in list(labels(job))[:2]}},
             "topologyKey": "kubernetes.io/hostname",
         }
-        wishes = [{"weight": 10, "podAffinityTerm": pack}]  # nodes in use are filled before empty ones
+        wishes = [{"weight": 10, "podAffinityTerm": pack}]  # fill used nodes before empty ones
         if topology.placement == "prefer":
             wishes.insert(0, {"weight": 100, "podAffinityTerm": near})
         found["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": wishes}
@@ -340,7 +339,7 @@ def _kueue_topology(job: Job) -> dict[str, str]:
 
 
 def volcano_topology(job: Job) -> dict[str, Any] | None:
-    """The topology wish in Volcano's words."""
+    """The topology request in Volcano's terms."""
     topology = job.cluster.topology
     if topology.placement == "any":
         return None
@@ -349,7 +348,7 @@ def volcano_topology(job: Job) -> dict[str, Any] | None:
 
 
 def _check_store(job: Job) -> None:
-    """A folder store is of use to pods only on a volume that they all mount."""
+    """Refuse a folder store that is not on a writable volume of all pods. Raises SpecError."""
     root = job.command[list(job.command).index("--store") + 1] if "--store" in job.command else ""
     if not root.startswith("file://"):
         return

@@ -1,12 +1,13 @@
 """A job as a PyTorchJob (kubeflow.org/v1), static or elastic.
 
-The peers of a pod that is restarted alone hang in a collective, so no pod of a static job is. The first failure fails
-the job, and the launcher starts the whole gang again as the next launch, which is another PyTorchJob. The nodes of an
-elastic job go on without one that is lost, and take in the pod that the operator makes in its place; those of a job
-with spares with one of these in its seat, and that pod is the next spare.
+In a static job, no pod restarts alone, because its peers would hang in a collective. The first failure fails the job,
+and the launcher starts the whole gang as the next launch, which is another PyTorchJob.
 
-All pods are workers. With a master the operator would put a container of its own before the others, which waits for it:
-without the rights that a restricted namespace asks for, and not as long as we want.
+The nodes of an elastic job continue without a lost node, and admit the pod that the operator makes in its place. In a
+job with spares, a spare takes the lost node's slot, and the new pod is the next spare.
+
+All pods are workers. With a master, the operator would add an init container that waits for it. That container lacks
+the security context that a restricted namespace requires, and has the wrong timeout.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from holdfast.launch.emitters.pod import Owner, command, kueue_labels, metadata,
 from holdfast.launch.interface import NODE_RANK_VARIABLE, Job
 from holdfast.launch.spares import changes_members, pods_of
 
-LAST_CALL_SECONDS = 10  # for nodes beyond the smallest number to come; later ones are taken in all the same
-PORT = 23456  # the one that the operator gives the service of a worker
-INDEX_LABEL = "training.kubeflow.org/replica-index"  # the operator's, on every pod
+LAST_CALL_SECONDS = 10  # to wait for nodes beyond the minimum; later ones still join
+PORT = 23456  # port of the operator's service of a worker
+INDEX_LABEL = "training.kubeflow.org/replica-index"  # set by the operator on every pod
 
 
 def emit(job: Job, owner: Owner | None = None) -> dict[str, Any]:
-    """The PyTorchJob of a launch. With Kueue it is created suspended, and Kueue lets it go.
+    """The PyTorchJob of a launch. With Kueue, it is created suspended, and Kueue releases it.
 
-    The operator makes a headless service for each worker, called as its pod. It calls a static job ended well when all
-    workers have, an elastic one when one worker has. A static one failed when one pod has, an elastic one when a pod
-    ended with a code that says that it will not pass; its launcher sees to it that the others do not go on forever.
+    The operator makes a headless service for each worker, with the name of its pod. Its states are:
+
+    - A static job succeeds when all workers have succeeded, an elastic one when one worker has.
+    - A static job fails when one pod has failed, an elastic one when a pod ended with a permanent code. Its launcher
+      then ensures that the other pods end.
     """
     nodes = job.cluster.nodes
     elastic = changes_members(job.cluster)
@@ -57,15 +60,15 @@ def emit(job: Job, owner: Owner | None = None) -> dict[str, Any]:
 
 
 def _meeting(job: Job) -> list[str]:
-    """How the nodes find each other, at worker 0 and within a stated time, in flags: what the operator sets of it in
-    variables is less than that."""
+    """The torchrun flags by which the nodes meet at worker 0, within a time limit. The variables that the operator sets
+    are not enough."""
     nodes, host = job.cluster.nodes, f"{job.name}-worker-0"
     common = [f"--nproc-per-node={job.processes}"]
     if not changes_members(job.cluster):
         return [
             *common,
             f"--nnodes={nodes.max}",
-            f"--node-rank=$({NODE_RANK_VARIABLE})",  # put in by the kubelet
+            f"--node-rank=$({NODE_RANK_VARIABLE})",  # expanded by the kubelet
             f"--master-addr={host}",
             f"--master-port={PORT}",
             f"--rdzv-conf=timeout={nodes.rendezvous_seconds}",
@@ -78,17 +81,17 @@ def _meeting(job: Job) -> list[str]:
         f"--nnodes={nodes.min}:{nodes.max}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={host}:{PORT}",
-        f"--rdzv-id={job.run_id}-{job.launch}",  # so that no rank meets a key of a former launch
+        f"--rdzv-id={job.run_id}-{job.launch}",  # so that no rank sees a key of an earlier launch
         f"--rdzv-conf=join_timeout={seconds},last_call_timeout={last_call},read_timeout={seconds}{spares}",
     ]
 
 
 def _run_policy(job: Job) -> dict[str, Any]:
-    """Without a backoffLimit: operators before 1.9.4 delete every pod, with its log, before they say that it is
-    reached, and a failed pod that never restarts fails the job anyway."""
+    """The run policy, without a backoffLimit. Operators before 1.9.4 delete every pod, with its log, before they report
+    that limit. A failed pod that never restarts fails the job anyway."""
     cluster = job.cluster
     policy: dict[str, Any] = {
-        "cleanPodPolicy": "Running",  # peers that hang go; those that ended stay, with exit code and log
+        "cleanPodPolicy": "Running",  # ends hanging peers; keeps pods that have ended, with exit code and log
         "ttlSecondsAfterFinished": int(cluster.ttl_minutes * 60),
     }
     if cluster.deadline_hours is not None:

@@ -1,6 +1,6 @@
 """A job as a TrainJob of the Kubeflow Trainer (trainer.kubeflow.org/v1alpha1), with the runtime that it refers to.
 
-A TrainJob can say little about its pods; what pods need stands in a TrainingRuntime of the job's own, under its name.
+A TrainJob has few fields for its pods. The rest is in a TrainingRuntime that belongs to the job and has its name.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ API = "trainer.kubeflow.org/v1alpha1"
 
 
 def emit(job: Job, owner: Owner | None = None) -> dict[str, Any]:
-    """The TrainJob of a launch. With Kueue it is created suspended, and Kueue lets it go.
+    """The TrainJob of a launch. With Kueue, it is created suspended, and Kueue releases it.
 
-    It has no time to live: a TrainJob whose JobSet expired would make another, so whoever made it deletes it.
+    It has no time to live: a TrainJob whose JobSet expired would make another one. Its creator deletes it.
     """
     spec: dict[str, Any] = {
         "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name},
@@ -50,7 +50,7 @@ def emit(job: Job, owner: Owner | None = None) -> dict[str, Any]:
 
 
 def emit_runtime(job: Job, owner: Owner | None = None) -> dict[str, Any]:
-    """The TrainingRuntime that the TrainJob refers to. It must exist before, and can go only after it."""
+    """The TrainingRuntime that the TrainJob refers to. It must exist before the TrainJob, and be deleted after it."""
     cluster = job.cluster
     jobs: dict[str, Any] = {
         "spec": {

@@ -1,6 +1,7 @@
-"""A job as a Volcano Job (batch.volcano.sh/v1alpha1): gang scheduling, network topology, and the whole gang as one.
+"""A job as a Volcano Job (batch.volcano.sh/v1alpha1): gang scheduling, network topology, and restarts of the whole
+gang.
 
-Unlike a PyTorchJob it ends, or restarts, all pods when one of them fails.
+Unlike a PyTorchJob, it ends or restarts all pods when one of them fails.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ TASK = "node"
 def emit(job: Job, owner: Owner | None = None, restarts: int = 0) -> dict[str, Any]:
     """The Volcano Job of a launch.
 
-    `restarts`: how often Volcano itself restarts the gang. Zero where a launcher follows the job, which starts the next
-    one; a job that nobody follows takes the spec's budget. The gang that forms after a restart claims an attempt of its
-    own.
+    `restarts`: how often Volcano itself restarts the gang. Zero if a launcher follows the job and starts the next one.
+    A job without a launcher takes the spec's budget. The gang that forms after a restart claims a new attempt.
     """
     cluster = job.cluster
     argv = command(
         job,
         f"--nnodes={cluster.nodes.max}",
         f"--nproc-per-node={job.processes}",
-        "--node-rank=$(VC_TASK_INDEX)",  # set by the plugin env, and put in by the kubelet
+        "--node-rank=$(VC_TASK_INDEX)",  # set by the plugin env, expanded by the kubelet
         f"--master-addr={job.name}-{TASK}-0.{job.name}",  # made by the plugin svc
         f"--master-port={PORT}",
         f"--rdzv-conf=timeout={cluster.nodes.rendezvous_seconds}",
@@ -60,7 +60,7 @@ def emit(job: Job, owner: Owner | None = None, restarts: int = 0) -> dict[str, A
 
 
 def _policies(restarts: int, pending: str) -> list[dict[str, Any]]:
-    """What becomes of the gang when a pod fails; the first that fits counts."""
+    """Volcano's policies for a failed or pending pod; the first match counts."""
     waiting = {"event": "PodPending", "action": "TerminateJob", "timeout": pending}
     if not restarts:
         return [{"events": ["PodFailed", "PodEvicted"], "action": "TerminateJob"}, waiting]

@@ -1,8 +1,7 @@
-"""The launcher on a cluster of Ray: a placement group for each launch, with an actor on each node that runs a torchrun.
+"""Launcher on a Ray cluster: a placement group for each launch, with an actor on each node that runs torchrun.
 
-Promises that neither Ray restarts anything nor anything outlives the launcher: the actors belong to it, and what they
-started dies with them. Leaves the budget of restarts to `supervise`, room to `room`, and making machines to Ray's
-autoscaler.
+Ray restarts nothing, and nothing outlives the launcher: it owns the actors, and their processes die with them.
+`supervise` owns the restart budget, `placement_group` the reservation, and Ray's autoscaler adds machines.
 """
 
 from __future__ import annotations
@@ -37,36 +36,36 @@ from holdfast.spec.errors import ClusterUnreachableError, ExitCode
 log = logging.getLogger("holdfast.launch")
 
 NAMESPACE = "holdfast"  # of Ray's named actors
-RESOURCES = {"nvidia": "GPU", "amd": "GPU", "ascend": "NPU", "gaudi": "HPU", "tpu": "TPU"}  # as Ray calls them
+RESOURCES = {"nvidia": "GPU", "amd": "GPU", "ascend": "NPU", "gaudi": "HPU", "tpu": "TPU"}  # Ray's names
 TAIL_LINES = 40
 POLL_SECONDS = 1.0
-ROOM_SECONDS = 0.2  # between two looks whether there is room
-START_SECONDS = 300.0  # for the actors, once there is room for all of them
+ROOM_SECONDS = 0.2  # between two tests whether there is room
+START_SECONDS = 300.0  # for the actors, once all of them have room
 
 
 class _Lock:
-    """Its name is what counts."""
+    """Empty actor: only its name matters."""
 
     def is_held(self) -> bool:
-        """Whether somebody holds it, which is so while it is there."""
+        """Always True: the lock is held while the actor exists."""
         return True
 
 
 class RayLauncher:
-    """See `Launcher`. It runs in a driver of its own, on any machine of the cluster."""
+    """Launcher that runs in its own driver process, on any machine of the cluster."""
 
     def __init__(self, logs: Path) -> None:
-        """`logs`: the folder for what the ranks print, on the launcher's machine."""
+        """`logs`: folder for the ranks' output, on the launcher's machine. Raises ClusterUnreachableError."""
         self._logs = logs
-        self._asked = threading.Event()  # to stop
+        self._asked = threading.Event()  # set when the launcher has to stop
         self._nodes: list[Any] = []
-        self._deadline: float | None = None  # monotonic; then whoever has not left is killed
+        self._deadline: float | None = None  # monotonic; then nodes that have not left are killed
         self._grace = 0.0
         connect()
 
     @contextmanager
     def only_one(self, run_id: str) -> Iterator[None]:
-        """See Launcher. A named actor, which goes with its launcher, is the lock."""
+        """See Launcher. The lock is a named actor, which dies with its launcher."""
         name, told = f"launcher-{run_id}", False
         while True:
             try:
@@ -84,7 +83,7 @@ class RayLauncher:
                 ray.kill(lock)
 
     def adopt(self, run_id: str, launch: int) -> bool:  # noqa: ARG002
-        """See Launcher. No gang outlives the launcher that started it."""
+        """See Launcher. Always False: no gang outlives the launcher that started it."""
         return False
 
     def run(self, job: Job) -> Ending:
@@ -118,13 +117,13 @@ class RayLauncher:
                 node.stop.remote()
 
     def _gang(self, job: Job, room: GangReservation, count: int) -> Ending:
-        """Start an actor in each bundle, and its torchrun; follow them to the end."""
+        """Start an actor with a torchrun in each bundle, and follow them to the end."""
         actor, options = ray.remote(Node), options_of(bundle(job))
         options |= {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 3}
         nodes = [actor.options(**options, scheduling_strategy=room.place(rank)).remote() for rank in range(count)]
         where = ray.get([node.place.remote() for node in nodes], timeout=START_SECONDS)
         self._nodes = nodes
-        if self._asked.is_set():  # told in between
+        if self._asked.is_set():  # stopped in between
             self.stop()
         make_folder(self._logs)
         path = self._logs / f"launch-{job.launch:06d}.log"
@@ -140,7 +139,7 @@ class RayLauncher:
         return _ending(told, [place[2] for place in where], printed.tail, path)
 
     def _wait(self, nodes: Sequence[Any], ended: queue.SimpleQueue[tuple[int, tuple[int, str]]]) -> dict[int, Any]:
-        """How each node ended, by its rank. Once one has failed, the others have the grace period to follow it."""
+        """How each node ended, by its rank. After the first failure, the other nodes have the grace period to end."""
         told: dict[int, tuple[int, str]] = {}
         while len(told) < len(nodes):
             try:
@@ -158,7 +157,7 @@ class RayLauncher:
 
 
 class _Log:
-    """What all nodes print, in a file, and its last lines."""
+    """The output of all nodes, in a file, and its last lines."""
 
     def __init__(self, path: Path) -> None:
         self._lock, self._tail = threading.Lock(), deque[str](maxlen=TAIL_LINES)
@@ -183,7 +182,7 @@ class _Log:
 
 
 def connect() -> None:
-    """Be a driver of the cluster that this machine belongs to, or that RAY_ADDRESS names. Raises
+    """Connect as a driver to the Ray cluster of this machine, or to the one that RAY_ADDRESS names. Raises
     ClusterUnreachableError."""
     if ray.is_initialized():
         return
@@ -194,12 +193,12 @@ def connect() -> None:
         raise ClusterUnreachableError(f"Ray: {_short(error)}") from None
     finally:
         if threading.current_thread() is threading.main_thread():
-            for number, handler in kept.items():  # Ray puts in its own
+            for number, handler in kept.items():  # Ray installs its own
                 signal.signal(number, handler)
 
 
 def bundle(job: Job) -> dict[str, float]:
-    """What a node of the gang takes, in Ray's words; memory in bytes."""
+    """The resources of a node of the gang, by Ray's names; memory in bytes."""
     asked = job.cluster.resources
     found = {"CPU": float(amount(asked.cpu)), "memory": float(amount(asked.memory))}
     if name := RESOURCES.get(job.cluster.accelerator):
@@ -208,7 +207,7 @@ def bundle(job: Job) -> dict[str, float]:
 
 
 def _count(job: Job) -> int:
-    """How many nodes: as many as could hold a bundle now, within what the spec allows."""
+    """The number of nodes: as many as could hold a bundle now, within the spec's limits."""
     nodes = job.cluster.nodes
     if nodes.min == nodes.max:
         return nodes.max
@@ -223,7 +222,7 @@ def _torchrun(job: Job) -> list[str]:
 
 
 def _environment(job: Job, count: int, address: str, port: int, rank: int, key: str) -> dict[str, str]:
-    """What the ranks of a node get beside what their machine has: of secrets, the key of the launch alone."""
+    """The variables of a node's ranks in addition to their machine's. The only secret is the key of the launch."""
     return {
         **ACCELERATORS[job.cluster.accelerator].environment,
         **networks.variables(job.cluster.accelerator, job.cluster.network),
@@ -241,7 +240,7 @@ def _environment(job: Job, count: int, address: str, port: int, rank: int, key: 
 
 
 def _follow(rank: int, stream: Any, printed: _Log, ended: queue.SimpleQueue[tuple[int, tuple[int, str]]]) -> None:
-    """Pass on what a node prints; how it ended comes last. A node that is lost says nothing."""
+    """Pass on a node's output, and put how it ended into `ended`. A lost node reports nothing."""
     how = (int(ExitCode.KILLED), "")
     try:
         for reference in stream:
@@ -256,7 +255,7 @@ def _follow(rank: int, stream: Any, printed: _Log, ended: queue.SimpleQueue[tupl
 
 
 def _ending(told: dict[int, tuple[int, str]], names: Sequence[str], tail: Sequence[str], path: Path) -> Ending:
-    """How the launch ended, from what each node said. Nodes are called as Ray does, by their ids."""
+    """How the launch ended, from each node's exit report. Nodes are named by their Ray ids."""
     said: dict[int, NodeExit] = {}
     codes = []
     for number, (code, text) in sorted(told.items()):

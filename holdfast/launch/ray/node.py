@@ -1,7 +1,7 @@
-"""What runs on the nodes of a Ray cluster: a process that belongs to the worker which started it.
+"""Processes on the nodes of a Ray cluster, each owned by the Ray worker that started it.
 
-Promises that the process dies with its worker, and with it whatever that process leads (see `orphan`): Ray kills its
-workers without a word, and knows nothing of what they started.
+A process dies with its worker, and so do the processes that it leads (see `parent_death`). Ray kills its workers
+silently, and does not know their children.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from holdfast.runtime.temporary import temporary_folder
 def start(
     arguments: Sequence[str], environment: Mapping[str, str], inherited: Mapping[str, str] = os.environ
 ) -> subprocess.Popen[bytes]:
-    """Start Python with `arguments`, in `inherited` and `environment`; it prints into a pipe. The thread
-    that calls this must live as long as the process: that is what the kernel watches."""
+    """Start Python with `arguments`, with the variables of `inherited` and `environment`. It prints into a pipe. The
+    calling thread must live as long as the process, because the kernel watches the thread."""
     variables = {**inherited, **environment, PARENT: str(os.getpid())}
-    blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks signals, which children would inherit
+    blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks signals, and children would inherit that
     try:
         return subprocess.Popen(
             [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -42,7 +42,7 @@ def start(
 
 
 def address() -> str:
-    """Where Ray knows this node: a machine may have several networks."""
+    """The address at which Ray knows this node: a machine may have several networks."""
     here = ray.get_runtime_context().get_node_id()
     return next(str(one["NodeManagerAddress"]) for one in ray.nodes() if one["NodeID"] == here)
 
@@ -55,11 +55,11 @@ class Node:
         self._asked = threading.Event()
 
     def place(self) -> tuple[str, int, str]:
-        """The address of this node, a port that is free on it, and its id."""
+        """The address of this node, a free port on it, and its id."""
         return address(), free_port(), ray.get_runtime_context().get_node_id()
 
     def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[str | tuple[int, str]]:
-        """Run Python with `arguments`: what it prints, and at the end its code and the record of its ending."""
+        """Run Python with `arguments`. Yields its output, and at the end its code and its exit report."""
         with temporary_folder() as folder:
             told = Path(folder) / "ending.json"
             told.touch()
@@ -71,7 +71,7 @@ class Node:
             yield code, told.read_text()
 
     def stop(self) -> None:
-        """Ask the process to save and leave."""
+        """Tell the process to save and leave."""
         self._asked.set()
         if self._process is not None and self._process.poll() is None:
             with suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
-"""Room on a cluster of Ray: a placement group that is waited for in words, and not for ever.
+"""Reservation of resources on a Ray cluster: a placement group, with reported and bounded waiting.
 
-Ray itself waits without end for what no node can hold, and says so in a log of its own. Promises that whoever waits
-says within seconds who wants what and what the nodes have, and knows when it has waited for too long.
+Ray itself waits without limit for what no node can hold, and only its own log says so. Here, the wait is reported
+within seconds, with what is needed and what the nodes have, and its limit is known.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from holdfast.launch.waiting import WaitReport
 
 log = logging.getLogger("holdfast.launch")
 
-SAY_AFTER = 3.0  # seconds: a group that is not made by then is waited for
-KINDS = 8  # of nodes, that are told apart
+SAY_AFTER = 3.0  # seconds without a group until the wait is reported
+KINDS = 8  # of nodes, at most, in a report
 BYTES = ("memory", "object_store_memory")
 Amounts = Mapping[str, float]
 
 
 class GangReservation:
-    """`count` bundles of a size, each on a node of its own if there are several, from when it is made until `free`."""
+    """`count` bundles of one size, each on a separate node if there are several. Reserved from creation until
+    `free`."""
 
     def __init__(
         self,
@@ -42,23 +43,23 @@ class GangReservation:
         avoided: Iterable[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`name`: who wants it; `bundle`: amounts by Ray's names, memory in bytes; `patience`: seconds that it may be
-        missing at a time; `avoided`: ids of nodes that will not do."""
+        """`name`: the requester. `bundle`: amounts by Ray's names, memory in bytes. `patience`: seconds that it may be
+        missing at a time. `avoided`: ids of nodes that must not be used."""
         self._name, self._bundle, self._count = name, dict(bundle), count
         self._patience, self._avoided, self._clock = patience, frozenset(avoided), clock
         self._missing_since: float | None = clock()
         self._said_at = clock() - SAY_AFTER
         self._report = WaitReport(clock)
         labels = {"ray.io/node-id": f"!in({','.join(sorted(self._avoided))})"}
-        unique = f"{name} {secrets.token_hex(4)}"  # Ray refuses a second group of one name, whosever it is
+        unique = f"{name} {secrets.token_hex(4)}"  # Ray refuses a second group with the same name, also of another job
         self.group = placement_group(
             [self._bundle] * count, strategy="STRICT_SPREAD", name=unique,
             bundle_label_selector=[labels] * count if self._avoided else None,
         )  # fmt: skip
 
     def is_ready(self, *, queued: bool = False) -> bool:
-        """Whether it is there now; says what it waits for where it is not. `queued`: it waits for others of its kind
-        to end, as long as they take."""
+        """Whether it is reserved now; reports what it waits for if not. `queued`: it waits for reservations of its kind
+        to end, without a time limit."""
         if placement_group_table(self.group).get("state") == "CREATED":
             self._missing_since = None
             self._report.end()
@@ -72,35 +73,35 @@ class GangReservation:
 
     @property
     def is_expired(self) -> bool:
-        """Whether it has been missing for longer than anybody waits."""
+        """Whether it has been missing for longer than `patience`."""
         return self._missing_since is not None and self._clock() - self._missing_since >= self._patience
 
     def shortfall(self) -> str:
-        """Who wants what, and what the nodes have."""
+        """What is needed, and what the nodes have."""
         return shortfall(self._name, self._bundle, self._count, nodes_of(self._avoided))
 
     def place(self, number: int = 0) -> PlacementGroupSchedulingStrategy:
-        """What puts a task or an actor into a bundle."""
+        """The scheduling strategy that puts a task or an actor into a bundle."""
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=number)
 
     def free(self) -> None:
-        """Give it back; what still runs in it is killed."""
+        """Return the reservation. Ray kills what still runs in it."""
         with suppress(RayError):
             remove_placement_group(self.group)
 
 
 def nodes_of(avoided: Iterable[str] = ()) -> list[dict[str, float]]:
-    """What each living node has in all, whoever uses it, without those whose ids are given."""
+    """The total resources of each living node, used or not, without the nodes in `avoided`."""
     return [dict(one["Resources"]) for one in ray.nodes() if one["Alive"] and one["NodeID"] not in set(avoided)]
 
 
 def fits(bundle: Amounts, node: Amounts) -> bool:
-    """Whether a node is large enough, whoever uses it."""
+    """Whether a node is large enough, used or not."""
     return all(node.get(name, 0) >= value for name, value in bundle.items())
 
 
 def shortfall(name: str, bundle: Amounts, count: int, nodes: Sequence[Amounts]) -> str:
-    """Why there is no room for `count` bundles on nodes that have so much in all, in words."""
+    """The reason why `count` bundles do not fit on nodes with these total resources."""
     able = sum(fits(bundle, node) for node in nodes)
     wanted = (
         f"{count} nodes with {format_resources(bundle)} each"
@@ -117,7 +118,7 @@ def shortfall(name: str, bundle: Amounts, count: int, nodes: Sequence[Amounts]) 
 
 
 def format_resources(amounts: Amounts) -> str:
-    """Amounts as a person writes them: `2 CPU, 4 GiB memory, 1 GPU`."""
+    """Amounts in readable form: `2 CPU, 4 GiB memory, 1 GPU`."""
     words = [
         f"{value / 2**30:.4g} GiB {name}" if name in BYTES else f"{value:g} {name}"
         for name, value in sorted(amounts.items(), key=lambda item: (item[0] not in ("CPU", "memory"), item[0]))
@@ -126,7 +127,7 @@ def format_resources(amounts: Amounts) -> str:
 
 
 def _named_resources(bundle: Amounts, node: Amounts) -> list[str]:
-    """What of a node matters: what is asked for, and its accelerators."""
+    """The resources of a node that matter: those in the bundle, and its accelerators."""
     return [name for name in node if name in bundle or name in ("CPU", "memory", "GPU", "NPU", "HPU", "TPU")]
 
 
