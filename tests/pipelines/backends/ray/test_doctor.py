@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
 
-from holdfast.pipelines.backends.ray.node_probe import PACKAGES, NodeProbe, look
+from holdfast.pipelines.backends.ray.node_probe import PACKAGES, NodeProbe, probe_node
 from holdfast.pipelines.doctor import ray
 from holdfast.pipelines.doctor.findings import Finding
 from holdfast.spec import ExitCode, parse_spec
 
-HERE = look("file:///nowhere", "doctor/none")["versions"]
+HERE = probe_node("file:///nowhere", "doctor/none")["versions"]
 NODE = NodeProbe("10.0.0.1", {"CPU": 8.0, "memory": 32.0 * 2**30}, HERE, store="s3://bucket/prefix", word="word")
 SPEC = "{name: small, data: {sources: [{uri: 's3://bucket/corpus'}]}}"
 
