@@ -205,9 +205,9 @@ def test_a_machine_that_slept_for_an_hour_has_hung_ranks_for_no_longer_than_two_
     assert max(looks) <= 0.02
 
     heard: list[float] = []
-    watchdog._board = SimpleNamespace(
+    watchdog._consensus = SimpleNamespace(
         exchange=lambda known, passed: heard.append(passed) or known, verdict=lambda: None
     )  # type: ignore[assignment, func-returns-value]
-    watchdog._board_of = {}
+    watchdog._consensus_of = {}
     assert watchdog._agreed([], {}, 1e6) is None
     assert heard == [2 * watchdog_module.ASK_SECONDS]
