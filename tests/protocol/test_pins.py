@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from holdfast.checkpoint import Manifest, claim_attempt, fork_checkpoint, open_checkpoint, pin, retention, unpin
+from holdfast.checkpoint import Manifest, claim_attempt, fork, open_checkpoint, pin, retention, unpin
 from holdfast.checkpoint.attempts import Attempt
 from holdfast.checkpoint.commit import Committer
 from holdfast.checkpoint.gc import Collector
@@ -40,7 +40,7 @@ class Scene:
 
     def play(self) -> None:
         """Let everybody act, then look at what was promised."""
-        with simulated(self.world, (*MODULES, retention, fork_checkpoint), CONSTANTS):
+        with simulated(self.world, (*MODULES, retention, fork), CONSTANTS):
             for number in range(3):
                 self._spawn(f"attempt {number}", self._train)
             for number in range(4):
@@ -95,7 +95,7 @@ class Scene:
                         self.pins[step, name] = pin(store, RUN, step, name).state_digest
                     case "fork":
                         child = f"child-{number}-{turn}"
-                        fork_checkpoint.fork_checkpoint(store, RUN, step, child)
+                        fork.fork_checkpoint(store, RUN, step, child)
                         self.borrowed.add((child, step))
                     case "unpin" if self.pins:
                         held = random.choice(sorted(self.pins))
