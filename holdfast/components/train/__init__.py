@@ -1,6 +1,6 @@
-"""The training step: launches the gang, follows it, restarts it, and exports the model it trained.
+"""The train step: launches the gang, follows it, restarts it, and exports the trained model.
 
-`run` is what the pipeline calls; the ranks themselves run `holdfast.components.train.worker`.
+The pipeline calls `run`. The ranks run `holdfast.components.train.worker`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: bool = False) -> TrainingResult:
-    """Train, or go on training, or return what was trained before. See `holdfast.components.train.step`."""
+    """Train, resume training, or return the result of a finished run. See `holdfast.components.train.step`."""
     from holdfast.components.train.step import train
 
     return train(spec, dataset_id, store, salt, replan=replan)

@@ -1,4 +1,4 @@
-"""`python -m holdfast.components.train --spec SPEC --dataset-id D`: train a run to its end, from wherever it is."""
+"""`python -m holdfast.components.train --spec SPEC --dataset-id D`: trains a run to its last step."""
 
 import sys
 

@@ -1,14 +1,14 @@
-"""Loss spikes and what is not finite: found on the device, within the step; acted on one step late.
+"""Anomaly detection: loss spikes and non-finite values, detected on the device within the step, handled one step late.
 
-A step is an anomaly when its loss or gradient norm is not finite, or lies far above its running mean. `judge` decides
-that between the backward pass and the update, from numbers that all ranks have reduced together, so all decide alike;
-its answer is a tensor that the optimizer takes, and no host waits for it. The host reads it one step later, or before
-the state is saved or digested, and does what `training.anomalies` says.
+A step is an anomaly if its loss or gradient norm is not finite or far above the running mean. `judge` decides that
+between the backward pass and the update. It uses numbers reduced over all ranks, so all ranks decide alike. Its result
+is a tensor that the optimizer takes, so no host waits. The host reads it one step later, or before the state is saved
+or digested, and applies `training.anomalies`.
 
-The running statistics and the counts are part of the state (`scalars`), and a step is numbered by its batch, whether
-it was applied or not. So what is decided about a step is a pure function of the state before it: whoever goes on from
-any checkpoint decides it again, and alike. `rewind` makes the state after step s that after the newest multiple of
-`rewind_steps` at or below s, which is a checkpoint that is kept for it: the batches between are passed over.
+The running statistics and counts are part of the state (`scalars`). A step has the number of its batch, whether its
+update was applied or not. So the decision is a pure function of the state before the step, and any resumed run makes
+the same one. `rewind` restores the checkpoint at the newest multiple of `rewind_steps` that is <= s, which is kept for
+this, and skips the batches in between.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ from holdfast.telemetry.events import AnomalyFound
 log = logging.getLogger("holdfast.train")
 
 Scalars = Mapping[str, float | int]
-# What is kept of the steps so far, by its name among the scalars of a checkpoint. Means and variances: of the loss and
-# of the gradient norm. `seen` stops at the window.
+# The running statistics, by their names among the scalars of a checkpoint. Means and variances are those of the loss
+# and the gradient norm. `seen` stops at the window.
 KEPT = ("seen", "loss_mean", "norm_mean", "loss_variance", "norm_variance", "in_a_row", "found")
 PREFIX = "anomalies."
 
 
 class Judge(Protocol):
-    """Says, on the device, whether the update of a step is held back: 1.0 or 0.0; None when it never is."""
+    """A function that decides on the device whether the update of a step is held back: 1.0 or 0.0, or None for
+    never."""
 
     def __call__(self, loss: Tensor, norm: Tensor, excused: Tensor | None = None) -> Tensor | None:
-        """`excused`: whether another reason holds it back, which makes it no anomaly (an overflow of fp16)."""
+        """`excused` is true if another cause, such as an fp16 overflow, holds the update back. The step is then no
+        anomaly."""
 
 
 @dataclass(frozen=True)
 class Anomaly:
-    """A step that is one."""
+    """An anomalous step."""
 
     step: int  # optimizer steps done before it, which is the number of its batch
     loss: float
@@ -54,7 +56,7 @@ class Anomaly:
 
 
 class Anomalies:
-    """What `training.anomalies` asks for, step by step."""
+    """Detects anomalies and applies `training.anomalies`, step by step."""
 
     def __init__(
         self,
@@ -65,9 +67,9 @@ class Anomalies:
         go_back: Callable[[int], Scalars] = lambda _: {},
         where: Callable[[int], str] | None = None,
     ) -> None:
-        """`scalars`: of the state that training goes on from. `go_back(step)` makes the state that after `step` steps,
-        on all ranks, and gives its scalars. `where(step)` says in words where the samples of a batch lie, on the rank
-        that tells of anomalies."""
+        """`scalars` are those of the state that training continues from. `go_back(step)` restores the state after
+        `step` steps on all ranks, and returns its scalars. `where(step)` describes where the samples of a batch are.
+        Only the rank that reports anomalies has it."""
         self._settings, self._device, self._go_back, self._where = settings, device, go_back, where
         self._several = dist.is_initialized() and dist.get_world_size() > 1
         self._pending: list[tuple[int, _AsyncScalar]] = []
@@ -78,7 +80,7 @@ class Anomalies:
 
     @property
     def enabled(self) -> bool:
-        """Whether steps are judged at all. Where only what is not finite ends the run, its history sees it."""
+        """Whether steps are judged. If only non-finite values end the run, its history detects them."""
         return self._settings.action != "stop" or self._settings.deviations is not None
 
     def saves(self, done: int) -> bool:
@@ -86,24 +88,24 @@ class Anomalies:
         return self._settings.action == "rewind" and done % self._settings.rewind_steps == 0
 
     def restored(self, scalars: Scalars) -> None:
-        """Take over what was kept up to a checkpoint; of none, nothing was."""
+        """Restore the statistics from the scalars of a checkpoint. Without scalars, all start at zero."""
         kept = [float(scalars.get(PREFIX + name, 0.0)) for name in KEPT]
         self._kept = torch.tensor(kept, device=self._device)
         self._blocked = torch.zeros_like(self._blocked)
         self._pending.clear()
 
     def scalars(self) -> dict[str, float | int]:
-        """What is kept, for the checkpoint. Reads the device."""
+        """The statistics, for the checkpoint. Reads the device."""
         if not self.enabled:
             return {}
         return {PREFIX + name: value for name, value in zip(KEPT, self._kept.tolist(), strict=True)}
 
     def begin_step(self, step: int) -> None:
-        """The next step that is judged is that of batch `step`."""
+        """Set the number of the batch that is judged next."""
         self._step = step
 
     def judge(self, loss: Tensor, norm: Tensor, excused: Tensor | None = None) -> Tensor | None:
-        """See Judge. A collective call; once a step."""
+        """See Judge. A collective call, once per step."""
         if not self.enabled:
             return excused
         seen = torch.stack([loss.detach(), norm.detach()]).float()
@@ -117,10 +119,10 @@ class Anomalies:
         if self._settings.deviations is not None:
             bound = means + self._settings.deviations * variances.sqrt()
             odd |= ((seen > bound).any() & (count[0] >= self._settings.window)) & ~excused_mask
-        odd &= ~self._blocked  # after one that is acted on, nothing is judged until the host has done so
+        odd &= ~self._blocked  # after an anomaly that needs action, no step is judged until the host has acted
         held = odd | excused_mask | self._blocked
         after_good = self._after_a_good_one(in_a_row)
-        passed = after_good if self._settings.action == "rewind" else in_a_row  # by a step that another reason held
+        passed = after_good if self._settings.action == "rewind" else in_a_row  # after a step held for another reason
         row = torch.where(excused_mask & ~self._blocked, passed, in_a_row + odd)
         self._kept = torch.where(
             held,
@@ -134,9 +136,9 @@ class Anomalies:
         return held.float()
 
     def resolve(self, before: int) -> bool:
-        """Act on the anomalies among the steps before step `before`, which were computed. Whether the state has gone
-        back: whatever was computed since is to be computed again. Collective where it does. Raises DivergedError where
-        the spec says stop, or too many were found in a row."""
+        """Act on the anomalies among the computed steps before step `before`. Returns whether the state was rewound,
+        and all later steps must be computed again. A rewind is collective. Raises DivergedError if the spec says
+        stop, or after too many consecutive anomalies."""
         while self._pending and self._pending[0][0] < before:
             step, answer = self._pending.pop(0)
             odd, loss, norm, in_a_row, found = answer.read()
@@ -149,13 +151,13 @@ class Anomalies:
                 target = step // self._settings.rewind_steps * self._settings.rewind_steps
                 scalars = self._go_back(target)
                 self.restored(scalars)
-                self._kept[-2:] = torch.tensor([in_a_row, found])  # the counts of what was found do not go back
+                self._kept[-2:] = torch.tensor([in_a_row, found])  # a rewind does not reset the counts of anomalies
                 log.warning("step %d: the state is that of step %d again, and training goes on behind it", step, target)
                 return True
         return False
 
     def report(self, anomaly: Anomaly) -> None:
-        """Say that there is one, and where its batch lies; where this rank is the one that does."""
+        """Report an anomaly and where its batch is. Only the reporting rank does."""
         if self._where is None:
             return
         found = AnomalyFound(
@@ -169,15 +171,16 @@ class Anomalies:
         emit(found)
 
     def _taken(self, count: Tensor, means: Tensor, variances: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The statistics with one step more: plain means until the window is full, then exponential ones (West 1979,
+        """The statistics with one more step: plain means until the window is full, then exponential ones (West 1979,
         with a weight of at least 1/window)."""
         count = (count + 1).clamp(max=float(self._settings.window))
         delta = seen - means
         spread = (1 - 1 / count) * (variances + delta.square() / count)
-        return count, means + delta / count, spread.nan_to_num()  # what is too large to square stays a number
+        return count, means + delta / count, spread.nan_to_num()  # a value too large to square stays a number
 
     def _after_a_good_one(self, in_a_row: Tensor) -> Tensor:
-        """How many were found in a row, after a step that is none. Rewinds are in a row until one is behind."""
+        """The number of consecutive anomalies after a normal step. Rewinds stay consecutive until their interval is
+        passed."""
         if self._settings.action == "rewind" and (self._step + 1) % self._settings.rewind_steps:
             return in_a_row
         return torch.zeros_like(in_a_row)
@@ -198,7 +201,7 @@ class Anomalies:
 
 
 class _AsyncScalar:
-    """A small tensor on its way to the host, without anybody waiting for it."""
+    """A small tensor that is copied to the host asynchronously."""
 
     def __init__(self, value: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -211,7 +214,7 @@ class _AsyncScalar:
             self._host = value.cpu()
 
     def read(self) -> list[float]:
-        """The numbers; waits for the step that made them."""
+        """The numbers. Waits for the step that computes them."""
         if self._event is not None:
             self._event.synchronize()
         numbers: list[float] = self._host.tolist()

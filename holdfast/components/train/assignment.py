@@ -1,7 +1,7 @@
-"""What the ranks of a launch are told: resolved values and no more.
+"""Assignment of a launch: the resolved values that its ranks receive, and no more.
 
-The launcher writes it into its launch record once, from a spec that was checked; ranks take it as it stands. It knows
-nothing of schedules, gates or registries, so that nothing of them can stop a rank.
+The launcher writes it once into its launch record, from a checked spec, and ranks use it unchanged. It contains nothing
+about schedules, gates or registries, so these cannot stop a rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.spec.training import Checkpoint, Parallel, Training
 
 
 class Assignment(BaseModel):
-    """One run as its ranks see it. `spec` names its source field by field."""
+    """One run as its ranks see it. Each field comes from the spec."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -35,14 +35,14 @@ class Assignment(BaseModel):
     document_masks: bool
     preferences: bool = False  # rows are pairs of answers
     shuffle: Shuffle
-    source_weights: tuple[float, ...] | None  # of the mixture; None reads the sources as they are
-    health_seconds: float | None = None  # for the examination of the ranks before they train; None: there is none
-    health_reason: str = ""  # why there is one
-    first_weights: str = ""  # digest of the weights that model.init_from names, as it is in the run id
+    source_weights: tuple[float, ...] | None  # of the mixture; None reads the sources in order
+    health_seconds: float | None = None  # limit of the health check before training; None: no check
+    health_reason: str = ""  # why there is a health check
+    first_weights: str = ""  # digest of the weights of model.init_from, as in the run id
 
     @classmethod
     def of(cls, spec: Spec, run_id: str, dataset_id: str, first_weights: str = "") -> Assignment:
-        """The assignment that a spec makes."""
+        """The assignment of a spec."""
         weights = [source.weight for source in spec.data.sources]
         return cls(
             run_id=run_id,
@@ -63,22 +63,22 @@ class Assignment(BaseModel):
         )
 
     def grid(self, ranks: int, size: int | None = None) -> Grid | None:
-        """How a global batch (of `size` samples, where it is not the whole one) is dealt to ranks under elastic
-        determinism; None under another. Raises SpecError when there are more of them than grains."""
+        """The division of a global batch (of `size` samples, if not the full size) among ranks under elastic
+        determinism. None under another mode. Raises SpecError for more ranks than grains."""
         if self.training.determinism != "elastic":
             return None
         return Grid((size or self.training.global_batch) // self.training.micro_batch, ranks)
 
     @property
     def needs_group(self) -> bool:
-        """Whether even one rank alone has a process group: DeepSpeed, elastic sums and what lies with the host ask."""
+        """Whether even a single rank needs a process group: for DeepSpeed, elastic sums and offload."""
         parallel = self.parallel
         elastic = self.training.determinism == "elastic"
         return parallel.engine == "deepspeed" or elastic or parallel.offload != "none"
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches that one rank computes for a step."""
+        """Micro-batches that one rank computes per step."""
         ranks = self.parallel.processes * self.nodes
         replicas = ranks // (self.parallel.tensor * self.parallel.pipeline * self.parallel.context)
         return self.training.global_batch // (self.training.micro_batch * replicas)

@@ -1,7 +1,7 @@
-"""Layout of a run with `parallel: auto`: planned when the run begins, and recorded from then on.
+"""Layout of a run with `parallel: auto`: planned when the run begins, then recorded.
 
-The recorded one is that of the newest segment, or of the newest launch where nothing has been saved yet, so a newer
-version of the planner changes nothing under a run. `--replan` plans anew.
+The recorded layout is that of the newest segment, or of the newest launch before the first save. A newer version of the
+planner therefore does not change a run. `--replan` plans again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FIELDS = ("training.micro_batch", "training.activation_checkpointing", *(f"paral
 
 
 def resolve_layout(spec: Spec, identity: str, store: Store, vocabulary: int, *, replan: bool) -> Spec:
-    """The spec with the layout that `parallel.auto` stands for in this run; any other spec as it is. Raises SpecError
-    where none can be planned, and where the recorded one goes with the spec no more."""
+    """The spec with the layout that `parallel.auto` stands for in this run. Other specs are returned unchanged.
+    Raises SpecError if no layout can be planned, or if the recorded one no longer fits the spec."""
     if not spec.parallel.auto:
         return spec
     recorded = _after_running_out(spec, identity, store, replan=replan)
@@ -53,8 +53,8 @@ def resolve_layout(spec: Spec, identity: str, store: Store, vocabulary: int, *, 
 
 
 def _recorded(spec: Spec, identity: str, store: Store) -> dict[str, Any] | None:
-    """The fields of the layout that the run goes on with; None where it has none, or where the ranks are others and no
-    bits are promised."""
+    """The fields of the layout that the run continues with. None if it has none, or if the ranks differ and no bits
+    are promised."""
     if segments := newest_segments(store, identity):
         settings = dict(segments[-1].plan.settings)
     elif number := newest_launch(store, identity):
@@ -70,7 +70,7 @@ def _recorded(spec: Spec, identity: str, store: Store) -> dict[str, Any] | None:
 
 
 def _layout_in(settings: Mapping[str, Value]) -> dict[str, Any]:
-    """The fields of the layout that the settings of a plan say."""
+    """The layout fields among the settings of a plan."""
     return {name: settings[name] for name in FIELDS if name in settings} | {"parallel.stages": stages_of(settings)}
 
 
@@ -79,15 +79,15 @@ def _words(fields: dict[str, Any]) -> str:
 
 
 def _after_running_out(spec: Spec, identity: str, store: Store, *, replan: bool) -> dict[str, Any] | None:
-    """The fields of the layout that was proposed when the newest launch ran out of memory: before anything was saved
-    under another one, or where a person has said --replan. Raises SpecError where there was nothing to propose."""
+    """The fields of the layout that was proposed when the newest launch ran out of memory. It is used before the
+    first save, or with `--replan`. Raises SpecError if no layout could be proposed."""
     number = newest_launch(store, identity)
     ending = read_ending(store, identity, number) or {}
     if "next_plan" not in ending or (newest_segments(store, identity) and not replan):
         return None
     told = Assignment.model_validate(read_launch(store, identity, number)["assignment"])
     if (told.parallel.processes, told.nodes) != (spec.parallel.processes, spec.cluster.nodes.max):
-        return None  # other ranks have other plans
+        return None  # the proposal does not fit other ranks
     if ending["next_plan"] is None:
         what = f"ran out of memory in launch {number}, and no layout of these ranks needs less by the planner's count"
         raise SpecError([Problem("parallel.auto", True, what, "use more ranks, or a smaller model")])
@@ -96,14 +96,14 @@ def _after_running_out(spec: Spec, identity: str, store: Store, *, replan: bool)
 
 
 def ran_out_of_memory(ending: Ending) -> bool:
-    """Whether a launch ended because memory did not suffice, as far as its ranks or its launcher know."""
+    """Whether a launch ran out of memory, as far as its ranks or its launcher know."""
     return ending.code == ExitCode.OUT_OF_MEMORY or (
         ending.code == ExitCode.KILLED and "out of memory" in ending.detail.lower()
     )
 
 
 def recovery_advice(proposal: Proposal | None, *, auto: bool, saved: bool) -> str:
-    """What a person does after a launch that ran out of memory, in words."""
+    """Advice for a person after a launch that ran out of memory."""
     if proposal is None:
         return "no layout of these ranks needs less memory by the planner's count: use more ranks, or a smaller model"
     if auto:

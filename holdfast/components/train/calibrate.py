@@ -1,8 +1,8 @@
-"""What the planner's figures are on this machine: a program for all ranks at once, started by `holdfast calibrate`.
+"""Measurement of the planner's rates on this machine, by a program on all ranks that `holdfast calibrate` starts.
 
-Times every collective over groups of 2, 4, 8, ... ranks, products, attention and element-wise operations while all
-ranks compute, and whole steps of the engine. Rank 0 writes a `planning.calibration.Calibration`. Every other size of
-message is left out of the lines, so that they are judged by what they have not seen.
+It times every collective over groups of 2, 4, 8, ... ranks. It times products, attention and element-wise operations
+while all ranks compute, and whole steps of the engine. Rank 0 writes a `planning.calibration.Calibration`. The fit
+leaves out every other message size, so that those sizes can test it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from holdfast.runtime.gang import Gang
 from holdfast.spec import parse_spec
 
 SIZES = {"cpu": (2**12, 2**15, 2**18, 2**20, 2**22, 2**24), "": (2**16, 2**20, 2**23, 2**25, 2**27, 2**29)}
-REPEAT_BYTES = 2**25  # so many in all of one size, but no fewer than 5 messages, and no more than 40
+REPEAT_BYTES = 2**25  # bytes of all messages of one size, within 5 to 40 messages
 VOCABULARY = 4096
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-# A model that keeps a step below a second, and whose products are as large as they come in real ones.
+# A model with steps below a second, and with products as large as in real models.
 CPU_MODEL = {"layers": 4, "hidden": 256, "heads": 4, "ffn": 768, "context": 256}
 MODEL = {"layers": 8, "hidden": 2048, "heads": 16, "ffn": 5632, "context": 2048}
 
@@ -74,7 +74,7 @@ def _machine(device: torch.device, kind: str, ranks: int) -> Machine:
 
 
 def _host_memory() -> int:
-    """Bytes that this container, or this machine, has."""
+    """The memory of this container or machine, in bytes."""
     try:
         limit = int(CGROUP_LIMIT.read_text(encoding="ascii"))
     except (OSError, ValueError):  # "max"
@@ -83,7 +83,7 @@ def _host_memory() -> int:
 
 
 def _seconds(device: torch.device, body: Callable[[], object], count: int) -> float:
-    """The median of `count` calls, after two that are not counted."""
+    """The median seconds of `count` calls, after two uncounted ones."""
     times = []
     for _ in range(count + 2):
         begun = time.perf_counter()
@@ -99,7 +99,7 @@ def _slowest(gang: Gang, seconds: float) -> float:
 
 
 def _rates(device: torch.device, gang: Gang) -> Rates:
-    """Rates of one rank, while all of them work."""
+    """Rates of one rank while all ranks work."""
     on_cpu = device.type == "cpu"
     rows, width = (1024, 768) if on_cpu else (8192, 8192)
     found = {}
@@ -132,7 +132,7 @@ def _rates(device: torch.device, gang: Gang) -> Rates:
 
 
 def _collectives(device: torch.device, gang: Gang) -> Iterator[Point]:
-    """Every collective over each size of group: all ranks make the groups, those in it talk, the others wait."""
+    """Every collective over each group size. All ranks create the groups. Ranks outside a group wait."""
     sizes = SIZES.get(device.type, SIZES[""])
     ranks = 2
     while ranks <= gang.size:
@@ -153,7 +153,7 @@ def _collectives(device: torch.device, gang: Gang) -> Iterator[Point]:
 
 
 def _message(device: torch.device, gang: Gang, name: Collective, group: Any, ranks: int, size: int) -> float:
-    """Seconds of one collective, seen from this rank."""
+    """Seconds of one collective, as measured on this rank."""
     whole = torch.zeros(size // 4, device=device)
     part = torch.zeros(size // 4 // ranks, device=device)
     other = torch.zeros_like(whole)
@@ -177,7 +177,7 @@ def _message(device: torch.device, gang: Gang, name: Collective, group: Any, ran
 
 
 def _steps(device: torch.device, gang: Gang, kind: str, count: int) -> Iterator[Step]:
-    """Steps of the engine itself: whole replicas and shards, of two micro-batches each."""
+    """Steps of the engine with whole replicas and with shards, with two micro-batches each."""
     on_cpu = device.type == "cpu"
     model = CPU_MODEL if on_cpu else MODEL
     precision: Literal["fp32", "bf16"] = "fp32" if on_cpu else "bf16"
@@ -197,7 +197,7 @@ def _steps(device: torch.device, gang: Gang, kind: str, count: int) -> Iterator[
                 """
             )
             engine = build_engine(Assignment.of(spec, "calibration", "calibration"), VOCABULARY, 0)
-            SeededState(spec.model, 0).fill(engine.boxes())  # numbers that are denormal would take longer
+            SeededState(spec.model, 0).fill(engine.boxes())  # denormal numbers would take longer
             engine.restored(0)
             rows = (torch.arange(batch // gang.size * (model["context"] + 1)) % VOCABULARY).view(batch // gang.size, -1)
 

@@ -1,10 +1,10 @@
-"""When a checkpoint is saved: by steps, by minutes, or at the interval that loses least.
+"""Checkpoint policy: saves by steps, by minutes, or at the interval with the lowest expected loss.
 
-Steps are counted alike on every rank; time is rank 0's alone. What its clock says goes to all ranks after each step,
-asynchronously, and is read after the next one: no step waits, and every rank saves after the same step. When a state is
-saved changes no bit of it.
+Every rank counts the same steps, and only rank 0's clock counts. Its decision goes to all ranks asynchronously after
+each step and is read after the next one. So no step waits, and every rank saves after the same step. The time of a save
+changes no bit of the state.
 
-`auto` saves at the interval that loses least (`planning.failures`).
+`auto` saves at the interval with the lowest expected loss (`planning.failures`).
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from holdfast.store import Store
 
 log = logging.getLogger("holdfast.train")
 
-FIRST_SECONDS = 60.0  # until a save has shown what it costs
+FIRST_SECONDS = 60.0  # until the first save shows its cost
 REMEMBERED = 5  # saves whose cost counts
 _LOSES_NOTHING = (ExitCode.OK, ExitCode.PREEMPTED)
 
 
 @dataclass(frozen=True)
 class Failures:
-    """The failures of a run before this attempt began, and what they say of the next one."""
+    """The failures of a run before this attempt, as a basis for the expected time to the next one."""
 
     count: int = 0
-    seconds: float = 0.0  # that the attempts before took together
+    seconds: float = 0.0  # duration of the earlier attempts together
     ranks: int = 1
 
     def mean_seconds(self, elapsed: float) -> float:
-        """The time to the next failure that is to be expected `elapsed` seconds into this attempt: what was seen, with
-        what is known of such machines as if it were one failure more."""
+        """The expected time to the next failure, in seconds, `elapsed` seconds into this attempt. It combines
+        observed failures with the known rate of such machines, which counts as one more failure."""
         return (RANK_SECONDS_PER_FAILURE / self.ranks + self.seconds + elapsed) / (1 + self.count)
 
 
 def failures_before(store: Store, attempt: Attempt, ranks: int) -> Failures:
-    """The failures of the newest attempts before this one. One whose launch ended well, or with a checkpoint, had
-    none."""
+    """The failures of the newest attempts before this one. An attempt whose launch ended successfully, or with a
+    checkpoint, had none."""
     began = dict(list_attempts(store, attempt.run_id, after=max(0, attempt.number - ENDINGS - 1)))
     well = sum(ending.get("code") in _LOSES_NOTHING for ending in read_endings(store, attempt.run_id).values())
     before = [when for number, when in began.items() if number < attempt.number]
@@ -57,7 +57,7 @@ def failures_before(store: Store, attempt: Attempt, ranks: int) -> Failures:
 
 
 class CheckpointPolicy:
-    """Says after each step whether the state is saved now, alike on every rank."""
+    """Decides after each step whether to save, alike on every rank."""
 
     def __init__(
         self,
@@ -69,20 +69,21 @@ class CheckpointPolicy:
         failures: Failures | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """For steps from `start` to `steps`. Rank 0 knows the run's `failures`, and has the `clock` that counts."""
+        """Covers the steps from `start` to `steps`. Only rank 0 needs the run's `failures`, and only its `clock`
+        counts."""
         self._settings, self._steps, self._gang, self._clock = settings, steps, gang, clock
         self._failures = failures or Failures(ranks=gang.size)
         self._timed = settings.every == "auto" or settings.every_minutes is not None
         self._last = start  # the step saved last
         self._pending: PendingFlag | None = None
         self._began = self._saved_at = self._mark = clock()
-        self._durations: list[float] = []  # of the steps since the last save
-        self._stall: float | None = None  # that the last save took of the loop
+        self._durations: list[float] = []  # of the steps since the last save, in seconds
+        self._stall: float | None = None  # seconds for which the last save blocked the loop
         self._costs: deque[float] = deque(maxlen=REMEMBERED)
         self._logged_interval = 0.0
 
     def due(self, done: int) -> bool:
-        """Whether the state after step `done` is saved. Collective where time counts; called once a step."""
+        """Whether the state after step `done` is saved. Call it once per step. A collective call if time counts."""
         agreed = self._pending.result() if self._pending is not None else False
         self._pending = None
         due = agreed or done == self._steps or self._by_steps(done)
@@ -97,16 +98,16 @@ class CheckpointPolicy:
         return due
 
     def saved(self) -> None:
-        """The save that was due has been taken over, and training goes on."""
+        """Record that the checkpointer took the due save over, and training continues."""
         now = self._clock()
-        if self._stall is not None and self._durations:  # what the save before cost in all: its stall, and slower steps
+        if self._stall is not None and self._durations:  # total cost of the save before: its stall, and slower steps
             usual = median(self._durations) * len(self._durations)
             self._costs.append(self._stall + max(0.0, sum(self._durations) - usual))
         self._stall = now - self._mark
         self._durations, self._saved_at, self._mark = [], now, now
 
     def interval(self) -> float:
-        """The seconds from one save to the next, as far as time decides."""
+        """The seconds from one save to the next, as far as time decides. Infinite if it does not."""
         limit = math.inf if self._settings.every_minutes is None else self._settings.every_minutes * 60
         if self._settings.every != "auto":
             return limit
@@ -124,7 +125,7 @@ class CheckpointPolicy:
         return done % self._settings.every_steps == 0
 
     def _time_has_come(self, now: float) -> bool:
-        """Whether the next step, after which the answer is known, is the last one within the interval."""
+        """Whether the next step, after which this result is read, is the last one within the interval."""
         return now + median(self._durations) - self._saved_at >= self.interval()
 
     def _tell(self, best: float, cost: float, mean: float) -> None:

@@ -1,7 +1,7 @@
 """Energy use and condition of this rank's accelerator, as NVML reports them.
 
-Promises that what the machine does not tell is not guessed but said (`unknown`, `missing_metrics`), that a meter which
-fails costs no training, and that nothing waits for the device: NVML asks the driver.
+Missing figures are not guessed but reported (`unknown`, `missing_metrics`). A meter that fails does not affect
+training. Nothing waits for the device, because NVML queries the driver.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.telemetry.accelerators import Figures
 
 log = logging.getLogger("holdfast.train")
 
-# How NVML tells each figure, in its unit.
+# The NVML call for each figure, in its unit.
 _NVML: dict[str, Callable[[Any, Any], float]] = {
     "joules": lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000,  # since the driver was loaded
     "utilisation": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
@@ -30,11 +30,11 @@ _NVML: dict[str, Callable[[Any, Any], float]] = {
 
 
 class Meter:
-    """Of one device."""
+    """The meter of one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.unknown = ""  # why no energy is known; empty where it is
-        self.missing_metrics: dict[str, str] = {}  # the figures that this driver does not tell, in its words
+        self.unknown = ""  # why no energy is known; empty if it is known
+        self.missing_metrics: dict[str, str] = {}  # figures that this driver does not report, with its message
         self._nvml: Any = None
         self._handle: Any = None
         self._before: float | None = None  # joules since the driver was loaded
@@ -44,11 +44,11 @@ class Meter:
             self._give_up(error)
 
     def read(self) -> Figures:
-        """How it is, and what it has used since the last call, or since this was made."""
+        """The condition now, and the energy since the last call or since construction."""
         return self._or_nothing(self._since)
 
     def now(self) -> Figures:
-        """How it is, without the energy."""
+        """The condition now, without the energy."""
         return self._or_nothing(lambda: Figures.model_validate(self._ask(*_NVML.keys() - {"joules"})))
 
     def _or_nothing(self, asked: Callable[[], Figures]) -> Figures:
@@ -93,7 +93,7 @@ class Meter:
             self.unknown = f"NVML does not tell it: {self.missing_metrics['joules']}"
 
     def _ask(self, *names: str, missing_metrics: dict[str, str] | None = None) -> dict[str, float]:
-        """What is told of `names`; why the others are not goes into `missing_metrics`."""
+        """The reported figures of `names`. Reasons for missing ones go into `missing_metrics`."""
         told: dict[str, float] = {}
         for name in names if self._handle is not None else ():
             try:
@@ -105,7 +105,7 @@ class Meter:
 
 
 def _memory(nvml: Any, handle: Any) -> Any:
-    """In its second version, which does not count what the driver keeps for itself as used."""
+    """Memory in its second version, which does not count the driver's reserve as used."""
     return nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
 
 
@@ -113,5 +113,5 @@ def _divided(nvml: Any, handle: Any) -> bool:
     """Whether MIG divides the accelerator."""
     try:
         return bool(nvml.nvmlDeviceGetMigMode(handle)[0])
-    except nvml.NVMLError:  # one that does not know MIG
+    except nvml.NVMLError:  # it does not support MIG
         return False

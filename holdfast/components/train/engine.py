@@ -1,7 +1,7 @@
-"""The seam between the training loop and what computes a step.
+"""Interface between the training loop and the engine that computes a step.
 
 An engine owns the model, the optimizer and the layout. The loop owns time: which batch, which learning rate, when to
-save. State crosses the seam as boxes with canonical names, so any engine can go on where another stopped.
+save. State is exchanged as boxes with canonical names, so any engine can continue where another stopped.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from holdfast.components.train.assignment import Assignment
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one optimizer step measured. Tensors stay on the device, so that reading them is the loop's decision."""
+    """Measurements of one optimizer step. Tensors stay on the device, so the loop decides when to read them."""
 
     loss: torch.Tensor  # mean over the counted tokens of the global batch, nats
     grad_norm: torch.Tensor  # before clipping
-    held: torch.Tensor | None = None  # 1.0 where the update was held back; None: it never is
+    held: torch.Tensor | None = None  # 1.0 if the update was held back; None: it never is
 
 
 class Engine(Protocol):
@@ -32,7 +32,7 @@ class Engine(Protocol):
 
     @property
     def layout(self) -> dict[str, Any]:
-        """How the state is laid out, for the manifest."""
+        """The layout of the state, for the manifest."""
 
     def step(
         self,
@@ -42,39 +42,40 @@ class Engine(Protocol):
         judge: Judge | None = None,
         size: int | None = None,
     ) -> StepOutput:
-        """One optimizer step on this rank's rows of the global batch: [rows, context + 1] token ids on the CPU. `size`:
-        of that batch, where it is not `training.global_batch`.
-        `before_update` is called, once or more often, before anything that `saved` gave is changed: it waits for what
-        still reads it.
-        `judge` may hold the update back: then the state stays as it is, bit for bit."""
+        """Run one optimizer step on this rank's rows of the global batch: [rows, context + 1] token ids on the CPU.
+
+        `size` is the size of that batch, if not `training.global_batch`. `before_update` is called, once or more often,
+        before any tensor that `saved` returned is changed, and waits for its readers. `judge` may hold the update back.
+        The state is then unchanged, bit for bit.
+        """
 
     def boxes(self) -> Sequence[TensorBox]:
-        """Every box of the state that this rank needs, to be filled in place; `restored` comes after."""
+        """Every box of the state that this rank needs. The caller fills them in place and then calls `restored`."""
 
     def frozen(self) -> Sequence[TensorBox]:
-        """Every box that this rank needs of what is never trained, and so is no part of the state: to be filled in
-        place before the state is restored, from where the weights came from."""
+        """Every box of untrained weights that this rank needs. They are not part of the state. The caller fills them
+        in place from the source of the weights before it restores the state."""
 
     def restored(self, step: int, scalars: Scalars = MappingProxyType({})) -> None:
-        """Take over the state after `step` steps, which the boxes hold now, with the numbers that were saved with it
-        (none: every update was applied)."""
+        """Adopt the state after `step` steps, which the boxes hold now, with the scalars saved with it (none: every
+        update was applied)."""
 
     def scalars(self, step: int) -> dict[str, float | int]:
-        """The numbers of the state after `step` steps, to be saved with the boxes. May wait for the device."""
+        """The scalars of the state after `step` steps, to save with the boxes. May wait for the device."""
 
     def saved(self) -> Sequence[TensorBox]:
-        """The boxes that this rank saves: those of all ranks together make up every tensor exactly once. They are
-        views of the living state where possible: copy them before the next step changes it."""
+        """The boxes that this rank saves. Together, those of all ranks contain every tensor exactly once. They are
+        views of the live state where possible, so copy them before the next step changes it."""
 
     def replicas(self) -> Mapping[Hashable, Sequence[TensorBox]]:
-        """What other ranks hold as well and compute alike: the ranks that have the same key have the same boxes, and
-        must hold the same bits in them. Empty where every rank holds a part of its own."""
+        """Boxes that other ranks also hold and compute. Ranks with the same key have the same boxes, and must hold
+        the same bits. Empty if no rank shares its part."""
 
     def close(self) -> None:
-        """Remove what would outlive the process. The engine is of no use then."""
+        """Remove what would outlive the process. The engine must not be used afterwards."""
 
 
-UPDATES = "optimizer.step"  # among the scalars: how many updates were applied
+UPDATES = "optimizer.step"  # name of the scalar that counts applied updates
 
 
 def build_engine(spec: Assignment, vocabulary: int, end_of_text: int) -> Engine:

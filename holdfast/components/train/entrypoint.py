@@ -1,4 +1,4 @@
-"""What the train step does in a DAG, and what it shows."""
+"""Entry point of the train step in a DAG, and its artifacts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.telemetry import read_events
 
 
 def body(spec: Spec, url: str, *, dataset_id: str, salt: str, replan: bool) -> StepResult:
-    """Train on a dataset that preprocess made; the result is `TrainingResult`."""
+    """Train on a dataset from preprocess. The result is `TrainingResult`."""
     store = open_store(url)
     result = run(spec, dataset_id, store, salt, replan=replan)
     lineage = {"run_id": result.run_id, "dataset_id": dataset_id, "checkpoint": result.checkpoint}

@@ -1,9 +1,12 @@
-"""The final checkpoint of a run as a model in the Hugging Face layout, from the store to the store.
+"""Export: the final checkpoint of a run as a model in the Hugging Face layout, from the store to the store.
 
-Promises the same bytes whoever writes them and however often, that a few hundred MiB of memory suffice whatever the
-model's size, that an export which died goes on with the file that it was at, and that its record holds the digests of
-all bytes that were written. Uses no disk: bytes go from ranges of packs into the upload. (A file on the way would need
-the pod to have the room of a shard, and would be written twice.)
+- Every writer and every repetition produces the same bytes.
+- A few hundred MiB of memory are enough for any model size.
+- A failed export continues with the file at which it stopped.
+- The record holds the digests of all written bytes.
+
+It uses no disk: bytes stream from ranges of packs into the upload. A temporary file would need disk space for a whole
+shard in the pod, and its bytes would be written twice.
 """
 
 from __future__ import annotations
@@ -25,16 +28,16 @@ from holdfast.telemetry import ConsoleProgress
 
 
 def export(spec: Spec, manifest: Manifest, dataset: Dataset, store: Store) -> str:
-    """Write the model of a checkpoint to its place in the store; what an earlier call has written of the same state is
-    left as it is. Returns the digest of the export. Raises DataError or MissingError for what cannot be read of the
-    checkpoint."""
+    """Write the model of a checkpoint to its place in the store, and return the digest of the export. Files that an
+    earlier call wrote for the same state are kept. Raises DataError or MissingError if the checkpoint cannot be
+    read."""
     checkpoint = Checkpoint(store, manifest)
     files = model_files(checkpoint, spec, dataset)
     total, done = sum(file.size for file in files), 0
     folder = layout.export(manifest.run_id, manifest.step, manifest.state_digest)
     before = _written(store, folder)
     written = dict(before.files) if before is not None else {}
-    with ConsoleProgress(whole_step=False) as progress, ExitStack() as reading:  # how far the training is are its steps
+    with ConsoleProgress(whole_step=False) as progress, ExitStack() as reading:  # training progress is counted in steps
         for file in files:
             there = store.stat(folder + file.name)
             known = written.get(file.name)
@@ -67,8 +70,8 @@ def _keep(store: Store, folder: str, record: ExportRecord) -> None:
 def _digesting(
     file: ExportFile, digesters: list[Digester], progress: ConsoleProgress, before: int, total: int
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a file, digested on their way, telling how far the export is, in bytes. The last of `digesters` is
-    that of the upload that succeeds."""
+    """The bytes of a file, digested on the way, with progress in bytes. The last of `digesters` belongs to the
+    upload that succeeds."""
     digester = Digester()
     digesters.append(digester)
     done = before
@@ -81,7 +84,7 @@ def _digesting(
 
 
 def _written(store: Store, folder: str) -> ExportRecord | None:
-    """What an earlier call has written; None where that is not known."""
+    """The record of an earlier call, or None if it cannot be read."""
     key = layout.export_record(folder)
     try:
         return ExportRecord.parse(read_bounded(store, key, RECORD_BYTES), f"{store.url}/{key}")

@@ -1,8 +1,8 @@
-"""The grid of a global batch: fixed grains, one micro-batch each, dealt to however many ranks there are.
+"""Grid of a global batch: fixed grains of one micro-batch each, divided among any number of ranks.
 
-Under `determinism: elastic` a sum over the batch is one binary tree over grains. Grain i is leaf i; a node (level,
-index) covers the grains [index << level, (index + 1) << level). The tree is the same at every number of ranks; only who
-adds which part of it changes.
+Under `determinism: elastic` a sum over the batch is one binary tree over grains. Grain i is leaf i. A node (level,
+index) covers the grains [index << level, (index + 1) << level). The tree is the same for every number of ranks. Only
+the rank that adds each part changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Node = tuple[int, int]  # level and index
 
 @dataclass(frozen=True)
 class Grid:
-    """`grains` of a global batch over `ranks`: each has a run of neighbouring grains, as equal as can be."""
+    """`grains` of a global batch over `ranks`. Each rank has a run of neighboring grains, and the runs are as equal
+    as possible. Raises SpecError for more ranks than grains."""
 
     grains: int
     ranks: int
@@ -34,26 +35,26 @@ class Grid:
             raise SpecError([Problem("ranks", self.ranks, problem, remedy)])
 
     def share(self, rank: int) -> range:
-        """The grains of a rank; never none."""
+        """The grains of a rank, at least one."""
         return range(rank * self.grains // self.ranks, (rank + 1) * self.grains // self.ranks)
 
     @property
     def rounds(self) -> int:
-        """How many grains the rank with most of them has."""
+        """The largest number of grains on a rank."""
         return -(-self.grains // self.ranks)
 
     def in_turn(self, rank: int) -> range:
-        """The grains of a rank where all ranks together compute neighbours at a time: one in each round, but for the
-        last round, in which the last ranks may have none."""
+        """The grains of a rank if all ranks together compute neighboring grains in each round. A rank has one grain
+        per round. In the last round the last ranks may have none."""
         return range(rank, self.grains, self.ranks)
 
     def rows(self, rank: int, size: int, in_turn: bool) -> NDArray[np.int64]:
-        """The rows of the global batch that are a rank's, with grains of `size` rows."""
+        """This rank's rows of the global batch, with grains of `size` rows."""
         grains = self.in_turn(rank) if in_turn else self.share(rank)
         return (np.array(grains, np.int64)[:, None] * size + np.arange(size)).reshape(-1)
 
     def nodes(self, rank: int) -> list[Node]:
-        """The largest nodes of the tree that lie within a rank's share, in their order."""
+        """The largest tree nodes within a rank's share, in order."""
         found: list[Node] = []
         for grain in self.share(rank):
             _carry(found, (0, grain))
@@ -61,16 +62,16 @@ class Grid:
 
 
 class PartialSums:
-    """Adds up neighbouring grains as they come, in the order of the tree; keeps at most two sums for each level."""
+    """Sums of neighboring grains in tree order, added as they arrive. Keeps at most two sums per level."""
 
     def __init__(self, first: int = 0) -> None:
-        """`first` is the grain that comes first."""
+        """`first` is the index of the first grain."""
         self._next = first
         self._nodes: list[Node] = []
         self._sums: list[list[Tensor]] = []
 
     def add(self, leaf: list[Tensor]) -> None:
-        """The next grain's tensors, which are kept and written to."""
+        """Add the next grain's tensors. They are kept and changed in place."""
         self._sums.append(leaf)
         for _ in range(_carry(self._nodes, (0, self._next))):
             later = self._sums.pop()
@@ -79,7 +80,7 @@ class PartialSums:
 
     @property
     def nodes(self) -> list[Node]:
-        """The largest nodes that what was added makes up, in their order."""
+        """The largest nodes that the added grains make up, in order."""
         return self._nodes
 
     @property
@@ -88,16 +89,16 @@ class PartialSums:
         return self._sums
 
     def settle(self) -> None:
-        """Copy what is kept, so that nothing larger is kept alive by it."""
+        """Copy the kept tensors, so that they keep no larger storage alive."""
         self._sums = [[tensor.clone() for tensor in sums] for sums in self._sums]
 
     def total(self, grid: Grid) -> list[Tensor]:
-        """The sums over all grains, when all have been added."""
+        """The sums over all grains. Call it when all have been added."""
         return [root(grid, dict(zip(self._nodes, each, strict=True))) for each in zip(*self._sums, strict=True)]
 
 
 def root(grid: Grid, sums: dict[Node, Tensor]) -> Tensor:
-    """The sum over all grains from the sums of nodes that together cover each grain once. They are written to."""
+    """The sum over all grains, from the sums of nodes that cover each grain once. Changes the tensors in place."""
 
     def total(level: int, index: int) -> Tensor:
         if (level, index) in sums:
@@ -116,7 +117,8 @@ def all_nodes(grid: Grid) -> list[Sequence[Node]]:
 
 
 def _carry(nodes: list[Node], node: Node) -> int:
-    """Append a node, and join what are now the two halves of a larger one, as a binary counter does; how often."""
+    """Append a node, and join the two halves of larger nodes as a binary counter carries. Returns the number of
+    joins."""
     joined = 0
     while nodes and nodes[-1] == (node[0], node[1] - 1) and node[1] % 2:
         nodes.pop()

@@ -1,4 +1,4 @@
-"""Reporting of a rank to the watchdog of its node: heartbeat, stacks on demand, waits for other ranks."""
+"""Reports of a rank to the watchdog of its node: heartbeat, stacks on demand, waits for other ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from holdfast.telemetry.phases import PHASES
 
 
 def enable_watchdog() -> None:
-    """From now on the watchdog of this node sees this process. Call it once, in the thread that trains."""
+    """Make this process visible to the watchdog of its node. Call it once, in the thread that trains."""
     folder = Path(os.environ[FOLDER_VARIABLE]) if os.environ.get(FOLDER_VARIABLE) else None
     if folder is not None:
         with suppress(OSError):
-            # Written by the handler itself, in C: neither Python's lock nor a pipe that somebody reads is needed.
+            # The C handler writes the file itself. It needs neither Python's lock nor a reader of a pipe.
             stacks = (folder / f"{os.getpid()}{STACKS}").open("wb", buffering=0)
             faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
     phases.show_on(heartbeat.publish(folder, PHASES.index("data"), [PHASES.index("save")]))
@@ -31,8 +31,8 @@ def enable_watchdog() -> None:
 
 
 def _report_collective_waits() -> None:
-    """Have every wait for a collective that goes through Python tell so: torch has no hook for it. What waits in C++,
-    as DDP's reducer does, is the phase `communication`."""
+    """Report every wait for a collective that goes through Python, because torch has no hook for it. Waits in C++,
+    such as those of DDP's reducer, are the phase `communication`."""
     wait = dist.Work.wait
 
     @wraps(wait)

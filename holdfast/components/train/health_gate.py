@@ -21,7 +21,7 @@ log = logging.getLogger("holdfast.train")
 
 
 def health_check_request(spec: Spec, blamed: tuple[str, ...]) -> dict[str, float | str]:
-    """What an assignment says of the examination. `blamed`: the nodes that the launch before was ended by."""
+    """The health check fields of an assignment. `blamed` are the nodes blamed for the end of the launch before."""
     health, cluster = spec.cluster.health, spec.cluster
     if health.before == "never":
         return {}
@@ -37,8 +37,8 @@ def health_check_request(spec: Spec, blamed: tuple[str, ...]) -> dict[str, float
 
 
 def check_health(store: Store, spec: Assignment, device: torch.device, gang: Gang, launch: int) -> None:
-    """Examine the ranks, if they are to be, and write down what was found. A collective call. Raises what
-    `require_health` and `examine` do."""
+    """Run the health check if the assignment requests one, and record its result. A collective call. Raises what
+    `require_health` and `examine` raise."""
     if spec.health_seconds is None:
         return
     folder = layout.health(spec.run_id)

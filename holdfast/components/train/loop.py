@@ -1,7 +1,7 @@
 """The training loop.
 
-State at step k is a pure function of (spec, dataset, seed, k): the loop asks for batch k, steps, and now and then
-saves. It can stop after any step and go on after any saved one without leaving a trace in the bits.
+The state at step k is a pure function of (spec, dataset, seed, k). The loop takes batch k, runs the step, and saves at
+times. It can stop after any step and resume from any saved one with the same bits.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def train(
     leave: PreemptionSignal,
     gang: Gang,
 ) -> None:
-    """Train on `batches`: each step not yet done, in order, with this rank's rows of its batch, to the last step.
+    """Train on `batches`, which are numbered batches with this rank's rows, up to the last step.
 
-    Raises PreemptedError after saving when any rank was asked to leave, DivergedError when a step was an anomaly that
-    ends the run, WrongArithmeticError (LostPeerError on the sound ranks) when replicas of the state differ.
+    Raises PreemptedError after a save if any rank was asked to stop. Raises DivergedError if an anomaly ends the run.
+    Raises WrongArithmeticError (LostPeerError on the sound ranks) if replicas of the state differ.
     """
     training, sizes = spec.training, BatchSizes.of(spec.training)
 
@@ -62,7 +62,7 @@ def train(
     for step, rows in batches:
         rate = learning_rate(training, step)
         output = computed(step, rows, rate)
-        if anomalies.resolve(before=step):  # what this step was computed from is gone
+        if anomalies.resolve(before=step):  # the state that this step used was rewound
             output = computed(step, rows, rate)
 
         done, digest = step + 1, None
@@ -98,5 +98,5 @@ def train(
 
 
 def scalars_of(engine: Engine, anomalies: Anomalies, done: int) -> dict[str, float | int]:
-    """The numbers of the state after `done` steps, beside its tensors."""
+    """The scalars of the state after `done` steps, in addition to its tensors."""
     return engine.scalars(done) | anomalies.scalars()

@@ -1,10 +1,11 @@
-"""The mesh of ranks: which part of the model, and of the batch, is a rank's.
+"""Mesh of ranks: the part of the model, and of the batch, that a rank has.
 
-Its dimensions, the outermost first: places in a pipeline, replicas of what is there, shards of a replica, and ranks
-among which the matrices of a shard are cut (tensor parallelism). Neighbouring ranks, which are most often on one node,
-differ in the innermost one, because its ranks talk within every layer. Ranks among which a sequence is cut (context
-parallelism) have the same weights to compute with, as those have that see other samples: they are neighbours among the
-replicas and shards, so that these dimensions are as if each of them had samples of its own. Knows nothing of torch.
+Its dimensions, outermost first: pipeline stages, replicas, shards of a replica, and ranks that split the matrices of a
+shard (tensor parallelism). Neighboring ranks, which are usually on one node, differ in the innermost dimension, because
+its ranks communicate within every layer.
+
+Ranks that split a sequence (context parallelism) compute with the same weights, like ranks with different samples. So
+they are neighbors among replicas and shards, as if each had separate samples. This module does not depend on torch.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from holdfast.spec.training import Parallel
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks there are along each dimension (the outermost is `pipeline`)."""
+    """The number of ranks along each dimension. The outermost one is `pipeline`."""
 
     replicas: int
     shards: int
     tensor: int
     pipeline: int = 1
-    expert: int = 1  # of the ranks of a stage, which see other tokens: those among which a layer's experts are dealt
-    context: int = 1  # of the replicas and shards, how many neighbours see one sample together
+    expert: int = 1  # of the ranks of a stage, which see other tokens: how many split a layer's experts
+    context: int = 1  # of the replicas and shards, how many neighbors share one sample
 
     @classmethod
     def of(cls, parallel: Parallel, ranks: int) -> Mesh:
-        """The mesh that `parallel` asks for over so many ranks, which it divides."""
+        """The mesh that `parallel` requests over `ranks` ranks, which it divides."""
         averaged = ranks // (parallel.tensor * parallel.pipeline)
         replicas = averaged if parallel.strategy == "ddp" else parallel.replicas
         return cls(
@@ -36,56 +37,57 @@ class Mesh:
 
     @property
     def averaged(self) -> int:
-        """Groups of ranks over which gradients are averaged: each has rows, or a part of each row, of its own."""
+        """The number of rank groups over which gradients are averaged. Each has separate rows, or a separate part of
+        each row."""
         return self.replicas * self.shards
 
     @property
     def data(self) -> int:
-        """Groups of ranks that see different samples: each has the same share of a global batch."""
+        """The number of rank groups that see different samples. Each has an equal share of a global batch."""
         return self.averaged // self.context
 
     def data_rank(self, rank: int) -> int:
-        """Which of those groups a rank is in."""
+        """The index of a rank's data group."""
         return rank // (self.tensor * self.context) % self.data
 
     def context_rank(self, rank: int) -> int:
-        """Which part of every sequence is a rank's."""
+        """The index of a rank's part of every sequence."""
         return rank // self.tensor % self.context
 
     def context_groups(self) -> list[list[int]]:
-        """The groups of ranks that have the parts of the same sequences, each in the order of the parts."""
+        """The groups of ranks that share the same sequences, each in the order of their parts."""
         step = self.tensor * self.context
         starts = [first + place for first in range(0, self.size, step) for place in range(self.tensor)]
         return [list(range(start, start + step, self.tensor)) for start in starts]
 
     def ends(self) -> list[list[int]]:
-        """The pairs of ranks that have the same place in the first and in the last stage of a pipeline."""
+        """The pairs of ranks at the same position in the first and in the last stage of a pipeline."""
         each = self.averaged * self.tensor
         return [[rank, rank + (self.pipeline - 1) * each] for rank in range(each)]
 
     @property
     def size(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return self.pipeline * self.averaged * self.tensor
 
     def place(self, rank: int) -> int:
-        """Which place in the pipeline a rank has."""
+        """The position of a rank in the pipeline."""
         return rank // (self.tensor * self.averaged)
 
     def speaks(self, rank: int) -> bool:
-        """Whether a rank is the one of those with its part of its rows whose counts and losses go into sums over all
-        ranks."""
-        return rank % self.tensor == 0 and self.place(rank) == self.pipeline - 1  # where the loss is
+        """Whether a rank contributes counts and losses to sums over all ranks. Of the ranks with the same part of
+        the same rows, one does."""
+        return rank % self.tensor == 0 and self.place(rank) == self.pipeline - 1  # the stage with the loss
 
     def counts(self, rank: int) -> bool:
-        """Whether a rank is the one of those with its rows that stands for all of them."""
+        """Whether a rank contributes to sums for its rows. Of all ranks with the same rows, one does."""
         return self.speaks(rank) and self.context_rank(rank) == 0
 
     @property
     def of_experts(self) -> dict[str, int]:
-        """The dimensions for what only experts have, of which each rank along `expert` holds others: neighbours within
-        a replica, or where it has fewer ranks, in several. All ranks have other tokens, so those of a tensor-parallel
-        group, which have other parts of the sequences, are shards to experts."""
+        """The dimensions of the mesh for experts. Each rank along `expert` holds other experts. These ranks are
+        neighbors within a replica, or within several replicas if one has too few ranks. All ranks have other tokens:
+        the ranks of a tensor-parallel group have other parts of the sequences, so they are shards for experts."""
         replicas, inside = self.replicas, self.shards * self.tensor
         if inside % self.expert:
             replicas, inside = replicas * inside // self.expert, self.expert
@@ -93,6 +95,6 @@ class Mesh:
 
     @property
     def spread(self) -> dict[str, int]:
-        """The dimensions as torch is given them: shards, and those others along which there is more than one rank."""
+        """The dimensions for torch's DeviceMesh: shards, and each other dimension with more than one rank."""
         sizes = {"pipeline": self.pipeline, "replicas": self.replicas, "shards": self.shards, "tensor": self.tensor}
         return {name: size for name, size in sizes.items() if size > 1 or name == "shards"}

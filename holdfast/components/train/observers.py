@@ -1,7 +1,7 @@
-"""Everything about a step that is not the step: history, progress lines, system metrics.
+"""Observers of the training loop: history, progress lines, system metrics.
 
-Observers see each finished step and each commit. None of them can change the state, and none reads the device unless it
-has to.
+Observers receive each finished step and each commit. They cannot change the state, and they read the device only when
+necessary.
 """
 
 from __future__ import annotations
@@ -36,34 +36,35 @@ log = logging.getLogger("holdfast.train")
 
 UNTIMED = Lap({})
 PEAK_MEMORY = "system.rank0_peak_memory_bytes"
-METER_SECONDS = 5.0  # between two questions to a driver, which may take it milliseconds
+METER_SECONDS = 5.0  # between two queries of the driver, which can take milliseconds
 
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A finished optimizer step, as observers see it."""
+    """A finished optimizer step as observers receive it."""
 
     step: int  # optimizer steps done
     learning_rate: float
     output: StepOutput
     finished: float  # unix seconds
     digest: str | None = None  # of the state after it, where one was computed
-    lap: Lap = UNTIMED  # the time since the step before it was finished
+    lap: Lap = UNTIMED  # the time since the previous step finished
 
 
 class Observer(Protocol):
-    """Something that watches the loop."""
+    """A listener of the training loop."""
 
     def on_step(self, finished: FinishedStep) -> None:
-        """After every optimizer step."""
+        """Called after every optimizer step."""
 
     def on_save(self, step: int) -> Mapping[str, str]:
-        """Before the state after `step` is saved: the objects (key -> text) that are written with it, just before it
-        is committed. An exception here keeps it from being saved."""
+        """Called before the state after `step` is saved. Returns the objects (key -> text) to write just before its
+        commit. An exception prevents the save."""
 
 
 class History:
-    """Keeps a row for every step until the checkpoint that covers it commits; refuses to save what has diverged."""
+    """The history: one row per step, kept until the checkpoint that covers it commits. It refuses to save a diverged
+    state."""
 
     def __init__(
         self,
@@ -76,9 +77,9 @@ class History:
         on_anomaly: Callable[[Anomaly], None] = lambda _: None,
         meter: Meter | None = None,
     ) -> None:
-        """`keep`: whether this rank is the one that writes the rows; the others only refuse what has diverged, and say
-        what they were fed. `throughput`: what a step is, for MFU. `on_anomaly` hears of the step that did before it is
-        refused. `meter`: of this rank's accelerator."""
+        """`keep` is true on the rank that writes the rows. Other ranks only refuse a diverged state and report their
+        batch digests. `throughput` gives the work of a step, for MFU. `on_anomaly` receives the diverged step before it
+        is refused. `meter` is that of this rank's accelerator."""
         self._attempt, self._batch_digest, self._on_anomaly = attempt, fed, on_anomaly
         self._sizes, self._context = BatchSizes.of(spec.training), spec.model.context
         self._throughput = throughput
@@ -92,8 +93,8 @@ class History:
         self._pending.append(finished)
 
     def on_save(self, step: int) -> Mapping[str, str]:
-        """See Observer: the rows of all steps since the newest commit. A collective call. Raises DivergedError if any
-        step since the last save was not finite, and its update was not held back."""
+        """See Observer. Returns the rows of all steps since the newest commit. A collective call. Raises DivergedError
+        if any step since the last save was not finite and its update was not held back."""
         self.latest()
         fed = self._batch_digest.flush()
         if not self._keep:
@@ -107,13 +108,13 @@ class History:
         return segment(self._attempt.run_id, after, covered, self._attempt.number)
 
     def committed(self, step: int) -> None:
-        """The rows up to `step` are safe. Runs beside `on_step`, in another thread: it takes rows away in one
-        operation, and `on_step` appends."""
+        """Drop the rows up to `step`, which are committed. Runs in another thread concurrently with `on_step`. It
+        removes rows in one operation, and `on_step` appends."""
         self._committed = step
         del self._rows[: sum(row["step"] <= step for row in tuple(self._rows))]
 
     def latest(self) -> Row | None:
-        """Read what is pending from the device; the newest row."""
+        """Read pending values from the device. Returns the newest row, or None."""
         if self._pending:
             losses = torch.stack([finished.output.loss for finished in self._pending]).tolist()
             norms = torch.stack([finished.output.grad_norm for finished in self._pending]).tolist()
@@ -140,7 +141,7 @@ class History:
         row: Row = {
             "step": finished.step,
             "time": finished.finished,
-            "loss": loss if math.isfinite(loss) else None,  # of a step whose update was held back
+            "loss": loss if math.isfinite(loss) else None,  # None if the update of the step was held back
             "grad_norm": norm if math.isfinite(norm) else None,
             "learning_rate": finished.learning_rate,
             "tokens": self._sizes.before(finished.step) * self._context,
@@ -152,14 +153,14 @@ class History:
             size = self._sizes.size(finished.step - 1)
             row["step_seconds"] = seconds
             row["tokens_per_second"] = size * self._context / seconds
-            whole = seconds * self._sizes.final / size  # as long as a step with the final batch would take
+            whole = seconds * self._sizes.final / size  # scaled to the final batch size
             if self._throughput is not None and (mfu := self._throughput.mfu(whole)) is not None:
                 row["mfu"] = mfu
         return row
 
 
 def _phases_of(laps: Sequence[Lap]) -> dict[str, float]:
-    """Seconds of each phase in the mean of some steps, as a row has them."""
+    """Mean seconds of each phase over some steps, as fields of a row."""
     spent: Counter[str] = Counter()
     for lap in laps:
         spent.update(lap.seconds)
@@ -167,7 +168,7 @@ def _phases_of(laps: Sequence[Lap]) -> dict[str, float]:
 
 
 class Progress:
-    """An event every `log_every` steps, and a line of it for a person who reads the log."""
+    """An event and a log line every `log_every` steps."""
 
     def __init__(self, spec: Assignment, history: History, start: int, throughput: Throughput) -> None:
         self._steps, self._every, self._history = spec.training.steps, spec.training.log_every, history
@@ -183,7 +184,7 @@ class Progress:
         step, then = self._mark
         seconds = max(1e-9, time.time() - then) / (finished.step - step)
         self._mark = (finished.step, time.time())
-        whole = seconds * self._sizes.final / self._sizes.size(finished.step - 1)  # with the final batch
+        whole = seconds * self._sizes.final / self._sizes.size(finished.step - 1)  # scaled to the final batch size
         memory = row["system.gpu_memory_bytes" if "system.gpu_memory_bytes" in row else PEAK_MEMORY]
         progress = events.Progress(
             step=finished.step,
@@ -209,7 +210,7 @@ class Progress:
 
 
 class SystemMetrics:
-    """What the machine is doing, sampled where rows are read: no thread of its own."""
+    """System metrics, sampled when rows are read. It uses no thread."""
 
     def __init__(self, meter: Meter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._meter, self._clock, self._asked = meter, clock, -math.inf
@@ -217,8 +218,8 @@ class SystemMetrics:
         psutil.cpu_percent()
 
     def sample(self) -> dict[str, float]:
-        """CPU use since the last sample in percent of all cores, memory in bytes; what the accelerator's driver tells,
-        where it was not asked a moment ago."""
+        """CPU use since the last sample in percent of all cores, memory in bytes, and the driver's figures. The driver
+        is queried at most every `METER_SECONDS`."""
         sample: dict[str, Any] = {
             "system.cpu_percent": psutil.cpu_percent(),
             "system.rank0_memory_bytes": float(self._process.memory_info().rss),

@@ -1,8 +1,8 @@
-"""Time that a rank spends in each phase, reported as events every few seconds.
+"""Phase timer: reports the time that a rank spends in each phase as events every few seconds.
 
-The goodput ledger (`telemetry/ledger.py`) is made of them. Promises that every moment of the process is told once; that
-nothing waits for a device but for steps that lie behind it; and that what a killed rank leaves untold is a minute at
-most in a gang of up to a hundred.
+The goodput ledger (`telemetry/ledger.py`) is computed from them. Every moment of the process is reported once. Nothing
+waits for a device except for steps that are finished. A killed rank leaves at most a minute unreported in a gang of up
+to a hundred ranks.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from holdfast.telemetry import emit, phases
 from holdfast.telemetry.events import TimeSpent
 from holdfast.telemetry.phases import Lap
 
-SECONDS = 5.0  # between two events of a rank that has just begun...
-SHARE, MOST_SECONDS = 0.1, 60.0  # ...and later this share of the time that it has been there, up to so many
-RANKS_A_SECOND = 2  # of a large gang tell in a second
+SECONDS = 5.0  # between two events of a new rank...
+SHARE, MOST_SECONDS = 0.1, 60.0  # ...and later this share of the rank's age, up to this limit
+RANKS_A_SECOND = 2  # of a large gang that report per second
 
 
 class PhaseTimeReporter:
-    """An observer that tells how this rank spends its time; as a context manager, the rest when the rank ends."""
+    """An observer that reports how this rank spends its time. As a context manager it reports the rest when the rank
+    ends."""
 
     def __init__(self, rank: int, world: int, step: int, device: torch.device, meter: Meter) -> None:
-        """Tells at once what the process did before `step`, its first one, began. From here on an accelerator's time is
-        its own, and `meter` tells of it."""
+        """Immediately reports the time before the process's first step, which follows `step`. From here on it
+        measures the time of an accelerator separately, and `meter` reports its figures."""
         if device.type == "cuda":
             phases.measure_by(_mark)
         self._rank, self._step = rank, step
@@ -47,7 +48,7 @@ class PhaseTimeReporter:
         """See Observer."""
         now = time.monotonic()
         if now - self._last_report >= max(self._least, min(MOST_SECONDS, SHARE * (now - self._began))):
-            self._tell()  # without this step, behind which a device may not be
+            self._tell()  # without this step, which the device may not have finished
         self._laps.append(finished.lap)
         self._step = finished.step
 
@@ -67,13 +68,13 @@ class PhaseTimeReporter:
     def _tell(self, *, last: bool = False, failed: bool = False) -> None:
         spent: Counter[str] = Counter()
         for lap in self._laps:
-            # After a failure a device may stand for ever in a collective whose peers are gone: it is not waited for.
+            # After a failure a device may block forever in a collective with lost peers, so it is not waited for.
             spent.update(lap.host if failed else lap.seconds)
         self._laps, self._last_report = [], time.monotonic()
         told = {name: round(value, 6) for name, value in spent.items() if value > 0}
         read = self._meter.read().model_dump(exclude_none=True)
         if not self._metered:
-            read.pop("joules", None)  # what comes before the first is longer than the meter is
+            read.pop("joules", None)  # time before the first report is longer than the meter's measurement
         event = TimeSpent(
             rank=self._rank,
             step=self._step,
@@ -88,14 +89,14 @@ class PhaseTimeReporter:
 
 
 def _mark() -> phases.Stamp:
-    """A mark in what the accelerator does, which waits for nothing."""
+    """A timing mark on the accelerator that waits for nothing."""
     event: Any = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 def peak_memory() -> int:
-    """The most bytes that this rank has held: of its accelerator, or without one of the process."""
+    """Peak memory of this rank in bytes: of its accelerator, or else of the process."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_reserved())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""The plan of this gang: what each rank found around it, and whether all of them compute alike."""
+"""Plan of this gang: the environment of each rank, and a check that all ranks compute alike."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ ODD_RANKS_SHOWN = 8
 
 
 def plan_of(assignment: Assignment, device: torch.device) -> Plan:
-    """The plan as this rank finds it. Read once torch is set up and the ranks have met: their number is part of it."""
+    """The plan as this rank determines it. Call it once torch is set up and the gang has formed, because it includes
+    the number of ranks."""
     parallel = assignment.parallel
     nodes = int(os.environ.get("WORLD_SIZE", "1")) // parallel.processes
     settings = settings_of(assignment.training, parallel, assignment.accelerator, nodes)
@@ -42,9 +43,9 @@ def plan_of(assignment: Assignment, device: torch.device) -> Plan:
 
 
 def require_one_plan(plans: Sequence[Plan], determinism: str) -> None:
-    """Refuse a gang whose ranks (`plans` in their order) do not compute alike, because after a restart a rank may stand
-    in another's place. Raises PlanChangedError, naming each such rank and what is another there; under determinism
-    `off` it is only said."""
+    """Refuse a gang whose ranks do not compute alike, because after a restart ranks may change places. `plans` are
+    in rank order. Raises PlanChangedError with each odd rank and its differences. Under determinism `off` it only
+    logs a warning."""
     odd = {rank: found for rank, plan in enumerate(plans) if (found := plans[0].differences(plan, "on rank 0", "here"))}
     if not odd:
         return

@@ -1,7 +1,7 @@
-"""A profile of some steps, while the run goes on: torch's profiler on rank 0, for whoever asks (`holdfast profile`).
+"""Profiles of some steps of a live run, with torch's profiler on rank 0, on request (`holdfast profile`).
 
-Rank 0 looks for a request every few seconds, in a thread that no step waits for, and begins and ends the profile
-between two steps. The trace is written and uploaded beside the training. No bit changes by it.
+Rank 0 polls for a request every few seconds, in a thread that no step waits for. A profile begins and ends between two
+steps. The trace is written and uploaded while training continues. Profiles change no bit of the run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.telemetry import emit
 from holdfast.telemetry.events import ProfileSaved, WarningIssued
 from holdfast.telemetry.profiles import Window, clear_request, pending_request, table_key, trace_key
 
-LOOK_SECONDS = 5.0  # between two looks for a request
+LOOK_SECONDS = 5.0  # between two polls for a request
 LEAVE_SECONDS = 60.0  # for a trace that is being written when the run ends
 ROWS = 40  # of the table
 
@@ -34,10 +34,10 @@ log = logging.getLogger("holdfast.train")
 
 
 class Profiler:
-    """An observer that profiles the steps that somebody asks for, inside a `with` block."""
+    """An observer that profiles requested steps, inside a `with` block."""
 
     def __init__(self, store: Store, attempt: Attempt, *, active: bool) -> None:
-        """`active`: whether this rank is the one that does it."""
+        """`active` is true on the rank that profiles."""
         self._store, self._attempt, self._active = store, attempt, active
         self._looked, self._look_now = -math.inf, threading.Event()
         self._looking: threading.Thread | None = None
@@ -45,11 +45,11 @@ class Profiler:
         self._window: Window | None = None  # that is being profiled
         self._profile: profile | None = None
         self._writing: threading.Thread | None = None
-        self._beside: threading.Thread | None = None  # takes a request away
+        self._beside: threading.Thread | None = None  # clears a request
         self._closed = False
 
     def on_step(self, finished: FinishedStep) -> None:
-        """See Observer: between two steps."""
+        """See Observer. Called between two steps."""
         if not self._active:
             return
         if self._profile is not None and self._window is not None:
@@ -60,7 +60,7 @@ class Profiler:
         elif time.monotonic() - self._looked >= LOOK_SECONDS and not self._is_writing():
             self._looked = time.monotonic()
             self._look_now.set()
-            if self._looking is None:  # one for all: where a new one gets no memory, Python waits for it for ever
+            if self._looking is None:  # one thread for all polls: if a new one gets no memory, Python waits forever
                 self._looking = threading.Thread(target=self._poll_requests, name="profile requests", daemon=True)
                 self._looking.start()
 
@@ -75,8 +75,8 @@ class Profiler:
         self.close(in_time=kind is None)
 
     def close(self, *, in_time: bool = True) -> None:
-        """Wait for a trace that is being written, or, unless this rank leaves in its own time, for none: who was told
-        to leave has a grace period, and who failed has peers that wait."""
+        """Wait for a trace that is being written, if `in_time`. A rank that must stop has a grace period, and a failed
+        rank has peers that wait, so neither waits."""
         if self._profile is not None and self._window is not None:
             self._end(self._profile, self._window, keep=in_time)
         self._closed = True
@@ -100,7 +100,7 @@ class Profiler:
             log.debug("whether a profile is asked for cannot be read: %s", error)
 
     def _perhaps_begin(self, window: Window, step: int) -> None:
-        """Begin with step `step`, if it is the one."""
+        """Begin the profile if `step` is its first step."""
         if window.first == 0:
             window = Window(step, step + window.last)
         if step < window.first:
@@ -112,7 +112,7 @@ class Profiler:
             self._forget()
             return
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-        self._forget()  # whatever comes of it, the next attempt is not asked for the same
+        self._forget()  # in any case, the next attempt does not repeat the request
         taken = profile(activities=activities)
         try:
             taken.start()

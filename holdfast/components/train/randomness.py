@@ -1,4 +1,4 @@
-"""Determinism and randomness: what `training.determinism` switches, and how a step's random numbers are keyed."""
+"""Determinism and randomness: the settings of `training.determinism`, and the keys of a step's random numbers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from blake3 import blake3
 
 
 def make_deterministic(level: str, threads: int) -> None:
-    """Set torch up for a determinism level, before anything is computed.
+    """Set torch up for a determinism level, before any computation.
 
-    `exact` asks for deterministic kernels, which raise where there is none, and switches off what picks kernels by
-    timing them. The number of CPU threads is fixed at every level: it decides the order of sums.
+    Every level but `off` requests deterministic kernels, and operations without one raise. It also disables the choice
+    of kernels by timing. The number of CPU threads is fixed at every level, because it determines the order of sums.
     """
     torch.set_num_threads(threads)
     if level != "off":
@@ -24,6 +24,6 @@ def make_deterministic(level: str, threads: int) -> None:
 
 
 def stream_seed(seed: int, stream: str, step: int, rank: int = 0) -> int:
-    """The seed of one named stream of randomness at one step: streams never overlap and need no saved state."""
+    """The seed of one named random stream at one step. Streams never overlap and need no saved state."""
     key = f"stream\0{seed}\0{stream}\0{step}\0{rank}"
     return int.from_bytes(blake3(key.encode()).digest(8), "little") >> 1

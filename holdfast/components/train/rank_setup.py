@@ -1,4 +1,4 @@
-"""Setup of one rank before its gang claims the run: device, gang, plan, engine and rows of each batch."""
+"""Setup of one rank before its gang claims the run: device, gang, plan, engine, and rows of each batch."""
 
 from __future__ import annotations
 
@@ -32,26 +32,27 @@ def meet(spec: Assignment, leave: PreemptionSignal) -> tuple[torch.device, Gang]
 
 
 def agree_on_plan(spec: Assignment, device: torch.device, gang: Gang) -> Plan:
-    """The plan that all ranks of the gang compute by. A collective call. Raises PlanChangedError if there is none."""
+    """The plan that all ranks of the gang share. A collective call. Raises PlanChangedError if they have no common
+    one."""
     plan = plan_of(spec, device)
     require_one_plan(gang.all_gather(plan, Plan), spec.training.determinism)
     return plan
 
 
 def build(spec: Assignment, dataset: Dataset) -> Engine:
-    """This rank's engine, which makes groups of its own. A collective call."""
+    """This rank's engine, which creates its own process groups. A collective call."""
     with phases.only("build"):
         return build_engine(spec, dataset.vocabulary, dataset.separator)
 
 
 def throughput_of(spec: Assignment, dataset: Dataset, device: torch.device, gang: Gang) -> Throughput:
-    """What a step of the gang is."""
+    """The throughput model of a step of the gang."""
     return Throughput.of(spec, dataset.vocabulary, gang.size, device_name(device))
 
 
 def compare_stragglers(spec: Assignment, gang: Gang, rows: Rows) -> list[Stragglers]:
-    """What compares this rank, which is fed `rows` of each batch, with the ranks of the same stage, if there are any. A
-    collective call."""
+    """The straggler observer of this rank, which computes `rows` of each batch, or none for a single rank. It
+    compares the ranks of one stage. A collective call."""
     if gang.size == 1:
         return []
     stage = Mesh.of(spec.parallel, gang.size).place(gang.rank)
@@ -59,7 +60,7 @@ def compare_stragglers(spec: Assignment, gang: Gang, rows: Rows) -> list[Straggl
 
 
 def batches(spec: Assignment, dataset: Dataset, gang: Gang) -> tuple[Batches, Rows]:
-    """The global batches, and which rows of each are this rank's."""
+    """The global batches, and this rank's rows of each."""
     training = dataset.training(
         spec.model.context, BatchSizes.of(spec.training), spec.training.seed, spec.source_weights, spec.shuffle
     )
@@ -71,15 +72,15 @@ def batches(spec: Assignment, dataset: Dataset, gang: Gang) -> tuple[Batches, Ro
 
 
 def rows_in_grid(spec: Assignment, gang: Gang, size: int) -> Indices:
-    """This rank's rows of a batch of some size under elastic determinism."""
+    """This rank's rows of a batch of `size` samples under elastic determinism."""
     grid = spec.grid(gang.size, size)
     assert grid is not None
     return grid.rows(gang.rank, spec.training.micro_batch, in_turn=spec.parallel.strategy == "fsdp")
 
 
 def computed_rows(spec: Assignment, ranks: int, rows: Rows) -> int:
-    """How many rows the rank computes in a step that is fed `rows` of a batch that has grown: where grains are dealt in
-    turn, one without a grain in the last round computes one that nobody adds."""
+    """The number of rows that the rank computes in a full-size step. With grains in rounds, a rank without a grain
+    in the last round computes one that is not added."""
     if (grid := spec.grid(ranks)) and spec.parallel.strategy == "fsdp":
         return grid.rounds * spec.training.micro_batch
     whole = spec.training.global_batch

@@ -1,6 +1,6 @@
-"""Ranks that hold the same state must hold the same bits: one that differs computes wrong, and is named.
+"""Comparison of replicas: ranks with the same state must hold the same bits, and one that differs computes wrong.
 
-Compared by the state digest, before anything of a step is committed: a wrong weight never reaches a checkpoint.
+The state digests are compared before any commit of the step, so a wrong weight never reaches a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from holdfast.spec.errors import LostPeerError, WrongArithmeticError
 
 @dataclass(frozen=True)
 class _Copy:
-    """What one rank holds as other ranks do."""
+    """The part of one rank's state that other ranks hold too."""
 
     host: str
-    names: list[str]  # of its tensors
-    digests: list[StateDigest]  # of each
+    names: list[str]  # names of its tensors
+    digests: list[StateDigest]  # digest of each
 
 
 def state_digest(engine: Engine, gang: Gang, scalars: dict[str, float | int]) -> str:
-    """The digest of the whole state, as a manifest has it. A collective call."""
+    """The digest of the whole state, as in a manifest. A collective call."""
     return str(sum(gang.all_gather(digest_of(engine.saved()), StateDigest), scalars_digest(scalars)))
 
 
 def require_equal_replicas(engine: Engine, gang: Gang, step: int) -> None:
-    """A collective call. Raises, when replicas differ, WrongArithmeticError on each rank that is suspected and
-    LostPeerError on the others, naming ranks, nodes and tensor."""
+    """Compare the replicas of the state. A collective call. If they differ, it raises WrongArithmeticError on each
+    suspect rank and LostPeerError on the remaining ones. The message names ranks, nodes and tensor."""
     held = engine.replicas()
     digests = {str(key): box_digests(boxes) for key, boxes in held.items()}
     own = {key: sum(each, StateDigest()) for key, each in digests.items()}
@@ -58,7 +58,7 @@ def require_equal_replicas(engine: Engine, gang: Gang, step: int) -> None:
 
 
 def suspected(held: Sequence[object]) -> list[int]:
-    """The ranks that do not hold what most hold; all of them when no content has a majority."""
+    """The ranks that differ from the majority. All ranks if no content has a majority."""
     (most, count), *_ = Counter(map(str, held)).most_common()
     return [rank for rank, each in enumerate(held) if str(each) != most or 2 * count <= len(held)]
 

@@ -1,4 +1,4 @@
-"""What a finished training leaves behind for the steps after it: `runs/<run-id>/result.json`."""
+"""Result of a finished training for the later steps: `runs/<run-id>/result.json`."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from holdfast.store.json_reading import read_json
 
 
 class TrainingResult(BaseModel):
-    """The final checkpoint of a run, and the model exported from it."""
+    """The final checkpoint of a run, and its exported model."""
 
     model_config = ConfigDict(frozen=True)
 
     run_id: str
     dataset_id: str
     step: int
-    loss: float  # of the last step, in nats a token
+    loss: float  # of the last step, in nats per token
     tokens: int  # trained on
     parameters: int
     checkpoint: str  # key of the manifest
     export: str  # key prefix of the Hugging Face layout
     export_digest: str  # of its files: holdfast/model/verified.py
-    state_digest: str  # equal for equal bits, at whatever layout
+    state_digest: str  # equal for equal bits, at any layout
     attempts: int
     seconds: float  # from the first attempt to the end
-    segments: tuple[Segment, ...] = ()  # the plans that it was computed under, in their order
+    segments: tuple[Segment, ...] = ()  # the plans of the run, in order
 
 
 def read_result(store: Store, run_id: str) -> TrainingResult | None:
-    """The result of a run, or None while there is none."""
+    """The result of a run, or None if it has none yet."""
     key = layout.result(run_id)
     try:
         return read_json(store, key, TrainingResult)

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step."""
+"""Learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def learning_rate(training: Training, step: int) -> float:
     """The learning rate of the optimizer step that follows `step` finished ones.
 
     Linear warm-up over `warmup_steps`, then cosine, linear or no decay, which reaches `final_ratio` of the peak at the
-    last step. With `scaling` all of it follows the batch of the step: in proportion to it (Goyal et al. 2017), or to
-    its square root (Krizhevsky 2014; Malladi et al. 2022 for Adam).
+    last step. With `scaling`, the whole schedule follows the batch size of the step: in proportion (Goyal et al. 2017),
+    or to its square root (Krizhevsky 2014; Malladi et al. 2022 for Adam).
     """
     schedule = training.schedule
     peak = training.optimizer.learning_rate

@@ -1,8 +1,8 @@
-"""What the parts of a pipeline's stages cost here: a program of one process, started by `holdfast plan --measure`.
+"""Costs of the parts of a pipeline's stages here, by a one-process program that `holdfast plan --measure` starts.
 
-Computes the embedding, one layer and the head of a spec's model, forward and backward, a micro-batch of its sequences
-at its precision, and writes the median seconds of each as `planning.stages.StageCosts`. What ranks of a group share
-(tensor and context parallelism) is not cut: all three parts would be, so that their ratios hold.
+It computes the embedding, one layer and the head of a spec's model, forward and backward, on a micro-batch at the
+spec's precision. It writes the median seconds of each as `planning.stages.StageCosts`. Tensor and context parallelism
+are not applied: they would divide all three parts, so the ratios hold.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, in which this process would 
     import torch
     from torch import Tensor
 
-NOT_COUNTED = 2  # first repetitions, in which memory is taken and kernels are chosen
+NOT_COUNTED = 2  # first repetitions, which allocate memory and choose kernels
 
 
 def main() -> None:
@@ -40,7 +40,8 @@ def main() -> None:
 
 
 def measured(spec: Spec, vocabulary: int, repetitions: int) -> StageCosts:
-    """The costs on the spec's accelerator, or with its threads on the CPU. Raises MissingError where there is none."""
+    """The costs on the spec's accelerator, or with its threads on the CPU. Raises MissingError without that
+    accelerator."""
     import torch
 
     from holdfast.components.train.engines.recompute import recompute
@@ -58,7 +59,7 @@ def measured(spec: Spec, vocabulary: int, repetitions: int) -> StageCosts:
     decoder = Decoder.empty(model, vocabulary, device)
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
-    for parameter in decoder.parameters():  # as FSDP2 casts them; the rotary tables stay as they are
+    for parameter in decoder.parameters():  # as FSDP2 casts them; the rotary tables are unchanged
         parameter.data = parameter.data.to(narrow)
     convert_to_fp8(decoder, training.precision)
     layer = decoder.model.layers[0]

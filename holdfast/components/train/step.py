@@ -1,8 +1,8 @@
-"""The train step's own process: a thin launcher around the gang.
+"""The train step's process: a thin launcher around the gang.
 
-It records launches, starts the gang and restarts it within the budget, follows what the ranks tell, mirrors committed
-metrics to MLflow, and when the last step is saved exports the model and writes the result. It never touches a tensor
-while the gang runs.
+It records launches, starts the gang, and restarts it within the budget. It forwards the ranks' events and mirrors
+committed metrics to MLflow. After the last save it exports the model and writes the result. It touches no tensor while
+the gang runs.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("holdfast.train")
 
 STEP = "train"
-FOLLOW_SECONDS = 2.0  # between two looks at what the ranks tell
-FAREWELL_SECONDS = 30.0  # to tell MLflow the end
+FOLLOW_SECONDS = 2.0  # between two reads of the ranks' events
+FAREWELL_SECONDS = 30.0  # to report the end to MLflow
 
 
 class GangError(HoldfastError):
-    """The gang ended and will not be started again by this process."""
+    """The gang ended, and this process does not start it again."""
 
     tried_again = True  # within `cluster.restarts`
 
@@ -85,12 +85,17 @@ class GangError(HoldfastError):
 
 
 def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: bool = False) -> TrainingResult:
-    """Bring the run that (spec, dataset_id, salt) names to its end, from wherever it is. With `replan` a person allows
-    it to go on under another plan than before. `parallel: auto` is the recorded layout, or a planned one.
+    """Train the run of (spec, dataset_id, salt) to its last step, from its newest checkpoint.
 
-    Raises PlanChangedError when it would, and determinism promises bits; PreemptedError when asked to leave (SIGTERM,
-    Ctrl-C), TerminatedError when the ranks left unsaved, and GangError, with the code of the ranks, when they fail for
-    good or the restart budget is used up. Running it again goes on from the newest checkpoint.
+    `replan` allows the run to continue under a different plan. `parallel: auto` uses the recorded layout, or plans one.
+
+    Raises:
+
+    - PlanChangedError if the plan differs, determinism promises bits, and `replan` is false.
+    - PreemptedError on SIGTERM or Ctrl-C. TerminatedError if the ranks exited without a save.
+    - GangError with the exit code of the ranks, for a permanent failure or a used-up restart budget.
+
+    A repeated call continues from the newest checkpoint.
     """
     weights = weights_digest(spec.model.init_from)
     identity = run_id(spec, dataset_id, salt, weights)
@@ -102,7 +107,7 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
             return _with_export(spec, finished, store)
         dataset = Dataset.open(store, dataset_id, cache_dir())
         _require_evaluation(spec, dataset)
-        require_usable(spec)  # what registering would be refused for ever, before anything is spent
+        require_usable(spec)  # fail here, before any cost, if registration would always be refused
         requested, spec = spec, resolve_layout(spec, identity, store, dataset.vocabulary, replan=replan)
         _require_plan(spec, identity, store, replan)
         write_run_metadata(store, identity, requested, dataset_id, salt)
@@ -161,7 +166,7 @@ def _run_gang(
         if ran_out_of_memory(ending):
             try:
                 proposal = next_plan(spec, vocabulary, here=not in_step_pod())
-            except (SpecError, MissingError) as error:  # advice changes nothing of how a launch ended
+            except (SpecError, MissingError) as error:  # advice does not change how a launch ended
                 log.warning("launch %d ran out of memory, and no next plan can be proposed: %s", job.launch, error)
             else:
                 told["next_plan"] = None if proposal is None else dict(proposal.fields)
@@ -201,7 +206,7 @@ def _describe(ending: Ending, identity: str, advice: str) -> str:
 
 
 def _finish(spec: Spec, identity: str, dataset_id: str, store: Store) -> TrainingResult:
-    """Export the final checkpoint and write the result: both are the same bytes whoever writes them."""
+    """Export the final checkpoint and write the result. Every writer produces the same bytes."""
     manifest = read_manifest(store, identity, spec.training.steps)
     dataset = Dataset.open(store, dataset_id, cache_dir())
     export_digest = export(spec, manifest, dataset, store)
@@ -226,8 +231,8 @@ def _finish(spec: Spec, identity: str, dataset_id: str, store: Store) -> Trainin
 
 
 def _with_export(spec: Spec, finished: TrainingResult, store: Store) -> TrainingResult:
-    """The result of a finished run, whose exported model is there: what was deleted of it is written anew, and what is
-    damaged is named. Raises DataError."""
+    """The result of a finished run, with its exported model. Deleted export files are written again. Raises DataError
+    that names damaged files."""
     try:
         require_intact(store, finished.export, finished.export_digest, changed=True)
         return finished
@@ -243,7 +248,8 @@ def _with_export(spec: Spec, finished: TrainingResult, store: Store) -> Training
 
 
 def _last_loss(store: Store, identity: str, step: int) -> float:
-    """The loss of the last step that has one: an update that was held back may have none."""
+    """The loss of the last step that has one. A step whose update was held back may have none. Raises DivergedError if
+    no step has a finite loss."""
     for after in (step - 1, 0):
         for row in reversed(read_history(store, identity, after=after)):
             if row["loss"] is not None:
@@ -252,20 +258,20 @@ def _last_loss(store: Store, identity: str, step: int) -> float:
 
 
 def _require_evaluation(spec: Spec, dataset: Dataset) -> None:
-    """Raises DataError or MissingError, before anything is spent, when the model could not be evaluated: for want of
-    text, or of a task's file."""
+    """Check before any cost that the model can be evaluated. Raises DataError or MissingError without enough validation
+    text or without a task's file."""
     dataset.validation(spec.model.context, spec.evaluation.max_tokens)
     require_tasks(spec.evaluation.tasks)
 
 
 def _require_plan(spec: Spec, identity: str, store: Store, replan: bool) -> None:
-    """Raises PlanChangedError for what the spec alone shows of a plan that the run may not go on under, before a gang
-    is started. The ranks look at the rest."""
+    """Raises PlanChangedError, before a gang starts, if the spec alone shows a plan that the run may not continue
+    under. The ranks check the rest."""
     if not (segments := newest_segments(store, identity)):
         return
     before, nodes = segments[-1].plan, spec.cluster.nodes
     settings = settings_of(spec.training, spec.parallel, spec.cluster.accelerator, nodes.max)
-    if nodes.min < nodes.max:  # as many as there will be
+    if nodes.min < nodes.max:  # the gang's size is not known yet
         settings["cluster.nodes"] = before.settings["cluster.nodes"]
     expected = Plan(settings=settings, surroundings=before.surroundings, free=before.free)
     require_plan(segments, expected, spec.training.determinism, replan)
@@ -273,9 +279,9 @@ def _require_plan(spec: Spec, identity: str, store: Store, replan: bool) -> None
 
 @contextmanager
 def _signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Let SIGTERM and Ctrl-C stop the gang with a checkpoint, in the main thread; elsewhere they stay the caller's.
+    """Stop the gang with a checkpoint on SIGTERM or Ctrl-C. Has no effect outside the main thread.
 
-    `stop` runs in a thread of its own: a handler runs between any two bytecodes, so it must not take a lock.
+    `stop` runs in a separate thread: a signal handler runs between any two bytecodes, so it must not take a lock.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -302,13 +308,13 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
 def _following_events(
     events: StoreEvents, tracker: RunTracker, metrics: Metrics | None, traces: Traces | None
 ) -> Iterator[None]:
-    """Pass on what the ranks tell: to the log, to Argo, to a collector of traces, and at each checkpoint to MLflow,
-    which hears how the run ended too."""
+    """Forward the ranks' events to the log, to Argo and to a trace collector. Copy metrics to MLflow at each
+    checkpoint, and report how the run ended."""
     done = threading.Event()
     status: Status = "FAILED"
 
     def follow() -> None:
-        _try_to(tracker.begin)  # while the ranks start, so that no step shares its cores with the import of MLflow
+        _try_to(tracker.begin)  # while the ranks start, so that the import of MLflow takes no cores from a step
         _try_to(tracker.sync)
         try:
             while True:
@@ -317,7 +323,7 @@ def _following_events(
                     _try_to(tracker.sync)
                 if last:
                     break
-            _try_to(lambda: tracker.finish(status))  # first: a long run has many events, and not much time is left
+            _try_to(lambda: tracker.finish(status))  # first: a long run has many events, and little time is left
             _try_to(lambda: tracker.log_figures(_accounts(tracker)))
         finally:
             if traces is not None:
@@ -339,14 +345,14 @@ def _following_events(
 
 
 def _accounts(tracker: RunTracker) -> dict[str, float]:
-    """What the run did with its time, and what it cost."""
+    """How the run spent its time, and its cost."""
     events = read_events(tracker.store, tracker.run_id)
     account = ledger(events)
     return account.figures() | cost(tracker.spec, events, account).figures()
 
 
 def _read_new_events(events: StoreEvents, metrics: Metrics | None) -> list[Event]:
-    """The new events of a run, which the metrics show from now on."""
+    """The new events of a run. The metrics include them from now on."""
     new = events.new()
     if metrics is not None:
         for event in new:
@@ -356,10 +362,10 @@ def _read_new_events(events: StoreEvents, metrics: Metrics | None) -> list[Event
 
 
 def _pass_on(events: StoreEvents, metrics: Metrics | None, traces: Traces | None) -> bool:
-    """Whether a checkpoint is among the new events of the ranks, of which the log and Argo are told."""
+    """Forward the ranks' new events to the log, Argo and traces. Returns whether a checkpoint is among them."""
     try:
         new = _read_new_events(events, metrics)
-    except HoldfastError as error:  # the next look finds what this one misses
+    except HoldfastError as error:  # the next call reads them
         log.debug("the events of the ranks cannot be read: %s", error)
         return False
     for event in new:
@@ -372,7 +378,7 @@ def _pass_on(events: StoreEvents, metrics: Metrics | None, traces: Traces | None
 
 
 def _pass_on_to(listener: Callable[[], object]) -> None:
-    """One that fails must neither end who follows the ranks nor keep the next event from the others."""
+    """Call a listener. Its failure is logged, and stops neither the following of events nor other listeners."""
     try:
         listener()
     except Exception as error:  # noqa: BLE001 - said, and the store has the truth
@@ -380,7 +386,7 @@ def _pass_on_to(listener: Callable[[], object]) -> None:
 
 
 def _try_to(mirror: Callable[[], object]) -> None:
-    """A mirror that fails must not change how a run ends."""
+    """Call a mirror. Its failure is logged and does not change how a run ends."""
     try:
         mirror()
     except Exception as error:  # noqa: BLE001 - said, and the store has the truth

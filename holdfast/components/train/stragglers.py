@@ -1,13 +1,13 @@
-"""A rank that is slower than its like is named, with the phase that takes it longer.
+"""Straggler detection: reports a rank that is slower than its peers, with the phase in which it loses time.
 
-All others wait for the slowest rank, so every rank's steps take equally long: compared is the time that each spends at
-work, without what it waits for others (`runtime.heartbeat`). Sums of a few steps go round asynchronously and are read
-one later. A rank is named when it was slower over such windows, in three of four at least, and for long
-enough: what lasts a moment is chance, and a window in which it was not may be, too.
+All ranks wait for the slowest one, so their steps take equally long. The comparison therefore uses working time,
+without waits for other ranks (`runtime.heartbeat`). Sums of a few steps are gathered asynchronously and read one step
+later. A rank is reported if it was slower in at least three of four such windows, and for long enough. Short slowdowns
+are chance, and one fast window may be chance too.
 
-The baseline is how often ranks were slower, and how much they usually differ, over the last windows. Where they are
-slower by turns, as on cores that they share, that is often and much, and only a rank that stays slower for PATIENCE
-windows is named. As long as the baseline is short, a rank is named only when it is slower by the same in each window.
+The baseline is how often ranks were slower, and how much they usually differ, over the last windows. Ranks that share
+cores are slower alternately, which makes both high. Then a rank is reported only after PATIENCE slow windows. While the
+baseline is short, a rank is reported only if it is slower by the same ratio in each window.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from holdfast.telemetry.events import StragglerDetected
 from holdfast.telemetry.phases import PHASES, STEP_PHASES, Phase
 
 WINDOW = 4  # steps
-WINDOWS, OF = 3, 4  # so many of the last so many: four windows, and the step in which they are read, are within 20
-SLOWER = 1.2  # times the work of its like, over all of them,
-HARDLY = 1.1  # and so much in each that counts
-LASTING = 0.6  # seconds of its work that it has to go on: where others work, a rank may lose a moment
-LEAST = 0.001  # seconds a step, below which nothing is worth telling
-PATIENCE = 64  # windows that a rank has to be slow where all are so by turns
+WINDOWS, OF = 3, 4  # slow windows needed, of the last OF: four windows and the step that reads them are within 20
+SLOWER = 1.2  # times the work of its peers, over all windows,
+HARDLY = 1.1  # and at least this in each window that counts
+LASTING = 0.6  # seconds of its work that a slowdown must last, as a rank may lose a moment to other processes
+LEAST = 0.001  # seconds per step, below which nothing is reported
+PATIENCE = 64  # slow windows needed where ranks are slow alternately
 HISTORY = 256  # windows of the baseline
-CHANCE = 0.17  # the share of its windows in which a rank is slower, above which all are so by turns,
-FEW = 4  # and windows in all, up to which it is no sign of that
-USUAL = 4.0  # times the usual difference of ranks, that a rank is slower by; both as logarithms of ratios
-# A baseline of fewer windows than this says little: then the ratios of a rank that is named differ by this share of
-# their mean at most.
+CHANCE = 0.17  # share of a rank's slow windows above which ranks are slow alternately,
+FEW = 4  # and the number of windows up to which the share is not used
+USUAL = 4.0  # times the usual difference of ranks, as logarithms of ratios, that a straggler must exceed
+# A baseline of fewer windows than the first number is short. The ratios of a reported rank then deviate by at most this
+# share of their mean.
 EVEN = ((10, 0.03), (PATIENCE, 0.35))
 WORK = tuple(phase for phase in STEP_PHASES if phase != "communication")
 
@@ -48,26 +48,26 @@ log = logging.getLogger("holdfast.train")
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank that is slower than its like."""
+    """A rank that is slower than its peers."""
 
     rank: int
-    ratio: float  # of its work to theirs
-    phase: Phase  # that takes it longest beyond theirs
-    seconds: float  # a step, by which that phase is longer
+    ratio: float  # of its work to that of its peers
+    phase: Phase  # in which it exceeds them most
+    seconds: float  # per step, by which it exceeds them in that phase
 
 
 @dataclass
 class _Spell:
-    """The time in which a rank was slower, from the first window in which it was."""
+    """The windows in which a rank was slower, from the first such window."""
 
-    windows: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=OF))  # its work, and what is usual
+    windows: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=OF))  # own and usual work
     seconds: float = 0.0
     length: int = 0  # windows
     told: bool = False
 
     def add(self, total: float, usual: float, seconds: float) -> bool:
-        """Take in a window: of a rank's work and of what is usual, in seconds a step. Whether it is slow for long
-        enough, and not told yet."""
+        """Add a window with the rank's work and the usual work, in seconds per step. Returns whether the rank has
+        been slow for long enough and is not reported yet."""
         if not self.windows and total < HARDLY * usual:
             return False
         self.windows.append((total, usual))
@@ -85,7 +85,7 @@ class _Spell:
 
     @property
     def ratios(self) -> list[float]:
-        """The logarithms of how much slower it was, a single fast window aside."""
+        """Logarithms of its slowdown in the slow windows."""
         return [math.log(work / max(usual, 1e-9)) for work, usual in self.windows if work >= HARDLY * usual]
 
 
@@ -98,7 +98,7 @@ class _Baseline:
         self._logs: deque[dict[int, float]] = deque(maxlen=HISTORY)  # of the ratios, without those of named ranks
 
     def add(self, works: Mapping[int, float], usual: float, named: Collection[int]) -> None:
-        """Take in a window: of each rank's work and of what is usual. `named`: the ranks that are known to be slow."""
+        """Add a window with each rank's work and the usual work. `named` are the ranks known to be slow."""
         least = max(HARDLY * usual, usual + LEAST)
         self._slow.append(frozenset(rank for rank, work in works.items() if work >= least))
         self._logs.append({
@@ -106,12 +106,12 @@ class _Baseline:
         })  # fmt: skip
 
     def forget(self, rank: int, length: int) -> None:
-        """What a rank that is named was slower by, in the last `length` windows, is no usual difference."""
+        """Remove the last `length` windows of a reported rank from the usual differences."""
         for window in list(self._logs)[-length:]:
             window.pop(rank, None)
 
     def is_chance(self, rank: int, spell: _Spell) -> bool:
-        """Whether a rank that was slow for this long may be so by chance."""
+        """Whether a slowdown of this length may be chance."""
         if spell.length >= PATIENCE:
             return False
         before, ratios = max(0, len(self._slow) - spell.length), spell.ratios
@@ -121,12 +121,12 @@ class _Baseline:
         if differences and fmean(ratios) < USUAL * median(differences):
             return True
         count = sum(len(slow) for slow in self._slow) - sum(rank in slow for slow in list(self._slow)[before:])
-        others = (self._ranks - 1) * len(self._slow) + before  # windows of a rank, without those of the spell
+        others = (self._ranks - 1) * len(self._slow) + before  # windows of a rank, without those of the slowdown
         return count > max(CHANCE * others, FEW)
 
 
 class Comparison:
-    """Compares the windows of all ranks. Ranks with the same `like` have the same work to do."""
+    """Compares the windows of all ranks. Ranks with the same `like` have the same work."""
 
     def __init__(self, like: Sequence[int]) -> None:
         self._groups: Mapping[int, list[int]] = {
@@ -136,8 +136,8 @@ class Comparison:
         self._baselines = {key: _Baseline(len(ranks)) for key, ranks in self._groups.items()}
 
     def window(self, seconds: Sequence[Sequence[float]], steps: float = math.inf) -> list[Slow]:
-        """The ranks that have now been slow for long enough, each told once while it stays so. `seconds`: of each rank,
-        for each of WORK, for a step; `steps`: times that, the work of the window."""
+        """The ranks that have now been slow for long enough. Each is reported once while it stays slow. `seconds`
+        has each rank's seconds per step for each phase of WORK. `steps` times that is the work of the window."""
         found = []
         for key, ranks in self._groups.items():
             baseline, works = self._baselines[key], {rank: sum(seconds[rank]) for rank in ranks}
@@ -155,7 +155,7 @@ class Comparison:
 
 
 def _slow(rank: int, ratio: float, seconds: Sequence[Sequence[float]], ranks: Sequence[int]) -> Slow:
-    """A slow rank with its slowest phase, beyond what is usual of `ranks`."""
+    """A slow rank, with the phase in which it exceeds the usual time of `ranks` most."""
     others = [seconds[other] for other in ranks if other != rank]
     beyond = [mine - median_low([other[index] for other in others]) for index, mine in enumerate(seconds[rank])]
     worst = max(range(len(WORK)), key=beyond.__getitem__)
@@ -163,11 +163,11 @@ def _slow(rank: int, ratio: float, seconds: Sequence[Sequence[float]], ranks: Se
 
 
 class Stragglers:
-    """See Observer. Every rank has one; rank 0 tells."""
+    """See Observer. Every rank has one, and rank 0 reports."""
 
     def __init__(self, gang: Gang, like: int, work: int) -> None:
-        """A collective call. `like`: ranks with the same number compute the same kind of thing; `work`: how much of it
-        this rank has to do, in whatever unit they share."""
+        """A collective call. Ranks with the same `like` do the same kind of work. `work` is this rank's amount of
+        it, in a unit that they share."""
         self._gang, self._work = gang, work
         told = gang.all_gather((like, node_name()), tuple[int, str])
         self._comparison, self._nodes = Comparison([each for each, _ in told]), [node for _, node in told]

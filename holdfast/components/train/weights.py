@@ -1,6 +1,6 @@
-"""Where the state of a step-0 model comes from: seeded initialisation, or imported weights.
+"""First state of a model: seeded initialization, or imported weights.
 
-Both fill boxes, as a checkpoint does, so that an engine has one way to receive its state at any layout.
+Both fill boxes, as a checkpoint does, so an engine has one way to receive its state at any layout.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from holdfast.model.lora import is_adapter
 from holdfast.runtime.environment import cache_dir
 from holdfast.spec.model import Model
 
-# What AdamW keeps of every weight, by its name in torch -> what its canonical name begins with.
+# AdamW's state of every weight: torch's name -> prefix of the canonical name.
 MOMENTS = {"exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
-# What gradient compression keeps of every weight on every rank: its canonical name begins with it.
+# Canonical prefix of the error that gradient compression keeps for every weight on every rank.
 LEFT_OUT = "compression.error."
-FILL_ELEMENTS = 8 * BLOCK  # made or read at once
+FILL_ELEMENTS = 8 * BLOCK  # generated or read per chunk
 
 
 class FirstState(Protocol):
-    """Something that knows the state before the first step."""
+    """A source of the state before the first step."""
 
     def fill(self, boxes: Sequence[TensorBox]) -> None:
         """Write the state into `boxes`, in place."""
 
 
 class SeededState:
-    """Random weights, the same at every layout; moments are zero."""
+    """Random weights, the same at every layout. Moments are zero."""
 
     def __init__(self, model: Model, seed: int) -> None:
         self._model, self._seed = model, seed
@@ -46,7 +46,7 @@ class SeededState:
                 self._fill(box)
 
     def _fill(self, box: TensorBox) -> None:
-        """Make whole rows of the box's tensor, some at a time, and keep the columns that the box has."""
+        """Generate whole rows of the box's tensor, some at a time, and keep the box's columns."""
         row = math.prod(box.global_shape[1:])
         columns = tuple(slice(low, low + size) for low, size in zip(box.offset[1:], box.data.shape[1:], strict=True))
         for part, first in parts_of(box, max(1, FILL_ELEMENTS // max(1, row))):
@@ -58,10 +58,10 @@ class SeededState:
 
 
 class ImportedState:
-    """Weights in the Hugging Face layout; moments are zero."""
+    """Weights in the Hugging Face layout. Moments are zero."""
 
     def __init__(self, location: str, model: Model, vocabulary: int) -> None:
-        """Open the folder or s3:// URL `location`. Raises DataError when its shape is not the spec's."""
+        """Open the folder or s3:// URL `location`. Raises DataError if its shape differs from the spec's."""
         self._weights = open_weights(location, cache_dir())
         require_fit(self._weights, model, vocabulary)
 
@@ -80,7 +80,7 @@ class ImportedState:
 
 
 class AdaptedState:
-    """Imported weights and new adapters to them."""
+    """Imported weights with new adapters."""
 
     def __init__(self, base: FirstState, adapters: FirstState) -> None:
         self._base, self._adapters = base, adapters
@@ -92,10 +92,10 @@ class AdaptedState:
 
 
 def require_left_out_taken(names: Iterable[str], boxes: Sequence[TensorBox]) -> None:
-    """Raises UnfitError where a checkpoint with these tensors holds what gradient compression left out and `boxes` take
-    none of it: one rank alone compresses nothing, and what was left out would be lost without a word."""
+    """Raises UnfitError if a checkpoint with these tensors holds compression errors and no box takes them. A single
+    rank compresses nothing, and the errors would be lost silently."""
     if any(box.name.startswith(LEFT_OUT) for box in boxes):
-        return  # then all of it fits, or the checkpoint has been refused
+        return  # all errors fit, or the checkpoint was refused before
     if name := next((name for name in names if name.startswith(LEFT_OUT)), None):
         raise UnfitError(
             f"{name}: the checkpoint holds what each of its ranks left out of gradients, and one rank alone takes none "

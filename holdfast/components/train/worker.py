@@ -1,7 +1,7 @@
-"""One rank of the gang: reads its launch, meets the others, loads the newest state, trains.
+"""One rank of the gang: it reads its launch, joins the gang, loads the newest state, and trains.
 
-torchrun starts it on every accelerator. Everything it needs to know stands in the store under its launch. The gang that
-has met claims an attempt, and whoever meets again under the same launch claims another.
+torchrun starts one on every accelerator. The launch's record in the store holds everything that a rank needs. A formed
+gang claims an attempt. A gang that forms again under the same launch claims another one.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def work(
     leave: PreemptionSignal,
     on_formed: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Be one rank of launch number `launch` of a run until the run is trained. `on_formed` is told the attempt that the
-    gang is once it has met."""
+    """Run one rank of launch number `launch` until the run is trained. `on_formed` receives the attempt number once the
+    gang has formed."""
     phases.enter("start", 0)
     launched = read_launch(store, run_id, launch)
     spec, replan = Assignment.model_validate(launched["assignment"]), bool(launched["replan"])
@@ -101,7 +101,7 @@ def work(
             plan = agree_on_plan(spec, device, gang)
             check_health(store, spec, device, gang, launch)
             attempt = gang.from_rank_0(lambda: claim(store, spec, launch, gang.size, plan, replan), Attempt)
-            engine = built.enter_context(closing(build(spec, dataset)))  # it may have files
+            engine = built.enter_context(closing(build(spec, dataset)))  # it may own files
         set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched["claimed"])
         on_formed(attempt.number)
         leave.raise_if_stopping("before the state was loaded")
@@ -109,7 +109,7 @@ def work(
         phases.enter("restore")
 
         def accept(manifest: Manifest) -> None:
-            require_plan(manifest.segments, plan, spec.training.determinism, replan)  # it may not be the newest one
+            require_plan(manifest.segments, plan, spec.training.determinism, replan)  # it may not be the newest
             require_left_out_taken(manifest.tensors, engine.boxes())
 
         first = cache(lambda: first_state(spec, dataset.vocabulary))
@@ -176,7 +176,7 @@ def work(
             PhaseTimeReporter(gang.rank, gang.size, start, device, meter),
             Profiler(store, attempt, active=gang.rank == 0),
         )
-        # What is in flight at the end is of a state that was finite, and equal on all replicas.
+        # In-flight saves at the end hold a finite state that is equal on all replicas.
         with begun, accounts, profiler, closing(checkpointer), _leaving():
             if checkpointer.near_start is not None:  # no checkpoint yet
                 checkpointer.save(start, engine.saved(), checkpointer.near_start.scalars)
@@ -185,14 +185,15 @@ def work(
                     spec, engine, fed.record(ahead), checkpointer, cadence, anomalies, [*observers, accounts, profiler],
                     leave, gang,
                 )  # fmt: skip
-            if start == spec.training.steps:  # an earlier attempt died between its last commit and the sweep after it
+            if start == spec.training.steps:  # an earlier attempt died between its last commit and the collection
                 checkpointer.collect_garbage(start)
             checkpointer.drop_local_tiers()
 
 
 @contextmanager
 def _leaving() -> Iterator[None]:
-    """Whatever ends the context, what was copied is handed over next: who ends this rank sees that, and waits."""
+    """Enter the `leave` phase when the context ends in any way. Staged copies are handed over next, and the process
+    that ends this rank waits for that."""
     try:
         yield
     finally:
@@ -209,7 +210,7 @@ def _attempt_span(
     throughput: Throughput,
     meter: Meter,
 ) -> Iterator[None]:
-    """Tell that the attempt has begun, and show the figures of what follows where the spec asks for it."""
+    """Report that the attempt began, and serve its metrics where the spec enables that."""
     began = AttemptBegan(
         attempt=attempt.number,
         world=world,
@@ -232,13 +233,13 @@ def _attempt_span(
 
 
 def upload_rate(spec: Assignment) -> float | None:
-    """This rank's share of what the ranks of its host upload for checkpoints, in bytes a second."""
+    """This rank's share of the checkpoint upload rate of its host, in bytes per second. None means unlimited."""
     rate = spec.checkpoint.upload_mib_per_second
     return None if rate is None else rate * 2**20 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def near_tiers(store: Store, attempt: Attempt, gang: Gang, spec: Assignment) -> TierSet | None:
-    """Where copies are kept near the ranks, if anywhere. A collective call."""
+    """The local checkpoint tiers of this gang, or None if the spec has none. A collective call."""
     memory, disk = spec.checkpoint.memory, spec.checkpoint.disk
     every = {"memory": memory.every_steps, "disk": disk.every_steps}
     due = {name: steps for name, steps in every.items() if steps is not None}
@@ -246,8 +247,8 @@ def near_tiers(store: Store, attempt: Attempt, gang: Gang, spec: Assignment) -> 
 
 
 def claim(store: Store, spec: Assignment, launch: int, world_size: int, plan: Plan, replan: bool) -> Attempt:
-    """Claim an attempt for this gang. Raises PlanChangedError, and claims none, when the run may not go on as this gang
-    computes; the attempts before it are not fenced off then."""
+    """Claim an attempt for this gang. Raises PlanChangedError, without a claim, if the run may not continue under the
+    gang's plan. Earlier attempts are then not fenced off."""
     changes = require_plan(newest_segments(store, spec.run_id), plan, spec.training.determinism, replan)
     if changes:
         log.warning("the plan changes, and with it the last bits of what follows: %s", "; ".join(changes))
@@ -262,24 +263,24 @@ def claim(store: Store, spec: Assignment, launch: int, world_size: int, plan: Pl
 
 
 def speaks(spec: Assignment, gang: Gang) -> bool:
-    """Whether this rank is the one that tells of the rows that it is fed, where others are fed the same."""
+    """Whether this rank reports its rows. Of ranks that receive the same rows, one does."""
     return spec.grid(gang.size) is not None or Mesh.of(spec.parallel, gang.size).counts(gang.rank)
 
 
 def first_state(spec: Assignment, vocabulary: int) -> FirstState:
-    """The state before the first step, as the spec wants it. Raises DataError for weights that are not those the run
-    was named after."""
+    """The state before the first step, according to the spec. Raises DataError if the weights differ from those in the
+    run's identity."""
     seeded = SeededState(spec.model, spec.training.seed)
     if spec.model.init_from is None:
         return seeded
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # one for all ranks that read the same disk
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # one rank checks for all ranks that read the same disk
         require_weights(spec.model.init_from, spec.first_weights)
     return AdaptedState(ImportedState(spec.model.init_from, spec.model, vocabulary), seeded)
 
 
 def state_after(first: Callable[[], FirstState], checkpointer: Checkpointer, engine: Engine, step: int) -> Scalars:
-    """Have the engine take over the state after `step` steps, which is a checkpoint of the run or the first
-    state; its numbers. A collective call. Raises what `Checkpointer.load` raises."""
+    """Load the state after `step` steps into the engine, from a checkpoint or the first state. Returns its scalars. A
+    collective call. Raises what `Checkpointer.load` raises."""
     phases.enter("restore")
     scalars: Scalars = {}
     if step:
@@ -294,7 +295,7 @@ def state_after(first: Callable[[], FirstState], checkpointer: Checkpointer, eng
 
 @contextmanager
 def _reporting_end() -> Iterator[None]:
-    """Tell how this rank ends: rank 0, and one that is the cause and no consequence."""
+    """Report how this rank ends: on rank 0, and on a rank that is a cause rather than a consequence."""
     rank, code, reason = int(os.environ.get("RANK", "0")), ExitCode.OK, ""
     try:
         yield
@@ -338,7 +339,7 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     record.ended(code, blames_node)
-    os._exit(code)  # process groups with a lost peer can block the interpreter's own way out
+    os._exit(code)  # process groups with a lost peer can block the interpreter's normal exit
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The audit of a run: its steps are computed again, and compared bit by bit with what the run recorded."""
+"""Audit of a run: its steps are computed again and compared bit by bit with its record."""

@@ -1,7 +1,7 @@
-"""Replay of a run: its steps are computed again, and compared bit by bit with its record.
+"""Replay of a run: computes its steps again and compares them bit by bit with its record.
 
-Compared are the history (loss, gradient norm, learning rate, tokens, samples, the state digest where it has one) and
-the digests of the checkpoints that are left. Reads the run's store, and changes nothing there.
+It compares the history (loss, gradient norm, learning rate, tokens, samples, recorded state digests) and the digests of
+the remaining checkpoints. It reads the run's store and changes nothing there.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from holdfast.store import Store
 from holdfast.telemetry import Row, read_history
 from holdfast.telemetry.history import PURE_FIELDS
 
-LOOK_SECONDS = 0.5  # between two looks at how far the ranks are
+LOOK_SECONDS = 0.5  # between two reads of the ranks' progress
 
 
 @dataclass(frozen=True)
 class StepDifference:
-    """What came out otherwise at a step."""
+    """A value of a step that differs from the record."""
 
     name: str
     recorded: Any
@@ -44,19 +44,19 @@ class StepDifference:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What a replay has shown."""
+    """The result of a replay."""
 
-    start: int  # the checkpoint that it began from; 0: the first state
+    start: int  # step of the checkpoint that it began from; 0: the first state
     last: int
     figures: int  # that were compared
-    digests: int  # of states, that were compared
-    plan: str  # of the run, in words
+    digests: int  # state digests that were compared
+    plan: str  # plan of the run, as text
     first: int | None  # the first step that differs
     differing: tuple[StepDifference, ...]  # at that step
 
     @property
     def none(self) -> bool:
-        """Whether everything that was compared is the same, bit for bit."""
+        """Whether all compared values are the same, bit for bit."""
         return self.first is None
 
 
@@ -65,11 +65,14 @@ def replay_steps(
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> ReplayResult:  # fmt: skip
     """Compute the steps `first` to `last` of a run of `spec` again, on this machine, from the checkpoint before them.
-    `progress` is told the steps done and all. Call it from the main thread.
+    `progress` receives the number of finished steps and of all steps. Call it from the main thread.
 
-    Raises DataError for steps that were not committed or were computed under two plans, MissingError where nothing is
-    left to begin from, PlanChangedError when this machine is unlike that of the run (not with `anyway`), and GangError
-    when the ranks fail.
+    Raises:
+
+    - DataError for steps that were not committed, or were computed under two plans.
+    - MissingError if no state is left to begin from.
+    - PlanChangedError if this machine differs from that of the run, unless `anyway`.
+    - GangError if the ranks fail.
     """
     newest = newest_step(store, run_id)
     if newest is None or not 1 <= first <= last <= newest:
@@ -85,7 +88,7 @@ def replay_steps(
         results.touch()
         command = ["-m", "holdfast.components.train.audit.replay_rank", "--of", run_id, "--launch", str(launch)]
         command += ["--root", store.url, "--from-step", str(start), "--to-step", str(last), "--results", str(results)]
-        if start:  # the ranks open it by its step, whose root may be another one by then
+        if start:  # the ranks open it by its step, and its root may be replaced by then
             command += ["--state-digest", read_manifest(store, run_id, start).state_digest]
         if not anyway:
             plan.write_text(segment.plan.model_dump_json())
@@ -97,7 +100,7 @@ def replay_steps(
         with _watched(results, last - start, progress), closing(LocalLauncher(folder)) as launcher:
             ending = launcher.run(job)
         if ending.code == PlanChangedError.exit_code:
-            said = "\n".join(ending.log_tail)  # each rank says it
+            said = "\n".join(ending.log_tail)  # each rank prints it
             raise PlanChangedError(said[max(0, said.find("this machine computes")) :].partition("\n")[0])
         if ending.code:
             tail = "\n".join(f"    {line}" for line in ending.log_tail)
@@ -107,8 +110,8 @@ def replay_steps(
 
 
 def _computed_by(store: Store, manifest: Manifest, start: int, last: int) -> tuple[int, int]:
-    """The launch that computed the steps up to `last`, and its ranks. Raises MissingError for what this run did not
-    compute itself."""
+    """The launch that computed the steps up to `last`, and its number of ranks. Raises MissingError for steps that
+    this run did not compute."""
     owner = [attempt for after, attempt in manifest.history if after < last]
     claimed = read_attempt(store, manifest.run_id, owner[-1]) if owner else {}
     first = list_attempts(store, manifest.run_id)[0][0]
@@ -122,7 +125,7 @@ def _computed_by(store: Store, manifest: Manifest, start: int, last: int) -> tup
 
 
 def _segment(manifest: Manifest, start: int, last: int) -> Segment:
-    """The plan that all of the steps above `start` up to `last` were computed under. Raises DataError for several."""
+    """The one plan of the steps above `start` up to `last`. Raises DataError for several plans, or none."""
     if not manifest.segments:
         raise DataError(f"run {manifest.run_id} has no plan recorded: nothing says what to compare this machine with")
     inside = [each.from_step for each in manifest.segments if start < each.from_step < last]
@@ -153,7 +156,7 @@ def _compared(store: Store, run_id: str, computed: list[Row], start: int, last: 
 
 @contextmanager
 def _watched(results: Path, steps: int, progress: Callable[[int, int], None]) -> Iterator[None]:
-    """Tell how many rows there are, while the ranks compute."""
+    """Report the number of rows while the ranks compute."""
     done = threading.Event()
 
     def watch() -> None:

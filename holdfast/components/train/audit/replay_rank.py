@@ -1,8 +1,7 @@
 """One rank of a replay: computes steps of a run again from a checkpoint, and records the results.
 
-`audit.replay_job` starts it, with as many ranks as the run had then. It reads the run's store and
-writes nothing into it but the mark of a reader: it claims no attempt and saves no state. What it runs is the training
-loop itself, with a state digest after every step.
+`audit.replay_job` starts as many ranks as the run had. A rank reads the run's store and writes only a reader's mark
+there. It claims no attempt and saves no state. It runs the training loop, with a state digest after every step.
 """
 
 from __future__ import annotations
@@ -53,10 +52,12 @@ def replay(
     store: Store, run_id: str, launch: int, start: int, last: int, plan: Plan | None, results: Path,
     state_digest: str = "",
 ) -> None:  # fmt: skip
-    """Compute the steps above `start` up to `last` as `launch` did, from the checkpoint at `start` (0: from the first
-    state), and write a row for each into `results`. Raises PlanChangedError when this machine computes in another way
-    than `plan`, if that is given, and DataError when the checkpoint at `start` has not the `state_digest` that is
-    meant, if that is given."""
+    """Compute the steps above `start` up to `last` as `launch` did, and write a row for each into `results`.
+
+    It starts from the checkpoint at `start` (0: from the first state). Raises PlanChangedError if this machine computes
+    differently from `plan`, if given. Raises DataError if the checkpoint at `start` does not have `state_digest`, if
+    given.
+    """
     told = Assignment.model_validate(read_launch(store, run_id, launch)["assignment"])
     spec = told.model_copy(update={"checkpoint": told.checkpoint.model_copy(update={"digest_every": 1})})
     make_deterministic(spec.training.determinism, spec.parallel.threads)
@@ -110,7 +111,7 @@ def replay(
 
 
 class _NoCheckpoints:
-    """Stands where the loop has what saves, and what says when."""
+    """A stand-in for the loop's checkpointer and checkpoint policy. It saves nothing."""
 
     def due(self, step: int) -> bool:  # noqa: ARG002
         """See CheckpointPolicy."""
@@ -125,7 +126,7 @@ class _NoCheckpoints:
 
 
 class _Recorder:
-    """Writes down each step as the history has it, on rank 0."""
+    """Writes each step as the history has it, on rank 0."""
 
     def __init__(self, file: Any, fed: BatchDigest, sizes: BatchSizes, context: int) -> None:
         self._file, self._batch_digest, self._sizes, self._context = file, fed, sizes, context
@@ -149,13 +150,14 @@ class _Recorder:
 
 
 def figure(value: torch.Tensor) -> float | None:
-    """As the history has it."""
+    """A number as the history has it: None if it is not finite."""
     number = float(value)
     return number if math.isfinite(number) else None
 
 
 def main() -> None:
-    """Entry point of a rank. Its arguments name the run otherwise than a training's, whose logs and saves are kept."""
+    """Entry point of a rank. Its arguments have other names than those of a training rank, whose logs and saves are
+    kept."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, kind in (("of", str), ("launch", int), ("root", str), ("from-step", int), ("to-step", int)):
         parser.add_argument(f"--{name}", required=True, type=kind)
@@ -177,7 +179,7 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     record.ended(code)
-    os._exit(code)  # process groups with a lost peer can block the interpreter's own way out
+    os._exit(code)  # process groups with a lost peer can block the interpreter's normal exit
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A sampled audit: stretches of runs, drawn by a seed, are computed again and compared with what the runs recorded.
+"""Sampled audit: computes seeded random stretches of runs again and compares them with the runs' records.
 
-A stretch begins at a checkpoint and ends at the next one that is left, or after so many steps. What was found is
-written under the run, so that no audit repeats another's, and a difference is an event of the run.
+A stretch begins at a checkpoint. It ends at the next remaining one, or after `longest` steps. The result is written
+under the run, so no audit repeats another. A difference is an event of the run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class AuditResult:
 
 @dataclass(frozen=True)
 class Refused:
-    """A stretch that could not be, which is no difference."""
+    """A stretch that could not be computed, which is no difference."""
 
     run_id: str
     stretch: Stretch
@@ -46,7 +46,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Audit:
-    """What a sample has shown."""
+    """The result of a sampled audit."""
 
     seed: int
     audited: tuple[AuditResult, ...]
@@ -55,7 +55,7 @@ class Audit:
 
     @property
     def code(self) -> ExitCode:
-        """6 for a difference; that of the first refusal where nothing could be computed."""
+        """Exit code 6 for a difference. If nothing could be computed, the code of the first refusal."""
         if any(not each.found.none for each in self.audited):
             return ExitCode.MISMATCH
         return self.refused[0].code if self.refused and not self.audited else ExitCode.OK
@@ -65,11 +65,9 @@ def audit(
     store: Store, runs: Mapping[str, Spec], sample: int, seed: int, longest: int,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Audit:  # fmt: skip
-    """Compute `sample` stretches of at most `longest` steps of these runs again, on this machine. The same seed draws
-    the same of the same stretches. Call it from the main thread.
-
-    Raises GangError when the ranks fail in a way that may pass.
-    """
+    """Compute `sample` stretches of at most `longest` steps of these runs again, on this machine. The same seed
+    draws the same sample from the same stretches. Call it from the main thread. Raises GangError if the ranks fail
+    in a way that may pass."""
     drawn = [(run_id, each) for run_id in sorted(runs) for each in stretches(store, run_id, longest)]
     random.Random(seed).shuffle(drawn)  # noqa: S311 - a sample, not a secret
     done: list[AuditResult] = []
@@ -82,7 +80,7 @@ def audit(
             if error.exit_code.retryable:
                 raise
             refused.append(Refused(run_id, stretch, str(error), error.exit_code))
-            if not isinstance(error, DataError | MissingError):  # this machine is no place for the run
+            if not isinstance(error, DataError | MissingError):  # this machine cannot compute the run
                 drawn = [each for each in drawn if each[0] != run_id]
             continue
         done.append(AuditResult(run_id, stretch, found))
@@ -105,7 +103,7 @@ def stretches(store: Store, run_id: str, longest: int) -> list[Stretch]:
 
 
 def _tell(store: Store, done: AuditResult, seed: int) -> None:
-    """The event first: an audit that dies between the two is done again."""
+    """Write the event, then the record. An audit that dies between the two is repeated."""
     found, host = done.found, node_name()
     differing = ", ".join(f"{each.name} {each.recorded!r} recorded, {each.computed!r} here" for each in found.differing)
     if found.first is not None:

@@ -1,1 +1,1 @@
-"""The engines, one folder each, behind the Protocol in `holdfast.components.train.engine`."""
+"""Training engines, one folder each, behind the Protocol in `holdfast.components.train.engine`."""

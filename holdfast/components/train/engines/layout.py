@@ -1,8 +1,8 @@
-"""Where a global tensor lies: one descriptor for every layout and engine, and the boxes that it gives.
+"""Layout of a global tensor over ranks: one descriptor for every engine, and the boxes that follow from it.
 
-A tensor is spread over a mesh of ranks, one placement for each dimension of the mesh: copied, or cut along one of its
-own dimensions in chunks of equal size, as `torch.chunk` does (the last ones short or empty). Weights and what the
-optimizer keeps for them lie alike.
+A tensor is spread over a mesh of ranks, with one placement for each mesh dimension. It is copied, or split along one of
+its dimensions in chunks of equal size, as `torch.chunk` does (the last ones short or empty). Optimizer state has the
+layout of its weights.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from holdfast.checkpoint import TensorBox
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """The canonical name and shape of a tensor, and which part of it this rank holds."""
+    """The canonical name and shape of a tensor, and the part of it on this rank."""
 
     name: str
     shape: tuple[int, ...]
-    mesh: tuple[int, ...] = ()  # ranks along each dimension of the mesh; none: one process, or a copy on every rank
+    mesh: tuple[int, ...] = ()  # ranks along each mesh dimension; empty: one process, or a copy on every rank
     coordinate: tuple[int, ...] = ()  # of this rank in the mesh
-    cut: tuple[int | None, ...] = ()  # the tensor's dimension that each of the mesh cuts; None: copied along it
-    order: tuple[int, ...] = ()  # in which the dimensions of the mesh cut one of the tensor; none: as they stand
+    cut: tuple[int | None, ...] = ()  # the tensor dimension that each mesh dimension splits; None: copied along it
+    order: tuple[int, ...] = ()  # in which mesh dimensions split one tensor dimension; empty: mesh order
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorLayout:
@@ -39,21 +39,22 @@ class TensorLayout:
         if coordinate is None or any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(f"{name}: this rank holds no part of it that could be saved ({tensor.placements})")
         cut = tuple(getattr(placement, "dim", None) for placement in tensor.placements)
-        # FSDP2 cuts what tensor parallelism has left, though its ranks come first in the mesh: torch tells by a factor.
+        # FSDP2 splits what tensor parallelism leaves, although its ranks come first in the mesh. torch marks that by a
+        # factor.
         late = [getattr(placement, "split_factor", 1) > 1 for placement in tensor.placements]
         order = tuple(sorted(range(len(cut)), key=late.__getitem__))
         return cls(name, shape, tuple(tensor.device_mesh.shape), tuple(coordinate), cut, order)
 
     def named(self, prefix: str) -> TensorLayout:
-        """The same for what the optimizer keeps for this tensor under `prefix`."""
+        """This layout for the optimizer state under `prefix`."""
         return replace(self, name=prefix + self.name)
 
     def among(self, ranks: int, rank: int) -> TensorLayout:
-        """The same of a plain tensor that each of so many ranks holds."""
+        """This layout for a plain tensor that each of `ranks` ranks holds."""
         return replace(self, mesh=(ranks,), coordinate=(rank,), cut=(None,))
 
     def copied_over(self, groups: int, group: int) -> TensorLayout:
-        """The same of a tensor that lies alike in so many groups of ranks, in this one of which the rank is."""
+        """This layout for a tensor that `groups` groups of ranks hold alike. This rank is in group `group`."""
         return replace(
             self, mesh=(groups, *self.mesh), coordinate=(group, *self.coordinate), cut=(None, *self.cut),
             order=(0, *(index + 1 for index in self.order)) if self.order else (),
@@ -61,8 +62,8 @@ class TensorLayout:
 
     @property
     def copied(self) -> tuple[tuple[int, int | None], ...]:
-        """What all ranks that hold the same part have in common: of each dimension of the mesh its ranks, and their
-        place along it where it cuts this tensor; None where it does not."""
+        """A key shared by all ranks that hold the same part. For each mesh dimension: its ranks, and their position
+        where it splits this tensor, else None."""
         return tuple(
             (ranks, None if dimension is None else place)
             for ranks, place, dimension in zip(self.mesh, self.coordinate, self.cut, strict=True)
@@ -70,19 +71,20 @@ class TensorLayout:
 
     @property
     def copies(self) -> int:
-        """How many ranks hold the same part."""
+        """The number of ranks that hold the same part."""
         return prod(ranks for ranks, dimension in zip(self.mesh, self.cut, strict=True) if dimension is None)
 
     @property
     def copy(self) -> int:
-        """Which of those this rank is."""
+        """The index of this rank among those."""
         index = 0
         for ranks, place, dimension in zip(self.mesh, self.coordinate, self.cut, strict=True):
             index = index * ranks + place if dimension is None else index
         return index
 
     def part(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Offset and shape of this rank's part. Dimensions of the mesh that cut one tensor dimension cut in turn."""
+        """Offset and shape of this rank's part. Mesh dimensions that split the same tensor dimension apply one after
+        another."""
         offset, shape = [0] * len(self.shape), list(self.shape)
         for index in self.order or range(len(self.mesh)):
             ranks, place, dimension = self.mesh[index], self.coordinate[index], self.cut[index]
@@ -95,7 +97,7 @@ class TensorLayout:
         return tuple(offset), tuple(shape)
 
     def box(self, data: torch.Tensor) -> TensorBox:
-        """This rank's part, which `data` holds (a DTensor or what is local of one)."""
+        """This rank's part as a box with the values of `data` (a DTensor or its local tensor)."""
         local = (data.to_local() if isinstance(data, DTensor) else data).detach()
         offset, shape = self.part()
         assert tuple(local.shape) == shape, f"{self.name}: holds {tuple(local.shape)}, the layout says {shape}"
@@ -103,8 +105,9 @@ class TensorLayout:
 
 
 def flat_boxes(name: str, shape: tuple[int, ...], start: int, stop: int, flat: torch.Tensor) -> list[TensorBox]:
-    """The elements [start, stop) of a tensor in row-major order, which `flat` holds one after another, as boxes that
-    are views of it: the rest of the first row, whole rows, the beginning of the last one, and so in every dimension."""
+    """The elements [start, stop) of a tensor in row-major order, as boxes. `flat` holds them, and the boxes are
+    views of it. They are the rest of the first row, whole rows, and the start of the last row, recursively in every
+    dimension."""
     boxes, done = [], 0
     for offset, size in _rectangles(shape, start, stop):
         elements = prod(size)
@@ -114,7 +117,7 @@ def flat_boxes(name: str, shape: tuple[int, ...], start: int, stop: int, flat: t
 
 
 def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offset and shape of the rectangles that a flat range of a tensor is made of, in row-major order."""
+    """Offsets and shapes of the rectangles that make up a flat range of a tensor, in row-major order."""
     if not shape:
         yield from [((), ())] * (stop - start)
         return
@@ -133,8 +136,8 @@ def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple
 
 
 def share_out(held: Iterable[tuple[TensorLayout, TensorBox]]) -> list[TensorBox]:
-    """This rank's share of the boxes that it holds: all whose part no other rank holds, and of the others its share,
-    largest first, each to the rank with least to write."""
+    """This rank's share of its boxes to save: all parts that only it holds, and some of the shared parts. Shared
+    parts are assigned largest first, each to the rank with the fewest elements to write."""
     loads: dict[Hashable, list[int]] = {}
     mine = []
     for lying, box in sorted(held, key=lambda each: (-each[1].data.numel(), each[1].name)):
@@ -147,12 +150,12 @@ def share_out(held: Iterable[tuple[TensorLayout, TensorBox]]) -> list[TensorBox]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's local part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like(parameter: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """What this rank holds, as a tensor that lies as `parameter` does."""
+    """The local part `held` as a tensor with the layout of `parameter`."""
     if not isinstance(parameter, DTensor):
         return held
     return DTensor.from_local(

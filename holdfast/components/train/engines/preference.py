@@ -1,7 +1,7 @@
-"""The loss of preferences: direct preference optimisation (Rafailov et al. 2023), its sigmoid form, as `trl` has it.
+"""Preference loss: direct preference optimization (Rafailov et al. 2023), in its sigmoid form, as in `trl`.
 
-In a row of a dataset of preferences every even document is an answer that was chosen and the next one what was rejected
-for the same prompt. The loss of a step is the sum over the pairs of the global batch, divided by their number.
+In a row of a preference dataset, every even document is a chosen answer. The next document is the rejected answer to
+the same prompt. The loss of a step is the sum over the pairs of the global batch, divided by their number.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from holdfast.model.decoder import IGNORED, numbered
 
 
 def counted_pairs(rows: Tensor, speaks: bool = True) -> Tensor:
-    """How many pairs the global batch has, of which `rows` are this rank's: an fp32 scalar on their device. Of ranks
-    with the same rows one `speaks`. A collective call. At least 1."""
+    """The number of pairs in the global batch, of which `rows` are this rank's: an fp32 scalar on their device, at
+    least 1. Of ranks with the same rows, `speaks` is true on one. A collective call."""
     documents = numbered(rows[:, :-1] & ENDS != 0)
     counts = by_document((rows[:, 1:] & UNCOUNTED == 0).float(), documents)
     pairs = (counts[:, 0::2] > 0).sum() * speaks
@@ -27,9 +27,9 @@ def counted_pairs(rows: Tensor, speaks: bool = True) -> Tensor:
 
 
 def preference_loss(losses: Tensor, reference: Tensor, targets: Tensor, documents: Tensor, beta: float) -> Tensor:
-    """The sum over the pairs of -log sigmoid(beta * margin). `losses` and `reference` are the cross-entropies of the
-    targets by the model and by what it began from; all are [B, T]. The margin of a pair is by how much more the model
-    prefers the chosen answer to the rejected one than its reference does, in nats."""
+    """The sum over the pairs of -log sigmoid(beta * margin). `losses` and `reference` are the targets'
+    cross-entropies under the model and under its reference model. All tensors are [B, T]. The margin of a pair, in
+    nats, is how much more strongly the model prefers the chosen answer to the rejected one than the reference does."""
     gained = by_document(reference.float() - losses.float(), documents)
     there = by_document((targets != IGNORED).float(), documents)[:, 0::2] > 0
     margin = gained[:, 0::2] - gained[:, 1::2]
@@ -37,7 +37,8 @@ def preference_loss(losses: Tensor, reference: Tensor, targets: Tensor, document
 
 
 def by_document(values: Tensor, documents: Tensor) -> Tensor:
-    """The sums of values [B, T] over each document (see `numbered`), for an even number of them: [B, T + 1 or more]."""
+    """The sums of values [B, T] over each document (see `numbered`), padded to an even number of documents: [B, T +
+    1 or more]."""
     rows, tokens = values.shape
     most = tokens + 2 - tokens % 2
     flat = documents + most * torch.arange(rows, device=documents.device)[:, None]

@@ -1,7 +1,7 @@
-"""Activation checkpointing: what a layer's backward pass needs is computed again instead of kept.
+"""Activation checkpointing: a layer's backward pass recomputes its inputs instead of keeping them.
 
-The same operations on the same numbers give the same bits, so no model depends on it; it is part of the plan all the
-same, because a compiler may see another graph.
+The same operations on the same numbers give the same bits, so no model depends on it. It is still part of the plan,
+because a compiler may see another graph.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-# Kept by `selective`: what takes long to compute, against the room that its result takes.
+# Kept by `selective`: results that take long to compute relative to their size.
 _KEPT: list[Any] = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -30,8 +30,8 @@ _KEPT: list[Any] = [
 
 
 def recompute(layer: nn.Module, kind: Literal["none", "full", "selective"]) -> None:
-    """Let a layer keep only its input (`full`), or also the results of its matrix products and of attention
-    (`selective`), from the forward to the backward pass. Nothing in a layer draws random numbers."""
+    """Let a layer keep only its input (`full`) from the forward to the backward pass, or also the results of its
+    matrix products and of attention (`selective`). Layers draw no random numbers."""
     if kind == "none":
         return
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}

@@ -1,8 +1,8 @@
-"""DeepSpeed's asynchronous I/O, compiled from the sources that it ships, once for a machine.
+"""DeepSpeed's asynchronous I/O operators, compiled from its sources once per machine.
 
-Its own builder compiles in every rank behind a lock file, for which all others wait: forever, of a rank that was
-killed. Here the kernel keeps the lock, and lets go of it with the process, and what is ready takes its place in one
-rename. Nothing is compiled for an accelerator, whose memory these operators do not touch.
+DeepSpeed's builder compiles in every rank behind a lock file. All other ranks wait for it, and forever if the holder
+was killed. Here the kernel releases the lock with the process, and a finished library is moved into place by one
+rename. Nothing is compiled for an accelerator, because these operators do not touch its memory.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ REMEDY = "install g++ and libaio-dev (yum: gcc-c++ and libaio-devel), or leave p
 
 
 def load_async_io(handle: Callable[[Any], Any]) -> None:
-    """Have DeepSpeed find its operators built, and `handle` of each handle that it makes. Raises MissingError where
-    they cannot be built."""
+    """Let DeepSpeed find its operators already built, and wrap each handle that it creates with `handle`. Raises
+    MissingError if they cannot be built."""
     import deepspeed
     from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
     from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
 
     sources = Path(deepspeed.__file__).parent / "ops"
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()  # where torch keeps what it compiles
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()  # torch's folder for compiled extensions
     folder = Path(root) / f"holdfast-deepspeed-{deepspeed.__version__}-torch-{torch.__version__}"
     folder.mkdir(parents=True, exist_ok=True)
-    for builder in (PinMemoryBuilder(), AsyncIOBuilder()):  # the second one looks for the first one's symbols
+    for builder in (PinMemoryBuilder(), AsyncIOBuilder()):  # the second one needs the first one's symbols
         library = folder / f"{builder.NAME}.so"
         with locked(folder / "lock"):
             if not library.exists():
@@ -62,20 +62,21 @@ def _imported(name: str, library: Path) -> ModuleType:
 
 
 def _included(source: Path, number: int) -> str:
-    """A source beside others that have constants of the same names."""
+    """An include of a source that shares a file with sources whose constants have the same names."""
     own = ("c_library_name", "c_block_size", "c_io_queue_depth")
     lines = [f"#define {name} {name}_{number}" for name in own]
     return "\n".join([*lines, f'#include "{source}"', *(f"#undef {name}" for name in own), ""])
 
 
 def _compile(name: str, sources: list[Path], tree: Path, library: Path) -> None:
-    """All sources as one, since torch's headers take far longer than they do: 20 seconds of one core."""
+    """Compile all sources as one unit, because torch's headers take much longer than they do: 20 seconds of one
+    core."""
     log.info("compiling DeepSpeed's %s, once for this machine", name)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=f"{name}-") as work:
         copy, built = Path(work) / "csrc", Path(work) / "built.so"
         for part in ("aio", "pin_memory"):
             shutil.copytree(tree / part, copy / part)
-        for header in copy.rglob("*.h"):  # some have no guard, since nobody includes them twice
+        for header in copy.rglob("*.h"):  # some have no guard, since each is included only once there
             header.write_text(f"#pragma once\n{header.read_text()}")
         whole = copy / "whole.cpp"
         whole.write_text("".join(_included(copy / each.relative_to(tree), n) for n, each in enumerate(sources)))

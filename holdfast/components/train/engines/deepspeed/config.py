@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON, from the spec: what the engine is given, and what `holdfast compile --target deepspeed` prints."""
+"""DeepSpeed's JSON configuration from the spec, for the engine and for `holdfast compile --target deepspeed`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 from holdfast.spec.training import Parallel, Training
 
-SUB_GROUP = 100_000_000  # elements of a rank's state that are in memory at once, where it lies on a disk
-BUFFERS = 4  # weights, two moments and gradients of one such group: 16 bytes an element of the host's memory
+SUB_GROUP = 100_000_000  # elements of a rank's state that are in memory together, with state on a disk
+BUFFERS = 4  # weights, two moments and gradients of one such group: 16 bytes of host memory per element
 
 
 def deepspeed_config(
     training: Training, parallel: Parallel, accumulation: int, swap: str | None = None, largest: int | None = None
 ) -> dict[str, Any]:
-    """For `accumulation` micro-batches of a rank in a step, with the rank's own folder in `parallel.offload_path` and
-    the elements of its part of the largest weight."""
+    """The configuration for `accumulation` micro-batches per rank and step. `swap` is the rank's folder in
+    `parallel.offload_path`. `largest` is the number of elements in its part of the largest weight."""
     optimizer = training.optimizer
     return {
         "train_batch_size": training.global_batch,
@@ -24,7 +24,7 @@ def deepspeed_config(
         "optimizer": {
             "type": "AdamW",
             "params": {
-                "torch_adam": True,  # also for a state that lies in the host's memory: DeepSpeed's own has other bits
+                "torch_adam": True,  # also with host offload: DeepSpeed's CPUAdam has other bits
                 "lr": optimizer.learning_rate,
                 "betas": [optimizer.beta1, optimizer.beta2],
                 "eps": optimizer.epsilon,
@@ -34,7 +34,7 @@ def deepspeed_config(
         "bf16": {"enabled": training.precision == "bf16"},
         "zero_optimization": {
             "stage": int(parallel.strategy.removeprefix("zero")),
-            "overlap_comm": False,  # a second stream would make the order of sums a matter of luck
+            "overlap_comm": False,  # a second stream would make the order of sums random
             "contiguous_gradients": True,
             "round_robin_gradients": False,
         }
@@ -46,7 +46,7 @@ def deepspeed_config(
 
 
 def _offloaded(parallel: Parallel, swap: str | None, largest: int | None) -> dict[str, Any]:
-    """What lies in the host's memory, pinned where an accelerator reads it, and what on a disk of the node."""
+    """The offload settings: state in host memory, pinned for an accelerator, and state on a disk of the node."""
     if parallel.offload == "none":
         return {}
     host = {"device": "cpu", "pin_memory": True}
@@ -55,8 +55,9 @@ def _offloaded(parallel: Parallel, swap: str | None, largest: int | None) -> dic
         disk = {"device": "nvme", "nvme_path": swap or parallel.offload_path, "pin_memory": True}
         found = {"offload_optimizer": disk | {"buffer_count": BUFFERS}, "sub_group_size": SUB_GROUP}
         if parallel.offload == "parameters_on_disk":
-            # Read when a module needs it, into one buffer (see `swapper`), and given up after it: DeepSpeed would
-            # else keep gathered what is used again within a billion elements, which is all of most models.
+            # A weight is read when a module needs it, into one buffer (see `swapper`), and freed after it. By default
+            # DeepSpeed keeps gathered weights that are used again within a billion elements, which is all of most
+            # models.
             read = {"buffer_count": 1} | ({"buffer_size": largest} if largest is not None else {})
             found["offload_param"] = disk | read | {"max_in_cpu": 0}
             found |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}

@@ -1,8 +1,8 @@
-"""The DeepSpeed engine: ZeRO 1, 2 and 3 behind the same interface, with its configuration derived from the spec.
+"""The DeepSpeed engine: ZeRO 1, 2 and 3 behind the `Engine` interface, configured from the spec.
 
-State crosses the seam as views of DeepSpeed's own fp32 partitions, in memory or in its swap files: each rank loads and
-saves what lies with it, and no tensor is gathered but one that is about to compute. Names and values are those of the
-torch engine, so a run can change engines at a checkpoint.
+State is exchanged as views of DeepSpeed's fp32 partitions, in memory or in its swap files. Each rank loads and saves
+its own partitions, and only tensors that are about to compute are gathered. Names and values are those of the torch
+engine, so a run can change engines at a checkpoint.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class DeepSpeedEngine:
         import deepspeed.ops
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        # Here DeepSpeed looks for its collectives for inference on CPUs: it would ask the compiler about all of its
-        # operators in each rank, and compile those, for which all other ranks wait; of one that was killed, forever.
+        # DeepSpeed uses this to find its inference collectives for CPUs. It would query the compiler about all
+        # operators in each rank and compile those collectives. All other ranks wait for the compiling rank, and forever
+        # if that rank was killed.
         deepspeed.ops.__compatible_ops__ = {}
         self._swap: SwapFiles | None = None
         if spec.parallel.offload_path is not None:
@@ -89,7 +90,7 @@ class DeepSpeedEngine:
             config=config,
         )
         self._parameters = dict(decoder.named_parameters())
-        self._held = 0  # updates that were held back before another engine saved what this one loaded
+        self._held = 0  # updates held back before this engine loaded the state
         self._warm_up(vocabulary)
 
     @property
@@ -105,7 +106,8 @@ class DeepSpeedEngine:
         judge: Judge | None = None,
         size: int | None = None,  # noqa: ARG002 - always the whole one
     ) -> StepOutput:
-        """See Engine. DeepSpeed has applied the update before anybody can judge it: that may end the run, no more."""
+        """See Engine. DeepSpeed applies the update before the judge sees it. So the judge can end the run, but cannot
+        hold the update back."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         rows = rows.to(self._device, non_blocking=True)
@@ -128,7 +130,7 @@ class DeepSpeedEngine:
         return StepOutput(total / counted, norm, judge(total / counted, norm) if judge is not None else None)
 
     def boxes(self) -> Sequence[TensorBox]:
-        """See Engine: the living fp32 master weights and moments of this rank's partitions."""
+        """See Engine. The boxes are views of the live fp32 master weights and moments of this rank's partitions."""
         if self._swap:
             self._swap.mapped_anew()
         shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in self._parameters.items()}
@@ -140,12 +142,12 @@ class DeepSpeedEngine:
         return boxes
 
     def frozen(self) -> list[TensorBox]:
-        """See Engine: everything is trained."""
+        """See Engine. Everything is trained."""
         return []
 
     @torch.no_grad()
     def restored(self, step: int, scalars: Scalars = MappingProxyType({})) -> None:
-        """See Engine. What computes is made anew from the master weights."""
+        """See Engine. Rebuilds the computing weights from the master weights."""
         if self._stage == 3:
             for parameter in self._parameters.values():
                 self._refresh(parameter)
@@ -168,7 +170,7 @@ class DeepSpeedEngine:
         return {}
 
     def saved(self) -> Sequence[TensorBox]:
-        """See Engine: every element of the state lies with exactly one rank."""
+        """See Engine. Every element of the state is on exactly one rank."""
         boxes = self.boxes()
         if self._swap:
             self._swap.require_as_written()
@@ -180,20 +182,20 @@ class DeepSpeedEngine:
             self._swap.close()
 
     def _shard(self, parameter: Any, moment: str | None) -> tuple[int, torch.Tensor]:
-        """Where this rank's flat range of the parameter (or of a moment) begins, and a view of it without padding."""
-        if self._stage < 3:  # a partition is a range of the parameters of a group, one after another
-            mapping = parameter._hp_mapping  # None where nothing of this parameter lies in it
+        """The start of this rank's flat range of the parameter (or of a moment), and a view of the range without
+        padding."""
+        if self._stage < 3:  # a partition is a range of a group's parameters, in order
+            mapping = parameter._hp_mapping  # None if the partition contains nothing of this parameter
             if mapping is None:
                 return 0, torch.empty(0)
             return mapping.lp_fragment_address.start, mapping.get_hp_fragment(moment).detach().view(-1)
-        shard = self._partition(parameter, moment)  # equal ranges of each parameter, the last ones filled up
+        shard = self._partition(parameter, moment)  # equal ranges of each parameter, with padding at the end
         start = min(self._rank * len(shard), parameter.ds_numel)
         return start, shard[: parameter.ds_numel - start]
 
     def _partition(self, parameter: Any, moment: str | None) -> torch.Tensor:
-        """In ZeRO 3: this rank's fp32 partition of the parameter (or of a moment), its padding included, where it lies:
-        DeepSpeed's public functions give a copy of what lies in the host's memory, and a buffer for what lies on a
-        disk."""
+        """ZeRO 3: this rank's fp32 partition of the parameter (or of a moment), in place and with padding. DeepSpeed's
+        public functions return a copy for host memory, and a buffer for a disk."""
         zero = self._optimizer
         group, start, size = zero.grad_position[zero.get_param_id(parameter)]
         if self._swap and zero._swappable_optimizer_subgroup(group):  # small groups are never swapped
@@ -208,10 +210,10 @@ class DeepSpeedEngine:
         return cast("torch.Tensor", whole).detach().view(-1)
 
     def _refresh(self, parameter: Any) -> None:
-        """In ZeRO 3: the partition that computes from the master, where it lies, and the parameter itself if DeepSpeed
-        keeps it whole between steps, as it does with small ones."""
+        """ZeRO 3: update in place the computing partition from the master. Also update the whole parameter if DeepSpeed
+        keeps it between steps, as it does with small ones."""
         master = self._partition(parameter, None)
-        if self._swap and parameter.ds_tensor.final_location == "nvme":  # between steps it is there alone
+        if self._swap and parameter.ds_tensor.final_location == "nvme":  # between steps it is only in the file
             path = parameter.nvme_swapper.get_path(parameter, must_exist=True)
             self._swap.mapped(path, parameter.dtype)[: len(master)].copy_(master)
             return
@@ -221,9 +223,9 @@ class DeepSpeedEngine:
             parameter.all_gather([parameter])
 
     def _warm_up(self, vocabulary: int) -> None:
-        """A whole step on made-up tokens at learning rate zero: DeepSpeed makes its optimizer state in the first step,
-        and whatever does not compile or fit shows now. `restored` replaces all that it left."""
-        if self._stage < 3:  # DeepSpeed 0.19 ties states to names after the first group's step: they must all be there
+        """Run one step on made-up tokens at learning rate zero. DeepSpeed creates its optimizer state in the first
+        step, and compile errors or lack of memory show here. `restored` replaces the state."""
+        if self._stage < 3:  # DeepSpeed 0.19 maps states to names after the first group's step: all must exist
             for group in self._optimizer.optimizer.param_groups:
                 for shard in group["params"]:
                     self._optimizer.optimizer.state[shard] = {

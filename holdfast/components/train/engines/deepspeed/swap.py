@@ -1,8 +1,7 @@
-"""Swap files on a disk of the node, in which DeepSpeed keeps what its optimizer keeps, and weights if asked to: a
-folder for each rank that lives, and a check of all that is read back.
+"""Swap files on a local disk for DeepSpeed's optimizer state and, if configured, weights.
 
-DeepSpeed writes whole files past the page cache and moves on from one to the next with the same few buffers. Loading
-and saving needs all state at once, so they see the files themselves, mapped into memory.
+Each live rank has one folder, and all data read back is verified. DeepSpeed writes whole files past the page cache and
+reuses a few buffers for all files. Loading and saving need all state together, so they map the files into memory.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ _NAME, _LOCK = "holdfast-swap-", "owner"
 
 
 class SwapFiles:
-    """The swap files of this rank, under `base`. What ranks of this user left there that are dead, of whatever run, is
-    removed first: nobody reads it again. Raises SpecError for a folder that cannot hold any, UnhealthyNodeError for a
-    disk that fails, and OSError for one that is full."""
+    """The swap files of this rank, under `base`. First it removes the folders of dead ranks of this user, of any run,
+    because no process reads them again. Raises SpecError for an unusable folder, UnhealthyNodeError for a failing disk,
+    and OSError for a full one."""
 
     def __init__(self, base: str, run_id: str) -> None:
         self._owner: int | None = None
@@ -39,7 +38,7 @@ class SwapFiles:
             Path(base).mkdir(parents=True, exist_ok=True)
             with locked(Path(base) / f"{_NAME}lock-{os.getuid()}"):
                 for left in Path(base).glob(f"{_NAME}*/"):
-                    with suppress(FileNotFoundError):  # a rank that ends removes its own at any time
+                    with suppress(FileNotFoundError):  # a rank that ends removes its folder at any time
                         _remove_if_dead(left)
                 self.folder = Path(tempfile.mkdtemp(dir=base, prefix=f"{_NAME}{run_id}-"))
                 try:
@@ -49,7 +48,7 @@ class SwapFiles:
                     self.close()
                     raise
         except OSError as error:
-            if code_of(error) != ExitCode.UNEXPECTED:  # it is full, or so is the memory: that may pass
+            if code_of(error) != ExitCode.UNEXPECTED:  # the disk or the memory is full, which may pass
                 raise
             if error.errno == errno.EIO or (error.errno == errno.EROFS and _is_mounted(Path(base))):
                 raise UnhealthyNodeError(f"{base}: the disk of parallel.offload_path is broken ({error})") from error
@@ -59,18 +58,18 @@ class SwapFiles:
             raise SpecError([Problem("parallel.offload_path", base, f"cannot be used ({error})", remedy)]) from error
 
     def handle(self, handle: Any) -> Any:
-        """DeepSpeed's handle, with a check of what it writes and reads: it looks at no result of any operation."""
+        """DeepSpeed's handle, with verification of its writes and reads. DeepSpeed itself checks no result."""
         return _Checked(handle, self._sums)
 
     def mapped(self, path: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The numbers of a swap file: those in it, and not a copy."""
+        """The numbers of a swap file as a mapped tensor, not a copy."""
         if path not in self._mapped:
             size = Path(path).stat().st_size // dtype.itemsize
             self._mapped[path] = torch.from_file(path, shared=True, size=size, dtype=dtype)
         return self._mapped[path]
 
     def mapped_anew(self) -> None:
-        """Forget what was mapped, for DeepSpeed has written since."""
+        """Drop the mappings, because DeepSpeed has written since."""
         self._mapped.clear()
 
     def require_as_written(self) -> None:
@@ -79,7 +78,7 @@ class SwapFiles:
             _require(path, numbers, self._sums)
 
     def filled(self) -> None:
-        """What was put into mapped files is what DeepSpeed is to read, which it does past the page cache."""
+        """Flush the mapped files and record their checksums. DeepSpeed reads them past the page cache."""
         for path, numbers in self._mapped.items():
             with Path(path).open("rb") as file:
                 os.fsync(file)
@@ -94,7 +93,7 @@ class SwapFiles:
 
 
 class _Checked:
-    """What DeepSpeed asks of its handle."""
+    """A wrapper of DeepSpeed's handle with verification."""
 
     def __init__(self, handle: Any, sums: dict[str, bytes]) -> None:
         self._handle, self._sums = handle, sums
@@ -105,18 +104,19 @@ class _Checked:
         return getattr(self._handle, name)
 
     def async_pwrite(self, buffer: torch.Tensor, path: str, offset: int) -> int:
-        """Begin to write the whole of a file."""
+        """Start writing a whole file."""
         self._sums[path] = _sum(buffer)
         self._writes.append((path, buffer.nbytes))
         return int(self._handle.async_pwrite(buffer, path, offset))
 
     def async_pread(self, buffer: torch.Tensor, path: str, offset: int) -> int:
-        """Begin to read the whole of a file."""
+        """Start reading a whole file."""
         self._reads.append((path, buffer))
         return int(self._handle.async_pread(buffer, path, offset))
 
     def wait(self) -> int:
-        """The number of operations that were begun, all of which have worked. Raises OSError or UnhealthyNodeError."""
+        """Wait for all started operations, which have succeeded. Returns their number. Raises OSError or
+        UnhealthyNodeError."""
         done = int(self._handle.wait())
         for path, size in self._writes:
             if Path(path).stat().st_size < size:
@@ -139,14 +139,15 @@ def _sum(numbers: torch.Tensor) -> bytes:
 
 
 def _is_mounted(folder: Path) -> bool:
-    """Whether a folder, or what there is of it, is on another disk than the system, whose own may well be read-only:
-    that of a container is. The kernel makes a disk read-only that fails."""
+    """Whether a folder, or its nearest existing parent, is on a different disk from the system. The system's disk may
+    be read-only by design, as in a container. The kernel makes a failing disk read-only."""
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     return there.stat().st_dev != Path("/").stat().st_dev
 
 
 def _remove_if_dead(folder: Path) -> None:
-    """A scratch disk may be shared: what other users have on it is theirs to remove, and each has a lock of its own."""
+    """Remove a folder of this user if its rank is dead. On a shared scratch disk, other users remove their own folders,
+    and each user has a separate lock."""
     if folder.stat().st_uid == os.getuid() and (owner := _taken(folder / _LOCK)) is not None:
         os.close(owner)
         shutil.rmtree(folder, ignore_errors=True)
@@ -154,14 +155,15 @@ def _remove_if_dead(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock that the kernel lets go of when this process dies, however it does."""
+    """Hold a lock that the kernel releases when this process ends in any way."""
     with path.open("w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         yield
 
 
 def _taken(path: Path) -> int | None:
-    """A descriptor whose lock says that this process lives, not inherited by its children; None if another has it."""
+    """Lock a file as a sign that this process lives. Returns its descriptor, which children do not inherit, or None if
+    another process holds the lock."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
-"""Weights in swap files: DeepSpeed's swapper, which here keeps no weight in the buffer that it was read into.
+"""Swapper for weights on disk: DeepSpeed's, changed so that no weight stays in the buffer that it was read into.
 
-DeepSpeed holds a buffer as long as a weight is in use, so that there must be as many as that may be, which depends on
-the order of autograd. And a rank that is alone computes with the buffer itself: what activation checkpointing then
-remembers of a weight has the numbers of the next one that is read, and nobody notices.
+DeepSpeed holds a buffer while a weight is in use. The number of buffers then depends on the order of autograd. A single
+rank also computes with the buffer itself. Activation checkpointing would then silently see the numbers of the weight
+that was read next.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def copy_what_is_read() -> None:
-    """Have DeepSpeed's engines, from now on, copy a weight when it has been read, and let go of the buffer."""
+    """Make DeepSpeed's engines copy each weight after reading it, and release the buffer."""
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
         AsyncPartitionedParameterSwapper,
         PartitionedParamStatus,
@@ -22,7 +22,7 @@ def copy_what_is_read() -> None:
 
     class Swapper(AsyncPartitionedParameterSwapper):
         def __init__(self, config: Any, _: torch.dtype) -> None:
-            # DeepSpeed says bf16 on every CPU: `Init._set_dtype` looks at what it is given only where fp16 is supported
+            # DeepSpeed passes bf16 on every CPU: `Init._set_dtype` checks its argument only where fp16 is supported
             super().__init__(config, torch.bfloat16 if config.bfloat16_config.enabled else torch.float32)
 
         def synchronize_reads(self) -> None:

@@ -1,1 +1,1 @@
-"""The torch engine: one process, DDP or FSDP2, in torch's own parts."""
+"""The torch engine: one process, DDP or FSDP2."""

@@ -1,7 +1,7 @@
-"""Experts kept equally busy without a loss: the biases of routers, moved after each step (DeepSeek-V3, section 2.1.2).
+"""Load balancing of experts without a loss: router biases that change after each step (DeepSeek-V3, section 2.1.2).
 
-Promises that every rank moves them alike: what they depend on are whole numbers, summed over all ranks. They are state:
-saved, restored, and compared between the ranks of their stage like any tensor that all of these have.
+Every rank changes them alike, because they depend on integers summed over all ranks. They are state: saved, restored,
+and compared between the ranks of their stage like any shared tensor.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from holdfast.spec.model import Routing
 
 
 class Balance:
-    """The routers of a rank's part of a model that have biases; most models have none."""
+    """The routers with biases in a rank's part of a model. Most models have none."""
 
     def __init__(self, parts: Sequence[Decoder], routing: Routing) -> None:
-        """Biases begin at 0, until the state is filled in."""
+        """Biases are 0 until the state is filled in."""
         self._routing, self._layers = routing, len(parts[0].model.layers)
         self._routers: dict[int, Router] = {
             index: layer.mlp.gate
@@ -40,25 +40,25 @@ class Balance:
         )
 
     def forget(self) -> None:
-        """What was computed since the last step was none."""
+        """Drop the token counts of a computation that was no step."""
         for router in self._routers.values():
             router.tokens_E = None
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What is computed inside is no part of the step."""
+        """Ignore the token counts of the computation inside the context."""
         before = {layer: router.tokens_E for layer, router in self._routers.items()}
         yield
         for layer, tokens in before.items():
             self._routers[layer].tokens_E = tokens
 
     def step(self, held: torch.Tensor | None = None) -> None:
-        """Prefer by one bias step more the experts that had less than their share of the global batch, and by one less
-        those that had more; where the update of the weights was held back (1.0), nothing. A collective call."""
+        """Add one bias step to experts with less than their share of the global batch, and subtract one from those
+        with more. Nothing changes if the update of the weights was held back (1.0). A collective call."""
         counted = {layer: router.tokens_E for layer, router in self._routers.items() if router.tokens_E is not None}
         if counted and self._routing.balance == "bias":
             some = next(iter(counted.values()))
-            tokens = some.new_zeros(self._layers, len(some))  # of the whole model: stages of a pipeline have other rows
+            tokens = some.new_zeros(self._layers, len(some))  # of the whole model: pipeline stages fill different rows
             for layer, each in counted.items():
                 tokens[layer] = each
             if dist.is_initialized():

@@ -1,12 +1,12 @@
-"""Context parallelism: each sequence cut over the ranks of a group, so that one that is long fits.
+"""Context parallelism: each sequence is split over the ranks of a group, so that a long one fits.
 
-Everything but attention looks at one token at a time. In attention a rank has its own queries and gathers the keys and
-values of all ranks, which are few where queries share them, as Llama 3 was trained (Dubey et al. 2024, section 3.3.2):
-any mask works, and the sums of a query are those of one process. Gradients of keys and values are added over the ranks
-in fp32.
+Everything but attention processes one token at a time. In attention a rank has its queries and gathers the keys and
+values of all ranks, which are few under grouped-query attention. Llama 3 was trained this way (Dubey et al. 2024,
+section 3.3.2). Any mask works, and the sums of a query are those of one process. Gradients of keys and values are added
+over the ranks in fp32.
 
-A causal query costs as much as it has keys before it, so a rank has one chunk of the sequence and its mirror image:
-of four chunks over two ranks, the first and the last, and the second and the third.
+A causal query costs as much as the keys before it, so a rank has one chunk of the sequence and its mirror image. Of
+four chunks over two ranks, one rank has the first and the last, the other the second and the third.
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case, as in the decoder
@@ -27,8 +27,7 @@ from holdfast.model.decoder import Decoder, Mixture
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """What this rank has of every sequence: the chunk `rank` of 2 x `ranks` from its beginning, and as far from its
-    end."""
+    """This rank's part of every sequence: chunk `rank` of 2 x `ranks` from its beginning, and the same from its end."""
 
     rank: int
     ranks: int
@@ -37,8 +36,8 @@ class SequenceShard:
 
     @classmethod
     def of(cls, mesh: Mesh, rank: int, length: int, device: torch.device) -> SequenceShard | None:
-        """That of sequences of `length` tokens, a multiple of twice the ranks; None where they are not cut. A
-        collective call of all ranks."""
+        """The part of sequences of `length` tokens, a multiple of twice the ranks. None without context parallelism.
+        A collective call of all ranks."""
         if mesh.context == 1:
             return None
         group, _ = dist.new_subgroups_by_enumeration(mesh.context_groups())
@@ -51,14 +50,14 @@ class SequenceShard:
         return rows_BS[:, self.positions]
 
     def add_up(self, counts: Tensor) -> Tensor:
-        """Of all parts. A collective call of their ranks."""
+        """Sum counts over all parts of the sequences. A collective call of their ranks."""
         counts = counts.clone()
         dist.all_reduce(counts, group=self.group)
         return counts
 
 
 def apply_context_parallel(decoder: Decoder, sequence_shard: SequenceShard) -> None:
-    """Have a decoder, or a stage of it, compute this part of every sequence. It has all weights for it."""
+    """Make a decoder, or a stage of it, compute this part of every sequence. Each rank keeps all weights."""
     decoder.positions_T, decoder.add_up = sequence_shard.positions, sequence_shard.add_up
     for layer in decoder.model.layers:
         if layer is not None:
@@ -69,7 +68,7 @@ def apply_context_parallel(decoder: Decoder, sequence_shard: SequenceShard) -> N
 
 
 class _Attention:
-    """Own queries, and the keys and values of the whole sequences."""
+    """Attention of this rank's queries over the keys and values of whole sequences."""
 
     def __init__(self, sequence_shard: SequenceShard, grouped: bool) -> None:
         self._shard, self._grouped = sequence_shard, grouped
@@ -81,7 +80,7 @@ class _Attention:
         size = q_BHTK.shape[2] // 2
         found = []
         for index, chunk in enumerate((sequence_shard.rank, 2 * sequence_shard.ranks - 1 - sequence_shard.rank)):
-            own, end = slice(index * size, (index + 1) * size), (chunk + 1) * size  # no key beyond `end` is looked at
+            own, end = slice(index * size, (index + 1) * size), (chunk + 1) * size  # keys beyond `end` are masked
             if mask_B1TS is not None:
                 mask = mask_B1TS[:, :, own, :end]
             elif q_BHTK.is_cuda:
@@ -93,15 +92,15 @@ class _Attention:
         return torch.cat(found, dim=2)
 
     def _whole(self, own: Tensor) -> Tensor:
-        """[..., T, K] of all ranks, in the order of the sequence: [..., S, K]."""
+        """Gather [..., T, K] of all ranks, in sequence order: [..., S, K]."""
         chunks = _Gathered.apply(own.unflatten(-2, (2, -1)), self._shard.group)  # [ranks, ..., 2, T/2, K]
         first, mirrored = chunks.select(-3, 0), chunks.select(-3, 1).flip(0)
         return torch.cat((first, mirrored)).movedim(0, -3).flatten(-3, -2)
 
 
 class _Gathered(torch.autograd.Function):
-    """A tensor of every rank of a group, one after another in a new first dimension. Of the gradients of a rank's own,
-    every rank has a part."""
+    """Gathers a tensor from every rank of a group along a new first dimension. Every rank contributes to the
+    gradient of each rank's tensor."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -113,7 +112,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Add up, and leave each rank its own."""
+        """Sum over ranks, and give each rank its part."""
         (gradient,) = gradients
         precise = torch.promote_types(gradient.dtype, torch.float32)
         own = torch.empty(gradient.shape[1:], dtype=precise, device=gradient.device)

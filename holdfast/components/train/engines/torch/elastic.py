@@ -1,14 +1,13 @@
-"""The exchange of `determinism: elastic`: sums over ranks in the order of the grid's tree, at any number of ranks.
+"""Communication for `determinism: elastic`: sums over ranks in the order of the grid's tree, for any number of ranks.
 
-Whole replicas (`GradientSums`) add up neighbouring grains each, and then meet once: a rank receives its part of every
-rank's partial sums, adds them as the tree says, and tells all the result. With a power of two of ranks that moves what
-a ring moves (reduce-scatter, then all-gather); with another number a rank has up to log2(grains) nodes to send instead
-of one. A bucket of gradients is on its way as soon as they are there, while others are still computed.
-
-Shards (`TreeReduceScatter`) meet at every micro-batch, as FSDP2 does: in a round the ranks compute neighbouring grains,
-and each receives its shard of all of them.
-
-Norms (`squared_norm`) are sums of halves, of elements within a row and of rows, so that no cut of the rows shows.
+- Whole replicas (`GradientSums`) each add neighboring grains and then communicate once. A rank receives its part of
+  every rank's partial sums, adds them in tree order, and sends the result to all ranks. With a power of two of ranks,
+  this moves as many bytes as a ring (reduce-scatter, then all-gather). Otherwise a rank sends up to log2(grains) nodes
+  instead of one. A bucket of gradients is sent as soon as it is complete, while later ones are computed.
+- Shards (`TreeReduceScatter`) communicate at every micro-batch, like FSDP2. In a round the ranks compute neighboring
+  grains, and each rank receives its shard of all of them.
+- Norms (`squared_norm`) are sums by halves, of elements within a row and then of rows. So no division of the rows
+  changes the result.
 """
 
 from __future__ import annotations
@@ -24,36 +23,37 @@ from holdfast.components.train.engines.layout import like, local
 from holdfast.components.train.grid import Grid, PartialSums, all_nodes, root
 
 ALIGNED = 16  # bytes
-LEAST_BUCKETS = 4  # of a model however small, so that something is computed beside an exchange
+LEAST_BUCKETS = 4  # even of a small model, so that computation overlaps an exchange
 
 
 class GradientSums:
-    """Takes the gradients of whole replicas from their parameters, grain by grain, and in the end gives these the sums
-    over all grains. Every method is called on every rank, in the same order."""
+    """Sums of whole replicas' gradients over all grains. It takes gradients from the parameters grain by grain, and
+    finally assigns the sums to them. Call every method on every rank, in the same order."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], rank: int, bucket_bytes: float) -> None:
-        """`bucket_bytes`: of gradients, at most, that go round together."""
+        """`bucket_bytes` limits the gradients that are exchanged together."""
         self._rank = rank
-        self._buckets = [_Bucket(run) for run in _runs(parameters[::-1], bucket_bytes)]  # as gradients come about
+        self._buckets = [_Bucket(run) for run in _runs(parameters[::-1], bucket_bytes)]  # in the order of computation
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(partial(self._came, bucket))
 
     def begin_step(self, grid: Grid) -> None:
-        """A step begins, whose grains are dealt so."""
+        """Begin a step with this grid."""
         self._grid, self._under_way = grid, 0
         for bucket in self._buckets:
             bucket.begin_step(grid, self._rank)
 
     def take(self) -> None:
-        """A grain's backward pass is over: take what no hook has told of, as of shards that are whole."""
+        """Take the gradients of a finished grain that no hook reported, such as those of shards that are whole."""
         for bucket in self._buckets:
             if bucket.missing:
                 self._take(bucket)
             bucket.missing = len(bucket.parameters)
 
     def give(self) -> None:
-        """All of this rank's grains were taken: wait until each parameter has its sum for a gradient."""
+        """Finish a step in which all of this rank's grains were taken. Waits until each parameter has its sum as its
+        gradient."""
         if self._grid.ranks > 1:
             assert self._under_way == len(self._buckets)
             self._buckets[-1].meet()
@@ -69,7 +69,7 @@ class GradientSums:
         bucket.take()
         if self._grid.ranks == 1:
             return
-        # On every rank the same one after the other, whatever was there first: collectives are told apart by that.
+        # Send buckets in the same order on every rank, because collectives are matched by their order.
         while self._under_way < len(self._buckets) and not self._buckets[self._under_way].left:
             self._buckets[self._under_way].send()
             if self._under_way:
@@ -78,26 +78,27 @@ class GradientSums:
 
 
 class _Bucket:
-    """Parameters whose gradients are summed together, and go round as one flat tensor: `begin_step`, `take` for each
-    grain, between ranks `send` and `meet`, and `give`."""
+    """Parameters whose gradients are summed together and exchanged as one flat tensor. The calls are `begin_step`,
+    `take` for each grain, `send` and `meet` between ranks, and `give`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.missing = len(parameters)  # gradients of the grain that is computed
+        self.missing = len(parameters)  # missing gradients of the current grain
         self.left = 0  # grains
         self._grid = Grid(1, 1)
 
     def begin_step(self, grid: Grid, rank: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         share = grid.share(rank)
         self._sums, self.left = PartialSums(share.start), len(share)
         if grid == self._grid:
             return
         self._grid, self._nodes = grid, all_nodes(grid)
         if grid.ranks > 1:
-            # The sums of one node, and in the end of all grains: kept, as memory that is new must be mapped. Gradients
-            # begin where memory that is their own would allow, as kernels read by fours, and may add by fours, only
-            # there. What is behind a gradient makes room for that, and the ranks' parts equal, and is never read.
+            # Sums of one node, and finally of all grains. The memory is kept because new memory must be mapped. Each
+            # gradient starts at the alignment of separately allocated memory: kernels read, and may add, four elements
+            # together only there. The padding after a gradient provides that alignment and equal parts for the ranks.
+            # It is never read.
             sizes, unit = [each.numel() for each in self.parameters], ALIGNED // self.parameters[0].element_size()
             rooms = [-(-size // unit) * unit for size in sizes]
             self._flat = self.parameters[0].detach().new_zeros(grid.ranks, -(-sum(rooms) // grid.ranks))
@@ -109,7 +110,7 @@ class _Bucket:
             ]
 
     def take(self) -> None:
-        """The gradients of a grain, which come to an end as such."""
+        """Take the gradients of one grain, and clear the parameters' `grad`."""
         gradients = [local(each.grad) for each in self.parameters if each.grad is not None]
         assert len(gradients) == len(self.parameters), "a parameter that takes no part in the loss"
         for parameter in self.parameters:
@@ -118,7 +119,7 @@ class _Bucket:
         self.missing, self.left = 0, self.left - 1
 
     def send(self) -> None:
-        """This rank's partial sums set out, to the ranks that add up a part each."""
+        """Start sending this rank's partial sums to the ranks that add one part each."""
         counts, (ranks, share) = [len(nodes) for nodes in self._nodes], self._flat.shape
         sums, mine = self._sums.sums, len(self._sums.sums)
         self._sent = self._flat if mine == 1 else self._flat.new_empty(ranks, mine, share)
@@ -134,7 +135,7 @@ class _Bucket:
         )  # fmt: skip
 
     def meet(self) -> None:
-        """What this rank adds up has come, and sets out to all. What it was made of goes."""
+        """Add the received part, start sending the result to all ranks, and free the inputs."""
         self._work.wait()
         nodes = (node for each in self._nodes for node in each)
         self._received = root(self._grid, dict(zip(nodes, self._received, strict=True))).clone()
@@ -142,7 +143,7 @@ class _Bucket:
         self._work = dist.all_gather_single(self._flat.view(-1), self._received, async_op=True)
 
     def give(self) -> None:
-        """Wait for the sums over all grains, and make them the gradients."""
+        """Wait for the sums over all grains, and assign them as gradients."""
         if self._grid.ranks > 1:
             self._work.wait()
             totals = self._views
@@ -154,11 +155,12 @@ class _Bucket:
 
 
 class TreeReduceScatter:
-    """What FSDP2 (`set_custom_reduce_scatter`) calls for one module's gradients in every round. After the last one it
-    gives this rank's shard of the sums over all grains; before, nothing that may be used."""
+    """A custom reduce-scatter for FSDP2 (`set_custom_reduce_scatter`), called for one module's gradients in every
+    round. After the last round it returns this rank's shard of the sums over all grains. Earlier outputs must not be
+    used."""
 
     def __init__(self, grid: Callable[[], Grid]) -> None:
-        """`grid` gives that of the step that is computed."""
+        """`grid` returns the grid of the current step."""
         self._grid = grid
         self._partial, self._round = PartialSums(), 0
 
@@ -191,19 +193,19 @@ class TreeReduceScatter:
 
 
 def squared_norm(shards: Sequence[tuple[Tensor, int, int]], grid: Grid) -> Tensor:
-    """The sum of the squares of all elements of some tensors. Of each: this rank's rows, the first one's index, and how
-    many rows there are on all ranks. A collective call."""
+    """The sum of the squares of all elements of some tensors. Each entry of `shards` has this rank's rows, the index of
+    the first one, and the number of rows on all ranks. A collective call if the grid has several ranks."""
     return _halved(_squared_rows(shards, grid.ranks > 1).view(1, -1))[0]
 
 
 def squared_norms(shards: Sequence[tuple[Tensor, int, int]], *, together: bool) -> list[Tensor]:
-    """The same of each tensor by itself; `together`: with other ranks, which makes it a collective call."""
+    """Like `squared_norm`, for each tensor separately. `together` sums over ranks, which makes it a collective call."""
     rows = _squared_rows(shards, together)
     return [_halved(part.view(1, -1))[0] for part in rows.split([whole for _, _, whole in shards])]
 
 
 def _squared_rows(shards: Sequence[tuple[Tensor, int, int]], together: bool) -> Tensor:
-    """The sums of the squares of all rows of all tensors."""
+    """The sums of the squares of each row of all tensors."""
     rows = shards[0][0].new_zeros(sum(whole for _, _, whole in shards), dtype=torch.float32)
     start = 0
     for shard, first, whole in shards:
@@ -212,13 +214,13 @@ def _squared_rows(shards: Sequence[tuple[Tensor, int, int]], together: bool) -> 
             rows[start + first : start + first + len(shard)] = _halved(squares)
         start += whole
     if together:
-        dist.all_reduce(rows)  # each row is on one rank, and zero on the others, or the columns of a rank are cut
+        dist.all_reduce(rows)  # each row is on one rank and zero elsewhere, or its columns are split over ranks
     return rows
 
 
 def _halved(values: Tensor) -> Tensor:
-    """The sum over the last of two dimensions, in whose place it comes about: the second half is added to the first
-    until one is left. What is left over of an odd number goes on as the last one."""
+    """Sum over the last of two dimensions, in place. Adds the second half to the first until one element is left. The
+    last element of an odd number is carried into the next round."""
     while (size := values.shape[1]) > 1:
         half = size // 2
         values[:, :half] += values[:, half : 2 * half]
@@ -229,7 +231,8 @@ def _halved(values: Tensor) -> Tensor:
 
 
 def over_grains(losses: Tensor, grid: Grid) -> Tensor:
-    """The sum of the losses of all grains, of which each is on one rank, and zero on the others. A collective call."""
+    """The sum of the losses of all grains in tree order. Each is on one rank, and zero elsewhere. A collective call if
+    the grid has several ranks."""
     if grid.ranks > 1:
         dist.all_reduce(losses)
     total = PartialSums()
@@ -239,7 +242,7 @@ def over_grains(losses: Tensor, grid: Grid) -> Tensor:
 
 
 def _runs(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> Iterator[Sequence[nn.Parameter]]:
-    """Neighbours, of at most `bucket_bytes` together if they are several."""
+    """Runs of neighboring parameters. A run of several is at most `bucket_bytes` large."""
     sizes = [local(each).numel() * each.element_size() for each in parameters]
     most = min(bucket_bytes, sum(sizes) / LEAST_BUCKETS)
     start, held = 0, 0

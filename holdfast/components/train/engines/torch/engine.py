@@ -1,6 +1,6 @@
-"""The torch engine: one process, DDP or FSDP2, with AdamW or LAMB, in torch's own parts.
+"""The torch engine: one process, DDP or FSDP2, with torch's AdamW or LAMB.
 
-Master weights and moments are fp32 at every precision. Sums are in a fixed order for a fixed layout.
+Master weights and moments are fp32 at every precision. The order of sums is fixed for a fixed layout.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TorchEngine:
         self._offloaded = spec.parallel.offload != "none"
         several = self._world > 1 or self._grid is not None or self._offloaded
         fsdp = spec.parallel.strategy == "fsdp" and several
-        # What is cut or in stages is averaged by FSDP2 over replicas that are whole, too.
+        # FSDP2 also averages tensor-parallel parts, stages and experts over whole replicas.
         self._sharded = fsdp or self._mesh.tensor * self._mesh.pipeline * self._mesh.expert > 1
         self._narrow = None if self._sharded else NARROW.get(spec.training.precision)  # FSDP2 casts by its own policy
         self._loss_scale = None
@@ -137,7 +137,7 @@ class TorchEngine:
         """See Engine."""
         self._grid = self._spec.grid(self._world, size)
         if self._compression is not None:
-            before_update()  # what it keeps is part of the state, and changes in the backward pass
+            before_update()  # it holds state that the backward pass changes
             phases.enter("forward")
             self._compression.begin_step()
         loss = self._forward_backward(rows)
@@ -152,7 +152,7 @@ class TorchEngine:
         return StepOutput(loss, norm, held)
 
     def boxes(self) -> list[TensorBox]:
-        """See Engine: the living weights and moments themselves."""
+        """See Engine. The boxes are views of the live weights and moments."""
         return [box for _, box in self._state()]
 
     def frozen(self) -> list[TensorBox]:
@@ -178,7 +178,7 @@ class TorchEngine:
         return share_out(self._state())
 
     def close(self) -> None:
-        """See Engine: there is nothing."""
+        """See Engine. The torch engine has nothing to remove."""
 
     def replicas(self) -> Mapping[Hashable, Sequence[TensorBox]]:
         """See Engine."""
@@ -191,12 +191,12 @@ class TorchEngine:
         return found
 
     def _grid_now(self) -> Grid:
-        """The grid of the step that is computed: a batch that grows has more grains in time."""
+        """The grid of the current step. A growing batch has more grains in later steps."""
         assert self._grid is not None
         return self._grid
 
     def _build_parts(self, spec: Assignment, vocabulary: int) -> list[Decoder]:
-        """The decoder, or the stages of it that are this rank's."""
+        """The decoder, or this rank's stages of it."""
         if self._mesh.pipeline == 1:
             decoder = Decoder(spec.model, vocabulary)
             add_adapters(decoder, spec.training.lora)
@@ -212,8 +212,8 @@ class TorchEngine:
     def _reference_model(
         self, spec: Assignment, vocabulary: int, ranks: DeviceMesh | None, expert_mesh: DeviceMesh | None
     ) -> nn.Module | None:
-        """The weights that the model began from, frozen, where preferences are measured against them; sharded as it is.
-        None with adapters: the model without them is that."""
+        """The frozen reference model for preference training: the initial weights, sharded like the model. None without
+        preferences. None with adapters, because the model without its adapters is the reference."""
         if not spec.preferences or spec.training.lora.rank is not None:
             return None
         with torch.device("meta"):
@@ -224,18 +224,18 @@ class TorchEngine:
         )
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank that are trained, by their canonical names."""
+        """This rank's trained parameters by canonical name."""
         held = chain.from_iterable(part.named_parameters() for part in self._parts)
         return ((name, parameter) for name, parameter in held if parameter.requires_grad)
 
     def _rows(self) -> Iterator[tuple[nn.Parameter, Rows]]:
-        """Where this rank's part of each of them lies."""
+        """Each trained parameter with the rows of it that this rank holds."""
         for name, parameter in self._named():
             layout = self._layout_of(name, parameter)
             yield parameter, Rows(layout.part()[0][0], layout.shape[0], layout.copy == 0)
 
     def _state(self) -> Iterator[tuple[TensorLayout, TensorBox]]:
-        """Where each tensor of the state lies, and this rank's part of it."""
+        """The layout of each state tensor, and this rank's box of it."""
         for name, parameter in self._named():
             layout, state = self._layout_of(name, parameter), self._optimizer.state[parameter]
             yield layout, layout.box(parameter)
@@ -249,14 +249,14 @@ class TorchEngine:
             yield own, own.box(error)
 
     def _layout_of(self, name: str, parameter: nn.Parameter) -> TensorLayout:
-        """Where a parameter lies among all ranks."""
+        """The layout of a parameter over all ranks."""
         layout = TensorLayout.of(name, parameter)
         if not isinstance(parameter, DTensor):
             return layout.among(self._world, self._rank)
         return layout if self._tied is None else self._tied.layout_of(layout)
 
     def _forward_backward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Accumulate the gradient of the mean loss over all counted tokens of the global batch; that loss."""
+        """Accumulate the gradient of the mean loss over all counted tokens of the global batch. Returns that loss."""
         rows = rows.to(self._device, non_blocking=True)
         counted = (counted_pairs if self._spec.preferences else counted_tokens)(rows, self._mesh.counts(self._rank))
         if self._grid:
@@ -264,7 +264,7 @@ class TorchEngine:
             return by_grains(rows, counted, self._grid)
         if self._pipeline is not None:
             return self._through_stages(self._pipeline, rows, counted)
-        # What averages gradients over the ranks divides by their number again.
+        # Gradient averaging divides by the number of ranks, so multiply by it here.
         share = self._upscaled(self._mesh.averaged / counted)
         total = torch.zeros((), device=self._device)
         left = -(-len(rows) // self._spec.training.micro_batch)
@@ -278,7 +278,7 @@ class TorchEngine:
         return total / counted
 
     def _norm_and_held(self, loss: torch.Tensor, judge: Judge | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The norm of the gradients, which are clipped by it, and whether the update is held back."""
+        """Clip the gradients. Returns their norm before clipping, and whether the update is held back."""
         if self._loss_scale is None:
             norm = self._clip()
             return norm, judge(loss, norm) if judge is not None else None
@@ -288,11 +288,12 @@ class TorchEngine:
         return norm, judge(loss, norm, mendable) if judge is not None else overflowed
 
     def _upscaled(self, share: torch.Tensor) -> torch.Tensor:
-        """`share` of the loss, times its scale in fp16."""
+        """Multiply `share` by the loss scale in fp16."""
         return share if self._loss_scale is None else share * self._loss_scale.scale
 
     def _through_stages(self, pipeline: Pipeline, rows: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-        """The same in a pipeline; every rank has the rows of its data-parallel group, and the last stage the loss."""
+        """Like `_forward_backward`, through pipeline stages. Every rank has the rows of its data-parallel group. The
+        last stage has the loss."""
         ((tokens, targets, documents),) = self._micro_batches(rows, len(rows))
         phases.enter("pipeline")
         with loss_parallel() if self._mesh.tensor > 1 else nullcontext():
@@ -308,7 +309,7 @@ class TorchEngine:
     def _micro_batches(
         self, rows: torch.Tensor, size: int | None = None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Inputs and targets of this rank's part of the sequences, and the documents of whole ones."""
+        """Inputs and targets of this rank's sequence shard, and the document ids of whole sequences."""
         of_whole = micro_batches(rows, size or self._spec.training.micro_batch, self._end_of_text)
         for tokens, targets, documents in of_whole:
             if self._sequence is None:
@@ -317,7 +318,7 @@ class TorchEngine:
                 yield self._sequence.of_each(tokens), self._sequence.of_each(targets), documents
 
     def _whole_by_grains(self, rows: torch.Tensor, counted: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """The same, every sum over the batch being the tree of the grid."""
+        """Like `_forward_backward`, with every sum over the batch in the order of the grid's tree."""
         assert self._sums is not None
         self._sums.begin_step(grid)
         losses, share = torch.zeros(grid.grains, device=self._device), self._upscaled(1 / counted)
@@ -331,8 +332,8 @@ class TorchEngine:
         return total / counted
 
     def _sharded_by_grains(self, rows: torch.Tensor, counted: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """The same where each round ends in FSDP2's reduce-scatter, which is ours. A rank without a grain in the last
-        round computes one that nobody adds."""
+        """Like `_whole_by_grains`, for shards: each round ends in FSDP2's reduce-scatter, which is `TreeReduceScatter`.
+        A rank without a grain in the last round computes one that is not added."""
         losses, share = torch.zeros(grid.rounds * grid.ranks, device=self._device), self._upscaled(1 / counted)
         batches = list(self._micro_batches(rows))
         for number in range(grid.rounds):
@@ -347,7 +348,8 @@ class TorchEngine:
     def _grain(
         self, tokens: torch.Tensor, targets: torch.Tensor, documents: torch.Tensor | None, share: torch.Tensor
     ) -> torch.Tensor:
-        """Forward and backward of one micro-batch; the sum of its losses, of which `share` is what gradients are of."""
+        """Forward and backward pass of one micro-batch. The gradient is that of the loss times `share`. Returns the sum
+        of its losses."""
         phases.enter("forward")
         with loss_parallel() if self._mesh.tensor > 1 else nullcontext():
             with torch.autocast(self._device.type, self._narrow, enabled=self._narrow is not None):
@@ -357,7 +359,7 @@ class TorchEngine:
         return loss.detach().float()
 
     def _loss(self, tokens: torch.Tensor, targets: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
-        """The sum of the losses of a micro-batch: of its counted tokens, or of its pairs."""
+        """The sum of the losses of a micro-batch, over its counted tokens or its preference pairs."""
         if not self._spec.preferences:
             return local(self._forward(tokens, targets, documents, reduction="sum"))
         assert documents is not None
@@ -368,14 +370,16 @@ class TorchEngine:
         return preference_loss(losses, before, targets, documents, self._spec.training.preference.beta)
 
     def _mark_comm_phase(self) -> None:
-        """Once the gradient that is computed last is there, all that DDP still does is wait for its buckets."""
+        """Enter the communication phase when the last gradient is computed. DDP then only waits for its buckets."""
         last = next(each for _, each in self._named() if each.requires_grad)
         last.register_hook(lambda _: phases.enter("communication"))
 
     def _gradient_sync(self, last: bool) -> AbstractContextManager[None]:
-        """DDP holds whole gradients anyway, and reduces them over the ranks once, in the last micro-batch. FSDP2 adds
-        each micro-batch to its own shard of the gradient: it never holds more of it than a layer. Replicas of shards
-        are averaged once, in the last micro-batch."""
+        """Synchronize gradients in the last micro-batch only, where that saves communication.
+
+        DDP holds whole gradients and reduces them over the ranks once. FSDP2 adds each micro-batch to its own gradient
+        shard, so it never holds more than one layer's whole gradient. Replicas of shards are averaged once.
+        """
         if isinstance(self._forward, DistributedDataParallel) and not last:
             return self._forward.no_sync()
         if isinstance(self._forward, FSDPModule) and self._mesh.replicas > 1:
@@ -392,15 +396,17 @@ class TorchEngine:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _clip_in_order(self, limit: float | None, grid: Grid) -> torch.Tensor:
-        """The same for shards, at any number of them."""
+        """Like `_clip`, for shards, with the same bits at any number of them."""
         shards = [(gradient, layout.part()[0][0], layout.shape[0]) for layout, gradient in self._gradients()]
         norm = squared_norm(shards, grid).sqrt()
         return _scaled([gradient for gradient, _, _ in shards], norm, limit)
 
     def _clip_over_mesh(self, limit: float | None) -> torch.Tensor:
-        """The same where parts lie on several dimensions of a mesh. torch would reduce them one dimension after the
-        other, each tensor by itself: this is one sum, to which of equal parts one is counted. Where gradients lie with
-        the host, it is all that the device sees of them, whose backend cannot add up what is elsewhere."""
+        """Like `_clip`, for parts on several mesh dimensions.
+
+        torch would reduce one dimension after another, each tensor separately. This is one sum, and of equal parts one
+        counts. With offload, only this sum reaches the device. The device's backend cannot reduce host tensors.
+        """
         held = list(self._gradients())
         norms = torch.stack(torch._foreach_norm([gradient for _, gradient in held]))
         norms *= torch.tensor([float(layout.copy == 0) for layout, _ in held], device=norms.device)
@@ -409,14 +415,14 @@ class TorchEngine:
         return _scaled([gradient for _, gradient in held], squared.sqrt(), limit)
 
     def _gradients(self) -> Iterator[tuple[TensorLayout, torch.Tensor]]:
-        """Where each gradient lies, and this rank's part of it."""
+        """The layout of each gradient, and this rank's part of it."""
         for name, parameter in self._named():
             assert parameter.grad is not None
             yield self._layout_of(name, parameter), local(parameter.grad)
 
     def _warm_up(self, vocabulary: int) -> None:
-        """One forward and backward pass on made-up tokens: compile errors and lack of memory show now, and DDP settles
-        its buckets, so that every attempt sums in the same order from its first step."""
+        """Run one forward and backward pass on made-up tokens. Compile errors and lack of memory show here. DDP settles
+        its buckets, so every attempt sums in the same order from its first step."""
         with torch.no_grad():
             for parameter in chain.from_iterable(each.parameters() for each in (*self._parts, self._reference) if each):
                 parameter.zero_()
@@ -438,7 +444,7 @@ class TorchEngine:
 
 
 def _scaled(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """Scale gradients whose norm is above the limit down to it; the norm."""
+    """Scale the gradients down in place to the norm `limit` if their norm is above it. Returns the unscaled norm."""
     if limit is not None:
         torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))
     return norm

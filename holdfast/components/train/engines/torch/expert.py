@@ -1,9 +1,9 @@
-"""Expert parallelism: the experts of each layer dealt to the ranks of a group, and tokens sent to whoever has theirs.
+"""Expert parallelism: each layer's experts are distributed over the ranks of a group, and tokens are sent to their
+experts.
 
-Each rank computes its own rows up to the router, sends each token to the ranks that have its experts, computes what it
-was sent, and sends the results back. Promises that no token is dropped, and that what an expert computes has a fixed
-order: that of the ranks, and of the tokens of each. See GShard (Lepikhin et al. 2020) and, without capacities,
-MegaBlocks (Gale et al. 2022).
+Each rank computes its rows up to the router, sends each token to the ranks with its experts, computes the received
+tokens, and sends the results back. No token is dropped. An expert computes in a fixed order: by rank, then by the order
+of each rank's tokens. See GShard (Lepikhin et al. 2020) and, without capacities, MegaBlocks (Gale et al. 2022).
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case, as in `model.experts`
@@ -21,13 +21,13 @@ from holdfast.model.experts import Experts, Permuted, grouped, permuted
 
 
 def apply_expert_parallel(decoder: Decoder, mesh: DeviceMesh, tensor: int) -> list[Experts]:
-    """Leave on each rank of `mesh`, of one dimension, its run of each layer's experts, whose matrices become DTensors
-    on it; the experts of each layer. `tensor`: of how many ranks rows are averaged together, each of which has other
-    tokens of them."""
-    layers = [layer for layer in decoder.model.layers if layer is not None]  # a stage of a pipeline has some
+    """Keep on each rank of `mesh`, which has one dimension, its run of each layer's experts. Their matrices become
+    DTensors on it. Returns the experts of each layer. `tensor` is the number of ranks whose rows count as one in the
+    average, each with other tokens of them."""
+    layers = [layer for layer in decoder.model.layers if layer is not None]  # a pipeline stage has only some layers
     found = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, Mixture)]
     for experts in found:
-        for name, parameter in list(experts.named_parameters()):  # on meta: there is nothing to send
+        for name, parameter in list(experts.named_parameters()):  # on meta: nothing to send
             cut = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(cut))
         experts.compute = Exchange(mesh.get_group(), tensor)
@@ -35,33 +35,33 @@ def apply_expert_parallel(decoder: Decoder, mesh: DeviceMesh, tensor: int) -> li
 
 
 class Exchange:
-    """Computes rows where their experts are: what `grouped` does for experts that are all here."""
+    """Computes rows on the ranks that hold their experts. `grouped` does the same for local experts."""
 
     def __init__(self, group: dist.ProcessGroup, tensor: int) -> None:
         self._group = group
         self._averaged = group.size() / tensor
 
     def __call__(self, x_SD: Tensor, ends_E: Tensor, gate_up: Tensor, down: Tensor, hidden: int) -> Tensor:
-        """See `grouped`. The ranks of the group call it together."""
+        """See `grouped`. All ranks of the group call it together."""
         ranks = self._group.size()
         gate_up, down = self._here(gate_up), self._here(down)
         if ranks == 1:
             return grouped(x_SD, ends_E, gate_up, down, hidden)
-        sent = ends_E.diff(prepend=ends_E.new_zeros(1)).view(ranks, -1)  # to each rank, for each of its experts
+        sent = ends_E.diff(prepend=ends_E.new_zeros(1)).view(ranks, -1)  # rows to each rank, for each of its experts
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
         out, back = sent.sum(1).tolist(), received.sum(1).tolist()
         x_SD = _exchange(x_SD, back, out, self._group)
         expert_S = torch.arange(sent.shape[1], device=sent.device).repeat(ranks).repeat_interleave(received.flatten())
-        order_S = expert_S.argsort(stable=True)  # what came by rank and expert, by expert and rank
+        order_S = expert_S.argsort(stable=True)  # from order by rank and expert, to order by expert and rank
         x_SD, inverse_S = permuted(x_SD, order_S)
         y_SD = grouped(x_SD, received.sum(0).cumsum(0), gate_up, down, hidden)
         return _exchange(Permuted.apply(y_SD, inverse_S, order_S), out, back, self._group)
 
     def _here(self, matrix: Tensor) -> Tensor:
-        """The part of a matrix of experts that is here. Its gradient, which is of the rows of all ranks of the group,
-        is divided by their number, as that of other weights is where it is averaged; of these experts only the rest of
-        them will be. Ranks that have parts of the same rows add up, and are averaged as one."""
+        """The local part of a matrix of experts. Its gradient covers the rows of all ranks of the group, so it is
+        divided by their number, as an average over ranks does for other weights. The averaging of these experts
+        covers only the remaining ranks. Ranks with parts of the same rows are summed and count as one."""
         here = matrix.to_local() if isinstance(matrix, DTensor) else matrix
         if here.requires_grad:
             here.register_hook(lambda gradient: gradient / self._averaged)
@@ -69,5 +69,6 @@ class Exchange:
 
 
 def _exchange(x_SD: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
-    """The rows that were sent here, so many by each rank, in the order of the ranks."""
+    """Exchange rows over the ranks. Returns the rows received here, in rank order, with `received[r]` rows from rank
+    r."""
     return all_to_all_single_autograd(x_SD.contiguous(), received, sent, group)

@@ -1,8 +1,8 @@
-"""Products of the decoder's linear layers in fp8 (Micikevicius et al. 2022): activations and weights as e4m3, gradients
-as e5m2, each tensor with one scale; the rest of `training.precision: fp8` is bf16.
+"""fp8 products for the decoder's linear layers (Micikevicius et al. 2022).
 
-Promises that a scale is a function of the tensor that it scales and of nothing before it, so there is no state to save,
-and that it is a power of two, so that scaling rounds nothing (but what is too small for fp8).
+Activations and weights are e4m3, gradients e5m2, each tensor with one scale. The rest of `training.precision: fp8` is
+bf16. A scale depends only on the tensor that it scales, so no state is saved. It is a power of two, so scaling rounds
+nothing except values too small for fp8.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from holdfast.model.decoder import Decoder, Linear
 from holdfast.spec.errors import MissingError
 from holdfast.spec.rules.precision import FP8_CAPABILITY
 
-# The exponent of the largest power of two in each format, less one: 448 = 1.75 * 2^8, 57344 = 1.75 * 2^15.
+# The exponent of the largest power of two in each format, minus one: 448 = 1.75 * 2^8, 57344 = 1.75 * 2^15.
 _ROOM = {torch.float8_e4m3fn: 7, torch.float8_e5m2: 14}
 _BIAS, _MANTISSA = 127, 23  # of an fp32 number's bits
 
 
 def require_fp8(device: torch.device) -> None:
-    """Raises MissingError for a device that multiplies no fp8 numbers."""
+    """Raises MissingError for a device without fp8 products."""
     found = f"this device is {device.type}"
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -37,19 +37,19 @@ def require_fp8(device: torch.device) -> None:
 
 
 def quantised(tensor: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The tensor in an fp8 format, and the scale (fp32, no dimension) that gives it back: the power of two that puts
-    the largest number into the upper end of the format. It is NaN where a number is not finite, for which e4m3 has no
-    room: so is every product of the tensor then."""
+    """The tensor in an fp8 format, and the scale (fp32, no dimension) that restores it. The scale is the power of
+    two that maps the largest number to the upper end of the format. It is NaN if a number is not finite, which e4m3
+    cannot hold. Then every product of the tensor is NaN too."""
     largest = tensor.detach().abs().amax().float()
-    exponent = (largest.view(torch.int32) >> _MANTISSA) - _ROOM[kind]  # with its bias: that of the power of two below
-    exponent = exponent.clamp(_BIAS - 100, _BIAS + 100)  # both it and its inverse are ordinary numbers
+    exponent = (largest.view(torch.int32) >> _MANTISSA) - _ROOM[kind]  # biased exponent of the power of two below
+    exponent = exponent.clamp(_BIAS - 100, _BIAS + 100)  # the scale and its inverse are normal numbers
     scale, inverse = ((each << _MANTISSA).view(torch.float32) for each in (exponent, 2 * _BIAS - exponent))
     return (tensor.float() * inverse).to(kind), torch.where(largest.isfinite(), scale, torch.nan)
 
 
 class _Product(torch.autograd.Function):
-    """x [M, K] times weight [N, K] transposed, with both its gradients, in fp8; results are bf16. Products are added in
-    fp32. bf16 is kept for the backward pass, as without fp8, and quantised again there."""
+    """x [M, K] times weight [N, K] transposed, with both gradients, in fp8. Results are bf16, and products are added
+    in fp32. bf16 inputs are kept for the backward pass, as without fp8, and quantized again there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -71,13 +71,13 @@ class _Product(torch.autograd.Function):
 
 
 def _multiply(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> Tensor:
-    """left [A, C] times right [B, C] transposed: rows of both lie together, as kernels want them."""
+    """left [A, C] times right [B, C] transposed. Rows of both are contiguous, as the kernels require."""
     (rows, its_scale), (columns, scale) = left, right
     return torch._scaled_mm(rows, columns.t(), scale_a=its_scale, scale_b=scale, out_dtype=torch.bfloat16)
 
 
 class Fp8Linear(Linear):
-    """A linear layer that multiplies in fp8. Has the parameters of the layer that it replaces."""
+    """A linear layer that multiplies in fp8, with the parameters of the layer that it replaces."""
 
     def __init__(self, base: Linear) -> None:
         super().__init__(base.in_features, base.out_features, bias=False)
@@ -92,12 +92,12 @@ class Fp8Linear(Linear):
 
 
 def convert_to_fp8(decoder: Decoder, precision: str) -> None:
-    """Let the linear layers of every layer of the decoder multiply in fp8 if that is the precision. Embedding, norms
-    and head stay as they are."""
+    """Convert the linear layers of every decoder layer to fp8 if that is the precision. Embedding, norms and head
+    are unchanged."""
     if precision != "fp8":
         return
     for layer in decoder.model.layers:
-        for part in () if layer is None else list(layer.children()):  # a stage of a pipeline has some layers
+        for part in () if layer is None else list(layer.children()):  # a pipeline stage has only some layers
             for name, base in list(part.named_children()):
                 if type(base) is Linear:
                     setattr(part, name, Fp8Linear(base))

@@ -1,9 +1,9 @@
-"""LAMB (You et al. 2020, algorithm 2): Adam's update of a tensor, as long as the tensor itself is.
+"""LAMB (You et al. 2020, algorithm 2): Adam's update of a tensor, scaled to the norm of the tensor.
 
-The norms that this takes are of whole tensors, summed over their parts as the norm of gradients is under elastic
-determinism, so that no cut of rows shows in them. What is kept of a weight is what AdamW keeps. Nothing here adds and
-multiplies in one operation, which torch's kernels round otherwise where a vector is not full: an element gets the same
-bits wherever a shard ends.
+Norms cover whole tensors and are summed over their parts, as the gradient norm is under elastic determinism. So no
+division of rows changes them. The state of a weight is that of AdamW. No operation here fuses an addition and a
+multiplication, because torch's kernels round it differently where a vector is not full. An element therefore gets the
+same bits wherever a shard ends.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ from holdfast.spec.training import Optimizer
 
 @dataclass(frozen=True)
 class Rows:
-    """Where this rank's part of a tensor lies: of `whole` rows it has some from `first` on, and `counted` says that it
-    is this rank whose copy is counted."""
+    """This rank's part of a tensor: rows from `first` on, of `whole` rows. `counted` is true if this rank's copy
+    counts in sums."""
 
     first: int
     whole: int
     counted: bool = True
 
     def of(self, part: Tensor) -> tuple[Tensor, int, int]:
-        """What is counted of this rank's part, as `squared_norms` takes it."""
+        """The counted rows of this rank's part, in the form that `squared_norms` takes."""
         return (part if self.counted else part[:0]), self.first, self.whole
 
 
 class Lamb(torch.optim.Optimizer):
-    """Every method is called on every rank, where tensors are shared out."""
+    """The LAMB optimizer. If tensors are sharded, call every method on every rank."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], settings: Optimizer, rows: Mapping[nn.Parameter, Rows] | None):
-        """`groups` of parameters with their `weight_decay`. `rows`: of each; None: every rank has all of them."""
+        """`groups` are parameter groups with their `weight_decay`. `rows` has the rows of each parameter. None means
+        that every rank has all rows."""
         defaults = {"lr": settings.learning_rate, "fused": False}
         super().__init__(groups, defaults)
         self._settings, self._rows = settings, rows
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        """One update, of as much memory again as the parameters have. A collective call."""
+        """Run one update. It needs as much extra memory as the parameters. A collective call."""
         beta1, beta2, epsilon = self._settings.beta1, self._settings.beta2, self._settings.epsilon
         held = [(each, group["lr"], group["weight_decay"]) for group in self.param_groups for each in group["params"]]
         weights, updates = [], []

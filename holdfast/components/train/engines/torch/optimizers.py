@@ -1,5 +1,5 @@
-"""The optimizers, their state there from the start, and updates that a tensor on the device may hold back: AdamW as
-torch has it, and LAMB."""
+"""Optimizers: torch's AdamW, and LAMB. Their state exists from the start, and a tensor on the device can hold an
+update back."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from holdfast.spec.training import Optimizer
 def optimizer_of(
     decoder: nn.Module, settings: Optimizer, *, anywhere: bool, rows: Mapping[nn.Parameter, Rows] | None
 ) -> torch.optim.Optimizer:
-    """What the settings name, with decay on matrices only, and its state there from the start so that a checkpoint
-    always has every name. `anywhere`: an element gets the same bits wherever a shard ends. torch's fused kernel for
-    CPUs rounds the last elements of a tensor, which do not fill a vector, otherwise than the rest. `rows`: see Lamb."""
+    """The configured optimizer, with decay on matrices only. Its state exists from the start, so a checkpoint always
+    has every name. With `anywhere`, an element gets the same bits wherever a shard ends: torch's fused CPU kernel
+    rounds the last elements of a tensor, which do not fill a vector, differently. For `rows` see Lamb."""
     groups = decay_groups(decoder, settings.weight_decay)
     optimizer: torch.optim.Optimizer
     if settings.kind == "lamb":
@@ -44,7 +44,7 @@ def optimizer_of(
 
 
 def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups of what is trained: matrices decay, norms do not. Each is of what lies on one mesh."""
+    """Parameter groups of the trained parameters: matrices decay, norms do not. Each group lies on one mesh."""
     groups: dict[tuple[Any, bool], list[nn.Parameter]] = {}
     for parameter in filter(lambda each: each.requires_grad, module.parameters()):
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -57,12 +57,11 @@ def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]
 
 @torch.no_grad()
 def update(optimizer: torch.optim.Optimizer, held: Tensor | None) -> None:
-    """One step of the optimizer, which leaves everything as it is, and counts none, where `held` is 1.0. No host waits
-    for that number: the fused kernel takes it, as it does from torch's own gradient scaler. Where the kernel is another
-    one, what was there before is put back."""
+    """Run one optimizer step. If `held` is 1.0, it changes nothing and counts no step. No host waits for `held`: the
+    fused kernel takes it, as from torch's gradient scaler. For other kernels the old values are restored."""
     fused = optimizer.defaults["fused"]
     if held is not None:
-        held = held.to(next(iter(optimizer.state)).device)  # a host that steps itself has to know
+        held = held.to(next(iter(optimizer.state)).device)  # with offload the host runs the step and needs the value
     if held is None or fused:
         optimizer.found_inf = held  # type: ignore[attr-defined]
         optimizer.grad_scale = None  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""How a model is spread over the ranks: the order of the transforms, on one screen.
+"""Parallelization of a model over the ranks: all transforms, in order.
 
-The decoder comes on the meta device, so that nothing is allocated before it is cut; it leaves on this rank's device,
-its weights undefined and only this rank's part of them there.
+The decoder arrives on the meta device, so nothing is allocated before it is split. Afterwards this rank's part of it is
+on this rank's device, with undefined weights.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from holdfast.components.train.mesh import Mesh
 from holdfast.model.decoder import Decoder
 from holdfast.spec.training import Parallel, Training
 
-# What forward and backward compute in, where it is not fp32.
+# What forward and backward compute in, if not fp32.
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """The mesh as torch has it. A collective call."""
+    """The mesh as torch's DeviceMesh. A collective call."""
     return init_device_mesh(device.type, tuple(mesh.spread.values()), mesh_dim_names=tuple(mesh.spread))
 
 
 def build_expert_mesh(mesh: Mesh, device: torch.device, experts: int) -> DeviceMesh | None:
-    """That of experts which other ranks share than share the rest of their layers; None where there are none. A
-    collective call."""
+    """The mesh of experts, which are spread over other groups of ranks than the rest of their layers. None if the
+    model has no such experts. A collective call."""
     if experts == 1 or mesh.expert * mesh.tensor == 1:
         return None
     return init_device_mesh(device.type, tuple(mesh.of_experts.values()), mesh_dim_names=tuple(mesh.of_experts))
@@ -55,21 +55,23 @@ def parallelize(
     sequence_shard: SequenceShard | None = None,
     expert_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
-    """What computes the loss of one rank's micro-batch, or a stage of it; gradients of `decoder` are averaged over the
-    ranks behind it that see other samples: those of `ranks` (see `device_mesh`) that hold parts of it, or without one
-    all, which are whole replicas. On a `grid`, of the step that is computed, they are summed as elastic determinism
-    wants it. `sequence_shard`: of every row. `expert_mesh`: see `build_expert_mesh`.
+    """Spread `decoder` over the ranks. Returns the module that computes the loss of one rank's micro-batch, or a stage
+    of it.
 
-    0. Linear layers that multiply in fp8 take the places of others, and their parameters.
-    1. Tensor parallelism cuts the matrices first, and expert parallelism deals the experts: all that follows must see
-       what is left of them. Context parallelism changes how attention finds keys, and no weight.
-    2. Activation checkpointing wraps a layer before it is compiled, so that the compiler sees what is computed twice.
-    3. Compilation goes layer by layer, before sharding, so that no gathering of weights falls inside a graph; one layer
-       compiled serves all of them.
-    4. FSDP2 shards layer by layer and then the rest, on the meta device: each is gathered to be computed. Experts that
-       were dealt are shared by fewer ranks than the rest of their layer, and come before it.
-    5. Only now memory is allocated: this rank's part, where it lies with the host for good; tables are the device's.
-    6. DDP averages over replicas that are plain and whole.
+    Gradients are averaged over the ranks that see other samples: those of `ranks` (see `device_mesh`) that hold parts,
+    or all whole replicas if `ranks` is None. With `grid`, the grid of the current step, they are summed as elastic
+    determinism requires. `sequence_shard` is this rank's part of every row. For `expert_mesh` see `build_expert_mesh`.
+
+    0. fp8 linear layers replace others and take their parameters.
+    1. Tensor parallelism splits the matrices first, and expert parallelism distributes the experts. All later
+       transforms must see the resulting parts. Context parallelism changes how attention finds keys, and no weight.
+    2. Activation checkpointing wraps a layer before compilation, so that the compiler sees the recomputation.
+    3. Compilation is per layer and before sharding, so no gathering of weights falls inside a graph. One compiled layer
+       serves all layers.
+    4. FSDP2 shards layer by layer and then the rest, on the meta device. Each is gathered to be computed. Distributed
+       experts are shared by fewer ranks than the rest of their layer, and come before it.
+    5. Only now is memory allocated: this rank's part, permanently on the host with offload. Tables are on the device.
+    6. DDP averages over plain, whole replicas.
     """
     offloaded = parallel.offload != "none"
     convert_to_fp8(decoder, training.precision)
@@ -77,7 +79,7 @@ def parallelize(
         apply_tensor_parallel(decoder, ranks["tensor"])
     if sequence_shard is not None:
         apply_context_parallel(decoder, sequence_shard)
-    layers = [layer for layer in decoder.model.layers if layer is not None]  # a stage of a pipeline has some
+    layers = [layer for layer in decoder.model.layers if layer is not None]  # a pipeline stage has only some layers
     for layer in layers:
         recompute(layer, training.activation_checkpointing)
         if training.compile:
@@ -90,7 +92,7 @@ def parallelize(
             "mesh": ranks["replicas", "shards"] if mesh.replicas > 1 else ranks["shards"],
             "reshard_after_forward": _reshard(parallel)
             if mesh.shards > 1 or grid or offloaded
-            else False,  # there is nothing to free
+            else False,  # nothing to free
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=narrow, reduce_dtype=torch.float32
             ),  # sums of gradients: fp32
@@ -110,8 +112,8 @@ def parallelize(
             setattr(module, name, buffer.to(device))
     decoder.reset_buffers()
     if ranks is None and grid is None and mesh.replicas > 1:
-        # The state is filled on every rank, and tables follow from the model: what differs is a mistake that a
-        # comparison of the ranks is to find, so nothing is sent around, neither now nor at each forward pass.
+        # Every rank fills its state, and tables follow from the model. A difference is a bug that the comparison of
+        # ranks must find. So nothing is broadcast, neither now nor at each forward pass.
         return DistributedDataParallel(
             decoder,
             bucket_cap_mb=parallel.bucket_mib,
@@ -125,7 +127,7 @@ def parallelize(
 def _shard_experts(
     decoder: Decoder, parallel: Parallel, mesh: Mesh, ranks: DeviceMesh, dtype: torch.dtype | None
 ) -> None:
-    """Deal experts to ranks, and shard each rank's over those that have the same."""
+    """Distribute experts over ranks, and shard each rank's experts over the ranks that hold the same ones."""
     sizes = mesh.of_experts
     for experts in apply_expert_parallel(decoder, ranks["expert"], mesh.tensor):
         fully_shard(
@@ -137,5 +139,6 @@ def _shard_experts(
 
 
 def _reshard(parallel: Parallel) -> bool | None:
-    """In FSDP2's words. None: all but what was computed last, which comes first in the backward pass."""
+    """The `reshard_after_forward` of FSDP2. None reshards all but the last computed layers, which come first in the
+    backward pass."""
     return None if parallel.reshard == "always" else False

@@ -1,11 +1,12 @@
-"""Pipeline parallelism: the layers of the decoder dealt to stages, and micro-batches sent through them.
+"""Pipeline parallelism: the decoder's layers are divided into stages, and micro-batches pass through them.
 
 Schedules are torch's (`torch.distributed.pipelining`): GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019),
-interleaved 1F1B (Narayanan et al. 2021) and the zero-bubble schedule that holds no more than 1F1B (ZB-H1, Qi et al.
-2024), in which a backward pass is two: what the stage before waits for, and gradients of weights, which nobody does.
-The order in which a stage adds up its micro-batches' gradients is fixed by the schedule. The loss is
-computed within the last stage, so that no logits leave it; what keeps the experts of a layer equally busy is charged in
-the layer's own stage.
+interleaved 1F1B (Narayanan et al. 2021), and the zero-bubble schedule with the memory of 1F1B (ZB-H1, Qi et al. 2024).
+ZB-H1 splits a backward pass in two: gradients of inputs, which the stage before waits for, and gradients of weights,
+which no stage waits for.
+
+The schedule fixes the order in which a stage adds its micro-batches' gradients. The last stage computes the loss, so no
+logits leave it. A layer's own stage charges the loss that balances its experts.
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case, as in the decoder
@@ -32,16 +33,16 @@ from holdfast.model.decoder import Decoder
 from holdfast.planning.stages import split
 from holdfast.spec.model import Model
 
-STAGES_EACH = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}  # of a rank
+STAGES_EACH = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}  # stages per rank
 _SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
 _ONE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 def split_layers(model: Model, vocabulary: int, stages: int) -> list[range]:
-    """The layers of each stage, so that the most expensive stage costs as little as can be. The cost of a layer and of
-    the head are the multiplications for one token (see `flops_per_token`); looking up an embedding costs none."""
+    """The layers of each stage, with the lowest cost of the most expensive stage. The cost of a layer and of the head
+    is its multiplications per token (see `flops_per_token`). An embedding lookup costs nothing."""
     width = model.head_width * (2 * model.heads + 2 * model.key_value_heads)
-    wide = model.ffn_width  # of all that a token goes through
+    wide = model.ffn_width  # summed over all experts that a token passes through
     if model.experts > 1:
         wide *= min(model.routing.top_k, model.experts) + model.routing.shared
     layer = model.hidden * (width + 3 * wide) + 2 * model.context * model.heads * model.head_width
@@ -51,14 +52,15 @@ def split_layers(model: Model, vocabulary: int, stages: int) -> list[range]:
 
 
 def given_layers(stages: Sequence[int]) -> list[range]:
-    """The layers of each stage, of which a person has said how many it has."""
+    """The layers of each stage, from the number of layers of each stage."""
     ends = list(accumulate(stages))
     return [range(end - own, end) for own, end in zip(stages, ends, strict=True)]
 
 
 class Stage(Decoder):
-    """Some layers of a decoder, under the names that they have in the whole; with the embedding in the first stage, and
-    the last norm, the head and the loss in the last one. A tied head is the embedding's matrix, which both have."""
+    """Some layers of a decoder, under their names in the whole model. The first stage also has the embedding, and the
+    last one has the final norm, the head and the loss. A tied head is the embedding's matrix, which both stages hold.
+    """
 
     def __init__(self, shape: Model, vocabulary: int, layers: range) -> None:
         super().__init__(shape, vocabulary)
@@ -75,8 +77,9 @@ class Stage(Decoder):
     def forward(  # type: ignore[override]
         self, x: Tensor, targets_BT: Tensor, share_B: Tensor, document_BT: Tensor | None = None
     ) -> Tensor:
-        """From token ids [B, T] in the first stage, else the residual stream; to the residual stream, in the last stage
-        to the sum of the losses. `share_B`: of what is charged for a sequence, gradients are, as of its loss."""
+        """From token ids [B, T] in the first stage, else the residual stream, to the residual stream. The last stage
+        returns the sum of the losses. `share_B` scales the gradient of a sequence's charge as it scales that of its
+        loss."""
         x_BTD = self.model.embed_tokens(x) if self.first else x
         x_BTD, unevenness_B = self.through(x_BTD, 0, self.shape.context, document_BT)
         charge_B = self.charge(unevenness_B, targets_BT)
@@ -85,11 +88,11 @@ class Stage(Decoder):
         if not self.last:
             return x_BTD
         loss = self.loss(self.head(self.model.norm(x_BTD)), targets_BT, "sum")
-        return loss.to_local().clone() if isinstance(loss, DTensor) else loss  # FSDP2 wants no view
+        return loss.to_local().clone() if isinstance(loss, DTensor) else loss  # FSDP2 does not accept a view
 
 
 class _Stage(PipelineStage):
-    """torch's stage, which describes the tensors that it sends to a neighbor in JSON: torch pickles the description."""
+    """torch's stage, with JSON instead of a pickle for the description of tensors sent to a neighbor."""
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
         field = _META_FIELDS[type(meta)]
@@ -123,22 +126,22 @@ def _parse_tensor(described: list[Any] | None) -> _TensorMeta | None:
 
 
 class _Charged(torch.autograd.Function):
-    """The residual stream as it is. Whatever its gradient, that of what is charged for it is 1."""
+    """The residual stream, unchanged. The gradient of the charge is always 1."""
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor, charge: Tensor) -> Tensor:
-        """The same numbers."""
+        """Return the same numbers."""
         ctx.one = torch.ones_like(charge)
-        return x_BTD.clone()  # FSDP2 wants no view
+        return x_BTD.clone()  # FSDP2 does not accept a view
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Both."""
+        """Gradients of the stream and of the charge."""
         return gradients[0], ctx.one
 
 
 class Pipeline:
-    """The stages of this rank, which are in one pipeline with those of the other ranks of `group`."""
+    """The stages of this rank, in one pipeline with the stages of the other ranks of `group`."""
 
     def __init__(
         self,
@@ -148,7 +151,8 @@ class Pipeline:
         micro_batches: int,
         device: torch.device,
     ) -> None:
-        """`stages` are those at this rank's place in `group`, and as many places further on for each next one."""
+        """`stages` are the stage at this rank's position in `group`, then the stages `group.size()` positions further
+        each."""
         ranks, place = group.size(), group.rank()
         count = ranks * len(stages)
         made = [_Stage(stage, place + ranks * index, count, device, group=group) for index, stage in enumerate(stages)]
@@ -161,8 +165,8 @@ class Pipeline:
         self._first, self._last = place == 0, place == ranks - 1
 
     def forward_backward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None, share: Tensor) -> Tensor:
-        """Forward and backward of all micro-batches of a step; `share` of the sum of their losses, of which gradients
-        are. 0 where the last stage is not."""
+        """Forward and backward pass of all micro-batches of a step. The gradient is that of the losses' sum times
+        `share`. Returns that product, or 0 on ranks without the last stage."""
         losses: list[Tensor] = []
         more = {} if documents is None else {"document_BT": documents}
         self._schedule.step(

@@ -1,9 +1,9 @@
-"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018): torch's rule (`torch.amp.GradScaler`), with its state on
-the device and small enough to stand among the numbers of a checkpoint.
+"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018) by torch's rule (`torch.amp.GradScaler`).
 
-Gradients of fp16 lose what lies below 6e-8, so the loss is multiplied by a scale before the backward pass and gradients
-are divided by it before anything reads them. Scales are powers of two: both are exact. A step whose gradients overflow
-is held back, and the scale is halved; after `growth_interval` steps without one it is doubled.
+The state is on the device and small enough for the scalars of a checkpoint. fp16 gradients lose values below 6e-8, so
+the loss is multiplied by a scale before the backward pass. Gradients are divided by it before anything reads them.
+Scales are powers of two, so both operations are exact. A step with overflowing gradients is held back, and the scale is
+halved. After `growth_interval` steps without overflow it is doubled.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from holdfast.components.train.anomalies import Scalars
 from holdfast.spec.training import LossScale as Settings
 
-SCALE, GROWTH = "loss_scale.scale", "loss_scale.growth_tracker"  # among the scalars of a checkpoint
-LEAST = 1.0  # an overflow at this scale is no matter of the scale any more
+SCALE, GROWTH = "loss_scale.scale", "loss_scale.growth_tracker"  # names among the scalars of a checkpoint
+LEAST = 1.0  # a smaller scale does not help against an overflow at this one
 
 
 class LossScale:
-    """The scale of one engine."""
+    """The loss scale of one engine."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self._interval, self._first = settings.growth_interval, 2.0**settings.initial_power
@@ -29,12 +29,12 @@ class LossScale:
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
 
     def restored(self, scalars: Scalars) -> None:
-        """Take over the scale of a checkpoint; of none, the first one."""
+        """Restore the scale from the scalars of a checkpoint. Without scalars, the initial scale applies."""
         self.scale.fill_(float(scalars.get(SCALE, self._first)))
         self._growth.fill_(int(scalars.get(GROWTH, 0)))
 
     def scalars(self) -> dict[str, float | int]:
-        """What has to be saved. Reads the device."""
+        """The state to save. Reads the device."""
         return {SCALE: float(self.scale), GROWTH: int(self._growth)}
 
     def unscale(self, gradients: list[Tensor]) -> None:
@@ -42,8 +42,9 @@ class LossScale:
         torch._foreach_mul_(gradients, 1.0 / self.scale)
 
     def overflowed(self, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """From the norm of all gradients: whether the update is held back because they overflowed (1.0 or 0.0), and
-        whether a smaller scale may mend it; on all ranks alike. Sets the scale of the next step. A collective call."""
+        """Check the norm of all gradients for overflow, and set the scale of the next step. A collective call.
+        Returns two numbers, 1.0 or 0.0 and equal on all ranks: whether an overflow holds the update back, and
+        whether a smaller scale may help."""
         found = (~norm.isfinite()).float()
         if self._several:
             dist.all_reduce(found, dist.ReduceOp.MAX)

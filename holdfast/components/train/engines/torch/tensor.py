@@ -1,11 +1,11 @@
-"""Tensor parallelism: the matrices of the decoder cut over the ranks of a group, which compute one batch together.
+"""Tensor parallelism: the decoder's matrices are split over a group of ranks that compute one batch together.
 
-Where no matrix is, the residual stream is cut along the sequence (sequence parallelism), so that a group computes norms
-once, and keeps activations once. The vocabulary is cut as well, in the embedding, the head and the loss: no rank ever
+Outside the matrices, the residual stream is split along the sequence (sequence parallelism), so a group computes norms
+once and keeps activations once. The vocabulary is split too, in the embedding, the head and the loss. No rank ever
 holds the logits of the whole vocabulary. See Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022).
 
-Experts stay whole: each rank sends the tokens of its part of the sequence to them, and the ranks of a group share them
-as shards do (`expert`). Their columns are few, and those of one rank would be no run of the matrix's rows.
+Experts stay whole. Each rank sends the tokens of its sequence shard to them, and the ranks of a group share them as
+shards (`expert`). Experts have few columns, and one rank's columns would not be a run of the matrix's rows.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SEQUENCE = Shard(1)  # of [B, T, D]
 
 
 def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
-    """Cut every matrix over `mesh`, of one dimension; every parameter becomes a DTensor on it. The loss comes out as a
-    DTensor, the same on all ranks."""
+    """Split every matrix over `mesh`, which has one dimension. Every parameter becomes a DTensor on it. The loss
+    becomes a DTensor that is the same on all ranks."""
     normed = decoder.shape.query_key_norm
     for layer in decoder.model.layers:
         if layer is not None:
@@ -44,7 +44,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
             if mixture is not None:
                 mixture.gate.cut(mesh.size(), lambda counts: _added_up(counts, mesh))
     decoder.charged = lambda loss, charge: loss + _of_parts(charge - charge.detach(), mesh)  # type: ignore[method-assign]
-    # Rows are tokens of the vocabulary in both, so that one matrix may be both. The head reads whole sequences.
+    # Rows are vocabulary tokens in both, so that one matrix can serve as both. The head reads whole sequences.
     trunk = {
         "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
         "norm": _WholeSequence(),
@@ -57,7 +57,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
 
 
 def _attention_plan(normed: bool) -> dict[str, ParallelStyle]:
-    """Whole sequences go into attention. Each rank computes its own heads, and their sums are scattered along the
+    """Attention receives whole sequences. Each rank computes its own heads, and their sums are scattered along the
     sequence."""
     whole = Replicate()
     plan: dict[str, ParallelStyle] = {
@@ -77,7 +77,7 @@ def _attention_plan(normed: bool) -> dict[str, ParallelStyle]:
 
 
 def _feed_forward_plan(name: str) -> dict[str, ParallelStyle]:
-    """The same of the columns of a feed-forward layer."""
+    """A plan that splits a feed-forward layer's columns over ranks."""
     return {
         name: PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(Replicate(),)),
         f"{name}.gate_proj": ColwiseParallel(),
@@ -87,8 +87,7 @@ def _feed_forward_plan(name: str) -> dict[str, ParallelStyle]:
 
 
 def _mixture_plan(mixture: Mixture) -> dict[str, ParallelStyle]:
-    """Each rank routes the tokens of its part of the sequence. Experts that all tokens go through are cut as a
-    feed-forward layer is."""
+    """Each rank routes the tokens of its sequence shard. Shared experts are split like a feed-forward layer."""
     parts = PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(SEQUENCE,), use_local_output=True)
     plan: dict[str, ParallelStyle] = {"mlp": parts, "mlp.gate": _OfParts()}
     for name in ("shared_experts", "shared_expert"):
@@ -100,7 +99,7 @@ def _mixture_plan(mixture: Mixture) -> dict[str, ParallelStyle]:
 
 
 class _OfParts(ParallelStyle):
-    """A matrix that every rank has whole, and applies to its part of the sequence, of plain tensors."""
+    """A matrix that every rank holds whole and applies to its sequence shard, as plain tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         weight = distribute_tensor(module.get_parameter("weight"), device_mesh, [Replicate()], src_data_rank=None)
@@ -114,11 +113,11 @@ class _OfParts(ParallelStyle):
 
 def _project(x: Tensor, weight: Tensor) -> Tensor:
     assert isinstance(weight, DTensor)
-    return F.linear(x, weight.to_local(grad_placements=[Partial()]))  # of which every rank's tokens give a part
+    return F.linear(x, weight.to_local(grad_placements=[Partial()]))  # each rank's tokens give a part of its gradient
 
 
 def _of_parts(here: Tensor, mesh: DeviceMesh) -> Tensor:
-    """What every rank has a part of, whole on every rank."""
+    """Sum the ranks' partial values, so that every rank has the total."""
     return DTensor.from_local(here, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
 
 
@@ -129,12 +128,12 @@ def _added_up(counts: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _of_own_heads() -> ParallelStyle:
-    """A norm whose weights are on every rank, and which each applies to its own heads."""
+    """A norm with its weights on every rank. Each rank applies it to its own heads."""
     return SequenceParallel(sequence_dim=2, use_local_output=True)
 
 
 class _WholeSequence(SequenceParallel):
-    """A norm computed in parts of the sequence, whose result is gathered."""
+    """A norm that is computed on sequence shards. Its result is gathered."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
@@ -145,4 +144,4 @@ class _WholeSequence(SequenceParallel):
 
 
 def _cut(module: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
-    parallelize_module(module, mesh, plan, src_data_rank=None)  # on meta: there is nothing to scatter
+    parallelize_module(module, mesh, plan, src_data_rank=None)  # on meta: nothing to scatter

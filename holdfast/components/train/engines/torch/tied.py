@@ -1,9 +1,9 @@
-"""Tied embeddings in a pipeline: the first stage looks tokens up in the matrix that the last one has as its head.
+"""Tied embeddings in a pipeline: the first stage looks tokens up in the matrix that is the last stage's head.
 
-Each of the two holds a copy, cut alike, and has a gradient of its own use of it. Their sum is that of the one matrix:
-made before anything reads it, on both alike, so that two equal copies stay equal (as in Megatron-LM, Narayanan et al.
-2021). Two numbers have one sum in any order. To checkpoints, digests and the norm of gradients they are copies like
-those of replicas: one of them counts.
+Both stages hold a copy with equal layout, and each computes the gradient of its use. The sum is the gradient of the one
+matrix. It is computed before anything reads it, alike on both, so that equal copies stay equal (as in Megatron-LM,
+Narayanan et al. 2021). Two numbers have the same sum in any order. For checkpoints, digests and the gradient norm they
+are copies, like those of replicas: one of them counts.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ TIED = "model.embed_tokens.weight"  # its canonical name in both stages
 
 
 class TiedEnds:
-    """What a rank of the first or the last stage has in common with the rank at its place in the other one."""
+    """The link between a rank of the first or last stage and the rank at its position in the other one."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     @classmethod
     def of(cls, mesh: Mesh, rank: int, tied: bool) -> TiedEnds | None:
-        """That of `rank`; None in stages between, and where head and embedding are two matrices or in one stage. A
+        """The link of `rank`. None in middle stages, and if head and embedding are two matrices or in one stage. A
         collective call of all ranks."""
         if mesh.pipeline == 1 or not tied or not dist.is_initialized():
             return None
@@ -42,10 +42,10 @@ class TiedEnds:
                 dist.all_reduce(local(parameter.grad), group=self._group)
 
     def layout_of(self, lying: TensorLayout) -> TensorLayout:
-        """Where a tensor lies, of which a layout knows only its own stage."""
+        """The layout of a tensor over both stages, from its layout in its own stage."""
         return lying.copied_over(2, self._group.rank()) if self.has(lying.name) else lying
 
     @staticmethod
     def has(name: str) -> bool:
-        """Whether both stages hold a tensor: the matrix, or what the optimizer keeps for it."""
+        """Whether both stages hold a tensor: the matrix, or its optimizer state."""
         return name.endswith(TIED)
