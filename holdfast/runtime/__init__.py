@@ -1,1 +1,2 @@
-"""The process side of a step: environment, arguments, logging, outcomes, exits. Leaves what a spec means to `spec`."""
+"""The process side of a step: environment, arguments, logging, outcomes, exits. `spec` defines the meaning of a
+spec."""

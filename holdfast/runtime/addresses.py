@@ -1,4 +1,4 @@
-"""The address of this machine that the other nodes of a job use, and listeners that are bound to it and to no other."""
+"""This machine's address for the other nodes of a job, and listeners that are bound only to it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import psutil
 
 log = logging.getLogger("holdfast.runtime")
 
-INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # the interface of the job, where one is named
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # the interface of the job, if set
 BACKLOG = 4096
 
 
 def interface_address() -> str | None:
-    """The IPv4 address of the interface that GLOO_SOCKET_IFNAME names; None where it names none that is here."""
+    """The IPv4 address of the interface that GLOO_SOCKET_IFNAME names; None if this machine has no such interface."""
     name = os.environ.get(INTERFACE_VARIABLE, "").split(",")[0]
     for address in psutil.net_if_addrs().get(name, []):
         if address.family == socket.AF_INET:
@@ -28,15 +28,17 @@ def interface_address() -> str | None:
 def route_address(host: str, port: int) -> str:
     """The address by which this machine reaches a host. Raises OSError."""
     family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:  # sends nothing: the kernel says from which address it would
+    with socket.socket(family, kind) as probe:  # sends nothing: the kernel reports the address it would use
         probe.connect(target)
         return str(probe.getsockname()[0])
 
 
 def listen_as(host: str, port: int) -> socket.socket:
-    """A listener at `port` on the address of this machine that `host` names to the other nodes. Where `host` names no
-    address of this machine (behind a translation of addresses, or a name that only others can resolve), on the named
-    interface, else on all of them. Raises OSError."""
+    """A listener at `port` on this machine's address that `host` names to the other nodes.
+
+    `host` may name no address of this machine: behind address translation, or if only others can resolve it. Then the
+    listener is on the named interface, else on all of them. Raises OSError.
+    """
     address = next(_own_addresses(host), None) or interface_address()
     if address is None:
         log.warning(
@@ -51,8 +53,8 @@ def listen_as(host: str, port: int) -> socket.socket:
 
 
 def _own_addresses(host: str) -> Iterator[str]:
-    """The addresses of `host` that this machine has, IPv4 first. A name that only means this machine on itself (it is
-    in /etc/hosts with a loopback address) is nothing that other nodes know."""
+    """The addresses of `host` that this machine has, IPv4 first. Skips a name that means this machine only on itself,
+    such as a loopback address in /etc/hosts: other nodes do not know it."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

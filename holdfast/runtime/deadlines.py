@@ -1,8 +1,8 @@
-"""A total deadline for a request over HTTP: a server that sends a byte now and then keeps no request forever.
+"""Total deadline for an HTTP request: a server that sends a byte now and then cannot keep a request forever.
 
-Timeouts of sockets bound only the silence between two bytes. Here one thread of the process shuts down the socket of a
-request that is overdue, wherever that request reads or writes; its thread then sees a closed connection. Large bodies
-get more time, at a least rate.
+Socket timeouts bound only the silence between two bytes. Here, one thread of the process shuts down the socket of an
+overdue request, wherever that request reads or writes. Its thread then sees a closed connection. Large bodies get more
+time, at a minimum rate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOOK_SECONDS = 0.25
 
 
 class Attempt:
-    """One request on its way. `overdue`: its time was up, and what came of it is not whole."""
+    """One request in progress. `overdue`: its time was up, so its result is incomplete."""
 
     def __init__(self, due: float) -> None:
         self.due = due  # by the monotonic clock
@@ -28,19 +28,19 @@ class Attempt:
         self.sock: socket.socket | None = None
 
     def allow(self, size: int) -> None:
-        """More time, for a body of `size` bytes."""
+        """Add time for a body of `size` bytes."""
         self.due += size / LEAST_RATE
 
 
 _current = threading.local()
 _lock = threading.Lock()
 _attempts: set[Attempt] = set()
-_watching = False  # whether a thread of this process does
+_watching = False  # whether a thread of this process watches
 
 
 @contextlib.contextmanager
 def attempt_until(due: float) -> Iterator[Attempt]:
-    """What this thread sends in the context ends at `due`, by the monotonic clock."""
+    """End requests that this thread sends in the context at `due`, by the monotonic clock."""
     attempt, outer = Attempt(due), getattr(_current, "attempt", None)
     _current.attempt = attempt
     with _lock:
@@ -55,7 +55,7 @@ def attempt_until(due: float) -> Iterator[Attempt]:
 
 
 def allow(size: int) -> None:
-    """More time for the request of this thread, for a body of `size` bytes."""
+    """Add time to the request of this thread, for a body of `size` bytes."""
     attempt = getattr(_current, "attempt", None)
     if attempt is not None:
         attempt.allow(size)
@@ -63,8 +63,8 @@ def allow(size: int) -> None:
 
 @contextlib.contextmanager
 def within(seconds: float, kind: type[Exception] = TimeoutError) -> Iterator[None]:
-    """What this thread sends in the context, over a client that is `bound`, and reads of the answer ends after so many
-    seconds. Raises `kind` then."""
+    """End requests of this thread in the context after `seconds`, including the reading of the response. Their client
+    must be `bound`. Raises `kind` when the time is up."""
     with attempt_until(time.monotonic() + seconds) as attempt:
         try:
             yield
@@ -76,7 +76,7 @@ def within(seconds: float, kind: type[Exception] = TimeoutError) -> Iterator[Non
 
 
 def bound(manager: Any) -> None:
-    """Let the requests of a pool manager of urllib3 end with their attempt."""
+    """Let the requests of a urllib3 pool manager end with their attempt."""
     manager.pool_classes_by_scheme = {
         scheme: type(f"Bound{pool.__name__}", (pool,), {"ConnectionCls": bound_class(pool.ConnectionCls)})
         for scheme, pool in manager.pool_classes_by_scheme.items()
@@ -84,7 +84,7 @@ def bound(manager: Any) -> None:
 
 
 def bound_class(connection: type) -> type:
-    """A class of connections, of http.client or urllib3, whose requests end with their attempt."""
+    """A connection class, of http.client or urllib3, whose requests end with their attempt."""
 
     def send(self: Any, data: Any) -> Any:
         if self.sock is None and self.auto_open:
@@ -105,7 +105,7 @@ def _watch() -> None:
 
 
 def _forget() -> None:
-    """A child of a fork has no other threads, and maybe a lock that one of them held."""
+    """Reset after a fork: the child has no other threads, and possibly a lock that one of them held."""
     global _lock, _watching
     _lock, _watching = threading.Lock(), False
     _attempts.clear()
@@ -124,5 +124,5 @@ def _end_overdue() -> None:
             attempt.overdue = True
             if attempt.sock is not None:
                 with contextlib.suppress(OSError):
-                    # Not the method of a TLS socket, which would touch what another thread reads from.
+                    # Not the method of a TLS socket, which would touch state that another thread reads.
                     socket.socket.shutdown(attempt.sock, socket.SHUT_RDWR)

@@ -1,8 +1,8 @@
-"""Where things are when the spec does not say: the few environment variables of Holdfast, resolved at the edge.
+"""Locations that the spec does not set: Holdfast's few environment variables, resolved at the edge.
 
 `HOLDFAST_HOME` (default `~/.holdfast`) holds the embedded defaults: a folder store, an SQLite MLflow, logs and caches.
-`HOLDFAST_STORE` and `MLFLOW_TRACKING_URI` replace the first two by real servers. In the pod of a step they must: what
-a pod keeps for itself goes with it.
+`HOLDFAST_STORE` and `MLFLOW_TRACKING_URI` replace the first two with real servers. In the pod of a step they must: what
+a pod keeps locally disappears with it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from holdfast.spec.cluster import SETTINGS, amount
 from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.tree import Spec
 
-IMAGE_VARIABLE = "HOLDFAST_IMAGE"  # the image that a rank runs in, as its pod names it
+IMAGE_VARIABLE = "HOLDFAST_IMAGE"  # the image that a rank runs in, set by its pod
 MLFLOW_PAGE = "HOLDFAST_MLFLOW_UI"
 CACHE_VARIABLE = "HOLDFAST_CACHE_GIB"
 DEFAULT_CACHE_GIB = "32"
 
 
 def home() -> Path:
-    """The folder of the embedded defaults, absolute. Raises SpecError where nothing names it."""
+    """The folder of the embedded defaults, absolute. Raises SpecError if no variable or user entry names it."""
     try:
         return Path(os.environ.get("HOLDFAST_HOME") or "~/.holdfast").expanduser().absolute()
     except RuntimeError:
@@ -38,7 +38,7 @@ def home() -> Path:
 
 
 def give_home() -> None:
-    """Set HOME where the system knows none and HOLDFAST_HOME is set: libraries such as MLflow ask for it."""
+    """Set HOME from HOLDFAST_HOME if the system has no home for this user: libraries such as MLflow need it."""
     if os.environ.get("HOME"):
         return
     try:
@@ -51,14 +51,14 @@ def give_home() -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents. `home()` itself is made for this user alone."""
+    """Make a folder and its parents. `home()` itself is accessible only to this user."""
     make_home_of(folder)
     folder.mkdir(parents=True, exist_ok=True)
 
 
 def make_home_of(folder: Path) -> None:
-    """Make `home()` for this user alone, where it is needed for `folder` and not there."""
-    with suppress(SpecError):  # no home, and so nothing in it
+    """Make `home()`, accessible only to this user, if `folder` is in it and it does not exist."""
+    with suppress(SpecError):  # without a home, nothing is in it
         if folder.absolute().is_relative_to(root := home()) and not root.exists():
             root.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):
@@ -74,7 +74,7 @@ def store_url(spec: Spec | None = None) -> str:
 
 def tracking_uri() -> str:
     """The MLflow server: MLFLOW_TRACKING_URI, else an SQLite file under `home()`. Raises SpecError for a folder that no
-    SQLite URL can name: MLflow reads one part of it quoted and another as it is."""
+    SQLite URL can name: MLflow reads one part of the URL quoted and another part unquoted."""
     if given := os.environ.get("MLFLOW_TRACKING_URI"):
         return given
     path = str(home() / "mlflow.db")
@@ -87,20 +87,20 @@ def tracking_uri() -> str:
 
 
 def tracking_page() -> str:
-    """Where a browser finds MLflow's UI: HOLDFAST_MLFLOW_UI, else the MLflow server; empty where there is no server."""
+    """The URL of MLflow's UI for a browser: HOLDFAST_MLFLOW_UI, else the MLflow server; empty without a server."""
     given = os.environ.get(MLFLOW_PAGE) or (uri if (uri := tracking_uri()).startswith(("http:", "https:")) else "")
     return redact(given).rstrip("/")
 
 
 def in_step_pod() -> bool:
-    """Whether this is a step in a pod of its own. A whole run on one machine, which may be a pod as well, such as a
-    notebook's, keeps its things with that machine."""
+    """Whether this is a step in its own pod. A whole run on one machine keeps its files there, also if the machine is a
+    pod such as a notebook's."""
     return bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and outcomes_folder() is None
 
 
 def require_shared_store(spec: Spec, url: str) -> None:
-    """Raises SpecError when the store at `url` is a folder that only this pod sees: neither a later step nor a rank
-    would find anything there."""
+    """Raises SpecError if the store at `url` is a folder that only this pod sees: later steps and ranks would find
+    nothing."""
     if not in_step_pod() or not url.startswith("file:"):
         return
     folder = url.removeprefix("file://").rstrip("/") + "/"
@@ -116,8 +116,8 @@ def require_shared_store(spec: Spec, url: str) -> None:
 
 
 def require_tracking_server(spec: Spec) -> None:
-    """Raises SpecError when MLflow would be a file that only this pod sees: the model would be registered there, and
-    vanish with it."""
+    """Raises SpecError if MLflow is a file that only this pod sees: the registered model would disappear with the
+    pod."""
     uri = tracking_uri()
     scheme = uri.partition(":")[0].partition("+")[0].lower() if ":" in uri else ""
     if in_step_pod() and scheme in ("", "file", "sqlite"):
@@ -128,18 +128,18 @@ def require_tracking_server(spec: Spec) -> None:
 
 
 def mlflow_is_there() -> bool:
-    """Whether MLflow can know anything: an SQLite file that does not exist cannot. A server is not asked."""
+    """Whether MLflow can have data: an SQLite file that does not exist has none. A server is not queried."""
     kind, _, path = tracking_uri().partition(":///")
     return not kind.startswith("sqlite") or Path(path.partition("?")[0]).exists()
 
 
 def cache_dir() -> Path:
-    """Where what is read from S3 is kept, under `home()`."""
+    """The cache of data from S3, under `home()`."""
     return home() / "cache"
 
 
 def cache_bytes() -> int:
-    """How much of the datasets in S3 this machine keeps: HOLDFAST_CACHE_GIB, in GiB. Raises SpecError."""
+    """The size of this machine's cache of datasets in S3, in bytes: HOLDFAST_CACHE_GIB, in GiB. Raises SpecError."""
     given = os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE_GIB
     try:
         size = float(given)
@@ -152,11 +152,11 @@ def cache_bytes() -> int:
 
 
 def cache_gib(ephemeral_storage: str) -> str:
-    """HOLDFAST_CACHE_GIB for a pod that asks for so much disk (a Kubernetes quantity): three quarters of it. The rest
-    is for logs, compiled kernels and temporary files."""
+    """HOLDFAST_CACHE_GIB for a pod with this much disk (a Kubernetes quantity): three quarters of it. The rest is for
+    logs, compiled kernels and temporary files."""
     return f"{float(amount(ephemeral_storage)) * 0.75 / 2**30:.3g}"
 
 
 def log_dir(run_id: str) -> Path:
-    """Where the logs of a run on this machine are kept, under `home()`."""
+    """The folder for logs of a run on this machine, under `home()`."""
     return home() / "logs" / run_id

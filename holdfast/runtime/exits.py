@@ -1,4 +1,4 @@
-"""From an exception to the exit code of the table, with what went wrong said on standard error."""
+"""Exit codes of exceptions, with the error on standard error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.spec.extras import missing_package
 
 
 def code_of(error: BaseException) -> ExitCode:
-    """The code that the table gives a failure."""
+    """The exit code of a failure."""
     if isinstance(error, HoldfastError):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
@@ -24,8 +24,8 @@ def code_of(error: BaseException) -> ExitCode:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: Python's, torch's on an accelerator, or torch's on a CPU, which is a plain
-    RuntimeError, or the kernel said so. (Whom the kernel kills for memory says nothing: its launcher may know.)"""
+    """Whether an allocation failed: Python's, torch's on an accelerator, torch's on a CPU (a plain RuntimeError), or
+    the kernel's. A process that the kernel kills for memory reports nothing, but its launcher may know."""
     named = any(each.__name__ == "OutOfMemoryError" for each in type(error).__mro__)  # without importing torch
     on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
     refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
@@ -33,16 +33,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def code_in(message: str) -> int | None:
-    """The exit code in what a cluster says of a pod, such as Argo's `Error (exit code 10)`; None where it says none."""
+    """The exit code in a cluster's message about a pod, such as Argo's `Error (exit code 10)`; None if it has none."""
     found = re.search(r"\bexit code:? (\d+)\b", message)
     return int(found[1]) if found else None
 
 
 def exit_code_of(body: Callable[[], object]) -> ExitCode:
-    """Run `body`; say on standard error what went wrong, and return the code that the table gives it."""
+    """Run `body`. Log its failure to standard error, and return the exit code."""
     try:
         body()
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - whatever a step raises is said, and becomes a code
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every exception of a step becomes a code
         error = missing_package(error) or error
         code = code_of(error)
         if isinstance(error, HoldfastError):

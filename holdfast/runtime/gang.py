@@ -1,11 +1,11 @@
-"""The gang: the ranks of a run, and the few bookkeeping collectives that they agree by.
+"""The gang: the ranks of a run, and the few bookkeeping collectives by which they agree.
 
-They run on a gloo group of their own, so that they never queue behind the collectives of training and work the same on
-every accelerator. A single process is a gang of one that needs no process group. A collective that fails because
-another rank went away raises LostPeerError.
+They run on a separate gloo group, so they never queue behind the collectives of training, and work on every
+accelerator. A single process is a gang of one that needs no process group. A collective that fails because another rank
+is gone raises LostPeerError.
 
-Values cross as JSON of a type that the caller names, and are validated on arrival. Nothing that a peer sends is
-unpickled: see `use_json_for_objects` for the collectives of torch and of libraries.
+Values cross as JSON of a type that the caller names, and are validated on arrival. Nothing from a peer is unpickled:
+see `use_json_for_objects` for the collectives of torch and of libraries.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 64 << 20  # of one rank: the catalog of a model of 100,000 tensors takes a sixth of it
 
-# What gloo says, in a plain RuntimeError, when a connection ends or stays silent. An `enforce fail` of it is a bug.
+# gloo's messages, in a plain RuntimeError, when a connection ends or is silent. An `enforce fail` is a bug.
 _GLOO = re.compile(r"^\[[^\]]*gloo/(transport|rendezvous)/|^Application timeout caused pair closure|connectFullMesh")
 _MISUSE = re.compile(r"enforce fail|ncclInvalidUsage|ncclInvalidArgument|invalid (usage|argument)", re.I)
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an exception of a collective says that another rank went away, and not that this one is wrong."""
+    """Whether an exception of a collective means that another rank is gone, and not that this rank is wrong."""
     if _MISUSE.search(str(error)):
         return False
     known = isinstance(error, (dist.DistNetworkError, dist.DistStoreError, dist.DistBackendError))
@@ -45,7 +45,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 @contextmanager
 def noticing_lost_peers() -> Iterator[None]:
-    """A collective inside that failed because another rank went away raises LostPeerError."""
+    """Raises LostPeerError for a collective inside that failed because another rank is gone."""
     try:
         yield
     except RuntimeError as error:
@@ -55,11 +55,11 @@ def noticing_lost_peers() -> Iterator[None]:
 
 
 class Gang:
-    """`rank` of `size`, over one gloo group. Each thread that talks needs a gang of its own."""
+    """`rank` of `size`, over one gloo group. Each thread that communicates needs its own gang."""
 
     def __init__(self, timeout_seconds: float = 3600.0) -> None:
-        """A collective call when a process group has been initialised. The timeout covers the slowest rank's reading or
-        writing; a rank that dies is noticed at once, by its closed connections."""
+        """A collective call if a process group has been initialized. The timeout covers the slowest rank's reading or
+        writing. A rank that dies is noticed immediately, by its closed connections."""
         self.rank, self.size = 0, 1
         self._group: dist.ProcessGroup | None = None
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -67,8 +67,8 @@ class Gang:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
     def broadcast(self, value: T, kind: Any, source: int = 0) -> T:
-        """The value of rank `source`, on every rank; the values of other ranks are ignored. `kind` is its type, such as
-        `Plan | None`. Raises DataError for a message that is not of that type."""
+        """The value of rank `source`, on every rank; values of other ranks are ignored. `kind` is its type, such as
+        `Plan | None`. Raises DataError for a message of another type."""
         if self._group is None:
             return value
         message = _encoded(value, kind) if self.rank == source else b""
@@ -81,7 +81,7 @@ class Gang:
         return found
 
     def from_rank_0(self, action: Callable[[], T], kind: Any = NoneType) -> T:
-        """What `action` returns on rank 0, on every rank; `kind` is its type. A HoldfastError of it is raised on every
+        """The result of `action` on rank 0, on every rank; `kind` is its type. Its HoldfastError is raised on every
         rank."""
         result: T | None = None
         error: HoldfastError | None = None
@@ -97,8 +97,8 @@ class Gang:
         return cast(T, result)
 
     def all_gather(self, value: T, kind: Any) -> list[T]:
-        """Every rank's value, in the order of ranks. `kind` is the type of each. Raises DataError for a message that is
-        not of that type."""
+        """Every rank's value, in the order of ranks. `kind` is the type of each. Raises DataError for a message of
+        another type."""
         if self._group is None:
             return [value]
         message = _encoded(value, kind)
@@ -118,8 +118,8 @@ class Gang:
                 dist.barrier(group=self._group)
 
     def meet(self, seconds: float, where: str) -> None:
-        """Wait for every rank so long at most. Raises HungError on rank 0, which names the ranks that did not come, and
-        LostPeerError on the others."""
+        """Wait at most `seconds` for every rank. Raises HungError on rank 0, which names the missing ranks, and
+        LostPeerError on other ranks."""
         if self._group is None:
             return
         try:
@@ -131,7 +131,8 @@ class Gang:
             raise LostPeerError(f"{where}, another rank did not come within {seconds:g} s: {words}") from error
 
     def any_later(self, flag: bool) -> PendingFlag:
-        """Start to ask whether `flag` holds on any rank; the answer is ready when `result()` is called a step later."""
+        """Start to reduce whether `flag` holds on any rank. The result is ready when `result()` is called a step
+        later."""
         value = torch.tensor([int(flag)])
         work = (
             None if self._group is None else dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -139,8 +140,8 @@ class Gang:
         return PendingFlag(value, work)
 
     def gather_later(self, values: Sequence[float]) -> PendingValues:
-        """Start to gather every rank's values, as many from each; they are ready when `result()` is called a step
-        later."""
+        """Start to gather every rank's values, the same number from each. They are ready when `result()` is called a
+        step later."""
         mine = torch.tensor(values, dtype=torch.float64)
         all_of_them = [torch.empty_like(mine) for _ in range(self.size)]
         if self._group is None:
@@ -149,7 +150,7 @@ class Gang:
 
 
 class _Failure(BaseModel):
-    """A HoldfastError on its way to the other ranks."""
+    """A HoldfastError in transit to the other ranks."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -198,9 +199,11 @@ def _bytes(message: bytes, size: int) -> torch.Tensor:
 
 
 def use_json_for_objects() -> None:
-    """Make the object collectives of torch (`all_gather_object`, `broadcast_object_list`, `send_object_list` and so on)
-    send JSON in this process, for whichever library calls them. torch's own unpickle what a peer sent, which runs any
-    code that the peer names. A value that is not plain JSON raises TypeError."""
+    """Make the object collectives of torch send JSON in this process, also for libraries that call them.
+
+    These are `all_gather_object`, `broadcast_object_list`, `send_object_list` and so on. torch's own unpickle the
+    message of a peer, which runs any code that the peer names. A value that is not plain JSON raises TypeError.
+    """
     for name in ("_object_to_tensor", "_tensor_to_object"):
         if not hasattr(distributed_c10d, name):
             raise ImportError(f"torch {torch.__version__} has no {name}: its object collectives cannot be made safe")
@@ -221,13 +224,13 @@ def _from_tensor(data: torch.Tensor, size: Any, _group: Any = None) -> Any:
 
 
 class PendingValues:
-    """Values on their way: see `Gang.gather_later`."""
+    """Values in transit: see `Gang.gather_later`."""
 
     def __init__(self, values: Sequence[torch.Tensor], work: dist.Work | None) -> None:
         self._values, self._work = values, work
 
     def result(self) -> list[list[float]]:
-        """Those of every rank, in the order of ranks."""
+        """The values of every rank, in the order of ranks."""
         if self._work is not None:
             with noticing_lost_peers():
                 self._work.wait()
@@ -235,13 +238,13 @@ class PendingValues:
 
 
 class PendingFlag:
-    """An answer on its way: see `Gang.any_later`."""
+    """A flag in transit: see `Gang.any_later`."""
 
     def __init__(self, value: torch.Tensor, work: dist.Work | None) -> None:
         self._value, self._work = value, work
 
     def result(self) -> bool:
-        """Whether the flag held on any rank. Every rank gets the same answer."""
+        """Whether the flag held on any rank. Every rank gets the same result."""
         if self._work is not None:
             with noticing_lost_peers():
                 self._work.wait()

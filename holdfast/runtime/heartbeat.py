@@ -1,8 +1,8 @@
 """Heartbeat page of a process, in shared memory: step, phase, whether it waits for other ranks.
 
-A mark is a few stores into a page of a file that both have mapped, about a microsecond, with no system call and no
-thread of its own. So the page tells the truth about a process that is stopped, stuck in C or waiting for a collective.
-Promises that each slot is whole (8 aligned bytes); slots may be of different moments, and the reader looks again.
+A mark is a few stores into a page of a file that reader and writer have mapped. It takes about a microsecond, without a
+system call or a thread. So the page is also correct for a process that is stopped, stuck in C or waiting for a
+collective. Each slot is whole (8 aligned bytes). Slots may be of different moments, so the reader reads repeatedly.
 Phases are numbers here: `telemetry/phases` names them and marks the page, `launch/node/watchdog` reads it.
 """
 
@@ -23,7 +23,7 @@ REMEMBERED = 32  # durations of steps
 _PAGE = 4096
 _MAGIC = 0x686F6C6466617374
 _NUMBER, _RANK, _WORLD, _STEP, _PHASE, _WAITING, _REQUESTS, _BEATS, _STEPS = range(9)  # 8-byte slots
-_DURATIONS, _OWN, _WAITED = 16, 64, 128  # where the tables begin: of steps, and two by phase
+_DURATIONS, _OWN, _WAITED = 16, 64, 128  # offsets of the tables: of steps, and two by phase
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Seen:
     step: int  # optimizer steps done
     phase: int
     waiting: bool  # for other ranks
-    requests: int  # to the store, that have not been answered
+    requests: int  # to the store, without a response yet
     beats: int  # marks so far
     steps: tuple[float, ...]  # seconds of the newest steps, REMEMBERED at most
 
@@ -51,18 +51,18 @@ class HeartbeatPage:
     def __init__(
         self, page: mmap.mmap | bytearray, begins: int = 0, outside: Sequence[int] = (), rank: int = 0, world: int = 1
     ) -> None:
-        """A step begins with the phase `begins`; what is spent in the phases `outside` belongs to no step."""
+        """A step begins with the phase `begins`. Time in the phases `outside` belongs to no step."""
         self._q, self._d = memoryview(page).cast("Q"), memoryview(page).cast("d")
         self._begins, self._outside = begins, [table + phase for table in (_OWN, _WAITED) for phase in outside]
         self._thread, self._lock = threading.get_ident(), threading.Lock()
         self._since = time.monotonic()
-        self._begun: tuple[int, float, float] | None = None  # the newest step: its number, when, and outside of it
+        self._begun: tuple[int, float, float] | None = None  # newest step: number, start, time in `outside` phases
         self._first = True
         self._q[_RANK], self._q[_WORLD] = rank, world
-        self._q[_NUMBER] = _MAGIC  # last: it is whole
+        self._q[_NUMBER] = _MAGIC  # last: the page is complete
 
     def enter(self, phase: int, step: int, now: float) -> None:
-        """A phase begins after `step` optimizer steps; `now` by `time.monotonic`."""
+        """Begin a phase after `step` optimizer steps; `now` is from `time.monotonic`."""
         self._mark(now)
         self._q[_PHASE], self._q[_STEP], self._q[_WAITING] = phase, step, 0
         if phase == self._begins and (self._begun is None or self._begun[0] != step):
@@ -70,7 +70,7 @@ class HeartbeatPage:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """This rank waits for others while in the context. Of the thread that made this object; others are ignored."""
+        """Mark that this rank waits for others within the context. Only the thread that made this object counts."""
         if threading.get_ident() != self._thread or self._q[_WAITING]:
             yield
             return
@@ -84,7 +84,7 @@ class HeartbeatPage:
 
     @contextmanager
     def requesting(self) -> Iterator[None]:
-        """A request to the store is on its way while in the context. From any thread."""
+        """Mark that a request to the store is in progress within the context. From any thread."""
         with self._lock:
             self._q[_REQUESTS] += 1
         try:
@@ -94,7 +94,7 @@ class HeartbeatPage:
                 self._q[_REQUESTS] -= 1
 
     def own(self, phase: int) -> float:
-        """Seconds in a phase so far, up to the newest mark, without what was spent waiting for others."""
+        """Seconds in a phase up to the newest mark, without time spent waiting for other ranks."""
         return float(self._d[_OWN + phase])
 
     def _mark(self, now: float) -> None:
@@ -106,7 +106,7 @@ class HeartbeatPage:
     def _begin_step(self, step: int, now: float) -> None:
         outside = sum(self._d[slot] for slot in self._outside)
         if self._begun is not None:
-            if not self._first:  # which may compile
+            if not self._first:  # the first step may compile
                 count = self._q[_STEPS]
                 self._d[_DURATIONS + count % REMEMBERED] = now - self._begun[1] - (outside - self._begun[2])
                 self._q[_STEPS] = count + 1
@@ -115,10 +115,10 @@ class HeartbeatPage:
 
 
 class HeartbeatReader:
-    """Reads the page of another process."""
+    """Reader of another process's page."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError where there is none, ValueError where it is not whole."""
+        """Raises OSError if it does not exist, and ValueError if it is incomplete."""
         with path.open("rb") as file:
             page = mmap.mmap(file.fileno(), _PAGE, prot=mmap.PROT_READ)
         self._q, self._d = memoryview(page).cast("Q"), memoryview(page).cast("d")
@@ -126,7 +126,7 @@ class HeartbeatReader:
             raise ValueError(f"{path} has no place in it yet")
 
     def read(self) -> Seen:
-        """What it says now."""
+        """The current content of the page."""
         q, count = self._q, min(self._q[_STEPS], REMEMBERED)
         return Seen(
             q[_RANK], q[_WORLD], q[_STEP], q[_PHASE], bool(q[_WAITING]), q[_REQUESTS], q[_BEATS],
@@ -138,8 +138,8 @@ here = HeartbeatPage(bytearray(_PAGE))
 
 
 def publish(folder: Path | None, begins: int, outside: Sequence[int]) -> HeartbeatPage:
-    """From now on the place of this process is in `folder`, under its process id; in no file without a folder, or where
-    none can be made. Call it in the thread that trains. The rest: see HeartbeatPage."""
+    """Move the page of this process to a file in `folder`, named after its process id. It is in no file without a
+    folder, or where none can be made. Call it in the thread that trains. See HeartbeatPage for the other arguments."""
     global here  # noqa: PLW0603 - a process is one rank
     page: mmap.mmap | bytearray = bytearray(_PAGE)
     if folder is not None:

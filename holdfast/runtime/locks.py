@@ -1,6 +1,6 @@
-"""Locks of files that other processes may hold: waited for, and not for ever.
+"""File locks that other processes may hold, with a bounded wait.
 
-Promises that a member of a group can lock what another one has made, and that a file system without locks is named.
+A member of a group can lock a file that another member has made. A file system without locks gets a named error.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from holdfast.spec.errors import AccessDeniedError
 _PAUSE = 0.005  # seconds between two tries
 
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)  # what flock says where there are none
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)  # errors of flock where locks do not exist
 
 
 def open_lock(path: Path) -> int:
-    """A file to lock, made where there is none. One of another user that may only be read will do."""
+    """A descriptor of a file to lock, created if missing. Another user's file that may only be read also works."""
     flags = os.O_CREAT | os.O_CLOEXEC
     try:
-        return os.open(path, os.O_RDWR | flags, 0o666)  # as NFS wants it
+        return os.open(path, os.O_RDWR | flags, 0o666)  # NFS requires it
     except PermissionError:
         return os.open(path, os.O_RDONLY | flags, 0o666)
 
@@ -34,8 +34,8 @@ def no_locks(path: Path, error: OSError, remedy: str) -> AccessDeniedError:
 
 
 def lock_within(descriptor: int, seconds: float) -> bool:
-    """Take the exclusive lock of an open file; whether it was free within so long. Raises OSError where there are
-    no locks."""
+    """Take the exclusive lock of an open file. Returns whether it was free within `seconds`. Raises OSError where locks
+    do not exist."""
     deadline = time.monotonic() + seconds
     while True:
         try:

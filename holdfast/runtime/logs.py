@@ -1,4 +1,4 @@
-"""Logging of every Holdfast process: plain lines for a person, JSON lines for a cluster."""
+"""Logging of every Holdfast process: plain lines for people, JSON lines on a cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("holdfast")
 
 class _PlainFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """The line, and the traceback below it, without secrets."""
+        """The line, with its traceback, without secrets."""
         return redact(super().format(record))
 
 
@@ -38,7 +38,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def configure_logging() -> None:
-    """Log to standard error: plain lines, or JSON lines when HOLDFAST_LOG=json (as on a cluster)."""
+    """Log to standard error: plain lines, or JSON lines if HOLDFAST_LOG=json (as on a cluster)."""
     handler = logging.StreamHandler(sys.stderr)
     if os.environ.get("HOLDFAST_LOG") == "json":
         handler.setFormatter(_JsonFormatter())
@@ -70,7 +70,7 @@ class _Sink(logging.Handler):
 
 @contextmanager
 def copied_records(sink: Callable[[str], None]) -> Iterator[None]:
-    """Log records of this process meanwhile go to `sink` as well, each as a line of JSON without secrets."""
+    """Also send log records of this process to `sink` within the context, each as a line of JSON without secrets."""
     handler = _Sink(sink)
     root = logging.getLogger()
     root.addHandler(handler)
@@ -81,7 +81,7 @@ def copied_records(sink: Callable[[str], None]) -> Iterator[None]:
 
 
 def plain(line: str) -> str:
-    """A line of a step's log for people: the JSON that pods write becomes what a terminal would have shown."""
+    """A line of a step's log for people: the JSON that pods write, as a terminal would have shown it."""
     with suppress(DataError, ValueError, TypeError, KeyError, OverflowError, OSError):
         entry = parse_json_object(line, "line of a log") if line.startswith("{") else {}
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(entry["time"]))

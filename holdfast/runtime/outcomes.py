@@ -1,8 +1,7 @@
-"""What became of each step of one execution of the DAG.
+"""Outcomes of the steps in one execution of the DAG.
 
-Whoever runs the DAG on one machine names a folder in HOLDFAST_OUTCOMES: each step writes its outcome there, and
-does not begin once a `stop` file lies in it. A container on a cluster has no such folder: it hands its outcome to a
-recorder.
+The runner of a DAG on one machine names a folder in HOLDFAST_OUTCOMES. Each step writes its outcome there, and does not
+start if the folder has a `stop` file. A container on a cluster has no such folder: it passes its outcome to a recorder.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from holdfast.spec.load import parse_spec
 
 OUTCOMES = "HOLDFAST_OUTCOMES"
 STOP_FILE = "stop"
-LOG_FILE = "HOLDFAST_LOG_FILE"  # where the output of the steps goes, for whoever tells a person
-RUN_ID = "HOLDFAST_RUN_ID"  # the run that the pipeline makes, where that is known beforehand
+LOG_FILE = "HOLDFAST_LOG_FILE"  # the file for the output of the steps, which messages can name
+RUN_ID = "HOLDFAST_RUN_ID"  # the run that the pipeline makes, if known beforehand
 POD = "HOLDFAST_POD_NAME"
 EXIT_HANDLER = "notify"
 KILLED = "the process was killed: out of memory, or somebody ended it"
@@ -30,27 +29,27 @@ KILLED = "the process was killed: out of memory, or somebody ended it"
 
 @dataclass
 class Outcome:
-    """What became of a step."""
+    """How a step ended."""
 
     step: str
     pid: int
     started: float  # unix seconds
-    ended: float | None = None  # unix seconds; None while it runs, or when it was killed
+    ended: float | None = None  # unix seconds; None while it runs, or if it was killed
     exit_code: int | None = None
     reason: str = ""  # why it failed
-    result: str = ""  # what it returned: the dataset id, the run id, the verdict's word, the version
+    result: str = ""  # what it returned: dataset id, run id, verdict or version
     pod: str = ""  # where it ran on a cluster
-    part: str = ""  # where a step is many at once: which of them
-    interrupted: int = 0  # tries in a row before this one that were asked to leave, or killed
+    part: str = ""  # which part, if a step is divided into concurrent parts
+    interrupted: int = 0  # consecutive tries before this one that were stopped or killed
 
     @property
     def name(self) -> str:
-        """What this outcome is called: one name for each step, or for each part of it."""
+        """The name of this outcome: one for each step, or for each part of it."""
         return f"{self.step}-{self.part}" if self.part else self.step
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether it was asked to leave, or killed: not by a failure of its own."""
+        """Whether it was stopped or killed, and did not fail by itself."""
         return self.ended is None or ExitCode.is_interruption(self.exit_code)
 
     def as_json(self) -> bytes:
@@ -59,14 +58,14 @@ class Outcome:
         return json.dumps(told, ensure_ascii=False).encode()
 
     def write(self, folder: Path) -> None:
-        """Write it to `folder` so that a reader sees the whole file or the one before."""
+        """Write it to `folder` atomically: a reader sees the whole file or the earlier one."""
         temporary = folder / f".{self.name}.{self.pid}"
         temporary.write_bytes(self.as_json())
         temporary.replace(folder / f"{self.name}.json")
 
 
 def read_outcomes(folder: Path) -> list[Outcome]:
-    """The outcomes in `folder`, in the order in which the steps began."""
+    """The outcomes in `folder`, in the order in which the steps started."""
     found = [parse_json(path.read_bytes(), Outcome, str(path)) for path in folder.glob("*.json")]
     return sorted(found, key=lambda outcome: outcome.started)
 
@@ -78,8 +77,8 @@ def outcomes_folder() -> Path | None:
 
 
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """The first step that failed before the exit handler, with its reason; None if none is known to have. One that was
-    asked to leave, as the other parts of a step are when one fails, counts only where none failed."""
+    """The first step that failed before the exit handler, with its reason; None if no failure is known. A step that was
+    stopped counts only if none failed: when one part of a step fails, the other parts are stopped."""
     interrupted = None
     for outcome in outcomes:
         if outcome.ended is None and outcome.step != EXIT_HANDLER:
@@ -91,8 +90,10 @@ def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
 
 
 def run_of(outcomes: Iterable[Outcome], spec: str, overrides: Sequence[str], salt: str) -> str:
-    """The run id of the DAG: what train returned, else from what preprocess returned; empty if that did not end, the
-    spec is refused, or the id depends on the bytes of weights that only train has looked at."""
+    """The run id of the DAG: what train returned, else derived from what preprocess returned.
+
+    Empty if preprocess did not end, the spec is refused, or the id depends on weights whose bytes only train has read.
+    """
     outcomes = list(outcomes)
     if trained := next((outcome.result for outcome in outcomes if outcome.step == "train"), ""):
         return trained
@@ -105,7 +106,8 @@ def run_of(outcomes: Iterable[Outcome], spec: str, overrides: Sequence[str], sal
 
 
 def was_stopped() -> bool:
-    """Whether somebody asked the run on this machine to stop. Who takes the folder away has asked, and has gone."""
+    """Whether a stop of the run on this machine was requested. A removed folder also means a stop by a process that is
+    gone."""
     folder = outcomes_folder()
     return folder is not None and ((folder / STOP_FILE).exists() or not folder.is_dir())
 

@@ -1,8 +1,11 @@
 """Standard output and standard error of a process: without secrets, and never the cause of a failure.
 
-Promises that a character which the terminal's encoding lacks is written as an escape, that closed streams are replaced
-by the null device, that a reader which has left its pipe is told from every other broken pipe, and that whole lines are
-redacted before they are written. Leaves log records to `logs`.
+- A character that the terminal's encoding lacks is written as an escape.
+- Closed streams are replaced by the null device.
+- A reader that has closed its pipe is distinguished from every other broken pipe.
+- Whole lines are redacted before they are written.
+
+`logs` formats log records.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ from typing import Any, TextIO, cast
 
 from holdfast.runtime.secrets import StreamRedactor, redact
 
-CHUNK = 1 << 16  # bytes of a child process that are read at a time
-LOCK_SECONDS = 1.0  # a fork may have copied a lock that is held
+CHUNK = 1 << 16  # bytes to read from a child process at a time
+LOCK_SECONDS = 1.0  # a fork may have copied a locked lock
 
 
 class _Wrapped:
-    """A text stream before another one, which does everything that a subclass does not."""
+    """Wrapper of a text stream, which handles everything that a subclass does not."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -43,7 +46,7 @@ class _Wrapped:
 
 
 class _Redacted(_Wrapped):
-    """A text stream whose lines are redacted on their way to another one, which does everything else."""
+    """Wrapper of a text stream that redacts its lines."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -62,7 +65,7 @@ class _Redacted(_Wrapped):
         return len(text)
 
     def flush(self) -> None:
-        """See TextIO. What has been written of a line is passed on, too."""
+        """See TextIO. Also passes on an incomplete line."""
         if self._lock.acquire(timeout=LOCK_SECONDS):
             try:
                 if rest := self._redactor.rest():
@@ -74,7 +77,7 @@ class _Redacted(_Wrapped):
 
 @contextmanager
 def redacted_output() -> Iterator[None]:
-    """What this process prints meanwhile holds no secret."""
+    """Redact secrets in what this process prints within the context."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_redacted(stream) for stream in before)
     try:
@@ -93,7 +96,7 @@ def _redacted(stream: TextIO) -> TextIO:
 
 
 class _Copied(_Wrapped):
-    """A text stream whose lines go to a log as well, without secrets."""
+    """Wrapper of a text stream that also copies its lines to a log, without secrets."""
 
     def __init__(self, stream: TextIO, sink: Callable[[str], None]) -> None:
         super().__init__(stream)
@@ -111,14 +114,14 @@ class _Copied(_Wrapped):
         return len(text)
 
     def finish(self) -> None:
-        """Pass on a line that has not ended."""
+        """Pass on an incomplete line."""
         if rest := self._redactor.rest():
             self._sink(rest + "\n")
 
 
 @contextmanager
 def copied_output(sink: Callable[[str], None]) -> Iterator[None]:
-    """What Python prints in this process meanwhile goes to `sink` as well, whole lines at a time, without secrets."""
+    """Also send what Python prints in this process to `sink` within the context, in whole lines, without secrets."""
     before = sys.stdout, sys.stderr
     copies = [None if stream is None else _Copied(stream, sink) for stream in before]
     sys.stdout, sys.stderr = (cast(TextIO, copy) for copy in copies)
@@ -131,8 +134,8 @@ def copied_output(sink: Callable[[str], None]) -> Iterator[None]:
 
 
 def prepare_streams() -> None:
-    """Open standard streams that were closed, to the null device: else the next file that is opened gets their number,
-    and what is printed. Characters that an encoding lacks are written as escapes from now on."""
+    """Open closed standard streams to the null device: otherwise the next file gets their number, and the printed text.
+    Characters that an encoding lacks are written as escapes from now on."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -150,7 +153,7 @@ def prepare_streams() -> None:
 
 
 class ReaderGoneError(Exception):
-    """The process that read standard output has left. No OSError: libraries end the process at a broken pipe."""
+    """The reader of standard output is gone. Not an OSError, because libraries end the process at a broken pipe."""
 
 
 class _Piped(_Wrapped):
@@ -176,7 +179,7 @@ class _Piped(_Wrapped):
         try:
             yield
         except BrokenPipeError:
-            with suppress(OSError, ValueError):  # what waits in the buffer goes there, too
+            with suppress(OSError, ValueError):  # the buffered rest goes there, too
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self._stream.fileno())
                 os.close(null)
@@ -185,18 +188,18 @@ class _Piped(_Wrapped):
 
 
 def watch_reader() -> None:
-    """Raise ReaderGoneError from now on where the reader of standard output has left."""
+    """Raise ReaderGoneError from now on when the reader of standard output is gone."""
     if not isinstance(sys.stdout, _Piped):
         sys.stdout = cast(TextIO, _Piped(sys.stdout))
 
 
 def outlive_reader() -> None:
-    """Continue from now on where the reader of standard output has left: what is printed is dropped."""
+    """Continue from now on when the reader of standard output is gone: output is dropped."""
     if isinstance(sys.stdout, _Piped):
         sys.stdout.outlives = True
 
 
-_SEQUENCES = re.compile(  # of a terminal: OSC and the like with their text, CSI, two characters
+_SEQUENCES = re.compile(  # terminal sequences: OSC and similar ones with their text, CSI, two characters
     r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]{0,65536}(?:\x07|\x1b\\|\x9c)?"
     r"|(?:\x1b\[|\x9b)[0-?]{0,256}[ -/]{0,256}[@-~]?"
     r"|\x1b[ -/]{0,16}[0-~]?"
@@ -205,13 +208,13 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\
 
 
 def without_controls(text: str) -> str:
-    """Foreign text for a terminal: without what would move its cursor, set its clipboard or turn its text around."""
+    """Foreign text for a terminal, without sequences that move its cursor, set its clipboard or reverse its text."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return _CONTROLS.sub("", _SEQUENCES.sub("", text))
 
 
 def printed_by(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """What a process prints, as it comes, in whole lines and without secrets."""
+    """The output of a process as it arrives, in whole lines and without secrets."""
     assert process.stdout is not None
     redactor, kept = StreamRedactor(), b""
     while block := os.read(process.stdout.fileno(), CHUNK):

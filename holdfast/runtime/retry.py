@@ -1,7 +1,7 @@
 """Retries: one bounded, jittered loop over tenacity, and the retries of a step within `cluster.retries`.
 
-Promises that it ends, with the result or with the last failure itself. The caller says which failures may pass, for how
-long it is worth waiting, and what the last failure means.
+The loop ends with the result or with the last failure itself. The caller decides which failures may pass, how long to
+wait, and what the last failure means.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from holdfast.spec.errors import ExitCode, HoldfastError, TerminatedError
 log = logging.getLogger("holdfast.retries")
 
 Result = TypeVar("Result")
-_LEFT = (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED)  # because somebody asked for it
+_LEFT = (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED)  # because a person or the cluster requested it
 
 
 def pause(failures: int, first: float, longest: float) -> float:
-    """Seconds to wait after so many failures in a row (from 1): `first`, doubling up to `longest`, of which a random
-    half is taken off so that many who failed together do not come back together."""
+    """Seconds to wait after this many consecutive failures (from 1): `first`, doubling up to `longest`. A random half
+    of it is subtracted, so that many callers that failed together do not retry together."""
     return min(longest, first * 2 ** min(failures - 1, 30)) * random.uniform(0.5, 1.0)  # noqa: S311
 
 
@@ -44,10 +44,10 @@ def retried(
     note: Callable[[int, BaseException], None] = lambda attempt, failure: None,  # noqa: ARG005
 ) -> Result:
     """The result of `action(attempt)`, called again after a failure that `passes`, for at most `seconds` or `tries`.
-    Raises the failure that was the last.
+    Raises the last failure.
 
-    `first` and `longest` bound the pauses, see `pause`; a failure may ask for one of `at_least` so many seconds.
-    `note` hears of every failure that is followed by another attempt.
+    `first` and `longest` bound the pauses, see `pause`. `at_least` returns the minimum pause after a failure, in
+    seconds. `note` is called for every failure that another attempt follows.
     """
 
     def wait(state: tenacity.RetryCallState) -> float:
@@ -77,7 +77,7 @@ def _failure(state: tenacity.RetryCallState) -> BaseException:
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Whether the same step may succeed in this very process."""
+    """Whether the same step may succeed in this process."""
     if shutdown_requested() or (isinstance(error, HoldfastError) and error.tried_again):
         return False
     code = code_of(error)
@@ -85,12 +85,12 @@ def is_retryable(error: BaseException) -> bool:
 
 
 def with_retries(step: str, action: Callable[[], Result], retries: Retries) -> Result:
-    """What `action` returns, called again, at most `retries.budget` times, after failures that pass. Raises the last
-    one. Between two calls it waits `retries.backoff_seconds`, doubling up to `retries.max_backoff_seconds`."""
+    """The result of `action`, called again after retryable failures, at most `retries.budget` times. Raises the last
+    failure. Between two calls it waits `retries.backoff_seconds`, doubling up to `retries.max_backoff_seconds`."""
 
     def note(failures: int, error: BaseException) -> None:
         log.warning("%s: %s; tries again by itself (%d of %d)", step, error, failures, retries.budget)
-        if shutdown_requested():  # while it logged, which swallows what a signal handler raises
+        if shutdown_requested():  # during the log call, which swallows exceptions of a signal handler
             raise TerminatedError("asked to leave (SIGTERM)") from error
 
     return retried(

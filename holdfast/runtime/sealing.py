@@ -1,8 +1,8 @@
-"""Messages that only processes of one launch can write: a key that they share, and an HMAC before each message.
+"""Sealed messages that only processes of one launch can write: a shared key, and an HMAC before each message.
 
-A launch that has several nodes has a key of its own, in HOLDFAST_LAUNCH_KEY of each node's torchrun. It stands in no
-spec, record, log or command line. Ranks get keys that are derived from it, each for one purpose. Promises that a
-message with another key, for another purpose, or that is longer than its reader allows is refused before it is parsed.
+A launch with several nodes has its own key, in HOLDFAST_LAUNCH_KEY of each node's torchrun. The key is in no spec,
+record, log or command line. Ranks get keys that are derived from it, each for one purpose. A message with another key,
+for another purpose, or longer than its reader allows is refused before it is parsed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hmac
 import secrets
 
 VARIABLE = "HOLDFAST_LAUNCH_KEY"
-NEAR_VARIABLE = "HOLDFAST_NEAR_KEY"  # of ranks: what opens the near copies of the launch's nodes
+NEAR_VARIABLE = "HOLDFAST_NEAR_KEY"  # of ranks: opens the local tiers of the launch's other nodes
 MIN_CHARACTERS = 32
 _HASH = "sha256"
 _SIZE = 32  # bytes of an HMAC
@@ -23,7 +23,7 @@ def new_key() -> str:
 
 
 def derive_key(key: str, purpose: str) -> str:
-    """A key for one purpose, from which nobody learns `key`."""
+    """A key for one purpose, which does not reveal `key`."""
     return hmac.digest(key.encode(), f"holdfast {purpose}".encode(), _HASH).hex()
 
 
@@ -33,7 +33,7 @@ def seal(key: str, purpose: str, message: bytes) -> bytes:
 
 
 def unseal(key: str, purpose: str, sealed: bytes, most: int) -> bytes:
-    """The message that was sealed with this key for this purpose, of `most` bytes at most. Raises ValueError."""
+    """The message that was sealed with this key for this purpose, at most `most` bytes long. Raises ValueError."""
     if not _SIZE <= len(sealed) <= _SIZE + most:
         raise ValueError(f"a sealed message of {len(sealed)} bytes, where {_SIZE} to {_SIZE + most} are allowed")
     message = sealed[_SIZE:]

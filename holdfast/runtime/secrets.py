@@ -1,7 +1,6 @@
-"""Texts that leave a process carry no secrets: one redaction for every exit.
+"""Redaction of secrets in texts that leave a process: one function for every exit.
 
-What a secret looks like, and its promises, are `holdfast.spec.redaction`'s, which the messages of errors
-need as well.
+`holdfast.spec.redaction` defines what a secret is, and what it guarantees. Error messages use it, too.
 """
 
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from holdfast.spec.redaction import HIDDEN, StreamRedactor, redact, redact_recor
 
 __all__ = ["HIDDEN", "StreamRedactor", "for_ranks", "redact", "redact_record", "secret_values"]
 
-# What the launcher and the steps need, and no rank: a rank needs the credentials of the store.
+# For the launcher and the steps, but not for ranks: a rank only needs the credentials of the store.
 NOT_FOR_RANKS = frozenset(
     (
         "HOLDFAST_WEBHOOK", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN",

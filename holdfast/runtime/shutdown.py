@@ -1,8 +1,8 @@
-"""Shutdown requests: whether this process was asked to stop, and which listeners are notified.
+"""Shutdown requests: whether this process has to stop, and which listeners are notified.
 
-Where KFP's launcher runs a step, SIGTERM reaches the process group: the launcher ends by it, Argo's executor looks
-once a second whether it is gone, and the container ends with it (docs/retries.md). So what must happen happens in the
-first tenths of a second; cleaning up is the exit handler's.
+Where KFP's launcher runs a step, SIGTERM reaches the process group and ends the launcher. Argo's executor polls once a
+second whether the launcher is gone, and then the container ends (docs/retries.md). So everything necessary happens in
+the first tenths of a second. The exit handler does the cleanup.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _request = _ShutdownRequest()
 
 
 def shutdown_requested() -> bool:
-    """Whether it was: then nothing is begun again."""
+    """Whether a shutdown was requested: then nothing starts again."""
     return _request.requested
 
 
 def request_shutdown() -> None:
-    """Note it, and wake whoever wants to know. For signal handlers as well as for threads."""
+    """Record a shutdown request and wake the listener. For signal handlers and threads."""
     _request.requested = True
     _request.queue.put(True)
 
 
 @contextmanager
 def on_shutdown_request(listener: Callable[[], None]) -> Iterator[None]:
-    """Call `listener`, once and in a thread of its own, if this process is asked to leave inside. What was asked before
-    is forgotten: another step begins in this process."""
+    """Call `listener` once, in a separate thread, if a shutdown is requested within the context. Clears earlier
+    requests: another step begins in this process."""
     global _request  # noqa: PLW0603 - a process works on one step at a time
     _request = request = _ShutdownRequest()
 

@@ -1,4 +1,4 @@
-"""Command line arguments that every step takes, and where its result goes."""
+"""Command line arguments of every step, and output of its result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add_common(parser: argparse.ArgumentParser, spec_required: bool = True) -> N
 
 
 def spec_and_store(arguments: argparse.Namespace, changes: Sequence[str] = ()) -> tuple[Spec, str]:
-    """The spec, with `changes` before all overrides, and the store's URL that the arguments of `add_common` name."""
+    """The spec, with `changes` before all overrides, and the store's URL from the arguments of `add_common`."""
     overrides = [*changes, *overrides_of(arguments)]
     if arguments.escaped:
         spec = parse_spec(unescape(read_spec_text(arguments.spec)), overrides, source=str(arguments.spec))
@@ -45,7 +45,7 @@ def spec_and_store(arguments: argparse.Namespace, changes: Sequence[str] = ()) -
 
 
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
-    """The overrides of --overrides and then those of --set. Raises SpecError."""
+    """The overrides of --overrides, then those of --set. Raises SpecError."""
     try:
         listed = parse_json(arguments.overrides or "[]", list[str], "--overrides")
     except DataError:
@@ -56,20 +56,20 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def report_progress(done: int, total: int) -> None:
-    """Say how far the step is where somebody wants to know: in ARGO_PROGRESS_FILE, which Argo shows."""
+    """Write the step's progress to ARGO_PROGRESS_FILE, if set: Argo shows it."""
     file = os.environ.get("ARGO_PROGRESS_FILE")
     if file and total > 0:
-        with contextlib.suppress(OSError):  # a bar in a UI is worth no training
+        with contextlib.suppress(OSError):  # a progress bar must not end a training
             Path(file).write_text(f"{min(done, total)}/{total}\n", encoding="ascii")
 
 
 def publish(
     result: dict[str, object], output: Path | None, outputs: Path | None = None, *, escaped: bool = False
 ) -> None:
-    """Print a step's result as one JSON line on standard output, and write it to `output` when given.
+    """Print a step's result as one JSON line on standard output, and write it to `output` if given.
 
-    Each of its fields becomes a file in the folder `outputs` when given: text as it is, anything else as JSON;
-    `escaped` where a pipeline engine reads them.
+    Each of its fields becomes a file in the folder `outputs` if given: text unchanged, anything else as JSON. `escaped`
+    is for files that a pipeline engine reads.
     """
     line = json.dumps(result, ensure_ascii=False)
     print(line, flush=True)  # noqa: T201

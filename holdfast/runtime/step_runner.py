@@ -1,7 +1,7 @@
-"""Runner of a step: records its outcome, whatever happens, and exits with the table's code.
+"""Runner of a step: always records its outcome, and exits with its exit code.
 
-Settings and secrets that are mounted as files become environment variables first. Leaves arguments and results to
-`holdfast.steps.adapters`.
+First, mounted settings and secrets become environment variables. `holdfast.steps.adapters` handles arguments and
+results.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from holdfast.spec.extras import missing_package
 # <ConfigMap or Secret>/<key>: KFP mounts them whole, but has no envFrom.
 MOUNTED_SETTINGS, MOUNTED_SECRETS = Path("/etc/holdfast/settings"), Path("/etc/holdfast/secrets")
 
-# The image of every component unless the compiler is told another one.
+# The default image of every component.
 IMAGE = f"holdfast:{version('holdfast')}"
 
 
 class StepLog(Protocol):
-    """Where the log of a step goes, beside its standard streams."""
+    """Log of a step, in addition to its standard streams."""
 
     def write(self, text: str) -> None:
-        """Take whole lines. Never waits."""
+        """Add whole lines. Never waits."""
 
     def open(self, url: str) -> None:
-        """The store at `url` takes what was written, and what will be."""
+        """Set the store at `url` as the destination of earlier and later lines."""
 
     def hurry(self) -> None:
-        """The process may be gone soon: keep what was written immediately."""
+        """Store what was written immediately: the process may end soon."""
 
     def close(self, code: int) -> None:
-        """Keep the rest, within a deadline; the step ends with this exit code."""
+        """Store the rest, within a deadline. `code` is the exit code of the step."""
 
 
 class HasSummary(Protocol):
-    """What a step returns."""
+    """Result of a step."""
 
     @property
     def summary(self) -> str:
-        """What the exit handler is told of it."""
+        """The text for the exit handler."""
 
 
 T = TypeVar("T", bound=HasSummary)
@@ -70,11 +70,11 @@ def run_step(
     part: str = "",
     step_log: StepLog | None = None,
 ) -> tuple[T | None, ExitCode]:
-    """Call `body`, and leave the outcome behind: what it returned (None when it failed), and the exit code.
+    """Call `body` and record the outcome. Returns its result (None if it failed) and the exit code.
 
-    `body` gets a function that it calls with the store's URL before the work begins. `record` keeps the outcome where
-    HOLDFAST_OUTCOMES names no folder. `part` tells it from others of the same step that run at once. `step_log` gets
-    the step's log records and what it prints.
+    `body` gets a function to call with the store's URL before the work begins. `record` stores the outcome if
+    HOLDFAST_OUTCOMES names no folder. `part` distinguishes concurrent parts of the same step. `step_log` gets the
+    step's log records and output.
     """
     restore_environment()
     files_to_environment(MOUNTED_SETTINGS, MOUNTED_SECRETS)
@@ -82,7 +82,7 @@ def run_step(
     prepare_streams()
     _print_lines_at_once()
     with redacted_output():
-        configure_logging()  # before the streams are copied: records go to the log by themselves
+        configure_logging()  # before the streams are copied: records go to the log separately
         if step_log is None:
             return _run(step, body, record, part, None)
         code = ExitCode.UNEXPECTED
@@ -95,7 +95,7 @@ def run_step(
 
 
 def _close(step_log: StepLog, code: ExitCode) -> None:
-    """Keep the end of the log. The outcome is recorded by now: a signal must not give the step another one."""
+    """Store the end of the log. The outcome is already recorded: a signal must not change it."""
     former = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         step_log.close(int(code))
@@ -113,7 +113,7 @@ def _run(
     former = signal.signal(signal.SIGTERM, _terminated)
     kept = _Kept(outcomes_folder(), record)
     outcome = Outcome(step, os.getpid(), time.time(), pod=os.environ.get(POD, ""), part=part)
-    kept.save(outcome)  # before looking for the stop file: whoever writes that looks for a process afterwards
+    kept.save(outcome)  # before the test for the stop file: its writer looks for a process afterwards
     results: list[T] = []
 
     def require_wanted() -> None:
@@ -124,8 +124,8 @@ def _run(
         kept.url = url
         if step_log is not None:
             step_log.open(url)
-        kept.save(outcome)  # a step that is killed later leaves its beginning
-        require_wanted()  # again: of a folder that was just being taken away, the stop file may have gone first
+        kept.save(outcome)  # so that a step that is killed later has a record of its start
+        require_wanted()  # again: while a folder is being removed, the stop file may go first
 
     def guarded() -> None:
         try:
@@ -137,7 +137,7 @@ def _run(
             known = isinstance(meant, HoldfastError) and str(meant)
             outcome.reason = str(meant) if known else f"{type(error).__name__}: {error}"
             raise
-        finally:  # what is left says how it ended: a signal must not replace it
+        finally:  # the rest records how it ended: a signal must not replace it
             signal.signal(signal.SIGTERM, lambda *_: None)
 
     def leaving() -> None:
@@ -155,7 +155,7 @@ def _run(
 
 @dataclass
 class _Kept:
-    """Where outcomes go: the folder on one machine, else the recorder once the store is known."""
+    """Destination of outcomes: the folder on one machine, else the recorder once the store is known."""
 
     folder: Path | None
     record: Recorder | None
@@ -169,22 +169,22 @@ class _Kept:
                 return
             self.final = last
             if self.folder:
-                with suppress(FileNotFoundError):  # nobody reads it any more: `was_stopped`
+                with suppress(FileNotFoundError):  # the reader is gone: `was_stopped`
                     outcome.write(self.folder)
             elif self.record and self.url:
                 self.record(self.url, outcome)
 
     def leaving(self, outcome: Outcome) -> None:
-        """Leave the ending that is likely now: the process may be gone before it has another one. On one machine
-        nothing ends it but its own end, which others wait for."""
+        """Record the likely ending now, because the process may end before it has another one. On one machine it does
+        not: there only the process itself ends, and others wait for that."""
         if not self.folder:
             code, reason = int(ExitCode.TERMINATED), str(_leave())
             self.save(replace(outcome, ended=time.time(), exit_code=code, reason=reason))
 
 
 def files_to_environment(*roots: Path) -> None:
-    """Set a variable for every key mounted under `roots` that is a variable's name. As with `envFrom`, a variable that
-    is set already stays, and of two objects with one key the last one counts."""
+    """Set a variable for every key mounted under `roots` that is a valid variable name. As with `envFrom`, existing
+    variables stay, and of two objects with one key the last one counts."""
     taken = set(os.environ)
     for file in (file for root in roots for file in sorted(root.glob("[!.]*/[!.]*"))):
         if file.name.isidentifier() and file.name.isascii() and file.name not in taken and file.is_file():

@@ -1,9 +1,9 @@
 """Temporary folders that do not outlive their process for long, however it ends.
 
-A folder is held by a lock on itself for as long as its process, or a process that was forked from it, lives. Promises
-that a folder whose process was killed is removed when the next process makes one, and that a folder of a process that
-lives never is: a lock ends with its last holder, whatever the clocks, process ids and containers are. Where the file
-system has no locks, nothing is removed but by its own process.
+A lock on the folder itself holds it while its process, or a process forked from it, lives. The next process that makes
+a folder removes those whose process was killed. A folder of a living process is never removed: a lock ends with its
+last holder, independent of clocks, process ids and containers. Without file locks, only its own process removes a
+folder.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ PREFIX, HELD = "holdfast-", ".held"  # a folder gets its last name once its lock
 
 @contextmanager
 def temporary_folder(name: str = "") -> Iterator[str]:
-    """The path of an empty folder of this user, which is removed in the end. `name` says what for."""
+    """The path of an empty folder of this user, which is removed at the end. `name` describes its purpose."""
     remove_abandoned()
     made = tempfile.mkdtemp(prefix=f"{PREFIX}{name}-" if name else PREFIX)
     holder = None
     try:
         holder = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with suppress(OSError):  # there are no locks: it keeps the name of one that nobody else removes
+        with suppress(OSError):  # without locks, it keeps a name that no other process removes
             fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             made = str(Path(made).rename(f"{made}{HELD}"))
         _holders[made] = holder
@@ -42,7 +42,8 @@ def temporary_folder(name: str = "") -> Iterator[str]:
 
 
 def holders_of(folder: Path) -> tuple[int, ...]:
-    """What a child process has to inherit (`pass_fds`) that uses the folder and may outlive this process."""
+    """The descriptors that a child process must inherit (`pass_fds`) if it uses the folder and may outlive this
+    process."""
     found = _holders.get(str(folder))
     return () if found is None else (found,)
 
@@ -58,7 +59,7 @@ def remove_abandoned() -> None:
 def _remove_if_abandoned(folder: Path) -> None:
     try:
         holder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # it is gone meanwhile, or another user's
+    except OSError:  # it is gone meanwhile, or belongs to another user
         return
     try:
         if os.fstat(holder).st_uid != os.getuid() or not stat.S_ISDIR(os.fstat(holder).st_mode):

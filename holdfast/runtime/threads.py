@@ -1,4 +1,4 @@
-"""Waiting for a thread whose last work may not hold this process up for ever."""
+"""Bounded wait for a thread."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ SLICE = 0.1  # seconds
 
 
 def join_within(thread: threading.Thread, seconds: float) -> None:
-    """Wait for a thread to end, so long at most. Time counts only while this process is given some: one that stood
-    still for all of it would not wait at all."""
+    """Wait at most `seconds` for a thread to end. Time counts only while this process gets CPU time: otherwise a
+    process that was suspended meanwhile would not wait at all."""
     while seconds > 0.0 and thread.is_alive():
         thread.join(min(SLICE, seconds))
         seconds -= SLICE
