@@ -1,7 +1,7 @@
-"""Whether the nodes of a gang are sound: measured in seconds, compared with their peers, before a run trusts them.
+"""Node health check of a gang: measures each rank in seconds and compares it with its peers, before a run starts.
 
-`examine` probes every rank of a gang and makes one `Report`, the same on all of them; `judge` is its arithmetic, and
-knows no torch, nor does this module. Leaves to the launchers which nodes the next launch does without.
+`examine` probes every rank of a gang and makes one `Report`, the same on all of them. `judge` is its arithmetic.
+Neither `judge` nor this module imports torch. The launchers decide which nodes the next launch excludes.
 """
 
 from holdfast.health.measured import Finding, Link, Measured, Report

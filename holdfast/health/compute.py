@@ -1,7 +1,7 @@
-"""Probes of a device: products of matrices, their bits, and how fast its memory is.
+"""Probes of a device: matrix products, their bits, and memory bandwidth.
 
-Every probe is repeated until its seconds are over, at least once after a warm-up, and its best repetition counts: what
-else the machine does makes a probe slower and never faster. Nothing here touches torch's generators.
+Every probe repeats until its seconds are over, at least once after a warm-up. The best repetition counts: other load on
+the machine makes a probe slower, never faster. Nothing here uses torch's generators.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ _SEED = 20_240_229
 _EXACT, _BITS = 256, 512  # sides of square matrices
 _SIDE = {"cpu": 512}
 _OTHER_SIDE = 8192
-_BYTES = {"cpu": 64 << 20}  # more than the caches of a core hold
+_BYTES = {"cpu": 64 << 20}  # larger than the caches of a core
 _OTHER_BYTES = 1 << 30
 
 
 def best_rate(work: Callable[[], object], amount: float, seconds: float, settle: Callable[[], object]) -> float:
-    """`amount` a second, of the fastest repetition of `work`, after which `settle` waits for the device."""
+    """`amount` per second of the fastest repetition of `work`, after which `settle` waits for the device. Repeats for
+    `seconds`."""
     work()
     settle()
     begun, best = clock(), 0.0
@@ -39,7 +40,7 @@ def best_rate(work: Callable[[], object], amount: float, seconds: float, settle:
 
 
 def settle_on(device: torch.device) -> Callable[[], object]:
-    """What waits until the device has done what it was given."""
+    """A function that waits until the device has finished its work."""
     if device.type == "cpu":
         return lambda: None
     synchronize: Callable[[], object] = getattr(torch, device.type).synchronize
@@ -55,7 +56,7 @@ def compute_rate(device: torch.device, seconds: float) -> float:
 
 
 def memory_rate(device: torch.device, seconds: float) -> float:
-    """Bytes a second that a copy within the device's memory reads and writes."""
+    """Bytes per second that a copy within the device's memory reads and writes."""
     size = _BYTES.get(device.type, _OTHER_BYTES)
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -63,8 +64,8 @@ def memory_rate(device: torch.device, seconds: float) -> float:
 
 
 def exact_product_is_right(device: torch.device) -> bool:
-    """Whether a product comes out as it must: of whole numbers so small that no sum is ever rounded, in fp32, TF32 or
-    whatever the device makes of it. So one rank alone can tell."""
+    """Whether an exact product is correct. Its integers are so small that no sum is rounded, in fp32, TF32 or any other
+    type that the device uses. So one rank can test this alone."""
     generator = np.random.Generator(np.random.Philox(_SEED))
     a, b = (generator.integers(-8, 9, (_EXACT, _EXACT)) for _ in range(2))
     expected = a @ b
@@ -73,19 +74,19 @@ def exact_product_is_right(device: torch.device) -> bool:
 
 
 def product_bits(device: torch.device) -> str:
-    """The digest of a product that is rounded, of fixed matrices: equal on equal hardware with equal libraries."""
+    """The digest of a rounded product of fixed matrices: equal on equal hardware with equal libraries."""
     a, b = (_uniform((_BITS, _BITS), stream).to(device, working_type(device)) for stream in (3, 4))
     product = (a @ b).float().cpu().contiguous()
     return hashlib.blake2b(product.numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def working_type(device: torch.device) -> torch.dtype:
-    """The type that a probe computes in."""
+    """The data type of a probe's computation."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def _uniform(shape: tuple[int, int], stream: int) -> torch.Tensor:
     """Numbers in [-1, 1), the same everywhere."""
     generator = np.random.Generator(np.random.Philox(key=_SEED + stream))
-    # In torch's own memory, aligned alike on every rank, as libraries ask for whose bits are to be equal.
+    # In torch's own memory, equally aligned on every rank: libraries require that for equal bits.
     return torch.from_numpy(generator.random(shape, dtype=np.float32) * 2 - 1).clone()

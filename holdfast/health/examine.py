@@ -1,8 +1,8 @@
-"""The examination of a gang: every rank is probed at the same time, and all of them come to the same report.
+"""Examination of a gang: every rank is probed at the same time, and all reach the same report.
 
-Promises an end: each probe has its share of the seconds. A rank that does not come to the next probe is named by
-rank 0; one that is lost within a collective ends it after the gang's timeout. What looks too slow is measured once more
-before it is said.
+It always ends: each probe has its share of the seconds. Rank 0 names a rank that does not reach the next probe. A rank
+that is lost within a collective ends it after the gang's timeout. Rates that look too slow are measured again before
+they are reported.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ from holdfast.runtime.node import node_name
 from holdfast.spec.errors import LostPeerError, UnhealthyNodeError, WrongArithmeticError
 from holdfast.store import Store
 
-PATIENCE = 60.0  # seconds beyond its share that a rank may take to the next probe: the slowest disk, the first kernels
+PATIENCE = 60.0  # seconds beyond its share that a rank may need to the next probe: the slowest disk, the first kernels
 _RATES = ("compute", "memory", "link", "disk", "store")
-_COMPUTE, _MEMORY = 0.3, 0.2  # shares of the seconds; links, disk and store have fixed amounts to move
+_COMPUTE, _MEMORY = 0.3, 0.2  # shares of the seconds; links, disk and store move fixed amounts
 
 
 def examine(
     gang: Gang, device: torch.device, store: Store | None, prefix: str, folder: Path, seconds: float, why: str = ""
 ) -> Report:
-    """Probe every rank. A collective call, once the ranks have met. `prefix`: of the keys that are written to the store
-    and deleted again; `folder`: on the disk that is probed; `seconds`: for the probes that take what they are given.
-    Raises HungError on rank 0, which names them, when ranks do not come to a probe, and LostPeerError on the others."""
+    """Probe every rank, and return the same report on all. A collective call, after the ranks have met.
+
+    `prefix`: of the keys that are written to the store and deleted. `folder`: on the disk to probe. `seconds`: for the
+    probes whose time is not fixed. If ranks do not reach a probe, raises HungError on rank 0, which names them, and
+    LostPeerError on other ranks.
+    """
     began, begun = time.time(), time.monotonic()
     patience = seconds + PATIENCE
 
@@ -79,8 +82,8 @@ def examine(
 
 
 def require_health(report: Report, rank: int) -> None:
-    """Raises UnhealthyNodeError on the ranks that failed, WrongArithmeticError on those of which one computes wrong and
-    nobody knows which, and LostPeerError on the others; none when no rank failed."""
+    """Raises UnhealthyNodeError on ranks that failed, WrongArithmeticError on suspects of which an unknown one computes
+    wrong, and LostPeerError on other ranks. Raises nothing if no rank failed."""
     if not report.failures:
         return
     words = f"the health check found: {'; '.join(finding.words for finding in report.failures)}"
@@ -92,12 +95,12 @@ def require_health(report: Report, rank: int) -> None:
 
 
 def first_of_node() -> bool:
-    """Whether this rank is the one that probes its node."""
+    """Whether this rank probes its node."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _identified(gang: Gang, device: torch.device) -> Measured:
-    """This rank, and whether it computes right."""
+    """This rank's identity, and whether it computes correctly."""
     name, notes = device_name(device), []
     capability = torch.backends.cpu.get_cpu_capability()
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
@@ -134,7 +137,7 @@ def _better(first: tuple[Link, ...], second: tuple[Link, ...]) -> tuple[Link, ..
 
 
 def _release(device: torch.device) -> None:
-    """Give back what the probes held, before a model is made."""
+    """Free the memory of the probes before a model is made."""
     release: Callable[[], None] | None = getattr(getattr(torch, device.type, None), "empty_cache", None)
     if release is not None and device.type != "cpu":
         release()

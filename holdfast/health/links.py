@@ -1,7 +1,7 @@
-"""Probes of what joins the ranks: each pair alone, and all in a ring at once.
+"""Probes of the connections between ranks: each pair separately, and all ranks in a ring.
 
-Collective calls. Up to 16 ranks every pair is measured, above that the pairs whose numbers differ in one bit, so that
-the rounds grow with the logarithm of the ranks. In a round a rank has one partner at most: no pair waits for another.
+Collective calls. Up to 16 ranks, every pair is measured. Above that, only pairs whose numbers differ in one bit, so the
+number of rounds is logarithmic in the ranks. A rank has at most one partner in a round, so no pair waits for another.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def distances(ranks: int) -> list[int]:
 
 
 def pair_links(gang: Gang, device: torch.device) -> tuple[Link, ...]:
-    """Every measured pair, the same on all ranks. The slower of the two ends counts: one of them may have waited."""
+    """Every measured pair, the same on all ranks. The rate of the slower end counts: one of them may have waited."""
     mine: dict[int, float] = {}
     sent, received = _buffers(device)
     for distance in distances(gang.size):
@@ -48,7 +48,7 @@ def pair_links(gang: Gang, device: torch.device) -> tuple[Link, ...]:
 
 
 def ring_rate(gang: Gang, device: torch.device) -> float:
-    """Bytes a second of the slowest rank while each sends to the next one and receives from the one before."""
+    """Bytes per second of the slowest rank while each sends to the next one and receives from the one before."""
     sent, received = _buffers(device)
     after, before = (gang.rank + 1) % gang.size, (gang.rank - 1) % gang.size
     return min(gang.all_gather(_exchange(sent, after, received, before, device), float))
@@ -60,7 +60,7 @@ def _buffers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _exchange(sent: torch.Tensor, target: int, received: torch.Tensor, source: int, device: torch.device) -> float:
-    """Bytes a second of the best repetition, after one that brings the two ends together."""
+    """Bytes per second of the best repetition, after one that synchronizes the two ends."""
     settle, best = settle_on(device), 0.0
     for repetition in range(1 + REPETITIONS):
         begun = compute.clock()

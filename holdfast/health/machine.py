@@ -1,6 +1,6 @@
-"""Probes of a node: its disk, its way to the store, its clock, what its driver counts, and its versions.
+"""Probes of a node: its disk, its connection to the store, its clock, its driver's counters, and its versions.
 
-Each is bounded in time and raises nothing: what cannot be measured is a note that says why.
+Each is bounded in time and raises nothing: a failed measurement becomes a note with the reason.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from holdfast.spec.errors import HoldfastError
 from holdfast.store import Store
 
 DISK_BYTES, STORE_BYTES = 16 << 20, 4 << 20
-COMMAND_SECONDS = 10.0  # for an answer of the driver's tool
-STORE_CLOCK = 1.0  # seconds, to which a store tells when an object was written
+COMMAND_SECONDS = 10.0  # for a reply of the driver's tool
+STORE_CLOCK = 1.0  # resolution in seconds of the store's modification times
 KERNEL_LOG = Path("/dev/kmsg")
-XID_SECONDS = 3600.0  # that a fault in the kernel's log, which begins with the machine, speaks of the device as it is
-_KERNEL_BYTES = 16 << 20  # of it that are read; its buffer is smaller
+XID_SECONDS = 3600.0  # age up to which a fault in the kernel's log, which begins at boot, counts for the device
+_KERNEL_BYTES = 16 << 20  # bytes of it that are read; its buffer is smaller
 
-_COUNTERS = {  # as nvidia-smi calls them
+_COUNTERS = {  # by nvidia-smi's names
     "ecc.errors.uncorrected.volatile.total": "uncorrected ECC errors",
     "ecc.errors.corrected.volatile.total": "corrected ECC errors",
     "remapped_rows.failure": "failed row remaps",
@@ -39,10 +39,10 @@ _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-f:.]+)\): (\d+)", re.IGNORECASE)
 
 @dataclass
 class Node:
-    """What was found of a node."""
+    """Measurements of a node."""
 
-    rates: dict[Probe, float] = field(default_factory=dict)  # bytes a second
-    clock_ahead: float | None = None  # seconds, of the store's
+    rates: dict[Probe, float] = field(default_factory=dict)  # bytes per second
+    clock_ahead: float | None = None  # seconds ahead of the store's clock
     clock_error: float = 0.0
     notes: list[str] = field(default_factory=list)
 
@@ -50,8 +50,8 @@ class Node:
 def disk_and_store(
     folder: Path, store: Store | None, prefix: str, clock: Callable[[], float] = time.perf_counter
 ) -> Node:
-    """How fast this node writes to `folder` and to the store, under the keys that begin with `prefix`, and how far its
-    clock is from the store's. Leaves nothing behind."""
+    """Measure how fast this node writes to `folder` and to the store, and how far its clock is from the store's. Its
+    keys begin with `prefix`. Leaves nothing behind."""
     node = Node()
     try:
         node.rates["disk"] = disk_rate(folder, clock)
@@ -69,7 +69,7 @@ def disk_and_store(
         begun = clock()
         store.get(key)
         took += clock() - begun
-    except HoldfastError as error:  # a store that is away says nothing of the node
+    except HoldfastError as error:  # an unavailable store says nothing about the node
         node.notes.append(f"store: {error}")
         return node
     finally:
@@ -83,7 +83,7 @@ def disk_and_store(
 
 
 def disk_rate(folder: Path, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Bytes a second that reach the disk of a folder. Raises OSError."""
+    """Bytes per second that reach the disk of a folder. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     path, block = folder / f"health-{uuid.uuid4().hex}", os.urandom(1 << 20)
     begun = clock()
@@ -98,7 +98,7 @@ def disk_rate(folder: Path, clock: Callable[[], float] = time.perf_counter) -> f
 
 
 def counters(kind: str, uuid_of_device: str) -> tuple[dict[str, int], dict[str, str], list[str]]:
-    """What the driver of an NVIDIA device counts, its version, and notes; of other kinds of devices a note."""
+    """The counters of an NVIDIA device's driver, its version, and notes; for other kinds of devices only a note."""
     if kind != "cuda":
         return {}, {}, [] if kind == "cpu" else [f"counters: nothing here reads those of {kind}"]
     names = ("driver_version", "pci.bus_id", *_COUNTERS)
@@ -116,8 +116,8 @@ def counters(kind: str, uuid_of_device: str) -> tuple[dict[str, int], dict[str, 
 
 
 def parse_counters(line: str) -> tuple[dict[str, int], str, str]:
-    """The counters, the driver's version and the bus of the device, from a line of nvidia-smi. What the device does not
-    count is left out. Raises ValueError for what is no such line."""
+    """The counters, the driver's version and the device's bus from a line of nvidia-smi. Counters that the device does
+    not support are left out. Raises ValueError for any other line."""
     driver, bus, *values = (part.strip() for part in line.strip().split(","))
     found = {name: int(value) for name, value in zip(_COUNTERS.values(), values, strict=False) if value.isdigit()}
     words = {"yes": 1, "no": 0}
@@ -130,7 +130,7 @@ def parse_counters(line: str) -> tuple[dict[str, int], str, str]:
 
 
 def parse_xids(text: str, bus: str) -> dict[str, int]:
-    """How often each Xid of the device at `bus` stands in the kernel's log."""
+    """Xid of the device at `bus` → number of its entries in the kernel's log."""
     found: dict[str, int] = {}
     wanted = _place(bus)
     for where, number in _XID.findall(text):
@@ -140,7 +140,7 @@ def parse_xids(text: str, bus: str) -> dict[str, int]:
 
 
 def _place(bus: str) -> str:
-    """The bus and the device: the driver writes the domain with four digits or eight, and the function or not."""
+    """The bus and the device. The driver writes the domain with four or eight digits, and the function optionally."""
     return ":".join(bus.lower().split(".")[0].split(":")[-2:])
 
 
@@ -155,7 +155,7 @@ def _xids(bus: str) -> tuple[dict[str, int], str]:
             if time.clock_gettime(time.CLOCK_MONOTONIC) - _told_at(record) < XID_SECONDS:
                 text.append(record)
             read += len(record)
-    except OSError:  # BlockingIOError: the end of it
+    except OSError:  # BlockingIOError: the end of the log
         pass
     finally:
         os.close(descriptor)
@@ -171,7 +171,7 @@ def _told_at(record: bytes) -> float:
 
 
 def system_versions() -> Mapping[str, str]:
-    """Of what every node has, whatever its device."""
+    """Versions that every node has, for any device."""
     return {
         "kernel": platform.release(),
         "Python": platform.python_version(),
@@ -180,7 +180,7 @@ def system_versions() -> Mapping[str, str]:
 
 
 def _asked(*command: str) -> tuple[str | None, str]:
-    """What a command prints; None and why when it does not answer."""
+    """The output of a command; None and the reason if it fails or does not respond."""
     try:
         done = subprocess.run(
             command, capture_output=True, check=False, timeout=COMMAND_SECONDS, encoding="utf-8", errors="replace"

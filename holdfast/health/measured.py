@@ -1,4 +1,4 @@
-"""What is measured of a rank and its node, and what a comparison found: records that cross processes as JSON."""
+"""Measurements of a rank and its node, and findings of a comparison: records that cross processes as JSON."""
 
 from __future__ import annotations
 
@@ -15,56 +15,56 @@ class _Record(BaseModel):
 
 
 class Measured(_Record):
-    """What one rank found out about itself. What is of its node stands with the first rank of the node alone."""
+    """Measurements of one rank. Only the first rank of a node has those of the node."""
 
     rank: int
-    node: str  # as its scheduler calls it
-    device: str  # what its driver calls it; of a CPU its model
+    node: str  # its scheduler's name
+    device: str  # its driver's name; for a CPU, its model
     kind: str  # torch's type of the device
-    right: bool = True  # products whose sums are exact came out as they must
+    right: bool = True  # whether products with exact sums were correct
     bits: str = ""  # digest of a fixed product of matrices
-    alike: str = ""  # ranks that have the same here must have the same bits
-    rates: dict[Probe, float] = {}  # compute in FLOP/s; memory, disk and store in bytes a second
-    clock_ahead: float | None = None  # seconds, of the store's clock
-    clock_error: float = 0.0  # by which that may be wrong, in seconds
-    counters: dict[str, int] = {}  # of faults, as the driver counts them
+    alike: str = ""  # ranks with the same value must have the same bits
+    rates: dict[Probe, float] = {}  # compute in FLOP/s; memory, disk and store in bytes per second
+    clock_ahead: float | None = None  # seconds ahead of the store's clock
+    clock_error: float = 0.0  # largest error of `clock_ahead`, in seconds
+    counters: dict[str, int] = {}  # of faults, from the driver
     versions: dict[str, str] = {}  # of drivers and libraries
-    notes: tuple[str, ...] = ()  # what could not be measured, and why
+    notes: tuple[str, ...] = ()  # failed measurements, with the reason
 
 
 class Link(_Record):
-    """Two ranks that sent each other bytes, both at once."""
+    """Two ranks that sent bytes to each other concurrently."""
 
     first: int
     second: int
-    rate: float  # bytes a second, in one direction
+    rate: float  # bytes per second, in one direction
 
 
 class Finding(_Record):
-    """Something that is not as it should be, with whom."""
+    """A deviation, with its ranks and nodes."""
 
     probe: Probe
     severity: Severity
     ranks: tuple[int, ...]
     nodes: tuple[str, ...]
     words: str
-    sure: bool = True  # whether it is these; False: one of them, and nobody knows which
+    sure: bool = True  # False: one of the ranks, but it is unknown which
 
 
 class Report(_Record):
     """One examination of a gang."""
 
     began: float  # unix seconds, by the clock of rank 0
-    seconds: float  # that it took
+    seconds: float  # duration
     measured: tuple[Measured, ...]  # in the order of ranks
     links: tuple[Link, ...] = ()
-    ring: float | None = None  # bytes a second of the slowest rank, while each sends to the next
+    ring: float | None = None  # bytes per second of the slowest rank, while each sends to the next
     findings: tuple[Finding, ...] = ()
-    why: str = ""  # it was made
+    why: str = ""  # the reason for the examination
 
     @property
     def failures(self) -> tuple[Finding, ...]:
-        """What keeps a run from starting."""
+        """The findings that keep a run from starting."""
         return tuple(finding for finding in self.findings if finding.severity == "failed")
 
     @property

@@ -1,7 +1,7 @@
-"""The examination as a program of its own, which `holdfast.launch.torchrun` starts on every accelerator.
+"""The examination as a program, which `holdfast.launch.torchrun` starts on every accelerator.
 
-Rank 0 writes the report as JSON. Ends with 0 when no rank failed; else a rank that failed ends with its code of the
-table, and its node is blamed.
+Rank 0 writes the report as JSON. The exit code is 0 if no rank failed. Otherwise a failed rank exits with its error's
+code, and its node is blamed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.runtime.logs import configure_logging
 from holdfast.spec import ExitCode
 from holdfast.store import open_store
 
-PREFIX = "health/"  # of the keys in the store, where the nodes are of no run
+PREFIX = "health/"  # prefix of the keys in the store, since the nodes belong to no run
 
 
 def main() -> None:
@@ -50,14 +50,14 @@ def main() -> None:
                 sys.stdout.write(report.model_dump_json() + "\n")
             else:
                 arguments.report.write_text(report.model_dump_json(), encoding="utf-8")
-        gang.barrier()  # a rank that leaves before the others have the report would be a lost peer
+        gang.barrier()  # a rank that leaves before all have the report would be a lost peer
         require_health(report, gang.rank)
 
     code = exit_code_of(body)
     sys.stdout.flush()
     sys.stderr.flush()
     record.ended(code, blames_node=code in (ExitCode.UNHEALTHY_NODE, ExitCode.WRONG_ARITHMETIC))
-    os._exit(code)  # process groups with a lost peer can block the interpreter's own way out
+    os._exit(code)  # process groups with a lost peer can block the interpreter's exit
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Which ranks, links and nodes are not as their peers are, from what was measured: arithmetic alone.
+"""Verdict on ranks, links and nodes that differ from their peers: arithmetic on the measurements.
 
-A rate is too low when it is below a share of that of its peers *and* further from it than their own spread explains
-(3.5 scaled median absolute deviations: Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993). Of an even
-number of peers the better middle one counts, so that of two the slower is named. Promises the same findings for the
-same measurements, whatever their order.
+A rate is too low if it is below a share of its peers' rate *and* further from it than their own spread explains. The
+spread is 3.5 scaled median absolute deviations (Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993). For an
+even number of peers, the better middle one counts, so of two ranks the slower one is reported. The findings do not
+depend on the order of the measurements.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from statistics import median, median_high
 from holdfast.health.measured import Finding, Link, Measured, Probe, Severity
 from holdfast.planning.hardware import by_device
 
-SPREAD = 3.5  # scaled median absolute deviations that are still like the others
-_SCALE = 1.4826  # of the median absolute deviation to the standard deviation of a normal distribution
+SPREAD = 3.5  # scaled median absolute deviations that still count as normal
+_SCALE = 1.4826  # from the median absolute deviation to the standard deviation of a normal distribution
 CLOCK_WARNS, CLOCK_FAILS = 1.0, 60.0  # seconds from the store's clock, and from that of most nodes
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Shares of the peers' rate below which a rank is told of, and fails."""
+    """Shares of the peers' rate below which a rank gets a warning, or fails."""
 
     warns: float
     fails: float
 
     def severity(self, share: float) -> Severity | None:
-        """What a share of the usual means."""
+        """The severity of a share of the usual rate; None if it is normal."""
         return "failed" if share < self.fails else "warned" if share < self.warns else None
 
 
-# Accelerators of one kind differ by a few percent. What others use as well, cores, disks, networks, fails a node only
-# when it is of another order of magnitude.
+# Accelerators of one kind differ by a few percent. Shared resources (cores, disks, networks) fail a node only at a
+# different order of magnitude.
 _ACCELERATOR, _CPU = Limit(0.9, 0.75), Limit(0.5, 0.1)
 _LINK, _LINK_OF_CPU = Limit(0.6, 0.3), Limit(0.3, 0.05)
 _DISK = _STORE = Limit(0.3, 0.001)
-_OF_USUAL_PEAK = Limit(0.8, 0.5)  # of what large products reach on such a board
+_OF_USUAL_PEAK = Limit(0.8, 0.5)  # share of the rate of large products on such a device
 UNITS = {"compute": "FLOP/s", "memory": "B/s", "disk": "B/s", "store": "B/s", "link": "B/s"}
 
-# Counters of faults after which a device computes, or will compute, wrong; and those after which it should be reset.
-# Uncorrected errors that were contained ended one process, and count all the same until the driver is loaded again.
+# FATAL: counters of faults after which a device computes, or will compute, wrong. SUSPICIOUS: after which it should be
+# reset. Contained uncorrected errors ended one process, but they count until the driver is loaded again.
 FATAL = {
     "failed row remaps": "memory rows that could not be replaced",
     "xid 48": "a memory error that was not corrected (Xid 48)",
@@ -61,7 +61,7 @@ SUSPICIOUS = {
 
 
 def judge(measured: Sequence[Measured], links: Sequence[Link] = ()) -> tuple[Finding, ...]:
-    """What is wrong, the worst first. `measured`: of every rank once."""
+    """The findings, the worst first. `measured` has every rank once."""
     ranks = {one.rank: one for one in sorted(measured, key=lambda one: one.rank)}
     found = [
         *_arithmetic(ranks), *_rates(ranks), *_peaks(ranks), *_links(ranks, links), *_clocks(ranks), *_counters(ranks),
@@ -87,7 +87,7 @@ def _arithmetic(ranks: Ranks) -> Iterator[Finding]:
         (most, count), *_ = counted.most_common()
         majority = 2 * count > len(peers)
         odd = [one.rank for one in peers if not majority or one.bits != most]
-        if any(not ranks[rank].right for rank in odd):  # that one is known; of the others nothing is
+        if any(not ranks[rank].right for rank in odd):  # that rank is known; nothing is known of the rest
             odd = [rank for rank in odd if majority and ranks[rank].right]
         how = f"from the majority of {len(peers)}" if majority else "and none is in the majority"
         for rank in odd:
@@ -112,7 +112,7 @@ def _rates(ranks: Ranks) -> Iterator[Finding]:
 
 
 def outliers(values: Mapping[int, float], limit: Limit) -> Iterator[tuple[int, Severity, float]]:
-    """The ranks whose values are too low beside the others', and what is usual there."""
+    """(rank, severity, usual value) of ranks whose values are too low compared with their peers."""
     if len(values) < 2:
         return
     usual = median_high(values.values())
@@ -135,7 +135,8 @@ def _peaks(ranks: Ranks) -> Iterator[Finding]:
 
 
 def _links(ranks: Ranks, links: Sequence[Link]) -> Iterator[Finding]:
-    """A rank is judged by its best link, because a slow peer makes the others slow; then each link by its ends."""
+    """Findings about links. A rank is judged by its best link, because a slow peer slows its partners. Then each link
+    is compared with its ends."""
     for within in (True, False):
         same = [link for link in links if (ranks[link.first].node == ranks[link.second].node) is within]
         best: dict[int, float] = defaultdict(float)
@@ -172,7 +173,7 @@ def _clocks(ranks: Ranks) -> Iterator[Finding]:
         if least >= CLOCK_WARNS:
             where = "ahead of" if ahead > 0 else "behind"
             words = f"its clock is at least {least:.1f} s {where} the store's: set one of them by NTP"
-            alone = len(told) > 2 and abs(ahead - usual) - error >= CLOCK_FAILS  # else it may be the store's
+            alone = len(told) > 2 and abs(ahead - usual) - error >= CLOCK_FAILS  # else the store's clock may be wrong
             yield _finding(ranks, [rank], "clock", "failed" if alone else "warned", words)
 
 
@@ -226,7 +227,7 @@ def _groups(ranks: Iterable[Measured], key: Callable[[Measured], str]) -> list[l
 
 
 def shown_rate(value: float, probe: str) -> str:
-    """A rate for a person: 412 TFLOP/s, 3.2 GB/s."""
+    """A rate in readable form: 412 TFLOP/s, 3.2 GB/s."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {prefix}{UNITS[probe]}"

@@ -13,23 +13,24 @@ from holdfast.rendering.limits import RefusedError, require_length
 if TYPE_CHECKING:
     from jinja2 import Template as Jinja
 
-OPEN, CLOSE = "\U0010fffe", "\U0010ffff"  # around what is generated: no characters of any text
+OPEN, CLOSE = "\U0010fffe", "\U0010ffff"  # marks around generated text: characters that no text contains
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one key of a message; the first one is standard
 ANSWERS = ("chosen", "rejected")  # in the order of their documents
-# A text, the ranges of its characters that count, and whether it is plain: not written by a template.
+# A text, the ranges of its counted characters, and whether it is plain: not written by a template.
 Rendered = tuple[str, list[tuple[int, int]], bool]
 
 
 @dataclass(frozen=True)
 class ChatProgram:
-    """A chat template, the special tokens that it may write, and the other templates of the same tokenizer by name."""
+    """A chat template, the special tokens that it may write, and the tokenizer's other templates by name."""
 
     text: str
     specials: dict[str, str]
     named: dict[str, str] = field(default_factory=dict)
 
     def run(self, request: str) -> list[Rendered]:
-        """What the record in `request` becomes; without a record, compile all templates."""
+        """Render the record in `request`; without a record, compile all templates. Raises RefusedError and
+        TooLongError."""
         if not request:
             for text in (self.text, *self.named.values()):
                 self._compiled(text)
@@ -38,7 +39,7 @@ class ChatProgram:
         return [self._answered(record, key) for key in ANSWERS] if "chosen" in record else [self._rendered(record)]
 
     def _rendered(self, conversation: dict[str, Any]) -> Rendered:
-        """The text of a conversation, and the ranges of its characters that the assistant says."""
+        """The text of a conversation, and the ranges of the assistant's characters."""
         messages = conversation["messages"]
         whole, spans = self._render(messages, conversation), list[tuple[int, int]]()
         if self._chosen(conversation).has_marks:
@@ -62,7 +63,7 @@ class ChatProgram:
         return whole, spans, False
 
     def _answered(self, record: dict[str, Any], key: str) -> Rendered:
-        """The same of the prompt of a record and the answer under `key`, all of which counts."""
+        """The same for a record's prompt and its answer under `key`. The whole answer counts."""
         if isinstance(prompt := record["prompt"], str):
             return prompt + record[key], [(len(prompt), len(prompt) + len(record[key]))], True
         before = self._render(record["prompt"], record, prompt=True)
@@ -72,7 +73,7 @@ class ChatProgram:
         return whole, [(len(before), len(whole.rstrip()))], False
 
     def _render(self, messages: list[Any], record: dict[str, Any], *, prompt: bool = False, marks: bool = False) -> str:
-        """What `apply_chat_template` writes; with `marks`, OPEN and CLOSE stand around what is generated."""
+        """The text of `apply_chat_template`. With `marks`, OPEN and CLOSE enclose generated text."""
         template = self._chosen(record)
         given = {
             "documents": record.get("documents"),
@@ -92,7 +93,7 @@ class ChatProgram:
         return require_length(text)
 
     def _chosen(self, record: dict[str, Any]) -> _Compiled:
-        """The template that `apply_chat_template` takes: `tool_use`, where there is one, for records with tools."""
+        """The template that `apply_chat_template` selects: `tool_use`, if it exists, for records with tools."""
         text = self.named.get("tool_use", self.text) if record.get("tools") is not None else self.text
         if not text:
             raise RefusedError("there is no chat template to write its messages; bring one (data.chat.template)")
@@ -109,7 +110,7 @@ class ChatProgram:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A template, and whether it marks what is generated. `marks` are written around that."""
+    """A template, and whether it marks generated text. `marks` are written around that text."""
 
     template: Jinja
     has_marks: bool
@@ -117,7 +118,7 @@ class _Compiled:
 
 
 def _compile(text: str) -> _Compiled:
-    """Compile a template for the environment that `transformers` gives it, without a clock."""
+    """Compile a template for the environment of `transformers`, without a clock."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
@@ -155,7 +156,7 @@ def _compile(text: str) -> _Compiled:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as `apply_chat_template` gives it to the template: without keys that are null, its reasoning under the
+    """A message as `apply_chat_template` passes it to the template: without null keys, and with its reasoning under the
     names that templates read."""
     kept = {key: value for key, value in message.items() if value is not None}
     reasoning = next((kept[key] for key in REASONING if key in kept), None)
@@ -163,7 +164,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without the marks around what is generated, and the ranges that lay between them."""
+    """The text without the marks around generated text, and the ranges between them."""
     plain: list[str] = []
     spans: list[tuple[int, int]] = []
     at = begin = 0

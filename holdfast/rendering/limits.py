@@ -1,6 +1,6 @@
-"""The limits of a request to the child process, and how they grow with the size of the request.
+"""Limits of a request to the child process, which grow with the size of the request.
 
-Honest templates stay far below them: what a template adds to a conversation is some kilobytes.
+Honest templates stay far below them: a template adds some kilobytes to a conversation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-MEMORY_BYTES = 512 * 2**20  # above what the child has before its first request
+MEMORY_BYTES = 512 * 2**20  # in addition to the child's memory before its first request
 MEMORY_PER_BYTE = 32  # of the request
 CPU_SECONDS = 5.0
 BYTES_PER_SECOND = 4096  # of the request: each 4 KiB allow another second
@@ -24,29 +24,29 @@ class RefusedError(Exception):
 
 
 class TooLongError(Exception):
-    """A rendered text that is out of all proportion to its record."""
+    """A rendered text is out of all proportion to its record."""
 
 
 def allowed_memory(size: int) -> int:
-    """The bytes that the child may take for a request of `size` bytes."""
+    """The bytes of memory that the child may use for a request of `size` bytes."""
     return MEMORY_BYTES + MEMORY_PER_BYTE * size
 
 
 def allowed_seconds(size: int) -> float:
-    """The CPU time of a request of `size` bytes."""
+    """The CPU seconds for a request of `size` bytes."""
     return CPU_SECONDS + size / BYTES_PER_SECOND
 
 
 def allowed_characters(size: int) -> int:
-    """The characters of a text that is rendered of a request of `size` bytes."""
+    """The characters of a text that is rendered for a request of `size` bytes."""
     return TEXT_CHARACTERS + CHARACTERS_PER_BYTE * size
 
 
-_longest = [TEXT_CHARACTERS]  # of the request in progress
+_longest = [TEXT_CHARACTERS]  # of the current request
 
 
 def require_length(text: str) -> str:
-    """`text`. Raises TooLongError where it is longer than the request in progress may make it."""
+    """Returns `text`. Raises TooLongError if it is longer than the current request allows."""
     if len(text) > _longest[0]:
         raise TooLongError
     return text
@@ -65,8 +65,8 @@ class Limiter:
 
     @contextlib.contextmanager
     def limited(self, size: int, seconds: float) -> Iterator[None]:
-        """Work on a request of `size` bytes. The kernel ends the process by SIGPROF once it spent `seconds` of CPU
-        time, whatever it does then."""
+        """Limit the work on a request of `size` bytes. The kernel ends the process by SIGPROF after `seconds` of CPU
+        time, regardless of what it does."""
         memory = self._base + allowed_memory(max(size, 2**20))
         if memory != self._memory:
             most = memory if self._hard == resource.RLIM_INFINITY else min(memory, self._hard)

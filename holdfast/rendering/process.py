@@ -1,7 +1,7 @@
-"""The caller's side of the child process that renders templates: one child for each process that needs one.
+"""Caller's side of the child process that renders templates: one child for each process that needs one.
 
-Promises that a template costs the caller no more than the limits of `limits`, whatever it does, and that one which
-exceeds them is a TemplateLimitError (code 11) that names it. A child that was ended is replaced by the next request.
+A template never costs the caller more than the limits of `limits`. A template that exceeds them is a TemplateLimitError
+(code 11) that names it. The next request replaces a child that ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast.rendering import limits
 from holdfast.rendering.worker import DONE, LOAD, LONG, MEMORY, REFUSED, REPLY, REQUEST, RUN
 from holdfast.spec.errors import DataError, ExitCode, HoldfastError
 
-# All that the child is given of the environment: no secret is in it.
+# All variables that the child gets: none is secret.
 VARIABLES = (
     "PATH",
     "HOME",
@@ -36,11 +36,11 @@ MOST_TEMPLATES = 256  # that one child keeps
 
 
 class TemplateLimitError(DataError):
-    """A template that needs more memory or CPU time, or writes more, than any honest one."""
+    """A template uses more memory or CPU time, or writes more, than any honest one."""
 
 
 class TemplateRefusedError(ValueError):
-    """A template refuses what it was given, or is no template."""
+    """A template refuses its input, or is not a template."""
 
 
 class RendererDiedError(HoldfastError):
@@ -50,15 +50,15 @@ class RendererDiedError(HoldfastError):
 
 
 class Template:
-    """A template that a child process renders. `name` says in messages which one it is."""
+    """A template that a child process renders. `name` identifies it in messages."""
 
     def __init__(self, name: str, kind: str, *arguments: Any) -> None:
-        """`kind` and `arguments`: a program of `worker`, and what makes one."""
+        """`kind` and `arguments`: a program of `worker`, and its constructor's arguments."""
         self.name = name
         self._source = json.dumps([kind, *arguments])
 
     def run(self, request: str) -> Any:
-        """What the program answers. Raises TemplateRefusedError and TemplateLimitError."""
+        """The program's result for `request`. Raises TemplateRefusedError and TemplateLimitError."""
         payload = request.encode("utf-8", "surrogatepass")
         status, reply = _ask(self._source, payload, self.name)
         if status == DONE:
@@ -80,7 +80,7 @@ def _exceeded(name: str, payload: bytes, spent: str) -> TemplateLimitError:
 
 
 class _Renderer:
-    """A child process, and the numbers of the templates that it knows."""
+    """A child process, and the numbers of its loaded templates."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -97,7 +97,7 @@ class _Renderer:
             raise RuntimeError(f"the process that renders templates does not start (code {self._process.wait()})")
 
     def ask(self, source: str, payload: bytes, name: str) -> tuple[bytes, bytes]:
-        """The status and the payload of the reply. Raises TemplateLimitError and RendererDiedError."""
+        """The status and payload of the reply. Raises TemplateLimitError and RendererDiedError."""
         number = self.numbers.get(source)
         if number is None:
             number = self.numbers[source] = len(self.numbers)
@@ -111,13 +111,13 @@ class _Renderer:
 
     def _send(self, operation: bytes, number: int, payload: bytes) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the missing reply tells
+        with contextlib.suppress(BrokenPipeError):  # the missing reply shows it
             seconds = limits.allowed_seconds(len(payload))
             self._process.stdin.write(REQUEST.pack(len(payload), number, seconds, operation) + payload)
             self._process.stdin.flush()
 
     def _reply(self) -> tuple[bytes, bytes] | None:
-        """None: the process ended before."""
+        """The reply; None if the process ended before it."""
         assert self._process.stdout is not None
         header = self._process.stdout.read(REPLY.size)
         if len(header) < REPLY.size:
@@ -127,7 +127,7 @@ class _Renderer:
         return (status, payload) if len(payload) == size else None
 
     def _death(self, name: str, payload: bytes) -> HoldfastError:
-        """Why there is no reply."""
+        """The error that explains a missing reply."""
         code = self._process.wait()
         if code == -signal.SIGPROF:
             return _exceeded(name, payload, f"more than {limits.allowed_seconds(len(payload)):,.0f} s of CPU time")
@@ -155,7 +155,7 @@ _current: list[_Renderer] = []
 
 
 def _ask(source: str, payload: bytes, name: str) -> tuple[bytes, bytes]:
-    """Ask the child of this process, which is started where there is none."""
+    """Send a request to this process's child, and start a child if there is none."""
     with _lock:
         if _current and (_current[0].owner != os.getpid() or len(_current[0].numbers) >= MOST_TEMPLATES):
             drop_renderer()
@@ -166,25 +166,25 @@ def _ask(source: str, payload: bytes, name: str) -> tuple[bytes, bytes]:
         except BaseException:
             drop_renderer()
             raise
-        if status in (MEMORY, LONG):  # its memory may be in pieces
+        if status in (MEMORY, LONG):  # its memory may be fragmented
             drop_renderer()
         return status, reply
 
 
 def drop_renderer() -> None:
-    """End the child of this process, if there is one; the next request starts another."""
+    """End this process's child, if it has one; the next request starts another."""
     with _lock:
         if _current:
             _current.pop().end()
 
 
 def renderer_pid() -> int | None:
-    """The process id of the child of this process; None where there is none."""
+    """The process id of this process's child; None without one."""
     return _current[0].pid if _current else None
 
 
 def _forget() -> None:
-    """A child of a fork has the pipes of its parent's renderer, and maybe a lock that another thread held."""
+    """Reset after a fork: the child has its parent's pipes, and possibly a lock that another thread held."""
     global _lock  # noqa: PLW0603 - one for each process
     _lock = threading.RLock()
 

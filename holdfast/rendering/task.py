@@ -17,7 +17,8 @@ class TaskProgram:
         self._template: Any = None
 
     def run(self, request: str) -> str:
-        """The template with the fields of the document in `request`, a JSON object."""
+        """Render the template with the fields of the document in `request`, a JSON object. Raises RefusedError and
+        TooLongError."""
         try:
             if self._template is None:
                 self._template = _environment().from_string(self._text)

@@ -1,6 +1,6 @@
-"""The child process that renders templates: reads requests from its input, writes replies to its output.
+"""Child process that renders templates: reads requests from its input, writes replies to its output.
 
-Ends with its input, that is with its parent. A request is REQUEST and its payload; a reply is REPLY and its payload.
+It ends with its input, and so with its parent. A request is REQUEST and its payload; a reply is REPLY and its payload.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PROGRAMS: dict[str, Callable[..., Any]] = {"chat": ChatProgram, "task": TaskProg
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the parent, with which this process ends
         signal.signal(number, signal.SIG_IGN)
     import jinja2.ext
-    import jinja2.sandbox  # noqa: F401 - what is imported later would count as the template's
+    import jinja2.sandbox  # noqa: F401 - a later import would count against the template's limits
 
     requests, replies, limiter, programs = sys.stdin.buffer, sys.stdout.buffer, Limiter(), dict[int, Any]()
     replies.write(REPLY.pack(0, DONE))
@@ -49,7 +49,7 @@ def main() -> None:
             status, payload = MEMORY, b""
         except TooLongError:
             status, payload = LONG, b""
-        except Exception as error:  # noqa: BLE001 - RefusedError, and what the library raises while it compiles
+        except Exception as error:  # noqa: BLE001 - RefusedError, and errors of the library during compilation
             status, payload = REFUSED, _words(error)
         replies.write(REPLY.pack(len(payload), status))
         replies.write(payload)
