@@ -37,7 +37,7 @@ def examine(
     """Probe every rank, and return the same report on all. A collective call, after the ranks have met.
 
     `prefix`: of the keys that are written to the store and deleted. `folder`: on the disk to probe. `seconds`: for the
-    probes whose time is not fixed. If ranks do not reach a probe, raises HungError on rank 0, which names them, and
+    probes that run for a given time. If ranks do not reach a probe, raises HungError on rank 0, which names them, and
     LostPeerError on other ranks.
     """
     began, begun = time.time(), time.monotonic()

@@ -20,7 +20,7 @@ from holdfast.runtime.secrets import redact
 from holdfast.spec.errors import ExitCode
 
 FOLDER_VARIABLE = "HOLDFAST_ENDINGS"  # the folder of the ranks' records, on their node
-FILE_VARIABLE = "HOLDFAST_ENDING_FILE"  # read by the process that started torchrun; exists before
+FILE_VARIABLE = "HOLDFAST_ENDING_FILE"  # read by the process that started torchrun; must exist already
 _LEFT = ".left"  # suffix of the record of a rank that was running when another one died
 
 

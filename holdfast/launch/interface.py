@@ -64,7 +64,7 @@ def where_the_log_is(job: Job, ending: Ending) -> str:
 
 
 class Launcher(Protocol):
-    """Runs one launch at a time."""
+    """Protocol of launchers, which run one launch at a time."""
 
     def only_one(self, run_id: str) -> AbstractContextManager[None]:
         """Be the only launcher of a run within the context. Waits for another launcher to leave it."""

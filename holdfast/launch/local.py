@@ -1,4 +1,4 @@
-"""The local launcher: torchrun on this machine."""
+"""Local launcher: torchrun on this machine."""
 
 from __future__ import annotations
 

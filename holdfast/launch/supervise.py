@@ -43,8 +43,9 @@ def supervise(
     - `reclaimed` returns whether a cloud ended the job by reclaiming one of its nodes.
 
     If the store or the cluster is unavailable between two launches, the supervisor waits at most PATIENCE seconds and
-    keeps the endings meanwhile. The first restart is immediate; consecutive later ones wait twice as long each time. A
-    launch that a cloud ended does not count as a restart, and restarts immediately if it had saved anything.
+    keeps the endings meanwhile. The first restart within the budget's window is immediate. Each further one waits twice
+    as long, at most LONGEST_BACKOFF seconds. A launch that a cloud ended does not count as a restart, and restarts
+    immediately if it had saved anything.
 
     A retryable ending is not restarted, but returned, in these cases:
 

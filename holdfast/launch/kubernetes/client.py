@@ -296,7 +296,7 @@ class Lines:
                 yield from lines
                 if len(rest) > 64 * LONGEST_LINE:  # not a line of ours; objects of a watch are smaller, too
                     rest = rest[:LONGEST_LINE]
-        except (urllib3.exceptions.HTTPError, OSError, AttributeError, ValueError) as error:  # the latter two: closed
+        except (urllib3.exceptions.HTTPError, OSError, AttributeError, ValueError) as error:  # the last two: closed
             if not self._closed:
                 raise TransientError(f"the connection broke: {error}") from error
         if rest and not self._closed:

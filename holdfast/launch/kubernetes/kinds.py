@@ -13,7 +13,7 @@ State = Literal["waiting", "suspended", "running", "succeeded", "failed"]
 
 @dataclass(frozen=True)
 class Status:
-    """The state of a job object, in its own words."""
+    """The state that a job object reports."""
 
     state: State
     reason: str = ""

@@ -22,7 +22,7 @@ from holdfast.telemetry.events import Event, NodeReclaimed, WarningIssued
 
 CLOUD = "HOLDFAST_SPOT"  # the cloud to query, in the environment of each node's torchrun
 SERVICE_URL = "HOLDFAST_METADATA_URL"  # its address, if not the usual one of all clouds
-RECENT = 600.0  # seconds after a notice in which it explains an ending; then its node is gone or replaced
+RECENT = 600.0  # seconds after a notice: an ending then is its effect, and its node is gone or replaced
 AFTER_FAILURE = 10.0  # seconds until a service that did not respond is queried again
 TELL_SECONDS = 10.0  # for the event, once the ranks have left
 
