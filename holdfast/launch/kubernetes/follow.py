@@ -187,7 +187,7 @@ class Follower:
         return self._obstacle(pending_seconds)
 
     def _counted(self) -> list[Object]:
-        """The pods of the job, existing or gone, without those from before a queue took the job back."""
+        """The pods of the job, existing or gone, without the ignored ones (`_aside`)."""
         pods = {**self._pods.gone, **self._pods.objects}
         return [pod for uid, pod in pods.items() if uid not in self._aside]
 
