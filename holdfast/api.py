@@ -1,4 +1,4 @@
-"""Holdfast from Python: load a spec, run or submit it, and ask a run what became of it.
+"""Python interface of Holdfast: load a spec, run or submit it, and query its runs.
 
     import holdfast
 
@@ -6,7 +6,7 @@
     run.history()[-1]["loss"]
     run.generate("def main(")
 
-Everything here is what the command `holdfast` does, with values instead of text. Errors are those of
+The functions match the command `holdfast` and return values instead of text. Errors are those of
 `holdfast.spec.errors`: each has a message with a remedy and an `exit_code`.
 """
 
@@ -38,7 +38,7 @@ Overrides = Mapping[str, object] | Sequence[str]
 
 
 class RunFailedError(HoldfastError):
-    """A run on this machine ended before its end. `exit_code` says how; 128 and above: the same call may succeed."""
+    """A local run stopped before it finished. `exit_code` gives the cause; from 128 on, the same call may succeed."""
 
     def __init__(self, message: str, exit_code: ExitCode) -> None:
         super().__init__(message)
@@ -50,15 +50,15 @@ class Checkpoint:
     """A committed checkpoint of a run."""
 
     step: int  # optimizer steps done
-    attempt: int  # that committed it
+    attempt: int  # the attempt that committed it
     created: float  # unix seconds
-    state_digest: str  # over every weight and optimizer state; equal for equal bits, whatever the layout
-    key: str  # of its manifest in the store
+    state_digest: str  # over all weights and optimizer state; equal for equal bits in any layout
+    key: str  # key of its manifest in the store
 
 
 @dataclass(frozen=True)
 class Report:
-    """The report of an evaluation. A notebook shows it; `html` is the page."""
+    """The report of an evaluation. `html` is the page, and a notebook displays it."""
 
     html: str
 
@@ -67,11 +67,13 @@ class Report:
 
 
 class Run:
-    """A run in a store: made here, on Kubeflow or on Argo. It remembers nothing: every call asks."""
+    """A run in a store, submitted to any backend. It caches nothing: every call reads the current state."""
 
     def __init__(self, run_id: str, store: str = "") -> None:
-        """The run whose id begins with `run_id`, or the newest of that name, in the store at `store` (a URL or a
-        folder; empty: the default one). Raises MissingError."""
+        """Find the run whose id begins with `run_id`, or the newest run with that name.
+
+        `store` is a URL or a folder; empty: the default store. Raises MissingError.
+        """
         from holdfast.pipelines.view.catalog import find_run
 
         self._store = _opened(store)
@@ -80,7 +82,7 @@ class Run:
 
     @classmethod
     def _of(cls, store: Store, record: RunRecord) -> Run:
-        """A run that was read already."""
+        """Wrap a record that is already read."""
         run = cls.__new__(cls)
         run._store, run.id, run.name = store, record.run_id, record.name
         return run
@@ -90,16 +92,16 @@ class Run:
 
     @property
     def store(self) -> Store:
-        """The store that the run is in."""
+        """The store that holds the run."""
         return self._store
 
     def status(self) -> RunStatus:
-        """What its backend says: state, steps, a link."""
+        """The status from its backend: state, steps and a link."""
         backend, there = self._backend()
         return backend.status(there)
 
     def wait(self, poll_seconds: float = 5.0) -> RunStatus:
-        """Wait until it has ended, asking every `poll_seconds`."""
+        """Wait until the run has ended. Polls every `poll_seconds`."""
         while (status := self.status()).unfinished:
             time.sleep(poll_seconds)
         return status
@@ -114,9 +116,11 @@ class Run:
         follow: bool = False,
         raw: bool = False,
     ) -> Iterator[str]:
-        """The lines that its steps wrote, or only `step`; with `follow`, until it has ended; with `raw`, everything
-        that the engine has of them. With `rank`, what that rank of the training printed: in `attempt`, in `launch`, or
-        in its newest process; live, and after its death."""
+        """Yield the log lines of its steps, or only those of `step`.
+
+        `follow` continues until the run has ended. `raw` yields everything that the backend has. `rank` selects the
+        output of one training rank, live or after its end: in `attempt`, in `launch`, or in the rank's newest process.
+        """
         if rank is not None or attempt is not None or launch is not None:
             from holdfast.pipelines.backends.rank_logs import goes_on, rank_lines
 
@@ -134,12 +138,12 @@ class Run:
         return (line for _, line in step_lines(self._store, record, cache(self._backend), step, follow=follow))
 
     def cancel(self) -> bool:
-        """Ask it to save and leave; whether it was running."""
+        """Ask the run to save and stop. Returns whether it was running."""
         backend, there = self._backend()
         return backend.cancel(there)[1]
 
     def resume(self, *, replan: bool = False) -> RunStatus:
-        """Go on with it where it was submitted, from its newest checkpoint. On this machine: to the end."""
+        """Resume the run where it was submitted, from its newest checkpoint. On this machine, run it to the end."""
         from dataclasses import replace
 
         record = self._record()
@@ -147,20 +151,22 @@ class Run:
         return self._backend()[0].resume(request)[0]
 
     def history(self) -> list[dict[str, Any]]:
-        """A row for every committed step: step, loss [nats a token], grad_norm, learning_rate, tokens, ... Ready for
-        `pandas.DataFrame`."""
+        """One row for each committed step: step, loss [nats per token], grad_norm, learning_rate, tokens and more.
+
+        `pandas.DataFrame` accepts the rows.
+        """
         from holdfast.telemetry import read_history
 
         return read_history(self._store, self.id)
 
     def events(self) -> list[Event]:
-        """What happened, oldest first: launches, attempts, saves, endings."""
+        """Its events, oldest first: launches, attempts, saves, endings."""
         from holdfast.telemetry import read_events
 
         return read_events(self._store, self.id)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """The checkpoints that are kept, oldest first."""
+        """The retained checkpoints, oldest first."""
         from holdfast.checkpoint import read_manifest
         from holdfast.checkpoint.retention import checkpoint_steps
 
@@ -171,13 +177,13 @@ class Run:
         ]
 
     def result(self) -> TrainingResult | None:
-        """The final checkpoint and export; None while it trains."""
+        """The final checkpoint and export; None while the run trains."""
         from holdfast.components.train.result import read_result
 
         return read_result(self._store, self.id)
 
     def verdict(self) -> Verdict | None:
-        """The newest verdict on its model; None before there is one."""
+        """The newest verdict on its model; None without an evaluation."""
         from holdfast.pipelines.view.catalog import read_run
         from holdfast.scoring.verdict import Verdict
 
@@ -185,7 +191,7 @@ class Run:
         return Verdict.model_validate(record.verdict) if record and record.verdict else None
 
     def report(self) -> Report:
-        """The report of its newest evaluation. Raises MissingError before there is one."""
+        """The report of its newest evaluation. Raises MissingError without one."""
         from holdfast.pipelines.view.catalog import read_run
 
         record = read_run(self._store, self.id)
@@ -194,8 +200,10 @@ class Run:
         return Report(self._store.get(layout.verdict(self.id, record.verdict_key, "html")).decode())
 
     def generate(self, prompt: str, *, tokens: int = 64, temperature: float = 0.8, seed: int = 0) -> str:
-        """The model's continuation of `prompt`; at temperature 0 the likeliest tokens. Raises MissingError before the
-        training has ended."""
+        """Generate a continuation of `prompt`; temperature 0 picks the most likely token each time.
+
+        Raises MissingError before the training has ended.
+        """
         from holdfast.model.generate import generate
         from holdfast.model.hugging_face import load_exported
         from holdfast.pipelines.view.models import locate
@@ -225,8 +233,10 @@ class Run:
 
 
 def load_spec(path: str | Path, overrides: Overrides = ()) -> Spec:
-    """Read and check a spec. `overrides`: `{"training.steps": 50}` or `["training.steps=50"]`. Raises MissingError, or
-    SpecError with every problem."""
+    """Read and check a spec. `overrides`: `{"training.steps": 50}` or `["training.steps=50"]`.
+
+    Raises MissingError, or SpecError with every problem.
+    """
     return _load_spec(path, _listed(overrides))
 
 
@@ -239,11 +249,11 @@ def run(
     fresh: bool = False,
     replan: bool = False,
 ) -> Run:
-    """Run a spec on this machine to its end, showing how it goes, and return the run. What was done before is not done
-    again: the same call goes on, or answers at once.
+    """Run a spec on this machine to its end, show its progress, and return the run.
 
-    `salt` keeps runs of the same inputs apart, `fresh` draws a new one, and `replan` lets an unfinished run go on under
-    another plan. A model that was not blessed is no failure: see `Run.verdict`. Raises RunFailedError.
+    Finished work is not repeated: the same call resumes the run, or returns immediately. `salt` separates runs of the
+    same inputs, `fresh` draws a new salt, and `replan` lets an unfinished run continue under another plan. A model that
+    is not blessed is no failure: see `Run.verdict`. Raises RunFailedError.
     """
     from holdfast.pipelines.backends.local.backend import Local
     from holdfast.pipelines.backends.request import RunRequest
@@ -270,8 +280,11 @@ def submit(
     endpoint: str = "",
     namespace: str = "",
 ) -> RunStatus:
-    """Submit a spec to a cluster and return what the backend says of the run; submitting it again gives the run that is
-    there. `Run(status...)` knows more once its first step has begun. See `holdfast submit --help`."""
+    """Submit a spec to a backend and return the status of the run.
+
+    Submitting the same spec again returns the existing run. `Run(...)` finds the run once its first step has begun. See
+    `holdfast submit --help`.
+    """
     from holdfast.pipelines.backends import SHARED_FOLDERS, SHARED_VOLUMES, open_backend
     from holdfast.pipelines.backends.record import keep_submission
     from holdfast.pipelines.backends.request import build_request

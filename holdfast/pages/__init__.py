@@ -1,4 +1,4 @@
-"""Pages for people as one self-contained HTML file: line charts, and the templates that everything is put into."""
+"""HTML pages, each one self-contained file: line charts, and the templates that hold all content."""
 
 from holdfast.pages.accounts import account_tiles, draw_time
 from holdfast.pages.charts import Chart, Series, draw_chart, number, points, smooth

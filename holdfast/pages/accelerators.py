@@ -1,4 +1,4 @@
-"""What the ranks' accelerators told of themselves: curves over the steps, and a table of how each was last."""
+"""Accelerator metrics of the ranks: curves over the steps, and a table of the latest values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import groupby
 from holdfast.pages.charts import Chart, Point, Series
 from holdfast.telemetry.events import AttemptBegan, Event, TimeSpent
 
-MOST_RANKS = 256  # that have a row of their own
+MOST_RANKS = 256  # ranks that get their own row
 CURVES = (  # title, field, factor
     ("Accelerators, percent busy", "utilisation", 100.0),
     ("Power of an accelerator, watts", "watts", 1.0),
@@ -20,7 +20,7 @@ CURVES = (  # title, field, factor
 
 @dataclass(frozen=True)
 class Row:
-    """How one rank's accelerator was; empty where it does not tell."""
+    """The latest accelerator metrics of one rank; a field is empty where the driver does not report it."""
 
     rank: int
     busy: str
@@ -32,7 +32,7 @@ class Row:
 
 
 def accelerator_charts(events: Sequence[Event]) -> list[Chart]:
-    """The mean and the highest of all ranks, for each figure that any of them told."""
+    """One chart for each reported metric: its mean and its maximum over all ranks."""
     told = _by_step(events)
     charts = []
     for title, field, factor in CURVES:
@@ -49,13 +49,13 @@ def accelerator_charts(events: Sequence[Event]) -> list[Chart]:
 
 
 def accelerator_rows(events: Sequence[Event]) -> list[Row]:
-    """How the accelerator of each rank of the last attempt was when it told last; none where no driver tells."""
+    """The latest accelerator metrics of each rank of the last attempt; empty where no driver reports any."""
     newest = newest_figures(events)
     return [_row(newest[rank]) for rank in sorted(newest)[:MOST_RANKS]]
 
 
 def newest_figures(events: Sequence[Event]) -> dict[int, TimeSpent]:
-    """What each rank of the last attempt told last, of those whose accelerator's driver tells anything."""
+    """The latest metrics of each rank of the last attempt, without ranks whose driver reports nothing."""
     newest: dict[int, TimeSpent] = {}
     world = next((event.world for event in reversed(events) if isinstance(event, AttemptBegan)), 0)
     for event in events:
@@ -65,8 +65,7 @@ def newest_figures(events: Sequence[Event]) -> dict[int, TimeSpent]:
 
 
 def _by_step(events: Sequence[Event]) -> dict[int, list[TimeSpent]]:
-    """What all ranks had told last when one of them told anything at a step; of a step that was trained again, what
-    was told then."""
+    """All ranks' latest reports at each step where one of them reported. A repeated step keeps its last reports."""
     newest: dict[int, TimeSpent] = {}
     found: dict[int, list[TimeSpent]] = {}
     told = (event for event in events if isinstance(event, AttemptBegan | TimeSpent))

@@ -1,4 +1,4 @@
-"""What a run did with its time, as a picture, and what it took and cost, as figures at the top of a page."""
+"""How a run spent its time, as a picture; its goodput, hours, energy and cost, as tiles at the top of a page."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from holdfast.pages.shares import draw_shares
 from holdfast.telemetry.cost import Cost
 from holdfast.telemetry.ledger import CLASSES, Class, Ledger
 
-MOST_RANKS = 32  # that have a bar of their own
+MOST_RANKS = 32  # ranks that get their own bar
 
 
 def draw_time(account: Ledger) -> Markup:
-    """What each rank did with its time; of many ranks, all together."""
+    """Time spent by each rank, by class; above MOST_RANKS ranks, one bar for all."""
     bars: list[tuple[str, Mapping[Class, float]]] = [("all ranks", account.seconds)]
     if len(account.ranks) <= MOST_RANKS:
         bars = [(f"rank {rank}", spent) for rank, spent in sorted(account.ranks.items())]
@@ -23,7 +23,7 @@ def draw_time(account: Ledger) -> Markup:
 
 
 def account_tiles(account: Ledger, spent: Cost) -> list[tuple[str, str, str]]:
-    """Title, value and unit of what is known of goodput, hours, energy and money."""
+    """Title, value and unit of each known figure: goodput, hours, energy, carbon dioxide and cost."""
     if not account.total:
         return []
     tiles = [

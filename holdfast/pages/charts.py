@@ -1,6 +1,6 @@
-"""Line charts as inline SVG: the geometry is here, the markup in a template, the colours in the page's style sheet.
+"""Line charts as inline SVG. This module has the geometry, a template the markup, the page's style sheet the colors.
 
-Promises that thousands of steps draw fast and that thinning keeps every spike. Hovering a chart shows its values.
+Thousands of steps draw fast, and thinning keeps every spike. Hovering over a chart shows its values.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from holdfast.pages.render import render
 
 Point = tuple[float, float]
 
-MAX_POINTS = 600  # of a drawn line
-MAX_HOVERS = 120  # places that answer to the pointer
+MAX_POINTS = 600  # points of a drawn line
+MAX_HOVERS = 120  # columns that react to the pointer
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line. `kind` is the class in the style sheet that colours it."""
+    """A line. `kind` is its class in the style sheet, which sets the color."""
 
     name: str
     points: Sequence[Point]
@@ -31,7 +31,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture: lines over steps, an optional level (a dashed line across), and marks at some steps."""
+    """One chart: lines over steps, an optional level (a dashed horizontal line), and marks at some steps."""
 
     title: str
     series: Sequence[Series]
@@ -68,17 +68,17 @@ def draw_chart(chart: Chart) -> Markup:
 
 
 def points(rows: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
-    """What the rows of a history say of `name`, over their steps."""
+    """The values of `name` in the rows of a history, over their steps."""
     return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
 
 
 def finite(points: Sequence[Point]) -> list[Point]:
-    """The points that can be drawn."""
+    """The points with finite coordinates."""
     return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
 
 
 def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
-    """At most `most` points: the lowest and the highest of each stretch, so that no spike is lost; both ends stay."""
+    """Reduce to at most `most` points. Keeps both ends, and the lowest and highest point of each stretch."""
     if len(points) <= most:
         return list(points)
     inner = points[1:-1]
@@ -125,7 +125,7 @@ def number(value: float) -> str:
 
 
 class _Frame:
-    """From values to pixels."""
+    """Maps values to pixels."""
 
     left, right, top, bottom = 58, 14, 12, 30
 
@@ -154,7 +154,7 @@ class _Frame:
 
 
 def _columns(frame: _Frame) -> list[tuple[float, str, str]]:
-    """Place, text and anchor of the numbers under the axis of steps."""
+    """Position, text and anchor of each number under the step axis."""
     steps = ticks(frame.first, frame.last, max(2, frame.width // 130))
     return [
         (
@@ -167,7 +167,7 @@ def _columns(frame: _Frame) -> list[tuple[float, str, str]]:
 
 
 def _hovers(frame: _Frame, series: Sequence[Series]) -> list[dict[str, Any]]:
-    """Invisible columns, each with a dot on the lines and the values as a tooltip."""
+    """Invisible columns, each with dots on the lines and the values as a tooltip."""
     longest = max(series, key=lambda one: len(one.points)).points
     stride = max(1, math.ceil(len(longest) / MAX_HOVERS))
     chosen = longest[stride // 2 :: stride]

@@ -1,4 +1,4 @@
-"""The templates of pages, in the folder `templates`: every value that is put into one is escaped."""
+"""HTML templates of the folder `templates`. Every inserted value is escaped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 
 def render(template: str, **values: Any) -> Markup:
-    """The template filled with values, as markup: put into another template it is not escaped again."""
+    """Fill the template with values. Returns markup, so another template does not escape it again."""
     return Markup(_environment().get_template(template).render(values))  # noqa: S704 - autoescaped
 
 

@@ -1,6 +1,6 @@
-"""Stacked bars as inline SVG: what several things (ranks, nodes) spent of one whole, in shares that are compared.
+"""Stacked bars as inline SVG: how several things (ranks, nodes) divide one whole, for comparison.
 
-The colours are the page's style sheet's, in the order of the kinds; hovering a part shows its share.
+The page's style sheet has the colors, in the order of the kinds. Hovering over a part shows its share.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ MOST = 64  # bars of one picture
 
 
 def draw_shares(bars: Sequence[tuple[str, Mapping[Any, float]]], kinds: Sequence[str], unit: str) -> Markup:
-    """One bar for each of `bars` (a label, and values by kind), all at the scale of the longest. `kinds` gives order
-    and colour. A sentence instead when there is nothing to draw."""
+    """Draw one bar for each of `bars` (a label, and values by kind), all at the scale of the longest.
+
+    `kinds` sets order and color. Returns a sentence when there is nothing to draw.
+    """
     longest = max((sum(values.values()) for _, values in bars), default=0.0)
     if longest <= 0:
         return Markup('<p class="muted">Nothing was told of it.</p>')

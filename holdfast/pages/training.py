@@ -1,8 +1,7 @@
-"""The page of a training: its figures, its curves over the steps, and what its ranks did with their time.
+"""The page of a training run: its figures, its curves over the steps, and how its ranks spent their time.
 
-Promises one HTML page that loads nothing and runs nothing, and that the same run gives the same page. Of one that goes
-on it shows what was told up to now, and when that was, and asks the browser to load the file again, which somebody
-writes anew.
+One HTML page that loads and runs nothing; the same run gives the same page. The page of an unfinished run shows the
+data up to now and their time. It makes the browser reload the file, which the caller rewrites.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from holdfast.telemetry.history import PHASE_SECONDS
 from holdfast.telemetry.ledger import ledger
 from holdfast.telemetry.phases import STEP_PHASES
 
-MEMORY = ("system.gpu_memory_bytes", "system.rank0_peak_memory_bytes")  # of the accelerator, else of the process
+MEMORY = ("system.gpu_memory_bytes", "system.rank0_peak_memory_bytes")  # of the accelerator, otherwise of the process
 COLOURS = ("first", "second", "third", "fourth")
 
 
@@ -42,8 +41,11 @@ def draw_training(
     *,
     history: Sequence[Row] | None = None,
 ) -> str:
-    """The page of a run with these events and this `history` (default: what the store has of it). `now` (unix seconds):
-    up to when one that goes on is accounted for; `again`: seconds after which a browser is to load the page again."""
+    """The page of a run with these events and this `history` (default: the store's).
+
+    `now` (unix seconds) is the end of the accounting of an unfinished run. `again` is the number of seconds after which
+    a browser reloads the page.
+    """
     rows = _with_newest(read_history(store, run_id) if history is None else history, events)
     result = _result(store, run_id)
     loss, norm, rate, speed = (
@@ -91,7 +93,7 @@ def draw_training(
 
 
 def _with_newest(history: Sequence[Row], events: Sequence[Event]) -> list[Row]:
-    """The history up to the newest checkpoint, and what rank 0 reported of the steps since."""
+    """The history up to the newest checkpoint, and the progress that rank 0 reported since."""
     rows = list(history)
     last = rows[-1]["step"] if rows else 0
     told = {event.step: event for event in events if isinstance(event, Progress) and event.step > last}
@@ -103,7 +105,7 @@ def _with_newest(history: Sequence[Row], events: Sequence[Event]) -> list[Row]:
 
 
 def _result(store: Store, run_id: str) -> dict[str, Any]:
-    """What the train step left when all was done; empty before."""
+    """The result of the train step; empty before the run has finished."""
     try:
         return read_json_object(store, layout.result(run_id))
     except MissingError:
@@ -111,7 +113,7 @@ def _result(store: Store, run_id: str) -> dict[str, Any]:
 
 
 def _where_time_goes(history: Sequence[Row]) -> Chart:
-    """Milliseconds of a step in the phases that take longest."""
+    """Milliseconds per step of the longest phases."""
     found = {name: points(history, PHASE_SECONDS + name) for name in STEP_PHASES}
     longest = sorted(found, key=lambda name: -sum(y for _, y in found[name]))[: len(COLOURS)]
     lines = [
