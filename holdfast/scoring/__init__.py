@@ -1,7 +1,7 @@
-"""How a model scores on held-out text, and how the verdict on a model is recorded and found again.
+"""Scoring of a model on held-out text, and the verdicts on models in the store.
 
-A part, because not only the evaluate step asks: a retraining may be due because the champion scores worse than it did,
-and what is registered must be what was judged. Importing it imports no torch.
+The evaluate step, the retraining trigger and the register step share it. A champion that scores worse triggers a
+retraining, and only the judged model is registered. Importing it imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Measured", "Verdict", "key_against", "reached_against", "require_tas
 
 
 def require_tasks(tasks: Sequence[Task]) -> None:
-    """Raises MissingError or DataError where one of the tasks of a spec could not be scored. See `tasks`."""
+    """Check the tasks of a spec. Raises MissingError or DataError for a task that cannot be scored. See `tasks`."""
     if tasks:
         from holdfast.scoring import tasks as downstream
 

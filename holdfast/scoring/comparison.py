@@ -1,6 +1,6 @@
-"""The comparison of a sweep as it is recorded: its trials, the best of them first, and those that failed.
+"""The recorded comparison of a sweep: its trials, best first, and its failed trials.
 
-Leaves the making to the compare step; the exit handler, the backends and the terminal read it.
+The compare step makes it; the exit handler, the backends and the terminal read it.
 """
 
 from __future__ import annotations
@@ -14,56 +14,56 @@ from holdfast.store import Store, layout
 from holdfast.store.json_reading import find_json
 
 BLESSED = "blessed"
-SHOWN_REASON = 200  # characters of a reason in the table
+SHOWN_REASON = 200  # characters of a reason that the table shows
 
 
 class Row(BaseModel):
-    """A trial: what it changed of the spec, and what came of it."""
+    """A trial: its changes to the spec, and its results."""
 
     changes: tuple[str, ...]
     run_id: str
     step: int
     training_loss: float
-    loss: float  # on the held-out text, in nats a token
+    loss: float  # on held-out text, in nats per token
     perplexity: float
     word: str
     state_digest: str
 
 
 class FailedTrial(BaseModel):
-    """A trial that gave no verdict, and why."""
+    """A trial without a verdict, and the reason."""
 
     changes: tuple[str, ...]
     run_id: str
-    step: str  # of the DAG: train or evaluate
-    exit_code: int | None  # of the table; None where nothing says it
+    step: str  # step of the DAG: train or evaluate
+    exit_code: int | None  # from the table of exit codes; None where it is unknown
     reason: str
 
     @property
     def text(self) -> str:
-        """In a line for people."""
+        """One line for people."""
         first = next(iter(self.reason.splitlines()), "")[:SHOWN_REASON]
         code = "" if self.exit_code is None else f" (exit code {self.exit_code})"
         return f"{', '.join(self.changes)}: {self.step} failed{code}: {first}"
 
 
 class Comparison(BaseModel):
-    """All trials that were judged, the best one first, and those that failed, in the order of the sweep."""
+    """All judged trials, best first, and the failed ones in the order of the sweep."""
 
     sweep_id: str
-    name: str  # of the sweep
+    name: str  # name of the sweep
     dataset_id: str
     rows: tuple[Row, ...]
     failed: tuple[FailedTrial, ...] = ()
 
     @property
     def best(self) -> Row:
-        """The one with the lowest loss on the held-out text among those that are blessed, or among all if none is."""
+        """The blessed trial with the lowest held-out loss, or the lowest of all if none is blessed."""
         return self.rows[0]
 
     @property
     def markdown(self) -> str:
-        """The table for a UI. A value of a spec, and what a step said, is text there, whatever is in it."""
+        """The table for a UI. Spec values and messages of steps are escaped, so they stay plain text."""
         lines = ["| changes | loss | perplexity | training loss | verdict | run | digest |", "|---" * 7 + "|"]
         for row in self.rows:
             figures = f"{row.loss:.4f} | {row.perplexity:.3f} | {row.training_loss:.4f} | {row.word.replace('_', ' ')}"
@@ -78,19 +78,19 @@ class Comparison(BaseModel):
 
 
 def sweep_name(spec: Spec) -> str:
-    """What a sweep of `spec` is called."""
+    """The name of a sweep of `spec`."""
     return f"{spec.name}-sweep"
 
 
 def sweep_id(run_ids: Sequence[str]) -> str:
-    """The identity of a sweep: which runs it compares."""
+    """The id of a sweep: a digest of the runs that it compares."""
     return digest(["sweep", sorted(run_ids)])
 
 
 def trials_of(
     spec: Spec, trials: Sequence[Sequence[str]], dataset_id: str, salt: str = ""
 ) -> Iterator[tuple[tuple[str, ...], Spec, str]]:
-    """What each trial changes, its spec, and its run id. Reads first weights, if the spec has any."""
+    """The changes, spec and run id of each trial. Reads the first weights if the spec has any."""
     from holdfast.model.imported import weights_digest
 
     text = dump_spec(spec)
@@ -100,7 +100,7 @@ def trials_of(
 
 
 def read_comparison(store: Store, identity: str) -> Comparison | None:
-    """The comparison of a sweep, if it was made."""
+    """The comparison of a sweep; None if it does not exist."""
     key = layout.sweep(identity, "comparison.json")
     return find_json(store, key, Comparison)
 

@@ -1,7 +1,7 @@
-"""What a model is scored on: the accelerators that were given to this step, else the CPU.
+"""Devices for scoring: the accelerators that are assigned to this step, otherwise the CPU.
 
-A machine may have an accelerator that is not for this step (another run trains on it, or a container runtime shows all
-of them to every pod): none is taken unasked.
+A machine may have an accelerator that is not for this step: another run trains on it, or a container runtime shows
+every device to every pod. So no accelerator is used without a request.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ CPU = (torch.device("cpu"),)
 
 
 def scoring_devices(cluster: Cluster) -> tuple[torch.device, ...]:
-    """The devices for scoring, which the log names. In a pod they are what the spec gives to the step
-    (`cluster.steps.evaluate.accelerators`, or the share `cluster.slice`); elsewhere one of `cluster.accelerator`, if
-    the machine has it. Raises MissingError when the step was given some and does not see them."""
+    """The devices for scoring; the log names them.
+
+    In a pod they are those that the spec gives to the step (`cluster.steps.evaluate.accelerators`, or the share
+    `cluster.slice`). Elsewhere it is one of `cluster.accelerator`, if the machine has it. Raises MissingError when the
+    spec gives the step accelerators and this process does not see them.
+    """
     kind, whole = cluster.accelerator, cluster.steps.evaluate.accelerators
     accelerator = ACCELERATORS[kind]
     field = "cluster.steps.evaluate.accelerators" if whole else "cluster.slice"
@@ -53,7 +56,7 @@ def scoring_devices(cluster: Cluster) -> tuple[torch.device, ...]:
 
 
 def _unusable(kind: str, wanted: int) -> str:
-    """Why this process cannot compute on so many accelerators of this kind; empty if it can."""
+    """Why this process cannot compute on `wanted` accelerators of this kind; empty if it can."""
     accelerator = ACCELERATORS[kind]
     for module in accelerator.modules:
         try:

@@ -1,4 +1,4 @@
-"""The figures of a model on held-out text. Needs no torch."""
+"""Metrics of a model on held-out text. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Record(BaseModel):
-    """Frozen, and able to carry NaN through JSON."""
+    """A frozen model that writes NaN and infinity to JSON as strings."""
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
 
 
 class TaskScore(Record):
-    """The figure of a model on a downstream task."""
+    """The metric of a model on a downstream task."""
 
     task: str
-    digest: str  # of the task's file and data
+    digest: str  # over the task's file and data
     metric: str
     shots: int
     value: float
@@ -23,24 +23,24 @@ class TaskScore(Record):
     examples: int
 
     def asks_the_same(self, other: TaskScore) -> bool:
-        """Whether two figures are answers to one question."""
+        """Whether both scores have the same task digest, metric, shots and number of examples."""
         return (self.digest, self.metric, self.shots, self.examples) == (
             other.digest, other.metric, other.shots, other.examples,
         )  # fmt: skip
 
 
 class Measured(Record):
-    """The figures of a model on held-out text."""
+    """Metrics of a model on held-out text."""
 
-    loss: float  # mean cross-entropy in nats a token
+    loss: float  # mean cross-entropy in nats per token
     perplexity: float  # exp(loss)
     bits_per_byte: float  # of the text's UTF-8
     tokens: int  # targets scored
-    text_bytes: int  # UTF-8 bytes of the text that they stand for
+    text_bytes: int  # UTF-8 bytes of the scored text
     tasks: tuple[TaskScore, ...] = ()
 
     @property
     def figures(self) -> dict[str, float | int]:
-        """All of them, by their names; a task's is `task.NAME.METRIC`."""
+        """All metrics by name; a task's is `task.NAME.METRIC`."""
         own: dict[str, float | int] = self.model_dump(exclude={"tasks"})
         return own | {f"task.{each.task}.{each.metric}": each.value for each in self.tasks}

@@ -1,4 +1,6 @@
-"""Exported models on the held-out text of a dataset: a candidate in its own tokens, a champion on the same text."""
+"""Scores of exported models on the held-out text of a dataset: a candidate in its own tokens, a champion on the same
+text.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """An exported model, loaded."""
+    """A loaded exported model."""
 
     decoder: Decoder
     tokenizer: Tokenizer
@@ -37,8 +39,10 @@ class ExportedModel:
 
     @classmethod
     def load(cls, store: Store, export: str, devices: Sequence[torch.device], expected: str = "") -> ExportedModel:
-        """The export under a key prefix of the store, straight to the devices; every byte is checked. `expected` is the
-        digest that the export must have. Raises MissingError and DataError."""
+        """Load the export under a key prefix of the store directly to the devices, and check every byte.
+
+        `expected` is the digest that the export must have. Raises MissingError and DataError.
+        """
         files = exported_files(store, export, expected)
         decoder, tokenizer = load_exported(files, devices)
         return cls(decoder, tokenizer, (read_bytes(files, "tokenizer.json", TOKENIZER_BYTES) or b"").decode())
@@ -52,10 +56,9 @@ def score_model(
     *,
     document_masks: bool,
 ) -> Measured:
-    """The figures of a model that learned in the dataset's tokens, over at most `max_tokens` held-out targets and on
-    `tasks`.
+    """Score a model that was trained on the dataset's tokens: at most `max_tokens` held-out targets, and `tasks`.
 
-    Raises DataError when there is no held-out text.
+    Raises DataError without held-out text.
     """
     rows = _held_out(dataset, model.decoder.shape.context, max_tokens, "score")
     measured = score(
@@ -76,10 +79,12 @@ def score_champion(
     context: int | None = None,
     tasks: Sequence[TaskFiles] = (),
 ) -> tuple[Measured, str]:
-    """The figures of a champion on the text that `dataset.validation(context, max_tokens)` gives (its own context by
-    default) and on `tasks`, and a sentence on how it read that text. It attends within documents if it was trained so.
+    """Score a champion on the candidate's text and on `tasks`. Returns the metrics and a sentence on how it read the
+    text.
 
-    Raises MissingError when the champion is gone, DataError when there is no held-out text.
+    The text is that of `dataset.validation(context, max_tokens)`; the default context is the champion's. The champion
+    attends within documents if it was trained with document masks. Raises MissingError when the champion no longer
+    exists, and DataError without held-out text.
     """
     store = open_store(champion.store_url)
     model = ExportedModel.load(store, champion.export, devices, champion.export_digest)
@@ -97,7 +102,7 @@ def score_champion(
 
 
 def _same_text(dataset: Dataset, max_tokens: int, context: int, model: ExportedModel) -> tuple[Iterator[Tokens], str]:
-    """The candidate's held-out targets as the champion reads them."""
+    """The candidate's held-out targets in the champion's tokens and context."""
     rows = _held_out(dataset, context, max_tokens, "champion")
     ours, theirs = dataset.tokenizer_json(), model.decoder.shape.context
     if model.tokenizer_json == ours:
@@ -116,7 +121,7 @@ def _same_text(dataset: Dataset, max_tokens: int, context: int, model: ExportedM
 
 
 def _held_out(dataset: Dataset, context: int, max_tokens: int, phase: str) -> Iterator[Tokens]:
-    """`dataset.validation`, saying how far it is read."""
+    """`dataset.validation`, with progress reports."""
     rows = dataset.validation(context, max_tokens)
     total, done = min(max_tokens, dataset.tokens("validation")), 0
     with ConsoleProgress() as progress:
@@ -127,7 +132,7 @@ def _held_out(dataset: Dataset, context: int, max_tokens: int, phase: str) -> It
 
 
 def _document_masks(store: Store, champion: Champion) -> bool:
-    """Whether a champion was trained with document masks; False when its record is gone."""
+    """Whether a champion was trained with document masks; False when its record does not exist."""
     from holdfast.tracking.registrations import described_run
 
     try:

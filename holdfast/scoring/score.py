@@ -1,8 +1,7 @@
-"""Measuring a model on held-out text, and giving two models the same text whatever their tokenizers and contexts.
+"""Loss on held-out text, and the same text for two models with different tokenizers and contexts.
 
-Promises that sums are in double precision and in a fixed order, that the memory for logits is bounded whatever context
-and vocabulary are, and that a champion is scored on the very text that the candidate is scored on. Leaves judging to
-the evaluate step.
+Sums are in double precision and in a fixed order. The memory for logits is bounded for any context and vocabulary. A
+champion is scored on exactly the candidate's text. The evaluate step makes the decision.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Tokens = NDArray[np.int64]
-ACTIVATION_BYTES = 512 * 2**20  # of the widest array of a layer in fp32; some of them are there at once
-LOGITS_BYTES = 256 * 2**20  # of one array of logits in fp32; two or three of them are there at once
+ACTIVATION_BYTES = 512 * 2**20  # of a layer's widest array in fp32; several exist at the same time
+LOGITS_BYTES = 256 * 2**20  # of one array of logits in fp32; two or three exist at the same time
 
 
 @torch.inference_mode()
@@ -40,12 +39,14 @@ def score(
     document_masks: bool,
     prepended_bytes: Tokens | None = None,
 ) -> Measured:
-    """Mean cross-entropy over the targets of `rows` ([n, T + 1] each: inputs [:, :-1], targets [:, 1:]) that count.
+    """Mean cross-entropy over the counted targets of `rows` ([n, T + 1] each: inputs [:, :-1], targets [:, 1:]).
 
-    `token_bytes`: UTF-8 bytes of each token; `prepended_bytes`: of these, those that are no text where the token begins
-    a document. `document_masks`: attention stays inside a document, as in training, and
-    documents end with the end-of-text token, or in rows with marks (see `dataset.marks`) where they say so. Raises
-    DataError when there is not one target.
+    - `token_bytes`: UTF-8 bytes of each token.
+    - `prepended_bytes`: those of them that are not text where the token begins a document.
+    - `document_masks`: attention stays inside a document, as in training. Documents end with the end-of-text token, or
+      at the marks in rows that have them (see `dataset.marks`).
+
+    Raises DataError without any target.
     """
     device = decoder.model.embed_tokens.weight.device
     nats, tokens, text_bytes = 0.0, 0, 0
@@ -80,16 +81,18 @@ def score(
 
 
 def _affordable(batch: Tokens, decoder: Decoder) -> Iterator[Tokens]:
-    """The rows of a batch, as many at a time as ACTIVATION_BYTES allow, one at least."""
+    """Split a batch into groups of rows that fit ACTIVATION_BYTES, at least one row each."""
     positions = max(1, ACTIVATION_BYTES // (4 * decoder.shape.ffn_width))
     rows = max(1, positions // max(1, batch.shape[1] - 1))
     return (batch[start : start + rows] for start in range(0, len(batch), rows))
 
 
 def _losses(decoder: Decoder, inputs: Tensor, targets: Tensor, masks: Tensor | None) -> Tensor:
-    """The cross-entropy of each target, in nats, fp32. Logits are made for as many positions at once as LOGITS_BYTES
-    allow. How many that is depends on the vocabulary alone: with another number the last bits would be others, for
-    matrix products of another height are summed in another order."""
+    """The cross-entropy of each target, in nats, fp32. LOGITS_BYTES limits the positions per group.
+
+    The group size depends on the vocabulary alone. Another size would change the last bits, because matrix products of
+    another height sum in another order.
+    """
     positions = decoder.hidden(inputs, masks).flatten(0, 1)
     most = max(1, LOGITS_BYTES // (4 * decoder.vocabulary))
     parts = zip(positions.split(most), targets.flatten().split(most), strict=True)
@@ -100,7 +103,7 @@ def rewindow(rows: Iterable[Tokens], context: int) -> Iterator[Tokens]:
     """The same targets, in order, in windows of another length: [1, at most context + 1] each."""
     pending = np.zeros(0, dtype=np.int64)
     for row in (row for batch in rows for row in batch):
-        if len(pending) and pending[-1] == row[0]:  # the next row begins where this one ended
+        if len(pending) and pending[-1] == row[0]:  # the next row continues this one
             pending = np.concatenate([pending, row[1:]])
         else:
             yield from _windows(pending, context, last=True)
@@ -113,10 +116,9 @@ def rewindow(rows: Iterable[Tokens], context: int) -> Iterator[Tokens]:
 def retokenise(
     rows: Iterable[Tokens], ours: Tokenizer, our_end: int, theirs: Tokenizer, their_end: int, context: int
 ) -> Iterator[Tokens]:
-    """The text of the targets of `rows` in another tokenizer's tokens, in windows [1, at most context + 1]. Text that
-    spells one of its special tokens stays text.
+    """The text of the targets of `rows` in another tokenizer's tokens, in windows [1, at most context + 1].
 
-    A character that the first or the last target cuts in two is left out.
+    Text that spells a special token stays text. A character that the first or the last target cuts is left out.
     """
     theirs = load_tokenizer(settled(theirs.to_str(), theirs.id_to_token(their_end) or ""))
     pending = np.array([their_end], dtype=np.int64)
@@ -129,7 +131,7 @@ def retokenise(
 
 
 def _windows(tokens: Tokens, context: int, *, last: bool) -> Iterator[Tokens]:
-    """Whole windows that share their end tokens only; with `last` the rest as well."""
+    """Whole windows that share only their end tokens; with `last`, the rest as well."""
     whole = (len(tokens) - 1) // context * context if len(tokens) else 0
     for start in range(0, whole, context):
         yield tokens[None, start : start + context + 1]
@@ -138,7 +140,7 @@ def _windows(tokens: Tokens, context: int, *, last: bool) -> Iterator[Tokens]:
 
 
 def _texts(rows: Iterable[Tokens], tokenizer: Tokenizer, end: int) -> Iterator[tuple[str, bool]]:
-    """The documents of the targets, and whether each is ended there by an end-of-text token."""
+    """The documents of the targets, and whether an end-of-text token ends each of them."""
     parts: list[Tokens] = []
     for row in (row[1:] for batch in rows for row in batch):
         start = 0

@@ -1,8 +1,8 @@
-"""Downstream tasks: files in the format of lm-evaluation-harness, run by that library on a model of ours.
+"""Downstream tasks in the format of lm-evaluation-harness, which that library runs on a Holdfast model.
 
-A task is one YAML file and the data files beside it, read from a folder or a bucket. Promises that what was asked is
-known by content, that nothing is fetched from anywhere else, that a file brings no Python of its own, and that the same
-model gives the same figures on the same hardware. Leaves prompts, shots, metrics and their sums to the library.
+A task is one YAML file and the data files next to it, in a folder or a bucket. A digest identifies its content. Nothing
+is downloaded, and no Python of the file runs. The same model gives the same figures on the same hardware. The library
+makes prompts, shots, metrics and their sums.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from holdfast.telemetry import ConsoleProgress
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Of the library itself; any other name it would look for on the Hub, and run what it finds.
+# Metrics of the library itself. The library would look up any other name on the Hub and run what it finds.
 METRICS = (
     "acc", "acc_all", "acc_bytes", "acc_mutual_info", "acc_norm", "bits_per_byte", "bleu", "brier_score",
     "byte_perplexity", "chrf", "chrf++", "exact_match", "f1", "likelihood", "mcc", "perplexity", "ter",
     "word_perplexity",
 )  # fmt: skip
-LOADERS = ("json", "csv", "parquet", "text")  # of the library `datasets`, which read files and fetch nothing
+LOADERS = ("json", "csv", "parquet", "text")  # loaders of `datasets` that read files and download nothing
 FOREIGN = ("include", "group", "class", "custom_dataset", "unsafe_code", "fewshot_config", "use_prompt")
-DATA_BYTES = 2 * 2**30  # of all data files of a task at most
-CHUNK_BYTES = 4 * 2**20  # of a data file that are in memory at once
+DATA_BYTES = 2 * 2**30  # at most, for all data files of a task
+CHUNK_BYTES = 4 * 2**20  # of a data file in memory at a time
 TEXT_BYTES = 2**20  # of a task file at most
 SEED = 1234
 NEEDS_LIBRARY = "evaluation.tasks needs lm-evaluation-harness: pip install 'holdfast[tasks]'"
-_TOKENS = 256  # of a generated answer, where the task does not say
+_TOKENS = 256  # of a generated answer, unless the task sets it
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a data file was when the task was looked at."""
+    """Size and digest of a data file when the task was read."""
 
     size: int  # bytes
     digest: str  # BLAKE3
@@ -63,24 +63,24 @@ class Content:
 
 @dataclass(frozen=True)
 class TaskFiles:
-    """A task as it lies in its folder."""
+    """A task and its files."""
 
     task: Task
     config: Mapping[str, Any]
     store: Store
     files: Mapping[str, Any]  # as `data_files` of the library: names in the folder
-    contents: Mapping[str, Content]  # of each of these names
-    digest: str  # of the file and of the content of its data
+    contents: Mapping[str, Content]  # by file name
+    digest: str  # of the task file and the content of its data
 
     @property
     def name(self) -> str:
-        """As the file calls it."""
+        """The name in the task file."""
         return str(self.config["task"])
 
 
 @dataclass(frozen=True)
 class _Described:
-    """What a task's file says, and the sizes of its data files."""
+    """The content of a task file, and the sizes of its data files."""
 
     config: Mapping[str, Any]
     store: Store
@@ -90,8 +90,10 @@ class _Described:
 
 
 def require_tasks(tasks: Sequence[Task]) -> None:
-    """Raises MissingError or DataError where a task could not be scored, as far as that is known without a model: so
-    that it is known before the training. Reads no data."""
+    """Check tasks before the training, as far as that is possible without a model. Reads no data.
+
+    Raises MissingError or DataError for a task that cannot be scored.
+    """
     for task in tasks:
         _describe(task)
     if tasks and find_spec("lm_eval") is None:
@@ -99,7 +101,7 @@ def require_tasks(tasks: Sequence[Task]) -> None:
 
 
 def find_task(task: Task) -> TaskFiles:
-    """Read a task's file and look at its data. Raises MissingError, or DataError for what is not run here."""
+    """Read a task file and hash its data. Raises MissingError, or DataError for an unsupported task."""
     found = _describe(task)
     contents = {name: Content(size, _digest_of(_chunks(found.store, name, size))) for name, size in found.sizes.items()}
     known = {name: [each.size, each.digest] for name, each in contents.items()}
@@ -233,7 +235,7 @@ def _score(decoder: Decoder, tokenizer: Tokenizer, found: TaskFiles) -> TaskScor
             raise
         except Exception as error:
             raise DataError(f"evaluation.tasks: {task.uri}: {type(error).__name__}: {error}") from error
-    assert results is not None  # of the first process, and there is one
+    assert results is not None  # the library returns None only on ranks other than 0
     figures = {key.partition(",")[0]: value for key, value in results["results"][name].items()}
     if not isinstance(figures.get(task.metric), int | float):
         known = ", ".join(sorted(key for key, value in figures.items() if isinstance(value, float)))
@@ -250,31 +252,31 @@ def _score(decoder: Decoder, tokenizer: Tokenizer, found: TaskFiles) -> TaskScor
 
 
 class _Environment:
-    """The environment of the library's templates: a task file is data, so they are rendered in a child process."""
+    """The template environment of the library. A task file is data, so a child process renders its templates."""
 
     def __init__(self, name: str) -> None:
-        """`name`: of the task, for messages."""
+        """`name`: the task, for messages."""
         self._name = name
         self._templates: dict[str, _Rendered] = {}
 
     def from_string(self, text: str) -> _Rendered:
-        """As Jinja's."""
+        """Like Jinja's `Environment.from_string`."""
         return self._templates.setdefault(text, _Rendered(Template(self._name, "task", text)))
 
 
 class _Rendered:
-    """A template as the library calls it."""
+    """A template with the interface that the library calls."""
 
     def __init__(self, template: Template) -> None:
         self._template = template
 
     def render(self, **document: Any) -> str:
-        """As Jinja's. What JSON has no form for is given as its text."""
+        """Like Jinja's `Template.render`. Values that JSON cannot hold become text."""
         return str(self._template.run(json.dumps(document, ensure_ascii=False, default=str)))
 
 
 def _fetch(found: TaskFiles, name: str, folder: Path) -> str:
-    """The place on this machine of a data file. Raises DataError when it is no longer what it was."""
+    """Copy a data file to this machine and return its path. Raises DataError when its content has changed."""
     path, wanted = folder / name, found.contents[name]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
@@ -293,7 +295,7 @@ def _fetch(found: TaskFiles, name: str, folder: Path) -> str:
 
 
 def _placed(files: Any, local: Mapping[str, str]) -> Any:
-    """The same, with the places of the files on this machine."""
+    """Replace file names by their paths on this machine."""
     if isinstance(files, str):
         return local[files]
     if isinstance(files, dict):
@@ -302,7 +304,7 @@ def _placed(files: Any, local: Mapping[str, str]) -> Any:
 
 
 def _model(decoder: Decoder, tokenizer: Tokenizer, progress: Any) -> Any:
-    """The model as the library asks it. Made here, for its base class is the library's."""
+    """The model behind the library's interface. The class is local because its base class is the library's."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -350,9 +352,12 @@ def _model(decoder: Decoder, tokenizer: Tokenizer, progress: Any) -> Any:
 def likelihoods(
     decoder: Decoder, requests: Sequence[tuple[Sequence[int], Sequence[int]]], progress: Any = lambda *_: None
 ) -> Iterator[tuple[float, bool]]:
-    """Of each (context, continuation), in tokens: the log-likelihood of the continuation in nats, and whether each of
-    its tokens is the likeliest. Of a text longer than the model's context the end is read. Rows of like length are
-    computed together; which these are depends on the requests alone."""
+    """For each (context, continuation) of token ids: the continuation's log-likelihood in nats, and whether it is
+    greedy.
+
+    Greedy means that each of its tokens is the most likely one. A text that is longer than the model's context keeps
+    its end. Rows of similar length form one batch; the batches depend on the requests alone.
+    """
     device = decoder.model.embed_tokens.weight.device
     rows = [[*given, *wanted][-decoder.shape.context - 1 :] for given, wanted in requests]
     order = sorted(range(len(rows)), key=lambda index: (-len(rows[index]), index))
@@ -374,7 +379,9 @@ def likelihoods(
 
 
 def _continuation(decoder: Decoder, positions: torch.Tensor, wanted: torch.Tensor) -> tuple[float, bool]:
-    """Of the tokens `wanted` [n], given the stream before each of them [n, D]."""
+    """Log-likelihood of the tokens `wanted` [n], given the hidden state before each of them [n, D], and whether all are
+    greedy.
+    """
     most, nats, greedy = max(1, LOGITS_BYTES // (4 * decoder.vocabulary)), 0.0, True
     for part, targets in zip(positions.split(most), wanted.split(most), strict=True):
         logits = decoder.head(part).float()

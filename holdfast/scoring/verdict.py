@@ -1,7 +1,7 @@
-"""The verdict on a model as it lies in the store, and its key: the question that it answers.
+"""The verdict on a model as the store holds it, and its key.
 
-The question is the settings and the champion that the model was compared with. A champion is known by its registry, its
-version, its run and a digest of its weights: version 1 of another MLflow is another champion.
+The key covers the evaluation settings and the champion of the comparison. A champion is identified by its registry,
+version, run and weights digest: version 1 of another MLflow is another champion.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from holdfast.spec.tree import Spec
 if TYPE_CHECKING:
     from holdfast.tracking import Champion
 
-EVALUATION_VERSION = 3  # raised by hand whenever the same model would get other figures
+EVALUATION_VERSION = 3  # raise by hand when the same model would get other figures
 
 Word = Literal["blessed", "not_blessed"]
 
 
 class Check(Record):
-    """One condition that the model met or did not meet."""
+    """One condition, which the model met or failed."""
 
-    name: str  # finite, or the field of the spec's evaluation section
+    name: str  # `finite`, or the field of the spec's evaluation section
     value: float
     bound: float | None  # None: the condition has no bound
     passed: bool
@@ -35,16 +35,16 @@ class Check(Record):
 
 
 class Sample(Record):
-    """What the model says after a prompt."""
+    """A continuation of a prompt by the model."""
 
     prompt: str
     text: str
 
 
 class Opponent(Record):
-    """The champion that the model was compared with, or the reason why it was not."""
+    """The champion of the comparison, or the reason why there was no comparison."""
 
-    registry: str  # the MLflow that it is the champion of, without credentials
+    registry: str  # MLflow of the champion, without credentials
     model: str
     version: int
     run_id: str
@@ -54,21 +54,21 @@ class Opponent(Record):
 
 
 class Verdict(Record):
-    """What an evaluation found. `runs/<run-id>/evaluations/<key>.json`."""
+    """The result of an evaluation. `runs/<run-id>/evaluations/<key>.json`."""
 
     version: int = EVALUATION_VERSION
     word: Word
     reasons: tuple[str, ...]  # a sentence for each check, failed ones first
     checks: tuple[Check, ...]
     metrics: dict[str, float | int]
-    device: str  # what the model was scored on: cpu, cuda, ...
+    device: str  # that scored the model: cpu, cuda, ...
     champion: Opponent | None = None
     run_id: str
     dataset_id: str
     step: int
     checkpoint: str
     export: str
-    export_digest: str  # of the files that were scored
+    export_digest: str  # of the scored files
     state_digest: str
     key: str
     settings: Evaluation
@@ -81,12 +81,12 @@ class Verdict(Record):
         return self.word == "blessed"
 
     def dump(self) -> bytes:
-        """The verdict as it lies in the store."""
+        """The verdict as JSON bytes for the store."""
         return self.model_dump_json(indent=1).encode() + b"\n"
 
 
 def settings_key(spec: Spec) -> str:
-    """A digest of what is asked of the model, without the champion: the keys of all its verdicts begin with it."""
+    """A digest of the evaluation settings without the champion. The keys of all verdicts under them begin with it."""
     return digest(
         {
             "version": EVALUATION_VERSION,
@@ -104,7 +104,7 @@ def key_against(spec: Spec, champion: Champion | None) -> str:
 
 
 def reached_against(verdict: Mapping[str, Any], champion: Champion | None) -> bool:
-    """Whether a verdict (as JSON) was reached against this very champion, or without one."""
+    """Whether a verdict (as JSON) was reached against exactly this champion, or without one."""
     then = verdict.get("champion")
     if then is None or champion is None:
         return then is None and champion is None

@@ -1,8 +1,8 @@
-"""What becomes of a registered model outside MLflow: a service of KServe, an entry in a Kubeflow Model Registry.
+"""Services of a registered model outside MLflow: an InferenceService of KServe and an entry in a Kubeflow Model
+Registry.
 
-Promises that both follow the champion however often and wherever this is killed and repeated: every write says what is
-wanted, and one that is there already changes nothing. Leaves which version is the champion to
-`holdfast.tracking`.
+Both follow the champion, also after interrupted and repeated writes: every write states the wanted object, and an
+unchanged object stays as it is. `holdfast.tracking` decides which version is the champion.
 """
 
 from holdfast.serving.kserve import inference_service

@@ -1,6 +1,6 @@
 """The champion as an InferenceService of KServe (serving.kserve.io/v1beta1), which reads the export from the bucket.
 
-Written by server-side apply under a field manager of its own: what an autoscaler or a person sets besides stays.
+Writes use server-side apply under the field manager `holdfast`. Fields that an autoscaler or a person sets stay.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ MANAGER = "holdfast"
 
 
 def inference_service(spec: Spec, source: str, lineage: dict[str, str]) -> dict[str, Any]:
-    """The InferenceService of `spec` for the export at `source` (s3://bucket/key/). `lineage` is shown as annotations.
+    """The InferenceService of `spec` for the export at `source` (s3://bucket/key/). `lineage` becomes annotations.
 
-    Raises SpecError where the spec has no `serving.kserve`, or KServe could not read from `source`.
+    Raises SpecError where the spec has no `serving.kserve`, or KServe cannot read from `source`.
     """
     asked = spec.serving.kserve
     if asked is None:
@@ -46,8 +46,9 @@ def inference_service(spec: Spec, source: str, lineage: dict[str, str]) -> dict[
 
 
 def apply(service: dict[str, Any], api: Api) -> None:
-    """Make the InferenceService what `service` says; creates it where there is none. Raises MissingError without
-    KServe, AccessDeniedError without the right, ClusterUnreachableError."""
+    """Create or update the InferenceService. Raises MissingError without KServe, AccessDeniedError without the right,
+    and ClusterUnreachableError.
+    """
     try:
         api.apply(API, service, MANAGER)
     except MissingError as error:
@@ -88,5 +89,5 @@ def _predictor(spec: Spec, asked: Kserve, source: str) -> dict[str, Any]:
 
 
 def _as_written(argument: str) -> str:
-    """An argument from which KServe, whose containers are Go templates, and then the kubelet make this one."""
+    """Escape an argument for KServe, whose containers are Go templates, and then for the kubelet."""
     return double_dollars(argument).replace("{{", "{{`{{`}}")

@@ -1,7 +1,7 @@
 """A registered version as an entry of a Kubeflow Model Registry: RegisteredModel, ModelVersion, ModelArtifact.
 
-Promises one entry for a version, whoever writes it at once and wherever it is killed: everything is found by its name
-first, names are unique on the server, and what is there is patched. Speaks the REST API v1alpha3.
+A version has one entry, with concurrent writers and interruptions at any point. Every object is found by its name
+first, names are unique on the server, and existing objects are patched. Uses the REST API v1alpha3.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ ROOT = "/api/model_registry/v1alpha3"
 TOKEN = "MODEL_REGISTRY_TOKEN"  # noqa: S105 - the name of a variable
 TOKEN_FOR = "MODEL_REGISTRY_TOKEN_FOR"  # noqa: S105 - the name of a variable
 TIMEOUT = urllib3.Timeout(connect=10, read=30)  # seconds
-ANSWER_SECONDS = 60.0  # for all of an answer
+ANSWER_SECONDS = 60.0  # for a whole response
 TRIES, FIRST_PAUSE, LONGEST_PAUSE = 6, 0.5, 8.0
-LARGEST = 2**20  # bytes of an answer
+LARGEST = 2**20  # bytes of a response
 Entry = dict[str, Any]
 
 
 class RefusedError(HoldfastError):
-    """The registry does not take what it is sent: another API is at that URL, or another version of it."""
+    """The registry refuses a request: the URL serves another API, or another version of it."""
 
     exit_code = ExitCode.BAD_SPEC
 
 
 class _PassingError(Exception):
-    """The registry is away."""
+    """The registry is temporarily unavailable."""
 
 
 class ModelRegistry:
-    """The registry at a URL, without a slash at its end."""
+    """The registry at a URL. A slash at its end is ignored."""
 
     def __init__(self, url: str, author: str) -> None:
         self._root = url.rstrip("/") + ROOT
@@ -56,9 +56,9 @@ class ModelRegistry:
         deadlines.bound(self._http)
 
     def enter(self, model: str, version: str, source: str, format_: str, properties: Mapping[str, str | float]) -> str:
-        """Make or mend the entry of a version whose weights lie at `source`. Returns the id of the ModelVersion.
+        """Create or update the entry of a version whose weights are at `source`. Returns the id of the ModelVersion.
 
-        Raises ClusterUnreachableError while the registry is away, AccessDeniedError, RefusedError.
+        Raises ClusterUnreachableError while the registry is unavailable, AccessDeniedError, RefusedError.
         """
         parent = self._model(model)
         said = {"author": self._author, "state": "LIVE", "customProperties": _properties(properties)}
@@ -75,7 +75,7 @@ class ModelRegistry:
         return found
 
     def point(self, model: str, version: str) -> None:
-        """Say on the RegisteredModel which version is the champion."""
+        """Mark a version as the champion on the RegisteredModel."""
         self._model(model, {"customProperties": _properties({"champion": version})})
 
     def _model(self, name: str, said: Entry | None = None) -> str:
@@ -84,17 +84,19 @@ class ModelRegistry:
     def _made(
         self, one: str, all_: str, named: Mapping[str, str], fixed: Entry, said: Entry | None, under: str = ""
     ) -> str:
-        """The id of what `named` finds, with `said` written on it; made as `fixed` and `said` where there is none."""
+        """The id of the object that `named` finds, updated with `said`; created from `fixed` and `said` if it does not
+        exist.
+        """
         found = self._ask("GET", f"{one}?{urlencode(named)}")
         if found is None:
             try:
                 found = self._ask("POST", under or all_, {**fixed, **(said or {})})
-            except RefusedError:  # somebody made it just now, or the request does not fit: then there is none still
+            except RefusedError:  # a concurrent writer created it, or the request is invalid
                 found = self._ask("GET", f"{one}?{urlencode(named)}")
                 if found is None:
                     raise
         elif said is not None:
-            if "customProperties" in said:  # a patch replaces them all, those of other people as well
+            if "customProperties" in said:  # a patch replaces all properties, also foreign ones
                 kept = found.get("customProperties") or {}
                 said = {**said, "customProperties": {**kept, **said["customProperties"]}}
             self._ask("PATCH", f"{all_}/{found['id']}", said)
@@ -102,7 +104,7 @@ class ModelRegistry:
         return str(found["id"])
 
     def _ask(self, method: str, path: str, body: Entry | None = None) -> Entry | None:
-        """The answer; None for a question about what is not there."""
+        """The response as an object; None if GET finds nothing."""
 
         def send(_: int) -> Entry | None:
             with deadlines.within(ANSWER_SECONDS, urllib3.exceptions.TimeoutError):
@@ -165,14 +167,17 @@ class ModelRegistry:
 
 
 def is_for(url: str) -> bool:
-    """Whether the token may be sent there: a spec names the server, the one who gives the token says which it is for.
-    Over plain http it goes to this machine, and to a Service of the cluster, only."""
+    """Whether the token may be sent to `url`.
+
+    The spec names the server, and the owner of the token names the server that may receive it. Plain http is allowed
+    only to this machine and to a Service of the cluster.
+    """
     named = os.environ.get(TOKEN_FOR, "")
     return bool(named) and _origin(named) == _origin(url) and _is_private(url)
 
 
 def _origin(url: str) -> tuple[str, str, int | None]:
-    """Scheme, host and port as the client reads them that sends the token; empty for what is no URL."""
+    """Scheme, host and port as the HTTP client that sends the token parses them; empty for an invalid URL."""
     try:
         parts = urllib3.util.parse_url(url)
     except ValueError:
@@ -188,7 +193,7 @@ def _is_private(url: str) -> bool:
 
 
 def _properties(values: Mapping[str, str | float]) -> Entry:
-    """Custom properties in the registry's words, which name the type of each."""
+    """Custom properties in the registry's format, which names the type of each."""
     return {
         name: {"metadataType": "MetadataDoubleValue", "double_value": value}
         if isinstance(value, float)

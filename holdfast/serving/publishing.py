@@ -1,4 +1,4 @@
-"""Everything that follows a registered version: the service of the champion, the entry in the registry."""
+"""Publication of a registered version: the champion's service and the registry entry."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from holdfast.spec.errors import ForeignVersionError, Problem, SpecError
 from holdfast.store import Store, open_store
 from holdfast.tracking import Champion, versions
 
-SHOWN = ("run_id", "dataset_id", "state_digest", "verdict", "git_commit")  # of the lineage, as short as they are
-SECONDS = 60.0  # how long an API server that is away is waited for
+SHOWN = ("run_id", "dataset_id", "state_digest", "verdict", "git_commit")  # short values of the lineage
+SECONDS = 60.0  # to wait for an unavailable API server
 
 log = logging.getLogger("holdfast.serving")
 
 
 @dataclass(frozen=True)
 class Published:
-    """What was written."""
+    """The written objects."""
 
     service: str = ""  # namespace/name of the InferenceService
     entry: str = ""  # id of the ModelVersion in the registry
 
 
 def publish(spec: Spec, version: Champion, *, champion: bool, api: Api | None = None) -> Published:
-    """Do for a registered version what the spec's `serving` says: enter it in the registry, and as the champion serve
-    it. Fine to repeat. Raises the errors of both, SpecError for a store that KServe cannot read, ForeignVersionError,
-    and DataError for an export that is damaged."""
+    """Publish a registered version as the spec's `serving` demands: enter it in the registry, and serve the champion.
+
+    Safe to repeat. Raises the errors of both, SpecError for a store that KServe cannot read, ForeignVersionError, and
+    DataError for a damaged export.
+    """
     _require_servable(version)
     service, entry = "", ""
     if settings := spec.serving.model_registry:
@@ -64,8 +66,10 @@ def inference_service_of(spec: Spec, version: Champion) -> dict[str, Any]:
 
 
 def settings_of(model: str, store: Store, uri: str | None = None) -> Spec | None:
-    """The spec of the newest version of a registered model that the store has registered, whose `serving` is what its
-    people want now; None where it is not known any more."""
+    """The spec of the newest version of a registered model that this store registered; None where it is not available.
+
+    Its `serving` section has the current settings.
+    """
     made = [version for version in versions(model, store, uri) if not version.foreign]
     text = made[-1].tags.get("holdfast.spec", "") if made else ""
     try:
@@ -77,14 +81,14 @@ def settings_of(model: str, store: Store, uri: str | None = None) -> Spec | None
 
 
 def _require_servable(version: Champion) -> None:
-    """That the bytes are those that were registered: what serves them does not check."""
+    """Check that the bytes are the registered ones. The serving runtime does not check them."""
     if version.foreign:
         raise ForeignVersionError(version.foreign)
     require_intact(open_store(version.store_url), version.export, version.export_digest, changed=True)
 
 
 def _namespace(spec: Spec) -> str | None:
-    """Where the service is; None for the namespace of this pod."""
+    """The namespace of the service; None for the namespace of this pod."""
     named = (spec.serving.kserve and spec.serving.kserve.namespace) or spec.cluster.namespace
     if not named and not os.environ.get("KUBERNETES_SERVICE_HOST"):
         problem = Problem(
