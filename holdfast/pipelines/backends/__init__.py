@@ -1,6 +1,6 @@
-"""Where a DAG can run: this machine, Kubeflow Pipelines, Argo Workflows, Slurm, Ray; one protocol (see `interface`).
+"""Backends that run a DAG: this machine, Kubeflow Pipelines, Argo Workflows, Slurm, Ray. See `interface`.
 
-Importing this imports none of them.
+Importing this package imports none of them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,24 @@ from holdfast.spec.errors import MissingError
 if TYPE_CHECKING:
     from holdfast.pipelines.backends.interface import Backend
 
-VARIABLE = "HOLDFAST_BACKEND"  # the one that is meant where nothing else says which
+VARIABLE = "HOLDFAST_BACKEND"  # the default backend
 
 
 def open_backend(name: str, *, store: str = "", endpoint: str = "", namespace: str = "") -> Backend:
-    """The backend `name`. `store`: URL of the store of local runs; `endpoint`: of Kubeflow, or of
-    Ray's Jobs API; `namespace`: of Kubeflow's
-    users, or of Kubernetes. Raises MissingError."""
+    """The backend `name`.
+
+    - `store`: URL of the store of local runs.
+    - `endpoint`: URL of Kubeflow, or of Ray's Jobs API.
+    - `namespace`: of Kubeflow's users, or of Kubernetes.
+
+    Raises MissingError.
+    """
     require_known(name)
     return BACKENDS[name](store, endpoint, namespace)
 
 
 def require_known(name: str) -> None:
-    """Raise MissingError where no backend has this name."""
+    """Raise MissingError if no backend has this name."""
     if name not in BACKENDS:
         raise MissingError(f"{name!r}: is no backend; write one of {', '.join(BACKENDS)}")
 
@@ -68,6 +73,6 @@ BACKENDS: dict[str, Callable[[str, str, str], Backend]] = {
     "slurm": _slurm,
     "ray": _ray,
 }
-SWEEPING = ("local", "kubeflow", "argo", "slurm")  # which run the DAG of a sweep
-SHARED_VOLUMES = ("ray",)  # whose machines see what is on `cluster.volumes` as the one that submits does
-SHARED_FOLDERS = ("slurm",)  # whose machines see the folders of the one that submits, by the same paths
+SWEEPING = ("local", "kubeflow", "argo", "slurm")  # can run the DAG of a sweep
+SHARED_VOLUMES = ("ray",)  # their machines see `cluster.volumes` like the submitting machine
+SHARED_FOLDERS = ("slurm",)  # their machines see the submitting machine's folders under the same paths

@@ -1,6 +1,6 @@
-"""What the training of a run that has ended may have left on its cluster, ended from wherever a person is.
+"""Cleanup of jobs that the training of an ended run left on its cluster, from any machine.
 
-The exit handler does the same (`components.notify.leftovers`), where it ran and had the rights.
+The exit handler does the same (`components.notify.leftovers`) if it ran and had the rights.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from holdfast.pipelines.backends.interface import CANCELED, FAILED, RunStatus
 from holdfast.pipelines.backends.record import Record
 
 CLUSTERS = ("kubeflow", "argo")
-API_PATIENCE = 20.0  # seconds that a request is tried
+API_PATIENCE = 20.0  # seconds of retries for a request
 
 
 def clean_up_cluster(record: Record, status: RunStatus, api: Api | None = None) -> list[str]:
-    """The names of the jobs that were ended, of the kubeconfig's cluster; none where the run has not ended without
-    success, or ran on no cluster. Raises HeldError where a launcher follows the run, and what the API server refuses.
+    """End the leftover jobs of an unsuccessful run on the kubeconfig's cluster. Returns their names.
+
+    Does nothing for a run that has succeeded or not ended, or that ran on no cluster. Raises HeldError where a launcher
+    follows the run, and the errors of the API server.
     """
     if record.backend not in CLUSTERS or not record.run_id or status.state not in (FAILED, CANCELED):
         return []

@@ -1,7 +1,7 @@
-"""What a run's own records add to what an engine lists: reasons, exit codes, skips, and steps that never began.
+"""Reasons, exit codes, skips and missing steps, from a run's own records, for the status that an engine lists.
 
-An engine knows the state of a step. Why it failed, why another one was skipped and what a training waits for stand in
-the store. Promises to raise nothing where the store is away: then the engine's list stands as it is.
+An engine knows the state of a step. The store has the causes of failures and skips, and what a training waits for.
+Raises nothing while the store is unavailable: the engine's list then stays as it is.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from holdfast.telemetry.events import AttemptBegan, LaunchPending, Progress, in_
 
 log = logging.getLogger("holdfast.status")
 
-DEADLINE = 5.0  # seconds for the store, all retries included
-NEWEST = 4  # objects of events that are looked at: the launcher and the ranks write their own
+DEADLINE = 5.0  # seconds for the store, including retries
+NEWEST = 4  # event objects to read: the launcher and the ranks each write their own
 
 
 @dataclass(frozen=True)
 class Known:
-    """What the store knows of one execution."""
+    """The store's records of one execution."""
 
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)  # by name
     reasons: Sequence[str] = ()  # of the verdict
-    waits: str = ""  # for what the training waits now
-    problem: str = ""  # why the store could not be read
+    waits: str = ""  # what the training currently waits for
+    problem: str = ""  # why the store cannot be read
 
 
 class Given(Protocol):
-    """What an execution was started with, as its engine has it."""
+    """The inputs of an execution, as its engine has them."""
 
     @property
     def spec(self) -> str:
@@ -63,22 +63,22 @@ class Given(Protocol):
 
     @property
     def overrides(self) -> list[str]:
-        """What was changed of it. Raises SpecError."""
+        """The changes to the spec. Raises SpecError."""
 
     @property
     def salt(self) -> str:
-        """What makes another run of the same inputs."""
+        """The salt, which separates runs of the same inputs."""
 
 
 def store_named_by(given: Given) -> str:
-    """The root of the store that the spec names; empty where it names none, or is refused."""
+    """The root of the store that the spec names; empty where it names none or is invalid."""
     with suppress(HoldfastError):
         return parse_spec(given.spec, given.overrides).store or ""
     return ""
 
 
 def known_of(root: str, job: str, given: Given, status: RunStatus) -> Known:
-    """What the store at `root` (default: this machine's) knows of the execution whose steps call it `job`."""
+    """The records in the store at `root` (default: this machine's) of the execution that its steps call `job`."""
     try:
         opened = open_store(root or store_url(), deadline=DEADLINE)
         told = outcomes_in(opened, job)
@@ -95,7 +95,7 @@ def known_of(root: str, job: str, given: Given, status: RunStatus) -> Known:
 
 
 def explained(status: RunStatus, known: Known) -> RunStatus:
-    """`status` with what is known of its steps. Steps that are missing from a run that has ended are added."""
+    """Add the records of the steps to `status`. An ended run also gets its missing steps."""
     steps = [_explained(step, status, known) for step in status.steps]
     steps = _completed(status, steps, known)
     silent = next((step for step in steps if step.state == FAILED and not step.error), None)
@@ -106,7 +106,7 @@ def explained(status: RunStatus, known: Known) -> RunStatus:
 
 
 def waits_for(store: Store, run_id: str) -> str:
-    """What the training of a run waits for, from its newest events; empty where its ranks work."""
+    """The reason why the training of a run waits, from its newest events; empty while its ranks work."""
     newest = None
     for events in islice(newest_objects(store, run_id), NEWEST):
         for event in events:
@@ -118,7 +118,7 @@ def waits_for(store: Store, run_id: str) -> str:
 
 
 def verdict_reasons(store: Store, run_id: str) -> list[str]:
-    """Why the newest verdict on a run is what it is."""
+    """The reasons of the newest verdict on a run."""
     found = [info for info in store.list(layout.run(run_id, "evaluations/")) if info.key.endswith(".json")]
     for info in sorted(found, key=lambda info: info.modified, reverse=True)[:1]:
         try:
@@ -136,10 +136,10 @@ def said_of(outcome: Outcome) -> str:
 
 
 def _run_id(given: Given, outcomes: list[Outcome]) -> str:
-    """The run that the steps work on; empty where that is not known yet."""
+    """The id of the run that the steps work on; empty where it is unknown."""
     try:
         return run_of(outcomes, given.spec, given.overrides, given.salt)
-    except HoldfastError:  # parameters that are refused
+    except HoldfastError:  # invalid parameters
         return run_of(outcomes, "", (), "")
 
 
@@ -147,7 +147,7 @@ def _explained(step: StepStatus, status: RunStatus, known: Known) -> StepStatus:
     outcome = known.outcomes.get(step.name)
     over = outcome is not None and outcome.ended is not None
     state, error, code = step.state, step.error, step.exit_code
-    if not status.unfinished and state in UNFINISHED:  # a row that nobody brought up to date
+    if not status.unfinished and state in UNFINISHED:  # an outdated row
         state = NOT_BEGUN if outcome is None else SUCCEEDED if over and not outcome.exit_code else status.state
     if outcome is not None and not over and state == FAILED and not error:
         error, code = KILLED, int(ExitCode.KILLED)
@@ -162,7 +162,7 @@ def _explained(step: StepStatus, status: RunStatus, known: Known) -> StepStatus:
 
 
 def _completed(status: RunStatus, steps: list[StepStatus], known: Known) -> list[StepStatus]:
-    """The steps in the order of the DAG: with those that were skipped, and those that never began."""
+    """The steps in the order of the DAG, with skipped steps and steps that never began."""
     found = {step_called(step.name): step for step in steps}
     sweep = "compare" in found or any(step.name != step_called(step.name) for step in steps)
     whole = list(steps)
@@ -199,7 +199,7 @@ def _completed(status: RunStatus, steps: list[StepStatus], known: Known) -> list
 
 
 def _why_skipped(before: str, known: Known) -> str:
-    """Why what follows the step `before` is skipped; empty where it is not."""
+    """Why the successors of the step `before` are skipped; empty where they are not."""
     if before == "trigger":
         return not_due(known.outcomes.values())
     outcome = known.outcomes.get(before)

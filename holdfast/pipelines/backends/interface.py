@@ -1,8 +1,8 @@
-"""The one protocol of everything that can run the DAG: this machine, Kubeflow, Argo, Slurm, Ray.
+"""The protocol of every backend that runs the DAG: this machine, Kubeflow, Argo, Slurm, Ray.
 
-Promises of every backend: submitting the same thing again gives the run that is there; a run is named by the backend's
-own id, by Holdfast's run id or its beginning, or by the name of its spec; nothing is printed here. A backend renders
-the DAG of `holdfast.pipelines.table` and has none of its own.
+Every backend returns the existing run when the same request is submitted again. A run is named by the backend's own id,
+by Holdfast's run id or its beginning, or by the name of its spec. Nothing is printed here. A backend renders the DAG of
+`holdfast.pipelines.table` and defines none.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from holdfast.spec.errors import ExitCode, MissingError
 from holdfast.steps import STEPS
 
 PENDING, RUNNING, SUCCEEDED, FAILED, CANCELED = "PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELED"
-NOT_BEGUN = "NOT_BEGUN"  # of a step, once its run has ended without it
+NOT_BEGUN = "NOT_BEGUN"  # state of a step that never ran before its run ended
 SHOWN_IDS = 8  # candidates in an error
-SKIPPED = "skipped"  # how the outcome of a step begins whose condition did not hold
+SKIPPED = "skipped"  # beginning of the outcome of a step whose condition did not hold
 UNFINISHED = (PENDING, RUNNING, "PAUSED", "CANCELING")
 
 
 @dataclass(frozen=True)
 class StepStatus:
-    """A step of a run, as the backend sees it."""
+    """A step of a run, as the backend reports it."""
 
     name: str
     state: str
-    seconds: float | None = None  # how long it took, or has been running
+    seconds: float | None = None  # elapsed time
     error: str = ""
-    pods: tuple[str, ...] = ()  # one for each try, oldest first; none on one machine
-    exit_code: int | None = None  # of the table, once it has ended; None where nobody knows it
+    pods: tuple[str, ...] = ()  # one for each try, oldest first; empty on a single machine
+    exit_code: int | None = None  # from the table, once it has ended; None where it is unknown
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run, as the backend sees it. Listings leave the steps out."""
+    """A run, as the backend reports it. Listings omit the steps."""
 
     backend: str
-    id: str  # the backend's own
+    id: str  # the backend's id
     name: str
-    state: str  # one of those above, or a word of the backend's
-    link: str = ""  # where a person looks at it
+    state: str  # one of the above, or a backend-specific state
+    link: str = ""  # where a person views it
     message: str = ""  # why it failed
     steps: tuple[StepStatus, ...] = ()
-    exit_code: int | None = None  # of the table: how it ended; None while it goes on, and where nobody knows it
-    job: str = ""  # what its steps call it, where that is not the id
+    exit_code: int | None = None  # from the table; None while unfinished or unknown
+    job: str = ""  # the execution id that its steps use, if it differs from `id`
 
     @property
     def unfinished(self) -> bool:
@@ -55,7 +55,7 @@ class RunStatus:
 
 
 def ended_with(state: str, steps: Iterable[StepStatus] = ()) -> int | None:
-    """The exit code of a run in `state`: that of the first of its `steps` that did not succeed."""
+    """The exit code of a run in `state`: that of the first of its `steps` with a nonzero code."""
     if state == SUCCEEDED:
         return int(ExitCode.OK)
     if state in UNFINISHED:
@@ -64,20 +64,20 @@ def ended_with(state: str, steps: Iterable[StepStatus] = ()) -> int | None:
 
 
 def step_called(name: str) -> str:
-    """The step that something is called after: itself, or that of one trial, such as `train-2`."""
+    """The step of a task name: the name itself, or `train` for a trial's `train-2`."""
     step, _, number = name.rpartition("-")
     return step if number.isdecimal() and step in STEPS and STEPS[step].per_trial else name
 
 
 def is_step(wanted: str, name: str) -> bool:
-    """Whether the step `name` is the one that a person asks for: none is any, and one without a number is that of all
-    trials."""
+    """Whether the step `name` matches `wanted`. Empty matches all; a step without a number matches all its trials."""
     return wanted in ("", name, step_called(name))
 
 
 def require_one_run(wanted: str, run_ids: Iterable[str]) -> None:
-    """Refuse the beginning of an id that several runs share: nobody wants to end another run than the one that was
-    meant. Raises MissingError."""
+    """Refuse the beginning of an id that several runs share, so that no command acts on the wrong run. Raises
+    MissingError.
+    """
     found = sorted(set(run_ids))
     if len(found) > 1:
         shown = ", ".join(found[:SHOWN_IDS]) + (f" and {len(found) - SHOWN_IDS} more" if len(found) > SHOWN_IDS else "")
@@ -85,27 +85,27 @@ def require_one_run(wanted: str, run_ids: Iterable[str]) -> None:
 
 
 class Backend(Protocol):
-    """What runs the DAG."""
+    """A backend that runs the DAG."""
 
     name: str
 
     def objects(self, request: RunRequest) -> list[dict[str, Any]]:
-        """The very objects that `submit` would send, none of which is sent: the dry run."""
+        """The exact objects that `submit` would send, without sending them (dry run)."""
 
     def submit(self, request: RunRequest) -> tuple[RunStatus, bool]:
-        """The run of `order`, and whether it was made now: one that has not ended or has succeeded is kept."""
+        """The run of `request`, and whether this call created it. A run that is unfinished or has succeeded is kept."""
 
     def status(self, run: str) -> RunStatus:
-        """What became of a run, with its steps. Raises MissingError."""
+        """The status of a run, with its steps. Raises MissingError."""
 
     def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
-        """(step, line) of what the steps wrote, or only `step`; with `follow`, until the run has ended."""
+        """Yield (step, line) of the steps' logs, or only those of `step`; with `follow`, until the run has ended."""
 
     def cancel(self, run: str) -> tuple[RunStatus, bool]:
-        """End a run, whose training saves a checkpoint first; and whether it was still running. Safe to repeat."""
+        """End a run; its training saves a checkpoint first. Returns whether it was still running. Safe to repeat."""
 
     def list(self) -> list[RunStatus]:
         """The runs that the backend knows, newest first."""
 
     def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
-        """Go on with what `order` started, from its newest checkpoint; what has not ended is left to go on."""
+        """Resume the run of `request` from its newest checkpoint. A run that has not ended continues unchanged."""

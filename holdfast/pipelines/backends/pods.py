@@ -1,6 +1,6 @@
-"""What the pod of a step has, whichever system makes it: image, resources, environment, and where its settings are.
+"""Pods of the steps on any cluster: image, resources, environment and the location of settings.
 
-It knows no scheduler and no priority class: those belong to the training job, which the train step's launcher makes.
+Schedulers and priority classes are not covered: they belong to the training job, which the train step's launcher makes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.spec.engine_text import is_replaced_by_argo
 from holdfast.spec.errors import Problem, SpecError
 from holdfast.steps import Step
 
-# What the train step's launcher needs to own the training job on behalf of the pipeline run, and to find it again.
+# Fields that the train step's launcher needs to own the training job for the pipeline run, and to find it again.
 FIELDS = {**POD_FIELDS, "HOLDFAST_WORKFLOW": "metadata.labels['workflows.argoproj.io/workflow']"}
 LABELS = {"app.kubernetes.io/name": "holdfast"}
 SHARED_MEMORY = "/dev/shm", "1Gi"  # noqa: S108 - where, and how much
@@ -25,18 +25,20 @@ SHARED_MEMORY = "/dev/shm", "1Gi"  # noqa: S108 - where, and how much
 
 @dataclass(frozen=True)
 class Resources:
-    """Limits equal requests, so that these pods are the last ones to be evicted."""
+    """Resources of a pod. Limits equal requests, so these pods are evicted last."""
 
     cpu: str
     memory: str
     ephemeral_storage: str
-    accelerator: str = ""  # the name of an extended resource...
-    accelerators: int = 0  # ...and how many of it
+    accelerator: str = ""  # name of an extended resource...
+    accelerators: int = 0  # ...and its count
 
 
 def require_no_templates(spec: Spec) -> None:
-    """Raise SpecError for texts that Argo, and with it KFP, would replace or fail on in a pod of a step, and that no
-    step reads, so that none can restore them (`holdfast.spec.engine_text`)."""
+    """Raise SpecError for texts in a step's pod that Argo, and so KFP, would replace or fail on.
+
+    This covers texts that no step reads, so no step can restore them (`holdfast.spec.engine_text`).
+    """
     steps = spec.cluster.steps
     texts = {f"cluster.steps.annotations.{name}": value for name, value in steps.annotations.items()}
     texts |= {f"cluster.volumes.{number}.path": one.path for number, one in enumerate(spec.cluster.volumes)}
@@ -48,20 +50,20 @@ def require_no_templates(spec: Spec) -> None:
 
 
 def pod_of(step: Step, spec: Spec) -> StepPod:
-    """What the spec says of the pod of a step."""
+    """The spec's settings for the pod of a step."""
     found: StepPod = getattr(spec.cluster.steps, "evaluate" if step.scores(spec) else step.pod or step.name)
     return found
 
 
 def image_of(step: Step, spec: Spec, image: str | None) -> str:
-    """The image of a step; on an accelerator, or a share of one, it is that accelerator's."""
+    """The image of a step; with an accelerator or a share of one, the image for that accelerator."""
     if resources_of(step, spec).accelerator:
         return spec.cluster.image or training_image(spec.cluster.accelerator)
     return image or IMAGE
 
 
 def resources_of(step: Step, spec: Spec) -> Resources:
-    """What the pod of a step asks for."""
+    """The resource requests of a step's pod."""
     pod, cluster = pod_of(step, spec), spec.cluster
     accelerator, count = "", pod.accelerators if isinstance(pod, EvaluatePod) else 0
     if count:
@@ -72,13 +74,12 @@ def resources_of(step: Step, spec: Spec) -> Resources:
 
 
 def node_selector_of(step: Step, spec: Spec) -> dict[str, str]:
-    """The labels that the node of a step must have: those of all steps, and its own."""
+    """The required node labels of a step: those of all steps, and its specific ones."""
     return {**spec.cluster.steps.node_selector, **pod_of(step, spec).node_selector}
 
 
 def tolerations_of(step: Step, spec: Spec) -> list[Toleration]:
-    """The taints that the pod of a step accepts: those of all steps, its own, and that of nodes with the accelerator
-    which it was given."""
+    """The tolerations of a step's pod: those of all steps, its specific ones, and that of its accelerator's nodes."""
     found = [*spec.cluster.steps.tolerations, *pod_of(step, spec).tolerations]
     if resources_of(step, spec).accelerator:
         found.append(taint_of(spec.cluster.accelerator))
@@ -86,12 +87,12 @@ def tolerations_of(step: Step, spec: Spec) -> list[Toleration]:
 
 
 def environment_of(step: Step, spec: Spec) -> dict[str, str]:
-    """The variables of a step, without the settings of the place, the fields of the pod and the secrets."""
+    """The variables of a step, without the cluster's settings, the fields of the pod and the secrets."""
     launcher = {"HOLDFAST_LAUNCHER": "kubernetes"} if step.launches else {}
     cache = {CACHE_VARIABLE: cache_gib(pod_of(step, spec).ephemeral_storage)}
     return {"HOLDFAST_LOG": "json", **cache, **launcher, **spec.cluster.environment}
 
 
 def labels_of(step: Step) -> dict[str, str]:
-    """The labels of the pod of a step, without those that the spec gives to all."""
+    """The labels of a step's pod, without those that the spec gives to all."""
     return {**LABELS, "app.kubernetes.io/component": f"step-{step.name}"}

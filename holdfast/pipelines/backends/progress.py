@@ -1,4 +1,4 @@
-"""How far the training of a run is, from its own events in the store: the same on every backend."""
+"""Training progress of a run, from its events in the store; identical on every backend."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from holdfast.telemetry.events import Progress
 
 @dataclass(frozen=True)
 class Reached:
-    """What the ranks told last."""
+    """The newest progress that the ranks reported."""
 
     step: int
     steps: int
-    loss: float | None  # nats a token
+    loss: float | None  # nats per token
     tokens_per_second: float
     seconds_left: float
-    time: float  # when they told it, in unix seconds
+    time: float  # of the report, in unix seconds
     text: str
 
 
 def reached(store: Store, run_id: str) -> Reached | None:
-    """The newest step that the ranks of a run told; None before the first. Reads the newest events only."""
+    """The newest reported step of a run; None before the first. Reads only the newest events."""
     for events in newest_objects(store, run_id):
         if told := [event for event in events if isinstance(event, Progress)]:
             last = max(told, key=lambda event: (event.time, event.step))

@@ -1,5 +1,4 @@
-"""What a rank printed, whichever backend its run is on: the ranks of all keep it in the store, so none has a way of
-its own to show it."""
+"""Logs of single ranks. On every backend the ranks keep them in the store, so all backends share this code."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ def rank_lines(
     launch: int | None = None,
     running: Callable[[], bool] | None = None,
 ) -> Iterator[str]:
-    """The lines for a person. See `rank_reader.rank_lines`."""
+    """The log lines of a rank, for a person. See `rank_reader.rank_lines`."""
     lines = rank_reader.rank_lines(store, run_id, rank, attempt=attempt, launch=launch, running=running)
     return (text for line in lines for text in plain(line).splitlines() or [""])
 
 
 def goes_on(backend: Backend, run: str) -> bool:
-    """Whether a run may still print something, as its backend sees it."""
+    """Whether a run is unfinished according to its backend, and so may still print."""
     try:
         return backend.status(run).unfinished
     except MissingError:

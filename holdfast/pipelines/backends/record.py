@@ -1,9 +1,8 @@
-"""Where a run was submitted, kept beside the run in the store, so that `status`, `logs`, `cancel` and `resume` find it.
+"""Record of a submission in the store, so that `status`, `logs`, `cancel` and `resume` find the run.
 
-`runs/<run-id>/backend.json`, or `sweeps/<sweep-id>/backend.json`; the last submission counts. Where the steps read
-other sources than the submitter can (`python:stdlib`, a volume), a digest of what was asked for stands for the id of
-the run, which is known when the first step has ended. Promises that a store which cannot be reached from here never
-fails a submission, and that no password is kept.
+It is `runs/<run-id>/backend.json`, or `sweeps/<sweep-id>/backend.json`; the last submission counts. The submitter
+cannot read some sources of the steps (`python:stdlib`, a volume). A digest of the request then replaces the run id
+until the first step has ended. An unreachable store never fails a submission. No password is kept.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from holdfast.store.run_metadata import mark_name
 
 RUNS, SWEEPS, FILE = "runs/", "sweeps/", "backend.json"
 LONGEST_ID = 128  # characters
-AT_ONCE = 32  # requests for records of many runs
-DEADLINE = 20.0  # seconds for a record, all retries included
+AT_ONCE = 32  # concurrent requests for records of many runs
+DEADLINE = 20.0  # seconds for a record, including retries
 
 
 @dataclass(frozen=True)
 class Record:
-    """A submission: to which backend, what it is called there, and what was asked for."""
+    """A submission: its backend, its id there, and the request."""
 
     backend: str
     id: str
-    run_id: str  # or the sweep's; while no step has read the sources, `RunRequest.key`
-    name: str  # of the spec, or of the sweep
+    run_id: str  # or the sweep's; before a step has read the sources, `RunRequest.key`
+    name: str  # of the spec or the sweep
     spec: str
     submitted: float  # unix seconds
     store: str = ""
@@ -56,30 +55,30 @@ class Record:
     replan: bool = False
     endpoint: str = ""  # of Kubeflow, or of Ray
     namespace: str = ""  # of Kubeflow's users, or of Kubernetes
-    host: str = ""  # the machine of a local run, and its process there
+    host: str = ""  # the machine of a local run; its process follows
     pid: int = 0
-    began: float = 0.0  # seconds after the machine: a process is known by its number and its start
+    began: float = 0.0  # seconds since boot: pid and start time identify a process
     log: str = ""
-    outcomes: str = ""  # the folder where its steps say how they are, while it runs
+    outcomes: str = ""  # folder of its steps' outcomes while it runs
     trials: Sequence[Sequence[str]] = ()  # of a sweep
     at_once: int = 0
-    former: dict[str, Any] | None = None  # the submission before, which is gone on with when this one is refused
-    job: str = ""  # what the steps call it, where they keep their outcomes
-    identified: bool = True  # whether `run_id` is the id of the run, as far as one knew when it was submitted
-    written: str = ""  # what a person wrote of the spec; empty: all of it
-    ran: str = ""  # the run that its steps work on, where `find_record` knows it
+    former: dict[str, Any] | None = None  # the previous submission, which stays valid if this one is refused
+    job: str = ""  # the execution id under which its steps keep outcomes
+    identified: bool = True  # whether `run_id` was the run's id at submission
+    written: str = ""  # the spec as its author wrote it; empty: the same as `spec`
+    ran: str = ""  # id of the run that its steps work on, if `find_record` knows it
 
     @property
     def identity(self) -> str:
-        """The id of the run in the store, or what stands for it until a step has read the sources."""
+        """The id of the run in the store, or its substitute until a step has read the sources."""
         return self.ran or self.run_id
 
     @property
     def request(self) -> RunRequest:
-        """What was asked for, to ask for it again."""
+        """The request, to submit it again."""
         spec = parse_spec(self.spec)
         if self.written:
-            with suppress(HoldfastError):  # another version has other fields, or other defaults: the whole spec counts
+            with suppress(HoldfastError):  # another version has other fields or defaults: the whole spec counts
                 written = parse_spec(self.written)
                 spec = written if written == spec else spec
         return RunRequest(
@@ -90,20 +89,22 @@ class Record:
 
     @property
     def alive(self) -> bool:
-        """Whether a local run goes on: its process is there, and so is the folder that it removes at its end (the
-        process may be somebody's notebook, which stays). False for another machine's, of which nothing is known."""
+        """Whether a local run is active: its process and its folder, which the run removes at its end, both exist.
+
+        The process alone may be a notebook, which outlives the run. Always False for a run of another machine.
+        """
         here = self.host == socket.gethostname() and Path(self.outcomes).is_dir()
         return here and process_start(self.pid) == self.began
 
     def write(self, store: Store) -> None:
-        """Keep it beside the run or the sweep."""
+        """Write it to the folder of the run or sweep."""
         hidden = replace(self, endpoint=redact(self.endpoint))
         store.put(self._key(FILE), json.dumps(asdict(hidden), ensure_ascii=False).encode())
         for name in {self.name, self.job}:
             mark_name(store, name, self.run_id)
 
     def ending(self, store: Store) -> dict[str, Any]:
-        """What the exit handler told of this submission; empty where it has told nothing yet, or never will."""
+        """The exit handler's summary of this submission; empty where it has not written one."""
         try:
             told = read_json_object(store, self._key("summary.json", self.identity))
             return told if float(told.get("ended", 0.0)) >= self.submitted else {}
@@ -111,12 +112,12 @@ class Record:
             return {}
 
     def accepted(self, store: Store) -> Record:
-        """This submission, or the one before if the run may not go on as this one asks (`--replan`)."""
+        """This submission, or the previous one if this one's changed plan was refused (`--replan`)."""
         refused = self.former is not None and self.ending(store).get("exit_code") == ExitCode.PLAN_CHANGED
         return (read_record(self.former or {}) if refused else None) or self
 
     def after(self, store: Store) -> Record:
-        """This submission, which knows the one before it."""
+        """This submission with the previous one attached."""
         try:
             before = read_record(store.get(self._key(FILE)))
         except MissingError:
@@ -135,7 +136,7 @@ class Record:
 def record_of(
     request: RunRequest, backend: str, identity: str, endpoint: str = "", namespace: str = "", job: str = ""
 ) -> Record:
-    """The record of a submission that was made now."""
+    """The record of a submission at the current time."""
     return Record(
         backend, identity, request.key, request.title, dump_spec(request.spec), time.time(), request.store,
         request.salt,
@@ -145,8 +146,7 @@ def record_of(
 
 
 def keep(record: Record, url: str) -> str:
-    """Write a record into the store at `url`. Returns why that failed; empty if it did not, or if no store is
-    known here."""
+    """Write a record into the store at `url`. Returns the error message; empty on success or without a known store."""
     if not url:
         return ""
     try:
@@ -158,8 +158,10 @@ def keep(record: Record, url: str) -> str:
 
 
 def keep_submission(made: RunStatus, wanted: RunRequest, endpoint: str, namespace: str, url: str) -> str:
-    """Write down where `wanted` was submitted. Returns why that failed, as `keep` does. A run of this machine keeps its
-    own record, which says more."""
+    """Record where `wanted` was submitted. Returns the error message as `keep` does.
+
+    A run of this machine writes a more detailed record itself.
+    """
     if made.backend == "local":
         return ""
     if made.backend == "kubeflow":
@@ -172,8 +174,11 @@ def keep_submission(made: RunStatus, wanted: RunRequest, endpoint: str, namespac
 
 
 def find_record(store: Store, wanted: str) -> Record | None:
-    """The newest submission whose run id or backend's id begins with `wanted`, or whose spec is so called. A run id and
-    a name are found without a look at other runs. Raises MissingError for a beginning that several runs share."""
+    """The newest submission whose run id or backend id begins with `wanted`, or whose spec has that name.
+
+    A run id and a name are found without reading other runs. Raises MissingError for a beginning that several runs
+    share.
+    """
     if not wanted:
         return None
     searches: list[Callable[[Store], list[Record]]] = [partial(_of_name, wanted), _all]
@@ -197,7 +202,7 @@ def _of_id(wanted: str, store: Store) -> list[Record]:
 
 
 def _of_name(wanted: str, store: Store) -> list[Record]:
-    """The submissions under a name that were made last; older ones are not read."""
+    """The latest submissions under a name; older ones are not read."""
     marks = sorted(store.list(layout.named(wanted)), key=lambda info: info.modified, reverse=True)
     ids = [info.key.rpartition("/")[2] for info in marks]
     for start in range(0, len(ids), AT_ONCE // 2):
@@ -213,14 +218,14 @@ def _all(store: Store) -> list[Record]:
 
 
 def as_it_ran(store: Store, record: Record) -> Record:
-    """With the id of the run that its steps work on, once the first of them has said which dataset that is of."""
+    """Add the id of the run that its steps work on, once the first step has recorded the dataset id."""
     if not record.job or record.trials or record.ran:
         return record
     from holdfast.model.imported import weights_digest
 
     outcome = outcome_of(store, record.job, "preprocess")
     if outcome is not None and outcome.result:
-        with suppress(HoldfastError):  # a spec that another version wrote, weights that cannot be read from here
+        with suppress(HoldfastError):  # a spec of another version, or weights that cannot be read from here
             spec = parse_spec(record.spec)
             ran = run_id(spec, outcome.result, record.salt, weights_digest(spec.model.init_from))
             return replace(record, ran=ran)
@@ -228,12 +233,12 @@ def as_it_ran(store: Store, record: Record) -> Record:
 
 
 def sweep_records(store: Store) -> list[Record]:
-    """The submissions of sweeps that the store knows."""
+    """The submissions of sweeps in the store."""
     return _records(store, (f"{SWEEPS}{name}" for name in store.folders(SWEEPS)))
 
 
 def _records(store: Store, folders: Iterable[str]) -> list[Record]:
-    """The submissions in folders of runs and sweeps, where there is one that can be read."""
+    """The readable submissions in folders of runs and sweeps."""
 
     def read(folder: str) -> Record | None:
         try:
@@ -245,7 +250,7 @@ def _records(store: Store, folders: Iterable[str]) -> list[Record]:
 
 
 def read_record(content: bytes | dict[str, Any]) -> Record | None:
-    """The record that JSON holds; None for one that another version wrote."""
+    """The record in JSON; None for one of another version."""
     with suppress(DataError):
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         return parse_json(data, Record, FILE)
@@ -253,14 +258,13 @@ def read_record(content: bytes | dict[str, Any]) -> Record | None:
 
 
 def process_start(pid: int) -> float | None:
-    """When a process of this machine began, in seconds after the machine did, which no step of the clock changes; None
-    if there is none of that number."""
+    """The start of a process in seconds since boot, which clock changes do not affect; None if it does not exist."""
     import psutil
 
     with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         process = psutil.Process(pid)
         for _ in range(100):
-            booted = psutil.boot_time()  # what psutil adds to the number that the kernel has of a process
+            booted = psutil.boot_time()  # psutil adds this to the kernel's value
             began = process.create_time() - booted
             if pid and process.status() != psutil.STATUS_ZOMBIE and psutil.boot_time() == booted:
                 return round(began, 2)

@@ -1,4 +1,4 @@
-"""What is to be run, and what it is called: the same for every backend."""
+"""Request to run a spec or sweep, and its names; identical for every backend."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ ORDER_DIGITS = 8
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What is to be run."""
+    """A request to run a spec or a sweep."""
 
     spec: Spec
-    store: str = ""  # empty: the spec's, else HOLDFAST_STORE of the pods
+    store: str = ""  # empty: the spec's, otherwise HOLDFAST_STORE of the pods
     salt: str = ""
-    run_id: str = ""  # or the sweep's; empty where it is not known before the steps have read the sources
-    unread: str = ""  # why not
+    run_id: str = ""  # or the sweep's; empty until the steps have read the sources
+    unread: str = ""  # why `run_id` is unknown
     service_account: str = ""
     image: str = ""
     replan: bool = False
     trials: Trials = ()  # of a sweep
-    at_once: int = 0  # so many trials; 0: all, where the backend does not decide it
+    at_once: int = 0  # concurrent trials; 0: all, unless the backend limits them
 
     @property
     def title(self) -> str:
-        """What people call the family of runs, or the sweep."""
+        """The name of the runs of this spec, or of the sweep."""
         return sweep_name(self.spec) if self.trials else self.spec.name
 
     def parameters(self) -> dict[str, Any]:
-        """The parameters of the DAG, as forms show them: the spec as a person wrote it."""
+        """The parameters of the DAG for forms, with the spec as its author wrote it."""
         found = {
             "spec": to_struct(written_spec(self.spec)), "overrides": [], "store": self.store, "salt": self.salt,
             "replan": self.replan,
@@ -61,11 +61,11 @@ class RunRequest:
 
     @property
     def key(self) -> str:
-        """What the submission is kept under in a store: the id of the run, or a digest of what is asked for."""
+        """The key of the submission in a store: the id of the run, or a digest of the request."""
         return self.run_id or digest([self.question(), self.image])
 
     def name(self, version: str) -> str:
-        """The name of the run: the family, the Holdfast run, and a digest of everything else that was asked for."""
+        """The name of the run: title, run id, and a digest of the rest of the request."""
         rest = digest([version, self.question(), self.service_account])[:ORDER_DIGITS]
         return " ".join(part for part in (self.title, self.run_id, rest) if part)
 
@@ -74,9 +74,11 @@ def build_request(
     spec: Spec, *, store: str = "", salt: str = "", service_account: str = "", image: str = "", replan: bool = False,
     shared_folders: bool = False, shared_volumes: bool = False, trials: Trials = (), at_once: int = 0,
 ) -> RunRequest:  # fmt: skip
-    """Check that a cluster can run the spec, and identify the run, or the sweep of `trials`, if its steps read what can
-    be read from here. With `shared_folders` its machines see the folders of this one, with
-    `shared_volumes` those on `cluster.volumes`."""
+    """Check that a cluster can run the spec, and identify the run or the sweep of `trials`.
+
+    The id is known only if the steps' inputs can be read from here. `shared_folders`: the cluster's machines see this
+    machine's folders. `shared_volumes`: they see `cluster.volumes`. Raises SpecError.
+    """
     from holdfast.corpus import identify
     from holdfast.model.imported import weights_digest
 
@@ -85,7 +87,7 @@ def build_request(
     if spec.parallel.auto:
         from holdfast.planning.auto import best
 
-        best(spec, None, here=shared_folders)  # raises what no pod could plan
+        best(spec, None, here=shared_folders)  # fails early if no pod can plan
     found, unread = "", "" if shared_folders else _read_by_steps(spec, shared_volumes)
     try:
         if unread:
@@ -101,8 +103,11 @@ def build_request(
 
 
 def check_for_cluster(spec: Spec, store: str = "") -> None:
-    """Raise SpecError for what no pod could find: paths of this machine, and a store in a folder that is not shared;
-    and for figures that nobody would reach in a pod."""
+    """Raise SpecError for a spec that cannot run in pods.
+
+    Causes: a path that does not exist in a pod, a store in a folder that is not shared, an unreachable metrics
+    collector.
+    """
     mounts = [PurePosixPath(volume.path) for volume in spec.cluster.volumes]
     remedy = "put it into a bucket, or on a volume of cluster.volumes and write the absolute path there"
     problems = []
@@ -118,7 +123,7 @@ def check_for_cluster(spec: Spec, store: str = "") -> None:
 
 
 def _inputs(spec: Spec) -> Iterator[tuple[str, str]]:
-    """The fields that name what a run reads, with their values."""
+    """The input fields of a run, with their values."""
     yield "data.tokenizer.path", spec.data.tokenizer.path or ""
     yield "model.init_from", spec.model.init_from or ""
     yield "data.chat.template", spec.data.chat.template or ""
@@ -127,7 +132,7 @@ def _inputs(spec: Spec) -> Iterator[tuple[str, str]]:
 
 
 def _read_by_steps(spec: Spec, shared_volumes: bool) -> str:
-    """Which input of the spec may have another content in a pod than here, with the reason; empty if there is none."""
+    """The reason why an input of the spec may have other content in a pod than here; empty if no input can."""
     for name, value in _inputs(spec):
         if value.startswith("python:"):
             return f"{name}: {value} is that of the image in which the steps run"

@@ -1,7 +1,7 @@
-"""What an engine can pass on, in bytes: a spec that is too long for one is refused before anything is sent.
+"""Size limits of engines, in bytes. A spec that exceeds them is refused before anything is sent.
 
-Linux passes no argument and no variable of 128 KiB or more (MAX_ARG_STRLEN). Argo keeps a Workflow with a copy of its
-template in one object, and etcd takes 1.5 MiB of one request. KFP passes all parameters of a step in one argument.
+Linux allows no argument and no variable of 128 KiB or more (MAX_ARG_STRLEN). Argo keeps a Workflow with a copy of its
+template in one object, and etcd accepts 1.5 MiB per request. KFP passes all parameters of a step in one argument.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from typing import Any
 from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.rules.pods import MAX_ARGUMENT
 
-MAX_WORKFLOW = 1_000_000  # of what is submitted; the rest of etcd's limit is for what Argo writes of the nodes
-KFP_OWN = 8_192  # of the argument that KFP passes, beside the parameters: outputs and addresses of artifacts
+MAX_WORKFLOW = 1_000_000  # of a submission; the rest of etcd's limit is for Argo's node status
+KFP_OWN = 8_192  # of KFP's argument besides parameters: outputs and artifact addresses
 SHORTER = "name many files by one pattern or folder, such as s3://bucket/text/*.jsonl.gz, or leave out long texts"
 _PARAMETER = re.compile(r"\{\{workflow\.parameters\.([\w-]+)\}\}")
 
 
 def require_fits_argo(objects: Sequence[Mapping[str, Any]], parameters: Mapping[str, str] = {}) -> None:
-    """Raise SpecError where a pod of these objects could not start, or etcd would not take them. `parameters`: of the
-    Workflow, in the place of the template's."""
+    """Raise SpecError if a pod of these objects could not start, or etcd would refuse them.
+
+    `parameters`: of the Workflow, instead of the template's.
+    """
     problems, whole = [], sum(_bytes(thing) for thing in objects) + _bytes(dict(parameters))
     for thing in objects:
         declared = thing["spec"].get("arguments", {}).get("parameters", ())
@@ -42,8 +44,10 @@ def require_fits_argo(objects: Sequence[Mapping[str, Any]], parameters: Mapping[
 
 
 def require_fits_kfp(ir: Mapping[str, Any], parameters: Mapping[str, Any] | None = None) -> None:
-    """Raise SpecError where the launcher of a step of this pipeline could not start. `parameters`: of the run, in the
-    place of the pipeline's."""
+    """Raise SpecError if the launcher of a step of this pipeline could not start.
+
+    `parameters`: of the run, instead of the pipeline's.
+    """
     declared = ir["root"].get("inputDefinitions", {}).get("parameters", {})
     values = {name: one.get("defaultValue") for name, one in declared.items()} | dict(parameters or {})
     size = _bytes(values) + max((_bytes(one) for one in _constants(ir)), default=0) + KFP_OWN
@@ -58,7 +62,7 @@ def require_fits_kfp(ir: Mapping[str, Any], parameters: Mapping[str, Any] | None
 
 
 def _constants(ir: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The constants that each task of a pipeline is given."""
+    """The constants of each task of a pipeline."""
     for component in (ir["root"], *ir.get("components", {}).values()):
         for task in component.get("dag", {}).get("tasks", {}).values():
             inputs = task.get("inputs", {}).get("parameters", {})
@@ -67,7 +71,7 @@ def _constants(ir: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _words(template: Mapping[str, Any]) -> Iterator[str]:
     yield from template.get("container", {}).get("args", ())
-    for task in template.get("dag", {}).get("tasks", ()):  # become arguments of the template that the task runs
+    for task in template.get("dag", {}).get("tasks", ()):  # these become arguments of the template that the task runs
         for one in task.get("arguments", {}).get("parameters", ()):
             yield f"--{one['name']}={one.get('value', '')}"
 

@@ -1,7 +1,7 @@
-"""Logs of steps, whichever backend a run is on: from the store, and from the engine only what the store lacks.
+"""Logs of steps on any backend: from the store, and from the engine only what the store lacks.
 
-The steps of all backends keep their logs in the store, live and after their pods are gone
-(`holdfast.store.step_logs`). A step that died before it could write is asked of its engine.
+The steps of all backends keep their logs in the store, live and after their pods are gone (`holdfast.store.step_logs`).
+The engine has the log of a step that died before it could write one.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from holdfast.store.jobs import is_job
 from holdfast.store.step_logs import StepLogReader, local_job
 
 POLL_SECONDS = 2.0
-WITHOUT_LOG = (PENDING, NOT_BEGUN, SKIPPED.upper())  # states of steps that have written nothing
+WITHOUT_LOG = (PENDING, NOT_BEGUN, SKIPPED.upper())  # states of steps without output
 
 
 def job_of(record: Record | None, status: RunStatus | None = None) -> str:
-    """What the steps of a submission call it; empty where neither its record nor its backend says."""
+    """The execution id of a submission's steps; empty where neither its record nor its backend has it."""
     if record is not None:
         return local_job(record.log) if record.backend == "local" else record.job or record.id
     return (status.job or status.id) if status is not None and status.backend != "local" else ""
@@ -45,11 +45,11 @@ def step_lines(
     follow: bool = False,
     pause: Callable[[float], None] = time.sleep,
 ) -> Iterator[tuple[str, str]]:
-    """(step, line) of what the steps of a run wrote, or only `step`; with `follow`, until the run has ended.
+    """Yield (step, line) of the steps of a run, or only of `step`; with `follow`, until the run has ended.
 
-    `find` gives the backend of the run, and what the run is called there. One that does not know the run any more, or
-    cannot be reached, hides nothing of what the store has. Raises MissingError where there is nothing, and what the
-    backend raises where the store has nothing either.
+    `find` returns the run's backend and its id there. A backend that no longer knows the run, or cannot be reached,
+    hides nothing that the store has. Raises MissingError without any log, and the backend's error if the store has
+    nothing.
     """
 
     def wanted(name: str) -> bool:
@@ -58,9 +58,9 @@ def step_lines(
     if record is not None and not record.trials and step == "compare":
         raise MissingError(f"{record.name} is a run and not a sweep: only a sweep has the step {step}; leave it out")
     reader: StepLogReader | None = None
-    asked: set[str] = set()  # steps of which the engine has given its log
+    asked: set[str] = set()  # steps whose log came from the engine
     while True:
-        status, failure = _status(find)  # asked first: what is written later is read again
+        status, failure = _status(find)  # read first: later output is read again
         goes_on = follow and status is not None and status.unfinished
         job = job_of(record, status)
         if reader is None and store is not None and is_job(job):
@@ -97,15 +97,17 @@ def _status(find: Callable[[], tuple[Backend, str]]) -> tuple[RunStatus | None, 
 
 
 def _missing(status: RunStatus | None, kept: set[str], goes_on: bool) -> set[str]:
-    """The steps that have begun, and have ended if the run is followed, of which the store has nothing. A step of many
-    parts has the names of its parts there."""
+    """The steps without a log in the store that have begun and, if the run is followed, have ended.
+
+    The parts of a step have names of their own there.
+    """
     steps = status.steps if status is not None else ()
     begun = {one.name for one in steps if one.state not in WITHOUT_LOG and not (goes_on and one.state in UNFINISHED)}
     return {name for name in begun if not any(one == name or one.startswith(f"{name}-") for one in kept)}
 
 
 def _of_engine(find: Callable[[], tuple[Backend, str]], step: str) -> Iterator[tuple[str, str]]:
-    """What the engine has of a step; nothing where it has nothing, which hides no other step."""
+    """The engine's log of a step; one line if it has none, so that other steps still appear."""
     backend, there = find()
     try:
         yield from backend.logs(there, step)

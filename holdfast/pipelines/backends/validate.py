@@ -1,8 +1,8 @@
-"""What would be sent to a cluster, held against what the cluster takes, before it is sent.
+"""Check of objects for a cluster before they are sent.
 
-The API server itself is asked where one is reachable: a dry run with strict fields, which runs its schemas and its
-admission and makes nothing. Without one the typed models of Hera know Argo's objects, and the rest is not looked at.
-Promises to say which of them it was.
+If an API server is reachable, it checks them in a dry run with strict fields: schemas and admission run, and nothing is
+created. Otherwise Hera's typed models check Argo's objects, and the rest is not checked. The result says which of the
+two was used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.launch.kubernetes.configuration import NoClusterError
 from holdfast.spec.errors import ClusterUnreachableError, HoldfastError, MissingError, SpecError
 
 Object = dict[str, Any]
-PATIENCE = 5.0  # seconds: whoever rehearses waits for the answer
+PATIENCE = 5.0  # seconds; a person waits for the result of a dry run
 PLURALS = {
     "PyTorchJob": "pytorchjobs", "TrainJob": "trainjobs", "TrainingRuntime": "trainingruntimes", "Job": "jobs",
     "Workflow": "workflows", "WorkflowTemplate": "workflowtemplates", "CronWorkflow": "cronworkflows",
@@ -28,17 +28,16 @@ PLURALS = {
 
 @dataclass(frozen=True)
 class Validated:
-    """What came of it."""
+    """The result of the check."""
 
-    by: str  # who looked, in words
-    problems: list[str]  # in the words of who looked
-    unseen: list[str]  # kinds that nobody looked at
-    checked: int  # objects that were looked at
+    by: str  # name of the checker
+    problems: list[str]  # messages of the checker
+    unseen: list[str]  # kinds that were not checked
+    checked: int  # number of checked objects
 
 
 def validate(objects: Sequence[Object], namespace: str | None = None) -> Validated:
-    """Look at Kubernetes objects; others, such as requests to KFP, are passed over. `namespace`: where they would be,
-    unless they say so."""
+    """Check Kubernetes objects. Others, such as requests to KFP, are skipped. `namespace`: default of the objects."""
     ours = [thing for thing in objects if thing.get("kind") in PLURALS and "apiVersion" in thing]
     try:
         return _by_server(Api.of_this_process(namespace, patience=PATIENCE), ours)
@@ -47,7 +46,7 @@ def validate(objects: Sequence[Object], namespace: str | None = None) -> Validat
 
 
 def _by_server(api: Api, objects: Sequence[Object]) -> Validated:
-    """Raises ClusterUnreachableError."""
+    """Check by a dry run. Raises ClusterUnreachableError."""
     problems, unseen = [], []
     for thing in objects:
         group, _, served = thing["apiVersion"].rpartition("/")
@@ -56,7 +55,7 @@ def _by_server(api: Api, objects: Sequence[Object]) -> Validated:
         try:
             api.ask(f"{path}?dryRun=All&fieldValidation=Strict", thing)
         except ConflictError:
-            continue  # it is there already, and the fields are looked at before the name
+            continue  # it exists, and the server checks fields before names
         except MissingError:
             unseen.append(f"{thing['kind']} (not served, or no such namespace)")
         except HoldfastError as error:
@@ -88,7 +87,7 @@ def _by_models(objects: Sequence[Object]) -> Validated:
 
 
 def _words(error: HoldfastError) -> str:
-    """What the server said, whole."""
+    """The server's complete message."""
     return str(error.problems[0].value) if isinstance(error, SpecError) else str(error)
 
 

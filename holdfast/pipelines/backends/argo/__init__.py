@@ -1,7 +1,7 @@
-"""The DAG for Argo Workflows: the same steps as `holdfast.pipelines.table`, as WorkflowTemplate and CronWorkflow.
+"""The DAG for Argo Workflows: the steps of `holdfast.pipelines.table` as WorkflowTemplate and CronWorkflow.
 
-Promises objects that are checked before they leave: Hera writes down a task or an argument that does not exist, and
-Argo would say so at night. Leaves what the pods look like to `pods`, and when the DAG runs by itself to `schedule`.
+All objects are checked before they are written: Hera accepts a reference to a missing task or argument, and Argo
+reports it only at run time. `pods` has the pods, and `schedule` the schedule.
 """
 
 from holdfast.pipelines.backends.argo.check import check

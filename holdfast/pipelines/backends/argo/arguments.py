@@ -1,4 +1,4 @@
-"""What a Workflow was started with: its own parameters, and the defaults of the template that it was made from."""
+"""Arguments of a Workflow: its own parameters, and the defaults of its template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.steps.parameter_overrides import changed_parameters
 
 
 class Arguments:
-    """The parameters of a Workflow, with the defaults of its template, as people wrote them."""
+    """The parameters of a Workflow with the defaults of its template, unescaped."""
 
     def __init__(self, workflow: Object) -> None:
         stored = workflow.get("status", {}).get("storedWorkflowTemplateSpec") or {}
@@ -19,19 +19,19 @@ class Arguments:
 
     @property
     def spec(self) -> str:
-        """The text of the spec: the Workflow's, else the default of its template."""
+        """The text of the spec: the Workflow's, otherwise the template's default."""
         return self._given.get("spec", "")
 
     @property
     def overrides(self) -> list[str]:
-        """What was changed of it, by parameters of their own too. Raises SpecError and DataError."""
+        """All changes to the spec, including those by parameters for single fields. Raises SpecError and DataError."""
         fields = {name: text for name, text in self._given.items() if text != self._compiled.get(name)}
         listed = parse_json_value(self._given.get("overrides") or "[]", "overrides")
         return [*changed_parameters(fields, {}), *map(str, listed if isinstance(listed, list) else ())]
 
     @property
     def salt(self) -> str:
-        """What makes another run of the same inputs."""
+        """The salt, which separates runs of the same inputs."""
         return self._given.get("salt", "")
 
     @property
@@ -41,6 +41,6 @@ class Arguments:
 
 
 def _values(spec: Object) -> dict[str, str]:
-    """The parameters of a Workflow or of its template, as they were written."""
+    """The parameters of a Workflow or of its template, unescaped."""
     listed = spec.get("arguments", {}).get("parameters") or ()
     return {one["name"]: unescape(str(one.get("value") or "")) for one in listed}

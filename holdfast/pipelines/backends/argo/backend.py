@@ -1,7 +1,7 @@
-"""Argo Workflows behind the protocol of `holdfast.pipelines.backends.interface`, through the Kubernetes API.
+"""Argo Workflows as a backend (`holdfast.pipelines.backends.interface`), through the Kubernetes API.
 
-A Workflow is named after the run, and the API server gives a name once: so the same thing submitted twice, at the same
-time or after a lost answer, is one Workflow. What failed is followed by another one with the next number.
+A Workflow is named after the run, and the API server accepts a name once. So concurrent submissions, or one that is
+repeated after a lost response, make one Workflow. A new Workflow with the next number follows a failed one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SELECTOR = ",".join(f"{name}={value}" for name, value in labels().items())
 NODE = "workflows.argoproj.io/node-id"
 STATES = {"": PENDING, "Pending": PENDING, "Running": RUNNING, "Succeeded": SUCCEEDED, "Omitted": NOT_BEGUN}
 MAX_LABEL = 63  # characters; Argo refuses a Workflow with a longer name
-CONFLICTS = 5  # tries of a write that somebody else's came before
+CONFLICTS = 5  # tries of a write that conflicts with another writer
 POLL_SECONDS = 2.0
 
 
@@ -57,7 +57,7 @@ class Argo:
     name = "argo"
 
     def __init__(self, namespace: str = "", api: Api | None = None) -> None:
-        """`namespace`: default, that of the pod or the kubeconfig. `api`: the API server, found when it is needed."""
+        """`namespace`: default, that of the pod or the kubeconfig. `api`: default, connected on first use."""
         self._namespace, self._connected = namespace, api
 
     @property
@@ -76,7 +76,7 @@ class Argo:
         return [template, workflow]
 
     def submit(self, request: RunRequest) -> tuple[RunStatus, bool]:
-        """Apply the template, and make the Workflow unless one of this order runs or has succeeded."""
+        """Apply the template, and create the Workflow unless one of this request runs or has succeeded."""
         if not self._namespace and self._connected is None:
             self._namespace = request.spec.cluster.namespace or ""
         namespace = self._api.namespace
@@ -89,7 +89,7 @@ class Argo:
             if found is None:
                 try:
                     return self._status(self._api.create(WORKFLOWS, workflow)), True
-                except ConflictError:  # somebody was faster, or our own request whose answer was lost
+                except ConflictError:  # another client was faster, or the response to our own request was lost
                     continue
             status = self._status(found)
             if status.unfinished or (status.state == SUCCEEDED and request.run_id):
@@ -97,14 +97,14 @@ class Argo:
             number += 1
 
     def status(self, run: str) -> RunStatus:
-        """What became of a Workflow, node by node, with what the store knows of its steps."""
+        """The status of a Workflow and its nodes, with the records of its steps in the store."""
         workflow = self._find(run)
         found, given = self._status(workflow, self._steps(workflow)), Arguments(workflow)
         return explained(found, known_of(given.store, found.job, given, found))
 
     def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
-        """What the pods of the steps printed; pods that were deleted have none any more."""
-        shown: dict[str, int] = {}  # lines, of each pod
+        """The output of the steps' pods. A deleted pod has none."""
+        shown: dict[str, int] = {}  # lines for each pod
         while True:
             workflow = self._find(run)
             status = self._status(workflow, self._steps(workflow))
@@ -122,7 +122,7 @@ class Argo:
             )
 
     def cancel(self, run: str) -> tuple[RunStatus, bool]:
-        """Stop a Workflow: its pods get SIGTERM and save, and the exit handler still runs."""
+        """Stop a Workflow. Its pods get SIGTERM and save, and the exit handler still runs."""
         for _ in range(CONFLICTS):
             workflow = self._find(run)
             status = self._status(workflow)
@@ -141,7 +141,7 @@ class Argo:
         return [self._status(one) for one in sorted(found, key=_made, reverse=True)]
 
     def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
-        """Submit it again: a Workflow that has failed is followed by another one, whose training goes on."""
+        """Submit the request again. A new Workflow follows a failed one and resumes its training."""
         return self.submit(request)
 
     def _apply(self, template: Object) -> None:
@@ -190,7 +190,7 @@ class Argo:
         nodes = list(workflow.get("status", {}).get("nodes", {}).values())
         steps = []
         for step in STEPS:
-            by_name: dict[str, list[Object]] = {}  # of a sweep, one for each trial
+            by_name: dict[str, list[Object]] = {}  # in a sweep, one entry for each trial
             for node in (node for node in nodes if node.get("templateName") == step):
                 by_name.setdefault(_called(node, step), []).append(node)
             for called, ours in sorted(by_name.items(), key=lambda one: (len(one[0]), one[0])):
@@ -219,24 +219,24 @@ class Argo:
 
 
 _BAD = ("FAILED", "ERROR")
-NOT_AGAIN = "retryStrategy.expression evaluated to false"  # Argo, of a step that failed for good: it says not why
+NOT_AGAIN = "retryStrategy.expression evaluated to false"  # Argo's message for a permanent failure
 
 
 def _called(node: Object, step: str) -> str:
-    """The name of a node's task: tries are called after it, with their number in brackets."""
+    """The name of a node's task. A retry has the same name and a number in brackets."""
     task = str(node.get("displayName", step)).partition("(")[0]
     return task if step_called(task) == step else step
 
 
 def _step(name: str, nodes: list[Object], pods: dict[str, str]) -> StepStatus:
-    # The node of all tries, where the template has retries, says what became of the step.
+    # Where the template has retries, the node that covers all tries has the state of the step.
     whole = next((node for node in nodes if node["type"] != "Pod"), nodes[-1])
     tries = sorted((one for one in nodes if one["type"] == "Pod"), key=lambda one: one.get("startedAt") or "")
     names = tuple(pods[node["id"]] for node in tries if node["id"] in pods)
     seconds = _seconds(whole.get("startedAt"), whole.get("finishedAt"))
     state = STATES.get(whole.get("phase", ""), str(whole.get("phase", "")).upper())
     if state == RUNNING and tries and STATES.get(tries[-1].get("phase", "")) == PENDING:
-        state, whole = PENDING, tries[-1]  # the node of all tries runs at once; that of the pod says what it waits for
+        state, whole = PENDING, tries[-1]  # only the pod's node has the reason for waiting
     message = whole.get("message", "") if state in (*_BAD, PENDING) else ""
     if state in _BAD and message == NOT_AGAIN and tries:
         message = tries[-1].get("message") or message
@@ -254,10 +254,10 @@ def _template(request: RunRequest, namespace: str | None) -> Object:
 
 
 def _workflow(request: RunRequest, namespace: str | None, number: int) -> Object:
-    """The Workflow of an order; `number` counts those of the same order."""
+    """The Workflow of a request; `number` counts the Workflows of the same request."""
     asked = digest([request.question(), request.image, *([request.trials] if request.trials else [])])[:8]
     rest, template = f"-{asked}-{number}", template_name(request.spec, "-sweep" if request.trials else "")
-    name = template[: MAX_LABEL - len(rest)] + rest  # it is a label of the pods too
+    name = template[: MAX_LABEL - len(rest)] + rest  # the name is also a label of the pods
     run = {RUN_LABEL: request.run_id} if request.run_id else {}
     parameters = [
         {"name": key, "value": text_of(key, value, request.spec)} for key, value in request.parameters().items()

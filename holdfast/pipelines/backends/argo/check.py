@@ -1,7 +1,7 @@
-"""Argo objects held against themselves: everything that is referred to is there, and everything required is given.
+"""Consistency check of Argo objects: every reference resolves, and every required argument is given.
 
-Promises a sentence for each template, task, parameter, artifact, volume or variable that does not exist. Leaves the
-form of the objects to Argo's schema.
+Reports one sentence for each missing template, task, parameter, artifact, volume or variable. Argo's schema checks the
+form of the objects.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IN_RETRIES = {f"lastRetry.{field}" for field in ("exitCode", "status", "duratio
 
 
 def check(objects: Sequence[Object]) -> list[str]:
-    """What is wrong with WorkflowTemplates, Workflows and CronWorkflows that are applied together; empty if nothing."""
+    """The problems of WorkflowTemplates, Workflows and CronWorkflows that are applied together; empty if none."""
     known = {thing["metadata"]["name"]: thing["spec"] for thing in objects if thing["kind"] == "WorkflowTemplate"}
     problems = []
     for thing in objects:
@@ -48,7 +48,7 @@ def _workflow(spec: Object, known: Mapping[str, Object]) -> Iterator[str]:
     if "entrypoint" not in whole:
         yield "it has no entrypoint"
     if reference:
-        return  # the rest is the template's, and looked at there
+        return  # the template contains the rest, and is checked itself
     parameters = {parameter["name"] for parameter in whole.get("arguments", {}).get("parameters", ())}
     everywhere = _EVERYWHERE | {f"workflow.parameters.{name}" for name in parameters}
     for template in templates.values():
@@ -118,7 +118,7 @@ def _ancestors(name: str, before: Mapping[str, set[str]]) -> set[str]:
 
 
 def _promised(name: str, task: Object, templates: Mapping[str, Object]) -> set[str]:
-    """What a task's outputs may be referred to as."""
+    """The valid references to a task's outputs."""
     outputs = templates.get(task.get("template", ""), {}).get("outputs", {})
     return {f"tasks.{name}.status"} | {
         f"tasks.{name}.outputs.{kind}.{output['name']}"
@@ -140,7 +140,7 @@ def _arguments(task: Object, called: Object) -> Iterator[str]:
 
 
 def _references(template: Object, scope: set[str]) -> Iterator[str]:
-    """The variables of a template outside of its DAG."""
+    """Check the variables of a template outside its DAG."""
     for reference in _found({key: value for key, value in template.items() if key != "dag"}):
         if reference not in scope:
             yield f"refers to {reference}, which is not there"

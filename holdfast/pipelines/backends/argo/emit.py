@@ -1,6 +1,6 @@
-"""From a spec to what `kubectl apply` takes: the WorkflowTemplate, and the CronWorkflow where there is a schedule.
+"""Argo objects of a spec for `kubectl apply`: the WorkflowTemplate, and the CronWorkflow if there is a schedule.
 
-Promises the same bytes for the same spec, and that what is written has passed `check`.
+The same spec gives the same bytes, and the objects have passed `check`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,6 @@ def argo_objects(spec: Spec, *, image: str | None = None, namespace: str | None 
 
 
 def argo_text(spec: Spec, *, image: str | None = None, namespace: str | None = None) -> str:
-    """The objects of `spec` as the YAML that kubectl takes."""
+    """The objects of `spec` as YAML for kubectl."""
     objects = argo_objects(spec, image=image, namespace=namespace)
     return HEADER.format(name=spec.name) + as_yaml(*objects)

@@ -1,6 +1,6 @@
-"""What the pod of a step has on Argo: rights, environment, volumes, place and what it may cost.
+"""Pods of the steps on Argo: rights, environment, volumes, placement and resources.
 
-Promises pods under the restricted Pod Security Standard, as the training job's own.
+The pods meet the restricted Pod Security Standard, like those of the training job.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from holdfast.spec.cluster import Toleration as Accepted
 from holdfast.spec.engine_text import double_dollars, escape_environment, is_replaced_by_argo
 from holdfast.steps import Step
 
-# Accounts of manifests/base: only the train step may make jobs, and only the exit handler may end those that it left.
+# Accounts of manifests/base. Only the train step may create jobs, and only the exit handler may end its leftover jobs.
 STEP_ACCOUNT, LAUNCHER_ACCOUNT, NOTIFY_ACCOUNT = "holdfast-step", "holdfast-launcher", "holdfast-notify"
-SERVING_ACCOUNT = "holdfast-serving"  # of manifests/components/kserve: the step that writes the InferenceService
+SERVING_ACCOUNT = "holdfast-serving"  # of manifests/components/kserve, for the step that writes the InferenceService
 EXECUTOR_REQUESTS = {"cpu": "10m", "memory": "64Mi", "ephemeral-storage": "64Mi"}
 EXECUTOR_LIMITS = {"cpu": "500m", "memory": "512Mi", "ephemeral-storage": "1Gi"}
 TEMPORARY = "/tmp"  # noqa: S108 - the one folder that may be written to
 
 
 def pod_fields(step: Step, spec: Spec, image: str | None) -> dict[str, Any]:
-    """The fields of a Hera Container that the `cluster` section and the step decide."""
+    """The fields of a Hera Container that depend on the `cluster` section and the step."""
     fields: dict[str, Any] = {
         "image": image_of(step, spec, image),
         "env": [
@@ -68,21 +68,21 @@ def pod_fields(step: Step, spec: Spec, image: str | None) -> dict[str, Any]:
             read_only_root_filesystem=True,
         ),
         "image_pull_policy": "IfNotPresent",
-        # The end of the log is what Argo says of a failed node.
+        # Argo shows the end of the log as the message of a failed node.
         "termination_message_policy": "FallbackToLogsOnError",
         "labels": {label: value for label, value in labels_of(step).items() if label not in LABELS},
         "node_selector": node_selector_of(step, spec) or None,
         "tolerations": tolerations(tolerations_of(step, spec)),
         "service_account_name": account_of(step, spec),
     }
-    if step.launches:  # it passes SIGTERM on, and the ranks save and leave
+    if step.launches:  # the step forwards SIGTERM, and the ranks save and exit
         grace = math.ceil(spec.checkpoint.grace_seconds) + 2 * LEAVE_MARGIN
         fields["pod_spec_patch"] = json.dumps({"terminationGracePeriodSeconds": grace})
     return fields
 
 
 def _variables(step: Step, spec: Spec) -> dict[str, str]:
-    """The variables of a step: as the container shall have them where Argo can pass them on, else escaped."""
+    """The variables of a step. Values that Argo would replace are escaped."""
     variables = environment_of(step, spec)
     plain = {name: value for name, value in variables.items() if not is_replaced_by_argo(value)}
     others = {name: value for name, value in variables.items() if name not in plain}
@@ -90,7 +90,7 @@ def _variables(step: Step, spec: Spec) -> dict[str, str]:
 
 
 def account_of(step: Step, spec: Spec) -> str:
-    """The account of a step: the rights that it needs, and no others."""
+    """The service account with exactly the rights of the step."""
     if step.launches:
         return LAUNCHER_ACCOUNT
     if step.name == EXIT_HANDLER:
@@ -99,7 +99,7 @@ def account_of(step: Step, spec: Spec) -> str:
 
 
 def security() -> PodSecurityContext:
-    """Of every pod, Argo's own containers in it as well."""
+    """The security context of every pod, including Argo's own containers."""
     return PodSecurityContext(
         run_as_non_root=True,
         run_as_user=USER,
@@ -110,7 +110,7 @@ def security() -> PodSecurityContext:
 
 
 def executor_patch() -> str:
-    """What Argo's own containers in a pod need under the restricted standard and a quota, as a patch of every pod.
+    """A patch of every pod that makes Argo's own containers fit the restricted standard and a quota.
 
     Argo gives them no security context unless its controller's configuration names one (argoproj/argo-workflows:
     workflow/controller/workflowpod.go, newExecContainer), and no resources.
@@ -127,7 +127,7 @@ def executor_patch() -> str:
 
 
 def tolerations(taints: Sequence[Accepted]) -> list[Toleration] | None:
-    """Taints that pods accept, in Argo's words."""
+    """Taints that pods tolerate, as Argo's objects."""
     return [Toleration(**taint.model_dump(exclude_none=True)) for taint in taints] or None
 
 

@@ -1,7 +1,6 @@
-"""When the DAG runs by itself: the CronWorkflow of a spec whose `schedule` section says so.
+"""The CronWorkflow of a spec with a `schedule` section.
 
-It names the WorkflowTemplate and its way in that asks first, so that applying a new template changes the next run and
-none in flight.
+It names the WorkflowTemplate and its entrypoint `retrain`. So a new template affects the next run and none in flight.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from holdfast.spec.cron import expand
 from holdfast.spec.errors import Problem, SpecError
 
 HOUR, DAY = 60, 24 * 60  # minutes
-KEPT = 3  # Workflows that ended, of each kind
+KEPT = 3  # ended Workflows of each kind
 
 
 def cron_workflow(spec: Spec, *, namespace: str | None = None) -> CronWorkflow:
-    """The CronWorkflow of `spec`: never two at a time, and one that came too late is left out.
+    """The CronWorkflow of `spec`. Runs never overlap, and a run past its starting deadline is skipped.
 
     Raises SpecError when the spec has no schedule.
     """
@@ -39,7 +38,7 @@ def cron_workflow(spec: Spec, *, namespace: str | None = None) -> CronWorkflow:
 
 
 def schedules(spec: Spec) -> list[str]:
-    """The schedule in cron's numbers; `@every` for an interval that does not divide an hour or a day."""
+    """The schedule as cron expressions; `@every` for an interval that does not divide an hour or a day."""
     schedule = spec.schedule
     if schedule.cron is not None:
         return [expand(schedule.cron)]

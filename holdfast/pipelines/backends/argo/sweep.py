@@ -1,4 +1,4 @@
-"""The DAG of `holdfast.pipelines.trials` as a WorkflowTemplate."""
+"""The sweep DAG of `holdfast.pipelines.trials` as a WorkflowTemplate."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from holdfast.spec import Spec
 
 SWEEP = "sweep"
 STEPS = ("preprocess", "train", "evaluate", "compare", "register", EXIT_HANDLER)
-# A trial has ended, however it did: one whose training failed is never evaluated.
+# A trial has ended with any result. A trial whose training failed is never evaluated.
 ENDED = "({0}.Succeeded || {0}.Failed || {0}.Errored || {0}.Omitted)"
 
 
 def sweep_objects(
     spec: Spec, trials: Trials, *, at_once: int = 0, image: str | None = None, namespace: str | None = None
 ) -> list[dict[str, Any]]:
-    """The WorkflowTemplate of the trials of `spec`. `image` replaces the default image of the steps;
-    so many pods run `at_once`, 0 for all.
+    """The WorkflowTemplate of the trials of `spec`.
 
-    The comparison begins when every trial has ended. The evaluations are targets of the DAG, so that a Workflow one of
-    whose trials failed is Failed once everything else is done (argoproj/argo-workflows: workflow/controller/dag.go,
+    `image` replaces the default image of the steps. `at_once` limits the concurrent pods; 0: no limit.
+
+    The comparison begins when every trial has ended. The evaluations are targets of the DAG. So a Workflow with a
+    failed trial becomes Failed once everything else has ended (argoproj/argo-workflows: workflow/controller/dag.go,
     assessDAGPhase).
     """
     with WorkflowTemplate(

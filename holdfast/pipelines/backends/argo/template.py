@@ -1,6 +1,6 @@
 """The DAG of `holdfast.pipelines.table` as a WorkflowTemplate.
 
-It has two ways in: `train`, the DAG itself, and `retrain`, which asks first whether a retraining is due.
+It has two entrypoints: `train`, the DAG itself, and `retrain`, which first checks whether a retraining is due.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ from holdfast.steps import FIELDS, PARAMETERS, STEPS, TRIAL, parameter_values, p
 from holdfast.steps.table import FILES
 
 TRAIN, RETRAIN = "train-and-register", "retrain"
-TRIALS = "trials"  # the input of a step that takes those of the whole sweep
-MAX_NAME = 52  # characters of a CronWorkflow's name, which Argo lengthens by a time
-# All in the one volume that may be written to: where Argo makes no init container, nobody could make a mount point.
+TRIALS = "trials"  # a step's input that takes all trials of the sweep
+MAX_NAME = 52  # characters of a CronWorkflow's name, to which Argo appends a time
+# All in the one writable volume. Where Argo makes no init container, nothing could create another mount point.
 SPEC_FILE, OUTPUTS, ARTIFACTS = "/tmp/spec.yaml", "/tmp/outputs", "/tmp/artifacts"  # noqa: S108
 FAILED_KEPT_SECONDS = 7 * 24 * 3600
 
-# What the cluster did to a pod is tried again, and so is what the table calls retryable; an error of the user is not.
-# -1 stands for a pod that went away without a code: evicted, or with its node.
+# Retry what the cluster did to a pod, and the retryable codes of the table; not a user's error. -1 stands for a pod
+# that disappeared without a code: evicted, or lost with its node.
 RETRYABLE = 'lastRetry.status == "Error" || asInt(lastRetry.exitCode) < 0 || asInt(lastRetry.exitCode) >= 128'
 # `cap` bounds each wait. `maxDuration` would count from the first start, and forbid retries after a long training.
 BACKOFF = Backoff(duration=f"{RETRY.wait}s", factor=IntOrString(root=RETRY.factor), cap=f"{RETRY.longest_wait}s")
 
 
 def workflow_template(spec: Spec, *, image: str | None = None, namespace: str | None = None) -> WorkflowTemplate:
-    """The DAG of `spec`. Its text is the default of the parameter `spec`; where the pods run is decided here.
+    """The DAG of `spec`. Its text is the default of the parameter `spec`; the placement of pods is fixed here.
 
     `image` replaces the default image of the steps. `namespace`: default, the one it is applied to.
     """
@@ -91,10 +91,10 @@ def workflow_template(spec: Spec, *, image: str | None = None, namespace: str | 
         edges = edges_of(spec)
         names = (*steps_from(SCHEDULED_START, edges), EXIT_HANDLER)
         made = {name: container_of(name, names, spec, image) for name in names}
-        # So many pods at once: only where one step is many does that bound anything.
+        # Limits concurrent pods. It matters only where one step runs many times.
         with DAG(name=TRAIN, parallelism=spec.data.fan_out if any(edge.each for edge in edges) else None):
             _tasks(list(steps_from(start_of(spec), edges)), edges, made)
-        # One at a time: what waited finds nothing new, and ends.
+        # One at a time. A run that waited finds nothing new and ends.
         with DAG(name=RETRAIN, synchronization=Synchronization(mutexes=[Mutex(name=template_name(spec))])):
             asked = Task(name=SCHEDULED_START, template=made[SCHEDULED_START])
             (edge,) = (edge for edge in edges if edge.before == SCHEDULED_START)
@@ -103,7 +103,7 @@ def workflow_template(spec: Spec, *, image: str | None = None, namespace: str | 
 
 
 def parameters_of(spec: Spec, names: Iterable[str]) -> list[Parameter]:
-    """The parameters of a template, with the values that they have for `spec`."""
+    """The parameters of a template, with their values for `spec`."""
     values = parameter_values(spec)
     found = [PARAMETERS[name] for name in names]
     return [
@@ -113,8 +113,10 @@ def parameters_of(spec: Spec, names: Iterable[str]) -> list[Parameter]:
 
 
 def template_fields(spec: Spec) -> dict[str, Any]:
-    """What every WorkflowTemplate of a spec has: its account, and what becomes of pods and workflows. Raises SpecError
-    for a spec with texts that Argo would replace."""
+    """The common fields of every WorkflowTemplate of a spec: accounts, security, retention, placement and volumes.
+
+    Raises SpecError for a spec with text that Argo would replace.
+    """
     require_no_templates(spec)
     cluster = spec.cluster
     return {
@@ -139,7 +141,7 @@ def template_fields(spec: Spec) -> dict[str, Any]:
 
 
 def _tasks(names: Sequence[str], all_edges: Sequence[Edge], made: dict[str, Container]) -> None:
-    """The tasks of a DAG with these steps, and what each waits for."""
+    """Create the tasks of these steps in the active DAG, and their dependencies."""
     tasks: dict[str, Task] = {}
     for name in names:
         edges = [edge for edge in all_edges if edge.after == name and edge.before in tasks]
@@ -168,22 +170,24 @@ def _condition(edge: Edge) -> str:
 
 
 def output_reference(step: str, name: str) -> str:
-    """How a task refers to the output `name` of the task `step`."""
+    """A reference to the output `name` of the task `step`."""
     return f"{{{{tasks.{step}.outputs.parameters.{dashed(name)}}}}}"
 
 
 def dashed(name: str) -> str:
-    """A name as Argo writes it."""
+    """A name with dashes, as Argo's objects use it."""
     return name.replace("_", "-")
 
 
 def container_of(
     name: str, names: Sequence[str], spec: Spec, image: str | None, *, trials: Sequence[Sequence[str]] = ()
 ) -> Container:
-    """The template of a step: DAG parameters and outputs of earlier steps become arguments, fields of its result
-    become outputs, its documents go to the artifact repository where the spec says that there
-    is one. `names`: of all steps of the DAG. In that of a sweep, whose `trials` are compiled in, the
-    overrides are an input, and no field of the spec is a parameter."""
+    """The template of a step.
+
+    DAG parameters and outputs of earlier steps become arguments. Fields of the result become outputs. Documents go to
+    the artifact repository if the spec has one. `names`: all steps of the DAG. In a sweep, the `trials` are compiled
+    in, the overrides are an input, and no field of the spec is a parameter.
+    """
     step = STEPS[name]
     inputs = [dashed(one) for one in inputs_of(name, names) if one not in PARAMETERS and one != TRIALS]
     if trials and name != EXIT_HANDLER:
@@ -223,7 +227,7 @@ def container_of(
 
 
 def _artifact(name: str, ending: str) -> Artifact:
-    """A file that goes to the artifact repository, one for each Workflow, as it is: the UI shows it."""
+    """A file for the artifact repository, one for each Workflow, uncompressed so that the UI shows it."""
     return S3Artifact(
         name=name,
         path=f"{ARTIFACTS}/{name}",
@@ -234,7 +238,7 @@ def _artifact(name: str, ending: str) -> Artifact:
 
 
 def text_of(name: str, value: object, spec: Spec) -> str:
-    """The value of a parameter as a text, which every parameter is on Argo, escaped for it."""
+    """The value of a parameter as escaped text. Argo's parameters are all text."""
     return escape(dump_written(spec) if name == "spec" else value if isinstance(value, str) else json.dumps(value))
 
 
@@ -249,11 +253,11 @@ def template_name(spec: Spec, ending: str = "") -> str:
 
 
 def template_called(family: str) -> str:
-    """The name of the WorkflowTemplate of a family of runs, or of a sweep."""
+    """The name of the WorkflowTemplate for runs of one spec name, or for a sweep."""
     name = f"holdfast-{family}"
     return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 9]}-{digest(name)[:8]}"
 
 
 def labels() -> dict[str, str]:
-    """The labels of everything that Argo makes of a spec."""
+    """The labels of everything that Argo makes from a spec."""
     return {**LABELS, "app.kubernetes.io/managed-by": "holdfast"}

@@ -1,11 +1,13 @@
 """The dataset and the model as KFP artifacts with their own addresses in the bucket.
 
-An output of a step cannot have such an address: KFP's launcher uploads it, and refuses one outside of the pipeline's
-root. An importer only enters the address. It reads that from an input of the DAG that it stands in, never from another
-task, and tells no DAG that it has ended, as a container's launcher does. So the importers stand in a condition, which
-is a DAG with inputs, and behind them a container that ends it: without one the UI would show the group as running for
-ever. A folder has no address that KFP takes: there the condition is false, and the step's own artifact says where the
-folder is. Nothing of it runs on one machine, where there is no UI. Sources: docs/kubeflow.md.
+A step's output cannot have such an address: KFP's launcher uploads it, and refuses one outside the pipeline's root. An
+importer only enters the address. It reads the address from an input of the DAG that contains it, never from another
+task. Unlike a container's launcher, it never reports to a DAG that it has ended.
+
+So the importers stand in a condition, which is a DAG with inputs. A container after them ends that DAG; without it the
+UI would show the group as running forever. A folder has no address that KFP accepts: the condition is false, and the
+step's own artifact names the folder. On one machine there is no UI, and nothing of this runs. Sources:
+docs/kubeflow.md.
 """
 
 from kfp import dsl
@@ -30,7 +32,7 @@ def artifacts(dataset: str, model: str, addresses: dsl.Output[dsl.Markdown]) -> 
 
 
 def show_artifacts(preprocess: PipelineTask, train: PipelineTask, spec: Spec, image: str | None) -> None:
-    """Enter what the two tasks made, inside of a pipeline and beside whatever comes next."""
+    """Enter the outputs of the two tasks as artifacts, in parallel to the rest of the pipeline."""
     with dsl.If(train.outputs[SCHEME] == IN_A_BUCKET, name=f"if-in-{IN_A_BUCKET}"):
         uris = {"dataset": preprocess.outputs[URI], "model": train.outputs[URI]}
         kinds = {"dataset": dsl.Dataset, "model": dsl.Model}

@@ -1,4 +1,4 @@
-"""Kubeflow Pipelines behind the protocol of `holdfast.pipelines.backends.interface`."""
+"""Kubeflow Pipelines as a backend (`holdfast.pipelines.backends.interface`)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class Kubeflow:
     name = "kubeflow"
 
     def __init__(self, access: Access, store: str = "", api: Callable[[], Api] = Api.of_this_process) -> None:
-        """`store`: URL of the store where the steps leave their outcomes; default: the one that a run names. `api`: how
-        Kubernetes is reached."""
+        """`store`: URL of the store with the steps' outcomes; default: the one that a run names. `api`: makes the
+        client of Kubernetes.
+        """
         self._access, self._api = access, api
         self._store = store_root(store) if store else ""
         self._url = self._store or store_url()
@@ -34,13 +35,13 @@ class Kubeflow:
 
     @property
     def server(self) -> Server:
-        """The connection, made when it is first needed."""
+        """The connection, made on first use."""
         if self._connected is None:
             self._connected = Server(self._access)
         return self._connected
 
     def objects(self, order: RunRequest) -> list[dict[str, Any]]:
-        """The requests that `submit` would send; without a known server, those to one that has nothing yet."""
+        """The requests that `submit` would send. Without a known server, those to an empty one."""
         dry = Server(self._access, dry=True)
         submit(dry, order)
         return [asdict(request) for request in dry.requests]
@@ -51,17 +52,17 @@ class Kubeflow:
         return RunStatus(self.name, made.kfp_run_id, made.name, made.state, made.link), made.created
 
     def status(self, run: str) -> RunStatus:
-        """What became of a run, step by step."""
+        """The status of a run and its steps."""
         found = watch.find_run(self.server, run)
         status = self._status(found, tuple(watch.steps_of(found)))
         return with_records(self.server, found, status, self._store, self._api)
 
     def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
-        """Everything that KFP has of the steps."""
+        """All logs of the steps that KFP has."""
         yield from watch.logs(self.server, run, step, follow=follow, pods=self._pods)
 
     def _pods(self, run: str) -> list[str]:
-        """The names of the pods that the steps have told."""
+        """The names of the pods that the steps reported."""
         return [one.pod for one in outcomes_of(run, "", store=self._url) if one.pod]
 
     def cancel(self, run: str) -> tuple[RunStatus, bool]:
@@ -77,7 +78,7 @@ class Kubeflow:
         return [self._status(run) for run in runs]
 
     def resume(self, order: RunRequest) -> tuple[RunStatus, bool]:
-        """Submit it again: a run that has ended without success is made anew, and its training goes on."""
+        """Submit the request again. A new run replaces one that ended without success, and resumes its training."""
         return self.submit(order)
 
     def _status(self, run: Any, steps: tuple[StepStatus, ...] = ()) -> RunStatus:

@@ -1,8 +1,8 @@
-"""From a spec to the KFP pipeline as IR YAML: the file that Kubeflow takes.
+"""Compile a spec to a KFP pipeline as IR YAML, the file that Kubeflow accepts.
 
-Two documents: the pipeline, and what its pods look like on Kubernetes. Promises the same bytes for the same spec. KFP's
-own writer repeats the defaults in a comment that a spec of several lines breaks out of, so the file is written here,
-with texts of several lines as blocks that a person can read.
+It has two documents: the pipeline, and its pods on Kubernetes. The same spec gives the same bytes. KFP's own writer
+repeats the defaults in a comment, and a spec with several lines breaks out of that comment. So this module writes the
+file, with multi-line texts as readable blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.pipelines.trials import Trials
 from holdfast.spec import Spec, digest
 
 IMPORTS = "from typing import *\n"  # the last import that KFP writes above the function of a component
-# KFP's executor prints its whole input, indented, when it has loaded the component: 93 lines before a step's own.
+# KFP's executor prints its whole indented input when it has loaded the component: 93 lines before a step's own.
 QUIET = "\nimport logging\n\nlogging.getLogger().setLevel(logging.WARNING)  # instead of printing all parameters\n"
 HEADER = "# Compiled by Holdfast from the spec `{name}`, for Kubeflow Pipelines.\n"
 
@@ -65,13 +65,13 @@ def quiet(ir: dict[str, Any]) -> None:
 
 
 def order_ir(request: RunRequest) -> list[dict[str, Any]]:
-    """What `order` asks for in the same form: a run or a sweep."""
+    """The run or sweep of a request in the same form."""
     image = request.image or None
     return sweep_ir(request.spec, request.trials, image) if request.trials else pipeline_ir(request.spec, image)
 
 
 def pipeline_text(spec: Spec, image: str | None = None, scheduled: bool = False) -> str:
-    """The pipeline of `spec` as the YAML that Kubeflow takes. Raises SpecError for what Kubeflow cannot pass on."""
+    """The pipeline of `spec` as YAML for Kubeflow. Raises SpecError for values that Kubeflow cannot pass on."""
     require_no_templates(spec)
     ir = pipeline_ir(spec, image, scheduled)
     require_fits_kfp(ir[0])
@@ -79,7 +79,7 @@ def pipeline_text(spec: Spec, image: str | None = None, scheduled: bool = False)
 
 
 def order_text(request: RunRequest) -> str:
-    """What `order` asks for as the YAML that Kubeflow takes. Raises SpecError for what Kubeflow cannot pass on."""
+    """The run or sweep of a request as YAML for Kubeflow. Raises SpecError for values that Kubeflow cannot pass on."""
     require_no_templates(request.spec)
     ir = order_ir(request)
     require_fits_kfp(ir[0], request.escaped_parameters())
@@ -87,23 +87,24 @@ def order_text(request: RunRequest) -> str:
 
 
 def pipeline_digest(text: str) -> str:
-    """A digest of a compiled pipeline without the spec that its form shows: that is the same spec in any spelling."""
+    """A digest of a compiled pipeline without the spec in its form, because one spec has several spellings."""
     ir, *rest = yaml.load_all(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     del ir["root"]["inputDefinitions"]["parameters"]["spec"]
     return digest([ir, *rest])
 
 
 def compile_pipeline(spec: Spec, path: Path, image: str | None = None) -> None:
-    """Write the pipeline of `spec` to `path` as YAML, in whole or not at all. Raises as `write_whole`
-    does."""
+    """Write the pipeline of `spec` to `path` as YAML, completely or not at all. Raises as `write_whole` does."""
     write_whole(path, _text(spec, pipeline_ir(spec, image)))
 
 
 def compile_with(
     pipeline: Callable[[Any], None], spec: Spec, path: Path, image: str | None = None, trials: Trials = ()
 ) -> None:
-    """Write the pipeline that a function of `holdfast.pipelines` describes to `path`, for Kubeflow. Raises as
-    `pipeline_text` and `write_whole` do."""
+    """Compile the pipeline function of `holdfast.pipelines` for Kubeflow and write it to `path`.
+
+    Raises as `pipeline_text` and `write_whole` do.
+    """
     from holdfast.pipelines.backends.kubeflow.steps import build
 
     require_no_templates(spec)

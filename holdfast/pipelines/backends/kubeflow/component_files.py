@@ -34,7 +34,7 @@ _ENVIRONMENT = {
 
 
 def component_text(name: str) -> str:
-    """The `component.yaml` of a step: IR YAML, as `kfp.components.load_component_from_file` reads it."""
+    """The `component.yaml` of a step: IR YAML for `kfp.components.load_component_from_file`."""
     from kfp import compiler
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """The steps as KFP components.
 
-KFP reads a function's signature and carries its source into the pod, so both are written here from the table of steps:
-every function is the one call to its step's adapter.
+KFP reads a function's signature and copies its source into the pod. So both are generated here from the table of steps:
+every function only calls its step's adapter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def component_of(name: str) -> BaseComponent:
     """The component of the step `name`."""
     source = source_of(STEPS[name])
     file = f"<the component {name}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # where KFP looks for it
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # where KFP reads the source
     names: dict[str, Any] = {"Output": dsl.Output, "PipelineTaskFinalStatus": dsl.PipelineTaskFinalStatus}
     names |= {"NamedTuple": NamedTuple}
     names |= {kind: getattr(dsl, kind) for kind in STEPS[name].artifacts.values()}
@@ -46,7 +46,7 @@ def inputs_of(step: Step) -> list[str]:
 
 
 def source_of(step: Step) -> str:
-    """The function that KFP carries into the pod of a step."""
+    """The source of the function that KFP copies into the pod of a step."""
     kinds = {name: type(parameter.default).__name__ for name, parameter in PARAMETERS.items()}
     kinds |= {"compiled": "dict", "status": "PipelineTaskFinalStatus"}
     required = inputs_of(step)

@@ -1,8 +1,8 @@
-"""The connection to a KFP server, through KFP's own client: who we are, how long we wait, what we try again.
+"""Connection to a KFP server through KFP's client: credentials, timeouts and retries.
 
-Promises that every request has a timeout and what is safe to repeat is repeated a few times; that a request which makes
-something is repeated only after looking whether it was made; and that no token, cookie or header is ever shown. Leaves
-what is asked for to the modules beside it.
+Every request has a timeout. A request that is safe to repeat is retried a few times. A request that creates an object
+is repeated only after a check whether the object exists. No token, cookie or header is ever shown. The modules of this
+package make the requests.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from holdfast.runtime.secrets import redact
 from holdfast.spec.errors import AccessDeniedError, DataError, ExitCode, HoldfastError, MissingError
 from holdfast.spec.json_parsing import parse_json_object
 
-TIMEOUT = (10.0, 60.0)  # seconds to connect, and for the server to be silent
-ANSWER_SECONDS = 300.0  # for all of an answer that is no stream
+TIMEOUT = (10.0, 60.0)  # seconds to connect, and of silence from the server
+ANSWER_SECONDS = 300.0  # for a whole response that is not a stream
 TRIES = 5
 PAUSE = 0.5  # seconds before the second try; doubles, with jitter...
 LONGEST_PAUSE = 8.0  # ...up to here
-MAX_SHOWN = 600  # characters of what the server said
+MAX_SHOWN = 600  # characters of a server message
 PAGE = 100
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
-_REFUSED_BEFORE_ANYTHING = (425, 429)  # these did not happen, so even a request that makes something is sent again
+_REFUSED_BEFORE_ANYTHING = (425, 429)  # refused before any effect, so even a creating request is sent again
 
 T = TypeVar("T")
 
@@ -44,36 +44,38 @@ log = logging.getLogger("holdfast.kubeflow")
 
 
 class KubeflowUnreachableError(HoldfastError):
-    """The KFP server did not answer, all tries included."""
+    """The KFP server did not respond, including retries."""
 
     exit_code = ExitCode.STORE_UNREACHABLE
 
 
 class KubeflowRefusedError(HoldfastError):
-    """The KFP server understood and said no."""
+    """The KFP server refused a valid request."""
 
 
 class _UncertainError(Exception):
-    """Whether the server did what it was asked is not known; the cause says why."""
+    """The effect of a request is unknown; `__cause__` has the error."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """Where the KFP server is and who is asking. Secrets are never part of a command line."""
+    """Address of the KFP server and credentials. Secrets are never part of a command line."""
 
-    endpoint: str = ""  # empty: inside of a cluster its own, outside that of the current kubectl context
+    endpoint: str = ""  # empty: inside a cluster its own, outside that of the current kubectl context
     namespace: str = ""  # of a user, where Kubeflow has several
-    ui: str = ""  # where a person's browser finds the UI; empty: the endpoint
+    ui: str = ""  # URL of the UI for a browser; empty: the endpoint
     token: str = field(default="", repr=False)
-    token_file: str = ""  # read again for every request: whoever issues the token replaces it
+    token_file: str = ""  # read again for every request, because its issuer replaces it
     cookie: str = field(default="", repr=False)
-    header: str = field(default="", repr=False)  # "Name: value", as an OIDC proxy or a mesh asks for
+    header: str = field(default="", repr=False)  # "Name: value", as an OIDC proxy or a mesh requires
     ca_file: str = ""
 
     @classmethod
     def from_environment(cls, endpoint: str = "", namespace: str = "") -> Access:
-        """KFP_ENDPOINT, KFP_NAMESPACE, KFP_UI, KFP_TOKEN, KFP_TOKEN_FILE, KFP_COOKIE, KFP_HEADER, KFP_CA_FILE; what is
-        given as an argument goes first. In a pod with a projected token for KFP, that is used."""
+        """Read KFP_ENDPOINT, KFP_NAMESPACE, KFP_UI, KFP_TOKEN, KFP_TOKEN_FILE, KFP_COOKIE, KFP_HEADER, KFP_CA_FILE.
+
+        Arguments take precedence. In a pod with a projected token for KFP, that token is used.
+        """
         projected = os.environ.get(KF_PIPELINES_SA_TOKEN_ENV) or KF_PIPELINES_SA_TOKEN_PATH
         return cls(
             endpoint=endpoint or os.environ.get("KFP_ENDPOINT") or os.environ.get("KF_PIPELINES_ENDPOINT", ""),
@@ -88,7 +90,7 @@ class Access:
 
     @property
     def known(self) -> bool:
-        """Whether there is any place to look for the server."""
+        """Whether an endpoint, a cluster or a kubeconfig gives the server's address."""
         kubeconfig = os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
         files = [Path(file) for file in kubeconfig.split(os.pathsep) if file]
         return bool(self.endpoint or os.environ.get("KUBERNETES_SERVICE_HOST")) or any(f.is_file() for f in files)
@@ -109,7 +111,7 @@ class _Client(kfp.Client):
 
     def _load_config(self, *args: Any, **kwargs: Any) -> Any:
         config = super()._load_config(*args, **kwargs)
-        # One try, here; and no redirect is followed: it leads to a login page, with our credentials.
+        # One try here. No redirect is followed: it would lead to a login page, with our credentials.
         config.retries = urllib3.Retry(0, redirect=0, raise_on_redirect=False)
         return config
 
@@ -117,23 +119,24 @@ class _Client(kfp.Client):
         return self._healthz_api.healthz_service_get_healthz(_request_timeout=TIMEOUT)
 
     def set_user_namespace(self, namespace: str) -> None:
-        """Remember it here; KFP's own would write it into a file in the home folder."""
+        """Set it in memory; KFP's own method writes it to a file in the home folder."""
         self._context_setting["namespace"] = namespace
 
 
 class DryApi(kfp_server_api.ApiClient):
-    """The API of a dry run: what reads is asked of the real one, what changes something is kept in `requests`.
+    """The API of a dry run: reads go to the real server, and changes are kept in `requests`.
 
-    Without a real one it is as if there were a server that has nothing."""
+    Without a real server it acts like an empty one.
+    """
 
     def __init__(self, real: kfp_server_api.ApiClient | None, requests: list[Request]) -> None:
         super().__init__(real.configuration if real else kfp_server_api.Configuration())
         self._real, self._requests = real, requests
 
     def call_api(self, path: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """As the real one: what it would answer."""
+        """Like the real method, with the response that the server would give."""
         path_params, query, headers = (*args, None, None, None)[:3]
-        imagined = any(str(value).startswith("(") for value in (path_params or {}).values())  # made by this dry run
+        imagined = any(str(value).startswith("(") for value in (path_params or {}).values())  # created by this dry run
         if method == "GET" and self._real is not None and not imagined:
             return self._real.call_api(path, method, path_params, query, headers, **kwargs)
         model = getattr(kfp_server_api, str(kwargs.get("response_type")), None)
@@ -154,11 +157,13 @@ class DryApi(kfp_server_api.ApiClient):
 
 
 class Server:
-    """A KFP server. With `dry`, requests that change something are kept in `requests` and not sent."""
+    """A KFP server. With `dry`, changing requests are kept in `requests` and not sent."""
 
     def __init__(self, access: Access, *, dry: bool = False) -> None:
-        """Connect. Raises MissingError, AccessDeniedError or KubeflowUnreachableError. A dry run without any known
-        server, or with none in the cluster of the kubeconfig, goes on as if there were one that has nothing."""
+        """Connect. Raises MissingError, AccessDeniedError or KubeflowUnreachableError.
+
+        A dry run with no known server, or with none in the kubeconfig's cluster, continues with an imaginary empty one.
+        """
         self.access = access
         self.offline = dry and not access.known
         self.requests: list[Request] = []
@@ -173,7 +178,7 @@ class Server:
         client = self._connected(dry)
         self._api: kfp_server_api.ApiClient = client._run_api.api_client
         deadlines.bound(self._api.rest_client.pool_manager)
-        self.host = redact(str(self._api.configuration.host).rstrip("/"))  # for people, as all URLs that are shown
+        self.host = redact(str(self._api.configuration.host).rstrip("/"))  # safe to show, like all URLs in messages
         if access.header:
             name, colon, value = access.header.partition(":")
             if not colon or not value.strip():
@@ -189,7 +194,7 @@ class Server:
         self.recurring_runs = kfp_server_api.RecurringRunServiceApi(api)
 
     def _connected(self, dry: bool) -> _Client:
-        """A client. Whoever named no server and only looks need not have one in the cluster of his kubeconfig."""
+        """A client. A dry run without a named endpoint continues offline if the kubeconfig's cluster has no server."""
         try:
             return self._tried(self._connect, safe=True)
         except (MissingError, KubeflowUnreachableError) as error:
@@ -202,7 +207,7 @@ class Server:
     def _connect(self) -> _Client:
         access = self.access
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # about servers from before version 2
+            warnings.simplefilter("ignore", FutureWarning)  # warnings about servers before version 2
             return _Client(
                 host="http://offline" if self.offline else access.endpoint or None,
                 namespace=access.namespace or ("offline" if self.offline else "kubeflow"),
@@ -214,15 +219,15 @@ class Server:
             )
 
     def link(self, kind: str, identity: str) -> str:
-        """Where the UI shows a thing: `runs`, `recurringrun` or `pipelines`, and its id."""
+        """The UI's URL of an object: `runs`, `recurringrun` or `pipelines`, and its id."""
         return f"{redact(self.access.ui or self.host).rstrip('/')}/#/{kind}/details/{identity}"
 
     def ask(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a method of the API that may be repeated: one that reads, or one that leaves the same state again."""
+        """Call an API method that is safe to repeat: it reads, or it leaves the same state again."""
         return self._tried(lambda: method(*args, _request_timeout=TIMEOUT, **kwargs), safe=True)
 
     def every(self, method: Callable[..., Any], items: str, **kwargs: Any) -> Iterator[Any]:
-        """All items of all pages that a listing method of the API has."""
+        """All items of all pages of an API listing."""
         token = ""
         while True:
             page = self.ask(method, page_token=token, page_size=PAGE, **kwargs)
@@ -232,8 +237,10 @@ class Server:
                 return
 
     def ensure(self, find: Callable[[], T | None], make: Callable[..., T]) -> tuple[T, bool]:
-        """What `find` finds, else what `make` makes, and whether it was made here. An answer that got lost, and
-        somebody who was faster, are both answered by looking again."""
+        """The object that `find` finds, otherwise the one that `make` creates, and whether this call created it.
+
+        A lost response and a faster concurrent client are both resolved by another `find`.
+        """
 
         def find_or_make(_: int) -> tuple[T, bool]:
             if (found := find()) is not None:
@@ -250,7 +257,7 @@ class Server:
             raise self._told(error.__cause__) from error
 
     def stream(self, path: str) -> Iterator[bytes]:
-        """The bytes of a plain resource of the server, as they come."""
+        """Stream the bytes of a plain resource of the server."""
         response = self._tried(
             lambda: self._api.call_api(
                 path, "GET", auth_settings=["Bearer"], _preload_content=False, _request_timeout=TIMEOUT
@@ -275,7 +282,7 @@ class Server:
             if not isinstance(error, kfp_server_api.ApiException):
                 return safe and isinstance(error, urllib3.exceptions.HTTPError)
             if error.status == 401 and next(renewals, False):
-                return True  # the file is read again: its token may just have been replaced
+                return True  # the file is read again: its token may have been replaced
             return error.status in _REFUSED_BEFORE_ANYTHING or (safe and error.status in (*_TRANSIENT, 0))
 
         try:
@@ -292,7 +299,7 @@ class Server:
             raise AccessDeniedError(f"the token for Kubeflow cannot be read: {error.strerror}") from error
 
     def _told(self, error: BaseException | None) -> HoldfastError:
-        """What went wrong, for a person."""
+        """The error for a person."""
         place = getattr(self, "host", "") or redact(self.access.endpoint) or "the server of the current kubectl context"
         if not isinstance(error, kfp_server_api.ApiException) or not error.status:
             reason = type(error.reason if isinstance(error, urllib3.exceptions.MaxRetryError) else error).__name__

@@ -1,4 +1,4 @@
-"""What the engine below Kubeflow Pipelines tries again, read from the configuration of Argo's workflow controller.
+"""Retry policy of the engine below Kubeflow Pipelines, from the configuration of Argo's workflow controller.
 
 KFP's compiler gives a task with `set_retry` a limit and a backoff, and no policy: the controller's
 `workflowDefaults.spec.templateDefaults` fills that in, and without one Argo takes OnFailure. Sources: docs/retries.md.
@@ -19,15 +19,15 @@ DEFAULT_POLICY = "OnFailure"
 
 @dataclass(frozen=True)
 class EngineRetries:
-    """Which ends of a step the engine follows by another try."""
+    """The kinds of failures after which the engine retries a step."""
 
     policy: str
-    failures: bool  # of a step that ended with an exit code, was evicted, or ran out of memory
-    errors: bool  # of a pod that was deleted, as with its node, or that the controller could not make
+    failures: bool  # a step that ended with an exit code, was evicted, or ran out of memory
+    errors: bool  # a pod that was deleted, as with its node, or that the controller could not create
 
     @property
     def text(self) -> str:
-        """In a sentence, with what follows from it."""
+        """The policy in one sentence, with its consequence."""
         missing = [
             words
             for tried, words in (
@@ -46,15 +46,14 @@ class EngineRetries:
 
 
 def engine_retries(data: Mapping[str, str]) -> EngineRetries:
-    """What `data`, that of the controller's ConfigMap, makes of a KFP task's retries. Raises ValueError for what is no
-    YAML."""
+    """The retry policy of a KFP task under `data`, the controller's ConfigMap. Raises ValueError for invalid YAML."""
     policy = _policy(data)
     return EngineRetries(policy, policy in ("Always", "OnFailure"), policy in ("Always", "OnError"))
 
 
 def _policy(data: Mapping[str, str]) -> str:
     try:
-        everything = yaml.safe_load(data.get("config") or "") or {}  # the older form: all of it under one key
+        everything = yaml.safe_load(data.get("config") or "") or {}  # the older form: everything under one key
         defaults = yaml.safe_load(data.get("workflowDefaults") or "") or _under(everything, "workflowDefaults")
     except yaml.YAMLError as error:
         raise ValueError(f"{CONFIG_MAP}: is no YAML: {error}") from error

@@ -1,8 +1,8 @@
 """The task list of a run on a KFP server: the nodes of its Argo Workflow.
 
-A row of the list does not name its own node, only those below it, by their ids. An id is the workflow's name and the
-FNV-1a hash of the node's name, and that name is a path (`wf(0).root(0).exit-handler-1(0).train(0).executor(0)`): so the
-ids in the list say which paths there are. Of one node there can be several rows; only the newest is true.
+A row does not name its own node, only its child nodes, by their ids. An id is the workflow's name and the FNV-1a hash
+of the node's name, and that name is a path (`wf(0).root(0).exit-handler-1(0).train(0).executor(0)`). So the ids in the
+list determine the paths. One node can have several rows; only the newest is valid.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Row:
     """One row of the task list."""
 
     name: str
-    state: str  # empty: the node was never begun
+    state: str  # empty: the node never began
     started: float | None  # unix seconds
     ended: float | None  # None while it runs
     error: str
-    children: tuple[str, ...]  # ids
+    children: tuple[str, ...]  # node ids
 
 
 class Tasks:
@@ -45,11 +45,11 @@ class Tasks:
         return max(found, key=lambda row: (row.ended or row.started or 0.0, row.ended is not None), default=None)
 
     def names(self) -> list[str]:
-        """The names in the list, each once."""
+        """The distinct names in the list."""
         return list(dict.fromkeys(row.name for row in self.rows))
 
     def pods(self, name: str) -> tuple[str, ...]:
-        """The ids of the nodes that are pods of the task `name`, oldest first."""
+        """The node ids of the pods of the task `name`, oldest first."""
         if self._pods is None:
             self._pods = {}
             for task, node in self._executors():
@@ -62,8 +62,10 @@ class Tasks:
         return next((child.rpartition("-")[0] for child in sorted(self._ids)), "")
 
     def pending_since(self, pods: Sequence[str]) -> float | None:
-        """Since when the newest of the `pods` of a task is expected, in unix seconds; None where it has begun, and
-        where the list does not say."""
+        """The time since when the newest of a task's `pods` is pending, in unix seconds.
+
+        None where it has begun, or where the list does not determine it.
+        """
         whole = [row for row in self.rows if row.name == EXECUTOR and pods and pods[-1] in row.children]
         if not whole or any(row.ended is not None for row in whole):
             return None

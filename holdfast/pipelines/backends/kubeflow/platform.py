@@ -1,7 +1,7 @@
-"""What the pods of the pipeline's steps look like on Kubernetes: the second document of the compiled file.
+"""Kubernetes configuration of the steps' pods: the second document of the compiled file.
 
-Promises that everything which kfp-kubernetes can express of the `cluster` section reaches every step. It has no word
-for ephemeral storage: the cache of the datasets is bounded by it, and nothing is requested.
+Everything in the `cluster` section that kfp-kubernetes can express reaches every step. kfp-kubernetes has no field for
+ephemeral storage: that value bounds the cache of the datasets, and nothing is requested.
 """
 
 import re
@@ -29,12 +29,12 @@ _KFP_MEMORY = re.compile(r"[0-9]+([KMGTP]i?)?")
 
 
 def pipeline_config(spec: Spec) -> dsl.PipelineConfig:
-    """How long the run's workflow and its pods are kept."""
+    """The retention of the run's workflow and its pods."""
     return dsl.PipelineConfig(ttl_seconds_after_finished=min(int(spec.cluster.ttl_minutes * 60), 2**31 - 1))
 
 
 def place(task: PipelineTask, step: Step, spec: Spec, image: str | None) -> PipelineTask:
-    """Give the pod of `step` its image, resources, environment, secrets, volumes and place."""
+    """Give the pod of `step` its image, resources, environment, secrets, volumes and placement."""
     cluster = spec.cluster
     task.set_container_image(image_of(step, spec, image))
     _resources(task, step, spec)
@@ -42,7 +42,7 @@ def place(task: PipelineTask, step: Step, spec: Spec, image: str | None) -> Pipe
         task.set_env_variable(name, value)
     for name, path in FIELDS.items():
         kubernetes.use_field_path_as_env(task, name, path)
-    if cluster.settings:  # whole, as the Secrets: which keys they have is not known here
+    if cluster.settings:  # mounted whole, like the Secrets, because their keys are unknown here
         kubernetes.use_config_map_as_volume(task, cluster.settings, f"{MOUNTED_SETTINGS}/{cluster.settings}", True)
     for secret in cluster.secrets:
         kubernetes.use_secret_as_volume(task, secret, f"{MOUNTED_SECRETS}/{secret}", secret == SECRETS)
@@ -76,5 +76,5 @@ def _resources(task: PipelineTask, step: Step, spec: Spec) -> None:
 
 
 def _memory(quantity: str) -> str:
-    """A quantity in the words that KFP takes, which has no fractions and no `k`."""
+    """A quantity in KFP's notation, which has no fractions and no `k`."""
     return quantity if _KFP_MEMORY.fullmatch(quantity) else str(int(amount(quantity)))

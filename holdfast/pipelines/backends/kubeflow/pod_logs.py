@@ -1,8 +1,8 @@
-"""The log of a pod of a KFP run, as KFP's server, Kubernetes or KFP's UI has it.
+"""The log of a pod of a KFP run, from KFP's server, Kubernetes or KFP's UI.
 
 The list of tasks names Argo's node (`<workflow>-<hash>`); its pod is `<workflow>-<template>-<hash>`. KFP's own server
-finds an archived log by the node, and a live pod, if at all, by its name. It answers 200 with `error_message` when it
-has none.
+finds an archived log by the node, and a live pod, if at all, by its name. Without a log it responds 200 with
+`error_message`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from holdfast.spec.errors import DataError, HoldfastError, MissingError
 from holdfast.spec.json_parsing import parse_json_object
 
 RUN_LABEL, CONTAINER = "pipeline/runid", "main"
-DEFAULT_NAMESPACE = "kubeflow"  # of runs, where a server has one user
-KUBERNETES_SECONDS = 5.0  # for a cluster that may not be the one of the run, or away
+DEFAULT_NAMESPACE = "kubeflow"  # of runs on a server with one user
+KUBERNETES_SECONDS = 5.0  # for a cluster that may be another one, or unavailable
 
 log = logging.getLogger("holdfast.kubeflow")
 
@@ -30,19 +30,20 @@ class PodLogs:
     """Reads the logs of the pods of one run."""
 
     def __init__(self, server: Server, run_id: str, pods: Iterable[str] = (), api: Api | None = None) -> None:
-        """`pods`: names of pods that are known already, such as those that the steps themselves have told. `api`: of
-        Kubernetes; default: that of this process, if there is one."""
+        """`pods`: names of known pods, such as those that the steps reported. `api`: of Kubernetes; default: this
+        process's, if it has one.
+        """
         self._server, self._run_id, self._known, self._api = server, run_id, set(pods), api
         self._namespace = server.access.namespace or DEFAULT_NAMESPACE
-        self._cluster: Api | None = None  # that has pods of the run
-        self._away = False  # whether Kubernetes could not be asked
+        self._cluster: Api | None = None  # a cluster with pods of the run
+        self._away = False  # whether Kubernetes is unavailable
 
     def learn(self, pods: Iterable[str]) -> None:
-        """Add names of pods that are known by now."""
+        """Add names of known pods."""
         self._known |= set(pods)
 
     def read(self, node: str) -> bytes:
-        """All that there is by now of the log of a node's pod. Raises MissingError, with what was answered."""
+        """The current log of a node's pod. Raises MissingError with the responses of all sources."""
         answers = []
         for source in (self._archived, self._in_kubernetes, self._of_the_ui):
             for read in source(node):
@@ -73,8 +74,11 @@ class PodLogs:
         return content
 
     def _asked_cluster(self, node: str) -> Api | None:
-        """The cluster, if it has pods of the run. It is asked again where the pod of `node` is not known yet: steps
-        begin while the log is followed. One that could not be asked is not asked again."""
+        """The cluster, if it has pods of the run.
+
+        It is listed again while the pod of `node` is unknown, because steps begin while the log is followed. An
+        unavailable cluster is not tried again.
+        """
         if self._away or (self._cluster is not None and self._pods_of(node, self._known)):
             return self._cluster
         try:
@@ -94,7 +98,7 @@ class PodLogs:
 
 
 def error_in(content: bytes) -> str | None:
-    """What an answer of KFP says that is an error, although its status is 200; None for a log."""
+    """The error in a KFP response with status 200; None for a log."""
     if not content.startswith(b'{"error'):
         return None
     try:

@@ -1,7 +1,7 @@
-"""What is known of a run on a KFP server beside its task list: the records of its steps in the store, the spec that it
-was started with, and the cluster's word on pods that do not start.
+"""Sources beyond the task list for a run on a KFP server: the steps' records in the store, the spec of the run, and
+Kubernetes' messages about pods that do not start.
 
-Promises that each of them is asked for a bounded time, and that one that is away hides nothing else.
+Each source has a time limit, and an unavailable one hides nothing of the rest.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from holdfast.spec.struct import text_of
 from holdfast.steps.parameter_overrides import changed_parameters
 
 PATIENCE = 3.0  # seconds for a request to Kubernetes
-SLOW_POD = 120.0  # seconds after which a pod that has not begun is named
-KFP_NAMESPACE = "kubeflow"  # where an installation for one user runs its pods
-MAX_WORDS = 400  # characters of what the cluster says
+SLOW_POD = 120.0  # seconds after which a pod that has not begun is reported
+KFP_NAMESPACE = "kubeflow"  # where a single-user installation runs its pods
+MAX_WORDS = 400  # characters of a Kubernetes message
 PASSING = ("ContainerCreating", "PodInitializing")
 
-_warned: set[str] = set()  # workflows about which Kubernetes could not be asked
+_warned: set[str] = set()  # workflows with a logged failure to reach Kubernetes
 
 log = logging.getLogger("holdfast.kubeflow")
 
 
 class Parameters:
-    """What a run was started with."""
+    """The parameters of a run."""
 
     def __init__(self, server: Server, run: Any) -> None:
         given = (run.runtime_config.parameters if run.runtime_config else None) or {}
@@ -45,18 +45,18 @@ class Parameters:
 
     @property
     def spec(self) -> str:
-        """The text of the spec: the run's, else the default of its pipeline."""
+        """The text of the spec: the run's, otherwise the default of its pipeline."""
         value = self._given.get("spec") or self._default()
         return text_of(value) if value else ""
 
     @property
     def overrides(self) -> list[str]:
-        """What was changed of it, by parameters of their own too. Raises SpecError."""
+        """All changes to the spec, including those by parameters for single fields. Raises SpecError."""
         return [*changed_parameters(self._given, {}), *(self._given.get("overrides") or ())]
 
     @property
     def salt(self) -> str:
-        """What makes another run of the same inputs."""
+        """The salt, which separates runs of the same inputs."""
         return str(self._given.get("salt") or "")
 
     @property
@@ -65,7 +65,7 @@ class Parameters:
         return str(self._given.get("store") or "") or store_named_by(self)
 
     def refusal(self) -> str:
-        """Why the steps refuse the spec; empty where they do not."""
+        """Why the steps refuse the spec; empty if they accept it."""
         try:
             parse_spec(self.spec, self.overrides)
         except HoldfastError as error:
@@ -92,7 +92,7 @@ class Parameters:
 
 
 def with_records(server: Server, run: Any, status: RunStatus, store: str, api: Callable[[], Api] | None) -> RunStatus:
-    """`status` with what the store at `store` (default: the run's own) and the cluster know of the run."""
+    """Add to `status` the records of the store at `store` (default: the run's own) and of the cluster."""
     given = Parameters(server, run)
     status = explained(status, known_of(store or given.store, run.run_id, given, status))
     if status.state == FAILED:
@@ -101,7 +101,7 @@ def with_records(server: Server, run: Any, status: RunStatus, store: str, api: C
 
 
 def _with_refusal(status: RunStatus, given: Parameters) -> RunStatus:
-    """A step that could not read its spec left no record; the same check says why."""
+    """Explain a failed step without a record: parsing the spec here gives the same error."""
     failed = next((one for one in status.steps if one.state == FAILED), None)
     if failed is None or failed.error or failed.name == "notify" or not (refusal := given.refusal()):
         return status
@@ -112,7 +112,7 @@ def _with_refusal(status: RunStatus, given: Parameters) -> RunStatus:
 
 
 def _with_pods(status: RunStatus, tasks: Tasks, run: Any, api: Callable[[], Api] | None, namespace: str) -> RunStatus:
-    """Say which pods do not start, and why a workflow has failed before its first step."""
+    """Report pods that do not start, and why a workflow failed before its first step."""
     slow = {one.name: since for one in status.steps if (since := _waits_since(one, tasks)) is not None}
     begun = any(one.seconds is not None and one.state not in ("NOT_BEGUN", "SKIPPED") for one in status.steps)
     early = status.state == FAILED and not begun
@@ -138,7 +138,7 @@ def _with_pods(status: RunStatus, tasks: Tasks, run: Any, api: Callable[[], Api]
 
 
 def _waits_since(step: StepStatus, tasks: Tasks) -> float | None:
-    """Since when the pod of a step is expected; None where it has begun."""
+    """The time since when the pod of a step is pending, in unix seconds; None where it has begun."""
     if step.state not in (RUNNING, PENDING) or step.error.startswith("waits:"):
         return None
     return tasks.pending_since(step.pods)
@@ -160,8 +160,10 @@ def _waiting(
 
 
 def _complaints(api: Callable[[], Api], workflow: str, namespace: str) -> tuple[str, dict[str, str]]:
-    """The namespace of a workflow, and why nodes of it do not start or have failed, by node id, as the Workflow and its
-    pods say. Empty where Kubernetes cannot be asked."""
+    """The namespace of a workflow, and a message for each node that does not start or has failed, by node id.
+
+    The messages come from the Workflow and its pods. Empty where Kubernetes is unavailable.
+    """
     try:
         connected = api()
         for place in dict.fromkeys(filter(None, (namespace, connected.namespace, KFP_NAMESPACE))):
@@ -170,7 +172,7 @@ def _complaints(api: Callable[[], Api], workflow: str, namespace: str) -> tuple[
                 pods, _ = inside.list(PODS, f"workflows.argoproj.io/workflow={workflow}")
                 return place, dict(_of_workflow(found)) | dict(_of_pods(pods, workflow))
     except (HoldfastError, OSError) as error:
-        if workflow not in _warned:  # once: `watch` and `logs --follow` look every few seconds
+        if workflow not in _warned:  # once, because `watch` and `logs --follow` poll every few seconds
             _warned.add(workflow)
             log.warning("Kubernetes cannot be asked about %s: %s", workflow, error)
     return namespace, {}

@@ -1,9 +1,8 @@
-"""Retraining on the clock: one recurring run of the KFP server for each pipeline.
+"""Scheduled retraining: one recurring run of the KFP server for each pipeline.
 
-KFP can neither change a recurring run nor delete one without killing what it has started. So a change disables the
-old one, makes the new one, and deletes the old one only when nothing of it is running; else it stays disabled until the
-next call. Promises that being killed anywhere in between leaves at most one enabled, and that the next call repairs the
-rest.
+KFP cannot change a recurring run, and deleting one kills the runs that it started. So a change disables the old one,
+creates the new one, and deletes the old one only when none of its runs is active. Otherwise it stays disabled until the
+next call. After an interruption at any point, at most one is enabled, and the next call repairs the rest.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from holdfast.spec.cron import expand
 from holdfast.spec.errors import MissingError, Problem
 from holdfast.spec.identity import digest
 
-MAX_CONCURRENCY = 1  # a run that is still going would only be joined by the next one
+MAX_CONCURRENCY = 1  # the next run would only join one that still runs
 # KFP names a run of a schedule after the first 25 letters, digits and dashes of the schedule's name.
 _SCHEDULED = "-scheduled-"
 _NAME = re.compile(rf"(?P<pipeline>[a-z][a-z0-9-]{{0,50}}){_SCHEDULED}[0-9a-f]{{8}}")
@@ -35,15 +34,15 @@ _UTC = ("UTC", "Etc/UTC", "Etc/UCT", "Etc/Zulu", "Zulu", "UCT", "GMT", "Etc/GMT"
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What a call did about the schedule of a pipeline."""
+    """The result of a change to the schedule of a pipeline."""
 
     recurring_run_id: str
     name: str
     when: str
     link: str
     created: bool
-    removed: tuple[str, ...] = ()  # former ones, deleted
-    kept: tuple[str, ...] = ()  # former ones, disabled: something of them is still running
+    removed: tuple[str, ...] = ()  # deleted old schedules
+    kept: tuple[str, ...] = ()  # disabled old schedules with an active run
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,11 @@ class Entry:
     pipeline: str
     when: str
     enabled: bool
-    running: int  # runs that it has started and that have not ended
+    running: int  # active runs that it started
 
 
 def trigger_of(spec: Spec, controller_timezone: str = "UTC") -> kfp_server_api.V2beta1Trigger:
-    """When the pipeline of `spec` runs, in KFP's words: six fields, and no time zone but its controller's own."""
+    """The trigger of the pipeline of `spec` for KFP: six cron fields, and no time zone except the controller's."""
     schedule = spec.schedule
     if schedule.every_minutes is not None:
         return kfp_server_api.V2beta1Trigger(
@@ -106,7 +105,7 @@ def schedule(server: Server, wanted: RunRequest, *, controller_timezone: str = "
             recurring_run=body, **timeout
         ),
     )
-    everything = _of(server, wanted.spec.name)  # somebody may have made the same one, or another one, just now
+    everything = _of(server, wanted.spec.name)  # a concurrent client may have created the same one, or another one
     current = _oldest(one for one in everything if one.display_name == name) or current
     others = [one for one in everything if one.recurring_run_id != current.recurring_run_id]
     for one in others:
@@ -136,12 +135,12 @@ def _body(
         trigger=trigger,
         mode=kfp_server_api.RecurringRunMode.ENABLE,
         max_concurrency=str(MAX_CONCURRENCY),
-        no_catchup=True,  # a retraining takes the newest data: making up for missed ones would only repeat it
+        no_catchup=True,  # a retraining takes the newest data, so making up for missed runs would only repeat it
     )
 
 
 def entries(server: Server) -> list[Entry]:
-    """All schedules that Holdfast has made, by name of the pipeline."""
+    """All schedules that Holdfast created, by name of the pipeline."""
     found = [(one, match) for one in _listed(server) if (match := _NAME.fullmatch(one.display_name or ""))]
     return sorted(
         (
@@ -153,7 +152,7 @@ def entries(server: Server) -> list[Entry]:
 
 
 def pause(server: Server, pipeline: str) -> list[str]:
-    """Disable the schedules of `pipeline`; the ids of those that were enabled. What they have started goes on."""
+    """Disable the schedules of `pipeline`. Returns the ids of those that were enabled. Their active runs continue."""
     enabled = [one.recurring_run_id for one in _some(server, pipeline) if _enabled(one)]
     for identity in enabled:
         server.ask(server.recurring_runs.recurring_run_service_disable_recurring_run, identity)
@@ -161,14 +160,16 @@ def pause(server: Server, pipeline: str) -> list[str]:
 
 
 def delete(server: Server, pipeline: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Disable the schedules of `pipeline` and delete them: the ids of those that are gone, and of those that stay
-    because something of them is running. Call it again when that has ended."""
+    """Disable and delete the schedules of `pipeline`.
+
+    Returns the ids of the deleted ones, and of those that stay because of an active run. Call it again after that run.
+    """
     pause(server, pipeline)
     return _remove(server, _some(server, pipeline))
 
 
 def when(trigger: Any) -> str:
-    """When a trigger fires, for people."""
+    """The firing times of a trigger, for people."""
     if trigger is not None and trigger.cron_schedule is not None:
         return f"cron {trigger.cron_schedule.cron}"
     if trigger is not None and trigger.periodic_schedule is not None:
@@ -177,13 +178,13 @@ def when(trigger: Any) -> str:
 
 
 def _remove(server: Server, disabled: list[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Delete those of the disabled schedules that have nothing running."""
+    """Delete the disabled schedules without active runs."""
     removed, kept = [], []
     for one in disabled:
         if _running(server, one):
             kept.append(one.recurring_run_id)
             continue
-        with suppress(MissingError):  # a try whose answer was lost, or somebody else
+        with suppress(MissingError):  # deleted by a try with a lost response, or by another client
             server.ask(server.recurring_runs.recurring_run_service_delete_recurring_run, one.recurring_run_id)
         removed.append(one.recurring_run_id)
     return tuple(removed), tuple(kept)
@@ -227,5 +228,5 @@ def _oldest(found: Iterable[Any]) -> Any | None:
 
 
 def _enabled(one: Any) -> bool:
-    # The server answers with `status`; what was just made may only have `mode`.
+    # The server responds with `status`; a new one may only have `mode`.
     return (one.status or one.mode) in ("ENABLED", "ENABLE")

@@ -1,4 +1,4 @@
-"""What the pipelines in `holdfast.pipelines` are written with: tasks of the component files, placed as a spec says.
+"""Building blocks of the pipelines in `holdfast.pipelines`: tasks of the component files, placed by a spec.
 
 The same file runs on a cluster and, with `holdfast run`, on one machine.
 """
@@ -32,10 +32,10 @@ DEFAULT_SPEC = "{name: training, data: {sources: [{uri: 'python:stdlib'}]}}"
 
 
 class Pipeline:
-    """A pipeline in the making. Called with the name of a step and its inputs, it returns the task of that step.
+    """A pipeline under construction. A call with the name of a step and its inputs returns the task of that step.
 
-    `given` holds the parameters of the pipeline. Every task gets those that it takes: only outputs of earlier steps,
-    as a task for its first output, and what differs for one task are arguments.
+    `given` holds the parameters of the pipeline, and every task gets those that it takes. Arguments are only outputs of
+    earlier steps (a task stands for its first output) and values for one task.
     """
 
     def __init__(self, spec: Spec, image: str | None, given: dict[str, Any], trials: Trials = ()) -> None:
@@ -43,8 +43,8 @@ class Pipeline:
         self._values = {"overrides": [], **escape_tree(parameter_values(spec)), **given}
         self._values["compiled"] = escape_tree(parameter_values(spec))
         self.fan_out = spec.data.fan_out
-        self.trials = escape(text_of(trials))  # as the compare step takes them
-        self.overrides = [escape_tree(trial) for trial in trials]  # of each trial
+        self.trials = escape(text_of(trials))  # input of the compare step
+        self.overrides = [escape_tree(trial) for trial in trials]  # for each trial
 
     def __call__(self, name: str, **inputs: Any) -> PipelineTask:
         """The task of the step `name`, with the pod, the retries and the parameters of the pipeline."""
@@ -52,7 +52,8 @@ class Pipeline:
         given = {one: self._values[one] for one in taken if one in self._values}
         given |= {one: of.outputs["Output"] if isinstance(of, PipelineTask) else of for one, of in inputs.items()}
         task = component_of(name)(**given, job=dsl.PIPELINE_JOB_ID_PLACEHOLDER)
-        # Caching is ours: the identity of a dataset and of a run is its content, which KFP's cache key does not see.
+        # Holdfast caches by itself: datasets and runs are identified by their content, which KFP's cache key does not
+        # cover.
         task.set_caching_options(enable_caching=False)
         task.set_retry(RETRY.blind_tries, f"{RETRY.wait}s", RETRY.factor, f"{RETRY.seconds}s")
         return place(task, STEPS[name], self._spec, self._image)
@@ -69,7 +70,7 @@ def component_of(name: str) -> BaseComponent:
 
 
 def spec_default(spec: Spec) -> dict[str, Any]:
-    """What the form shows of a spec: what a person wrote of it."""
+    """The spec as its author wrote it, for the form."""
     found: dict[str, Any] = escape_tree(to_struct(written_spec(spec)))
     return found
 
@@ -77,9 +78,11 @@ def spec_default(spec: Spec) -> dict[str, Any]:
 def build(
     pipeline: Callable[[Pipeline], None], spec: Spec, image: str | None = None, trials: Trials = ()
 ) -> BaseComponent:
-    """The KFP pipeline that the function `pipeline` describes, for `spec`, which is the default of a parameter that a
-    person can change in the KFP UI. `image` replaces the default image of every step. Where the pods run is decided
-    here, and not by that parameter."""
+    """The KFP pipeline that the function `pipeline` describes, for `spec`.
+
+    The spec is the default of a parameter that a person can change in the KFP UI. The placement of pods is fixed here
+    and ignores that parameter. `image` replaces the default image of every step.
+    """
     parameters = [PARAMETERS[name] for name in SWEEP_PARAMETERS] if trials else list(PARAMETERS.values())
     defaults = {"spec": spec_default(spec)} | escape_tree(parameter_values(spec))
     description = inspect.getdoc(pipeline) or ""
@@ -88,7 +91,7 @@ def build(
         given = {one.name: value for one, value in zip(parameters, values, strict=True)}
         pipeline(Pipeline(spec, image, given, trials))
 
-    # KFP reads the parameters, their defaults and what they mean off the function.
+    # KFP reads the parameters, their defaults and their descriptions from the function.
     body.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [_parameter(one, defaults.get(one.name, one.default)) for one in parameters]
     )

@@ -1,8 +1,8 @@
 """A run of the pipeline on the KFP server, once for each identity.
 
-Promises that submitting the same thing again, at the same time or after the connection was lost, gives the run that is
-there: one that has not ended, or one that succeeded on the very same data. KFP has no names that only one run can take;
-of runs that are made at the same moment the oldest stays, and the others are ended before they have done anything.
+Submitting the same request again, concurrently or after a lost connection, returns the existing run: an unfinished one,
+or one that succeeded on the same data. KFP does not enforce unique names. Of runs that are created at the same moment
+the oldest stays, and the rest is ended before it does any work.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from holdfast.pipelines.backends.request import RunRequest
 
 UNFINISHED = ("RUNTIME_STATE_UNSPECIFIED", "PENDING", "RUNNING", "PAUSED")
 SUCCEEDED = "SUCCEEDED"
-# The server counts creation in whole seconds: after this long, every run that it counts as older than ours can be seen.
+# The server counts creation in whole seconds. After this time, every run that it counts as older than ours is visible.
 SETTLE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """The run of a plan on the server."""
+    """The run of a request on the server."""
 
     kfp_run_id: str
     name: str
@@ -37,7 +37,7 @@ class Submitted:
 
 
 def submit(server: Server, wanted: RunRequest) -> Submitted:
-    """The run of `wanted` on the server, made if there is none that still runs or has succeeded."""
+    """The run of `wanted` on the server; created unless one is unfinished or has succeeded."""
     text = order_text(wanted)
     version = upload_text(server, wanted.title, text)
     name = wanted.name(pipeline_digest(text))
@@ -51,7 +51,7 @@ def submit(server: Server, wanted: RunRequest) -> Submitted:
     )
 
     def find() -> Any | None:
-        # KFP says of a sweep that it succeeded though a trial failed: it is made anew, and what is done is read back.
+        # KFP reports success for a sweep with a failed trial. So a sweep is created again and reads back finished work.
         return _the_one(server, name, finished=bool(wanted.run_id) and not wanted.trials)
 
     run, created = server.ensure(find, lambda **timeout: server.runs.run_service_create_run(run=body, **timeout))
@@ -63,8 +63,10 @@ def submit(server: Server, wanted: RunRequest) -> Submitted:
 
 
 def _the_one(server: Server, name: str, *, finished: bool) -> Any | None:
-    """The run called `name` that stands: the oldest one that has not ended, and the others of those are ended here;
-    else, if `finished` ones count, the newest one that succeeded."""
+    """The valid run called `name`: the oldest unfinished one; the newer unfinished ones are ended.
+
+    Otherwise, if `finished` ones count, the newest one that succeeded.
+    """
     found = [
         run
         for run in server.every(server.runs.run_service_list_runs, "runs", filter=named(name), **in_namespace(server))
@@ -79,7 +81,7 @@ def _the_one(server: Server, name: str, *, finished: bool) -> Any | None:
 
 
 def end(server: Server, kfp_run_id: str) -> bool:
-    """End a run; False if it had ended before."""
+    """End a run; False if it had already ended."""
     try:
         server.ask(server.runs.run_service_terminate_run, run_id=kfp_run_id)
     except KubeflowRefusedError:
@@ -90,7 +92,7 @@ def end(server: Server, kfp_run_id: str) -> bool:
 
 
 def experiment(server: Server, name: str) -> str:
-    """The id of the experiment called `name`, made if there is none."""
+    """The id of the experiment called `name`; created if it does not exist."""
     experiments = server.experiments
 
     def find() -> Any | None:

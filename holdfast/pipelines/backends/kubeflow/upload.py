@@ -1,7 +1,6 @@
 """A compiled pipeline on the KFP server: one pipeline for each name, one version for each content.
 
-Promises that the same content is uploaded once, whoever does it and however often, and that being killed in between
-leaves nothing that the next call does not complete.
+The same content is uploaded once, for any number of clients and calls. The next call completes an interrupted upload.
 """
 
 from __future__ import annotations
@@ -37,15 +36,18 @@ class Uploaded:
 
     @property
     def reference(self) -> kfp_server_api.V2beta1PipelineVersionReference:
-        """The version, as runs and schedules refer to it."""
+        """The reference to the version for runs and schedules."""
         return kfp_server_api.V2beta1PipelineVersionReference(
             pipeline_id=self.pipeline_id, pipeline_version_id=self.version_id
         )
 
 
 def version_name(text: str) -> str:
-    """The name of a version with this content that is uploaded today: the date in UTC, the commit of the code, and a
-    digest of the content, such as `2026-11-25-5e9577d0-0f3d9c2a7b115e44`. KFP may use it as a Kubernetes name."""
+    """The name of a version with this content that is uploaded today: the UTC date, the commit and a digest of the
+    content.
+
+    Example: `2026-11-25-5e9577d0-0f3d9c2a7b115e44`. KFP may use it as a Kubernetes name.
+    """
     commit, dirty, _ = (git_commit() or "").partition("-dirty")
     parts = (f"{datetime.now(UTC):%Y-%m-%d}", f"{commit[:COMMIT_DIGITS]}{dirty}", content_digest(text))
     return "-".join(part for part in parts if part)
@@ -57,22 +59,22 @@ def content_digest(text: str) -> str:
 
 
 def named(name: str, operation: str = EQUALS) -> str:
-    """A filter of the API: things whose display name is, or contains, `name`."""
+    """An API filter: objects whose display name is, or contains, `name`."""
     return json.dumps({"predicates": [{"operation": operation, "key": "display_name", "stringValue": name}]})
 
 
 def in_namespace(server: Server) -> dict[str, Any]:
-    """The keyword by which listings keep to a user's namespace; none where Kubeflow has one user."""
+    """The keyword that limits listings to a user's namespace; empty where Kubeflow has one user."""
     return {"namespace": server.namespace} if server.namespace else {}
 
 
 def upload(server: Server, spec: Spec, image: str | None = None, scheduled: bool = False) -> Uploaded:
-    """Make sure that the pipeline of `spec` is on the server as it compiles now."""
+    """Upload the pipeline of `spec` as it compiles now, unless the server has it."""
     return upload_text(server, spec.name, pipeline_text(spec, image, scheduled))
 
 
 def upload_text(server: Server, pipeline: str, text: str) -> Uploaded:
-    """Make sure that the pipeline called `pipeline` has a version with this content."""
+    """Upload this content as a version of the pipeline `pipeline`, unless the server has it."""
     pipeline_id = _pipeline(server, pipeline)
     name, content = version_name(text), content_digest(text)
 
@@ -102,7 +104,7 @@ def upload_text(server: Server, pipeline: str, text: str) -> Uploaded:
 
 
 def _pipeline(server: Server, name: str) -> str:
-    """The id of the pipeline called `name`, made if there is none: the first version comes by itself afterwards."""
+    """The id of the pipeline called `name`; created without a version if it does not exist."""
     pipelines = server.pipelines
 
     def find() -> Any | None:

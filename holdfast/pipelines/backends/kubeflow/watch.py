@@ -1,4 +1,4 @@
-"""Runs on the KFP server: what became of them, what their steps say, and how to end them.
+"""Runs on the KFP server: their status, the logs of their steps, and cancellation.
 
 A run is named by KFP's id or Holdfast's run id, by the beginning of either, or by the name that the UI shows.
 """
@@ -31,12 +31,12 @@ from holdfast.spec.errors import MissingError
 from holdfast.steps import STEPS
 
 POLL_SECONDS = 2.0
-_PART = re.compile(r"[0-9a-f-]{3,35}")  # the beginning of one
+_PART = re.compile(r"[0-9a-f-]{3,35}")  # the beginning of an id
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def find_run(server: Server, wanted: str) -> Any:
-    """The run that `wanted` names; of several the newest. Raises MissingError."""
+    """The run that `wanted` names; the newest if there are several. Raises MissingError."""
     runs = server.runs
     if _UUID.fullmatch(wanted):
         return server.ask(runs.run_service_get_run, run_id=wanted)
@@ -61,30 +61,32 @@ def find_run(server: Server, wanted: str) -> Any:
             "all runs"
         )
     newest = max(found, key=lambda run: (run.created_at, run.run_id))
-    return server.ask(runs.run_service_get_run, run_id=newest.run_id)  # a listing leaves the steps out
+    return server.ask(runs.run_service_get_run, run_id=newest.run_id)  # a listing omits the steps
 
 
 def _run_id(run: Any) -> str:
-    """Holdfast's id of a run, from the name that `Order.name` gives; where it has none, what follows the name."""
+    """Holdfast's id of a run, from its display name (see `RunRequest.name`); without an id, the second word of the
+    name.
+    """
     return str([*run.display_name.split(), "", ""][1])
 
 
 def state_of(run: Any) -> str:
-    """The state of a run in one word. KFP says FAILED of a run that was cancelled: its history says more."""
+    """The state of a run in one word. KFP reports FAILED for a canceled run; its history shows the cancellation."""
     state = str(run.state or UNFINISHED[0]).replace("RUNTIME_STATE_UNSPECIFIED", "PENDING")
     before = [str(one.state or "") for one in run.state_history or () if str(one.state or "") != state]
     return CANCELED if state == FAILED and before[-1:] == ["CANCELING"] else state
 
 
 def steps_of(run: Any) -> list[StepStatus]:
-    """The steps that have begun, in the order of the DAG. KFP lists nodes of a workflow; these are ours of them."""
+    """The steps that have begun, in the order of the DAG. KFP lists all nodes of a workflow; this selects the steps."""
     tasks = Tasks(run)
     names = tasks.names()
     sweep = any(step_called(name) != name for name in names)
     found = []
     for step in STEPS:
         ours = [name for name in names if step_called(name) == step]
-        for name in sorted(ours, key=lambda one: (len(one), one)):  # the trials of a sweep by their numbers
+        for name in sorted(ours, key=lambda one: (len(one), one)):  # the trials of a sweep, by number
             shown = f"{name}-1" if sweep and STEPS[step].per_trial and name == step else name
             row = tasks.row(name)
             if row is not None:
@@ -95,12 +97,12 @@ def steps_of(run: Any) -> list[StepStatus]:
 def _step(name: str, row: Row, pods: tuple[str, ...]) -> StepStatus:
     seconds = None if row.started is None else (row.ended or time.time()) - row.started
     state = row.state or PENDING
-    seconds = seconds if row.state else None  # a node that was never begun
+    seconds = seconds if row.state else None  # a node that never began
     return StepStatus(name, state, seconds, row.error, pods, 0 if state == SUCCEEDED else code_in(row.error))
 
 
 def cancel(server: Server, wanted: str) -> tuple[Any, bool]:
-    """End the run that `wanted` names; the run, and whether it was still running."""
+    """End the run that `wanted` names. Returns the run and whether it was still running."""
     run = find_run(server, wanted)
     return run, state_of(run) in UNFINISHED and end(server, run.run_id)
 
@@ -109,12 +111,13 @@ def logs(
     server: Server, wanted: str, step: str = "", *, follow: bool = False, pause: Callable[[float], None] = time.sleep,
     pods: Callable[[str], Iterable[str]] = lambda _: (),
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
-    """(step, line) of everything that KFP has of the steps, or only of `step`; with `follow`, until the run has ended.
-    `pods`: the names of the pods of a run, as far as they are known.
+    """Yield (step, line) of everything that KFP has of the steps, or only of `step`; with `follow`, until the run has
+    ended.
 
-    KFP's own following does not follow, so the whole log is asked for again and only what is new of it is given.
+    `pods`: the known names of the pods of a run. KFP's own follow mode does not work, so each poll reads the whole log
+    and yields only the new part.
     """
-    shown: dict[str, int] = {}  # bytes, of each pod
+    shown: dict[str, int] = {}  # bytes for each pod
     run = find_run(server, wanted)
     source, answer = PodLogs(server, run.run_id, pods(run.run_id)), ""
     while True:
@@ -132,7 +135,7 @@ def logs(
             break
         pause(POLL_SECONDS)
         run = server.ask(server.runs.run_service_get_run, run_id=run.run_id)
-        if missing:  # steps that have begun since tell the names of their pods
+        if missing:  # steps that have begun since report the names of their pods
             source.learn(pods(run.run_id))
     if not shown:
         what = f"step {step}" if step else "any step"
@@ -143,7 +146,7 @@ def logs(
 
 
 def _new_lines(content: bytes, pod: str, shown: dict[str, int], *, whole: bool) -> Iterator[str]:
-    """The lines of a pod's log that were not given yet; the last one only if it is `whole` or ended."""
+    """The new lines of a pod's log; the last one only if it is `whole` or terminated."""
     new = content[shown.get(pod, 0) :]
     if not whole:
         new = new[: new.rfind(b"\n") + 1]

@@ -1,7 +1,7 @@
-"""This machine behind the protocol of `holdfast.pipelines.backends.interface`: a run is a process and a log file.
+"""This machine as a backend (`holdfast.pipelines.backends.interface`): a run is a process and a log file.
 
-Submitting runs in the foreground, to the end. What is known of a run afterwards stands in the store: its record says
-which process of which machine made it, and the rest of its objects how far it came.
+Submitting runs in the foreground, to the end. The store has the state of a run: its record names the process and the
+machine, and its objects show the progress.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from holdfast.store import Store, open_store
 if TYPE_CHECKING:
     from rich.console import Console
 
-UNFINISHED = "UNFINISHED"  # it is not running, and submitting it again goes on with it
+UNFINISHED = "UNFINISHED"  # not running; submitting it again resumes it
 POLL_SECONDS = 0.5
-_LINE = re.compile(r"\[(?P<name>[a-z][A-Za-z0-9._-]*)\] ?(?P<line>.*)")  # what a step wrote, see StepProcess
+_LINE = re.compile(r"\[(?P<name>[a-z][A-Za-z0-9._-]*)\] ?(?P<line>.*)")  # output of a step, see StepProcess
 _ENDED = {"failed": FAILED, "cancelled": CANCELED}
 
 
 class Local:
-    """The runs of this machine that are kept in one store."""
+    """The runs of this machine in one store."""
 
     name = "local"
 
     def __init__(self, store: str = "") -> None:
         self._url = store_root(store) if store else store_url()
-        self.console: Console | None = None  # where a run shows how it goes; default: standard output
+        self.console: Console | None = None  # where a run shows its progress; default: standard output
 
     def objects(self, request: RunRequest) -> list[dict[str, Any]]:
-        """The nodes of the DAG in the order of their start, and what the steps are given."""
+        """The nodes of the DAG in the order of their start, and the arguments of the steps."""
         from holdfast.pipelines.backends.local.worker import local_plan
 
         nodes = [{**asdict(node), "name": node.name} for node in local_plan(request.spec, request.trials)]
         return [{"nodes": nodes}, {"arguments": request.parameters()}]
 
     def submit(self, request: RunRequest) -> tuple[RunStatus, bool]:
-        """Run `order` here and now, and show it on the terminal. A run that was finished before is only shown."""
+        """Run `request` in the foreground and show it on the terminal. A run that has finished before is only shown."""
         from holdfast.pipelines.backends.local.run import finished, go_on, identified
         from holdfast.pipelines.backends.local.sweep import run_sweep
 
@@ -64,7 +64,7 @@ class Local:
         return replace(self.status(made.run_id), exit_code=int(code)), before is None
 
     def status(self, run: str) -> RunStatus:
-        """Whether it runs now, and if not how far it came."""
+        """Whether it runs now, and otherwise its progress."""
         store = open_store(self._url)
         record = find_record(store, run)
         if record and record.trials:
@@ -74,8 +74,10 @@ class Local:
         return _status(found, record if record and record.backend == self.name else None)
 
     def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
-        """The log of the newest try on this machine, or what a step wrote there. Of the step `train` of a run, what its
-        ranks wrote, launch by launch."""
+        """The log of the newest try on this machine, or the output of one step.
+
+        For the step `train` of a run, the output of its ranks, launch by launch.
+        """
         record = self._record(run)
         files, ranks, shown = [log_file(record)], step == "train" and not record.trials, False
         if ranks:
@@ -89,7 +91,7 @@ class Local:
             raise MissingError(f"{record.run_id}: the step {step} has not begun in the newest try on this machine")
 
     def cancel(self, run: str) -> tuple[RunStatus, bool]:
-        """Send SIGTERM to the run's process: the step saves and leaves."""
+        """Send SIGTERM to the run's process. The step saves and exits."""
         record = self._record(run)
         running = record.alive
         if running:
@@ -106,7 +108,7 @@ class Local:
         return [status for _, status in sorted(mine, key=lambda one: -one[0].submitted)]
 
     def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
-        """Run it again: it goes on where it was."""
+        """Run it again. It resumes where it was."""
         return self.submit(request)
 
     def _record(self, run: str) -> Record:
@@ -136,7 +138,7 @@ def _sweep_status(record: Record, store: Store) -> RunStatus:
 
 
 def _by_step(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
-    """Each line of the log of a run, or of a sweep, and the step that wrote it; empty for what the runner says."""
+    """Each line of the log of a run or sweep, and the step that wrote it; empty for lines of the runner."""
     for line in lines:
         match = _LINE.fullmatch(line)
         known = match is not None and match["name"].partition("-")[0] in STEPS
@@ -144,11 +146,11 @@ def _by_step(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
 
 
 def _lines(file: Path, following: Record | None) -> Iterator[str]:
-    """The lines of a file; with a run to follow, until that has ended."""
+    """The lines of a file; with a run to follow, until it has ended."""
     with file.open(encoding="utf-8", errors="replace") as content:
         rest = ""
         while True:
-            alive = following is not None and following.alive  # asked before reading: what comes later is read again
+            alive = following is not None and following.alive  # read first, so the last pass misses no line
             for line in content:
                 rest += line
                 if rest.endswith("\n"):

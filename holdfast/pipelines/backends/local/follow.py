@@ -1,7 +1,7 @@
-"""The process that runs the DAG, followed: its steps on the terminal, and signals passed on to them.
+"""Follow the process that runs the DAG: show its steps on the terminal, and forward signals to it.
 
-Promises that nothing that it started is left running unattended, also when that process is killed. When that process
-dies, this one alive or not, the kernel asks the running step to leave (`local.step`).
+Nothing that it started keeps running unattended, also when that process is killed. When that process dies, the kernel
+sends the running step SIGTERM (`local.step`), whether or not this process lives.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from holdfast.telemetry.channel import PIPE
 from holdfast.telemetry.event_log import PipeEvents
 from holdfast.telemetry.events import Progress
 
-TICK = 0.1  # seconds between two looks at what the steps say
-ORPHAN_SECONDS = 4000.0  # for a step whose pipeline was killed: its grace may be an hour, and MLflow comes after it
+TICK = 0.1  # seconds between polls of the steps
+ORPHAN_SECONDS = 4000.0  # for a step whose pipeline was killed: up to an hour of grace, then MLflow
 
 
 def follow(folder: Path, log: Path, run: str, board: Board, signals: Signals) -> bool:
-    """Start the worker and stay with it to its end, showing what the steps say and passing signals on. Whether it was
-    killed."""
+    """Start the worker and follow it to its end: show the steps and forward signals. Returns whether it was killed."""
     events = PipeEvents(folder / "events")
     environment = {
         **os.environ,
@@ -40,19 +39,19 @@ def follow(folder: Path, log: Path, run: str, board: Board, signals: Signals) ->
         OUTCOMES: str(folder / worker.OUTCOMES_FOLDER),
         LOG_FILE: str(log),
         RUN_ID: run,
-        "PYTHONSAFEPATH": "1",  # a folder called `components` where the command was given is not ours
+        "PYTHONSAFEPATH": "1",  # a folder called `components` in the working directory must not be imported
         "PYTHONUNBUFFERED": "1",
     }
     with (
         log.open("wb") as output,
         subprocess.Popen(
             [sys.executable, "-m", worker.__name__, str(folder), *map(str, holders_of(folder))],
-            stdin=subprocess.PIPE,  # never written to: the worker stops the steps when this process goes away
+            stdin=subprocess.PIPE,  # never written to: its end makes the worker stop the steps when this process dies
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # Ctrl-C comes here, and is passed on once, to the step
-            pass_fds=holders_of(folder),  # it stops the steps, and looks into the folder, after this process was killed
+            start_new_session=True,  # Ctrl-C reaches only this process, which forwards it once to the step
+            pass_fds=holders_of(folder),  # the worker outlives this process and needs the folder
         ) as process,
     ):
         view = View(board, folder / worker.OUTCOMES_FOLDER, events)
@@ -70,7 +69,7 @@ def follow(folder: Path, log: Path, run: str, board: Board, signals: Signals) ->
                     _kill(process.pid)
             if process.returncode is not None:
                 break
-        if process.returncode < 0:  # killed: what it ran is an orphan, which the kernel asks to save and leave
+        if process.returncode < 0:  # killed: its step is an orphan, which the kernel asks to save and exit
             worker.request_stop(folder)
             _wait_for_orphans(folder / worker.OUTCOMES_FOLDER, view, signals)
         view.look()
@@ -78,19 +77,19 @@ def follow(folder: Path, log: Path, run: str, board: Board, signals: Signals) ->
 
 
 class View:
-    """Turns outcomes and events into what the board shows."""
+    """Shows outcomes and events on the board."""
 
     def __init__(self, board: Board, folder: Path, events: PipeEvents) -> None:
         self.board = board
         self.folder = folder
         self.events = events
-        self._begun: set[tuple[str, float]] = set()  # a step of a sweep is there once for each trial
+        self._begun: set[tuple[str, float]] = set()  # a step of a sweep occurs once for each trial
         self._ended: set[tuple[str, float]] = set()
         self._progress = ""
-        self._trained = ""  # how far training came
+        self._trained = ""  # progress of the training
 
     def look(self) -> None:
-        """Show what is new."""
+        """Show new outcomes and events."""
         progress, notices = "", []
         for event in self.events.new():
             if isinstance(event, Progress):
@@ -119,7 +118,7 @@ class View:
         self.board.tick()
 
     def _ending_of(self, outcome: Outcome) -> str:
-        """What the line of a step that has ended says."""
+        """The text of the line of an ended step."""
         if outcome.step == "train":
             return self._trained
         if outcome.exit_code != 0:
@@ -150,7 +149,9 @@ class Signals:
 
 
 def _wait_for_orphans(outcomes: Path, view: View, signals: Signals) -> None:
-    """Wait until the steps that were asked to stop have left; end those that do not, at a second signal at once."""
+    """Wait until the stopped steps have exited. Kill those that exceed the limit; a second signal kills them
+    immediately.
+    """
     import psutil
 
     deadline = time.monotonic() + ORPHAN_SECONDS
@@ -168,7 +169,7 @@ def _wait_for_orphans(outcomes: Path, view: View, signals: Signals) -> None:
 
 
 def _kill(pid: int) -> None:
-    """End a process and everything below it at once."""
+    """Kill a process and all its descendants immediately."""
     import psutil
 
     try:

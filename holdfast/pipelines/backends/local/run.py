@@ -1,7 +1,7 @@
-"""Run a spec on this machine: the steps of the DAG as processes, a calm terminal, one log file, a summary.
+"""A run on this machine: the steps of the DAG as processes, terminal output, one log file, a summary.
 
-Promises that a run whose work is done is answered from the store without starting anything; that a signal reaches the
-step, which saves and leaves; and that the command ends with the exit code of the step that failed, with its own reason.
+A finished run is shown from the store, and nothing starts. A signal reaches the step, which saves and exits. The
+command ends with the exit code of the failed step and its reason.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WORKER_KILLED = "the process that runs the pipeline was killed: out of memory, o
 
 @dataclass(frozen=True)
 class LocalRun:
-    """A run that is identified, and may be made here: everything that decides what it is and where it goes."""
+    """An identified run and everything that determines its identity and its store."""
 
     spec: Spec
     store_url: str
@@ -60,7 +60,7 @@ class LocalRun:
 
 
 def identified(spec: Spec, store: str = "", salt: str = "", replan: bool = False) -> LocalRun:
-    """Identify the run of a spec, whose paths are meant from here. Raises what `identify` raises."""
+    """Identify the run of a spec. Relative paths start at the working directory. Raises what `identify` raises."""
     from holdfast.corpus import identify
     from holdfast.model.imported import weights_digest
 
@@ -68,7 +68,7 @@ def identified(spec: Spec, store: str = "", salt: str = "", replan: bool = False
     if spec.parallel.auto:
         from holdfast.planning.auto import best
 
-        best(spec, None, here=True)  # raises what nobody can plan, before anything is done
+        best(spec, None, here=True)  # fails early if no plan exists
     dataset_id = identify(spec)
     url = store_root(store) if store else store_url(spec)
     return LocalRun(
@@ -87,10 +87,10 @@ def run_locally(
     again: str = "the same command",
     console: Console | None = None,
 ) -> ExitCode:
-    """Run the spec at `spec_path` to its end, or show the summary at once when that was done before.
+    """Run the spec at `spec_path` to its end, or show the summary immediately if it has finished before.
 
-    `fresh` draws a new salt, so that nothing done before counts; nothing is deleted. `again` is the command that goes
-    on with this run. Returns OK, NOT_BLESSED or the code of what stopped it; raises what is wrong before it begins.
+    `fresh` draws a new salt, so that no earlier work counts; nothing is deleted. `again` is the command that resumes
+    this run. Returns OK, NOT_BLESSED or the code of the failure; raises errors that precede the run.
     """
     made = identified(load_spec(spec_path, overrides), store, secrets.token_hex(4) if fresh else salt, replan)
     if made.salt:
@@ -99,7 +99,7 @@ def run_locally(
 
 
 def go_on(made: LocalRun, again: str, console: Console | None = None) -> ExitCode:
-    """As `run_locally`, for a run that is identified."""
+    """Like `run_locally`, for an identified run."""
     console = console or SafeConsole()
     if (record := finished(made)) is not None:
         print_summary(console, made.store, record, _newest_log(made.run_id))
@@ -112,8 +112,11 @@ def go_on(made: LocalRun, again: str, console: Console | None = None) -> ExitCod
 
 
 def finished(made: LocalRun) -> RunRecord | None:
-    """The record of the run, if there is nothing left to do for it: its exported model is there, and it is registered
-    and MLflow has not been deleted since, or it was not blessed. Raises DataError for an export that is damaged."""
+    """The record of the run if no work is left; otherwise None.
+
+    No work is left if the exported model exists, and the model is registered in an existing MLflow or not blessed.
+    Raises DataError for a damaged export.
+    """
     from holdfast.model.exported import require_intact
     from holdfast.scoring import settings_key
     from holdfast.tracking import registration_key
@@ -126,7 +129,7 @@ def finished(made: LocalRun) -> RunRecord | None:
     try:
         export = (str(record.result.get(name, "")) for name in ("export", "export_digest"))
         require_intact(made.store, *export, changed=True)
-    except MissingError:  # the train step writes it anew
+    except MissingError:  # the train step writes it again
         return None
     return record
 
@@ -155,19 +158,19 @@ def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
 
 
 def worker_request(request: RunRequest) -> worker.Request:
-    """The part of a request that the worker reads. The spec is that which a person wrote, as on a cluster."""
+    """The part of a request that the worker reads. The spec is as its author wrote it, as on a cluster."""
     return worker.Request(dump_written(request.spec), request.store, request.salt, request.replan, request.trials)
 
 
 def keep_here(request: RunRequest, log: Path, outcomes: Path) -> None:
-    """Keep beside the run or the sweep which process of which machine makes it, for `holdfast status` and its like."""
+    """Record in the store which process of which machine makes the run or sweep, for `holdfast status` and similar."""
     pid = os.getpid()
     record = replace(
         record_of(request, "local", request.run_id),
         host=socket.gethostname(), pid=pid, began=process_start(pid) or 0.0,
         log=str(log), outcomes=str(outcomes),
     )  # fmt: skip
-    keep(record, request.store)  # a store that is away is what the first step says, with its code
+    keep(record, request.store)  # the first step reports an unavailable store, with its exit code
 
 
 def _conclude(
@@ -207,20 +210,20 @@ def _conclude(
 
 
 def keep_outcomes(log: Path, outcomes: Iterable[Outcome]) -> None:
-    """Keep what became of the steps beside the log, for `holdfast status` of a run that has ended."""
-    with suppress(OSError):  # the log has it too
+    """Keep the outcomes of the steps next to the log, for `holdfast status` of an ended run."""
+    with suppress(OSError):  # the log has them too
         kept = ", ".join(one.as_json().decode() for one in outcomes)
         _kept(log).write_text(f"[{kept}]", encoding="utf-8")
 
 
 def steps_of(record: Record) -> tuple[StepStatus, ...]:
-    """The steps of a run or a sweep of this machine: as they are now, or as they ended."""
+    """The steps of a run or sweep of this machine: their current or their final states."""
     if record.alive:
         return tuple(_step_of(one, RUNNING) for one in read_outcomes(Path(record.outcomes)))
     try:
         kept = _kept(Path(record.log))
         return tuple(_step_of(one, FAILED) for one in parse_json(kept.read_bytes(), list[Outcome], str(kept)))
-    except (OSError, DataError):  # of another machine, or killed
+    except (OSError, DataError):  # from another machine, or killed
         return ()
 
 
@@ -229,7 +232,7 @@ def _kept(log: Path) -> Path:
 
 
 def _step_of(one: Outcome, open_ended: str) -> StepStatus:
-    """A step as its outcome has it; one without an end is `open_ended`."""
+    """The status of a step from its outcome; without an end its state is `open_ended`."""
     if one.ended is None and open_ended == FAILED:
         return StepStatus(one.name, FAILED, None, KILLED, exit_code=int(ExitCode.KILLED))
     state = open_ended if one.ended is None else SUCCEEDED if one.exit_code == 0 else FAILED
@@ -237,7 +240,7 @@ def _step_of(one: Outcome, open_ended: str) -> StepStatus:
 
 
 def known_code(code: int) -> ExitCode:
-    """The code of the table, or that of a bug."""
+    """The code of the table, or UNEXPECTED."""
     try:
         return ExitCode(code)
     except ValueError:
@@ -245,7 +248,7 @@ def known_code(code: int) -> ExitCode:
 
 
 def code_of(record: RunRecord) -> ExitCode:
-    """What the command ends with for a run that has nothing left to do."""
+    """The exit code of the command for a run without remaining work."""
     return ExitCode.OK if record.word == "blessed" else ExitCode.NOT_BLESSED
 
 

@@ -1,7 +1,6 @@
 """One step in a process of this machine: `python -m holdfast.pipelines.backends.local.step STEP arguments`.
 
-Promises to be asked to save and leave (SIGTERM) when the process that started it dies. Leaves the rest to the step's
-command line.
+It gets SIGTERM when the process that started it dies, saves and exits. The step's command line does the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from holdfast.steps.adapters import main as run_step
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the step that the first argument names; its exit code."""
+    """Run the step that the first argument names. Returns its exit code."""
     die_with_parent(signal.SIGTERM)
     os.environ.pop(PARENT, None)
     configure_logging()

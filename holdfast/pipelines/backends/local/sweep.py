@@ -1,8 +1,7 @@
-"""Run a sweep on this machine, one trial after the other.
+"""A sweep on this machine, one trial after another.
 
-Promises that a sweep whose comparison has all trials, and whose best model is registered if it is blessed, is answered
-from the store; and that one that was stopped or killed, or some of whose trials failed, goes on: what is trained or
-judged is not done again.
+A sweep is shown from the store if its comparison has all trials and its best model, if blessed, is registered. A sweep
+that was interrupted, or that has failed trials, resumes: trained or judged work is not repeated.
 """
 
 from __future__ import annotations
@@ -45,9 +44,11 @@ UNFINISHED = "UNFINISHED"
 
 
 def run_sweep(request: RunRequest, console: Console | None = None) -> tuple[RunStatus, bool]:
-    """Run the trials of `order` to their comparison, or show it at once when that was done before: its status, and
-    whether anything was done. The exit code in it is OK, NOT_BLESSED when no trial is blessed, TRIALS_FAILED when some
-    failed, or the code of what stopped it."""
+    """Run the trials of `request` to their comparison, or show it immediately if it exists.
+
+    Returns the status, and whether any work was done. Its exit code is OK, NOT_BLESSED when no trial is blessed,
+    TRIALS_FAILED when some failed, or the code of what stopped it.
+    """
     console = console or SafeConsole()
     base = identified(request.spec, request.store, request.salt, request.replan)
     trials = list(trials_of(base.spec, request.trials, base.dataset_id, base.salt))
@@ -69,7 +70,7 @@ def run_sweep(request: RunRequest, console: Console | None = None) -> tuple[RunS
 
 
 def sweep_status(record: Record, store: Store) -> RunStatus:
-    """What became of a sweep of this machine: whether it runs now, and if not how far it came."""
+    """The status of a sweep of this machine: whether it runs now, and otherwise its progress."""
     steps = steps_of(record)
     if record.alive:
         return RunStatus("local", record.run_id, record.name, RUNNING, record.log, "", steps)
@@ -90,7 +91,7 @@ def _compared(found: Comparison, name: str) -> RunStatus:
 def _conclude(
     request: RunRequest, store: Store, outcomes: list[Outcome], signal: int, log: Path, console: Console
 ) -> ExitCode:
-    """Show the comparison, if this execution made one, or why there is none."""
+    """Show the comparison if this execution made one, or the reason why it did not."""
     stopped_by = [one for one in outcomes if one.exit_code != 0 and not one.part and one.step != EXIT_HANDLER]
     compared = not signal and any(one.step == "compare" and one.exit_code == 0 for one in outcomes)
     if compared and not stopped_by and (found := read_comparison(store, request.run_id)) is not None:
@@ -105,7 +106,7 @@ def _conclude(
 
 
 def _finished(store: Store, identity: str, runs: dict[str, LocalRun]) -> Comparison | None:
-    """The comparison, if no trial failed and nothing is left to do for the best one."""
+    """The comparison, if no trial failed and no work is left for the best one."""
     found = read_comparison(store, identity)
     if found is None or found.failed:
         return None
@@ -113,14 +114,14 @@ def _finished(store: Store, identity: str, runs: dict[str, LocalRun]) -> Compari
 
 
 def _execute(request: RunRequest, log: Path, console: Console) -> tuple[list[Outcome], int]:
-    """What became of the steps, and the signal that stopped them, if any."""
+    """Run the steps. Returns their outcomes, and the signal that stopped them or 0."""
     with temporary_folder() as name:
         folder = Path(name)
         (folder / worker.OUTCOMES_FOLDER).mkdir()
         worker_request(request).write(folder)
         keep_here(request, log, folder / worker.OUTCOMES_FOLDER)
         with Board(console) as board, Signals() as signals:
-            follow(folder, log, "", board, signals)  # many runs
+            follow(folder, log, "", board, signals)  # empty: the sweep has many runs
         outcomes = read_outcomes(folder / worker.OUTCOMES_FOLDER)
         keep_outcomes(log, outcomes)
         return outcomes, next(iter(signals.received), 0)

@@ -1,9 +1,9 @@
 """The process that runs the DAG on this machine: `python -m` this module, and a FOLDER.
 
-A process of its own, so that the DAG ends well when the terminal goes away: whoever started it may be killed, and the
-steps are still asked to save and leave, and the exit handler runs. When this process is killed, the kernel asks the
-step to leave (`local.step`). Its standard output is the log file: a full disk under it costs lines of the log and
-nothing else. Leaves the terminal and the summary to `run`, and the order of the steps to `holdfast.pipelines.runner`.
+It is a separate process, so that the DAG ends correctly without its terminal. If its parent is killed, the steps still
+save and exit, and the exit handler runs. If this process is killed, the kernel sends SIGTERM to the step
+(`local.step`). Its standard output is the log file: a full disk costs lines of the log and nothing else. `run` has the
+terminal and the summary, and `holdfast.pipelines.runner` the order of the steps.
 """
 
 from __future__ import annotations
@@ -36,27 +36,29 @@ from holdfast.spec.json_parsing import parse_json
 REQUEST = "request.json"
 OUTCOMES_FOLDER = "outcomes"
 STEP = "holdfast.pipelines.backends.local.step"
-TICK = 0.1  # seconds between two looks at the stop file
-_LINE = 0  # a pipe that nobody writes to: it ends when the process that holds the other end, and started this, does
+TICK = 0.1  # seconds between checks of the stop file
+_LINE = 0  # a pipe without data: it closes when the parent, which holds the other end, exits
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be run."""
+    """The request to the worker."""
 
-    spec: str  # its text
+    spec: str  # text of the spec
     store: str
     salt: str = ""
     replan: bool = False
     trials: Sequence[Sequence[str]] = ()
 
     def write(self, folder: Path) -> None:
-        """Write it where the worker reads it."""
+        """Write the request to the folder from which the worker reads it."""
         (folder / REQUEST).write_text(json.dumps(asdict(self), ensure_ascii=False), encoding="utf-8")
 
 
 class _Log(io.FileIO):
-    """What it cannot take for want of space is lost, and said once there is some. Lines are redacted."""
+    """A log file that survives a full disk. Lost bytes are counted and reported once there is space. Lines are
+    redacted.
+    """
 
     lost = 0  # bytes
 
@@ -83,25 +85,25 @@ class _Log(io.FileIO):
 
 
 def unfailing(descriptor: int) -> TextIO:
-    """A stream of lines to `descriptor`, whose disk may be full."""
+    """A line-buffered text stream to `descriptor` that survives a full disk."""
     raw = io.BufferedWriter(_Log(descriptor, "w", closefd=False))
     return io.TextIOWrapper(raw, encoding="utf-8", errors="replace", line_buffering=True)
 
 
 def request_stop(folder: Path) -> None:
-    """Have the worker ask the running step to save and leave, and start no other one but the exit handler."""
+    """Make the worker stop the running step, which saves, and start no further step except the exit handler."""
     (folder / OUTCOMES_FOLDER / STOP_FILE).touch()
 
 
 class LocalSteps:
-    """Steps as processes of this machine, one at a time: each takes all of it. See StepBackend."""
+    """Steps as processes of this machine, one at a time, because each uses the whole machine. See StepBackend."""
 
     width = 1
 
     def __init__(self, folder: Path, request: Request, holders: Sequence[int] = ()) -> None:
-        """`holders`: descriptors that keep the folder while a step lives that has lost its worker."""
+        """`holders`: descriptors that keep the folder while a step without its worker lives."""
         self._folder, self._request, self._holders = folder / OUTCOMES_FOLDER, request, holders
-        self.on_stop: Callable[[], None] = lambda: None  # called while the stop file is there
+        self.on_stop: Callable[[], None] = lambda: None  # called while the stop file exists
 
     def start(self, execution: Execution) -> Handle:
         """See StepBackend."""
@@ -113,15 +115,15 @@ class LocalSteps:
         for handle in handles:
             assert isinstance(handle, StepProcess)
             handle.wait(TICK)
-        if (self._folder / STOP_FILE).exists() or not self._folder.is_dir():  # who took it away has asked, and has gone
+        if (self._folder / STOP_FILE).exists() or not self._folder.is_dir():  # a missing folder also means stop
             self.on_stop()
 
     def retries(self, _step: str) -> int:
-        """None: a person sees the failure, and the same command is the retry."""
+        """Always 0: a person sees the failure, and repeating the command is the retry."""
         return 0
 
     def record(self, outcome: Outcome) -> None:
-        """See StepBackend. What is skipped shows in the verdict."""
+        """See StepBackend. Skipped steps are not written; the verdict shows them."""
         if not outcome.result.startswith(SKIPPED):
             outcome.write(self._folder)
 
@@ -138,12 +140,12 @@ class LocalSteps:
 
 
 def local_plan(spec: Spec, trials: Trials = ()) -> tuple[Node, ...]:
-    """The nodes of the DAG on one machine, which shares nothing out: its cores are `data.workers`."""
+    """The nodes of the DAG on one machine, without fan-out: `data.workers` uses its cores."""
     return plan(spec.model_copy(update={"data": spec.data.model_copy(update={"fan_out": 1})}), trials)
 
 
 def run_dag(folder: Path, holders: Sequence[int] = ()) -> int:
-    """Run what is asked for in `folder`; the exit code of the first step that failed."""
+    """Run the request in `folder`. Returns the exit code of the first step that failed."""
     request = parse_json((folder / REQUEST).read_bytes(), Request, REQUEST)
     spec, trials = parse_spec(request.spec), tuple(map(tuple, request.trials))
     given = {"salt": request.salt, "replan": str(request.replan).lower()} | (
@@ -159,14 +161,16 @@ def run_dag(folder: Path, holders: Sequence[int] = ()) -> int:
 
 
 def _stop_when_left_alone(folder: Path) -> None:
-    # Not sys.stdin, whose lock a thread that waits for it would keep until after the interpreter has gone.
+    # Not sys.stdin: a thread that waits on it would hold its lock until after the interpreter exits.
     os.read(_LINE, 1)
     with suppress(FileNotFoundError):
         request_stop(folder)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what is asked for in the folder that the command line names; descriptors that hold it come after it."""
+    """Run the request in the folder that the command line names; further arguments are descriptors that hold the
+    folder.
+    """
     folder = Path(argv[0])
     os.environ[OUTCOMES] = str(folder / OUTCOMES_FOLDER)
     sys.stdout = sys.stderr = unfailing(1)

@@ -1,1 +1,1 @@
-"""Ray behind the protocol of `holdfast.pipelines.backends.interface`: the DAG as one job of the Ray Jobs API."""
+"""Ray as a backend (`holdfast.pipelines.backends.interface`): the DAG as one job of the Ray Jobs API."""

@@ -1,7 +1,7 @@
-"""Ray behind the protocol of `holdfast.pipelines.backends.interface`.
+"""Ray as a backend (`holdfast.pipelines.backends.interface`).
 
-A run is a job of the Ray Jobs API that is called after it, with a number: Ray refuses a second job of one name, so two
-submissions of the same thing at once are one job.
+A run is a job of the Ray Jobs API, named after the run and a number. Ray refuses a second job with one name, so
+concurrent submissions of the same request make one job.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from holdfast.telemetry.events import in_words
 
 POLL_SECONDS = 2.0
 _NAME = re.compile(rf"{PREFIX}-(?P<key>[0-9a-z]+-[0-9a-z]+)-(?P<number>[1-9][0-9]*)")
-# What a task prints has Ray's own words before it: (run pid=12, ip=10.0.0.1).
+# Ray puts a prefix before the output of a task: (run pid=12, ip=10.0.0.1).
 _LINE = re.compile(r"^(?:\x1b\[\d+m)?(?:\([^)]*\))?(?:\x1b\[0m)? ?\[(?P<step>[a-z]+)(?: [^\]]*)?\] ?(?P<line>.*)$")
 
 
 class Ray:
-    """The Ray cluster whose Jobs API answers at an address."""
+    """The Ray cluster with the Jobs API at an address."""
 
     name = "ray"
 
     def __init__(self, store: str = "", endpoint: str = "") -> None:
-        """`store`: URL of the store where the steps leave their outcomes; `endpoint`: of the Jobs API."""
+        """`store`: URL of the store with the steps' outcomes; `endpoint`: of the Jobs API."""
         self._url = store_root(store) if store else store_url()
         self._jobs = Jobs(endpoint)
 
     def objects(self, request: RunRequest) -> list[dict[str, Any]]:
-        """What the Jobs API would be sent."""
+        """The request that `submit` would send to the Jobs API."""
         wanted = RayOrder.of(request)
         name = wanted.submission_id(1)
         return [{
@@ -59,7 +59,7 @@ class Ray:
         }]  # fmt: skip
 
     def submit(self, request: RunRequest) -> tuple[RunStatus, bool]:
-        """Submit a job, unless one of this run has not ended or has succeeded."""
+        """Submit a job, unless one of this run is unfinished or has succeeded."""
         wanted = RayOrder.of(request)
         before = self._known(wanted.key)
         last = next((one for one in before if one.unfinished), before[-1] if before else None)
@@ -70,11 +70,11 @@ class Ray:
         return self._status(self._find(name)), created
 
     def status(self, run: str) -> RunStatus:
-        """What became of a job, step by step."""
+        """The status of a job and its steps."""
         return self._status(self._find(run))
 
     def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
-        """What the steps printed, as the driver passes it on."""
+        """The output of the steps, as the driver forwards it."""
         shown = 0  # characters
         while True:
             found = self._find(run)
@@ -91,14 +91,14 @@ class Ray:
             time.sleep(POLL_SECONDS)
 
     def cancel(self, run: str) -> tuple[RunStatus, bool]:
-        """Ask a job to stop: its training saves and leaves, and the exit handler still runs."""
+        """Stop a job. Its training saves and exits, and the exit handler still runs."""
         found = self._find(run)
         if found.unfinished:
             self._jobs.stop(found.id)
         return self._status(self._find(found.id)), found.unfinished
 
     def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
-        """Submit it again: a job that has failed is followed by another one, whose training goes on."""
+        """Submit the request again. A new job follows a failed one and resumes its training."""
         return self.submit(request)
 
     def list(self) -> list[RunStatus]:
@@ -151,7 +151,7 @@ def _number(job: RayJob) -> int:
 
 
 def _step(outcome: Outcome, unfinished: bool) -> StepStatus:
-    """A step as its outcome has it."""
+    """The status of a step from its outcome."""
     end = outcome.ended
     seconds = (end or time.time()) - outcome.started if end or unfinished else None
     if end is None:

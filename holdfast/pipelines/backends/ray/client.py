@@ -1,6 +1,6 @@
-"""The Ray Jobs API of a cluster, as functions in types.
+"""Typed client of the Ray Jobs API.
 
-Promises that a cluster that does not answer is a ClusterUnreachableError, and what it refuses a SpecError in its words.
+A cluster that does not respond raises ClusterUnreachableError. A refused request raises SpecError with Ray's message.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RayJob:
-    """A job as Ray sees it."""
+    """A job, as Ray reports it."""
 
-    id: str  # its submission id
-    state: str  # Ray's word: PENDING, RUNNING, STOPPED, SUCCEEDED, FAILED
+    id: str  # submission id
+    state: str  # PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED
     message: str = ""
-    code: int = 0  # of its driver
+    code: int = 0  # exit code of its driver
     started: float = 0.0  # unix seconds
-    name: str = ""  # of the spec
+    name: str = ""  # name of the spec
 
     @property
     def unfinished(self) -> bool:
@@ -37,7 +37,7 @@ class RayJob:
 
 
 def address_of(endpoint: str = "") -> str:
-    """Where the Jobs API is: `endpoint`, else as Ray's own commands find it."""
+    """The address of the Jobs API: `endpoint`, otherwise as Ray's commands find it."""
     found = (os.environ.get(name, "") for name in VARIABLES)
     return endpoint or next((one for one in found if one.startswith("http")), DEFAULT)
 
@@ -46,12 +46,12 @@ class Jobs:
     """The jobs of one cluster."""
 
     def __init__(self, endpoint: str = "") -> None:
-        """Nothing is asked before something is wanted. `endpoint`: URL of the cluster's dashboard."""
+        """`endpoint`: URL of the cluster's dashboard. Connects on first use."""
         self.address = address_of(endpoint)
         self._opened: Any = None
 
     def submit(self, identity: str, entrypoint: str, runtime_env: dict[str, Any], metadata: dict[str, str]) -> bool:
-        """Submit a job; whether it was made: a name that is taken makes none."""
+        """Submit a job. Returns False if the name is taken and no job was made."""
         try:
             self._ask(
                 lambda: self._client.submit_job(
@@ -65,21 +65,21 @@ class Jobs:
         return True
 
     def all(self) -> list[RayJob]:
-        """Those that were submitted, oldest first."""
+        """The submitted jobs, oldest first."""
         listed = self._ask(lambda: list(self._client.list_jobs()))
         found = [_job(one) for one in listed if one.submission_id]
         return sorted(found, key=lambda one: one.started)
 
     def logs(self, identity: str) -> str:
-        """What the driver of a job has printed."""
+        """The output of a job's driver."""
         return str(self._ask(lambda: self._client.get_job_logs(identity)))
 
     def stop(self, identity: str) -> None:
-        """Ask a job to save and leave. Does not wait for it."""
+        """Ask a job to save and exit. Does not wait for it."""
         self._ask(lambda: self._client.stop_job(identity))
 
     def forget(self, identity: str) -> None:
-        """Take a job that has ended off the list."""
+        """Remove an ended job from the list."""
         self._ask(lambda: self._client.delete_job(identity))
 
     @property
@@ -88,7 +88,7 @@ class Jobs:
             require_ray()
             from ray.job_submission import JobSubmissionClient
 
-            os.environ[VARIABLES[0]] = self.address  # which Ray lets win over the argument
+            os.environ[VARIABLES[0]] = self.address  # in Ray this variable overrides the argument
             self._opened = JobSubmissionClient(self.address)
         return self._opened
 
@@ -106,7 +106,7 @@ class Jobs:
             if any(f"status code {code}" in said for code in (500, 502, 503, 504)) and "already" not in str(error):
                 raise ClusterUnreachableError(f"Ray at {self.address}: {said}") from None
             remedy = "see what Ray says; where it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
-            last = str(error).strip().splitlines()[-1]  # of Ray's own traceback
+            last = str(error).strip().splitlines()[-1]  # line of Ray's traceback
             raise SpecError([Problem("Ray", None, last[:1000], remedy)], "Ray") from None
 
 

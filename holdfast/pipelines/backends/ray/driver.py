@@ -1,9 +1,8 @@
-"""The driver of a job of Ray, `python -m holdfast.pipelines.backends.ray.driver --job ID`: the runner over Ray's tasks.
+"""The driver of a Ray job: the runner over Ray tasks. `python -m holdfast.pipelines.backends.ray.driver --job ID`.
 
-Steps are tasks of Ray; train is a process beside the driver, whose launcher makes the gang. Promises that a job which
-is asked to stop saves and leaves, that the exit handler runs whatever happened before, and that the driver ends with
-the code of the step that failed. It is a thin process: where it stands, the head of the cluster, everything ends with
-the cluster anyway.
+Steps are Ray tasks. Train is a process next to the driver, and its launcher makes the gang. A stopped job saves and
+exits, the exit handler always runs, and the driver ends with the code of the failed step. The process is small. It runs
+on the head of the cluster, whose loss ends everything anyway.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from holdfast.store.jobs import outcomes_of, recorder
 
 log = logging.getLogger("holdfast.ray")
 
-LOOK_SECONDS = 0.3  # between two looks at tasks and at the room for them
+LOOK_SECONDS = 0.3  # seconds between checks of tasks and their placement
 
 
 class RayTask:
-    """An execution as a task of Ray. See Handle."""
+    """An execution as a Ray task. See Handle."""
 
     leave_seconds = LEAVE_SECONDS + 10
 
@@ -94,7 +93,7 @@ class RayTask:
 
 
 class ExitHandler(StepProcess):
-    """The exit handler, whose outcome the driver keeps: it may be about a spec that names no store."""
+    """The exit handler. The driver keeps its outcome, because the spec may name no store."""
 
     def __init__(self, steps: RaySteps, *arguments: Any) -> None:
         self._steps, self._outcome = steps, Outcome(EXIT_HANDLER, os.getpid(), time.time())
@@ -110,13 +109,13 @@ class ExitHandler(StepProcess):
 
 
 class RaySteps:
-    """Steps as tasks of Ray. See StepBackend. Train and the exit handler are processes of the driver's machine."""
+    """Steps as Ray tasks. See StepBackend. Train and the exit handler are processes on the driver's machine."""
 
     width = 0
 
     def __init__(self, spec: Spec, text: str, store: str, job: str) -> None:
         self._spec, self._text, self._store, self._job = spec, text, store, job
-        self.tasks: list[RayTask] = []  # that have not ended
+        self.tasks: list[RayTask] = []  # unfinished tasks
 
     def start(self, execution: Execution) -> Handle:
         """See StepBackend."""
@@ -138,7 +137,7 @@ class RaySteps:
             time.sleep(LOOK_SECONDS)
 
     def retries(self, step: str) -> int:
-        """Of a process; Ray itself runs a task again."""
+        """The retries of a process. Ray itself retries tasks."""
         return self._spec.cluster.retries.budget if STEPS[step].launches else 0
 
     def record(self, outcome: Outcome) -> None:
@@ -157,7 +156,7 @@ def start_step(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Walk the DAG of the spec in HOLDFAST_SPEC; the code of the job."""
+    """Run the DAG of the spec in HOLDFAST_SPEC. Returns the exit code of the job."""
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name if __spec__ else 'driver'}", allow_abbrev=False)
     parser.add_argument("--job", required=True, help="what Ray calls this job")
     parser.add_argument("--store", default="", help="root of the store; default: the spec's, or HOLDFAST_STORE")

@@ -1,8 +1,8 @@
-"""What the nodes of a Ray cluster are, as `holdfast doctor` asks it: a job that has a task look around on each of them,
-`python -m holdfast.pipelines.backends.ray.node_probe --key KEY`.
+"""Probe of a Ray cluster's nodes for `holdfast doctor`: a job that runs one task on each node.
 
-Promises one line of JSON behind MARK in its log, whatever the nodes say, and no longer than it takes the slowest, or
-SECONDS. It takes no room: a busy cluster answers too.
+Run as `python -m holdfast.pipelines.backends.ray.node_probe --key KEY`. The log gets one line of JSON after MARK, also
+when nodes fail. It takes as long as the slowest node, at most SECONDS. The tasks reserve no resources, so a busy
+cluster responds too.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from holdfast.store import open_store
 
 MODULE = "holdfast.pipelines.backends.ray.node_probe"
 MARK = "holdfast-look: "
-SECONDS = 60.0  # for all nodes to answer
+SECONDS = 60.0  # for all nodes to respond
 STORE_SECONDS = 15.0
 PACKAGES = ("ray", "holdfast", "torch")
 
 
 @dataclass(frozen=True)
 class NodeProbe:
-    """A node, as it sees itself."""
+    """The state of a node, as the node reports it."""
 
-    node: str  # its address, as Ray knows it
-    resources: dict[str, float]  # in all, by Ray's names
-    versions: dict[str, str]  # of Python, and of PACKAGES as far as they are installed
-    store: str = ""  # its URL there
-    word: str = ""  # what stands under the key; nothing, if nothing does
-    problem: str = ""  # with the store
-    silent: str = ""  # why the node said nothing of all this
+    node: str  # its address in Ray
+    resources: dict[str, float]  # total, by Ray's names
+    versions: dict[str, str]  # of Python, and of the installed PACKAGES
+    store: str = ""  # URL of the store on that node
+    word: str = ""  # content under the key; empty if missing
+    problem: str = ""  # error of the store
+    silent: str = ""  # why the node did not respond
 
 
 def probe_node(url: str, key: str) -> dict[str, Any]:
-    """What this machine has installed, and what it reads under `key` of the store at `url`, or as steps find it."""
+    """Installed versions of this machine, and the content under `key` of the store at `url` (default: the steps')."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -68,8 +68,8 @@ def probe_node(url: str, key: str) -> dict[str, Any]:
 
 
 def probe_all_nodes(url: str, key: str) -> list[NodeProbe]:
-    """What every living node says."""
-    from holdfast.pipelines.backends.ray.node_probe import probe_node as task  # by its name: this may be __main__
+    """Probe every living node."""
+    from holdfast.pipelines.backends.ray.node_probe import probe_node as task  # by name: this may be __main__
 
     nodes = [one for one in ray.nodes() if one["Alive"]]
     asked = {}
@@ -94,7 +94,7 @@ def probe_all_nodes(url: str, key: str) -> list[NodeProbe]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what every node says."""
+    """Print the probes of all nodes."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", allow_abbrev=False)
     parser.add_argument("--key", required=True, help="of the object that the nodes are to read")
     parser.add_argument("--store", default="", help="root of the store; default: as a step finds it")

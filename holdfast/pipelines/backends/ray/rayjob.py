@@ -1,8 +1,7 @@
 """The DAG as a RayJob of KubeRay: a Ray cluster that lives as long as the run, and the job in it.
 
-Promises pods under the restricted Pod Security Standard, with the settings and secrets of the place and without an API
-token, as the training job's own are. Leaves the command of a pod, its probes and the container that waits for the head
-to KubeRay.
+Like those of the training job, its pods meet the restricted Pod Security Standard, get the cluster's settings and
+secrets, and have no API token. KubeRay sets the command of a pod, its probes and the container that waits for the head.
 """
 
 from __future__ import annotations
@@ -33,18 +32,21 @@ from holdfast.spec.errors import Problem, SpecError
 from holdfast.steps import STEPS
 
 API_VERSION = "ray.io/v1"
-HEAD_MEMORY = "4Gi"  # of Ray's own processes on the head, beside the launcher
+HEAD_MEMORY = "4Gi"  # of Ray's processes on the head, in addition to the launcher
 HEADER = "# Compiled by Holdfast from the spec `{name}`, for KubeRay.\n"
 
 
 def rayjob_text(spec: Spec) -> str:
-    """The RayJob of a spec as the YAML that kubectl takes."""
+    """The RayJob of a spec as YAML for kubectl."""
     return HEADER.format(name=spec.name) + as_yaml(rayjob(RunRequest(spec)))
 
 
 def rayjob(request: RunRequest) -> dict[str, Any]:
-    """The RayJob of an order. Raises SpecError for what such a cluster cannot do: its nodes are all alike, so every
-    step has to fit into one, in one image that has Ray and all of Holdfast."""
+    """The RayJob of a request.
+
+    Raises SpecError for what such a cluster cannot do. Its nodes are all alike, so every step must fit into one node,
+    in one image that has Ray and all of Holdfast.
+    """
     spec = request.spec
     if problems := _problems(spec):
         raise SpecError(problems, "target rayjob")
@@ -58,8 +60,8 @@ def rayjob(request: RunRequest) -> dict[str, Any]:
         "entrypoint": sent.entrypoint(sent.submission_id(1)),
         "runtimeEnvYAML": yaml.safe_dump(sent.runtime_env(), sort_keys=True),
         "metadata": {key: value for key, value in sent.metadata().items() if value},
-        "submissionMode": "HTTPMode",  # by the operator: no further pod
-        # KubeRay knows no exit codes. What was done is kept, and another cluster goes on with it.
+        "submissionMode": "HTTPMode",  # the operator submits the job, without another pod
+        # KubeRay knows no exit codes. Finished work is kept, and another cluster resumes it.
         "backoffLimit": RETRY.blind_tries,
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": int(spec.cluster.ttl_minutes * 60),
@@ -68,7 +70,7 @@ def rayjob(request: RunRequest) -> dict[str, Any]:
     if spec.cluster.deadline_hours is not None:
         spec_of_job["activeDeadlineSeconds"] = max(1, int(spec.cluster.deadline_hours * 3600))
     if spec.cluster.scheduler == "kueue":
-        spec_of_job["suspend"] = True  # Kueue lets it go
+        spec_of_job["suspend"] = True  # Kueue starts it
     metadata: dict[str, Any] = {"name": name, "labels": {**_labels(job), **kueue_labels(job)}}
     if spec.cluster.annotations:
         metadata["annotations"] = dict(spec.cluster.annotations)
@@ -93,14 +95,14 @@ def _cluster(job: Job, spec: Spec) -> dict[str, Any]:
 
 
 def _template(job: Job, container: str) -> dict[str, Any]:
-    """The pod of a node: that of the training job, without what KubeRay decides."""
+    """The pod of a node: that of the training job, without the parts that KubeRay sets."""
     template = copy.deepcopy(pod_template(job, container, ()))
     template["metadata"]["labels"] = {**template["metadata"]["labels"], **_labels(job)}
     template["metadata"]["labels"].pop("holdfast/launch", None)
     pod = template["spec"]
     (main,) = pod["containers"]
     del main["command"], pod["restartPolicy"]
-    # Not of one launch: how its nodes ended is asked of the actors. Steps run in it, from which no secret is withheld.
+    # The pod is not for one launch: actors report how its nodes ended. Steps run in it too, so no secret is withheld.
     steps_need = withheld()
     main["env"] = [each for each in main["env"] if each["name"] != FILE_VARIABLE and each not in steps_need]
     pod.pop("affinity", None)
@@ -157,7 +159,7 @@ def _problems(spec: Spec) -> list[Problem]:
 
 
 def ray_version() -> str:
-    """The version of Ray that is installed here, else the one that this Holdfast is made for."""
+    """The version of the installed Ray, otherwise the one that this Holdfast supports."""
     try:
         return version("ray")
     except PackageNotFoundError:

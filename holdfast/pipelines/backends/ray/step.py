@@ -1,6 +1,6 @@
-"""One step in a process of its own: `python -m holdfast.pipelines.backends.ray.step STEP arguments`.
+"""One step in a separate process: `python -m holdfast.pipelines.backends.ray.step STEP arguments`.
 
-Promises to be killed with the process that started it, as torchrun is. Leaves the rest to the step's command line.
+The process is killed with the process that started it, like torchrun. The step's command line does the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.steps.adapters import main as run_step
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the step that the first argument names; its exit code."""
+    """Run the step that the first argument names. Returns its exit code."""
     die_with_parent()
     os.environ.pop(PARENT, None)
     configure_logging()

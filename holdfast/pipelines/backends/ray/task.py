@@ -1,4 +1,4 @@
-"""A step as a task of Ray, on whichever node has room for it."""
+"""A step as a Ray task, on any node with free resources."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from holdfast.spec.cluster import amount
 from holdfast.steps import STEPS
 
 MODULE = "holdfast.pipelines.backends.ray.step"
-LEAVE_SECONDS = 60.0  # for a step that was asked to leave
+LEAVE_SECONDS = 60.0  # for a step to exit after SIGTERM
 
 
 class LostError(Exception):
-    """The step's process was killed: Ray starts it again, elsewhere if it has to."""
+    """The step's process was killed. Ray starts it again, if necessary on another node."""
 
 
 def run(step: str, label: str, spec: str, arguments: Sequence[str]) -> tuple[int, str]:
-    """Run a step to its end, printing what it prints behind `[label]`: its exit code and its result, as JSON."""
+    """Run a step to its end and print its output behind `[label]`. Returns its exit code and its result as JSON."""
     with temporary_folder() as folder:
         file, output = Path(folder, "spec.yaml"), Path(folder, "result.json")
         file.write_text(spec, encoding="utf-8")
@@ -50,7 +50,7 @@ def run(step: str, label: str, spec: str, arguments: Sequence[str]) -> tuple[int
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """See to it that a process has ended."""
+    """Terminate a process; kill it after LEAVE_SECONDS."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             process.terminate()
@@ -62,22 +62,27 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 class Task:
-    """A step, or one part of it, as a task of Ray: it waits for room, and runs. When its node, its worker or its
-    process is lost, Ray runs it again, within `cluster.retries.budget`, once there is room."""
+    """A step, or one part of it, as a Ray task: it waits for resources and runs.
+
+    When its node, worker or process is lost, Ray runs it again once there are resources, within
+    `cluster.retries.budget`.
+    """
 
     def __init__(self, step: str, label: str, spec: Spec, text: str, arguments: Sequence[str]) -> None:
-        """`label`: what is printed before its lines; `text`: the spec as the step reads it."""
+        """`label`: prefix of its output lines; `text`: the spec as the step reads it."""
         self.label, self.step = label, step
-        self.reference: Any = None  # to what `run` gives, once there was room
-        self.has_room = False  # when somebody looked last
+        self.reference: Any = None  # to the result of `run`, once it is placed
+        self.has_room = False  # at the last check
         self._pending_timeout_minutes = spec.cluster.pending_timeout_minutes
         self._bundle, self._call = bundle(step, spec), (step, label, text, list(arguments))
         self._budget = spec.cluster.retries.budget
         self.room = GangReservation(label, self._bundle, patience=self._pending_timeout_minutes * 60)
 
     def go_on(self, *, queued: bool) -> str:
-        """Start it once there is room, or say why nobody waits any more. `queued`: other parts of the step run, and it
-        only waits its turn."""
+        """Start the task once it has resources. Returns the reason if its wait has expired, otherwise an empty string.
+
+        `queued`: other parts of the step run, and this one only waits for them.
+        """
         self.has_room = self.room.is_ready(queued=queued)
         if self.has_room:
             if self.reference is None:
@@ -90,13 +95,13 @@ class Task:
         return ""
 
     def cancel(self, *, force: bool) -> None:
-        """Ask it to leave, or kill it."""
+        """Ask the task to exit, or kill it."""
         if self.reference is not None:
             ray.cancel(self.reference, force=force)
 
 
 def bundle(step: str, spec: Spec) -> dict[str, float]:
-    """What a step takes of its node, by Ray's names; memory in bytes."""
+    """The resources of a step on its node, by Ray's names; memory in bytes."""
     wanted = resources_of(STEPS[step], spec)
     found = {"CPU": float(amount(wanted.cpu)), "memory": float(amount(wanted.memory))}
     if wanted.accelerators and wanted.accelerator == ACCELERATORS[spec.cluster.accelerator].resource:

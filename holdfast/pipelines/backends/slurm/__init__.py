@@ -1,1 +1,1 @@
-"""Slurm behind the protocol of `holdfast.pipelines.backends.interface`: the DAG as a chain of batch jobs."""
+"""Slurm as a backend (`holdfast.pipelines.backends.interface`): the DAG as a chain of batch jobs."""

@@ -1,7 +1,7 @@
-"""Slurm behind the protocol of `holdfast.pipelines.backends.interface`.
+"""Slurm as a backend (`holdfast.pipelines.backends.interface`).
 
-A run is a chain of batch jobs, one for each step, tied by dependencies. Jobs of one run share their names, and
-`singleton` lets jobs of one name run one after another only: two submissions of the same thing never train at once.
+A run is a chain of batch jobs, one for each step, connected by dependencies. Jobs of one run share their names, and
+`singleton` runs jobs with one name one after another: two submissions of the same request never train concurrently.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ from holdfast.store import open_store
 from holdfast.store.jobs import outcomes_of
 
 POLL_SECONDS = 1.0
-STORE_SECONDS = 10.0  # for what the store says of a chain
-HALF_MADE_SECONDS = 60.0  # until a chain without its last job counts as one whose submitter has died
+STORE_SECONDS = 10.0  # for a chain's records in the store
+HALF_MADE_SECONDS = 60.0  # after which the submitter of an incomplete chain counts as dead
 
 
 class Slurm:
-    """The Slurm whose commands are found here, and the chains of this user in it."""
+    """The Slurm of this machine's commands, and this user's chains in it."""
 
     name = "slurm"
 
     def __init__(self, store: str = "") -> None:
-        """`store`: URL of the store where the steps leave their outcomes."""
+        """`store`: URL of the store with the steps' outcomes."""
         self._url = store_root(store) if store else store_url()
 
     def objects(self, request: RunRequest) -> list[dict[str, Any]]:
-        """What sbatch would be told of each job, and its script. The numbers of the jobs before it are made up."""
+        """The sbatch options and the script of each job. The ids of earlier jobs are examples."""
         return jobs_of(request)
 
     def submit(self, request: RunRequest) -> tuple[RunStatus, bool]:
-        """Submit the jobs, unless a chain of this run has not ended or has succeeded."""
+        """Submit the jobs, unless a chain of this run is unfinished or has succeeded."""
         chain = Chain.of(request)
         self._url = chain.store
         if (found := self._kept(chain.key)) is not None:
@@ -77,22 +77,22 @@ class Slurm:
         chain.write()
         mine = self._make(chain)
         oldest = _oldest(mine)
-        if oldest.id != mine.id:  # somebody submitted the same at the same time, and was first
+        if oldest.id != mine.id:  # a concurrent submission of the same request was first
             self._end(mine)
             return self._status(oldest), False
         client.release(next(iter(mine.jobs.values())).id)
         return self._status(mine), True
 
     def status(self, run: str) -> RunStatus:
-        """What became of a chain, job by job."""
+        """The status of a chain and its jobs."""
         return self._status(self._find(run))
 
     def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
-        """What the jobs printed, from the files that Slurm writes."""
+        """The output of the jobs, from Slurm's log files."""
         shown: dict[Path, int] = {}  # bytes
         while True:
             found = self._find(run)
-            unfinished = found.unfinished  # asked before reading: what comes later is read again
+            unfinished = found.unfinished  # read first, so the last pass misses no line
             for name, file in _log_files(found):
                 if is_step(step, name):
                     yield from ((name, line) for line in _new_lines(file, shown, whole=not unfinished))
@@ -106,7 +106,7 @@ class Slurm:
             )
 
     def cancel(self, run: str) -> tuple[RunStatus, bool]:
-        """End a chain: what waits is removed, what runs saves and leaves, and the exit handler still runs."""
+        """End a chain. Waiting jobs are removed, running ones save and exit, and the exit handler still runs."""
         found = self._find(run)
         running = self._status(found).unfinished
         if running:
@@ -118,11 +118,11 @@ class Slurm:
         return [self._status(one, detailed=False) for one in reversed(chains_of())]
 
     def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
-        """Submit it again: a chain that has failed is followed by another one, whose training goes on."""
+        """Submit the request again. A new chain follows a failed one and resumes its training."""
         return self.submit(request)
 
     def _make(self, chain: Chain) -> Submitted:
-        """Submit the jobs of a chain, the first of which is held; none stays if one is refused."""
+        """Submit the jobs of a chain, the first one held. If one is refused, all are removed."""
         made: dict[str, int] = {}
         try:
             for step in chain.steps:
@@ -137,8 +137,10 @@ class Slurm:
         })  # fmt: skip
 
     def _kept(self, key: str) -> Submitted | None:
-        """The chain of a key that counts: one that has not ended, else the newest. What a submitter that died has left
-        half made is removed."""
+        """The valid chain of a key: an unfinished one, otherwise the newest.
+
+        Incomplete chains of a dead submitter are removed.
+        """
         end = time.monotonic() + HALF_MADE_SECONDS
         while True:
             chains = chains_of([key])
@@ -153,11 +155,11 @@ class Slurm:
         return unfinished[0] if unfinished else chains[-1] if chains else None
 
     def _end(self, chain: Submitted, keep: str = "") -> None:
-        for step, job in reversed(chain.jobs.items()):  # what comes after first, so that nothing begins meanwhile
+        for step, job in reversed(chain.jobs.items()):  # last jobs first, so that nothing starts meanwhile
             if step == keep or not job.unfinished:
                 continue
             if state_of(job) == RUNNING:
-                with suppress(HoldfastError):  # it ends by itself just now
+                with suppress(HoldfastError):  # it may be ending by itself
                     client.forbid_requeue(job.id)
                 client.ask_to_leave(job.id)
             else:
@@ -192,7 +194,7 @@ class Slurm:
 
 
 def _log_files(chain: Submitted) -> Iterator[tuple[str, Path]]:
-    """The step, or the trial of it, and the file of each log."""
+    """The step, or its trial, and the file of each log."""
     folder, known = folder_of(chain.key), {step: job.id for step, job in chain.jobs.items()}
     forgotten = {}
     for file in folder.glob("*.log"):
@@ -219,26 +221,26 @@ def _outcomes(chain: str, url: str) -> dict[str, Outcome]:
 
 
 def _oldest(mine: Submitted) -> Submitted:
-    """The chain that counts of those of one run that were submitted at once: the first that becomes whole."""
+    """The valid chain among concurrent ones of one run: the first that becomes complete."""
     end = time.monotonic() + HALF_MADE_SECONDS
     while True:
         oldest = next((one for one in chains_of([mine.key]) if one.unfinished), mine)
         if oldest.id == mine.id or oldest.whole:
             return oldest
-        if time.monotonic() > end:  # singleton still lets only one of them work at a time
+        if time.monotonic() > end:  # singleton still lets only one of them run at a time
             return mine
         time.sleep(POLL_SECONDS)
 
 
 def _avoided_nodes(chain: Chain) -> frozenset[str]:
-    with suppress(HoldfastError):  # the jobs look for the store themselves
+    with suppress(HoldfastError):  # the jobs find the store themselves
         store = open_store(chain.store, deadline=STORE_SECONDS)
         return avoided_nodes(store, chain.request.run_id, chain.spec.cluster)
     return frozenset()
 
 
 def _new_lines(file: Path, shown: dict[Path, int], *, whole: bool) -> Iterator[str]:
-    """The lines of a file that were not shown yet; with `whole` also a last one without its end."""
+    """The new lines of a file; with `whole`, also a last line without its end."""
     with file.open("rb") as content:
         content.seek(shown.setdefault(file, 0))
         new = content.read()

@@ -1,4 +1,4 @@
-"""The chains of jobs that a Slurm knows, from the names and comments of its jobs: nothing else remembers them."""
+"""Chains of Slurm jobs, from the names and comments of the jobs, which are their only record."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from holdfast.steps import STEPS
 
 @dataclass(frozen=True)
 class Submitted:
-    """One submission as Slurm knows it: the jobs of a key that were made with one first job."""
+    """One submission as Slurm knows it: the jobs of a key with one first job."""
 
     key: str
-    first: int  # number of its first job, which Slurm may have forgotten
-    jobs: dict[str, BatchJob]  # by step, in the order of submission: those that Slurm knows
+    first: int  # id of its first job, which Slurm may have forgotten
+    jobs: dict[str, BatchJob]  # by step, in the order of submission, without forgotten ones
 
     @property
     def id(self) -> str:
-        """What it is called: the key, and the number of its first job."""
+        """The chain's id: the key and the id of its first job."""
         return f"{self.key}-{self.first}"
 
     @property
@@ -33,18 +33,21 @@ class Submitted:
 
     @property
     def is_sweep(self) -> bool:
-        """Whether its arrays are trials."""
+        """Whether its job arrays are trials."""
         return "compare" in self.jobs
 
     @property
     def whole(self) -> bool:
-        """Whether all of its jobs were made."""
+        """Whether all of its jobs were created."""
         return EXIT_HANDLER in self.jobs
 
     def untold(self, told: Collection[str] = ()) -> list[str]:
-        """The steps that are not known to have begun: neither they nor any after them are among its jobs, or among
-        `told`. A step waits for the success of the one before it."""
-        if self.unfinished and not self.whole:  # they are being made
+        """The steps that are not known to have begun: they and all later ones are missing from its jobs and from
+        `told`.
+
+        A step waits for the success of the previous one.
+        """
+        if self.unfinished and not self.whole:  # its jobs are still being created
             return []
         steps = list(steps_from(START, SWEEP_EDGES if self.is_sweep else EDGES))
         last = max((place for place, step in enumerate(steps) if step in self.jobs or step in told), default=-1)
@@ -52,8 +55,10 @@ class Submitted:
 
 
 def chains_of(keys: Sequence[str] = ()) -> list[Submitted]:
-    """This user's chains, oldest first: all, or those of some keys. A Slurm without accounting forgets the first jobs
-    of a chain while the later ones run."""
+    """This user's chains, oldest first: all, or those of some keys.
+
+    Without accounting, Slurm forgets the first jobs of a chain while the later ones run.
+    """
     names = [job_name(key, step) for key in keys for step in STEPS]
     found: list[Submitted] = []
     for job in client.jobs_of(names):
@@ -73,7 +78,7 @@ def chains_of(keys: Sequence[str] = ()) -> list[Submitted]:
 
 
 def _begins(step: str, key: str, called: str, fitting: Sequence[Submitted]) -> bool:
-    """Whether a job is the first of a chain: that one's comment cannot say a number yet."""
+    """Whether a job is the first of a chain. The comment of a first job has no number yet."""
     if step not in (START, FAN_OUT_START):
         return False
     if called:

@@ -1,7 +1,7 @@
-"""Slurm's own commands, as functions: what is asked of a controller and what it answers, in types.
+"""Typed functions over Slurm's commands.
 
-Promises that a controller that does not answer is a ClusterUnreachableError, and what it refuses a SpecError with
-Slurm's words. Leaves what jobs mean for a run to `backend`.
+A controller that does not respond raises ClusterUnreachableError. A refused request raises SpecError with Slurm's
+message. `backend` interprets jobs for a run.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from holdfast.spec.errors import ClusterUnreachableError, MissingError, Problem,
 
 log = logging.getLogger("holdfast.slurm")
 
-SECONDS = 60.0  # for one answer
+SECONDS = 60.0  # for one response
 _AWAY = re.compile(r"Unable to contact slurm|Socket timed out|Connection refused|Zero Bytes|backup controller", re.I)
-_UNKNOWN = re.compile(r"configuration (source|file)", re.I)  # where the controller is
+_UNKNOWN = re.compile(r"configuration (source|file)", re.I)  # the configuration that names the controller
 _NO_ACCOUNTING = re.compile(r"accounting storage is disabled", re.I)
 _GONE = re.compile(r"Invalid job id|already completing or completed", re.I)
-# Slurm's words for a job that may still change.
+# Slurm's states of a job that may still change.
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "CONFIGURING")
 AT_WORK = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 ENDING = ("COMPLETING",)
 ENDED = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
 )  # fmt: skip
-NEVER_SATISFIED = "DependencyNeverSatisfied"  # why Slurm itself cancels a job
+NEVER_SATISFIED = "DependencyNeverSatisfied"  # reason of a job that Slurm itself cancels
 
 _COLUMNS = {
     "id": "ArrayJobID:32", "task": "ArrayTaskID:16", "name": "Name:256", "state": "State:32", "reason": "Reason:256",
@@ -44,23 +44,23 @@ _SACCT = ("JobID", "JobName", "State", "Reason", "ExitCode", "ElapsedRaw", "Comm
 
 @dataclass(frozen=True)
 class BatchJob:
-    """A job as Slurm sees it; an array is one job."""
+    """A job as Slurm reports it; an array is one job."""
 
     id: int
     name: str
-    state: str  # Slurm's word: PENDING, RUNNING, COMPLETED, FAILED, TIMEOUT, NODE_FAIL, CANCELLED, ...
-    reason: str = ""  # why it waits, or failed; empty for none
+    state: str  # PENDING, RUNNING, COMPLETED, FAILED, TIMEOUT, NODE_FAIL, CANCELLED, ...
+    reason: str = ""  # why it waits or failed; empty without a reason
     exit_code: int = 0
-    signal: int = 0  # that ended it
+    signal: int = 0  # signal that ended it
     restarts: int = 0
-    seconds: float = 0.0  # that it has run since its last start
+    seconds: float = 0.0  # run time since its last start
     comment: str = ""
-    task: int | None = None  # of an array
+    task: int | None = None  # number in an array
     tasks: tuple[BatchJob, ...] = ()  # of an array: those that Slurm knows, by number
 
     @property
     def called(self) -> str:
-        """What Slurm's commands call it."""
+        """The id of the job for Slurm's commands."""
         return str(self.id) if self.task is None else f"{self.id}_{self.task}"
 
     @property
@@ -70,14 +70,16 @@ class BatchJob:
 
 
 def sbatch(script: str, options: Sequence[str]) -> int:
-    """Submit a script; the number of its job."""
+    """Submit a script. Returns the id of its job."""
     printed = asked(["sbatch", "--parsable", *options], script)
     return int(printed.strip().splitlines()[-1].partition(";")[0])
 
 
 def jobs_of(names: Sequence[str] = ()) -> list[BatchJob]:
-    """This user's jobs, ended ones too as long as Slurm knows them, by number: those with one of `names`, or all. What
-    the controller has forgotten comes from the accounting, where there is any."""
+    """This user's jobs by id, including ended ones that Slurm still knows: those with one of `names`, or all.
+
+    Jobs that the controller has forgotten come from the accounting, if it exists.
+    """
     chosen = [f"--name={','.join(names)}"] if names else []
     columns = ",".join(f"{column}|" for column in _COLUMNS.values())
     command = [
@@ -90,21 +92,21 @@ def jobs_of(names: Sequence[str] = ()) -> list[BatchJob]:
         f"--Format={columns}",
     ]
     known = [_from_squeue(line) for line in asked(command).splitlines()]
-    # Asked second: a job that leaves the controller meanwhile has long been in the accounting.
+    # Queried second: a job that leaves the controller meanwhile is already in the accounting.
     found = {(job.id, job.task): job for job in (*_accounted(chosen), *known)}
     return [job for _, job in sorted(_one_each(found.values()).items())]
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition as sinfo has it."""
+    """A partition as sinfo reports it."""
 
     name: str
     up: bool
     default: bool
     nodes: int
-    cores: int  # of a node, the least
-    memory: int  # of a node, the least, in MiB
+    cores: int  # of its smallest node
+    memory: int  # of its smallest node, in MiB
 
 
 def partitions() -> list[Partition]:
@@ -129,38 +131,40 @@ def partitions() -> list[Partition]:
 
 
 def on_a_node(command: Sequence[str], options: Sequence[str], seconds: int) -> str:
-    """What a command prints on a node that is free within `seconds`."""
+    """Run a command on a node that is free within `seconds`. Returns its output."""
     return asked(["srun", "--nodes=1", "--ntasks=1", "--time=1", f"--immediate={seconds}", *options, *command])
 
 
 def release(job: int) -> None:
-    """Let a job that was submitted held begin."""
+    """Release a held job."""
     asked(["scontrol", "release", str(job)])
 
 
 def forbid_requeue(job: int) -> None:
-    """Have a job not come back once it ends."""
+    """Disable the requeue of a job."""
     asked(["scontrol", "update", f"JobId={job}", "Requeue=0"])
 
 
 def requeue(job: str) -> bool:
-    """Put a running job, or the task NUMBER_TASK of an array, back into the queue; whether Slurm did that. Raises
-    ClusterUnreachableError."""
+    """Requeue a running job, or an array task NUMBER_TASK. Returns whether Slurm did it. Raises
+    ClusterUnreachableError.
+    """
     try:
         asked(["scontrol", "requeue", job])
-    except (SpecError, MissingError):  # it may not be, or is going already
+    except (SpecError, MissingError):  # requeue is not allowed, or the job is already ending
         return False
     return True
 
 
 def cancel(job: int) -> None:
-    """End a job; one that has ended is left alone."""
+    """Cancel a job; an ended job stays unchanged."""
     _lenient(["scancel", str(job)])
 
 
 def ask_to_leave(job: int) -> None:
-    """Send SIGTERM to the batch shell of a running job, and to nothing else of it. The tasks of an array that have not
-    begun are ended: a signal does not reach them."""
+    """Send SIGTERM to the batch shell of a running job only. Pending tasks of an array are canceled: no signal reaches
+    them.
+    """
     _lenient(["scancel", "--state=PENDING", str(job)])
     _lenient(["scancel", "--batch", "--signal=TERM", str(job)])
 
@@ -173,7 +177,9 @@ def _lenient(command: Sequence[str]) -> None:
 
 
 def _one_each(jobs: Iterable[BatchJob]) -> dict[int, BatchJob]:
-    """The jobs by number. The tasks of an array are one job: as the task that works, else waits, else failed is."""
+    """The jobs by id. An array becomes one job with the state of a working task, otherwise a waiting, otherwise a
+    failed one.
+    """
     by_job: dict[int, list[BatchJob]] = {}
     for job in jobs:
         by_job.setdefault(job.id, []).append(job)
@@ -201,8 +207,11 @@ def _from_squeue(line: str) -> BatchJob:
 
 
 def _accounted(chosen: Sequence[str]) -> list[BatchJob]:
-    """The ended jobs that the accounting remembers; nothing where there is none, or it is away. What it refuses is
-    said. Asked without states, sacct is silent about jobs that never were eligible: cancelled with the step before."""
+    """The ended jobs in the accounting; empty where it does not exist or respond. A refusal is logged.
+
+    The states are explicit: otherwise sacct omits jobs that were never eligible, such as those canceled with the step
+    before them.
+    """
     if shutil.which("sacct") is None:
         return []
     command = ["sacct", "--allocations", "--noheader", "--parsable2", f"--user={getpass.getuser()}"]
@@ -224,7 +233,7 @@ def _accounted(chosen: Sequence[str]) -> list[BatchJob]:
         number, _, task = number.partition("_")
         if number.isdecimal():
             word = state.split()[0] if state else ""  # "CANCELLED by 0"
-            if state == "CANCELLED" and not int(seconds or 0):  # by nobody, while it waited, whatever for at first
+            if state == "CANCELLED" and not int(seconds or 0):  # no user did: its dependency failed
                 reason = NEVER_SATISFIED
             found.append(BatchJob(
                 int(number), name, word, _reason(reason), int(code or 0), int(signal or 0),
@@ -233,13 +242,13 @@ def _accounted(chosen: Sequence[str]) -> list[BatchJob]:
     return found
 
 
-@cache  # once, and not at every look of a command that follows a run
+@cache  # once, and not at every poll of a command that follows a run
 def _say_refused(said: str) -> None:
     log.warning("what Slurm's controller has forgotten is missing here: sacct refuses to tell it: %s", said)
 
 
 def _number(word: str) -> int | None:
-    return int(word) if word.isdecimal() else None  # "N/A", or "[3-7]" for tasks that nobody has begun yet
+    return int(word) if word.isdecimal() else None  # "N/A", or "[3-7]" for tasks that have not begun
 
 
 def _reason(word: str) -> str:
@@ -247,7 +256,7 @@ def _reason(word: str) -> str:
 
 
 def _seconds(elapsed: str) -> float:
-    """Seconds of Slurm's [days-][hours:]minutes:seconds."""
+    """Parse Slurm's [days-][hours:]minutes:seconds to seconds."""
     days, _, rest = elapsed.rpartition("-")
     total = 0
     for part in rest.split(":"):
@@ -256,7 +265,9 @@ def _seconds(elapsed: str) -> float:
 
 
 def asked(command: Sequence[str], given: str = "") -> str:
-    """What a command of Slurm prints. Raises the errors of the module's promise."""
+    """Run a Slurm command. Returns its output. Raises MissingError, ClusterUnreachableError and SpecError (see the
+    module).
+    """
     try:
         done = subprocess.run(
             command, input=given, capture_output=True, text=True, timeout=SECONDS, check=False, errors="replace",

@@ -1,7 +1,7 @@
-"""The DAG of `holdfast.pipelines.table` as batch jobs of Slurm: for each step what sbatch is told, and its script.
+"""The DAG of `holdfast.pipelines.table` as Slurm batch jobs: the sbatch options and the script of each step.
 
-Promises that no secret stands in a script or on a command line: jobs get the environment of whoever submits, as sbatch
-hands it on. Leaves what a step needs of the steps before it to `step`, which finds it in the store.
+Scripts and command lines contain no secrets: jobs get the submitter's environment from sbatch. `step` reads the results
+of earlier steps from the store.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from holdfast.steps import PARAMETERS, STEPS, Step, producer_of
 
 PREFIX = "holdfast"
 STORE_DIGITS = 6  # the same run in another store is another chain
-WARNING_MARGIN = 30  # seconds that a step has after its ranks have left, before its time limit
+WARNING_MARGIN = 30  # seconds for a step between its ranks' exit and its time limit
 
 SCRIPT = """#!/bin/bash
 # {name}: the step `{step}` of run {key}.
@@ -48,18 +48,18 @@ exec {command}
 
 @dataclass(frozen=True)
 class Chain:
-    """What all jobs of one run share."""
+    """The common data of all jobs of one run."""
 
     request: RunRequest
     spec: Spec  # as the jobs read it
-    key: str  # the run id, or a digest of what was asked for where it cannot be identified from here; and of the store
+    key: str  # the run id, or a digest of the request where the run cannot be identified here; then the store's mark
     store: str
-    folder: Path  # of the spec and the logs; the nodes see it too
+    folder: Path  # of the spec and the logs; shared with the nodes
     excluded_nodes: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, request: RunRequest) -> Chain:
-        """The chain of an order. Paths of the spec are made absolute: jobs run elsewhere."""
+        """The chain of a request. Paths of the spec become absolute, because jobs run elsewhere. Raises SpecError."""
         spec = with_absolute_paths(request.spec)
         store = store_root(request.store or store_url(spec))
         asked = [request.question(), *([request.trials] if request.trials else [])]
@@ -72,12 +72,12 @@ class Chain:
 
     @property
     def spec_file(self) -> Path:
-        """Where the spec is written for the jobs; another text is another file."""
+        """The jobs' spec file; another text is another file."""
         return self.folder / f"spec-{digest([dump_spec(self.spec)])[:ORDER_DIGITS]}.yaml"
 
     @property
     def trials_file(self) -> Path:
-        """Where the trials of a sweep are written for the jobs."""
+        """The jobs' file with the trials of a sweep."""
         return self.folder / f"trials-{digest([self.request.trials])[:ORDER_DIGITS]}.json"
 
     @property
@@ -87,18 +87,17 @@ class Chain:
 
     @property
     def steps(self) -> list[str]:
-        """The steps in the order in which their jobs are submitted: the exit handler waits for all others."""
+        """The steps in the order in which their jobs are submitted; the exit handler comes last."""
         start = START if self.request.trials else start_of(self.spec)
         return [*steps_from(start, self.edges), EXIT_HANDLER]
 
     def tasks(self, step: str) -> int:
-        """Among how many tasks an array shares the work of a step; 0 for none."""
+        """The number of array tasks that share the work of a step; 0 without an array."""
         each = any(edge.each for edge in self.edges if edge.after == step)
         return self.spec.data.fan_out if each else 0
 
     def array(self, step: str) -> str:
-        """The numbers of the tasks of a step's job, as sbatch takes them; empty where it is no array. Those of a sweep
-        are the numbers of its trials."""
+        """The task numbers of a step's array for sbatch; empty without an array. In a sweep they are trial numbers."""
         if tasks := self.tasks(step):
             return f"0-{tasks - 1}"
         if not self.request.trials or not STEPS[step].per_trial:
@@ -106,7 +105,7 @@ class Chain:
         return f"1-{len(self.request.trials)}" + (f"%{self.request.at_once}" if self.request.at_once else "")
 
     def write(self) -> None:
-        """Make the folder, and write there the spec, and the trials of a sweep."""
+        """Create the folder with the spec and the trials of a sweep."""
         self.folder.mkdir(parents=True, exist_ok=True)
         keep(self.spec_file, dump_spec(self.spec))
         if self.request.trials:
@@ -114,8 +113,10 @@ class Chain:
 
 
 def _require_one_allocation(request: RunRequest, spec: Spec) -> None:
-    """Raise SpecError for nodes that Slurm cannot give, and for trials with another allocation than the others. Tasks
-    of an array have one allocation."""
+    """Raise SpecError for nodes that Slurm cannot give, and for trials that differ in their allocation.
+
+    All tasks of an array have the same allocation.
+    """
     text, wanted = dump_spec(spec), _allocation(spec)
     for trial in request.trials:
         changed = parse_spec(text, trial)
@@ -129,8 +130,10 @@ def _allocation(spec: Spec) -> list[str]:
 
 
 def _nodes_of(job: Job) -> Iterator[str]:
-    """The nodes of a training job, and what it takes of each: options of sbatch, without their dashes. Raises SpecError
-    for spare nodes."""
+    """The nodes of a training job and its resources per node, as sbatch options without dashes.
+
+    Raises SpecError for spare nodes.
+    """
     cluster, nodes = job.cluster, job.cluster.nodes
     require_no_spares(cluster, "Slurm")
     yield f"nodes={nodes.min}-{nodes.max}" if nodes.min < nodes.max else f"nodes={nodes.max}"
@@ -147,19 +150,19 @@ def _nodes_of(job: Job) -> Iterator[str]:
 
 
 def keep(path: Path, text: str) -> None:
-    """Write a file that jobs read at any moment: they find the whole of it, or what was there before."""
+    """Write a file atomically: jobs that read it at any time see the whole file or its previous version."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
 def store_mark(store: str) -> str:
-    """What stands for a store at the end of a key."""
+    """A digest of the store at the end of a key."""
     return digest([store])[:STORE_DIGITS]
 
 
 def folder_of(key: str) -> Path:
-    """Where the spec and the logs of a chain lie."""
+    """The folder with the spec and the logs of a chain."""
     return home() / "slurm" / key
 
 
@@ -169,7 +172,7 @@ def job_name(key: str, step: str) -> str:
 
 
 def jobs_of(request: RunRequest) -> list[dict[str, Any]]:
-    """The arguments of sbatch and the script of each job of an order, with example numbers for the jobs before it."""
+    """The sbatch options and the script of each job of a request, with example ids for earlier jobs."""
     chain, made, found = Chain.of(request), dict[str, int](), []
     for step in chain.steps:
         found.append({"job": step, "sbatch": options_of(chain, step, made), "script": script_of(chain, step, made)})
@@ -178,12 +181,12 @@ def jobs_of(request: RunRequest) -> list[dict[str, Any]]:
 
 
 def slurm_text(spec: Spec) -> str:
-    """What `holdfast submit --backend slurm` sends for a spec, as YAML."""
+    """The jobs that `holdfast submit --backend slurm` sends for a spec, as YAML."""
     return as_yaml(*jobs_of(build_request(spec, shared_folders=True)))
 
 
 def options_of(chain: Chain, step: str, made: Mapping[str, int]) -> list[str]:
-    """What sbatch is told of the job of `step`, with the numbers of the jobs before it."""
+    """The sbatch options for the job of `step`, with the ids of earlier jobs."""
     return [f"--{option}" for option in _options(chain, STEPS[step], made)]
 
 
@@ -210,14 +213,14 @@ def _options(chain: Chain, step: Step, made: Mapping[str, int]) -> Iterator[str]
     yield f"chdir={chain.folder}"
     if array := chain.array(step.name):
         yield f"array={array}"
-    # Slurm replaces %j and the like in the whole path, and %% by %.
+    # Slurm replaces %j and similar in the whole path, and %% by %.
     yield f"output={str(chain.folder).replace('%', '%%')}/{step.name}-{'%A_%a' if array else '%j'}.log"
     yield "open-mode=append"  # a job that comes back goes on in its log
     yield "requeue"
     yield "kill-on-invalid-dep=yes"
     yield f"dependency={_dependency(chain, step.name, made)}"
     if not made:
-        yield "hold"  # until the chain is whole
+        yield "hold"  # until the chain is complete
     yield from (
         f"{option}={value}"
         for option, value in (("partition", slurm.partition), ("account", slurm.account), ("qos", slurm.qos))
@@ -230,7 +233,7 @@ def _options(chain: Chain, step: Step, made: Mapping[str, int]) -> Iterator[str]
             yield f"constraint={slurm.constraint}"
         if slurm.slot_minutes:
             yield f"time={slurm.slot_minutes}"
-        # Ahead of the limit, to the batch shell: it has the ranks save, and goes back into the queue.
+        # SIGTERM to the batch shell ahead of the limit: the ranks save, and the job returns to the queue.
         yield f"signal=B:TERM@{math.ceil(job.grace_seconds) + WARNING_MARGIN}"
         return
     wanted = resources_of(step, chain.spec)
@@ -243,9 +246,11 @@ def _options(chain: Chain, step: Step, made: Mapping[str, int]) -> Iterator[str]
 
 
 def _dependency(chain: Chain, step: str, made: Mapping[str, int]) -> str:
-    """What the job waits for: the steps before it, and any older job of the same name; tasks of an array have one name,
-    and do not wait for each other. In a sweep the steps of one trial wait for each other, and the comparison until
-    there are none."""
+    """The dependencies of a job: the steps before it, and any older job with the same name.
+
+    Tasks of an array share a name and do not wait for each other. In a sweep, the steps of one trial wait for each
+    other, and the comparison waits until all of them have ended.
+    """
     if step == EXIT_HANDLER:
         return "afterany:" + ":".join(map(str, made.values()))
     before = []
@@ -259,7 +264,7 @@ def _dependency(chain: Chain, step: str, made: Mapping[str, int]) -> str:
 
 
 def _command(chain: Chain, step: str, made: Mapping[str, int]) -> list[str]:
-    """The command that runs the step. A chain is called after its first job, which learns its own number only there."""
+    """The command that runs the step. A chain is named after its first job, which learns its id only when it runs."""
     command = [sys.executable, "-m", "holdfast.pipelines.backends.slurm.step", step, f"--key={chain.key}"]
     if made:
         command.append(f"--first={next(iter(made.values()))}")

@@ -1,4 +1,4 @@
-"""Slurm's words for its jobs as the words of the protocol, and as sentences for people."""
+"""States of Slurm jobs as states of the backend protocol, and as messages for people."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _WAITS = {
 
 
 def state_of(job: BatchJob) -> str:
-    """The protocol's word for a job."""
+    """The protocol's state of a job."""
     if job.state in WAITING:
         return PENDING
     if job.state in (*AT_WORK, *ENDING):
         return RUNNING
     if job.state == "COMPLETED":
         return SUCCEEDED
-    # One that was asked to leave before its step listened to signals ended by the signal itself.
+    # A job that gets SIGTERM before its step handles signals ends by the signal itself.
     by_signal = job.state == "FAILED" and job.signal == signal.SIGTERM
     left = job.state == "CANCELLED" or by_signal or ExitCode.is_interruption(job.exit_code)
     return CANCELED if left else FAILED
 
 
 def said_of(job: BatchJob, outcome: Outcome | None = None) -> str:
-    """What a person should know of a job beside its state; empty for nothing."""
+    """The message for a person about a job, in addition to its state; empty if none."""
     state, parts = state_of(job), []
     if state == PENDING:
         parts.append(_WAITS.get(job.reason, f"waits: {job.reason}" if job.reason else ""))
@@ -74,7 +74,7 @@ def _why(job: BatchJob, outcome: Outcome | None) -> str:
 
 
 def step_of(step: str, job: BatchJob, outcome: Outcome | None) -> StepStatus:
-    """A step as its job and its outcome have it."""
+    """The status of a step from its job and its outcome."""
     state = state_of(job)
     if state == SUCCEEDED and outcome and outcome.result.startswith(f"{SKIPPED}:"):
         return StepStatus(step, SKIPPED.upper(), job.seconds, outcome.result.partition(": ")[2], (job.called,), 0)
@@ -82,8 +82,9 @@ def step_of(step: str, job: BatchJob, outcome: Outcome | None) -> StepStatus:
 
 
 def _code_of(job: BatchJob, outcome: Outcome | None) -> int | None:
-    """The exit code of a job that has ended: its own, which a shell passes on, or what it said of itself before it was
-    ended."""
+    """The exit code of an ended job: the job's, which a shell passes on, or the one that the step recorded before its
+    end.
+    """
     if job.unfinished:
         return None
     if job.state == "COMPLETED":
@@ -93,7 +94,7 @@ def _code_of(job: BatchJob, outcome: Outcome | None) -> int | None:
 
 
 def trials_of(step: str, job: BatchJob, outcomes: Mapping[str, Outcome]) -> Iterator[StepStatus]:
-    """A step of a sweep trial by trial: as its tasks have it, or the outcomes of those that Slurm has forgotten."""
+    """The trials of a step of a sweep: from their tasks, or from the outcomes of tasks that Slurm has forgotten."""
     tasks = {task.task: task for task in job.tasks if task.task is not None}
     left = {int(one.part): one for one in outcomes.values() if one.step == step and one.part.isdecimal()}
     for number in sorted({*tasks, *left}):
@@ -105,7 +106,7 @@ def trials_of(step: str, job: BatchJob, outcomes: Mapping[str, Outcome]) -> Iter
 
 
 def as_told(outcome: Outcome) -> StepStatus:
-    """A step, or a part of it, that Slurm has forgotten: as it said itself how it ended, or that it did not."""
+    """The status of a step, or a part of it, that Slurm has forgotten, from its outcome."""
     if outcome.ended is None:
         return StepStatus(outcome.name, FAILED, None, "did not say how it ended, and Slurm has forgotten it")
     seconds, skipped = outcome.ended - outcome.started, outcome.result.removeprefix(f"{SKIPPED}: ")
@@ -116,7 +117,7 @@ def as_told(outcome: Outcome) -> StepStatus:
 
 
 def whole_state(steps: Sequence[StepStatus]) -> str:
-    """The state of a chain: of the first step that did not succeed, once none may change."""
+    """The state of a chain: that of the first step that did not succeed, once none may change."""
     states = [step.state for step in steps]
     if any(state in (PENDING, RUNNING) for state in states):
         return PENDING if all(state == PENDING for state in states) else RUNNING
@@ -125,8 +126,10 @@ def whole_state(steps: Sequence[StepStatus]) -> str:
 
 
 def ended_as(steps: Sequence[str], jobs: Mapping[str, BatchJob], outcomes: Mapping[str, Outcome]) -> tuple[str, str]:
-    """How `steps`, those before the exit handler, ended, as it is told: succeeded, failed or cancelled, and what Slurm
-    says of the first that did not succeed; or what that one said itself, where Slurm has forgotten it."""
+    """How `steps`, those before the exit handler, ended: succeeded, failed or cancelled, and a message.
+
+    The message is Slurm's about the first step that did not succeed, or the step's own where Slurm has forgotten it.
+    """
     for step in steps:
         if step in jobs:
             ends = [(state_of(jobs[step]), said_of(jobs[step], outcomes.get(step)))]

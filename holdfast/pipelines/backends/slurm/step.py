@@ -1,9 +1,8 @@
 """One step of a chain, in its batch job: `python -m holdfast.pipelines.backends.slurm.step STEP …  -- arguments`.
 
-Slurm passes nothing from job to job: what a step takes from those before it, it finds in their outcomes in the store.
-Promises that a failure that may pass puts the job back into the queue, and that a training which had to leave and has
-saved comes back however often that happens, until `cluster.deadline_hours` are over. Leaves the work to the step's own
-command line.
+Slurm passes nothing between jobs: a step reads the outcomes of earlier steps from the store. A retryable failure puts
+the job back into the queue. A training that was preempted and has saved always returns to the queue, until
+`cluster.deadline_hours` are over. The step's command line does the work.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ from holdfast.store.jobs import outcomes_of, recorder
 
 log = logging.getLogger("holdfast.slurm")
 
-GOES_SECONDS = 60.0  # until a job that goes back into the queue is ended by Slurm
-CONTROLLER_TRIES, CONTROLLER_SECONDS = 120, 5.0  # for a controller that does not answer
+GOES_SECONDS = 60.0  # until Slurm ends a requeued job
+CONTROLLER_TRIES, CONTROLLER_SECONDS = 120, 5.0  # for a controller that does not respond
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the step that the arguments name; the exit code of its job."""
+    """Run the step that the arguments name. Returns the exit code of its job."""
     arguments, given = _parsed(argv)
     configure_logging()
     step, job, task = arguments.step, os.environ["SLURM_JOB_ID"], ""
-    if arguments.tasks or (arguments.trials_file and STEPS[step].per_trial):  # an array, whatever the variables say
+    if arguments.tasks or (arguments.trials_file and STEPS[step].per_trial):  # an array, despite Slurm's variables
         task = os.environ["SLURM_ARRAY_TASK_ID"]
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
     if arguments.tasks:
@@ -93,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _of_sweep(step: str, task: str, file: Path, chain: str, best_of: str) -> list[str]:
-    """What a step of a sweep is told: which trial it is for, all of them, or which is the best."""
+    """Arguments of a step in a sweep: its trial, all trials, or the best one."""
     trials = parse_json(file.read_bytes(), list[list[str]], str(file))
     if STEPS[step].per_trial:
         return [f"--{TRIAL}={task}", f"--overrides={json.dumps(trials[int(task) - 1])}"]
@@ -112,8 +111,10 @@ def _result_file(step: str, chain: str) -> Path:
 
 
 def _deadline(seconds: float, began: Path) -> float | None:
-    """When a job must have ended that may take so long since its first start, in unix seconds; None for no such time.
-    The first start is kept in `began`, which the job finds again when it comes back."""
+    """The end of a job's time since its first start, in unix seconds; None without a limit.
+
+    The file `began` keeps the first start, and the job reads it again after a requeue.
+    """
     if not seconds:
         return None
     if not began.exists():
@@ -122,8 +123,11 @@ def _deadline(seconds: float, began: Path) -> float | None:
 
 
 def _worked(step: str, words: Sequence[str], until: float | None) -> int:
-    """The code of the step's own command line. Until that has a handler for SIGTERM, seconds of imports pass: one that
-    comes meanwhile must end in a code too, and not end the process."""
+    """The exit code of the step's command line.
+
+    Imports take seconds before the step handles SIGTERM. A SIGTERM in that time must also give a code and not kill the
+    process.
+    """
     signal.signal(signal.SIGTERM, _terminated)
     try:
         with _asked_to_leave(until):
@@ -139,7 +143,7 @@ def _terminated(_signum: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def _asked_to_leave(until: float | None) -> Iterator[None]:
-    """Meanwhile this process gets SIGTERM at that time, as from Slurm ahead of a limit: the ranks save and leave."""
+    """Send SIGTERM to this process at that time, like Slurm before a limit: the ranks save and exit."""
     if until is None:
         yield
         return
@@ -153,9 +157,9 @@ def _asked_to_leave(until: float | None) -> Iterator[None]:
 
 
 def _come_back(step: str, job: str, code: int, tries: Path, wait: Callable[[float], None] = time.sleep) -> None:
-    """Go back into the queue, unless that has been tried too often. Does not return where Slurm takes the job back."""
+    """Requeue the job, unless it has failed too often. Does not return if Slurm requeues the job."""
     count = int(tries.read_text()) if tries.exists() else 0
-    count = 0 if code == ExitCode.PREEMPTED else count + 1  # what was saved is progress
+    count = 0 if code == ExitCode.PREEMPTED else count + 1  # a saved checkpoint is progress
     keep(tries, str(count))
     if count > RETRY.tries:
         log.error("%s failed %d times in a row; holdfast resume goes on", step, count)
@@ -167,7 +171,7 @@ def _come_back(step: str, job: str, code: int, tries: Path, wait: Callable[[floa
 
 
 def _requeued(job: str, wait: Callable[[float], None]) -> bool:
-    """Whether Slurm takes the job back. A controller that is away is waited for: the work must not end with it."""
+    """Whether Slurm requeues the job. Waits for an unavailable controller, because its outage must not end the run."""
     for _ in range(CONTROLLER_TRIES):
         try:
             return client.requeue(job)
@@ -178,7 +182,7 @@ def _requeued(job: str, wait: Callable[[float], None]) -> bool:
 
 
 def _unmet(conditions: Sequence[str], outcomes: Mapping[str, Outcome]) -> str:
-    """Which condition does not hold, in words; empty when all do."""
+    """The message of the first condition that does not hold; empty when all hold."""
     for condition in conditions:
         before, _, word = condition.partition("=")
         said = outcomes[before].result if before in outcomes else "nothing"
@@ -188,7 +192,7 @@ def _unmet(conditions: Sequence[str], outcomes: Mapping[str, Outcome]) -> str:
 
 
 def _jobs(key: str, numbers: Mapping[str, str]) -> dict[str, client.BatchJob]:
-    """The jobs of these numbers as Slurm has them, by step; without those that it has forgotten."""
+    """The jobs of these ids that Slurm knows, by step."""
     found = {str(job.id): job for job in client.jobs_of([job_name(key, step) for step in numbers])}
     return {step: found[number] for step, number in numbers.items() if number in found}
 
