@@ -1,8 +1,8 @@
-"""What fits, how fast, how long and for how much, before an accelerator is paid for.
+"""Planner: fit, speed, duration and cost of a training before any accelerator is paid for.
 
-Arithmetic alone: memory of a rank term by term, communication by the alpha-beta model, pipeline schedules, and a search
-over layouts. Needs neither torch nor an accelerator. What it was checked against, and how far off it is, stands in
-docs/planner.md. Leaves drawing to `pipelines.view`.
+It is arithmetic alone: memory of a rank term by term, communication by the alpha-beta model, pipeline schedules, and a
+search over layouts. It needs neither torch nor an accelerator. docs/planner.md has its validation and its errors.
+`pipelines.view` displays the results.
 """
 
 from holdfast.planning.hardware import ACCELERATORS, Accelerator, accelerator

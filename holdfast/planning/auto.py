@@ -1,7 +1,7 @@
 """`parallel: auto`: the fastest layout that the engines run, for the ranks and the accelerator that a spec declares.
 
-Promises the same layout for the same spec and version, and a refusal with its remedy where nothing can be said. Leaves
-it to `train.auto_layout` that a run keeps the layout which it began with.
+The same spec and version give the same layout. Without a result, a SpecError names the remedy. `train.auto_layout`
+makes a run keep its first layout.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.sizes import BatchSizes
 from holdfast.spec.tree import Spec
 
-UNKNOWN_VOCABULARY = 128_256  # of Llama 3, where a tokenizer's file would have to be fetched to know
-LESS = 0.9  # of the memory of a layout that ran out of it, for the next one: estimates are not exact
+UNKNOWN_VOCABULARY = 128_256  # of Llama 3, when the vocabulary is known only after a download
+LESS = 0.9  # share of the memory of a layout that ran out of it, for the next one; estimates are not exact
 LEFT_TO_THE_SPEC = ("parallel.processes", "cluster.accelerator", "cluster.nodes.min", "cluster.nodes.max")
 
 
 def accelerator_of(spec: Spec, *, here: bool) -> Accelerator:
-    """What the spec's ranks compute on: `cluster.product`, else what `cluster.node_selector` names, else, where the
-    ranks run `here`, what `holdfast calibrate` measured on this machine. Raises SpecError when none of them says it."""
+    """The accelerator of the spec's ranks.
+
+    It is `cluster.product`, otherwise the one that `cluster.node_selector` names. Where the ranks run `here`, it is
+    otherwise the one that `holdfast calibrate` measured on this machine. Raises SpecError when none of them is known.
+    """
     if spec.cluster.product is not None:
         return accelerator(spec.cluster.product)
     named = {found.name: found for label in spec.cluster.node_selector.values() if (found := by_label(label))}
@@ -53,12 +56,12 @@ def _kind(spec: Spec) -> str:
 
 
 def vocabulary_of(spec: Spec) -> int | None:
-    """Tokens of the spec's tokenizer; None where only its file knows."""
+    """The number of tokens of the spec's tokenizer; None where only its file has it."""
     return spec.data.tokenizer.vocabulary if spec.data.tokenizer.kind == "bpe" else None
 
 
 def task_of(spec: Spec, here: Accelerator, gpus: int, vocabulary: int) -> Task:
-    """What the spec trains, on so many accelerators. Raises SpecError when these are no whole nodes."""
+    """The training task of the spec on `gpus` accelerators. Raises SpecError when these are not whole nodes."""
     if gpus > here.node and gpus % here.node:
         declared = gpus == spec.world_size
         field, value = ("parallel.processes", spec.parallel.processes) if declared else ("--gpus", gpus)
@@ -75,19 +78,18 @@ def task_of(spec: Spec, here: Accelerator, gpus: int, vocabulary: int) -> Task:
 
 
 def declared_task(spec: Spec, here: Accelerator, vocabulary: int) -> Task:
-    """The task on the ranks that the spec declares, which need not fill their nodes."""
+    """The task on the ranks that the spec declares, which may fill nodes only partly."""
     node = min(here.node, spec.parallel.processes)
     return task_of(spec, here.model_copy(update={"node": node}), spec.world_size, vocabulary)
 
 
 def layout_fields(task: Task, layout: Layout) -> dict[str, Any]:
-    """The fields that a layout sets in a spec which declares its own ranks."""
+    """The spec fields that a layout sets, without those that declare the ranks."""
     return {name: value for name, value in fields_of(task, layout).items() if name not in LEFT_TO_THE_SPEC}
 
 
 def best(spec: Spec, vocabulary: int | None, *, here: bool) -> Candidate:
-    """The layout that `parallel: auto` stands for. `vocabulary` where it is known better than the spec says it. Raises
-    SpecError where there is none."""
+    """The layout for `parallel: auto`. `vocabulary` overrides the spec's. Raises SpecError without any layout."""
     known = vocabulary or vocabulary_of(spec) or UNKNOWN_VOCABULARY
     found_here = accelerator_of(spec, here=here)
     if found_here.kind != spec.cluster.accelerator:
@@ -97,17 +99,19 @@ def best(spec: Spec, vocabulary: int | None, *, here: bool) -> Candidate:
 
 
 def _best(spec: Spec, task: Task, below: float | None = None) -> Candidate:
-    """The fastest layout that the torch engine runs, of those that need less memory than `below` bytes. The memory of
-    hosts is not counted, so it is nobody's but a person's to use."""
+    """The fastest layout that the torch engine runs, among those that need less memory than `below` bytes.
+
+    Host memory is not counted, so offload stays a person's decision.
+    """
 
     def runs(layout: Layout) -> bool:
-        if layout.sharding == "optimizer":  # needs DeepSpeed, which is not everywhere
+        if layout.sharding == "optimizer":  # needs DeepSpeed, which is not always installed
             return False
         if below is not None and Candidate(task, layout).memory.total >= below:
             return False
         if refused(spec, task, layout):
             return False
-        return not rules.problems(with_fields(spec, layout_fields(task, layout)))  # of any number of its nodes
+        return not rules.problems(with_fields(spec, layout_fields(task, layout)))  # for any number of its nodes
 
     found = search(task, runs, count=1, offload=False)
     if found.today is not None:
@@ -130,21 +134,23 @@ def _best(spec: Spec, task: Task, below: float | None = None) -> Candidate:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What may fit after a layout has not."""
+    """A layout that may fit after another one ran out of memory."""
 
-    fields: Mapping[str, Any]  # of the spec, that are other ones now
+    fields: Mapping[str, Any]  # the changed fields of the spec
     words: str
 
     @property
     def options(self) -> str:
-        """As options of a command."""
+        """The fields as command-line options."""
         return " ".join(f"--set {name}={_value(value)}" for name, value in self.fields.items())
 
 
 def next_plan(spec: Spec, vocabulary: int, *, here: bool) -> Proposal | None:
-    """The fastest layout of the same ranks that needs clearly less memory than the spec's, which ran out of it; None
-    where there is none. An accelerator that nobody names has the H100's figures in place of its own: how fast layouts
-    are is then a guess, how much memory they need is not."""
+    """The fastest layout of the same ranks that needs clearly less memory than the spec's, which ran out; None without
+    one.
+
+    An unknown accelerator gets the H100's figures. The speed order of layouts is then a guess; their memory is not.
+    """
     try:
         on = accelerator_of(spec, here=here)
     except SpecError:

@@ -1,7 +1,7 @@
-"""What was measured on a machine, as a file that `holdfast plan --calibration` plans with.
+"""Measurements of a machine, as a file for `holdfast plan --calibration`.
 
-Promises that a file of another format, or a torn one, is refused and never half used. Leaves measuring to
-`train.calibrate`, which has the ranks, and says nothing of nodes that it has not seen: within one machine alone.
+A file of another format, or an incomplete one, is refused and never partly used. `train.calibrate` measures, because it
+has the ranks. The measurements cover one machine and no communication between nodes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SECONDS = {
 
 
 class Machine(Section):
-    """Where it was measured."""
+    """The measured machine."""
 
     device: str = Field(description="The accelerator or the processor, as its driver calls it.")
     kind: str = Field(description="`cluster.accelerator` of the spec.")
@@ -52,7 +52,7 @@ class Machine(Section):
 
 
 class Rates(Section):
-    """What one rank computes while all others do the same."""
+    """The rates of one rank while all ranks compute."""
 
     fp32: float = Field(gt=0, description="FLOP/s of matrix products.")
     bf16: float = Field(gt=0, description="FLOP/s of matrix products.")
@@ -88,7 +88,7 @@ class Step(Section):
 
 
 class Calibration(Section):
-    """All that was measured at once."""
+    """All measurements of one calibration."""
 
     version: Literal[1] = FORMAT
     made: str = Field(description="When, in UTC.")
@@ -98,8 +98,11 @@ class Calibration(Section):
     steps: tuple[Step, ...] = ()
 
     def accelerator(self) -> Accelerator:
-        """The machine in the planner's words. What was not measured is the table's for a device that is in it; for any
-        other one, such as a CPU, a node is this machine, and its network is taken to be no slower than its links."""
+        """The machine as the planner's accelerator.
+
+        Unmeasured figures come from the table if it has the device. For another device, such as a CPU, a node is this
+        machine, and its network counts as fast as its links.
+        """
         rates, known = self.rates, by_device(self.machine.device)
         ring = [line for line in self.lines() if line.collective == "point_to_point"]
         link = ring[0].beta if ring else rates.bandwidth
@@ -127,7 +130,7 @@ class Calibration(Section):
         return self.rates.bf16 if any(step.precision == "bf16" for step in self.steps) else self.rates.fp32
 
     def lines(self) -> tuple[Line, ...]:
-        """The line of each collective and group size, through the points that are meant for it."""
+        """The fitted line of each collective and group size, through the points with `fitted`."""
         chosen: dict[tuple[str, int], list[Point]] = {}
         for point in self.points:
             if point.fitted:
@@ -135,11 +138,11 @@ class Calibration(Section):
         return tuple(_line(points) for points in chosen.values())
 
     def predicted(self, point: Point) -> float:
-        """Seconds of a message by the lines."""
+        """Predicted seconds of a message."""
         return SECONDS[point.collective](point.size, Group(point.ranks, point.ranks, self.accelerator()))
 
     def step(self, step: Step) -> Speed:
-        """What the planner says of a measured step."""
+        """The planner's prediction for a measured step."""
         ranks, full = self.machine.ranks, step.strategy == "fsdp" and self.machine.ranks > 1
         layout = Layout(
             data=ranks, shard=ranks if full else 1, micro_batch=step.micro_batch, sharding="full" if full else "none"
@@ -153,8 +156,9 @@ class Calibration(Section):
         )  # fmt: skip
 
     def errors(self) -> dict[str, float]:
-        """How far predictions are off, as the mean of |predicted / measured - 1|: of each collective over the points
-        that no line was laid through, and of steps."""
+        """Prediction errors, as the mean of |predicted / measured - 1|: for each collective over the points that were
+        not fitted, and for steps.
+        """
         found: dict[str, list[float]] = {}
         for point in self.points:
             if not point.fitted:
@@ -165,12 +169,12 @@ class Calibration(Section):
 
 
 def default_path() -> Path:
-    """Where this machine's own calibration is kept."""
+    """The path of this machine's calibration."""
     return home() / "calibration.json"
 
 
 def write(calibration: Calibration, path: Path) -> None:
-    """Keep it: the whole file or the one before."""
+    """Write it atomically: a reader sees the whole file or the previous one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(calibration.model_dump_json(indent=2), encoding="utf-8")
@@ -178,7 +182,7 @@ def write(calibration: Calibration, path: Path) -> None:
 
 
 def read(path: Path) -> Calibration:
-    """A calibration. Raises MissingError where there is none, and SpecError for what is none of this format."""
+    """Read a calibration. Raises MissingError without a file, and SpecError for another format."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -196,8 +200,11 @@ def read(path: Path) -> Calibration:
 
 
 def _line(points: Sequence[Point]) -> Line:
-    """Least squares of the relative error over (rounds, bytes): small messages count as much as large ones. Neither
-    figure may be negative, so where one would be, it is nothing and the other one has all."""
+    """Fit a line by least squares of the relative error over (rounds, bytes), so small messages weigh as much as large
+    ones.
+
+    Neither figure may be negative. If one would be, it is zero and the other one is fitted alone.
+    """
     rows = [(*cost(each.collective, each.size, each.ranks), each.seconds) for each in points]
     scaled = [(rounds / seconds, moved / seconds) for rounds, moved, seconds in rows]
     aa, ab, bb = (sum(row[i] * row[j] for row in scaled) for i, j in ((0, 0), (0, 1), (1, 1)))

@@ -1,9 +1,9 @@
-"""How long a collective takes: the alpha-beta model over the links in a node and the network between nodes.
+"""Duration of collectives: the alpha-beta model over the links in a node and the network between nodes.
 
 A message of S bytes takes alpha + S / beta. Formulas: Thakur, Rabenseifner and Gropp 2005 (ring, recursive halving and
-doubling), Sanders, Speck and Träff 2009 (two trees). A group that spans nodes is limited by its slowest link; the
-hierarchical all-reduce adds within each node first, so that every accelerator sends only its share to other nodes.
-Where collectives were measured (`Accelerator.lines`), what was measured counts within a node, and no formula.
+doubling), Sanders, Speck and Träff 2009 (two trees). The slowest link limits a group that spans nodes. The hierarchical
+all-reduce first adds within each node, so every accelerator sends only its share to other nodes. Within a node,
+measurements (`Accelerator.lines`) replace the formulas.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.planning.hardware import Accelerator
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that talk to each other: `size` of them, `inside` of which stand in each node."""
+    """A communication group of `size` ranks, `inside` of them in each node."""
 
     size: int
     inside: int
@@ -24,7 +24,7 @@ class Group:
 
     @property
     def nodes(self) -> int:
-        """Nodes that it spans."""
+        """The number of nodes that it spans."""
         return max(1, self.size // max(1, self.inside))
 
     @property
@@ -34,15 +34,16 @@ class Group:
 
     @property
     def beta(self) -> float:
-        """Bytes a second of a ring. Neighbours in a node share the node's adapters, of which only one ring member uses
-        them: the others' are free for parallel rings."""
+        """Bytes per second of a ring. One ring member uses the node's adapters; parallel rings can use the rest."""
         here = self.accelerator
         between = here.network * self.inside if self.nodes > 1 else here.link
         return min(here.link, between) * here.link_reach
 
     def measured(self, collective: str, size: float) -> float | None:
-        """Seconds by what was measured of groups of this size, or else of the next larger or the largest one; None
-        where nothing was, and between nodes."""
+        """Seconds by measurements of groups of this size, otherwise of the next larger or the largest one.
+
+        None without measurements, and between nodes.
+        """
         lines = [line for line in self.accelerator.lines if line.collective == collective]
         if not lines or self.nodes > 1:
             return None
@@ -51,17 +52,19 @@ class Group:
         return rounds * line.alpha + moved / line.beta
 
     def within(self) -> Group:
-        """The part of it in one node."""
+        """Its part within one node."""
         return Group(self.inside, self.inside, self.accelerator)
 
     def across(self) -> Group:
-        """One rank of each node."""
+        """The group of one rank per node."""
         return Group(self.nodes, 1, self.accelerator)
 
 
 def cost(collective: str, size: float, ranks: int) -> tuple[int, float]:
-    """Rounds of messages, and bytes that a rank sends, in a collective of `ranks` ranks of which each has `size` bytes:
-    what a measured line is a line over."""
+    """Rounds of messages, and bytes that a rank sends, in a collective of `ranks` ranks with `size` bytes each.
+
+    A measured line is a function of these two.
+    """
     steps, share = math.ceil(math.log2(ranks)), (ranks - 1) / ranks
     if collective == "point_to_point":
         return 1, size
@@ -71,12 +74,12 @@ def cost(collective: str, size: float, ranks: int) -> tuple[int, float]:
 
 
 def group(accelerator: Accelerator, size: int, stride: int = 1) -> Group:
-    """A group of `size` ranks, `stride` ranks apart; ranks fill one node after another."""
+    """A group of `size` ranks, `stride` ranks apart. Ranks fill one node after another."""
     return Group(size, max(1, min(size, accelerator.node // stride)), accelerator)
 
 
 def point_to_point(size: float, over: Group) -> float:
-    """Seconds to send `size` bytes to another one."""
+    """Seconds to send `size` bytes to another rank."""
     if (found := over.measured("point_to_point", size)) is not None:
         return found
     here = over.accelerator
@@ -85,13 +88,15 @@ def point_to_point(size: float, over: Group) -> float:
 
 
 def reduce_scatter(size: float, over: Group) -> float:
-    """Seconds to add `size` bytes of each rank and leave each with its share. A ring, halving, or first within each
-    node: what is fastest."""
+    """Seconds to add `size` bytes of each rank and leave each with its share.
+
+    The fastest of a ring, recursive halving, and a reduction within each node first.
+    """
     return _halved("reduce_scatter", size, over)
 
 
 def all_gather(size: float, over: Group) -> float:
-    """Seconds until each rank has the `size` bytes of which each had a share; by the formulas as `reduce_scatter`."""
+    """Seconds until each rank has all `size` bytes, of which each had a share. Same formulas as `reduce_scatter`."""
     return _halved("all_gather", size, over)
 
 
@@ -108,7 +113,7 @@ def _halved(collective: str, size: float, over: Group) -> float:
 
 
 def _mean_alpha(over: Group) -> float:
-    """Of a ring's links: most of them lie within a node."""
+    """The mean latency of a ring's links, most of which are within a node."""
     here = over.accelerator
     outside = over.nodes / over.size if over.nodes > 1 else 0.0
     return outside * here.network_latency + (1 - outside) * here.link_latency
@@ -140,8 +145,9 @@ def all_reduce(size: float, over: Group) -> float:
 
 
 def all_to_all(size: float, over: Group) -> float:
-    """Seconds in which each rank sends `size` bytes in all, an equal part to every rank. What leaves the node goes over
-    its own adapter."""
+    """Seconds in which each rank sends `size` bytes in total, an equal part to every rank. Each rank uses its own
+    adapter to reach other nodes.
+    """
     if over.size == 1:
         return 0.0
     if (found := over.measured("all_to_all", size)) is not None:

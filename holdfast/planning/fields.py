@@ -1,4 +1,4 @@
-"""A layout in the words of a spec: which fields say it, what no field says, and what the engines refuse today."""
+"""Layouts as fields of a spec: the fields of a layout, parts without a field, and what the engines refuse today."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.spec import rules
 from holdfast.spec.tree import Spec
 
 STRATEGIES = {"none": "ddp", "optimizer": "zero1", "full": "fsdp"}
-# zero2 shards gradients as well, which the planner has no word for: counted as if they were whole.
+# zero2 also shards gradients. The planner has no such sharding and counts them as whole.
 SHARDINGS: dict[str, Sharding] = {
     "ddp": "none",
     "fsdp": "full",
@@ -22,7 +22,7 @@ SHARDINGS: dict[str, Sharding] = {
 
 
 def fields_of(task: Task, layout: Layout) -> dict[str, Any]:
-    """The fields of a spec, by their dotted names, that say this layout."""
+    """The spec fields of this layout, by dotted names."""
     processes = min(task.accelerator.node, task.gpus)
     nodes = task.gpus // processes
     return {
@@ -48,7 +48,7 @@ def fields_of(task: Task, layout: Layout) -> dict[str, Any]:
 
 
 def layout_of(spec: Spec) -> Layout:
-    """The layout that a spec says, of the ranks that it declares."""
+    """The layout in a spec, for the ranks that it declares."""
     parallel, ranks = spec.parallel, spec.data_parallel_size
     sharding = SHARDINGS[parallel.strategy]
     return Layout(
@@ -62,12 +62,12 @@ def layout_of(spec: Spec) -> Layout:
 
 
 def unsaid(layout: Layout) -> list[str]:
-    """What of a layout no field of the spec says."""
+    """Parts of a layout without a field in the spec."""
     return [f"{layout.chunks} stages on each rank"] if layout.chunks > 2 else []
 
 
 def refused(spec: Spec, task: Task, layout: Layout) -> list[str]:
-    """Why the engines do not run this layout of a spec today; nothing when they do."""
+    """Why the engines do not run this layout of a spec today; empty when they do."""
     if missing := unsaid(layout):
         return [f"{what} has no field in the spec" for what in missing]
     found = rules.problems(with_fields(spec, fields_of(task, layout)))
@@ -75,7 +75,7 @@ def refused(spec: Spec, task: Task, layout: Layout) -> list[str]:
 
 
 def with_fields(spec: Spec, fields: Mapping[str, Any]) -> Spec:
-    """The spec with some fields changed; no rule between fields is asked."""
+    """The spec with some fields changed, without checks between fields."""
     for field, value in fields.items():
         spec = _with(spec, field.split("."), value)
     return spec

@@ -1,8 +1,7 @@
-"""What an accelerator, its node and the network between nodes can do, by the makers' own data sheets.
+"""Performance of accelerators, their nodes and the network between nodes, from the makers' data sheets.
 
-Promises that an accelerator that is not in the table is refused, never guessed: a YAML file with the same fields
-describes any other one, or this one as it was measured. All rates are dense (no structured sparsity), of one
-accelerator, in one direction.
+An accelerator that is not in the table is refused, never guessed. A YAML file with the same fields describes another
+one, or measured figures of this one. All rates are dense (no structured sparsity), per accelerator, in one direction.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all",
 
 
 class Line(Section):
-    """A collective as it was measured: its rounds of messages cost `alpha` each, its bytes go at `beta`."""
+    """A measured collective: `alpha` seconds per round of messages, and `beta` bytes per second."""
 
     collective: Collective
     ranks: int = Field(ge=2, description="Of the group.")
@@ -63,7 +62,7 @@ class Accelerator(Section):
     source: str = Field("", description="Where the figures are from.")
 
     def peak(self, precision: str) -> float:
-        """FLOP/s of matrix products at a precision of the spec. Raises SpecError for one that it does not know."""
+        """FLOP/s of matrix products at a precision of the spec. Raises SpecError for an unsupported precision."""
         rate = {"bf16": self.bf16, "fp16": self.bf16, "fp32": self.fp32, "fp8": self.fp8}[precision]
         if rate is None:
             problem = Problem("training.precision", precision, f"is not known to {self.name}", "use bf16")
@@ -75,8 +74,8 @@ def _nvidia(name: str, source: str, **figures: float) -> Accelerator:
     return Accelerator.model_validate({"name": name, "source": source, **figures})
 
 
-# Prices are round figures of 2025's market, to be replaced. Where `reach` is from stands in docs/planner.md; for most
-# it is a cautious guess.
+# Prices are round figures of the 2025 market, to be replaced. docs/planner.md has the sources of `reach`; for most
+# accelerators it is a cautious guess.
 _TABLE = (
     _nvidia("A100-40GB", "NVIDIA A100 data sheet (2021), DGX A100 data sheet", bf16=312e12, fp32=19.5e12,
             memory=40 * GB, bandwidth=1.555e12, link=300 * GB, network=25 * GB, watts=400, price=1.5, reach=0.75),
@@ -110,7 +109,7 @@ _TABLE = (
 )  # fmt: skip
 ACCELERATORS = {each.name: each for each in _TABLE}
 FILES = (".yaml", ".yml")
-# What drivers call the boards whose peaks stand in the table. Other boards of the same chip have other peaks.
+# Driver names of the boards whose peaks are in the table. Other boards of the same chip have other peaks.
 _BOARDS = {
     "NVIDIA A100-SXM4-40GB": "A100-40GB", "NVIDIA A100-PCIE-40GB": "A100-40GB",
     "NVIDIA A100-SXM4-80GB": "A100", "NVIDIA A100 80GB PCIe": "A100",
@@ -126,8 +125,10 @@ _LABELS = {  # cloud.google.com/gke-accelerator
 
 def accelerator(name: str, **figures: float) -> Accelerator:
     """The accelerator of that name, or that a YAML file describes (`name` ends in .yaml), with some `figures` replaced.
-    A file may say `like: NAME` and only what is different. Raises SpecError for one that is not known, and MissingError
-    for a file that cannot be read."""
+
+    A file may have `like: NAME` and only the differences. Raises SpecError for an unknown accelerator, and MissingError
+    for an unreadable file.
+    """
     described: dict[str, object] = {}
     if name.endswith(FILES):
         described = _read(Path(name))
@@ -158,13 +159,15 @@ def accelerator(name: str, **figures: float) -> Accelerator:
 
 
 def by_device(name: str) -> Accelerator | None:
-    """The accelerator of the table that its driver calls `name`; None where none is called exactly that."""
+    """The accelerator in the table with the driver's name `name`; None without an exact match."""
     return ACCELERATORS[_BOARDS[name]] if name in _BOARDS else None
 
 
 def by_label(value: str) -> Accelerator | None:
-    """The accelerator that a node's label names: as its driver does, with hyphens for spaces, as Google's clusters do,
-    or as the table does; None where none is called exactly that."""
+    """The accelerator that a node label names; None without an exact match.
+
+    Names are those of drivers with hyphens for spaces, of Google's clusters, and of the table.
+    """
     called = value.casefold().replace("-", " ")
     names = _BOARDS | _LABELS | {name: name for name in ACCELERATORS}
     known = {name.casefold().replace("-", " "): ACCELERATORS[chip] for name, chip in names.items()}

@@ -1,4 +1,4 @@
-"""A layout: how one step is spread over accelerators, and what is stored and computed again on each."""
+"""Layout of a step over accelerators: what each stores, and what it recomputes."""
 
 from __future__ import annotations
 
@@ -6,33 +6,35 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Checkpointing = Literal["none", "selective", "full"]
-# What the ranks of a data-parallel group hold one part of each: nothing, the optimizer's state, or everything.
+# What the ranks of a data-parallel group shard: nothing, the optimizer's state, or everything.
 Sharding = Literal["none", "optimizer", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
-# What lies in the host's memory: nothing, the optimizer's state, weights and gradients as well; or weights on a disk.
+# What host memory holds: nothing, the optimizer's state, also weights and gradients, or weights on a disk.
 Offload = Literal["none", "optimizer", "parameters", "parameters_on_disk"]
 
 
 @dataclass(frozen=True)
 class State:
-    """Bytes that a parameter takes in training."""
+    """Bytes per parameter in training."""
 
     weights: int = 4
     gradients: int = 4
     optimizer: int = 8
 
 
-HOLDFAST = State()  # what the engines here keep: fp32 weights, gradients and two moments
-MEGATRON = State(weights=2, gradients=4, optimizer=12)  # bf16 weights beside fp32 ones, gradients and moments
+HOLDFAST = State()  # of the engines here: fp32 weights, gradients and two moments
+MEGATRON = State(weights=2, gradients=4, optimizer=12)  # bf16 weights, and fp32 weights, gradients and moments
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism and how a rank goes about its micro-batches. Expert-parallel ranks are those of a stage,
-    all of which see other tokens: they hold other experts."""
+    """Degrees of parallelism and the handling of micro-batches on a rank.
 
-    data: int = 1  # ranks that see other samples, sharded or not
-    shard: int = 1  # of those, how many share one copy of what `sharding` says
+    Expert-parallel ranks are ranks of one stage that all see different tokens; they hold different experts.
+    """
+
+    data: int = 1  # ranks with different samples, sharded or not
+    shard: int = 1  # how many of them share one copy of what `sharding` names
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
@@ -41,31 +43,33 @@ class Layout:
     sharding: Sharding = "none"
     checkpointing: Checkpointing = "none"
     schedule: Schedule = "1f1b"
-    chunks: int = 1  # model chunks on a stage, of the interleaved schedule
+    chunks: int = 1  # model chunks per stage in the interleaved schedule
     offload: Offload = "none"
-    on_disk: bool = False  # what the optimizer keeps of it lies on a disk of the node, and not in the host's memory
+    on_disk: bool = False  # offloaded optimizer state is on a disk of the node, not in host memory
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether weights that were gathered for a forward pass are kept: halves of a backward pass both need them."""
+        """Whether gathered weights stay after forward, because both halves of a backward pass need them."""
         return self.sharding == "full" and self.schedule == "zero_bubble"
 
     @property
     def ranks(self) -> int:
-        """Accelerators."""
+        """The number of accelerators."""
         return self.data * self.tensor * self.pipeline * self.context
 
     def expert_shards(self, whole: int) -> int:
-        """Ranks that share one copy of their experts, where `whole` share one of the rest: those of a tensor-parallel
-        group do as well, as experts are not cut, and those that have other experts do not."""
+        """Ranks that share one copy of their experts, if `whole` ranks share one copy of the rest.
+
+        Ranks of a tensor-parallel group share it too, because experts are not split. Ranks with other experts do not.
+        """
         return max(1, whole * self.tensor // self.expert)
 
     def micro_batches(self, global_batch: int) -> int:
-        """Micro-batches of a rank in one step."""
+        """Micro-batches of a rank per step."""
         return max(1, global_batch // (self.data * self.micro_batch))
 
     def with_(self, **changes: object) -> Layout:
-        """The same with some fields changed."""
+        """A copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def __str__(self) -> str:

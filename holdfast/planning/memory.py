@@ -1,10 +1,10 @@
-"""The memory of one rank, term by term, at the moment of a step when it needs most.
+"""Peak memory of one rank, term by term, at the moment of a step that needs most.
 
-Activations follow Korthikanti 2022 (arXiv 2205.05198, section 4): what each operation keeps for its backward pass, here
-for a Llama-like decoder (grouped queries, SwiGLU, attention that never stores its scores), with the same terms for the
-GPT of that paper. Tensor parallelism is with sequence parallelism: it cuts all of a layer's activations.
+Activations follow Korthikanti 2022 (arXiv 2205.05198, section 4): what each operation keeps for its backward pass. Here
+they are for a Llama-like decoder (grouped queries, SwiGLU, attention that never stores its scores). The same terms
+describe the GPT of that paper. Tensor parallelism includes sequence parallelism and divides all activations of a layer.
 
-Promises bytes in all; `tests/planning` compares them with what torch counts on the meta device and in real steps.
+The unit is bytes; `tests/planning` compares the totals with torch's counts on the meta device and in real steps.
 """
 
 from __future__ import annotations
@@ -19,29 +19,27 @@ from holdfast.planning.schedule import in_flight
 from holdfast.planning.shape import Architecture
 from holdfast.spec.training import KEEPING, Training
 
-FRAGMENTATION = 0.05  # of what comes and goes: blocks of torch's caching allocator that no request fits
-SWAP_BUFFER, SWAP_GROUP = 16.0, 1e8  # bytes an element and elements in memory at once of a state on a disk (DeepSpeed)
-LAYER_MATRICES = 3  # at least: none of a layer is larger than such a part of it
+FRAGMENTATION = 0.05  # of temporary memory: blocks of torch's caching allocator that fit no request
+SWAP_BUFFER, SWAP_GROUP = 16.0, 1e8  # bytes per element and elements in memory of a state on a disk (DeepSpeed)
+LAYER_MATRICES = 3  # lower bound: no matrix of a layer exceeds this fraction of it
 IDS = 17.0  # bytes of a token's id, target and document
-BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}  # an activation; fp8 is for products alone
+BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}  # of an activation; fp8 is for products alone
 
 
 @dataclass(frozen=True)
 class Practice:
-    """How an engine computes, as far as memory sees it."""
+    """How an engine computes, as far as it affects memory."""
 
     state: State = HOLDFAST
-    flash: bool = True  # attention that computes its scores again instead of storing them
-    fused_norm: bool = True  # a norm that keeps no normalised copy
-    autocast: bool = (
-        False  # products alone are in 16 bits: the residual stream is fp32, inputs are cast for each of them
-    )
-    # What selective checkpointing computes again: all but products (here), or attention's scores (Korthikanti).
+    flash: bool = True  # attention that recomputes its scores instead of storing them
+    fused_norm: bool = True  # a norm that keeps no normalized copy
+    autocast: bool = False  # only products are in 16 bits: the residual stream is fp32, inputs are cast
+    # What selective checkpointing recomputes: all but products (here), or attention's scores (Korthikanti).
     selective: Literal["products", "attention"] = "products"
-    masks: bool = False  # attention inside documents: a mask of each sequence, in the type of the queries
-    whole_update: bool = False  # all weights' updates are made before one of them is applied
-    held_back: bool = False  # and what they change is copied first, for it may be put back
-    left_out: bool = False  # whole replicas keep what they leave out of gradients (topk, powersgd)
+    masks: bool = False  # attention inside documents: one mask per sequence, in the type of the queries
+    whole_update: bool = False  # all updates exist before the first is applied
+    held_back: bool = False  # and the values that they change are copied first, to undo the update
+    left_out: bool = False  # whole replicas keep the compression error of gradients (topk, powersgd)
 
 
 PAPER = Practice(state=MEGATRON, flash=False, selective="attention")  # Megatron-LM of 2021 and 2022
@@ -50,16 +48,16 @@ MEGATRON_FLASH = Practice(state=MEGATRON)
 
 @dataclass(frozen=True)
 class Updates:
-    """How a training changes its weights, as far as memory sees it."""
+    """How a training updates its weights, as far as it affects memory."""
 
     lamb: bool = False
-    elastic: bool = False  # determinism
-    judged: bool = False  # one may be held back (training.anomalies)
+    elastic: bool = False  # elastic determinism
+    judged: bool = False  # an update may be held back (training.anomalies)
     left_out: bool = False  # see Practice
 
     @classmethod
     def of(cls, training: Training) -> Self:
-        """As a spec has it."""
+        """The values of a spec."""
         return cls(
             lamb=training.optimizer.kind == "lamb",
             elastic=training.determinism == "elastic",
@@ -69,11 +67,11 @@ class Updates:
 
 
 def practice_here(precision: str, layout: Layout, kind: str, masks: bool, updates: Updates | None = None) -> Practice:
-    """That of the engines here: only whole replicas use autocast, and torch has no fused norm for CPUs."""
+    """The practice of the engines here. Only whole replicas use autocast, and torch has no fused norm for CPUs."""
     updates = updates or Updates()
     autocast = precision in ("bf16", "fp16", "fp8") and layout.sharding != "full" and layout.tensor == 1
-    errors = updates.left_out and layout.sharding == "none" and layout.data > 1  # else there is nothing to leave out
-    # No kernel of torch's does these in one pass.
+    errors = updates.left_out and layout.sharding == "none" and layout.data > 1  # otherwise nothing is compressed
+    # Torch has no kernel that does these in one pass.
     whole_update = updates.lamb or (updates.elastic and layout.sharding == "full")
     return Practice(
         fused_norm=kind != "cpu", autocast=autocast, masks=masks, whole_update=whole_update,
@@ -82,8 +80,10 @@ def practice_here(precision: str, layout: Layout, kind: str, masks: bool, update
 
 
 def offloaded(layout: Layout, accelerator: Accelerator) -> set[str]:
-    """What of weights, gradients and optimizer lies elsewhere than in the accelerator's memory: that of a CPU is its
-    host's, and a disk is no memory."""
+    """Which of weights, gradients and optimizer are outside the accelerator's memory.
+
+    A CPU's memory is its host's, and a disk is not memory.
+    """
     if accelerator.kind != "cpu":
         weights = {"weights", "gradients"} if layout.offload.startswith("parameters") else set()
         return weights | ({"optimizer"} if layout.offload != "none" else set())
@@ -93,20 +93,20 @@ def offloaded(layout: Layout, accelerator: Accelerator) -> set[str]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank when it needs most."""
+    """Peak memory of one rank, in bytes."""
 
     terms: Mapping[str, float]
-    moment: str  # of the step
-    stage: int  # of the pipeline, the fullest one
+    moment: str  # of the step, at the peak
+    stage: int  # of the pipeline, the one with the highest peak
 
     @property
     def total(self) -> float:
-        """All terms."""
+        """The sum of all terms."""
         return sum(self.terms.values())
 
     @property
     def largest(self) -> str:
-        """The term that takes most."""
+        """The largest term."""
         return max(self.terms, key=lambda term: self.terms[term])
 
 
@@ -119,15 +119,17 @@ def memory(
     precision: str,
     practice: Practice,
 ) -> Memory:
-    """The memory of the fullest rank."""
+    """The memory of the rank with the highest peak."""
     arguments = (shape, layout, accelerator, layout.micro_batches(global_batch), precision, practice)
     stages = {0, layout.pipeline - 1}
     return max((_stage(*arguments, stage) for stage in stages), key=lambda each: each.total)
 
 
 def stage_parameters(shape: Architecture, layout: Layout, stage: int) -> tuple[float, float, float]:
-    """Elements of one rank before sharding: of its layers' shared part, of its experts (which tensor parallelism does
-    not cut), of the model's ends."""
+    """Elements of one rank before sharding: its layers' shared part, its experts, and the model's ends.
+
+    Tensor parallelism does not split experts.
+    """
     layers = -(-shape.layers // layout.pipeline)
     dense, experts = shape.attention_weights + shape.shared * shape.expert_weights, 0.0
     if shape.experts > 1:
@@ -143,13 +145,13 @@ def stage_parameters(shape: Architecture, layout: Layout, stage: int) -> tuple[f
 def layer_activations(
     shape: Architecture, layout: Layout, precision: str, practice: Practice, checkpointing: str | None = None
 ) -> float:
-    """Bytes that a layer keeps of a micro-batch on one rank, from its forward to its backward pass."""
+    """Bytes that a layer keeps per micro-batch on one rank, from its forward to its backward pass."""
     size = BYTES[precision]
     stream = 4.0 if practice.autocast else size
-    wide = (3 if shape.gated else 1) + 1  # gate, up and the two factors' results; or before and after GELU
+    wide = (3 if shape.gated else 1) + 1  # gate, up and the results of the two factors; or before and after GELU
     hidden, heads = shape.hidden, (2 * shape.query_width + 2 * shape.key_width) * size
     statistics = 4.0 * shape.heads if practice.flash else 0.0
-    routed = 2 * hidden * size * shape.active if shape.experts > 1 else 0.0  # what goes to experts and comes back
+    routed = 2 * hidden * size * shape.active if shape.experts > 1 else 0.0  # inputs and outputs of the experts
     kind = checkpointing or layout.checkpointing
     if kind == "full":
         each = hidden * stream
@@ -165,11 +167,11 @@ def layer_activations(
         masks = 2 * hidden if shape.dropout else 0.0
         masked = (
             1.0 if practice.masks else (1 / layout.micro_batch if shape.window else 0.0)
-        )  # a window has one for all
+        )  # a window has one mask for all sequences
         documents = masked * shape.context * size
         if shape.query_norm:
             norms += (shape.query_width + shape.key_width) * size * (1 if practice.fused_norm else 2)
-        heads += 2 * shape.key_width * size * (layout.context - 1)  # keys and values of all of the sequence
+        heads += 2 * shape.key_width * size * (layout.context - 1)  # keys and values of the whole sequence
         feed_forward = wide * shape.ffn * size * shape.met
         each = norms + inputs + heads + statistics + scores + masks + documents + feed_forward + routed
     return each * _tokens(shape, layout)
@@ -181,7 +183,9 @@ def _tokens(shape: Architecture, layout: Layout) -> float:
 
 
 def _updates(practice: Practice, held: float, largest: float) -> float:
-    """Bytes of all updates of what a rank holds, with those of the largest tensor twice, and of what they change."""
+    """Bytes of all updates of a rank, with those of the largest tensor twice, and of copies of the values that they
+    change.
+    """
     copies = (practice.state.weights + practice.state.optimizer) * held if practice.held_back else 0.0
     return 4.0 * (held + largest) + copies
 
@@ -218,20 +222,20 @@ def _stage(
     if stage == layout.pipeline - 1:
         norm = shape.hidden * (stream * (1 if practice.fused_norm else 2) + size * (2 if practice.autocast else 1))
         ends_kept = tokens * (norm + 4.0 * shape.vocabulary)  # with the log-probabilities in fp32
-        forward = tokens * shape.vocabulary * (4.0 if precision == "fp32" else 4.0 + size)  # logits, and they in fp32
+        forward = tokens * shape.vocabulary * (4.0 if precision == "fp32" else 4.0 + size)  # logits, and an fp32 copy
         backward = tokens * shape.vocabulary * 8.0  # the gradients of the log-probabilities and of the logits
     ids = IDS * layout.micro_batch * shape.context * flight
 
     copies = size * (dense + experts + ends) if practice.autocast else 0.0  # weights in 16 bits, cast once
     held_copies = copies if layout.checkpointing == "none" else copies / layers
     layer = (dense + experts) / layers
-    at_once = layers if layout.keeps_gathered else 3  # layers whose weights lie here whole
+    at_once = layers if layout.keeps_gathered else 3  # layers with whole weights on this rank
     gathered = (
         size * (ends + at_once * layer) + (size + 4) * max(layer, ends)
         if full and (whole > 1 or "weights" in away)
         else 0.0
     )
-    if not full and layout.expert_shards(1) > 1:  # a layer's experts come together to be computed
+    if not full and layout.expert_shards(1) > 1:  # a layer's experts are gathered for the computation
         gathered = (2 * size + 4) * experts / layers
 
     before = gradients if micro_batches > 1 or full else 0.0
@@ -262,10 +266,10 @@ def _stage(
     moving = sum(terms[name] for name in terms if name not in ("weights", "optimizer"))
     terms["left out of gradients"] = 4.0 * held if practice.left_out else 0.0
     terms["fragmentation"] = FRAGMENTATION * moving
-    if layout.on_disk and accelerator.kind == "cpu":  # the host's memory, through which groups pass
+    if layout.on_disk and accelerator.kind == "cpu":  # host memory through which groups of the state pass
         passing = min(sharded, SWAP_GROUP + max(layer, ends) / whole)
         terms["swap buffers"] = SWAP_BUFFER * passing
-        if "weights" in away:  # those of a group that are written, one that is read, and its copy
+        if "weights" in away:  # weights of one written group, one read group, and its copy
             terms["swap buffers"] += size * (passing + 2 * max(layer, ends) / whole)
     terms["driver and collectives"] = accelerator.context
     return Memory({name: value for name, value in terms.items() if value}, moment, stage)

@@ -1,7 +1,7 @@
-"""Pipeline schedules: how long stages wait, how much each holds, and a picture of who does what when.
+"""Pipeline schedules: waiting time of stages, their micro-batches in flight, and a drawing of the timeline.
 
 GPipe (Huang 2019), 1F1B (PipeDream-Flush, Narayanan 2021), interleaved 1F1B (Megatron-LM, SC'21) and the zero-bubble
-schedule ZB-H1 (Qi 2024), which puts the gradients of weights where others wait.
+schedule ZB-H1 (Qi 2024), which computes weight gradients where other schedules wait.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from holdfast.planning.layout import Layout
 
-FINEST = 5  # columns of the dearest forward pass, where stages differ
+FINEST = 5  # columns of the most expensive forward pass, if stages differ
 
 
 def bubble(layout: Layout, micro_batches: int) -> float:
-    """Time that a stage waits in a step, as a share of the time that it computes."""
+    """The waiting time of a stage per step, as a share of its computing time."""
     waits = (layout.pipeline - 1) / micro_batches
     match layout.schedule:
         case "interleaved":
@@ -22,13 +22,13 @@ def bubble(layout: Layout, micro_batches: int) -> float:
         case "zero_bubble":
             return (
                 waits / 3
-            )  # forward, backward of inputs and backward of weights take alike: one of three is waited for
+            )  # forward, backward of inputs and of weights take equally long; only one of three is waited for
         case _:
             return waits
 
 
 def in_flight(layout: Layout, micro_batches: int, stage: int = 0) -> float:
-    """Micro-batches whose activations of a whole stage are held at once."""
+    """Micro-batches whose activations of a whole stage are held simultaneously."""
     stages = layout.pipeline
     match layout.schedule:
         case "gpipe":
@@ -41,10 +41,13 @@ def in_flight(layout: Layout, micro_batches: int, stage: int = 0) -> float:
 
 
 def timeline(layout: Layout, micro_batches: int, width: int = 120, costs: Sequence[float] | None = None) -> str:
-    """A line a stage: which micro-batch it computes in each unit of time; forward passes are digits (the last one of
-    the number), backward passes letters that take two columns, dots are waiting. The interleaved schedule is drawn
-    with the chunks of a stage one after another. With the `costs` of each rank's layers, in any unit, dearer ones take
-    more columns, the dearest FINEST for a forward pass, and what is waited for is that of the drawing."""
+    """Draw a line per stage: the micro-batch that it computes in each unit of time.
+
+    Digits (the last one of the number) are forward passes, letters with two columns are backward passes, and dots are
+    waiting. The interleaved schedule shows the chunks of a stage one after another. `costs` has each rank's cost of
+    layers, in any unit: the most expensive takes FINEST columns for a forward pass, and the waiting share is that of
+    the drawing.
+    """
     stages = layout.pipeline
     columns = [1] * stages if costs is None else [max(1, round(FINEST * cost / max(costs))) for cost in costs]
     rows = _rows(layout, micro_batches, stages, columns)
@@ -58,13 +61,13 @@ def timeline(layout: Layout, micro_batches: int, width: int = 120, costs: Sequen
 
 
 def _order(layout: Layout, micro_batches: int, stages: int, stage: int) -> list[tuple[str, int]]:
-    """What a stage does, in its order: (forward, backward or weights; number of the micro-batch)."""
+    """The operations of a stage in order: (forward, backward or weights; number of the micro-batch)."""
     first = micro_batches if layout.schedule == "gpipe" else min(micro_batches, stages - stage)
     order = [("f", number) for number in range(first)]
     parts = "bw" if layout.schedule == "zero_bubble" else "b"
     for number in range(micro_batches):
         order.append(("b", number))
-        if layout.schedule == "zero_bubble" and number >= stage:  # weights of earlier ones fill what was the bubble
+        if layout.schedule == "zero_bubble" and number >= stage:  # earlier weight gradients fill the bubble
             order.append(("w", number - stage))
         if number + first < micro_batches:
             order.append(("f", number + first))
@@ -74,10 +77,12 @@ def _order(layout: Layout, micro_batches: int, stages: int, stage: int) -> list[
 
 
 def _rows(layout: Layout, micro_batches: int, stages: int, columns: Sequence[int]) -> list[list[str]]:
-    """Each stage's columns, of which a forward pass takes so many, everything as early as what it needs is there."""
+    """The columns of each stage. A forward pass takes `columns`, and every operation starts as soon as its inputs
+    exist.
+    """
     orders = [_order(layout, micro_batches, stages, stage) for stage in range(stages)]
     long = 1 if layout.schedule == "zero_bubble" else 2
-    done: dict[tuple[str, int, int], int] = {}  # (what, stage, number) -> end
+    done: dict[tuple[str, int, int], int] = {}  # (operation, stage, number) -> end
     rows: list[list[str]] = [[] for _ in range(stages)]
     while any(orders):
         for stage, order in enumerate(orders):

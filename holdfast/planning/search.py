@@ -1,7 +1,7 @@
-"""The layouts of a training task on some accelerators, by the time of a step, and why the best one is as it is.
+"""Search over the layouts of a training task: all of them by step time, and the reasons for the best one.
 
-Every combination of degrees that the model, the batch and the nodes allow is looked at: its memory first, which most
-fail, then its speed. Promises the same order every time.
+It tries every combination of degrees that the model, the batch and the nodes allow: first the memory, which most
+exceed, then the speed. The order is always the same.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from holdfast.spec.errors import Problem, SpecError
 
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-LONG = 16_384  # tokens of a sequence from which it may be cut over ranks although the batch needs no cutting
-MARGIN = 0.05  # of the memory left free: estimates are not exact
-SLOWER = 0.005  # a simpler layout is preferred to one that is faster by less
+LONG = 16_384  # tokens from which a sequence may be split even if the batch does not require it
+MARGIN = 0.05  # share of the memory to leave free; estimates are not exact
+SLOWER = 0.005  # a simpler layout is preferred if it is slower by less than this share
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be trained, and on what."""
+    """What to train, and on which accelerators."""
 
     shape: Architecture
     accelerator: Accelerator
@@ -36,14 +36,14 @@ class Task:
     precision: str = "bf16"
     masks: bool = False  # attention inside documents
     compiled: bool = False
-    micro_batch: int | None = None  # where it may not be chosen
-    practice: Practice | None = None  # where it is not that of the engines here
+    micro_batch: int | None = None  # if it is fixed
+    practice: Practice | None = None  # if it differs from the engines' here
     updates: Updates = field(default_factory=Updates)
-    samples: int | None = None  # sequences of all steps, where the batch grows (training.batch_ramp)
+    samples: int | None = None  # sequences of all steps, if the batch grows (training.batch_ramp)
 
     @property
     def full_steps(self) -> float:
-        """Steps of the whole batch that see as many sequences as all steps of the run."""
+        """Steps of the full batch with as many sequences as all steps of the run."""
         return float(self.steps) if self.samples is None else self.samples / self.global_batch
 
     @property
@@ -54,7 +54,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its memory and, if that suffices, its speed."""
+    """A layout with its memory and its speed."""
 
     task: Task
     layout: Layout
@@ -69,7 +69,7 @@ class Candidate:
 
     @cached_property
     def memory(self) -> Memory:
-        """Of its fullest rank."""
+        """Peak memory of its fullest rank."""
         task = self.task
         return memory(
             task.shape, self.layout, task.accelerator, global_batch=task.global_batch, precision=task.precision,
@@ -78,7 +78,7 @@ class Candidate:
 
     @cached_property
     def speed(self) -> Speed:
-        """Of a step."""
+        """The speed of a step."""
         task = self.task
         return speed(
             task.shape, self.layout, task.accelerator, global_batch=task.global_batch, precision=task.precision,
@@ -92,7 +92,7 @@ class Candidate:
 
     @property
     def limit(self) -> str:
-        """What binds it: what takes most of the step beside matrix products, if that is much; else these."""
+        """The limiting term of a step: the largest besides matrix products if it is large, otherwise the products."""
         terms = {name: seconds for name, seconds in self.speed.terms.items() if name not in ("products", "attention")}
         worst = max(terms, key=lambda name: terms[name])
         share = terms[worst] / self.speed.seconds
@@ -100,7 +100,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[float, int]:
-        """Fast ones first, and of those that are alike the simplest."""
+        """Sort key: fast layouts first, and among equally fast ones the simplest."""
         layout = self.layout
         cuts = sum(degree > 1 for degree in (layout.tensor, layout.pipeline, layout.context, layout.expert))
         kinds = (layout.sharding != "none") + (layout.checkpointing != "none") + layout.chunks
@@ -110,20 +110,22 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """The best layouts."""
+    """The result of a search."""
 
     best: tuple[Candidate, ...]
-    today: Candidate | None  # the best one that the engines run today
+    today: Candidate | None  # best layout that the engines run today
     tried: int
     fitting: int
-    smallest: Candidate  # the one that needs least memory, for when none fits
+    smallest: Candidate  # needs the least memory, for when none fits
 
 
 def search(
     task: Task, runs_today: Callable[[Layout], bool] = lambda _: False, count: int = 5, *, offload: bool = True
 ) -> Found:
-    """The `count` best layouts, where nothing else fits with what lies in the host's memory (`offload`). Raises
-    SpecError when the batch cannot be divided over so many accelerators."""
+    """The `count` best layouts. With `offload`, offloaded ones are tried if no other layout fits.
+
+    Raises SpecError when the batch cannot be divided over the accelerators.
+    """
     candidates = [Candidate(task, layout) for layout in layouts(task)]
     if not candidates:
         raise SpecError(
@@ -160,13 +162,13 @@ def layouts(task: Task) -> Iterator[Layout]:
 
 
 def _cut_sequences(task: Task, context: int, ranks: int) -> bool:
-    """Whether sequences may be cut: long ones, or where there are more ranks than sequences."""
+    """Whether sequences may be split: they are long, or there are more ranks than sequences."""
     enough = task.shape.context // (2 * context) >= 512
     return enough and (task.shape.context >= LONG or ranks > task.global_batch)
 
 
 def _of_degrees(task: Task, layout: Layout) -> Iterator[Layout]:
-    others = layout.data * layout.context * layout.tensor  # ranks that see other tokens
+    others = layout.data * layout.context * layout.tensor  # ranks with different tokens
     experts = [1] if task.shape.experts == 1 else [n for n in _divisors(others) if task.shape.experts % n == 0]
     for expert in experts:
         for sharding, shard in _shardings(task, layout):
@@ -207,14 +209,16 @@ def _schedules(task: Task, layout: Layout, micro_batches: int) -> Iterator[Layou
 
 
 def _halves(task: Task, layout: Layout, micro_batches: int) -> bool:
-    """Whether a backward pass can be cut in two: of one graph, with its activations, whose rounds are filled."""
+    """Whether a backward pass can be split in two: it has one graph, keeps its activations, and fills its rounds."""
     whole = layout.tensor == 1 and layout.checkpointing == "none" and not task.compiled
     return whole and micro_batches % max(1, micro_batches // layout.pipeline) == 0
 
 
 def _offloaded(candidate: Candidate) -> Iterator[Candidate]:
-    """With as much in the host's memory as an engine can keep there. Whole replicas keep everything on each rank: they
-    are shards of one where there is but one, and left out where the same ranks can share."""
+    """The candidate with as much in host memory as an engine can offload.
+
+    A single whole replica becomes a shard of one. Several are skipped, because the same ranks can shard.
+    """
     layout = candidate.layout
     if layout.sharding == "none":
         if layout.data * layout.context > 1:
@@ -225,7 +229,7 @@ def _offloaded(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _distinct(ordered: list[Candidate], count: int) -> list[Candidate]:
-    """The best of each combination of degrees: the five best would else be one with five micro-batches."""
+    """The best layout of each combination of degrees; otherwise the best five would differ only in micro-batches."""
     seen: set[tuple[object, ...]] = set()
     best = []
     for each in ordered:
@@ -240,7 +244,7 @@ def _distinct(ordered: list[Candidate], count: int) -> list[Candidate]:
 
 
 def reasons(chosen: Candidate) -> list[str]:
-    """Why the layout is as it is: what its neighbours would need or cost."""
+    """Reasons for the layout: the memory or time that its neighbors need."""
     layout, found = chosen.layout, []
     for name, other in _neighbours(chosen):
         if other.layout.micro_batches(chosen.task.global_batch) * other.layout.data * other.layout.micro_batch != (

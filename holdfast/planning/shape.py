@@ -1,7 +1,7 @@
-"""The model as the planner sees it: what it weighs and what a token costs, in closed form.
+"""Shape of the model for the planner: parameters and cost per token, in closed form.
 
-Promises the parameter counts of `holdfast/model` exactly; published GPT models (two matrices in the feed-forward
-layer, biases, learned positions, dropout) are described as well, so that published tables can be checked.
+The parameter counts equal those of `holdfast/model`. Published GPT models (two matrices in the feed-forward layer,
+biases, learned positions, dropout) are also described, to check published tables.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ class Architecture:
     heads: int
     kv_heads: int
     ffn: int  # width of the feed-forward layer, or of one expert
-    context: int  # tokens of a sequence
+    context: int  # tokens per sequence
     vocabulary: int
     tied: bool = False
     gated: bool = True  # SwiGLU: three matrices instead of two
     experts: int = 1
-    active: int = 1  # experts that a token is sent to
-    shared: int = 0  # experts beside them that every token goes through
-    gated_shared: bool = False  # whose result is weighted (Qwen2-MoE)
+    active: int = 1  # experts per token
+    shared: int = 0  # additional experts for every token
+    gated_shared: bool = False  # their result is weighted (Qwen2-MoE)
     biased: bool = False  # GPT: biases, LayerNorm with two vectors, learned positions
-    dropout: bool = False  # GPT: three masks of a byte an element in a layer
+    dropout: bool = False  # GPT: three masks per layer, one byte per element
     head_dimension: int | None = None
-    query_bias: bool = False  # of queries, keys and values (Qwen2)
-    query_norm: bool = False  # of queries and keys, each head by itself (Qwen3)
-    window: bool = False  # a sliding window that is shorter than the context: a mask of it
+    query_bias: bool = False  # bias of queries, keys and values (Qwen2)
+    query_norm: bool = False  # norm of queries and keys, per head (Qwen3)
+    window: bool = False  # a sliding window shorter than the context, with a mask
 
     @classmethod
     def of(cls, model: Model, vocabulary: int) -> Architecture:
-        """That of a spec."""
+        """The architecture of a spec's model."""
         return cls(
             layers=model.layers,
             hidden=model.hidden,
@@ -59,7 +59,7 @@ class Architecture:
 
     @property
     def cut_ffn(self) -> int:
-        """Columns of the feed-forward layer that tensor parallelism cuts: of a mixture those of its shared experts."""
+        """Feed-forward columns that tensor parallelism divides; in a mixture, only those of its shared experts."""
         return self.ffn * (self.shared if self.experts > 1 else 1)
 
     @property
@@ -84,12 +84,12 @@ class Architecture:
 
     @property
     def expert_weights(self) -> int:
-        """Elements of one feed-forward layer's matrices, or of one expert's."""
+        """Elements of the matrices of a feed-forward layer or expert."""
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
     def vectors(self) -> int:
-        """Elements of a layer that no rank cuts: norms, biases, the router."""
+        """Elements of a layer that are never split: norms, biases, the router."""
         biases = self.query_width + 2 * self.key_width + self.ffn + 4 * self.hidden if self.biased else 0
         biases += self.query_width + 2 * self.key_width if self.query_bias else 0
         norms = 2 * self.hidden + (2 * self.head_width if self.query_norm else 0)
@@ -103,12 +103,12 @@ class Architecture:
 
     @property
     def met(self) -> int:
-        """Experts that a token goes through."""
+        """Experts that process a token."""
         return self.active + self.shared
 
     @property
     def embedding(self) -> int:
-        """Elements of the token embedding, and of the head where it is another matrix."""
+        """Elements of the token embedding, and of the head if it is a separate matrix."""
         return self.vocabulary * self.hidden
 
     @property
@@ -124,7 +124,7 @@ class Architecture:
 
     @property
     def active_parameters(self) -> int:
-        """Elements that a token meets."""
+        """Parameters that a token uses."""
         return self.parameters - self.layers * (self.experts - self.active) * self.expert_weights
 
     def layer_products(self) -> float:
@@ -132,8 +132,9 @@ class Architecture:
         return 2.0 * (self.attention_weights + self.met * self.expert_weights)
 
     def attention_products(self, *, causal: bool) -> float:
-        """FLOPs of a layer's attention for one token, forward: scores and their sum over values. `causal` kernels skip
-        the half that is masked."""
+        """FLOPs of a layer's attention for one token, forward: scores and weighted values. `causal` kernels skip the
+        masked half.
+        """
         return 4.0 * self.context * self.query_width * (0.5 if causal else 1.0)
 
     def head_products(self) -> float:
@@ -141,7 +142,10 @@ class Architecture:
         return 2.0 * self.embedding
 
     def model_products(self) -> float:
-        """FLOPs of one token, forward and backward, that the model asks for: what MFU counts (PaLM, appendix B; and
-        Megatron-LM, SC'21). Attention is counted whole, nothing that is computed twice."""
+        """FLOPs of one token, forward and backward, that the model needs; the basis of MFU (PaLM, appendix B;
+        Megatron-LM, SC'21).
+
+        Attention is counted in full, and recomputation is not counted.
+        """
         layer = self.layer_products() + self.attention_products(causal=False)
         return 3.0 * (self.layers * layer + self.head_products())

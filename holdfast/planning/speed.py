@@ -1,8 +1,8 @@
-"""The time of one step: what is computed, what is communicated and not hidden, what is waited for.
+"""Time of one step: computation, exposed communication, and waiting.
 
-A matrix product takes its FLOPs at the share of the peak that large ones reach, or its bytes at the memory's bandwidth,
-whichever is longer (the roofline model); what is done element by element takes its bytes. Gradients and weights travel
-while something is computed, tensor, expert and pipeline traffic does not.
+A matrix product takes the longer of two times (the roofline model): its FLOPs at the share of the peak that large
+products reach, or its bytes at the memory's bandwidth. Element-wise operations take their bytes. Gradients and weights
+travel during computation; tensor, expert and pipeline traffic does not.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from holdfast.planning.memory import BYTES, Practice, offloaded, stage_parameter
 from holdfast.planning.schedule import bubble
 from holdfast.planning.shape import Architecture
 
-KERNELS = 30  # that a layer's forward pass starts; its backward pass twice as many
-HIDDEN = 0.9  # of what an accelerator computes can hide communication: the first and the last layer's cannot
-HOST_LINK = 25e9  # bytes a second between an accelerator and its host (PCIe 4.0 or 5.0 x16, as measured by most)
-DISK = 3e9  # bytes a second of one rank's share of the disks of its node: an assumption, measured nowhere here
+KERNELS = 30  # per forward pass of a layer; its backward pass has twice as many
+HIDDEN = 0.9  # share of the computation that can hide communication, without the first and last layer
+HOST_LINK = 25e9  # bytes per second between an accelerator and its host (PCIe 4.0 or 5.0 x16, typical measurement)
+DISK = 3e9  # bytes per second of one rank's share of its node's disks: an assumption, not measured
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a step, and where they go."""
+    """Seconds of a step, by cause."""
 
     terms: Mapping[str, float]
-    tokens: float  # of a step
-    model_flops: float  # of a step: what the model asks for
-    hardware_flops: float  # with what is computed again
+    tokens: float  # per step
+    model_flops: float  # per step, that the model needs
+    hardware_flops: float  # including recomputation
     ranks: int
     peak: float  # FLOP/s of one accelerator
 
     @property
     def seconds(self) -> float:
-        """All terms."""
+        """The sum of all terms."""
         return sum(self.terms.values())
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all accelerators."""
+        """Tokens per second of all accelerators."""
         return self.tokens / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: what the model asks for, over the peak of all accelerators."""
+        """Model FLOPs utilization: the FLOPs that the model needs, over the peak of all accelerators."""
         return self.model_flops / (self.seconds * self.ranks * self.peak)
 
     @property
     def hfu(self) -> float:
-        """The same with what is computed again."""
+        """Hardware FLOPs utilization: like `mfu`, including recomputation."""
         return self.hardware_flops / (self.seconds * self.ranks * self.peak)
 
     @property
     def flops_per_rank(self) -> float:
-        """Model FLOP/s of an accelerator."""
+        """Model FLOP/s per accelerator."""
         return self.model_flops / (self.seconds * self.ranks)
 
 
@@ -106,7 +106,7 @@ def speed(
     again = _again(forward, layout, practice)
     floor = KERNELS * here.kernel_seconds
     one = max(forward.total, floor) + max(2 * forward.total - forward.context, 2 * floor) + again
-    ends = head / layout.pipeline if layout.pipeline > 1 else head  # stages are cut so that the last one has less
+    ends = head / layout.pipeline if layout.pipeline > 1 else head  # the last stage gets fewer layers
     stage = layers * one + ends
     working = micro_batches * stage
     terms = {
@@ -149,7 +149,7 @@ def _layer(
     if shape.experts > 1:
         weights = shape.experts / layout.expert * shape.expert_weights
         products += max(2 * own * shape.active * shape.expert_weights / tensor / rate, size * weights / memory)
-    # The same peak for attention at every precision but fp8, which is for products alone.
+    # Attention has the same peak at every precision except fp8, which is for products alone.
     core = shape.attention_products(causal=practice.flash)
     attention = own * core / tensor / (here.peak("bf16" if precision == "fp8" else precision) * here.attention_reach)
     wide = (3 if compiled else 5) if shape.gated else (2 if compiled else 4)
@@ -161,13 +161,13 @@ def _layer(
 
     among = group(here, tensor)
     stream = own * shape.hidden * size
-    cuts = 2 if shape.experts == 1 or shape.shared else 1  # of matrices: attention's, and the feed-forward layer's
-    tensor_traffic = 2 * cuts * all_gather(stream, among)  # a gather and a scatter each, which take as long
+    cuts = 2 if shape.experts == 1 or shape.shared else 1  # split matrices: attention's, and the feed-forward layer's
+    tensor_traffic = 2 * cuts * all_gather(stream, among)  # a gather and a scatter each, which take equally long
     experts = 0.0
     if shape.experts > 1:
         experts = 2 * all_to_all(own / tensor * shape.active * shape.hidden * size, group(here, layout.expert))
     context = 0.0
-    if layout.context > 1:  # keys and values are gathered, and their gradients scattered in fp32: the mean of both
+    if layout.context > 1:  # keys and values are gathered, and their gradients scattered in fp32: mean of both
         over = group(here, layout.context, tensor)
         whole = 2 * own * layout.context * shape.key_width / tensor
         context = (all_gather(whole * size, over) + reduce_scatter(whole * 4, over)) / 2
@@ -185,7 +185,7 @@ def _head(shape: Architecture, layout: Layout, here: Accelerator, precision: str
 
 
 def _again(forward: _Pass, layout: Layout, practice: Practice) -> float:
-    """Seconds of a layer that is computed a second time."""
+    """Seconds of the recomputation of a layer."""
     if layout.checkpointing == "full":
         return forward.total
     if layout.checkpointing == "none":
@@ -194,7 +194,7 @@ def _again(forward: _Pass, layout: Layout, practice: Practice) -> float:
 
 
 def _extra_flops(shape: Architecture, layout: Layout, practice: Practice) -> float:
-    """FLOPs of one token that are computed again."""
+    """Recomputed FLOPs per token."""
     if layout.checkpointing == "full":
         return shape.layers * (shape.layer_products() + shape.attention_products(causal=False))
     if layout.checkpointing == "selective" and practice.selective == "attention":
@@ -205,7 +205,7 @@ def _extra_flops(shape: Architecture, layout: Layout, practice: Practice) -> flo
 def _between_stages(
     shape: Architecture, layout: Layout, here: Accelerator, precision: str, micro_batches: int
 ) -> float:
-    """Seconds of sends and receives that nothing hides: one in each direction for a micro-batch and chunk."""
+    """Seconds of exposed sends and receives: one in each direction per micro-batch and chunk."""
     if layout.pipeline == 1:
         return 0.0
     across = Group(2, 1 if layout.tensor * layout.context * layout.pipeline > here.node else 2, here)
@@ -222,7 +222,7 @@ def _data(
     micro_batches: int,
     stage_seconds: float,
 ) -> float:
-    """Seconds of gradients and gathered weights that no computing hides."""
+    """Seconds of gradients and gathered weights that no computation hides."""
     replicas = layout.data * layout.context
     away, read = "gradients" in offloaded(layout, here), layout.offload == "parameters_on_disk"
     if replicas == 1 and not away and not read:
@@ -232,7 +232,7 @@ def _data(
     stride = layout.tensor
     everyone = group(here, replicas, stride)
     gradients = 4.0 if layout.sharding == "full" else float(practice.state.gradients)
-    # The processors of a CPU do both: nothing that they communicate is hidden.
+    # A CPU does both computation and communication, so nothing is hidden.
     hiding = 0.0 if here.kind == "cpu" else HIDDEN * stage_seconds
     backward = hiding * 2 / 3
     if layout.sharding == "full":
@@ -243,9 +243,9 @@ def _data(
         each = max(0.0, forward_gather - hiding / 3)
         again = 0.0 if layout.keeps_gathered else forward_gather
         each += max(0.0, again + scatter - backward)
-        each += 1.75 * up  # nothing hides gradients coming down and being added: 12 bytes for 4, at four times the rate
+        each += 1.75 * up  # exposed: gradients move down and are added, 12 bytes for 4 at four times the rate
         total = micro_batches * each
-        if read:  # in each pass, which waits for it, and written once
+        if read:  # read in each pass, which waits for it, and written once
             passes = micro_batches * (2 if layout.checkpointing == "none" else 3)
             total += (passes + 1) * BYTES[precision] * held / shards.size / DISK
         if replicas > shards.size:
@@ -259,7 +259,7 @@ def _data(
 
 
 def _update(shape: Architecture, layout: Layout, here: Accelerator, practice: Practice) -> float:
-    """Seconds of the optimizer: it reads weights, gradients and moments once and writes all but gradients."""
+    """Seconds of the optimizer, which reads weights, gradients and moments once and writes all but gradients."""
     dense, experts, ends = stage_parameters(shape, layout, 0)
     share = 1 if layout.sharding == "none" else layout.shard * layout.context
     held = (dense + ends) / share + experts / layout.expert_shards(share)

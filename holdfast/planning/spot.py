@@ -1,8 +1,8 @@
-"""Spot and on-demand nodes for a run: what each mix of them is expected to take and to cost.
+"""Spot and on-demand nodes for a run: the expected time and cost of each mix.
 
-A gang stops as a whole when one of its nodes is taken back, so every spot node makes the run longer while it makes the
-hour cheaper. Promises the cheapest mix whose expected time is within a limit. Leaves it to the user to know the prices
-and how often nodes are taken back; another node is taken to be there when the gang starts again.
+A gang stops as a whole when one of its nodes is reclaimed. So every spot node lengthens the run and makes the hour
+cheaper. The result is the cheapest mix whose expected time is within a limit. The user supplies prices and reclaim
+rates. A replacement node is assumed to exist when the gang restarts.
 """
 
 from __future__ import annotations
@@ -15,36 +15,38 @@ from holdfast.planning.failures import RANK_SECONDS_PER_FAILURE, best_interval, 
 from holdfast.planning.run_estimate import HOUR, RESTART_SECONDS, stall_of
 from holdfast.planning.search import Candidate
 
-SHOWN = 4  # mixes from none to all on spot nodes: 0, 1/4, 1/2, 3/4, 1
+SHOWN = 4  # steps from no spot node to all: 0, 1/4, 1/2, 3/4, 1
 
 
 @dataclass(frozen=True)
 class Mix:
-    """A run on so many spot nodes and on-demand nodes for the rest."""
+    """A run on `spot` spot nodes of `nodes` nodes; the rest is on demand."""
 
     nodes: int
     spot: int
-    seconds: float  # expected, from the first step to the last one; infinite where the gang does nothing but restart
-    goodput: float  # share of it in which steps are computed that count
-    interruptions: float  # spot nodes that are expected to be taken back
-    cost: float  # expected; of the hours and, where it has a price, of the energy
+    seconds: float  # expected, first to last step; infinite if the gang only restarts
+    goodput: float  # share of it in steps that count
+    interruptions: float  # expected reclaims of spot nodes
+    cost: float  # expected; of the hours and, if priced, the energy
     interval: float  # seconds between two saves
 
 
 @dataclass(frozen=True)
 class Spot:
-    """What there is to choose from."""
+    """The mixes of spot and on-demand nodes, and the best one."""
 
-    notice: bool  # whether the gang saves before a node goes
-    limit: float | None  # seconds that the run may take
-    best: Mix | None  # the cheapest within the limit; None where none is
-    shown: tuple[Mix, ...]  # from no spot node to nothing else
-    break_even: float  # times an hour that a node may be taken back before spot nodes alone cost more than none of them
+    notice: bool  # whether the gang saves before a reclaim
+    limit: float | None  # maximum seconds of the run
+    best: Mix | None  # the cheapest within the limit; None without one
+    shown: tuple[Mix, ...]  # from no spot node to all
+    break_even: float  # reclaims per node and hour above which all-spot costs more than no spot node
 
 
 def spot(chosen: Candidate, *, notice: bool, limit: float | None = None) -> Spot | None:
-    """The mixes for a layout; None where its accelerator has no price on spot nodes, or nobody says how often these are
-    taken back. `notice`: the gang hears of it in time to save (`cluster.spot`). `limit`: seconds of the run."""
+    """The mixes for a layout; None if its accelerator has no spot price or no reclaim rate.
+
+    `notice`: the gang gets the notice in time to save (`cluster.spot`). `limit`: maximum seconds of the run.
+    """
     here = chosen.task.accelerator
     if here.spot_price is None or here.spot_interruptions is None:
         return None
@@ -59,34 +61,36 @@ def spot(chosen: Candidate, *, notice: bool, limit: float | None = None) -> Spot
 
 
 def nodes_of(chosen: Candidate) -> int:
-    """Nodes of the run."""
+    """The number of nodes of the run."""
     return math.ceil(chosen.task.gpus / chosen.task.accelerator.node)
 
 
 def mix(chosen: Candidate, count: int, *, notice: bool) -> Mix:
     """The run with `count` of its nodes on spot.
 
-    A reclaim with a notice costs a save and a restart; one without is like a failure, which costs a restart and half an
-    interval. Nodes are taken back all the time that the run takes, restarts included. The interval is Young's and
-    Daly's for what comes without a notice.
+    A reclaim with a notice costs a save and a restart. One without is like a failure, which costs a restart and half an
+    interval. Reclaims occur during the whole run, including restarts. The interval is Young's and Daly's for events
+    without a notice.
     """
     task, step, here = chosen.task, chosen.speed.seconds, chosen.task.accelerator
     nodes, stall = nodes_of(chosen), stall_of(chosen)
-    reclaims = count * (here.spot_interruptions or 0.0) / HOUR  # a second
+    reclaims = count * (here.spot_interruptions or 0.0) / HOUR  # per second
     failures = task.gpus / RANK_SECONDS_PER_FAILURE
     sudden, told = (failures, reclaims) if notice else (failures + reclaims, 0.0)
     interval = max(step, best_interval(stall, 1 / sudden))
     share = goodput(stall, interval, 1 / sudden, RESTART_SECONDS, told * (stall + RESTART_SECONDS))
-    seconds = lasts(step * task.full_steps, share)  # as the estimate has it
-    energy = (here.watts + here.overhead_watts) / 1000 * here.kilowatt_hour  # an accelerator and hour
+    seconds = lasts(step * task.full_steps, share)  # as in the run estimate
+    energy = (here.watts + here.overhead_watts) / 1000 * here.kilowatt_hour  # per accelerator and hour
     price = here.price + ((here.spot_price or 0.0) - here.price) * count / nodes + energy
-    cost = seconds / HOUR * task.gpus * price if share else math.inf  # though it be free
+    cost = seconds / HOUR * task.gpus * price if share else math.inf  # infinite even at price 0
     return Mix(nodes, count, seconds, share, reclaims * seconds if reclaims else 0.0, cost, interval)
 
 
 def break_even(chosen: Candidate, *, notice: bool) -> float:
-    """How often a node may be taken back an hour until spot nodes alone cost as much as none of them, or are never
-    done where they are free: 0 where their hour is no cheaper."""
+    """The reclaims per node and hour at which all-spot costs as much as no spot node, or never finishes.
+
+    0 where a spot hour is not cheaper.
+    """
     task = chosen.task
     without, nodes = mix(chosen, 0, notice=notice).cost, nodes_of(chosen)
 
@@ -94,7 +98,7 @@ def break_even(chosen: Candidate, *, notice: bool) -> float:
         there = task.accelerator.model_copy(update={"spot_interruptions": rate})
         return mix(replace(chosen, task=replace(task, accelerator=there)), nodes, notice=notice).cost >= without
 
-    low, high = 0.0, HOUR / RESTART_SECONDS  # so often one node does nothing but restart
+    low, high = 0.0, HOUR / RESTART_SECONDS  # at this rate, a single node only restarts
     if dearer(low):
         return 0.0
     for _ in range(60):
@@ -104,7 +108,7 @@ def break_even(chosen: Candidate, *, notice: bool) -> float:
 
 
 def in_words(found: Spot) -> Iterator[str]:
-    """Lines for people: the mixes, the one to take, and until when spot nodes pay."""
+    """Lines for people: the mixes, the best one, and the break-even rate."""
     said = "with a notice" if found.notice else "without a notice (cluster.spot is not set)"
     yield f"Spot nodes, taken back {said}:"
     yield "  on spot  on demand      hours  goodput  taken back         cost"

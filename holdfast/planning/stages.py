@@ -1,4 +1,4 @@
-"""Which layers go to which stage of a pipeline: the split whose dearest stage costs least, whatever costs are in."""
+"""Assignment of layers to pipeline stages: the split that minimizes the most expensive stage, in any unit of cost."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from pydantic import BaseModel, ConfigDict
 
 
 class StageCosts(BaseModel):
-    """Seconds of a micro-batch, forward and backward, as they were measured on one device."""
+    """Seconds per micro-batch, forward and backward, measured on one device."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     device: str
     embedding: float
     layer: float
-    head: float  # with the last norm and the loss
+    head: float  # including the last norm and the loss
 
     def of_layers(self, layers: int) -> list[float]:
-        """Of each layer of the model, the first one with the embedding and the last one with the head."""
+        """The cost of each layer of the model; the first one includes the embedding and the last one the head."""
         costs = [self.layer] * layers
         costs[0] += self.embedding
         costs[-1] += self.head
         return costs
 
     def of_stages(self, stages: Sequence[int]) -> list[float]:
-        """Of each stage, of which `stages` says how many layers it has."""
+        """The cost of each stage; `stages` has their numbers of layers."""
         costs, done, found = self.of_layers(sum(stages)), 0, []
         for layers in stages:
             found.append(sum(costs[done : done + layers]))
@@ -33,16 +33,18 @@ class StageCosts(BaseModel):
         return found
 
     def balanced(self, layers: int, stages: int) -> list[int]:
-        """How many layers each of so many stages has, so that the slowest is as fast as can be."""
+        """The number of layers of each stage that minimizes the slowest stage."""
         return [len(each) for each in split(self.of_layers(layers), stages)]
 
 
 def split(costs: Sequence[float], stages: int) -> list[range]:
-    """Neighbouring items dealt to stages, at least one to each, so that the dearest stage costs as little as can be.
-    Exact, by dynamic programming over where the last stage begins; of equal splits the one whose later stages begin
-    first."""
+    """Split neighboring items into stages of at least one, so that the most expensive stage costs least.
+
+    Exact, by dynamic programming over the start of the last stage. Of equal splits, the one with the earliest starts of
+    later stages wins.
+    """
     most = sum(costs) + 1
-    # best[n][k]: the dearest of n stages that have the first k items, and where the last of them begins
+    # best[n][k]: the cost of the most expensive of n stages with the first k items, and the start of the last stage
     best: list[list[tuple[float, int]]] = [[(0, 0)] + [(most, 0)] * len(costs)]
     for number in range(1, stages + 1):
         row: list[tuple[float, int]] = [(most, 0)] * (len(costs) + 1)

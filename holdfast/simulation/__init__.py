@@ -1,7 +1,7 @@
-"""A discrete-event simulator of a training cluster: which scheduling policy fills it, how long jobs wait, what is lost.
+"""Discrete-event simulator of a training cluster: utilization, waiting times and losses of scheduling policies.
 
-Promises that a result is a pure function of (cluster, jobs, policy, seed), and that every figure stands beside a bound
-that no policy can beat. Needs neither torch nor a cluster. Leaves drawing to `pipelines.view`.
+A result is a pure function of (cluster, jobs, policy, seed). Bounds that no policy can beat accompany the figures.
+Needs neither torch nor a cluster. `pipelines.view` draws the results.
 """
 
 from holdfast.simulation.cluster import ClusterModel, load_cluster

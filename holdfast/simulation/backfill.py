@@ -1,4 +1,4 @@
-"""Reservations: when a waiting gang can start at the latest, and who may run before it without delaying it."""
+"""Reservations: the latest start of a waiting gang, and the tasks that may run before it without delaying it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import numpy as np
 if TYPE_CHECKING:
     from holdfast.simulation.engine import Simulation, Task
 
-RECKONED_EVERY = 60.0  # seconds for which a reservation holds
+RECKONED_EVERY = 60.0  # seconds for which a reservation is valid
 BUCKETS = 256  # points of a profile of free accelerators over time
 
 
 class Reservation:
-    """The reservation of the head of a queue: the moment at which, by the owners' estimates, enough is free, and what
-    is free beside it then."""
+    """The reservation of the head of a queue: when enough is free by the owners' estimates, and what else is free."""
 
     def __init__(self) -> None:
-        self._ends: list[tuple[float, int, int]] = []  # (expected end, number, accelerators) of what runs, sorted
+        self._ends: list[tuple[float, int, int]] = []  # (expected end, number, accelerators) of running tasks, sorted
         self._entry: dict[Task, tuple[float, int, int]] = {}
         self._number = 0
         self._head: Task | None = None
@@ -28,7 +27,7 @@ class Reservation:
         self._shadow, self._extra, self._gang = 0.0, 0, False
 
     def began(self, task: Task) -> None:
-        """A task got its place."""
+        """Record that a task got its place."""
         self.ended(task)
         self._number += 1
         entry = (task.ends(), self._number, task.gpus)
@@ -36,13 +35,13 @@ class Reservation:
         insort(self._ends, entry)
 
     def ended(self, task: Task) -> None:
-        """A task lost its place."""
+        """Record that a task lost its place."""
         entry = self._entry.pop(task, None)
         if entry is not None:
             del self._ends[bisect_left(self._ends, entry)]
 
     def allows(self, task: Task, head: Task, simulation: Simulation) -> bool:
-        """Whether `task` may start now: it ends before the head's turn, or takes what the head leaves over."""
+        """Whether `task` may start now: it ends before the head starts, or uses only what the head leaves free."""
         if head is not self._head or simulation.now - self._reckoned > RECKONED_EVERY:
             self._reckon(head, simulation)
         if self._gang and simulation.machine.fits_in_pieces(task.job.gpus, task.job.group):
@@ -50,14 +49,14 @@ class Reservation:
         return task.job.gpus <= self._extra or simulation.now + task.left <= self._shadow
 
     def spend(self, task: Task, simulation: Simulation) -> None:
-        """A task that was allowed has started."""
+        """Record the start of an allowed task."""
         in_pieces = self._gang and len(task.placement or ()) == 1 and task.gpus < simulation.machine.pools[0].group.gpus
         if simulation.now + task.left > self._shadow and not in_pieces:
             self._extra -= task.job.gpus
 
     def _reckon(self, head: Task, simulation: Simulation) -> None:
         whole = min(pool.group.gpus for pool in simulation.machine.pools)
-        self._gang = gang = head.job.gpus >= whole  # it needs whole nodes: what lies free in pieces is no use to it
+        self._gang = gang = head.job.gpus >= whole  # it needs whole nodes, so partly free nodes do not help
         free = simulation.machine.free - (simulation.machine.partly_free() if gang else 0)
         self._head, self._reckoned, self._shadow = head, simulation.now, simulation.now
         for end, _, gpus in self._ends:
@@ -71,11 +70,13 @@ class Reservation:
 
 
 def conservative(waiting: Sequence[Task], simulation: Simulation) -> list[Task]:
-    """Of `waiting`, in their order, those that may start now: each gets the first stretch that is free for as long as
-    it expects to run, and none a stretch that another one ahead of it has."""
+    """Those of `waiting`, in their order, that may start now.
+
+    Each gets the first period that is free for its expected run time. None gets a period that an earlier task has.
+    """
     now = simulation.now
     ends = sorted((max(now, task.ends()), task.gpus) for task in simulation.running)
-    if len(ends) > BUCKETS:  # later than true, never sooner: nobody is promised what is not there
+    if len(ends) > BUCKETS:  # rounded up: accelerators are never counted as free too early
         stride = -(-len(ends) // BUCKETS)
         ends = [(group[-1][0], sum(gpus for _, gpus in group)) for group in _chunks(ends, stride)]
     times = np.array([now, *(end for end, _ in ends)])
@@ -85,13 +86,13 @@ def conservative(waiting: Sequence[Task], simulation: Simulation) -> list[Task]:
         need, length = task.job.gpus, task.left
         enough = free >= need
         if not simulation.machine.fits(need, task.job.group, task.job.same_rack):
-            enough[0] = False  # enough is free, and it lies in pieces
+            enough[0] = False  # enough is free, but in fragments
         for index in np.flatnonzero(enough):
             stop = int(np.searchsorted(times, times[index] + length))
             if enough[index:stop].all():
                 break
         else:
-            continue  # more than there is
+            continue  # more than the cluster has
         until = times[index] + length
         if stop == len(times) or times[stop] != until:
             times = np.insert(times, stop, until)

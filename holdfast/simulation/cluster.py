@@ -1,6 +1,6 @@
-"""The cluster that is simulated: groups of equal nodes in racks, who may use how much, and what changes over a day.
+"""Model of the simulated cluster: groups of equal nodes in racks, quotas, and changes over a day.
 
-One YAML file. Promises that a description that makes no sense is refused with the field, the value and the remedy.
+It comes from one YAML file. An invalid description is refused with the field, the value and the remedy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DAY = 24 * HOUR
 
 
 class NodeGroup(Section):
-    """Nodes that are all alike."""
+    """A group of equal nodes."""
 
     name: str = Field(description="What traces and quotas call it, such as `h100`.")
     nodes: int = Field(ge=1, le=1_000_000, description="How many nodes.")
@@ -39,7 +39,7 @@ class NodeGroup(Section):
 
 
 class ClusterModel(Section):
-    """A cluster, and the habits of its jobs where a trace does not tell them."""
+    """A cluster, and defaults for its jobs where a trace lacks them."""
 
     name: str = Field("cluster", description="Its name in reports.")
     groups: tuple[NodeGroup, ...] = Field(min_length=1, max_length=64, description="The groups of nodes.")
@@ -55,7 +55,7 @@ class ClusterModel(Section):
 
     @property
     def gpus(self) -> int:
-        """All accelerators."""
+        """The number of accelerators."""
         return sum(group.nodes * group.gpus for group in self.groups)
 
 
@@ -77,12 +77,11 @@ def load_cluster(path: str | Path) -> ClusterModel:
         problems = [
             Problem(".".join(map(str, detail["loc"])), detail["input"], detail["msg"], "see examples/clusters/")
             for detail in error.errors(include_url=False)
-            if detail["type"] != "too_short"
-            or not detail["input"]  # a list is not too short because its items were refused
+            if detail["type"] != "too_short" or not detail["input"]  # a list with refused items is not too short
         ]
         raise SpecError(problems, str(path)) from None
 
 
 def part_of_day(values: tuple[float, ...], now: float, default: float) -> float:
-    """The value that holds at `now` (seconds; 0 is a midnight) of values for equal parts of a day."""
+    """The value at `now` (seconds; 0 is midnight) among values for equal parts of a day."""
     return values[int(now % DAY * len(values) / DAY)] if values else default

@@ -1,7 +1,7 @@
-"""The event loop: jobs arrive, start, are disturbed and finish; nodes fail, are reclaimed, lent and repaired.
+"""Event loop: jobs arrive, start, are disturbed and finish; nodes fail, are reclaimed, lent and repaired.
 
-Promises that what a task computes, loses and waits for adds up, whatever the policy does. A policy sees the simulation
-through `waiting_since`, `running` and the verbs `start`, `evict` and `resize`; it never touches the clock.
+The computed, lost and waiting times of a task add up under any policy. A policy sees the simulation through `running`,
+`machine`, and the methods `start`, `evict` and `resize`. It never changes the clock.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ class Task:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.done = 0.0  # seconds of `job.seconds` that are computed
-        self.saved = 0.0  # of them, up to the last checkpoint
+        self.done = 0.0  # computed part of `job.seconds`
+        self.saved = 0.0  # part of `done` up to the last checkpoint
         self.placement: Placement | None = None
-        self.gpus = 0  # that it holds now
-        self.rate = 0.0  # of `done` a second
-        self.ready = self.since = 0.0  # when it computes after a start; up to when `done` is counted
+        self.gpus = 0  # currently held
+        self.rate = 0.0  # increase of `done` per second
+        self.ready = self.since = 0.0  # start of computation; time up to which `done` is counted
         self.starts = 0
-        self.waited = 0.0  # since when it waits
+        self.waited = 0.0  # start of the current wait
         self.began = self.finished = -1.0  # first start, end
-        self.key: tuple[float, ...] = ()  # its place in the policy's queue
+        self.key: tuple[float, ...] = ()  # its position in the policy's queue
 
     @property
     def left(self) -> float:
-        """Seconds that its owner expects it to need yet."""
+        """The remaining seconds by the owner's estimate, at least 60."""
         return max(60.0, (self.job.estimate or self.job.seconds) - self.done)
 
     def ends(self) -> float:
-        """When it is expected to end, by its owner's estimate."""
+        """The expected end by the owner's estimate."""
         return max(self.ready, self.since) + self.left / self.rate
 
 
@@ -76,7 +76,7 @@ class Simulation:
         self.totals = Totals(model)
 
     def run(self) -> Outcome:
-        """Until every job has finished."""
+        """Run until every job has finished."""
         for task in self._tasks:
             self._at(task.job.submit, ARRIVE, task)
         for index in range(len(self.machine.pools)):
@@ -106,10 +106,10 @@ class Simulation:
             raise ValueError(f"{self._unfinished} jobs never fit into {self.model.name}: ask for less than it has")
         return self.totals.outcome(self.policy.name, self._tasks)
 
-    # Verbs of a policy.
+    # Methods for policies.
 
     def start(self, task: Task, same_rack: bool = False) -> bool:
-        """Start a waiting task if there is room, all of its gang or nothing. `same_rack`: only inside one rack."""
+        """Start a waiting task if its whole gang fits; otherwise nothing changes. `same_rack`: only inside one rack."""
         job = task.job
         placement = self.machine.place(job.gpus, job.group, same_rack or job.same_rack)
         if placement is None and job.min_gpus and self.policy.elastic:
@@ -123,15 +123,17 @@ class Simulation:
         return True
 
     def evict(self, task: Task, notice: float | None = None) -> None:
-        """Take a running task's place away, `notice` seconds ahead (default: the cluster's grace). With enough of it
-        nothing is lost but the time to start again; else the work since the last checkpoint."""
+        """Evict a running task with `notice` seconds (default: the cluster's grace).
+
+        With enough notice to save, it loses only the restart time; otherwise also the work since the last checkpoint.
+        """
         notice = self.model.grace_seconds if notice is None else notice
         self._end_stretch(task, saved=notice >= self.model.save_seconds)
         self.totals.evictions += 1
         self._wait(task)
 
     def resize(self, task: Task, gpus: int) -> bool:
-        """Give a running elastic task another size; False, and nothing changed, if there is no room."""
+        """Resize a running elastic task. Returns False, without any change, if it does not fit."""
         assert task.placement is not None
         placement = list(task.placement)
         more = gpus - task.gpus
@@ -180,7 +182,7 @@ class Simulation:
         self._up(node)
 
     def _tide(self, _: None) -> None:
-        """Inference takes nodes, the last ones of a group first, or gives them back."""
+        """Inference takes nodes, the last ones of a group first, or returns them."""
         soonest = DAY
         first = 0
         for pool in self.machine.pools:
@@ -206,7 +208,7 @@ class Simulation:
         self.policy.round(self)
         self._at(self.now + self.policy.round_seconds, ROUND, None)
 
-    # The parts of those.
+    # Helpers of the handlers.
 
     @property
     def _busy(self) -> int:
@@ -237,7 +239,7 @@ class Simulation:
         self._at(task.ready + (task.job.seconds - task.done) / task.rate, FINISH, task, task.starts)
 
     def _accrue(self, task: Task) -> None:
-        """Count what the task has computed up to now."""
+        """Update `done` to the current time."""
         start = max(task.since, task.ready)
         if self.now > start:
             task.done = min(task.job.seconds, task.done + (self.now - start) * task.rate)
@@ -280,7 +282,7 @@ class Simulation:
         return group, first + int(self._random.integers(group.nodes))
 
     def _next_disturbance(self, kind: int, index: int) -> None:
-        """The next failure, or reclaim, of any node of a group: a Poisson process over all of them."""
+        """Schedule the next failure or reclaim of any node in a group: a Poisson process over all of them."""
         group = self.machine.pools[index].group
         hours = group.mtbf_hours if kind == FAIL else group.reclaim_hours
         if hours:
@@ -288,8 +290,10 @@ class Simulation:
 
 
 def simulate(model: ClusterModel, jobs: Sequence[Job], policy: Policy, seed: int = 0) -> Outcome:
-    """Run `jobs` on a cluster under a policy, to the end of the last one. The same arguments give the same outcome.
-    Raises ValueError for jobs that can never fit."""
+    """Run `jobs` on a cluster under a policy until the last one ends. The same arguments give the same outcome.
+
+    Raises ValueError for jobs that can never fit.
+    """
     return Simulation(model, jobs, policy, seed).run()
 
 
@@ -301,7 +305,7 @@ def _merged(placement: Placement, extra: Placement) -> Placement:
 
 
 def _shrink(placement: Placement, gpus: int) -> Placement:
-    """Take `gpus` accelerators off the end of a placement, in place; what was taken."""
+    """Remove `gpus` accelerators from the end of a placement, in place. Returns them."""
     taken: Placement = []
     while gpus:
         node, count = placement.pop()

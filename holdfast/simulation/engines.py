@@ -1,8 +1,7 @@
-"""A policy as the configuration of a real engine, Kueue or Volcano: objects, and what the engine does otherwise.
+"""Configuration of Kueue or Volcano for a policy: objects, and the differences of the engine.
 
-Promises that a policy which an engine cannot express is refused by name with the reason, and that whatever differs from
-the simulated policy is said. Pure: nothing is sent anywhere. The engines' sources that this follows are named in
-docs/simulator.md.
+A policy that an engine cannot express is refused by name with the reason. Every difference from the simulated policy is
+reported. The functions are pure: nothing is sent. docs/simulator.md names the engines' sources.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ Engine = Literal["kueue", "volcano"]
 Object = dict[str, Any]
 
 RESOURCE = "nvidia.com/gpu"
-GROUP_LABEL = "holdfast/node-group"  # of the nodes: what the simulated cluster calls them
+GROUP_LABEL = "holdfast/node-group"  # of the nodes, with the group's name in the simulated cluster
 NAME = "holdfast"
 PRIORITY_STEP = 1000  # between two priorities of a trace
 LEAST_PRIORITY, MOST_PRIORITY = -1_000_000, 1_000_000  # of a trace
-HALF_LIFE = "168h"  # as the simulated fair share has it
-EXCLUDED = ("cpu", "memory", "ephemeral-storage")  # of which the simulated cluster knows nothing
+HALF_LIFE = "168h"  # as in the simulated fair share
+EXCLUDED = ("cpu", "memory", "ephemeral-storage")  # resources that the simulated cluster does not model
 
 _TIME = "orders by what its owner's estimate leaves, and no engine asks for an estimate"
 _SERVED = "orders by what a job has computed, which no engine counts for a job that starts again"
@@ -69,27 +68,30 @@ _DIFFERS: Mapping[tuple[Engine, str], str] = {
     "cluster.topology.placement: prefer, and HyperNodes are yours to describe (manifests/components/volcano-topology)",
 }
 
-# Of Kueue without a topology, before what one policy adds.
+# Holds for Kueue without a topology; a policy's difference follows it.
 _COUNTS = (
     "Kueue counts accelerators, not whether nodes have them free together: a gang may be let in and wait for nodes; "
 )
 
-# Else no gang is ever a victim: it cannot lose a pod and stay one.
+# Otherwise no gang is ever a victim, because it cannot lose a pod and stay a gang.
 _OPTIONS: Mapping[str, Object] = {"gang": {"enablePreemptable": False}}
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What an engine is told for a policy."""
+    """The configuration of an engine for a policy."""
 
     objects: tuple[Object, ...]  # for kubectl apply
-    settings: Object | None  # of the engine's own controller, where it has a file of its own
-    differs: str  # what the engine does otherwise than the simulated policy
+    settings: Object | None  # of the engine's controller, if it has a separate file
+    differs: str  # how the engine differs from the simulated policy
 
 
 def configuration(engine: Engine, policy: str, model: ClusterModel, jobs: Sequence[Job]) -> Configuration:
-    """The configuration of `engine` that comes closest to `policy` on this cluster, for the tenants and priorities of
-    `jobs`. Raises SpecError when the engine cannot express the policy, or a name is none that Kubernetes takes."""
+    """The configuration of `engine` that is closest to `policy` on this cluster, for the tenants and priorities of
+    `jobs`.
+
+    Raises SpecError if the engine cannot express the policy, or a name is invalid on Kubernetes.
+    """
     reason = _REFUSED[engine].get(policy)
     if policy == "drf" and len(model.groups) > 1:
         reason = (
@@ -120,7 +122,7 @@ def configuration(engine: Engine, policy: str, model: ClusterModel, jobs: Sequen
 
 
 def text_of(objects: Iterable[Object], comment: str) -> str:
-    """YAML documents, the comment before them."""
+    """YAML documents with a leading comment."""
     head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
     return head + yaml.safe_dump_all(objects, sort_keys=False, width=120)
 
@@ -161,7 +163,7 @@ def _kueue(
             "reclaimWithinCohort": "Never",
         },
     }
-    own = policy == "drf"  # a ClusterQueue of its own for each tenant, which borrows all it has
+    own = policy == "drf"  # a separate ClusterQueue for each tenant, which borrows everything
     if own:
         found.append(_object(api, "Cohort", NAME, {"resourceGroups": quota(whole=True)}))
         for name, weight in weights.items():
@@ -251,12 +253,12 @@ def _class(priority: int) -> str:
 
 
 def _quantity(weight: float) -> str:
-    """A weight as Kubernetes writes one, to a thousandth."""
+    """A weight as a Kubernetes quantity, to a thousandth."""
     return f"{max(1, round(1000 * weight))}m"
 
 
 def _named(field: str, names: Iterable[str]) -> dict[str, str]:
-    """The names as Kubernetes takes them, each by what the trace or the cluster calls it."""
+    """Kubernetes names by the names in the trace or cluster. Raises SpecError."""
     found: dict[str, str] = {}
     for name in sorted(set(names)):
         made = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

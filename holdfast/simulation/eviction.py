@@ -1,4 +1,4 @@
-"""Whose places to take away for a gang: as few and as cheap victims as clear what it needs, node by node."""
+"""Selection of victims for a gang: few and cheap tasks that clear what it needs, node by node."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ if TYPE_CHECKING:
 
 
 class Evictor:
-    """Victims among the tasks that run at one moment, cheapest first. One for each round."""
+    """Victims among the currently running tasks, cheapest first. Create one for each round."""
 
     def __init__(self, simulation: Simulation, candidates: Sequence[Task]) -> None:
         self._simulation, self._candidates = simulation, list(candidates)
 
     def victims(self, task: Task, worse: Callable[[Task, Task], bool]) -> list[Task] | None:
-        """Running tasks whose places make room for `task`, all of them `worse`; None if there is no such set. They are
-        not candidates any more."""
+        """Running tasks whose places make room for `task`, all of them `worse`; None if there is no such set.
+
+        The returned tasks are no longer candidates.
+        """
         machine = self._simulation.machine
         gain: dict[int, int] = defaultdict(int)
         on_node: dict[int, list[Task]] = defaultdict(list)

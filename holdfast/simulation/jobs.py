@@ -1,4 +1,4 @@
-"""Jobs: what a trace says of them, and a generator of traces with the statistics that clusters have published."""
+"""Jobs of a trace, and a generator of traces with published cluster statistics."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from holdfast.simulation.cluster import DAY
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One job as it was submitted. Times are in seconds."""
+    """One submitted job. Times are in seconds."""
 
     id: str
     submit: float
     gpus: int  # of the gang
-    seconds: float  # that it computes on `gpus` accelerators of speed 1, undisturbed
+    seconds: float  # undisturbed computing time on `gpus` accelerators of speed 1
     tenant: str = "default"
-    priority: int = 0  # the higher goes first where a policy looks at it
+    priority: int = 0  # higher goes first in policies that use it
     value: float = 1.0  # of a finished job, in any currency
-    group: str = ""  # the group of nodes that it must have; empty takes any
-    min_gpus: int = 0  # an elastic job shrinks to here; 0: it is not elastic
-    max_gpus: int = 0  # and grows to here; 0: not beyond `gpus`
+    group: str = ""  # required group of nodes; empty: any
+    min_gpus: int = 0  # an elastic job shrinks to this; 0: not elastic
+    max_gpus: int = 0  # and grows to this; 0: not beyond `gpus`
     same_rack: bool = False  # it must not span racks
-    estimate: float = 0.0  # seconds that its owner expects; 0: `seconds`
-    slack: float = 0.0  # seconds that its start may be put off for a cheaper hour
+    estimate: float = 0.0  # the owner's estimate of seconds; 0: `seconds`
+    slack: float = 0.0  # seconds by which its start may be delayed for a cheaper hour
 
     @property
     def work(self) -> float:
@@ -33,8 +33,8 @@ class Job:
         return self.gpus * self.seconds
 
 
-# Gangs by size and their share of all jobs: most jobs are small, most accelerator time goes to the large ones. After
-# the tables of Jeon et al. 2019 (Philly) and Hu et al. 2021 (Helios): over half of the jobs take one accelerator.
+# Gang sizes and their share of all jobs: most jobs are small, and most accelerator time goes to large ones. After the
+# tables of Jeon et al. 2019 (Philly) and Hu et al. 2021 (Helios): over half of the jobs take one accelerator.
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SHARES = (0.54, 0.10, 0.12, 0.14, 0.05, 0.025, 0.012, 0.008, 0.004, 0.001)
 
@@ -49,12 +49,14 @@ def synthetic_jobs(
     elastic: float = 0.2,
     noise: float = 1.0,
 ) -> list[Job]:
-    """`count` jobs that ask for `load` times what `gpus` accelerators can do, the same for the same arguments.
+    """`count` jobs that demand `load` times the capacity of `gpus` accelerators; the same for the same arguments.
 
-    Arrivals are Poisson with a daily wave (rate 1 + 0.5 sin). Durations are lognormal (sigma 2: the median is minutes,
-    the mean hours) and longer for larger gangs, cut at 14 days. `elastic`: share of the jobs of 8 and more that may
-    shrink to a half and grow to the double. `noise`: sigma of the lognormal factor by which owners ask for more
-    time than they need (what runs over its time would be ended by most clusters, so nobody asks for less).
+    - Arrivals are Poisson with a daily wave (rate 1 + 0.5 sin).
+    - Durations are lognormal (sigma 2: the median is minutes, the mean hours), longer for larger gangs, and at most 14
+      days.
+    - `elastic`: share of the jobs with 8 or more that may shrink to half and grow to double their size.
+    - `noise`: sigma of the lognormal factor by which owners overestimate time. No owner underestimates, because most
+      clusters end a job that exceeds its time.
     """
     random = np.random.Generator(np.random.PCG64(seed))
     sizes = np.array([size for size in SIZES if size <= max(1, gpus // 4)])
@@ -63,7 +65,7 @@ def synthetic_jobs(
     seconds = np.exp(random.normal(np.log(900.0), 2.0, count)) * size**0.3
     seconds = np.clip(seconds, 10.0, 14 * DAY)
     span = float((size * seconds).sum()) / (gpus * load)
-    # Thinning: arrivals of the highest rate, of which the wave keeps its share.
+    # Thinning: draw arrivals at the highest rate, and keep the wave's share of them.
     times = np.empty(0)
     while len(times) < count:
         more = random.uniform(0, span, 2 * count)

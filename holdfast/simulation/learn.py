@@ -1,7 +1,8 @@
-"""Finds the weights of the learned policy: `python -m holdfast.simulation.learn`.
+"""Search for the weights of the learned policy: `python -m holdfast.simulation.learn`.
 
-The cross-entropy method over the weights of a linear score: draw candidates from a normal distribution, simulate each
-on the same synthetic traces, and fit the distribution to the best. Deterministic for its seed.
+It uses the cross-entropy method over the weights of a linear score. Each round draws candidates from a normal
+distribution, simulates each on the same synthetic traces, and fits the distribution to the best. The seed determines
+the result.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CANDIDATES, BEST = 24, 6
 
 
 def learn(rounds: int, jobs: int, seed: int) -> tuple[float, ...]:
-    """Weights with the least mean bounded slow-down over three loads, after `rounds` rounds."""
+    """Find weights with the lowest mean bounded slow-down over three loads in `rounds` rounds."""
     model = ClusterModel(groups=(NodeGroup(name="train", nodes=32),))
     traces = [synthetic_jobs(jobs, model.gpus, load, seed=seed + index) for index, load in enumerate((0.8, 1.0, 1.3))]
     random = np.random.Generator(np.random.PCG64(seed))
@@ -33,7 +34,7 @@ def learn(rounds: int, jobs: int, seed: int) -> tuple[float, ...]:
 
     for number in range(rounds):
         drawn = mean + deviation * random.standard_normal((CANDIDATES, len(mean)))
-        drawn[:, 0] = np.abs(drawn[:, 0])  # age must help, or a job could starve
+        drawn[:, 0] = np.abs(drawn[:, 0])  # age must help, otherwise a job could starve
         costs = [cost(weights) for weights in drawn]
         best = drawn[np.argsort(costs)[:BEST]]
         mean, deviation = best.mean(axis=0), best.std(axis=0) + 0.02

@@ -1,7 +1,7 @@
-"""What is free, and where a gang goes: best fit inside nodes, whole nodes for large gangs, few racks.
+"""Free accelerators and placement of gangs: best fit inside nodes, whole nodes for large gangs, few racks.
 
-Promises that a placement is all or nothing, costs about the number of racks plus the nodes it takes, and is the same
-for the same history. Leaves who may go to the policies.
+A placement is all or nothing. It takes time proportional to the racks plus the nodes of the gang. The same history
+gives the same placement. Policies decide which task starts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Placement = list[tuple[int, int]]  # (node, accelerators on it)
 
 
 class Machine:
-    """The free accelerators of a cluster. Nodes are numbered through all groups."""
+    """The free accelerators of a cluster. Node numbers are unique over all groups."""
 
     def __init__(self, model: ClusterModel) -> None:
         self.pools = []
@@ -29,7 +29,9 @@ class Machine:
         return sum(pool.free for pool in self.pools)
 
     def place(self, gpus: int, group: str = "", same_rack: bool = False) -> Placement | None:
-        """Take `gpus` accelerators of one group, the fastest that has them; None, and nothing taken, if none has."""
+        """Take `gpus` accelerators of one group, the fastest that has them. Returns None, without any change, if none
+        has.
+        """
         best = None
         for pool in self.pools:
             if (
@@ -42,7 +44,7 @@ class Machine:
         return None if best is None else best.take(gpus, same_rack)
 
     def fits(self, gpus: int, group: str = "", same_rack: bool = False) -> bool:
-        """Whether `place` would succeed now."""
+        """Whether `place` would succeed."""
         return any(
             pool.free >= gpus and pool.fits(gpus, same_rack)
             for pool in self.pools
@@ -50,26 +52,26 @@ class Machine:
         )
 
     def fits_in_pieces(self, gpus: int, group: str = "") -> bool:
-        """Whether `gpus` accelerators fit on a node that is partly taken, where no gang of whole nodes wants them."""
+        """Whether `gpus` accelerators fit on a partly used node, which no gang of whole nodes can use."""
         return any(pool.fits_in_pieces(gpus) for pool in self.pools if not group or pool.group.name == group)
 
     def release(self, placement: Placement) -> None:
-        """Give accelerators back."""
+        """Return accelerators."""
         for node, count in placement:
             self.pool_of[node].give(node, count)
 
     def take_down(self, node: int) -> None:
-        """A node goes away. What ran on it has been released before."""
+        """Take a node down. Its tasks are already released."""
         self.pool_of[node].set_up(node, False)
         self.up -= self.pool_of[node].group.gpus
 
     def bring_up(self, node: int) -> None:
-        """A node is there again, empty."""
+        """Bring an empty node up."""
         self.pool_of[node].set_up(node, True)
         self.up += self.pool_of[node].group.gpus
 
     def racks(self, placement: Placement) -> int:
-        """How many racks a gang spans."""
+        """The number of racks that a gang spans."""
         return len({self.pool_of[node].rack_of(node) for node, _ in placement})
 
     def speed(self, placement: Placement) -> float:
@@ -77,7 +79,7 @@ class Machine:
         return self.pool_of[placement[0][0]].group.speed
 
     def partly_free(self) -> int:
-        """Free accelerators on nodes that are partly taken: no whole-node gang can have them."""
+        """Free accelerators on partly used nodes, which no whole-node gang can use."""
         return sum(pool.free - pool.whole * pool.group.gpus for pool in self.pools)
 
 
@@ -89,8 +91,8 @@ class Pool:
         self._free = [group.gpus] * group.nodes
         self._is_up = [True] * group.nodes
         self.free = self.up = group.nodes * group.gpus
-        self.whole = group.nodes  # nodes that are free altogether
-        # Nodes by how much is free, in dicts because those are sets that keep an order. Whole ones by rack.
+        self.whole = group.nodes  # completely free nodes
+        # Nodes by number of free accelerators, in dicts as ordered sets. Completely free ones are by rack.
         self._partly: list[dict[int, None]] = [{} for _ in range(group.gpus)]
         self._racks: list[dict[int, None]] = [
             dict.fromkeys(range(start, min(start + group.rack, group.nodes)))
@@ -117,11 +119,11 @@ class Pool:
         return not rest or self.whole > nodes or any(self._partly[rest:])
 
     def fits_in_pieces(self, gpus: int) -> bool:
-        """Whether a node that is partly taken has `gpus` accelerators."""
+        """Whether a partly used node has `gpus` free accelerators."""
         return gpus < self._size and any(self._partly[gpus:])
 
     def take(self, gpus: int, same_rack: bool) -> Placement:
-        """Take `gpus` accelerators. Only after `fits`."""
+        """Take `gpus` accelerators. Call only after `fits`."""
         nodes, rest = divmod(gpus, self._size)
         taken: Placement = []
         if same_rack and nodes > 1:
@@ -141,11 +143,11 @@ class Pool:
         return taken
 
     def give(self, node: int, count: int) -> None:
-        """Give `count` accelerators of a node back."""
+        """Return `count` accelerators of a node."""
         self._change(node - self._first, count)
 
     def set_up(self, node: int, up: bool) -> None:
-        """Take an empty node out of the pool, or bring it back."""
+        """Remove an empty node from the pool, or add it again."""
         index = node - self._first
         if self._is_up[index] == up:
             return
@@ -161,7 +163,7 @@ class Pool:
         self.up += sign * self._size
 
     def _whole_nodes(self, nodes: int) -> list[int]:
-        """Whole nodes in the tightest rack that has enough, else in the fewest racks."""
+        """Free nodes in the tightest rack that has enough, otherwise in the fewest racks."""
         tightest = None
         for rack in self._racks:
             if len(rack) >= nodes and (tightest is None or len(rack) < len(tightest)):

@@ -1,6 +1,6 @@
-"""What a simulation measured, and what no policy could better.
+"""Metrics of a simulation, and bounds that no policy can beat.
 
-Waiting is the time from submission to the first start plus every later wait; slow-down is bounded (Feitelson 2001):
+Waiting is the time from submission to the first start plus every later wait. Slow-down is bounded (Feitelson 2001):
 time in the system over max(run time, 10 minutes), at least 1.
 """
 
@@ -21,19 +21,19 @@ from holdfast.simulation.machine import Machine
 if TYPE_CHECKING:
     from holdfast.simulation.engine import Task
 
-SHORTEST = 600.0  # seconds: a shorter job does not make a slow-down larger
-SAMPLES = 2000  # points of the utilisation curve
+SHORTEST = 600.0  # seconds; a shorter job does not increase a slow-down
+SAMPLES = 2000  # points of the utilization curve
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The figures of one policy on one trace."""
+    """The metrics of one policy on one trace."""
 
     policy: str
     jobs: int
     makespan: float  # seconds from the first submission to the last end
-    utilisation: float  # accelerator time held while anything ran or waited, of what was up
-    goodput: float  # of the same, time that made progress which was not lost
+    utilisation: float  # held share of the available accelerator time while any job ran or waited
+    goodput: float  # same, but only time with progress that was not lost
     wait_mean: float  # seconds
     wait_p50: float
     wait_p99: float
@@ -41,22 +41,22 @@ class Outcome:
     slowdown_mean: float
     slowdown_p99: float
     fairness: float  # Jain's index over the tenants' mean slow-downs: 1 is even
-    fragmentation: float  # of the idle accelerator time while jobs waited: on nodes that were partly taken
+    fragmentation: float  # share of idle accelerator time while jobs waited that was on partly used nodes
     lost_hours: float  # accelerator-hours computed twice
-    overhead_hours: float  # accelerator-hours of starting again
+    overhead_hours: float  # accelerator-hours of restarts
     evictions: int
     failures: int
     reclaims: int
     resizes: int
     cost: float
     kilograms_co2: float
-    value_on_time: float  # share of the jobs' value that ended within twice its run time plus an hour
+    value_on_time: float  # share of the jobs' value that finished within twice its run time plus an hour
     tenant_waits: Mapping[str, float] = field(repr=False, default_factory=dict)  # mean, seconds
     curve: tuple[tuple[float, float, int], ...] = field(repr=False, default=())  # (second, busy share, jobs waiting)
 
 
 class Totals:
-    """Sums that grow while the simulation runs."""
+    """Running sums of a simulation."""
 
     def __init__(self, model: ClusterModel) -> None:
         self._model = model
@@ -92,11 +92,11 @@ class Totals:
         self._last = now
 
     def waited(self, task: Task, now: float) -> None:
-        """A wait has ended."""
+        """Record the end of a wait."""
         self._waits[task.job.id] += now - task.waited
 
     def outcome(self, policy: str, tasks: Sequence[Task]) -> Outcome:
-        """The figures."""
+        """The outcome from all sums."""
         waits = np.array([self._waits[task.job.id] for task in tasks])
         flows = np.array([task.finished - task.job.submit for task in tasks])
         seconds = np.array([task.job.seconds for task in tasks])
@@ -142,7 +142,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What no policy can beat on a trace, nothing failing and nobody elastic."""
+    """Bounds for any policy on a trace without failures and elastic jobs."""
 
     makespan: float  # seconds, at least
     utilisation: float  # at most, over the makespan bound
@@ -151,9 +151,11 @@ class Bounds:
 
 
 def bounds(model: ClusterModel, jobs: Sequence[Job]) -> Bounds:
-    """Bounds from relaxations. The cluster becomes one machine as fast as all its accelerators, and gangs may be cut
-    at will: then shortest-remaining-work-first has the least mean time in the system (Schrage 1968), and no work ends
-    before the whole machine could have done it. No job ends sooner than its own run time on the fastest accelerator."""
+    """Bounds from relaxations: the cluster becomes one machine as fast as all its accelerators, and gangs may be split.
+
+    Then shortest-remaining-work-first has the least mean time in the system (Schrage 1968), and no work ends before the
+    whole machine could do it. No job ends before its run time on the fastest accelerator.
+    """
     fastest = max(group.speed for group in model.groups)
     capacity = sum(group.nodes * group.gpus * group.speed for group in model.groups)
     ordered = sorted(jobs, key=lambda job: job.submit)
@@ -171,7 +173,7 @@ def bounds(model: ClusterModel, jobs: Sequence[Job]) -> Bounds:
 
 
 def _shortest_remaining(arrivals: Iterable[tuple[float, float]]) -> list[float]:
-    """When each of the jobs (arrival, work) ends on one machine that always works on the one with least left."""
+    """The end of each job (arrival, work) on one machine that always works on the job with the least work left."""
     arrivals = list(arrivals)
     ends = [0.0] * len(arrivals)
     heap: list[tuple[float, int]] = []

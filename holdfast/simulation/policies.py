@@ -1,7 +1,7 @@
-"""Scheduling policies behind one interface: in which order tasks wait, who may overtake, and who must give way.
+"""Scheduling policies behind one interface: the order of waiting tasks, overtaking, and eviction.
 
-A policy keeps the waiting tasks sorted and is told when time has passed. `POLICIES` names them all. None sees the true
-length of a job: only its owner's estimate.
+A policy keeps waiting tasks sorted and is called when time has passed. `POLICIES` lists all of them. No policy sees the
+true length of a job, only its owner's estimate.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from holdfast.simulation.engine import Simulation, Task
 
 Key = tuple[float, ...]
-DEPTH = 100  # waiting tasks that are looked at in one go, as real schedulers bound it too
-ROUND = 600.0  # seconds between two rounds of the policies that take places away
-HALF_LIFE = 7 * 24 * HOUR  # of what a tenant has used, for fair share
+DEPTH = 100  # waiting tasks considered per call; real schedulers have such a limit too
+ROUND = 600.0  # seconds between two rounds of policies that evict
+HALF_LIFE = 7 * 24 * HOUR  # of a tenant's usage, for fair share
 
 
 class Policy:
-    """First come, first served: the head of the queue blocks everybody behind it. The base of the others."""
+    """First come, first served: the head of the queue blocks all tasks behind it. Base class of all policies."""
 
     name = "fifo"
     round_seconds: float | None = None
     elastic = False  # whether elastic gangs start small, shrink and grow
-    overtake = False  # whether a task may start before one that waits ahead of it and does not fit
+    overtake = False  # whether a task may start before an earlier one that does not fit
 
     def __init__(self) -> None:
         self._queue: list[tuple[Key, int, Task]] = []
@@ -41,21 +41,21 @@ class Policy:
 
     @property
     def waiting(self) -> int:
-        """Tasks that wait."""
+        """The number of waiting tasks."""
         return len(self._queue)
 
     def key(self, task: Task, simulation: Simulation) -> Key:  # noqa: ARG002
-        """The place in the queue: the lowest goes first. It stays the same while the task waits."""
+        """The position in the queue, lowest first. It is constant while the task waits."""
         return (task.job.submit,)
 
     def enqueue(self, task: Task, simulation: Simulation) -> None:
-        """A task waits from now on."""
+        """Add a waiting task."""
         task.key = self.key(task, simulation)
         self._number += 1
         insort(self._queue, (task.key, self._number, task))
 
     def schedule(self, simulation: Simulation) -> None:
-        """Something changed: start what may start."""
+        """Start tasks after a change."""
         queue, index = self._queue, 0
         while index < min(len(queue), DEPTH if self.overtake else len(queue)):
             if simulation.machine.free == 0:
@@ -72,27 +72,27 @@ class Policy:
         return (task.job.gpus <= simulation.machine.free or bool(task.job.min_gpus)) and simulation.start(task)
 
     def round(self, simulation: Simulation) -> None:
-        """`round_seconds` have passed; `done` of every running task is up to date."""
+        """Called every `round_seconds`; `done` of every running task is up to date."""
 
     def started(self, task: Task, simulation: Simulation) -> None:
-        """A task got its place, or another size."""
+        """Called when a task got its place, or another size."""
 
     def stopped(self, task: Task, simulation: Simulation) -> None:
-        """A task lost its place, at its end or before."""
+        """Called when a task lost its place, at its end or before."""
 
     def left(self, task: Task, simulation: Simulation) -> None:
-        """A task has finished."""
+        """Called when a task has finished."""
 
 
 class Backfill(Policy):
-    """First come, first served, and smaller ones overtake where there is room: large gangs may starve."""
+    """First come, first served, but smaller tasks overtake if they fit: large gangs may starve."""
 
     name = "backfill"
     overtake = True
 
 
 class Easy(Policy):
-    """EASY backfill (Lifka 1995): the head of the queue has a reservation; nobody who would delay it overtakes."""
+    """EASY backfill (Lifka 1995): the head of the queue has a reservation. No task overtakes if it would delay it."""
 
     name = "easy"
 
@@ -128,8 +128,10 @@ class Easy(Policy):
 
 
 class Conservative(Policy):
-    """Conservative backfill (Mu'alem and Feitelson 2001): everybody near the head has a reservation, and nobody who
-    would delay any of them overtakes. Planned anew every few minutes."""
+    """Conservative backfill (Mu'alem and Feitelson 2001): all tasks near the head have reservations.
+
+    No task overtakes if it would delay any of them. The plan is recomputed every few minutes.
+    """
 
     name = "conservative"
     planned_every = 300.0
@@ -154,7 +156,7 @@ class Conservative(Policy):
 
 
 class Priority(Backfill):
-    """Higher priority first; a lower one gives its place away, the victims that lose least work first."""
+    """Highest priority first. Lower priorities are evicted, starting with victims that lose the least work."""
 
     name = "priority"
     round_seconds = ROUND
@@ -170,7 +172,7 @@ class Priority(Backfill):
 
 
 class ShortestFirst(Backfill):
-    """Least remaining accelerator time first, by the owner's estimate; longer ones give way."""
+    """Least remaining accelerator time first, by the owner's estimate. Longer tasks are evicted."""
 
     name = "shortest"
     round_seconds = ROUND
@@ -189,7 +191,9 @@ class ShortestFirst(Backfill):
 
 
 class LeastAttained(Backfill):
-    """Least attained service first (Tiresias, Gu et al. 2019): who has computed most gives way. Needs no estimate."""
+    """Least attained service first (Tiresias, Gu et al. 2019): the tasks that computed most are evicted. Needs no
+    estimate.
+    """
 
     name = "least-attained"
     round_seconds = ROUND
@@ -209,17 +213,17 @@ class LeastAttained(Backfill):
 
 
 class FeedbackQueues(LeastAttained):
-    """Multi-level feedback: a job that has had more falls to a lower queue; inside a queue, first come first served."""
+    """Multi-level feedback: a job drops to a lower queue with more service; first come, first served inside a queue."""
 
     name = "feedback"
-    levels = (HOUR, 8 * HOUR, 64 * HOUR)  # attained accelerator-seconds at which a job falls
+    levels = (HOUR, 8 * HOUR, 64 * HOUR)  # attained accelerator-seconds at which a job drops
 
     def key(self, task: Task, simulation: Simulation) -> Key:  # noqa: ARG002
         """See Policy."""
         return (self.level(task), task.job.submit)
 
     def level(self, task: Task) -> int:
-        """The queue of a task: 0 is served first."""
+        """The queue of a task; 0 is served first."""
         return bisect_left(self.levels, task.done * task.job.gpus)
 
     def round(self, simulation: Simulation) -> None:
@@ -232,7 +236,7 @@ class FeedbackQueues(LeastAttained):
 
 
 class ValueDensity(Backfill):
-    """Most value for an accelerator-hour first."""
+    """Highest value per accelerator-hour first."""
 
     name = "value"
 
@@ -242,7 +246,7 @@ class ValueDensity(Backfill):
 
 
 class Topology(Backfill):
-    """Gangs wait for one rack, for a tenth of their length at most: spanning racks costs speed for the whole run."""
+    """Gangs wait for one rack, at most a tenth of their length, because spanning racks slows the whole run."""
 
     name = "topology"
     patience = 0.1
@@ -260,7 +264,7 @@ class Topology(Backfill):
 
 
 class Cheap(Backfill):
-    """Jobs with slack wait for an hour that is cheaper, or cleaner, than the day's mean."""
+    """Jobs with slack wait for an hour that is cheaper or cleaner than the day's mean."""
 
     name = "cheap"
     round_seconds = ROUND
@@ -278,7 +282,7 @@ class Cheap(Backfill):
 
 
 class Elastic(Backfill):
-    """Elastic gangs start as small as they may, grow into what is idle, and shrink when somebody waits."""
+    """Elastic gangs start at their minimum size, grow into idle accelerators, and shrink when a task waits."""
 
     name = "elastic"
     elastic = True
@@ -293,7 +297,7 @@ class Elastic(Backfill):
         elif simulation.machine.free:
             for task in sorted(stretched, key=lambda task: (task.gpus / task.job.gpus, task.job.submit)):
                 target = task.job.gpus if task.gpus < task.job.gpus else task.job.max_gpus
-                # A restart pays only if enough is left to compute.
+                # A restart pays only if enough work is left.
                 worth = task.left / task.rate > 10 * simulation.model.restart_minutes * 60
                 if worth and task.gpus < target and target - task.gpus <= simulation.machine.free:
                     simulation.resize(task, target)
@@ -303,18 +307,20 @@ class Elastic(Backfill):
         for task in sorted(stretched, key=lambda task: -(task.gpus - task.job.min_gpus)):
             if simulation.machine.free >= needed:
                 return
-            if task.gpus > task.job.gpus:  # what was borrowed goes back first
+            if task.gpus > task.job.gpus:  # extra accelerators are returned first
                 simulation.resize(task, task.job.gpus)
             elif task.gpus > task.job.min_gpus:
                 simulation.resize(task, task.job.min_gpus)
 
 
 class Learned(Backfill):
-    """A linear score of what is known at submission, with weights that `learn` found by the cross-entropy method on
-    synthetic traces (least mean bounded slow-down). Age counts, so that nobody starves."""
+    """A linear score of values known at submission. Age counts, so no job starves.
+
+    `learn` found the weights by the cross-entropy method on synthetic traces (lowest mean bounded slow-down).
+    """
 
     name = "learned"
-    # Of hours of submission, log2 of the gang, log2 of the estimated seconds; `holdfast.simulation.learn`.
+    # Of hours of submission, log2 of the gang size, log2 of the estimated seconds; from `holdfast.simulation.learn`.
     weights: tuple[float, ...] = (0.032, 1.86, 1.273)
 
     def key(self, task: Task, simulation: Simulation) -> Key:  # noqa: ARG002
@@ -325,7 +331,7 @@ class Learned(Backfill):
 
 
 class _Shares(Policy, ABC):
-    """The tenant that has least of its due goes first; inside a tenant, first come first served."""
+    """The tenant with the least of its share goes first; first come, first served inside a tenant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,17 +369,17 @@ class _Shares(Policy, ABC):
 
     @abstractmethod
     def share(self, tenant: str, simulation: Simulation) -> float:
-        """What a tenant has, in parts of its due."""
+        """The usage of a tenant relative to its quota."""
 
 
 class FairShare(_Shares):
-    """Fair share: what tenants used, halved every week, over their quotas."""
+    """Fair share: the tenants' usage, halved every week, relative to their quotas."""
 
     name = "fair-share"
 
     def __init__(self) -> None:
         super().__init__()
-        self._used: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))  # accelerator-seconds, as of
+        self._used: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))  # (accelerator-seconds, as of)
 
     def share(self, tenant: str, simulation: Simulation) -> float:
         """See _Shares."""
@@ -381,11 +387,13 @@ class FairShare(_Shares):
         return used * 0.5 ** ((simulation.now - then) / HALF_LIFE) / simulation.model.quotas.get(tenant, 1.0)
 
     def started(self, task: Task, simulation: Simulation) -> None:
-        """See Policy. Counted at the start, for as long as the owner expects: else a burst would all start at once."""
+        """See Policy. Counts the estimated usage at the start; otherwise all jobs of a burst would start
+        immediately.
+        """
         self._count(task, simulation, task.left * task.gpus)
 
     def stopped(self, task: Task, simulation: Simulation) -> None:
-        """See Policy. What was not used after all is given back."""
+        """See Policy. Returns the unused part."""
         self._count(task, simulation, -task.left * task.job.gpus)
 
     def _count(self, task: Task, simulation: Simulation, seconds: float) -> None:
@@ -395,8 +403,10 @@ class FairShare(_Shares):
 
 
 class DominantShare(_Shares):
-    """Dominant resource fairness (Ghodsi et al. 2011): the groups of nodes are the resources; whose largest share of
-    any is the smallest goes first."""
+    """Dominant resource fairness (Ghodsi et al. 2011) with the groups of nodes as resources.
+
+    The tenant whose largest share of any group is smallest goes first.
+    """
 
     name = "drf"
 
@@ -434,7 +444,7 @@ def evict_for(
     worse: Callable[[Task, Task], bool],
     cost: Callable[[Task], float],
 ) -> None:
-    """Take places away for waiting tasks, in their order: of the `worse` tasks those of least `cost` first."""
+    """Evict tasks for waiting ones, in queue order: the `worse` tasks with the least `cost` first."""
     evictor = Evictor(simulation, sorted(simulation.running, key=cost))
     for entry in list(_heads(policy)):
         task = entry[2]
@@ -453,7 +463,9 @@ def _heads(policy: Policy) -> Iterator[tuple[Key, int, Task]]:
 
 
 def _lost_if_evicted(task: Task, simulation: Simulation) -> float:
-    """Accelerator-seconds that an eviction costs: the restart, and without enough notice the age of the checkpoint."""
+    """Accelerator-seconds that an eviction costs: the restart, and without enough notice the work since
+    the checkpoint.
+    """
     model = simulation.model
     age = (
         0.0 if model.grace_seconds >= model.save_seconds else (task.done - task.saved) % (model.checkpoint_minutes * 60)

@@ -1,7 +1,7 @@
-"""Traces of real clusters in the formats in which they are published, and our own CSV.
+"""Traces of real clusters in their published formats, and in Holdfast's CSV.
 
-Promises that a line that cannot be a job is counted and said, never guessed at. Times are shifted so that the first
-submission is at midnight of its day.
+A line that cannot be a job is counted and reported, never guessed. Times are shifted so that the first submission is on
+day 0, where 0 is midnight.
 """
 
 from __future__ import annotations
@@ -21,17 +21,22 @@ from holdfast.simulation.jobs import Job
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import read_file_bounded
 
-MOST_BYTES = 2 * 2**30  # of a trace
-MOST_NUMBER = 1e13  # of seconds since 1970, of a duration, of anything a job says
+MOST_BYTES = 2 * 2**30  # maximum size of a trace
+MOST_NUMBER = 1e13  # maximum of any number in a job, such as seconds since 1970 or a duration
 
 log = logging.getLogger("holdfast.simulation")
 
 
 def load_trace(path: str | Path) -> list[Job]:
-    """The jobs of a trace, whose format is told by its file: Philly (`cluster_job_log`, JSON), Helios
-    (`cluster_log.csv`), Alibaba PAI and GPU v2023 (`pai_task_table.csv`, `openb_pod_list_*.csv`), or our own columns
-    (submit, gpus, seconds and any other field of a Job). Jobs without accelerators or without an end are left out.
-    Raises MissingError, or DataError when nothing of it is a job."""
+    """The jobs of a trace; the content of its file determines the format.
+
+    - Philly: `cluster_job_log`, JSON.
+    - Helios: `cluster_log.csv`.
+    - Alibaba PAI and GPU v2023: `pai_task_table.csv`, `openb_pod_list_*.csv`.
+    - Holdfast's columns: submit, gpus, seconds and any other field of a Job.
+
+    Jobs without accelerators or without an end are omitted. Raises MissingError, or DataError if no line is a job.
+    """
     path = Path(path)
     text = _text(path)
     rows, read = _recognised(path, text)
@@ -72,7 +77,7 @@ def _text(path: Path) -> str:
 
 
 def _is_sound(job: Job) -> bool:
-    """Whether all numbers are finite and of a size that a simulation ends with."""
+    """Whether all numbers are finite and small enough for a simulation to end."""
     numbers = [value for value in astuple(job) if isinstance(value, int | float)]
     return all(math.isfinite(value) and abs(value) <= MOST_NUMBER for value in numbers)
 
@@ -121,7 +126,10 @@ def _own(row: Mapping[str, Any], index: int) -> Job:
 
 
 def _philly(row: Mapping[str, Any], _: int) -> Job | None:
-    """Jeon et al. 2019: attempts with the accelerators of each server; the last attempt that ended counts."""
+    """Jeon et al. 2019: attempts with the accelerators of each server.
+
+    The seconds of all ended attempts add up; the last ended one gives the accelerators.
+    """
     ended = [attempt for attempt in row["attempts"] if attempt.get("end_time") and attempt["end_time"] != "None"]
     if not ended:
         return None
@@ -139,7 +147,7 @@ def _helios(row: Mapping[str, Any], index: int) -> Job:
 
 
 def _alibaba_pods(row: Mapping[str, Any], index: int) -> Job:
-    """Weng et al. 2023 (GPU v2023): a pod is a job; a share of an accelerator counts as a whole one."""
+    """Weng et al. 2023 (GPU v2023): a pod is a job, and a share of an accelerator counts as a whole one."""
     start = float(row["creation_time"])
     gpus = max(int(float(row.get("num_gpu") or 0)), 1 if float(row["gpu_milli"] or 0) > 0 else 0)
     return Job(row.get("name") or str(index), start, gpus, float(row["deletion_time"]) - start,
