@@ -1,1 +1,1 @@
-"""The control plane of Holdfast: what runs where you submit from. Knows kfp, hera and Kubernetes; never torch."""
+"""Control plane of Holdfast, on the machine that submits. Uses kfp, hera and Kubernetes, never torch."""

@@ -1,1 +1,1 @@
-"""`holdfast chaos`: a spec is trained twice, calm and under faults, and the bits that come out are compared."""
+"""`holdfast chaos`: trains a spec twice, without and with faults, and compares the resulting bits."""

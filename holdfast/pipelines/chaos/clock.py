@@ -1,8 +1,8 @@
-"""A clock that jumps: the processes of a run read the wall clock with an offset, which can change at any moment.
+"""A wall clock with an adjustable offset for the processes of a run.
 
-The machine's own clock would take root, and every other process along. So the run's interpreters get a `sitecustomize`
-that adds to `time.time` what stands in a file. What reads the clock without it keeps the true time: a request to S3 is
-signed with that, as by a client that has corrected its clock.
+Changing the machine's clock would require root and affect all processes. So the run's interpreters get a
+`sitecustomize` that adds the offset in a file to `time.time`. Code that reads the clock another way gets the true time.
+S3 requests are signed with the true time, as by a client that has corrected its clock.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
-VARIABLE = "HOLDFAST_CHAOS_CLOCK"  # the file with the offset
+VARIABLE = "HOLDFAST_CHAOS_CLOCK"  # file with the offset
 OFFSET = struct.Struct("d")  # seconds
 CUSTOM = """import mmap, os, struct, time
 
@@ -30,20 +30,20 @@ class Clock:
     """The clock of a run's processes."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is its own; it is made, and the clock is right."""
+        """Create `folder`, which only this clock uses, with offset 0."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "sitecustomize.py").write_text(CUSTOM)
         self._folder, self._file = folder, folder / "offset"
-        if not self._file.exists():  # else who survived an earlier run here may have mapped it
+        if not self._file.exists():  # processes that survived an earlier run here may have mapped it
             self._file.write_bytes(OFFSET.pack(0.0))
         self.jump(0.0)
 
     def environment(self, before: Mapping[str, str]) -> dict[str, str]:
-        """What a process with the variables `before` needs as well."""
+        """The additional variables of a process with the variables `before`."""
         paths = filter(None, (str(self._folder), before.get("PYTHONPATH")))
         return {VARIABLE: str(self._file), "PYTHONPATH": os.pathsep.join(paths)}
 
     def jump(self, seconds: float) -> None:
-        """Let it be wrong by so much from now on."""
+        """Set the offset."""
         with self._file.open("r+b") as file:
             file.write(OFFSET.pack(seconds))

@@ -1,4 +1,4 @@
-"""`holdfast chaos` as a whole: the calm run, the storms, and whether the bits are the same."""
+"""`holdfast chaos`: the calm run, the runs under faults ("storms"), and the comparison of their bits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from holdfast.store import layout, open_store
 if TYPE_CHECKING:
     from holdfast.checkpoint.tools import Divergence
 
-STEPS = 60  # trained at most, where nobody says how many
+STEPS = 60  # default upper limit of trained steps
 BUCKET = "holdfast-chaos"
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "chaos", "AWS_SECRET_ACCESS_KEY": "chaos-on-this-machine", "AWS_REGION": "us-east-1",
@@ -39,49 +39,49 @@ CREDENTIALS = {
 
 @dataclass(frozen=True)
 class FaultRun:
-    """One run under faults, beside the calm one."""
+    """One run under faults, compared with the calm one."""
 
     seed: int
     planned: tuple[Planned, ...]
     survived: tuple[Survived, ...]
-    commands: int  # that it took
+    commands: int  # commands that it took
     result: TrainingResult
     divergence: Divergence | None  # from the calm run; None: equal
 
     @property
     def equal(self) -> bool:
-        """Whether it came to the bits of the calm run."""
+        """Whether its bits equal those of the calm run."""
         return self.divergence is None
 
     @property
     def missed(self) -> tuple[str, ...]:
-        """The faults that its training was over before."""
+        """The faults that were due only after its training had ended."""
         return tuple(each.fault for each in self.planned[len(self.survived) :])
 
 
 @dataclass
 class Chaos:
-    """What is asked for, and what came of it."""
+    """The request and its results."""
 
     spec: Path
     overrides: Sequence[str]
     steps: int
     seed: int
-    minutes: float  # further storms begin until so many have passed; 0: one
+    minutes: float  # new storms begin during this time; 0: one storm
     faults: Sequence[str]
     store: str = ""
-    left_out: dict[str, str] = field(default_factory=dict)  # faults that cannot be had here, and why
+    left_out: dict[str, str] = field(default_factory=dict)  # faults that are impossible here, with the reasons
     storms: list[FaultRun] = field(default_factory=list)
     calm: TrainingResult | None = None
 
     def goodput(self, storm: FaultRun) -> float:
-        """The share of the time of a storm's training that the calm one took for the same steps."""
+        """The time of the calm training as a share of the time of a storm's training."""
         assert self.calm is not None
         return min(1.0, self.calm.seconds / storm.result.seconds)
 
 
 def known_faults(wanted: str) -> list[str]:
-    """The faults that a list such as `rank-killed,store-away` names; all for none. Raises DataError."""
+    """Parse a list of faults such as `rank-killed,store-away`; empty: all. Raises DataError."""
     names = [name.strip() for name in wanted.split(",") if name.strip()] or list(FAULTS)
     if unknown := [name for name in names if name not in FAULTS]:
         raise DataError(f"--faults {', '.join(unknown)}: is not known; use some of {', '.join(FAULTS)}")
@@ -89,10 +89,11 @@ def known_faults(wanted: str) -> list[str]:
 
 
 def run_with_faults(asked: Chaos, tell: Callable[[object], None]) -> None:
-    """Run the calm run, then storms. `tell` is told what happens: words, steps, faults, what became of them, and each
-    storm. What the runs leave is kept in a folder under HOLDFAST_HOME if anything differs or fails, else removed.
+    """Run the calm run, then storms.
 
-    Raises ChaosError when a run ends for good, and in the end when there was no time for a fault in any storm.
+    `tell` receives progress: text, steps, faults, their results, and each storm. The data stay in a folder under
+    HOLDFAST_HOME if anything differs or fails; otherwise they are removed. Raises ChaosError when a run fails
+    permanently, and at the end for a fault that never had time in any storm.
     """
     folder = home() / "chaos" / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{asked.seed}-{uuid.uuid4().hex[:6]}"
     with _store(asked, folder) as (url, environment, proxy):
@@ -120,7 +121,7 @@ def run_with_faults(asked: Chaos, tell: Callable[[object], None]) -> None:
                 raise ChaosError(f"the bits differ; both runs are kept in {folder}", ExitCode.MISMATCH)
             _forget(url, storm_id)
             number += 1
-        if asked.store:  # nothing else lies below the prefix
+        if asked.store:  # nothing else is below the prefix
             made = open_store(url)
             made.delete_many([info.key for info in made.list("")])
     shutil.rmtree(folder, ignore_errors=True)
@@ -132,7 +133,7 @@ def run_with_faults(asked: Chaos, tell: Callable[[object], None]) -> None:
 
 
 def _left_out(asked: Chaos, *, proxied: bool) -> dict[str, str]:
-    """The faults that cannot be had here, each with the reason."""
+    """The faults that are impossible here, with the reasons."""
     parallel, found = load_spec(asked.spec, _changes(asked)).parallel, {}
     for name in asked.faults:
         fault = FAULTS[name]
@@ -148,7 +149,7 @@ def _left_out(asked: Chaos, *, proxied: bool) -> dict[str, str]:
 
 
 def _forget(url: str, run_id: str) -> None:
-    """What an equal run has left would fill the store in an hour of storms."""
+    """Delete an equal run's data, which would fill the store in an hour of storms."""
     store = open_store(url)
     store.delete_many([info.key for info in store.list(layout.run(run_id))])
 
@@ -176,8 +177,9 @@ def _identified(asked: Chaos, url: str, salt: str) -> LocalRun:
 
 
 def _changes(asked: Chaos) -> list[str]:
-    """What is set for both runs: short, restarted at once, saved often, and served nowhere. What the user sets comes
-    last."""
+    """Settings of both runs: short, restarted immediately, saved often, and not served. The user's
+    settings come last.
+    """
     return [
         f"training.steps={asked.steps}",
         f"training.log_every={max(1, asked.steps // 100)}",
@@ -190,10 +192,10 @@ def _changes(asked: Chaos) -> list[str]:
 
 @contextlib.contextmanager
 def _store(asked: Chaos, folder: Path) -> Iterator[tuple[str, dict[str, str], FaultyProxy | None]]:
-    """The root of the runs' store, what the runs need to reach it, and the proxy in front of it, if it can have one.
+    """The root of the runs' store, the environment to reach it, and the proxy in front of it, if possible.
 
-    A store that was named is used under a prefix of its own; without one it is a mock of S3 on this machine where that
-    is installed, and otherwise a folder, in front of which nothing can stand.
+    A named store is used under a new prefix. The default is a mock of S3 on this machine if it is installed, otherwise
+    a folder, which no proxy can cover.
     """
     named = asked.store or ""
     if named.startswith("s3://"):
@@ -225,7 +227,7 @@ def _through(proxy: FaultyProxy) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _environment(endpoint: str) -> Iterator[None]:
-    """This process, and what it starts, knows the mock of S3 and nothing of another one."""
+    """Point this process and its children to the mock of S3, without settings of any other one."""
     wanted = {**CREDENTIALS, "AWS_ENDPOINT_URL": endpoint, "AWS_ENDPOINT_URL_S3": endpoint}
     before = dict(os.environ)
     for name in ("AWS_PROFILE", "AWS_DEFAULT_REGION", "AWS_SESSION_TOKEN"):
@@ -239,5 +241,5 @@ def _environment(endpoint: str) -> Iterator[None]:
 
 
 def draw_seed() -> int:
-    """A seed where nobody gives one."""
+    """A random default seed."""
     return random.SystemRandom().randrange(10**6)

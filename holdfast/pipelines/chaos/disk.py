@@ -1,8 +1,8 @@
-"""A disk of a run's own that can be full: a file system in memory, in a mount namespace that only the run's processes
-are in.
+"""A separate disk of a run that can be full: a file system in memory, in a mount namespace for the run's processes
+only.
 
-It takes root, or a kernel that lets its users have namespaces. Nothing is mounted where anybody else sees it, and it
-goes with the last process that is in it, however that ends.
+It requires root, or a kernel that allows user namespaces. The mount is invisible outside, and disappears with the last
+process in the namespace, in any case.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from pathlib import Path
 from typing import Self
 
 TOOLS = ("unshare", "nsenter", "mount")  # of util-linux
-SIZE = "50%"  # of the memory; only what is written takes any
+SIZE = "50%"  # of the memory; only written data take space
 PAGE = 4096
-OWN_USERS = ("--user", "--map-root-user")  # of who is not root
-# Mounts, says so, and goes on as long as somebody asks for sizes.
+OWN_USERS = ("--user", "--map-root-user")  # for users other than root
+# Mounts, confirms it, and resizes until its standard input ends.
 KEEPER = f"""mount -t tmpfs -o mode=700,size={SIZE} holdfast-chaos "$1" || exit 1
 echo there
 while read -r size; do
     if mount -o "remount,size=$size" "$1" 2>/dev/null; then echo done; else echo refused; fi
 done"""
-ENTER = 'cd "$1" && shift && exec "$@"'  # a mount namespace is entered at its root
+ENTER = 'cd "$1" && shift && exec "$@"'  # nsenter starts at the namespace's root
 
 
 class Disk:
-    """Of the processes whose command is one of `inside`, at `folder`. A context manager; empty when it begins."""
+    """A disk at `folder` for processes whose command comes from `inside`. A context manager; the disk is initially
+    empty.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
@@ -47,26 +49,26 @@ class Disk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):  # what a person looks at afterwards
+        with contextlib.suppress(OSError):  # logs for a person to read later
             shutil.copytree(self.seen / "logs", self._folder / "logs", dirs_exist_ok=True)
         self._keeper.communicate()
 
     @property
     def seen(self) -> Path:
-        """The folder as those inside see it."""
+        """The folder, reachable from outside the namespace."""
         return Path(f"/proc/{self._keeper.pid}/root{self._folder}")
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        """The command, with the disk at its place."""
+        """The command, run inside the namespace with the disk."""
         users = ("--user", "--preserve-credentials") if self._users else ()
         entered = ["nsenter", "--target", str(self._keeper.pid), "--mount", *users, "--", "sh", "-c", ENTER, "sh"]
         return [*entered, str(Path.cwd()), *command]
 
     @contextlib.contextmanager
     def full(self) -> Iterator[None]:
-        """It has no byte left, until the end of this."""
+        """Make the disk full for the duration of the context."""
         size = 0
-        while not self._resized(size := max(size + PAGE, self._used())):  # somebody has written meanwhile
+        while not self._resized(size := max(size + PAGE, self._used())):  # a process has written meanwhile
             pass
         try:
             yield
@@ -85,13 +87,13 @@ class Disk:
 
 
 def refused() -> str:
-    """Why no such disk can be had here; empty where it can."""
+    """Why such a disk is impossible here; empty if it is possible."""
     return _tried()[1]
 
 
 @cache
 def _tried() -> tuple[tuple[str, ...], str]:
-    """What `unshare` needs to be told of users, and why it does not work."""
+    """The user options that `unshare` needs, and the reason if it does not work."""
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return (), f"a disk of its own takes {' and '.join(missing)} of util-linux, on Linux"
     why = ""
@@ -104,7 +106,7 @@ def _tried() -> tuple[tuple[str, ...], str]:
 
 
 def _keeper(users: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    """Whoever holds a namespace with a file system at `folder`, until its standard input ends."""
+    """Start the process that holds a namespace with a file system at `folder`, until its standard input ends."""
     return subprocess.Popen(
         ["unshare", *users, "--mount", "--propagation", "private", "--", "sh", "-c", KEEPER, "sh", str(folder)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,

@@ -1,7 +1,7 @@
-"""A run of a spec on this machine, as a person would make it, and the faults that it is put through.
+"""A run of a spec on this machine, started like a person's, and the faults injected into it.
 
-The command is given again whenever it has ended early, as a person or a pipeline would. A fault is survived when a step
-is trained that was never reached before it; the next one waits for that.
+The command is repeated whenever it ends early, as a person or a pipeline would do. A fault is survived when a step is
+trained that no earlier attempt reached. The next fault waits for that.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from holdfast.telemetry.event_log import PipeEvents
 from holdfast.telemetry.events import Progress
 
 LOOK_SECONDS = 0.1
-END_SECONDS = 10.0  # at most, until what was killed has left its disk
-SILENT_SECONDS = 1800.0  # without a step: nothing of ours takes so long
-FIRST, LAST = 0.08, 0.85  # of the steps: when faults happen
+END_SECONDS = 10.0  # at most, until killed processes have left their disk
+SILENT_SECONDS = 1800.0  # without a step; longer than anything in Holdfast takes
+FIRST, LAST = 0.08, 0.85  # range of faults, as shares of the steps
 DONE = (ExitCode.OK, ExitCode.NOT_BLESSED)
 TAIL_LINES = 25
 NOT_FOR_RUNS = ("MLFLOW_TRACKING_URI", "HOLDFAST_STORE", "HOLDFAST_WEBHOOK", "MODEL_REGISTRY_TOKEN")
@@ -48,7 +48,7 @@ class ChaosError(HoldfastError):
 
 @dataclass(frozen=True)
 class Planned:
-    """A fault, the step from which on it is due, and the one by which it makes room for the next."""
+    """A fault, the step from which it is due, and the step at which the next one is due."""
 
     fault: str
     step: int
@@ -57,31 +57,31 @@ class Planned:
 
 @dataclass(frozen=True)
 class Survived:
-    """What a fault did, and how long it was until training had gone beyond where it was."""
+    """The effect of a fault, and the time until training had progressed beyond it."""
 
     fault: str
-    step: int  # that training had reached
-    did: str  # in words
-    seconds: float | None  # None: the run ended before another step, and well
+    step: int  # step that training had reached
+    did: str  # description for people
+    seconds: float | None  # None: the run finished successfully before another step
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A fault that happened, and is not survived yet."""
+    """A fault that happened and is not survived yet."""
 
     fault: str
     step: int
     did: str
     began: float  # unix seconds
-    over: float  # likewise
-    command: int  # which of them, at least, has to train beyond that step
+    over: float  # unix seconds
+    command: int  # first command that may train beyond that step
 
     def survived(self, now: float | None) -> Survived:
         return Survived(self.fault, self.step, self.did, None if now is None else now - self.began)
 
 
 def schedule(faults: Sequence[str], steps: int, seed: int) -> list[Planned]:
-    """Each of `faults` once, in an order and at steps that `seed` decides."""
+    """Each of `faults` once, in an order and at steps that `seed` determines."""
     rng = random.Random(seed)  # noqa: S311 - a schedule
     order = list(faults)
     rng.shuffle(order)
@@ -95,20 +95,20 @@ def schedule(faults: Sequence[str], steps: int, seed: int) -> list[Planned]:
 
 @dataclass
 class Run:
-    """A run of a spec in a store, with a home of its own. What is looked at lies beside `log`, which is elsewhere."""
+    """A run of a spec in a store, with a separate home. `log` and the files next to it are outside that home."""
 
     command: Sequence[str]
     home: Path
     environment: Mapping[str, str]
     log: Path
-    step: int = 0  # the highest that was trained
-    commands: int = 0  # that were needed
-    code: int = 0  # that the last one ended with
-    excused: ExitCode | None = None  # a permanent code that the faults of the present one may lead to
-    start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # of the command; tests start it warm
-    _jumps: bool = field(default=False, init=False)  # its clock
-    _disk: Disk | None = field(default=None, init=False)  # that its home is on
-    _family: set[psutil.Process] = field(default_factory=set, init=False)  # what its commands have started, and more
+    step: int = 0  # highest trained step
+    commands: int = 0  # commands so far
+    code: int = 0  # exit code of the last command
+    excused: ExitCode | None = None  # a permanent code that the current command's faults may cause
+    start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # starts the command; tests start it warm
+    _jumps: bool = field(default=False, init=False)  # whether its clock jumps
+    _disk: Disk | None = field(default=None, init=False)  # disk of its home
+    _family: set[psutil.Process] = field(default_factory=set, init=False)  # descendants of its commands
 
     @cached_property
     def _clock(self) -> Clock:
@@ -118,8 +118,11 @@ class Run:
         self, planned: Sequence[Planned], proxy: FaultyProxy | None, seed: int,
         tell: Callable[[Planned | Survived | int], None],
     ) -> list[Survived]:  # fmt: skip
-        """Run it to its end through all of `planned`. `tell` is told each fault when it begins, what became of it, and
-        the steps in between. Raises ChaosError when the run ends for good, or does not go on."""
+        """Run it to its end through all of `planned`.
+
+        `tell` receives each fault when it begins, its result, and the steps in between. Raises ChaosError when the run
+        fails permanently or makes no progress.
+        """
         events, waiting, survived = PipeEvents(self._events()), list(planned), list[Survived]()
         self._jumps = any(each.fault == "clock-jumped" for each in planned)
         rng, since, told = random.Random(seed), time.monotonic(), False  # noqa: S311 - a schedule
@@ -131,7 +134,7 @@ class Run:
             process = self._again(alive)
             while True:
                 trained = [event for event in events.new() if isinstance(event, Progress)]
-                if pending is not None:  # what was on its way before a fault says nothing of it
+                if pending is not None:  # events from before the end of a fault do not count
                     before = [self.step, *(event.step for event in trained if event.time <= pending.over)]
                     beyond = any(event.time > pending.over and event.step > max(before) for event in trained)
                     if beyond and self.commands >= pending.command:
@@ -171,7 +174,7 @@ class Run:
         return alive.enter_context(self._started())
 
     def _hit(self, name: str, scene: Scene) -> _Pending | None:
-        """Let a fault happen; None where there is nobody to do it to at the moment."""
+        """Inject a fault; None if it has no target at the moment."""
         began, fault = time.time(), FAULTS[name]
         self._remember(scene.command)
         if not (did := fault.act(scene)):
@@ -180,21 +183,21 @@ class Run:
         return _Pending(name, self.step, did, began, time.time(), self.commands + fault.ends_command)
 
     def _beyond(self, step: int) -> bool:
-        """Whether training has come to `step`, by what is written at this moment."""
+        """Whether training has reached `step`, by the events written so far."""
         return any(isinstance(each, Progress) and each.step >= step for each in PipeEvents(self._events()).new())
 
     def _events(self) -> Path:
         return self.log.with_suffix(".events")
 
     def _environment(self) -> dict[str, str]:
-        """That of this process, but for what would have the run touch anything of its user's."""
+        """The environment of this process, without variables that would let the run touch its user's data."""
         own = {name: value for name, value in os.environ.items() if name not in NOT_FOR_RUNS} | dict(self.environment)
         jumping = self._clock.environment(own) if self._jumps else {}
         return {**own, **jumping, "HOLDFAST_HOME": str(self.home), PIPE: str(self._events())}
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[subprocess.Popen[bytes]]:
-        """The command, which has ended when everything does."""
+        """The command, which is killed at the end of the context if it still runs."""
         self.home.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
             process = self.start(
@@ -211,13 +214,13 @@ class Run:
             process.wait()
 
     def _remember(self, command: psutil.Process) -> None:
-        """Keep what is below the command now: of a process whose parent is killed nobody says whose it was."""
+        """Remember the command's descendants: after a parent is killed, its children are not attributable."""
         self._family = {each for each in self._family if each.is_running()}
         with contextlib.suppress(psutil.NoSuchProcess):
             self._family.update(command.children(recursive=True))
 
     def _end_family(self) -> None:
-        """Leave nothing of any command: what outlives it is there to save, and nobody wants that any more."""
+        """Kill all descendants of all commands. Those that outlive a command only save, which is no longer needed."""
         for each in list(self._family):
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._family.update(each.children(recursive=True))
@@ -227,7 +230,7 @@ class Run:
         psutil.wait_procs(self._family, timeout=END_SECONDS)
 
     def _require_retryable(self, faults: int) -> None:
-        killed = self.code < 0 or self.code >= 128  # a permanent code is no consequence of what was done to it
+        killed = self.code < 0 or self.code >= 128  # no fault causes a permanent code
         if not killed and self.code != self.excused:
             raise ChaosError(f"the run ended for good with code {self.code}\n{self._tail()}", self.code)
         if self.commands > 2 * faults + 3:

@@ -1,7 +1,7 @@
-"""The faults: what each does to a run that goes on, and for how long.
+"""Faults: the effect of each on an active run, and its duration.
 
-A fault acts, keeps on for its time where it has one, and is undone; it returns what it did, in words, or nothing where
-there was nobody to do it to. Whether the run survives is for the caller to see.
+A fault acts, lasts for its duration if it has one, and is undone. It returns a description, or an empty string if it
+had no target. The caller checks whether the run survives.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ FREEZE_SECONDS = 3.0
 SLOW_SECONDS = 4.0
 AWAY_SECONDS = 4.0
 JUMP_SECONDS = 3600.0
-LIMIT_SECONDS = 30.0  # at most, that a rank without more memory has to need some
-LOAD_SECONDS = 20.0  # that a lie waits for somebody who loads
-LOOK_SECONDS = 0.5  # between two looks at whether training is far enough
-BEAT_SECONDS = 0.05  # of a slow rank: stopped for so long, then running for so long
+LIMIT_SECONDS = 30.0  # maximum wait for a rank without more memory to need some
+LOAD_SECONDS = 20.0  # wait for a process that loads false data
+LOOK_SECONDS = 0.5  # between checks whether training is far enough
+BEAT_SECONDS = 0.05  # of a slow rank: alternately stopped and running for this long
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a fault may touch."""
+    """Everything that a fault may touch."""
 
     command: psutil.Process  # `holdfast run`
     proxy: FaultyProxy | None  # in front of the store
     clock: Clock  # of all processes of the run
-    disk: Disk | None  # of their own, where a fault needs that
+    disk: Disk | None  # of the run, if a fault needs one
     rng: random.Random
-    late: Callable[[], bool]  # whether training has come to where the next fault has its place
+    late: Callable[[], bool]  # whether training has reached the step of the next fault
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Fault:
     message: str
     act: Callable[[Scene], str]
     of_store: bool = False
-    ends_command: bool = False  # so that it has to be given again
-    ranks: int = 1  # that it takes
-    excuses: ExitCode | None = None  # a permanent code that it may lead to: what was missing is there again
-    refused: Callable[[], str] = str  # why it cannot be had on this machine; empty where it can
+    ends_command: bool = False  # so the command must be repeated
+    ranks: int = 1  # minimum number of ranks
+    excuses: ExitCode | None = None  # a permanent code that it may cause, which repeating the command fixes
+    refused: Callable[[], str] = str  # why it is impossible on this machine; empty if possible
 
 
 def _killed(process: psutil.Process | None, what: str, number: int = signal.SIGKILL) -> str:
@@ -118,7 +118,7 @@ def _cut_network(scene: Scene) -> str:
     if len(ranks) < 2:
         return ""
     rank = scene.rng.choice(list(ranks))
-    with contextlib.suppress(psutil.Error):  # one of them has ended meanwhile
+    with contextlib.suppress(psutil.Error):  # one of them ended meanwhile
         number = network.cut(ranks[rank], [process for other, process in ranks.items() if other != rank])
         return f"{number} connections between rank {rank} and its peers end" if number else ""
     return ""
@@ -140,13 +140,15 @@ def _out_of_memory(scene: Scene) -> str:
 
 
 def _unlimitable() -> str:
-    """Why no memory of a process can be limited from outside; empty where it can."""
+    """Why the memory of a running process cannot be limited here; empty if it can."""
     return "" if hasattr(psutil.Process, "rlimit") else "this system limits no process that runs already (prlimit)"
 
 
 def _limit_memory(scene: Scene) -> str:
-    """The limit is of addresses, which the kernel counts when it gives them: what is filled later is none of it. It
-    goes with its process."""
+    """Limit the address space, which the kernel counts when it is allocated; later writes to it do not count.
+
+    The limit ends with its process.
+    """
     ranks, rank = ranks_of(scene.command), _rank(scene)
     if rank is None:
         return ""
@@ -168,7 +170,7 @@ def _limit_memory(scene: Scene) -> str:
 
 
 def _fill_disk(scene: Scene) -> str:
-    """Who begins needs a disk most: a rank is killed."""
+    """Fill the disk and kill a rank, because a starting rank needs the disk most."""
     assert scene.disk is not None
     if (rank := _rank(scene)) is None:
         return ""
@@ -190,7 +192,10 @@ def _store(words: str, *acts: Act, chance: float = 1.0, method: str | None = Non
 
 
 def _lie(scene: Scene) -> str:
-    """Lies matter to who loads: a rank is killed. Few of them, so that no two readers agree on damage for long."""
+    """Return false data and kill a rank, because only loading is affected.
+
+    The false replies are few, so no two readers agree on damage for long.
+    """
     assert scene.proxy is not None
     lies = [scene.proxy.inject(each, method="GET", path="/packs/") for each in (flip(0), truncate(20))]
     rank = _rank(scene)

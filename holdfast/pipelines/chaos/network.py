@@ -1,7 +1,7 @@
-"""The network between ranks, cut: both ends of each connection of a rank to its peers see it end.
+"""Cut network connections between ranks: both ends of each connection of a rank to its peers are closed.
 
-A connection is shut down through a copy of its descriptor (pidfd_getfd(2), Linux 5.6). The kernel gives that of a
-process of the same user that may be traced, so of one's own descendants; some containers forbid the call.
+A connection is shut down through a copy of its descriptor (pidfd_getfd(2), Linux 5.6). The kernel allows that for
+traceable processes of the same user, such as this process's descendants. Some containers forbid the call.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _PIDFD_GETFD = 438  # on every architecture
 
 
 def refused() -> str:
-    """Why no connection can be cut here; empty where it can."""
+    """Why no connection can be cut here; empty if it is possible."""
     one, other = socket.socketpair()
-    with one, other, subprocess.Popen(["sleep", "60"], stdin=one.fileno()) as child:  # one's own is always given
+    with one, other, subprocess.Popen(["sleep", "60"], stdin=one.fileno()) as child:  # a parent may always copy
         try:
             _taken(child.pid, 0).close()
         except (AttributeError, OSError) as error:
@@ -33,12 +33,12 @@ def refused() -> str:
 
 
 def cut(process: psutil.Process, peers: Iterable[psutil.Process]) -> int:
-    """Shut down what connects `process` to its peers; how many connections. Raises psutil.Error and OSError."""
+    """Shut down the connections of `process` to its peers. Returns their number. Raises psutil.Error and OSError."""
     theirs = {each.laddr for peer in peers for each in _connections(peer)}
     number = 0
     for each in _connections(process):
         if each.raddr in theirs:
-            with contextlib.suppress(OSError), _taken(process.pid, each.fd) as connection:  # it has ended meanwhile
+            with contextlib.suppress(OSError), _taken(process.pid, each.fd) as connection:  # it ended meanwhile
                 connection.shutdown(socket.SHUT_RDWR)
                 number += 1
     return number

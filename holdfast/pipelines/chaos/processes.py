@@ -1,4 +1,4 @@
-"""The processes of a run on this machine, by what they are: found among the children of whoever started it."""
+"""Lookup of a run's processes on this machine by role, among the descendants of the process that started it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SERVER = "holdfast.launch.warm"  # forks the torchrun of every launch but the fi
 
 
 def ranks_of(root: psutil.Process) -> dict[int, psutil.Process]:
-    """The ranks that train below a process, by number."""
+    """The training ranks below a process, by number."""
     found = {}
     for process, command in _below(root):
         if WORKER in command and TORCHRUN not in command:
@@ -26,7 +26,7 @@ def ranks_of(root: psutil.Process) -> dict[int, psutil.Process]:
 
 
 def running(root: psutil.Process, module: str) -> psutil.Process | None:
-    """The process below another one that runs `module`, and not one that has only imported it."""
+    """The descendant that was started with `-m module`; merely importing it does not count."""
     return next((process for process, command in _below(root) if ("-m", module) in pairwise(command)), None)
 
 
@@ -40,7 +40,7 @@ def launcher_of(root: psutil.Process) -> psutil.Process | None:
 
 
 def largest(root: psutil.Process) -> psutil.Process | None:
-    """The process below another one that holds the most memory: whom the kernel ends when there is none left."""
+    """The descendant with the most memory, which the kernel would kill first without free memory."""
     sizes = []
     for process, _ in _below(root):
         with contextlib.suppress(psutil.Error):

@@ -1,12 +1,11 @@
-"""A real HTTP proxy that breaks things on request: it stands in front of a server and injects faults into its traffic.
+"""An HTTP proxy that injects faults into the traffic of a server.
 
     with FaultyProxy(endpoint) as proxy:            # proxy.url goes where the endpoint went
         fault = proxy.inject(lose_reply(), method="PUT", path="checkpoints/", times=1)
         ...
         assert fault.hits == 1
 
-Promises that what a fault does not touch passes unchanged, and that everything is deterministic but `chance`, which
-draws from a seeded generator.
+Traffic without a fault passes unchanged. Everything is deterministic except `chance`, which uses a seeded generator.
 """
 
 from __future__ import annotations
@@ -26,23 +25,26 @@ from urllib.parse import urlsplit
 
 @dataclass
 class Request:
-    """What came in. `receive(n)` gives at most so many bytes of the body, which is read when somebody asks for it."""
+    """An incoming request. `receive(n)` reads at most `n` bytes of the body on demand."""
 
     method: str
-    path: str  # with the query
+    path: str  # including the query
     headers: dict[str, str]
     receive: Callable[[int], bytes]
 
     @functools.cached_property
     def body(self) -> bytes:
-        """All of the body that is still to come."""
+        """The rest of the body."""
         return self.receive(int(self.headers.get("Content-Length") or 0))
 
 
 @dataclass
 class Reply:
-    """What goes out. `cut`: hang up after so many bytes of the body, or, with `silent`, say no more until that is set;
-    `reset`: hang up with nothing said."""
+    """An outgoing reply.
+
+    - `cut`: hang up after this many bytes of the body; with `silent`, instead send nothing more until that is set.
+    - `reset`: hang up without a reply.
+    """
 
     status: int
     headers: list[tuple[str, str]]
@@ -57,7 +59,7 @@ Act = Callable[[Request, Forward], Reply]
 
 
 def answer(status: int, code: str = "InjectedError", retry_after: int | None = None) -> Act:
-    """Answer with an S3 error; the server never sees the request. `retry_after`: seconds that the answer asks for."""
+    """Reply with an S3 error; the server never gets the request. `retry_after`: seconds in the Retry-After header."""
 
     def act(request: Request, forward: Forward) -> Reply:
         body = (
@@ -73,8 +75,10 @@ def answer(status: int, code: str = "InjectedError", retry_after: int | None = N
 
 
 def reset(after: int | None = None) -> Act:
-    """Reset the connection; the server never sees the request. `after`: when so many bytes of its body have come,
-    while the rest is on its way; else when it is there."""
+    """Reset the connection; the server never gets the request.
+
+    `after`: reset after this many bytes of the body, while the rest is in transit; default: after the whole body.
+    """
 
     def act(request: Request, forward: Forward) -> Reply:
         _ = request.body if after is None else request.receive(after)
@@ -84,8 +88,9 @@ def reset(after: int | None = None) -> Act:
 
 
 def stall(size: int, released: threading.Event) -> Act:
-    """Pass the first `size` bytes of the reply's body, then keep the connection open and say no more until `released`
-    is set."""
+    """Pass the first `size` bytes of the reply's body, then keep the connection open silently until
+    `released` is set.
+    """
 
     def act(request: Request, forward: Forward) -> Reply:
         reply = forward(request)
@@ -96,7 +101,7 @@ def stall(size: int, released: threading.Event) -> Act:
 
 
 def deaf(released: threading.Event) -> Act:
-    """Read nothing of the request's body until `released` is set, then hang up: its sender is stuck in the middle."""
+    """Do not read the request's body until `released` is set, then hang up. The sender blocks meanwhile."""
 
     def act(request: Request, forward: Forward) -> Reply:
         released.wait()
@@ -117,7 +122,7 @@ def lose_reply() -> Act:
 
 
 def answer_after(status: int, code: str = "InjectedError") -> Act:
-    """Let the server apply the request, then answer with an error all the same."""
+    """Let the server apply the request, then reply with an error."""
 
     def act(request: Request, forward: Forward) -> Reply:
         forward(request)
@@ -151,7 +156,7 @@ def flip(at: int) -> Act:
 
 
 def hold(released: threading.Event, *, after: bool = False) -> Act:
-    """Keep the request until `released` is set, before the server sees it or, with `after`, before the reply leaves."""
+    """Hold the request until `released` is set, before the server gets it or, with `after`, before the reply leaves."""
 
     def act(request: Request, forward: Forward) -> Reply:
         reply = forward(request) if after else None
@@ -163,7 +168,7 @@ def hold(released: threading.Event, *, after: bool = False) -> Act:
 
 
 def slow(seconds: float) -> Act:
-    """Keep every request for some time."""
+    """Delay every request."""
 
     def act(request: Request, forward: Forward) -> Reply:
         _ = request.body
@@ -175,7 +180,7 @@ def slow(seconds: float) -> Act:
 
 @dataclass
 class Injection:
-    """A fault in place. `hits` counts what it touched; `hit` is set at the first."""
+    """An active fault. `hits` counts affected requests; `hit` is set at the first."""
 
     act: Act
     method: str | None
@@ -188,7 +193,7 @@ class Injection:
     hit: threading.Event = field(default_factory=threading.Event)
 
     def takes(self, request: Request) -> bool:
-        """Whether this fault touches the request; counts it if so."""
+        """Whether this fault affects the request. Counts it if so."""
         if self.method not in (None, request.method) or self.path not in request.path:
             return False
         if self.times is not None and self.hits >= self.times:
@@ -211,7 +216,7 @@ class FaultyProxy:
         self._lock = threading.Lock()
         self._injections: list[Injection] = []
         self._generator = random.Random(seed)  # noqa: S311 - a schedule
-        self.requests: list[str] = []  # "PUT /bucket/key" of everything that came in, in order
+        self.requests: list[str] = []  # "PUT /bucket/key" for every request, in order
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
         self._thread = threading.Thread(
@@ -220,7 +225,7 @@ class FaultyProxy:
 
     @property
     def url(self) -> str:
-        """Where clients go."""
+        """The URL for clients."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def inject(
@@ -233,8 +238,11 @@ class FaultyProxy:
         times: int | None = 1,
         chance: float = 1.0,
     ) -> Injection:
-        """Break requests of `method` whose path contains `path`: leave `skip` alone, then break `times` (None: all),
-        each with probability `chance`. Of several faults the one injected first that takes a request has it."""
+        """Inject a fault into requests of `method` whose path contains `path`.
+
+        Skips `skip` of them, then affects `times` (None: all), each with probability `chance`. Of several faults, the
+        earliest one that affects a request applies.
+        """
         injection = Injection(act, method, path, skip, times, chance, self._generator)
         with self._lock:
             self._injections.append(injection)
@@ -298,7 +306,7 @@ class FaultyProxy:
                 if reply.reset:
                     self._hang_up()
                     return
-                receive(left)  # or it would be taken for the next request
+                receive(left)  # otherwise it would be parsed as the next request
                 self.send_response_only(reply.status)
                 for name, value in reply.headers:
                     self.send_header(name, value)
@@ -318,7 +326,7 @@ class FaultyProxy:
                 self.close_connection = True
 
             def handle(self) -> None:
-                with contextlib.suppress(OSError):  # the client left
+                with contextlib.suppress(OSError):  # the client disconnected
                     super().handle()
 
             def finish(self) -> None:

@@ -1,7 +1,7 @@
-"""A real S3 over HTTP on this machine: moto's server, in a thread of this process, on a free port of 127.0.0.1.
+"""An S3 server on this machine: moto over HTTP, in a thread of this process, on a free port of 127.0.0.1.
 
-moto checks the condition of a write and then writes, with a gap between; a lock around the writes closes it, as real S3
-does, so that exactly one of many conditional writers wins.
+moto checks the condition of a write and then writes, with a gap between. A lock around the writes closes the gap, as in
+real S3, so exactly one of many conditional writers wins.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from werkzeug.serving import make_server
 
 
 class S3Server:
-    """`with S3Server() as endpoint`: the URL of a running, empty S3."""
+    """`with S3Server() as endpoint`: the URL of a running, empty S3 server."""
 
     def __init__(self) -> None:
-        logging.getLogger("werkzeug").setLevel(logging.WARNING)  # it tells each request
+        logging.getLogger("werkzeug").setLevel(logging.WARNING)  # it logs each request
         self._application = DomainDispatcherApplication(create_backend_app)
         self._writing = threading.Lock()
         self._server = make_server("127.0.0.1", 0, self._serve, threaded=True, request_handler=MotoRequestHandler)

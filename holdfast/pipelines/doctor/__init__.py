@@ -1,8 +1,8 @@
-"""`holdfast doctor`: looks at a cluster, the store and MLflow for what a run would miss, before a run misses it.
+"""`holdfast doctor`: checks a cluster, the store and MLflow for everything that a run needs.
 
-Promises one finding for each thing, with the command that mends it; that it looks at the very cluster that a launcher
-started here would use; and that it changes nothing but one small object of its own in the store, which it removes. What
-it may not look at is a warning. Leaves the mending to a person.
+Each check gives one finding with the command that fixes it. It checks the same cluster that a launcher started here
+would use. It writes only one small object to the store and removes it. What it has no right to read is a warning. A
+person makes the fixes.
 """
 
 from holdfast.pipelines.doctor.examine import examine

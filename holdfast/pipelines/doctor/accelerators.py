@@ -1,4 +1,4 @@
-"""Whether enough nodes offer the accelerators that every rank of a spec asks for."""
+"""Check that enough nodes have the accelerators that every rank of a spec requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "accelerators"
 
 
 def check(cluster: Cluster) -> Iterator[Finding]:
-    """How many nodes have what one node of the gang takes, and whether they compute what the spec asks for."""
+    """Count the nodes with the accelerators of one gang node, and check whether they support the spec's precision."""
     spec = cluster.spec
     resource = ACCELERATORS[spec.cluster.accelerator].resource if spec else None
     if spec is None or not resource:
@@ -46,7 +46,7 @@ def check(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _knows_no_fp8(node: dict[str, Any]) -> bool:
-    """By the labels of NVIDIA's feature discovery; one without them is not judged."""
+    """Whether NVIDIA's feature discovery labels show a device without fp8; False without labels."""
     labels = node.get("metadata", {}).get("labels") or {}
     major, minor = (labels.get(f"nvidia.com/gpu.compute.{part}", "") for part in ("major", "minor"))
     return major.isdigit() and minor.isdigit() and (int(major), int(minor)) < FP8_CAPABILITY

@@ -1,4 +1,4 @@
-"""Whether the API server answers, and takes the credentials that there are."""
+"""Check that the API server responds and accepts the credentials."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from holdfast.pipelines.doctor.findings import Finding
 from holdfast.spec.errors import AccessDeniedError, HoldfastError
 
 NAME = "api server"
-PATIENCE = 3.0  # seconds: whoever asks a doctor waits for the answer
+PATIENCE = 3.0  # seconds; a person waits for the result
 
 
 def reach(namespace: str | None) -> tuple[Finding, Api | None]:
-    """The finding, and the server if it answers."""
+    """The finding, and the client if the server responds."""
     try:
         api = Api.of_this_process(namespace, patience=PATIENCE)
     except NoClusterError as error:

@@ -1,4 +1,4 @@
-"""Whether the volume claims of a spec are there, bound, and may be mounted by all pods of a run at once."""
+"""Check that the volume claims of a spec exist, are bound, and can be mounted by all pods of a run concurrently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One cluster as the checks see it: the launcher's client, what a spec asks for, and what is served there."""
+"""A cluster for the checks: the launcher's client, the spec, and the served resources."""
 
 from __future__ import annotations
 
@@ -8,44 +8,47 @@ from holdfast.launch.kubernetes.client import Api
 from holdfast.pipelines.doctor.findings import Finding
 from holdfast.spec import Spec
 
-# The accounts that steps run as: those of manifests/base, and KFP's in a profile and without profiles.
+# The accounts of steps: those of manifests/base, and KFP's in a profile and without profiles.
 LAUNCHERS = ("holdfast-launcher", "default-editor", "pipeline-runner")
 SERVICE_ACCOUNTS = "manifests/base/service-accounts.yaml"
 
 
 @dataclass
 class Cluster:
-    """A cluster, and a namespace of it."""
+    """A namespace of a cluster."""
 
     api: Api
     spec: Spec | None
     launcher: str = LAUNCHERS[0]  # the service account of the train step
-    kubeflow: bool = False  # whether its steps run as the account that KFP gives them
-    everything: bool = False  # look also at what the spec does not need
-    served: set[str] = field(default_factory=set)  # resources with their group, as kubectl writes them
+    kubeflow: bool = False  # whether its steps run as KFP's account
+    everything: bool = False  # also check what the spec does not need
+    served: set[str] = field(default_factory=set)  # resources with their group, in kubectl's notation
 
     @property
     def namespace(self) -> str:
-        """Where a run of the spec would be."""
+        """The namespace of a run of the spec."""
         return self.api.namespace
 
     @property
     def job(self) -> str:
-        """The kind of job that a run would be."""
+        """The job kind of a run."""
         return self.spec.cluster.job if self.spec else "pytorchjob"
 
     @property
     def scheduler(self) -> str:
-        """Who would place its pods; empty when no spec says so."""
+        """The scheduler of its pods; empty without a spec."""
         return self.spec.cluster.scheduler if self.spec else ""
 
     @property
     def queue(self) -> str | None:
-        """The queue that the spec names."""
+        """The queue in the spec."""
         return self.spec.cluster.queue if self.spec else None
 
     def absent(self, check: str, message: str, needed: bool, *, manifest: str, field: str) -> Finding:
-        """An object that is not there. `manifest`: the file of this repository that makes it; empty for one that only
-        the user knows. `field`: where the spec names another one."""
+        """A finding for a missing object.
+
+        `manifest`: the file of this repository that creates it; empty for one that only the user knows. `field`: the
+        spec field that names another one.
+        """
         make = f"kubectl apply -n {self.namespace} -f {manifest}" if manifest else "create it"
         return Finding(check, "fail" if needed else "warn", message, f"{make}, or name another one in {field}")

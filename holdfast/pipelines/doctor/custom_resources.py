@@ -1,4 +1,4 @@
-"""Which of the custom resources that Holdfast may use are served, at the version that it writes."""
+"""Check that the custom resources that Holdfast may use are served at its version."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ KUEUE_QUEUES = "localqueues.kueue.x-k8s.io"
 class CustomResource:
     """A custom resource that Holdfast may use."""
 
-    name: str  # as kubectl writes it
+    name: str  # in kubectl's notation
     version: str
-    what: str  # who serves it
+    what: str  # software that serves it
     remedy: str
     scheduler: str = ""  # cluster.scheduler that needs it
     job: str = ""  # cluster.job that needs it
@@ -32,11 +32,11 @@ class CustomResource:
 
     @property
     def plural(self) -> str:
-        """Its name in a path."""
+        """Its plural name in URL paths."""
         return self.name.partition(".")[0]
 
     def needed(self, cluster: Cluster) -> bool:
-        """Whether a run cannot do without it."""
+        """Whether a run requires it."""
         if self.job:
             return cluster.job == self.job
         return cluster.scheduler == self.scheduler if self.scheduler else True
@@ -58,7 +58,7 @@ CUSTOM_RESOURCES = (
 
 
 def check(cluster: Cluster) -> Iterator[Finding]:
-    """One finding for each that the spec needs; what is served is remembered for the checks that follow."""
+    """One finding for each resource that the spec needs. Served ones are recorded for the following checks."""
     for wanted in CUSTOM_RESOURCES:
         if not (cluster.everything or wanted.needed(cluster)):
             continue

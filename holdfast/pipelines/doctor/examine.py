@@ -1,4 +1,4 @@
-"""The order of the checks: the API server first, for without it there is no other of the cluster's."""
+"""Order of the checks: the API server first, because the other checks of the cluster depend on it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from holdfast.spec.errors import AccessDeniedError, HoldfastError
 
 Where = TypeVar("Where")
 
-# What is served must be known before what it serves is looked for.
+# Served resources must be known before checks of their objects.
 CHECKS: dict[str, Callable[[Cluster], Iterator[Finding]]] = {
     "custom resources": custom_resources.check,
     "gang scheduling": gang_scheduling.check,
@@ -74,11 +74,14 @@ def examine(
     service_account: str = "",
     everything: bool = False,
 ) -> Iterator[Finding]:
-    """Look at what a spec needs, or without one at what every run needs, one finding after another; with `everything`
-    also at what else Holdfast can use, whose absence is a warning. `namespace` and `store` default to the spec's, then
-    to the surroundings'. `backend`: slurm looks at a Slurm, ray at a Ray, all else at a Kubernetes, and kubeflow at the
-    account that KFP uses there. `service_account`, that of the train step, defaults to the first one of those known
-    that is there."""
+    """Check everything that a spec needs, or without a spec, that every run needs. Yields one finding after another.
+
+    - `everything`: also check optional parts; a missing one is a warning.
+    - `namespace`, `store`: default to the spec's, then to the environment's.
+    - `backend`: slurm checks a Slurm, ray a Ray, all others a Kubernetes; kubeflow checks the account that KFP uses
+      there.
+    - `service_account`: of the train step; default: the first known one that exists.
+    """
     if backend == "slurm":
         yield from _looked("slurm", lambda _: slurm.check(spec, store or store_url(spec)), None)
         yield from object_store.check(store or store_url(spec), on_cluster=False)
@@ -101,7 +104,7 @@ def examine(
 
 
 def _account(api: Api, kubeflow: bool) -> str:
-    """The account that steps run as in the namespace: the first that is there. KFP uses none of ours by itself."""
+    """The first existing account for steps in the namespace. KFP uses none of Holdfast's by default."""
     names = LAUNCHERS[1:] if kubeflow else LAUNCHERS
     for name in names:
         with suppress(HoldfastError):
@@ -111,7 +114,7 @@ def _account(api: Api, kubeflow: bool) -> str:
 
 
 def _looked(name: str, check: Callable[[Where], Iterator[Finding]], cluster: Where) -> Iterator[Finding]:
-    """The findings of a check; one that may not look, or gets no answer, is a warning."""
+    """The findings of a check; without the right to read, or without a response, a warning."""
     try:
         yield from check(cluster)
     except AccessDeniedError as error:

@@ -1,4 +1,4 @@
-"""A finding, and findings for a person, for a script and for the shell."""
+"""Findings, and their output for a person, a script and the shell."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Literal
 from holdfast.spec.errors import ExitCode
 
 Outcome = Literal["ok", "warn", "fail"]
-TIMEOUT = 10  # seconds for one answer
+TIMEOUT = 10  # seconds per response
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, and what came of it."""
+    """The result of a check."""
 
     check: str
     outcome: Outcome
@@ -25,7 +25,7 @@ class Finding:
 
 
 def exit_code(findings: Iterable[Finding]) -> ExitCode:
-    """That of the first failure."""
+    """The exit code of the first failure."""
     return next((finding.code for finding in findings if finding.outcome == "fail"), ExitCode.OK)
 
 
@@ -35,7 +35,7 @@ def as_json(findings: Iterable[Finding]) -> list[dict[str, Any]]:
 
 
 def print_findings(findings: list[Finding]) -> str:
-    """The findings for a person, in lines."""
+    """The findings as lines for a person."""
     lines = []
     for finding in findings:
         lines.append(f"{finding.outcome.upper():<4}  {finding.check}: {finding.message}")

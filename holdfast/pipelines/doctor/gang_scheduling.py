@@ -1,4 +1,4 @@
-"""Whether the training operator starts the pods of a job together or not at all."""
+"""Check that the training operator starts the pods of a job all together or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPTION = "--gang-scheduler-name=volcano"
 
 
 def check(cluster: Cluster) -> Iterator[Finding]:
-    """The gang scheduler that the operator was started with."""
+    """Check the gang scheduler in the operator's arguments."""
     if PYTORCHJOBS not in cluster.served:
         return
     found = cluster.api.read("/apis/apps/v1/deployments", labelSelector=LABEL)

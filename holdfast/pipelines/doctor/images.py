@@ -1,4 +1,4 @@
-"""Whether the images of a run have names that every node can pull, and the Secrets with which they are pulled."""
+"""Check that every node can pull the images of a run, and that the pull Secrets exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the Kueue LocalQueue of a run is there, and admits anything."""
+"""Check that the Kueue LocalQueue of a run exists and admits workloads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "kueue queue"
 
 
 def check(cluster: Cluster) -> Iterator[Finding]:
-    """The spec's queue, else the one of the manifests."""
+    """Check the spec's queue, otherwise that of the manifests."""
     if KUEUE_QUEUES not in cluster.served or cluster.scheduler not in ("", "kueue"):
         return
     wanted, needed = cluster.queue or "holdfast", cluster.scheduler == "kueue"

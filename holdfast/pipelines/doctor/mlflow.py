@@ -1,4 +1,4 @@
-"""Whether MLflow answers, where the pods of a run can reach it, and whether this machine may write its artifacts."""
+"""Check that MLflow responds, that the pods of a run can reach it, and that this machine may write its artifacts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ NAME = "mlflow"
 
 
 def check(uri: str, *, on_cluster: bool, spec: Spec | None = None) -> Iterator[Finding]:
-    """Findings about the MLflow at `uri`, and about the experiment of `spec` in it. A file is not made: it may not be
-    there yet."""
+    """Findings about the MLflow at `uri` and the experiment of `spec` in it. A missing local file is not created."""
     from holdfast.tracking.preflight import require_address, require_usable
 
     shown = redact(uri)
@@ -50,7 +49,7 @@ def _server(uri: str, shown: str) -> Iterator[Finding]:
 
 
 def _artifacts(uri: str, location: str) -> Iterator[Finding]:
-    """Whether this machine can reach what MLflow's clients write themselves."""
+    """Check that this machine can reach artifacts that MLflow's clients write directly."""
     from holdfast.tracking.artifacts import bounded
     from holdfast.tracking.connection import translated
 

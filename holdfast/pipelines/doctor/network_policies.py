@@ -1,7 +1,7 @@
-"""Whether the network policies of the namespace let ranks and steps reach what they need.
+"""Check that the network policies of the namespace allow the traffic of ranks and steps.
 
-A pod that no policy with egress selects reaches everything. Ports are looked at, and peers only among the ranks:
-whether an address behind a port is allowed shows when the pod asks for it.
+A pod that no egress policy selects can reach everything. The check covers ports, and peers only among the ranks.
+Whether a policy allows the address behind a port is visible only from the pod.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Policy = dict[str, Any]
 
 
 def check(cluster: Cluster) -> Iterator[Finding]:
-    """One finding with every flow that nothing lets through."""
+    """One finding with all blocked flows."""
     found = cluster.api.read(f"/apis/networking.k8s.io/v1/namespaces/{cluster.namespace}/networkpolicies")
     policies: list[Policy] = [one["spec"] for one in (found or {}).get("items", [])]
     labels = dict(cluster.spec.cluster.labels) if cluster.spec else {}
@@ -31,7 +31,7 @@ def check(cluster: Cluster) -> Iterator[Finding]:
         if not _of(policies, pod, "Egress"):
             continue
         for what, port, protocol in _needed(cluster):
-            if what == API and who == "ranks":  # they never ask it
+            if what == API and who == "ranks":  # ranks never use it
                 continue
             if not any(_has(rule, port, protocol) for rule in egress):
                 blocked.append(f"{who} to {what} ({protocol} {port})")
@@ -48,7 +48,7 @@ def check(cluster: Cluster) -> Iterator[Finding]:
 
 def _needed(cluster: Cluster) -> Iterator[tuple[str, int, str]]:
     yield "names", 53, "UDP"
-    # A policy sees the server's own address and port, not those of the Service before it.
+    # A policy sees the server's address and port, not those of its Service.
     slices = cluster.api.read("/apis/discovery.k8s.io/v1/namespaces/default/endpointslices/kubernetes") or {}
     yield API, (slices.get("ports") or [{"port": 443}])[0]["port"], "TCP"
     name = (cluster.spec.cluster.settings if cluster.spec else None) or "holdfast-settings"
@@ -60,7 +60,7 @@ def _needed(cluster: Cluster) -> Iterator[tuple[str, int, str]]:
 
 
 def _of(policies: list[Policy], pod: dict[str, str], direction: str) -> list[Policy]:
-    """The policies that are about this pod."""
+    """The policies that select this pod."""
     found = []
     for policy in policies:
         types = policy.get("policyTypes") or ["Ingress", *(["Egress"] if "egress" in policy else [])]
@@ -85,7 +85,7 @@ def _selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 def _has(rule: dict[str, Any], port: int, protocol: str) -> bool:
     if not rule.get("ports"):
-        return not rule.get("to")  # every port, but to some peers only
+        return not rule.get("to")  # every port, but only to some peers
     return any(
         one.get("protocol", "TCP") == protocol
         and ("port" not in one or one["port"] == port or one["port"] < port <= one.get("endPort", 0))

@@ -1,6 +1,6 @@
-"""Whether the service account of the train step may do in the namespace what a launcher has to do there.
+"""Check that the service account of the train step has the rights of a launcher in the namespace.
 
-It is asked of the account, not of whoever runs this: an administrator may everything, and the launcher still nothing.
+The check is for the account, not for its caller: an administrator may have all rights, and the launcher none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from holdfast.spec.errors import ExitCode
 
 NAME = "permissions"
 REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
-# (group, resource, verbs): the same words as manifests/components/launcher/role.yaml.
+# (group, resource, verbs), as in manifests/components/launcher/role.yaml.
 JOB_VERBS = ("create", "get", "list", "watch", "delete")
 WATCH = ("get", "list", "watch")
 LAUNCHER: tuple[tuple[str, str, tuple[str, ...]], ...] = (

@@ -1,5 +1,7 @@
-"""Whether Kueue, or the nodes' labels, know the places by which a spec wants its nodes near each other. Volcano's are
-looked at with the pods' other places (pod_placement)."""
+"""Check that Kueue, or node labels, define the topology levels of a spec's placement.
+
+`pod_placement` checks Volcano's.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ TOPOLOGIES = "/apis/kueue.x-k8s.io/v1beta2/topologies"
 
 
 def check(cluster: Cluster) -> Iterator[Finding]:
-    """One finding, where the spec prefers or requires a placement."""
+    """One finding if the spec prefers or requires a placement."""
     if cluster.spec is None or cluster.scheduler == "volcano" or cluster.spec.cluster.topology.placement == "any":
         return
     wish = cluster.spec.cluster.topology

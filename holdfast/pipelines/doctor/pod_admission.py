@@ -1,7 +1,7 @@
-"""Whether the API server would take the pods of a run: it is asked, with a dry run, for a rank and for a step.
+"""Check that the API server admits the pods of a run, by a dry run for a rank and for a step.
 
-That covers what admission looks at: the pod security of the namespace, quotas and limits, service accounts, priority
-classes, and the fields themselves. Nothing is made.
+It covers admission: pod security of the namespace, quotas and limits, service accounts, priority classes, and the
+fields. Nothing is created.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "pod admission"
 
 
 def check(cluster: Cluster) -> Iterator[Finding]:
-    """One finding for a rank, and one for the launcher's pod as Argo would make it."""
+    """One finding for a rank, and one for the launcher's pod as Argo would create it."""
     if cluster.spec is None:
         return
     for what, pod in (("a rank", rank_pod(cluster.spec)), ("the step train", step_pod(cluster.spec, cluster.launcher))):
@@ -37,7 +37,7 @@ def _refused(cluster: Cluster, what: str, said: str) -> Finding:
     if "violates PodSecurity" in said:
         level = said.partition("violates PodSecurity")[2].split('"')[1]
         named = cluster.spec.cluster.capabilities if cluster.spec else ()
-        needed = "privileged" if any(f'"{one}"' in said for one in named) else "baseline"  # which has none of them
+        needed = "privileged" if any(f'"{one}"' in said for one in named) else "baseline"  # which allows none of them
         remedy = (
             f"what the spec adds does not fit the level {level}: remove it, or kubectl label namespace "
             f"{cluster.namespace} pod-security.kubernetes.io/enforce={needed} --overwrite"
@@ -57,7 +57,7 @@ def _refused(cluster: Cluster, what: str, said: str) -> Finding:
 
 
 def rank_pod(spec: Spec) -> dict[str, Any]:
-    """A pod of the training job, out of the object that a launcher would make."""
+    """A pod of the training job, from the launcher's object."""
     job = objects_for(training_job(spec, "doctor", 1, spec.store or "s3://bucket/prefix"))
     template = _template(job)
     return _pod("holdfast-doctor-rank", template.get("metadata", {}), template["spec"])
@@ -79,7 +79,7 @@ def _template(node: Any) -> dict[str, Any]:
 
 
 def step_pod(spec: Spec, account: str) -> dict[str, Any]:
-    """The train step's pod, out of the template that Argo would get, with the account that steps have there."""
+    """The train step's pod, from Argo's template, with the account that steps have there."""
     from holdfast.pipelines.backends.argo import argo_objects
 
     workflow = argo_objects(spec)[0]["spec"]
