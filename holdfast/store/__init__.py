@@ -1,6 +1,6 @@
-"""The store: named, immutable-by-habit objects over a folder or an S3 bucket, behind one small interface.
+"""The store: named objects, immutable by convention, over a folder or an S3 bucket, behind one small interface.
 
-Nothing above it knows which one it is. `layout` spells the keys.
+Code above it does not know which one it uses. `layout` defines the keys.
 """
 
 from holdfast.store import layout

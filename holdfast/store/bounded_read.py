@@ -1,7 +1,7 @@
 """Reads of objects and files whose size another writer chose.
 
-Promises that the size is compared with the bound before a buffer is made, and that one request does both: a growing
-object never passes the check and then fills the memory.
+The size is compared with the bound before a buffer is allocated, within the same request. So a growing object never
+passes the check and then fills the memory.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def read_bounded(store: Store, key: str, most: int = SMALL_BYTES) -> bytes:
 
 
 def open_regular(path: Path) -> io.FileIO:
-    """A local file to read, without a buffer. Raises MissingError, and DataError for what cannot be opened or is no
-    regular file: a pipe would block, and a device has no size."""
+    """A local file, opened for reading without a buffer. Raises MissingError, and DataError for a file that cannot be
+    opened or is not regular: a pipe would block, and a device has no size."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):

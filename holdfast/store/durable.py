@@ -18,14 +18,14 @@ from holdfast.store.interface import ObjectInfo
 from holdfast.store.payload import Pieces
 
 COPY_BYTES = 4 * 2**20
-FILE_MODE = 0o666  # less the umask: who may read and change a store is for its user and its folder to say
+FILE_MODE = 0o666  # less the umask: the user and the folder decide who may read and change a store
 
 log = logging.getLogger("holdfast.store")
 
 
 @contextlib.contextmanager
 def whole_file(path: Path, key: str) -> Iterator[int]:
-    """A descriptor to write a local file through; the file appears under `path` when the body ends without error."""
+    """A descriptor to write a local file. The file appears under `path` when the body ends without error."""
     temporary = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def info(key: str, status: os.stat_result) -> ObjectInfo:
-    """What the store says about a file."""
+    """The store's description of a file."""
     version = f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
     return ObjectInfo(key, status.st_size, status.st_mtime, version)
 
@@ -77,7 +77,7 @@ def write(descriptor: int, pieces: Pieces) -> None:
 
 
 def copy(source: int, target: int) -> None:
-    """Copy what is left of one file to another."""
+    """Copy the rest of one file to another."""
     buffer = memoryview(bytearray(COPY_BYTES))
     while got := os.readv(source, [buffer]):
         write(target, [buffer[:got]])
@@ -94,7 +94,7 @@ def fill(descriptor: int, target: memoryview, start: int, key: str) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """The folder and its parents, durable."""
+    """Create the folder and its parents, durably."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -104,7 +104,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where its file system can do that for a folder."""
+    """Make the names in a folder durable, where its file system supports that."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -124,7 +124,7 @@ def _say_not_synced(device: int) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """What is free on the disk of a folder, or of the first parent that exists."""
+    """The free bytes on the disk of a folder, or of its first parent that exists."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

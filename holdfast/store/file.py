@@ -1,7 +1,7 @@
 """The store in a folder: the embedded default, and any file system that several machines mount.
 
-Promises that a crash at any moment leaves whole objects or none: bytes go to a hidden temporary file, are made durable
-(fsync of the file and of its folder), and appear under their key in one atomic step. Needs rename, hard links and, for
+A crash at any moment leaves whole objects or none. Bytes go to a hidden temporary file, are made durable (fsync of the
+file and of its folder), and appear under their key in one atomic step. Needs rename, hard links and, for
 compare_and_swap, flock.
 """
 
@@ -80,7 +80,7 @@ class FileStore:
         return f"FileStore({self.url!r})"
 
     def put(self, key: str, data: Data) -> None:
-        """Write an object, replacing what was there."""
+        """Write an object, replacing any former one."""
         pieces = views(data)
         with self._temporary("put", key, lambda file: write(file, pieces), size_of(pieces)) as temporary:
             self._publish(os.replace, temporary, self._path(key))
@@ -139,7 +139,7 @@ class FileStore:
             fill(descriptor, target, start, key)
 
     def read_many(self, reads: Iterable[Read]) -> None:
-        """Carry out many reads, several at once."""
+        """Carry out many reads concurrently."""
         read_many(self.read_into, reads)
 
     def get_versioned(self, key: str, *, most: int = WHOLE_BYTES) -> tuple[bytes, str]:
@@ -148,7 +148,7 @@ class FileStore:
         return content, content_digest(views(content))
 
     def stat(self, key: str) -> ObjectInfo | None:
-        """What is known about an object without reading it; None if there is none."""
+        """The metadata of an object, without reading it; None if it does not exist."""
         path = self._path(key)
         with self._speaking("stat", key):
             try:
@@ -176,7 +176,7 @@ class FileStore:
         return (name for name in found if self._has_some(folder / name))
 
     def delete(self, key: str) -> None:
-        """Remove an object; removing what is not there is fine."""
+        """Remove an object; a missing one is fine."""
         self.delete_many([key])
 
     def delete_many(self, keys: Sequence[str]) -> None:
@@ -190,7 +190,7 @@ class FileStore:
                 sync_folder(folder)
 
     def end_abandoned(self, folder: str, older_than: float = STALE_SECONDS) -> int:
-        """Remove the temporary files of killed writers: all are of this store, in one place of it."""
+        """Remove the temporary files of killed writers. All of this store's are in one place, for any folder."""
         check_folder(folder)
         return self._sweep(older_than)
 
@@ -206,7 +206,7 @@ class FileStore:
         return ended
 
     def put_stream(self, key: str, size: int, content: Content) -> None:
-        """Write an object while its bytes are made."""
+        """Write an object while its bytes are produced."""
         with self._temporary("put_stream", key, Stream(key, size, content).write_to, size) as temporary:
             self._publish(os.replace, temporary, self._path(key))
 
@@ -224,7 +224,7 @@ class FileStore:
             copy(descriptor, target)
 
     def local_path(self, key: str) -> Path | None:
-        """Where the object lies; None if there is none."""
+        """The file of the object; None if it does not exist."""
         path = self._path(key)
         return path if path.is_file() else None
 
@@ -245,7 +245,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _temporary(self, operation: str, key: str, write: Callable[[int], None], size: int) -> Iterator[Path]:
-        """A durable temporary file, gone at the end whatever happens, and the folder that its key needs."""
+        """A durable temporary file, always removed at the end, and the folder that its key needs."""
         path = self._path(key)
         temporary = self.root / HIDDEN / "unfinished" / uuid.uuid4().hex
         with self._speaking(operation, key, size):
@@ -287,7 +287,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        """The only writer among those that swap `key`. The kernel releases the lock of a process that dies."""
+        """Exclude other writers that swap `key`. The kernel releases the lock of a process that dies."""
         lock = self.root / HIDDEN / "locks" / blake3(key.encode()).hexdigest()[:2]
         make_folder(lock.parent)
         descriptor = open_lock(lock)
@@ -339,7 +339,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _speaking(self, operation: str, key: str, size: int = 0) -> Iterator[None]:
-        """Turn what the operating system says into errors that name the operation, the key and the remedy."""
+        """Turn errors of the operating system into errors that name the operation, the key and the remedy."""
         try:
             yield
         except OSError as error:
@@ -366,7 +366,7 @@ class FileStore:
         return StoreUnreachableError(f"{what}; see whether the file system is healthy, then run the same command again")
 
     def _has_some(self, folder: Path) -> bool:
-        """Whether a folder is one in the store: deleting its objects leaves it empty."""
+        """Whether a folder has any object: deleting its objects leaves it empty."""
         return next(self._walk(folder, "", ""), None) is not None
 
     def _walk(self, folder: Path, parent: str, prefix: str, after: str = "") -> Iterator[ObjectInfo]:

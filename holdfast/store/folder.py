@@ -1,4 +1,4 @@
-"""Objects as the files of one folder, for what reads folders: an exported model, say."""
+"""Objects as the files of one local folder, for code that reads folders, such as an exported model's."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ def local_folder(
     copies: Path,
     wanted: Callable[[str], bool] = lambda name: True,  # noqa: ARG005
 ) -> Path | None:
-    """The folder with the objects under `prefix`: where they lie, or copies of the `wanted` ones in a folder of their
-    own in `copies`, which is used again while the objects are the same; None when there are none.
+    """The folder with the objects under `prefix`. For a local store it is the folder itself. Otherwise it is a folder
+    in `copies` with copies of the `wanted` objects, which is reused while the objects are the same. None without
+    objects.
 
     Raises DataError for an object whose key is no path below the folder.
     """
     prefix = f"{prefix.rstrip('/')}/" if prefix else ""
-    listed = (info for info in store.list(prefix) if not info.key.endswith("/"))  # consoles mark folders so
+    listed = (info for info in store.list(prefix) if not info.key.endswith("/"))  # consoles mark folders this way
     found = [info for info in listed if wanted(info.key.removeprefix(prefix))]
     if not found:
         return None

@@ -1,8 +1,7 @@
-"""The Hugging Face Hub as a place that weights and tokenizers come from: `hf://owner/name[@revision][/path]`.
+"""The Hugging Face Hub as a source of weights and tokenizers: `hf://owner/name[@revision][/path]`.
 
-Promises that what was fetched is of one commit, and that a repository is told apart by the digests that the Hub keeps
-of its files, so that identifying weights fetches none of them. The address of the Hub is HF_ENDPOINT, the token
-HF_TOKEN: both are the library's.
+All fetched files are of one commit. A repository is identified by the digests that the Hub keeps of its files, so
+identifying weights fetches none of them. The Hub's address is HF_ENDPOINT, the token HF_TOKEN; the library reads both.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _PLACE = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?:/(.+))?")
 
 
 class Place(NamedTuple):
-    """What an hf:// URL names."""
+    """The parts of an hf:// URL."""
 
     repository: str
     revision: str | None
@@ -29,12 +28,12 @@ class Place(NamedTuple):
 
 
 def is_hub(location: str) -> bool:
-    """Whether a location lies on the Hub."""
+    """Whether a location is on the Hub."""
     return location.startswith(SCHEME)
 
 
 def parse_place(location: str) -> Place:
-    """Raises DataError for what is no hf:// URL."""
+    """Parse an hf:// URL. Raises DataError for anything else."""
     match = _PLACE.fullmatch(location)
     if match is None or ".." in location:
         raise DataError(f"{location}: is not hf://owner/name[@revision][/path]")
@@ -50,7 +49,7 @@ def hub_file(location: str) -> Path | None:
     with _speaking(location):
         try:
             found = hf_hub_download(place.repository, place.path, revision=place.revision, cache_dir=_cache())
-        except LocalEntryNotFoundError:  # one of those below, and means that the Hub was not asked
+        except LocalEntryNotFoundError:  # a subclass of EntryNotFoundError, for a Hub that was not queried
             raise
         except EntryNotFoundError:
             return None
@@ -71,7 +70,7 @@ def hub_folder(location: str, wanted: Sequence[str]) -> Path:
 
 
 def hub_digests(location: str, wanted: Callable[[str], bool]) -> list[str]:
-    """The names, sizes and digests of those files of a repository that are `wanted`, in order. Fetches none of them."""
+    """The names, sizes and digests of a repository's `wanted` files, in order. Fetches none of them."""
     from huggingface_hub import HfApi
 
     place = parse_place(location)
@@ -83,7 +82,7 @@ def hub_digests(location: str, wanted: Callable[[str], bool]) -> list[str]:
 
 @contextmanager
 def _speaking(location: str) -> Iterator[None]:
-    """The library's errors as ours."""
+    """Turn the library's errors into Holdfast's."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -108,7 +107,7 @@ def _speaking(location: str) -> Iterator[None]:
             raise AccessDeniedError(f"{location}: the Hub refuses it ({status}); set HF_TOKEN") from None
         raise StoreUnreachableError(f"{location}: the Hub answers {status}") from None
     except Exception as error:
-        if not isinstance(error, OSError) and not type(error).__module__.startswith("httpx"):  # its client's own
+        if not isinstance(error, OSError) and not type(error).__module__.startswith("httpx"):  # its client's errors
             raise
         raise StoreUnreachableError(f"{location}: the Hub cannot be reached: {error}") from None
 

@@ -1,10 +1,10 @@
-"""Collection of jobs: the step logs and outcomes of old executions of the DAG go.
+"""Garbage collection of jobs: removes step logs and outcomes of old executions of the DAG.
 
-Each execution leaves `logs/<job>/` and `jobs/<job>/`, and its exit handler collects those of others. Promises that
-nothing goes which changed in the last KEEP_SECONDS, nor what `holdfast logs` shows of a run or a
-sweep that is still in the store: the job of its newest submission. Outcomes stay where a step failed: a schedule asks
-them whether a retraining would fail again. LOOKS jobs are looked at, drawn at random, so that the exit handler takes as
-long in a store of 10,000 jobs; each execution adds one job, so what is old goes after a number of executions.
+Each execution leaves `logs/<job>/` and `jobs/<job>/`, and its exit handler collects those of others. Nothing that
+changed in the last KEEP_SECONDS is removed. Nor is what `holdfast logs` shows of a run or a sweep that is still in the
+store: the job of its newest submission. Outcomes of a failed job stay: a schedule reads them to decide whether a
+retraining would fail again. LOOKS jobs, drawn at random, are examined, so that the exit handler takes no longer in a
+store of 10,000 jobs. Each execution adds one job, so old ones are removed after a number of executions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOCAL = re.compile(r"(.+)-run-[^-]+-\d+")  # see `local_job`
 
 
 class _Submission(BaseModel):
-    """Of `backend.json`: what the steps call the newest submission of a run or a sweep."""
+    """The job of a run's or a sweep's newest submission, from `backend.json`."""
 
     job: str = ""
     id: str = ""
@@ -38,8 +38,8 @@ class _Submission(BaseModel):
 
 
 def collect_jobs(store: Store, mine: str = "", now: float | None = None) -> list[str]:
-    """Delete logs and outcomes of old jobs, never those of the job `mine`; the jobs of which something went. `now` is
-    in unix seconds. Raises what the store raises."""
+    """Delete logs and outcomes of old jobs, never those of the job `mine`. Return the jobs of which objects were
+    deleted. `now` is in Unix seconds. Raises what the store raises."""
     found = {*store.folders("logs/"), *store.folders("jobs/")} - {mine}
     jobs = sorted(job for job in found if is_job(job))
     since = (time.time() if now is None else now) - KEEP_SECONDS
@@ -72,7 +72,8 @@ def _records_of(ids: Iterable[str]) -> Iterator[str]:
 
 
 def _shows(store: Store, key: str, job: str) -> bool:
-    """Whether `holdfast logs` shows the job of what this record is about; of one that cannot be read it may."""
+    """Whether `holdfast logs` shows this job for the record's run or sweep. True for an unreadable record, since it
+    may."""
     try:
         told = read_json(store, key, _Submission)
     except MissingError:

@@ -1,7 +1,7 @@
-"""What became of the steps of one execution of the DAG, kept in the store: on a cluster they share nothing else.
+"""The outcomes of the steps of one execution of the DAG, kept in the store: on a cluster, steps share nothing else.
 
-Promises that neither a store that is away nor a spec that is broken fails a step here; the log says what could not be
-kept. Leaves what an outcome is to `holdfast.runtime.outcomes`.
+An unreachable store or a broken spec fails no step here; the log names what could not be kept.
+`holdfast.runtime.outcomes` defines an outcome.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from holdfast.store import Store, layout, open_store
 from holdfast.store.json_reading import read_json
 from holdfast.store.parallel import in_parallel
 
-DEADLINE = 20.0  # seconds for a record, all retries included: what it is about matters more
+DEADLINE = 20.0  # seconds for a record, all retries included: its step matters more
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 log = logging.getLogger("holdfast.jobs")
 
 
 def is_job(job: str) -> bool:
-    """Whether `job` is the id of an execution of the DAG; not so outside of a cluster."""
+    """Whether `job` is the id of an execution of the DAG; false outside of a cluster."""
     return _JOB.fullmatch(job) is not None
 
 
 def recorder(job: str) -> Callable[[str, Outcome], None] | None:
-    """What keeps an outcome of `job` in the store at a URL; None where `job` is no id, as outside of a cluster."""
+    """A function that stores an outcome of `job` at a URL; None if `job` is no id, as outside of a cluster."""
     if not is_job(job):
         return None
 
-    interrupted: list[int] = []  # tries of the step before this one; empty until the store was read
+    interrupted: list[int] = []  # previous tries of the step; empty until the store was read
 
     def record(url: str, outcome: Outcome) -> None:
         try:
@@ -53,21 +53,21 @@ def recorder(job: str) -> Callable[[str, Outcome], None] | None:
 
 
 def outcome_of(store: Store, job: str, step: str) -> Outcome | None:
-    """What became of one step of `job`; None where nothing is known of it."""
+    """The outcome of one step of `job`; None if unknown."""
     with suppress(MissingError, DataError):
         return read_json(store, layout.job(job, step), Outcome)
     return None
 
 
 def known_outcomes(job: str, spec: str = "", overrides: Sequence[str] = (), store: str = "") -> list[Outcome]:
-    """What the steps of the execution that this process belongs to have left so far: in the folder of a run of this
-    machine, else under `job` in the store."""
+    """The outcomes so far of the execution that this process belongs to: from the folder of a local run, else of `job`
+    in the store."""
     folder = outcomes_folder()
     return read_outcomes(folder) if folder else outcomes_of(job, spec, overrides, store)
 
 
 def outcomes_of(job: str, spec: str, overrides: Sequence[str] = (), store: str = "") -> list[Outcome]:
-    """The outcomes of `job`, in the order in which its steps began; none, and a line in the log, if that fails."""
+    """The outcomes of `job`, in the order in which its steps began. On failure, empty, with a log message."""
     if not is_job(job):
         return []
     try:
@@ -78,7 +78,7 @@ def outcomes_of(job: str, spec: str, overrides: Sequence[str] = (), store: str =
 
 
 def outcomes_in(store: Store, job: str) -> list[Outcome]:
-    """The outcomes of `job` in a store, in the order in which its steps began; none where `job` is no id."""
+    """The outcomes of `job` in a store, in the order in which its steps began; empty if `job` is no id."""
     if not _JOB.fullmatch(job):
         return []
     keys = [info.key for info in store.list(layout.job(job))]
@@ -87,7 +87,7 @@ def outcomes_in(store: Store, job: str) -> list[Outcome]:
 
 
 def _outcome(store: Store, key: str) -> Outcome | None:
-    """An outcome; None, with a line in the log, where its record is damaged: it hides no other."""
+    """An outcome; None, with a log message, for a damaged record, so that it hides no other."""
     try:
         return read_json(store, key, Outcome)
     except (DataError, MissingError) as error:

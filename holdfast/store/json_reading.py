@@ -1,7 +1,7 @@
 """JSON records of the store, read whole and typed.
 
-Promises that an object which another writer made too large or no JSON is a DataError that names it, and never a failure
-of another kind. Leaves the parsing to `holdfast.spec.json_parsing`.
+An object that is too large or not valid JSON is a DataError that names it, and never another kind of failure.
+`holdfast.spec.json_parsing` does the parsing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def read_json(store: Store, key: str, model: type[T], remedy: str = REMEDY) -> T:
-    """The record at `key` as `model`. Raises MissingError, and DataError for what is no such record."""
+    """The record at `key` as `model`. Raises MissingError, and DataError for an invalid record."""
     return parse_json(read_bounded(store, key), model, f"{store.url}/{key}", remedy)
 
 
@@ -27,7 +27,7 @@ def read_json_object(store: Store, key: str, remedy: str = REMEDY) -> JsonObject
 
 
 def find_json(store: Store, key: str, model: type[T], remedy: str = REMEDY) -> T | None:
-    """The same; None where there is no such object."""
+    """The same; None if the object does not exist."""
     try:
         return read_json(store, key, model, remedy)
     except MissingError:

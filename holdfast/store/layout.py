@@ -1,51 +1,51 @@
-"""Where things lie under the root of the store: the one place that spells keys.
+"""Layout of the store: the one module that defines keys.
 
 datasets/<dataset-id>/dataset.json + shards
-         _units/<digest>/      what preprocess has tokenised already: a cache
-runs/<run-id>/run.json                        what the run is: spec, dataset id, salt
+         _units/<digest>/      tokenized units of preprocess: a cache
+runs/<run-id>/run.json                        the run's metadata: spec, dataset id, salt
               parent.json                     the run and the step that it was forked from, whose bytes it began with
-              backend.json                    where it was submitted last, and how
-              launches/000003.json            one start by a launcher, and what it told the ranks
+              backend.json                    the backend and the job of its last submission
+              launches/000003.json            one start by a launcher, and what the ranks receive
               launches/000003.ending.json     how it ended
-              health/000002.json              what an examination of the ranks found, before they trained
+              health/000002.json              the health check of the ranks before they trained
               attempts/000007.json            one gang that formed, claimed by put-if-absent: the fencing token
-              attempts/000007.began.json      the step that it began from, where it keeps copies near its ranks
+              attempts/000007.began.json      the step that it began from, if it has local tiers
               checkpoints/step-000001200.json the root manifest; writing it is the commit
               checkpoints/damaged/            manifests that two readers found damaged
-              checkpoints/pins/step-000001200/person.json    who keeps it from being collected
+              checkpoints/pins/step-000001200/person.json    a pin, which keeps it from being collected
               checkpoints/doubts/step-000001200/000007.json  what one reader could not verify
-              checkpoints/readers/step-000001200/<reader>.json  a copy of a root that somebody reads at the moment
-              collector.json                  who collects what no checkpoint needs: a lease
-              indexes/000007-000001200/00003.idx        which pieces writer 3 holds of that attempt's step, and where
+              checkpoints/readers/step-000001200/<reader>.json  a copy of a root that a reader currently reads
+              collector.json                  the lease of the garbage collector
+              indexes/000007-000001200/00003.idx        the pieces of writer 3 for that attempt's step, and their places
                                        00003.failed     why it could not save
                                        node-1-00000.idx the indexes of 32 writers
               packs/<attempt>-<step>-<digest>.pack      tensor bytes
-              metrics/000000000-000000050.000007.jsonl  what that attempt measured of every step of (from, to]
-              events/<writer>-000003.jsonl    what happened: typed events, in objects of their writers
+              metrics/000000000-000000050.000007.jsonl  metrics of that attempt for every step of (from, to]
+              events/<writer>-000003.jsonl    typed events, in objects of their writers
                      <first>.<last>.<digest>.jsonl  several of them, folded into one
               audits/000000400-000000450.000007.json  the steps of (from, to] of that attempt, computed again
-              logs/rank-00005/<stream>/000002.log  what one process of a rank printed; stream.json says which
-              export/step-000001200-<state digest>/      Hugging Face layout, and what MLflow needs beside it
+              logs/rank-00005/<stream>/000002.log  the output of one process of a rank; stream.json describes it
+              export/step-000001200-<state digest>/      Hugging Face layout, and MLflow's additional files
               export/step-000001200-<state digest>.json  the digests of its files; .mlflow.json: of those for MLflow
               result.json                     training finished: the final checkpoint and export
               evaluations/<key>.json + .html  the verdict and its report
               registrations/<key>.json        the registered model version
               blessings/<digest>.json         the verdict that blessed it
-names/<name>/<run-id>                         that a run or a sweep was started or submitted under this name: an index
+names/<name>/<run-id>                         mark of a run or a sweep started or submitted under this name: an index
 champions/<key>/000002.json                   the second champion of a registered model in one MLflow, claimed by number
 sweeps/<sweep-id>/comparison.json + .md       the trials of a sweep, and the best of them
 triggers/<name>/<key>.json                    whether a retraining of the spec `name` was due, and why
-                started-<run-id>.json         which execution of the DAG was to do it
-jobs/<job>/<step>.json                        what became of a step of one execution of the DAG on a cluster
+                started-<run-id>.json         the execution of the DAG that was to do it
+jobs/<job>/<step>.json                        the outcome of a step of one execution of the DAG on a cluster
            <step>-<part>.json                 or of one part of it: a share of the corpus, a trial of a sweep
-logs/<job>/<step>/<stream>/000002.log         what one process of a step of it printed; stream.json says which
+logs/<job>/<step>/<stream>/000002.log         the output of one process of a step; stream.json describes it
 """
 
 from __future__ import annotations
 
 from urllib.parse import quote
 
-LONGEST_NAME = 64  # characters of a name that its mark has: a folder's name may not be long
+LONGEST_NAME = 64  # characters of a name in its mark: folder names have a limit
 
 
 def dataset(dataset_id: str, name: str = "dataset.json") -> str:
@@ -54,7 +54,7 @@ def dataset(dataset_id: str, name: str = "dataset.json") -> str:
 
 
 def unit(digest: str, name: str = "") -> str:
-    """What preprocess has done for one piece of a source: a cache by content, shared by all datasets."""
+    """The result of preprocess for one unit of a source: a cache by content, shared by all datasets."""
     return f"datasets/_units/{digest}/{name}"
 
 
@@ -64,7 +64,8 @@ def run(run_id: str, name: str = "") -> str:
 
 
 def named(name: str, run_id: str = "") -> str:
-    """The mark that a run, or a sweep, was started or submitted under a name, or the folder of all of that name."""
+    """The mark of a run or a sweep that was started or submitted under a name, or the folder of all marks of
+    that name."""
     return f"names/{quote(name[:LONGEST_NAME], safe='').replace('.', '%2E')}/{run_id}"
 
 
@@ -74,12 +75,12 @@ def parent(run_id: str) -> str:
 
 
 def launches(run_id: str) -> str:
-    """The folder of the launches: numbered records, each with how it ended beside it."""
+    """The folder of the launches: numbered records, each next to the record of its end."""
     return run(run_id, "launches/")
 
 
 def health(run_id: str) -> str:
-    """The folder of the examinations of the ranks: numbered records."""
+    """The folder of the health checks of the ranks: numbered records."""
     return run(run_id, "health/")
 
 
@@ -94,7 +95,7 @@ def began(run_id: str, attempt: int) -> str:
 
 
 def ending(run_id: str, launch: int) -> str:
-    """How a launch ended."""
+    """The end of a launch."""
     return f"{launches(run_id)}{launch:06d}.ending.json"
 
 
@@ -104,7 +105,7 @@ def checkpoint(run_id: str, step: int) -> str:
 
 
 def damaged(run_id: str, step: int | None = None) -> str:
-    """Where the manifest of a damaged checkpoint is set aside, or the folder of all of them."""
+    """The manifest of a quarantined checkpoint, or the folder of all of them."""
     return run(run_id, "checkpoints/damaged/" + ("" if step is None else f"step-{step:09d}.json"))
 
 
@@ -129,12 +130,12 @@ def collector(run_id: str) -> str:
 
 
 def pins(run_id: str) -> str:
-    """The folder of what keeps checkpoints from being collected."""
+    """The folder of the pins, which keep checkpoints from being collected."""
     return run(run_id, "checkpoints/pins/")
 
 
 def pin(run_id: str, step: int, name: str) -> str:
-    """That `name` keeps the checkpoint at `step` from being collected."""
+    """The pin of `name` on the checkpoint at `step`."""
     return f"{pins(run_id)}step-{step:09d}/{name}.json"
 
 
@@ -144,7 +145,7 @@ def indexes(run_id: str, attempt: int | None = None, step: int = 0) -> str:
 
 
 def index(run_id: str, name: str) -> str:
-    """An index, by the name that an entry has for it: `<attempt>-<step>/<child>.idx`."""
+    """An index, by its name in an entry: `<attempt>-<step>/<child>.idx`."""
     return run(run_id, f"indexes/{name}")
 
 
@@ -159,7 +160,7 @@ def pack(run_id: str, name: str) -> str:
 
 
 def metrics(run_id: str, after: int, upto: int, attempt: int) -> str:
-    """What an attempt measured of the steps in (after, upto]."""
+    """The metrics of an attempt for the steps in (after, upto]."""
     return run(run_id, f"metrics/{after:09d}-{upto:09d}.{attempt:06d}.jsonl")
 
 
@@ -169,24 +170,24 @@ def events(run_id: str, writer: str, segment: int) -> str:
 
 
 def audits(run_id: str) -> str:
-    """The folder of what audits found."""
+    """The folder of the audit results."""
     return run(run_id, "audits/")
 
 
 def audit(run_id: str, after: int, upto: int, attempt: int) -> str:
-    """What an audit found in the steps in (after, upto] that an attempt computed."""
+    """The result of an audit of the steps in (after, upto] that an attempt computed."""
     return f"{audits(run_id)}{after:09d}-{upto:09d}.{attempt:06d}.json"
 
 
 def rank_log(run_id: str, rank: int | None = None, stream: str = "", name: str = "") -> str:
-    """A piece of what a process of a rank printed, or the folder of the process, of the rank, or of all ranks."""
+    """A piece of the output of a rank's process, or the folder of the process, of the rank, or of all ranks."""
     parts = ["" if rank is None else f"rank-{rank:05d}/", f"{stream}/" if stream else "", name]
     return run(run_id, "logs/" + "".join(parts))
 
 
 def export(run_id: str, step: int, state_digest: str, name: str = "") -> str:
-    """A file of an exported model, or its folder. The state stands in the key: what was judged is never overwritten by
-    another training of the same run."""
+    """A file of an exported model, or its folder. The key contains the state, so another training of the same run never
+    overwrites a model that was evaluated."""
     return run(run_id, f"export/step-{step:09d}-{state_digest[:16]}/{name}")
 
 
@@ -196,12 +197,12 @@ def exports(run_id: str) -> str:
 
 
 def export_record(export: str) -> str:
-    """The record of an exported model, whose folder is `export`: its files and their digests."""
+    """The record of the exported model in the folder `export`: its files and their digests."""
     return f"{export.rstrip('/')}.json"
 
 
 def package_record(export: str) -> str:
-    """The digests of the files that MLflow needs beside an exported model."""
+    """The digests of the additional files that MLflow needs for an exported model."""
     return f"{export.rstrip('/')}.mlflow.json"
 
 
@@ -211,12 +212,12 @@ def result(run_id: str) -> str:
 
 
 def verdict(run_id: str, key: str, suffix: str = "json") -> str:
-    """The verdict (json) or the report (html) of an evaluation with the settings that `key` stands for."""
+    """The verdict (json) or the report (html) of an evaluation; `key` identifies its settings."""
     return run(run_id, f"evaluations/{key}.{suffix}")
 
 
 def registration(run_id: str, key: str) -> str:
-    """The record of a registration with the settings that `key` stands for."""
+    """The record of a registration; `key` identifies its settings."""
     return run(run_id, f"registrations/{key}.json")
 
 
@@ -226,23 +227,23 @@ def registrations(run_id: str) -> str:
 
 
 def blessing(run_id: str, verdict_digest: str) -> str:
-    """The verdict that a registration names, as it was then: the run may be judged anew under the same key."""
+    """The verdict of a registration, as it was then: a later evaluation of the run may use the same key."""
     return run(run_id, f"blessings/{verdict_digest}.json")
 
 
 def champions(key: str) -> str:
-    """The folder of the claims to be champion; `key` stands for the registered model and the MLflow."""
+    """The folder of the champion claims; `key` identifies the registered model and the MLflow."""
     return f"champions/{key}/"
 
 
 def job(job_id: str, step: str = "") -> str:
-    """What became of a step in one execution of the DAG, or the folder of all its steps."""
+    """The outcome of a step in one execution of the DAG, or the folder of all its steps."""
     return f"jobs/{job_id}/{step}.json" if step else f"jobs/{job_id}/"
 
 
 def step_log(job_id: str, step: str = "", stream: str = "", name: str = "") -> str:
-    """A piece of what a process of a step printed, or the folder of the process, of the step (or one part of it), or of
-    all steps of an execution of the DAG."""
+    """A piece of the output of a step's process, or the folder of the process, of the step (or one part of it), or of
+    the whole job (an execution of the DAG)."""
     return f"logs/{job_id}/" + "".join([f"{part}/" for part in (step, stream) if part]) + name
 
 
@@ -252,5 +253,5 @@ def sweep(sweep_id: str, name: str) -> str:
 
 
 def trigger(name: str, key: str) -> str:
-    """The answer to whether a retraining of the spec `name` is due; `key` stands for the question."""
+    """The decision whether a retraining of the spec `name` is due; `key` identifies the inputs."""
     return f"triggers/{name}/{key}.json"

@@ -1,11 +1,14 @@
-"""Log streams: what a process printed, in the store, as it grows.
+"""Log streams: the output of a process, in the store, as it grows.
 
-A *stream* is the output of one process, and has one writer: its folder has `stream.json` and the text in pieces. The
-last piece grows by being put again; a full one is closed. Promises: adding never waits; a store that is away loses
-nothing until MAX_WAITING bytes wait, and the log then says how many were lost; no more than KEPT_PIECES of a stream and
-KEPT_STREAMS of a folder are kept, the beginning and the end of each; and secrets are redacted before anything is
-written, in text that is cut at white space, which no secret has. Leaves to `rank_logs` and `step_logs` which
-processes have a stream.
+A *stream* is the output of one process, and has one writer. Its folder has `stream.json` and the text in pieces. The
+last piece grows by being put again; a full one is closed.
+
+- Adding never waits.
+- An unreachable store loses nothing until MAX_WAITING bytes wait; the log then reports how many were lost.
+- At most KEPT_PIECES of a stream and KEPT_STREAMS of a folder are kept: the beginning and the end of each.
+- Secrets are redacted before anything is written, in text that is cut at white space, which no secret contains.
+
+`rank_logs` and `step_logs` decide which processes have a stream.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from holdfast.store.interface import ObjectInfo, Store
 PIECE_BYTES = 256 * 2**10
 FIRST_PIECES, KEPT_PIECES = 4, 64  # of a stream: 1 MiB of its beginning, 16 MiB in all
 KEPT_STREAMS = 20  # of a folder
-MAX_WAITING = 4 * 2**20  # bytes of a stream that wait for a store that is away
+MAX_WAITING = 4 * 2**20  # bytes of a stream that wait for an unreachable store
 DEADLINE = 20.0  # seconds for one write, all retries included
 CLOSE_SECONDS = 4.0  # for the last lines of a process
 DESCRIPTION = "stream.json"
@@ -39,20 +42,20 @@ log = logging.getLogger("holdfast.logs")
 
 
 class LogStream(BaseModel):
-    """One process, and where its output is."""
+    """One process, and the folder of its output."""
 
     model_config = ConfigDict(frozen=True)
 
     name: str  # of its folder; the names of the streams of one folder are in the order of time
     node: str = ""
     pid: int = 0
-    began: float = 0.0  # unix seconds
-    ended: float | None = None  # unix seconds; None while it runs, and where its whole node was lost
-    code: int | None = None  # it ended with; None where no process saw it
+    began: float = 0.0  # Unix seconds
+    ended: float | None = None  # Unix seconds; None while it runs, and where its whole node was lost
+    code: int | None = None  # exit code; None if no process saw it
 
     @property
     def writer(self) -> str:
-        """What a message calls the process."""
+        """The name of the process in messages."""
         return f"process {self.pid}"
 
 
@@ -68,38 +71,38 @@ class StreamWriter(Generic[S]):
     """Writes one stream. `add` is for the thread that reads the lines, everything else for one other thread."""
 
     def __init__(self, opened: Callable[[], Store], folder: str, stream: S) -> None:
-        """`opened` gives the store, and is called by that other thread only. `folder`: of all streams of this name."""
+        """`opened` gives the store, and only that other thread calls it. `folder`: of all streams of this name."""
         self.stream: S = stream
         self._opened, self._folder = opened, folder
-        self._waiting, self._taken, self._lost = bytearray(), 0, 0  # bytes at its head that are being written
-        self._piece, self._number = b"", 0  # what the open piece holds, and which one it is
+        self._waiting, self._taken, self._lost = bytearray(), 0, 0  # _taken: bytes at its head that are being written
+        self._piece, self._number = b"", 0  # the content and the number of the open piece
         self._described: S | None = None
         self._away = False
         self._lock = threading.Lock()
 
     def add(self, data: bytes) -> None:
-        """Take what was printed. Never waits for the store."""
+        """Add output. Never waits for the store."""
         with self._lock:
             self._waiting += data
             excess = len(self._waiting) - MAX_WAITING
-            if excess > 0:  # the store is away: the oldest whole lines go
+            if excess > 0:  # the store is unreachable: drop the oldest whole lines
                 line = self._waiting.find(b"\n", self._taken + excess)
                 end = len(self._waiting) if line < 0 else line + 1
                 self._lost += end - self._taken
                 del self._waiting[self._taken : end]
 
     def describe(self, stream: S) -> None:
-        """What is known of the process now; written with the next flush."""
+        """Set the current description of the process; the next flush writes it."""
         self.stream = stream
 
     def flush(self, *, last: bool = False) -> bool:
-        """Write what waits, all of it if it is the `last` time; whether that was done. Text that is added meanwhile
-        waits for the next flush, unless it fills a piece: a process that prints all the time is written no more
+        """Write the waiting text, all of it if `last`. Return whether that succeeded. Text that is added meanwhile
+        waits for the next flush, unless it fills a piece. So a process that prints all the time is written no more
         often."""
         try:
             if self._described is None and (self._waiting or last):
                 self._make_room()
-                self._describe()  # first: whoever sees a line can ask whose it is
+                self._describe()  # first: a reader of a line can then look up its process
             while batch := self._take(last):
                 self._put(batch)
                 if not last and len(self._waiting) < PIECE_BYTES:
@@ -153,7 +156,7 @@ class StreamWriter(Generic[S]):
         self._described = stream
 
     def _make_room(self) -> None:
-        """Remove the oldest streams of this folder that are too many."""
+        """Remove the oldest surplus streams of this folder."""
         with suppress(HoldfastError, OSError):  # the next stream tries again
             keys = [info.key for info in self._opened().list(self._folder)]
             names = sorted({key[len(self._folder) :].partition("/")[0] for key in keys} - {self.stream.name})
@@ -191,7 +194,7 @@ class StreamReader:
             yield from self._lines(data)
 
     def rest(self) -> Iterator[str]:
-        """The line that was never ended."""
+        """The last line, if it has no end."""
         if self._torn:
             torn, self._torn = self._torn, b""
             yield torn.decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""From a URL to the store it names. Credentials, endpoint and region never stand in the URL."""
+"""Opening the store of a URL. The URL never contains credentials, endpoint or region."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from holdfast.store.interface import Store
 def open_store(url: str, *, deadline: float = 60.0) -> Store:
     """The store at file:///path or s3://bucket/prefix. Nothing is read or written yet.
 
-    `deadline`: seconds that one request may take, all retries included; a large object is many requests.
-    S3's endpoint, region and credentials come the usual AWS way (AWS_ENDPOINT_URL, AWS_REGION, AWS_PROFILE, ...).
-    Raises SpecError for a URL that names no store.
+    `deadline`: seconds that one request may take, all retries included; a large object is many requests. S3's endpoint,
+    region and credentials come the usual AWS way (AWS_ENDPOINT_URL, AWS_REGION, AWS_PROFILE, ...). Raises SpecError for
+    a URL that names no store.
     """
     parts = urlsplit(url)
     problem = None

@@ -1,7 +1,7 @@
-"""Several things at once, in threads that live for one call: parts of a large object, ranges of many objects.
+"""Concurrent work in threads that live for one call: parts of a large object, ranges of many objects.
 
-Promises that items are drawn as threads become free, so that a generator which makes them bounds what is in memory,
-and that after the first failure nothing more is begun.
+Items are drawn as threads become free, so that a generator that creates them bounds the memory. After the first failure
+nothing more is begun.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeVar
 from holdfast.store.interface import Read
 
 PART_BYTES = 32 * 2**20  # larger objects move in parts of this size...
-MOST_PARTS = 10_000  # ...or of a larger one, for S3 takes no more parts than this
+MOST_PARTS = 10_000  # ...or larger, since S3 takes no more parts than this
 THREADS = 8
 
 Item = TypeVar("Item")
@@ -24,13 +24,13 @@ Result = TypeVar("Result")
 
 def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], at_once: int = THREADS) -> list[Result]:
     """The results of `work` on every item, in their order, `at_once` at a time. Raises the failure of the earliest item
-    that failed; behind the first `at_once` items, one that nobody begins is never drawn."""
+    that failed. Beyond the first `at_once` items, an item that is never begun is never drawn."""
     source = iter(items)
-    first = list(itertools.islice(source, at_once))  # to start no thread that would find nothing to do
+    first = list(itertools.islice(source, at_once))  # to start no thread without work
     if len(first) < 2:
         return [work(item) for item in first]
     threads, numbers = len(first), itertools.count()
-    # An item lives no longer than the work on it. `enumerate` would keep one: the tuple that it gives again.
+    # An item lives no longer than the work on it. `enumerate` would keep one: the tuple that it reuses.
     source = itertools.chain(iter(first), source)
     del first
     turn = threading.Lock()
@@ -64,7 +64,7 @@ def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], at_once: 
 
 
 def read_many(read_into: Callable[[str, int, memoryview], None], reads: Iterable[Read]) -> None:
-    """What `Store.read_many` promises, by the `read_into` of a store."""
+    """Implements `Store.read_many` by the `read_into` of a store."""
 
     def read(wanted: Read) -> None:
         read_into(wanted.key, wanted.start, wanted.target)

@@ -1,6 +1,6 @@
-"""Keys and bytes on their way into the store: what both stores check and cut in the same way.
+"""Keys and payloads: the checks and cuts that both stores share.
 
-Promises that a key is refused before anything is touched, and that buffers are sliced, never joined.
+A bad key is refused before any operation. Buffers are sliced, never joined.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from blake3 import blake3
 from holdfast.spec.errors import DataError
 from holdfast.store.interface import Buffer, Data, TooLargeError
 
-KEY_BYTES = 900  # S3 allows 1024 with the prefix of the store in front
+KEY_BYTES = 900  # S3 allows 1024, including the prefix of the store
 NAME_BYTES = 200  # a name in a folder has at most 255 bytes
 
 Pieces = list[memoryview]  # laid one after another
 
 
 def check_key(key: str) -> str:
-    """`key` itself. Raises ValueError if it could leave the root, hide, or not exist on some store."""
+    """Return `key`. Raises ValueError if it could leave the root, hide, or not exist on some store."""
     parts = key.split("/")
     if not key or any(part in ("", ".", "..") for part in parts):
         raise ValueError(f"key {key[:100]!r}: parts must be non-empty and not '.' or '..'; write it as folder/name")
@@ -36,21 +36,21 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """`prefix` itself: empty, or the beginning of a key. Raises ValueError otherwise."""
+    """Return `prefix`: empty, or the beginning of a key. Raises ValueError otherwise."""
     if prefix:
         check_key(prefix.removesuffix("/") if len(prefix) > 1 else prefix)
     return prefix
 
 
 def check_folder(folder: str) -> str:
-    """`folder` itself: the beginning of a key up to a `/`. Raises ValueError otherwise."""
+    """Return `folder`: the beginning of a key up to a `/`. Raises ValueError otherwise."""
     if not folder.endswith("/"):
         raise ValueError(f"folder {folder[:100]!r}: name one, with a slash at its end, as in runs/<run-id>/")
     return check_prefix(folder)
 
 
 def check_range(start: int, length: int | None) -> None:
-    """Raises ValueError for a range that means nothing."""
+    """Raises ValueError for a negative start or length."""
     if start < 0 or (length is not None and length < 0):
         raise ValueError(f"range start {start}, length {length}: neither may be negative")
 
@@ -83,7 +83,7 @@ def size_of(pieces: Pieces) -> int:
 
 
 def window(pieces: Pieces, start: int, length: int) -> Iterator[memoryview]:
-    """The bytes [start, start + length) of the pieces laid one after another, as views."""
+    """The bytes [start, start + length) of the concatenated pieces, as views."""
     for piece in pieces:
         if length <= 0:
             return
@@ -96,18 +96,18 @@ def window(pieces: Pieces, start: int, length: int) -> Iterator[memoryview]:
 
 
 def filled(size: int, fill: Callable[[memoryview], None]) -> bytes:
-    """The `size` bytes that `fill` writes into what it is given, without a copy of them."""
+    """The `size` bytes that `fill` writes into a buffer, without a copy of them."""
     buffer = io.BytesIO()
     if size:
         buffer.seek(size - 1)
         buffer.write(b"\0")
     with buffer.getbuffer() as view:
         fill(view)
-    return buffer.getvalue()  # its own buffer, since nothing else holds that
+    return buffer.getvalue()  # returns its own buffer without a copy, since nothing else holds it
 
 
 def content_digest(pieces: Pieces) -> str:
-    """A digest of the pieces laid one after another, in hexadecimal."""
+    """A digest of the concatenated pieces, in hexadecimal."""
     hasher = blake3()
     for piece in pieces:
         hasher.update(piece)

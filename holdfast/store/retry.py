@@ -1,7 +1,7 @@
-"""Requests of the store are repeated under a deadline.
+"""Retries of store requests under a deadline.
 
-Promises that an operation ends: with its result, with the error of a failure that repeating cannot mend, or with
-StoreUnreachableError when its time is up.
+Every operation ends: with its result, with the error of a permanent failure, or with StoreUnreachableError at the
+deadline.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ log = logging.getLogger("holdfast.store")
 FIRST_PAUSE = 0.1  # seconds
 LONGEST_PAUSE = 5.0
 UNREACHABLE_REMEDY = "see whether the endpoint is up and reachable, then run the same command again"
-LONGEST_ASKED = 15.0  # a server that asks for more is asked again all the same: the deadline is ours
+LONGEST_ASKED = 15.0  # the longest Retry-After that is respected: the deadline is ours
 
 Result = TypeVar("Result")
 
 
 class RetryableError(Exception):
-    """A failure that the next attempt may not meet. Never leaves this package. `at_least`: seconds that the server
-    asked to be left alone. `remedy`: what a person does when no attempt succeeds."""
+    """A failure that another attempt may not meet. Never leaves this package. `at_least`: seconds to wait at the
+    server's request. `remedy`: what a person does when no attempt succeeds."""
 
-    attempt = 1  # which one failed so
+    attempt = 1  # the number of the failed attempt
 
     def __init__(self, message: str, at_least: float = 0.0, remedy: str = UNREACHABLE_REMEDY) -> None:
         super().__init__(message)
@@ -36,8 +36,8 @@ class RetryableError(Exception):
 
 
 def retried(action: Callable[[int], Result], what: str, deadline: float) -> Result:
-    """The result of `action(attempt)`, called again after every RetryableError for at most `deadline` seconds.
-    `what` names the operation and the key in the error."""
+    """The result of `action(attempt)`, called again after every RetryableError for at most `deadline` seconds. `what`
+    names the operation and the key in the error."""
 
     def numbered(attempt: int) -> Result:
         try:

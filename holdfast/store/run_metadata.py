@@ -11,7 +11,7 @@ from holdfast.store.interface import Store
 
 
 def write_run_metadata(store: Store, run_id: str, spec: Spec, dataset_id: str, salt: str) -> None:
-    """Write down what a run is, unless that is written already, and mark it as the newest one of its name."""
+    """Write the metadata of a run, unless it exists, and mark the run as the newest one of its name."""
     record = {
         "run_id": run_id,
         "name": spec.name,
@@ -26,6 +26,6 @@ def write_run_metadata(store: Store, run_id: str, spec: Spec, dataset_id: str, s
 
 
 def mark_name(store: Store, name: str, run_id: str) -> None:
-    """Enter a run into the index of names, as the newest one of this name: it is found without a look at all others."""
+    """Enter a run into the index of names, as the newest one of this name. A lookup then does not read all runs."""
     if name and run_id:
         store.put(layout.named(name, run_id), b"{}")

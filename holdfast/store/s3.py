@@ -1,8 +1,8 @@
-"""The store in an S3 bucket: Amazon's, or any server that speaks S3 and honours conditional writes.
+"""The store in an S3 bucket: Amazon's, or any server that speaks S3 and honors conditional writes.
 
-Promises the same as the folder: whole objects or none, conditional writes with exactly one winner even when replies are
-lost, lengths verified, bounded retries of its own (botocore's are off). Large objects move in parts, several at once,
-each with its own deadline. Leaves connections, credentials and retries to `s3_requests`.
+The guarantees equal those of the folder: whole objects or none, and conditional writes with exactly one winner even
+when replies are lost. Lengths are verified. Retries are bounded and replace botocore's, which are off. Large objects
+move in concurrent parts, each with its own deadline. `s3_requests` handles connections, credentials and retries.
 """
 
 from __future__ import annotations
@@ -59,14 +59,15 @@ class S3Store:
         return f"S3Store({self.url!r})"
 
     def put(self, key: str, data: Data) -> None:
-        """Write an object, replacing what was there."""
+        """Write an object, replacing any former one."""
         self._writes.write(write_of("put", key, views(data)))
 
     def put_if_absent(self, key: str, data: Data) -> bool:
         """Write an object unless the key is taken; True if it now holds exactly `data`."""
         pieces = views(data)
         writer = uuid.uuid4().hex
-        # Of a large object the digest would cost as much as sending it; read when the key is taken, it costs no more.
+        # The digest of a large object would cost as much as sending it. Reading the object when the key is taken costs
+        # no more.
         digest = {DIGEST: content_digest(pieces)} if size_of(pieces) <= COMPARE_BYTES else {}
         job = write_of("put_if_absent", key, pieces, {"IfNoneMatch": "*"}, {WRITER: writer, **digest})
         self._conditions.require()
@@ -109,7 +110,7 @@ class S3Store:
         self._reads.fill("read_into", check_key(key), start, target.cast("B"))
 
     def read_many(self, reads: Iterable[Read]) -> None:
-        """Carry out many reads, several at once."""
+        """Carry out many reads concurrently."""
         read_many(self.read_into, reads)
 
     def get_versioned(self, key: str, *, most: int = WHOLE_BYTES) -> tuple[bytes, str]:
@@ -117,7 +118,7 @@ class S3Store:
         return self._reads.from_start("get_versioned", check_key(key), 0, most)
 
     def stat(self, key: str) -> ObjectInfo | None:
-        """What is known about an object without reading it; None if there is none."""
+        """The metadata of an object, without reading it; None if it does not exist."""
         return self._reads.stat(check_key(key))
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
@@ -129,7 +130,7 @@ class S3Store:
         return self._reads.folders(self.prefix + check_prefix(prefix), prefix)
 
     def delete(self, key: str) -> None:
-        """Remove an object; removing what is not there is fine."""
+        """Remove an object; a missing one is fine."""
         self._writes.delete([check_key(key)])
 
     def delete_many(self, keys: Sequence[str]) -> None:
@@ -141,11 +142,11 @@ class S3Store:
         return self._writes.end_abandoned(check_folder(folder), older_than)
 
     def put_stream(self, key: str, size: int, content: Content) -> None:
-        """Write an object while its bytes are made: at most some parts are in memory."""
+        """Write an object while its bytes are produced, with only a few parts in memory."""
         self._writes.write(Write("put_stream", check_key(key), size, Stream(key, size, content).part))
 
     def upload(self, path: Path, key: str) -> None:
-        """Copy a local file into the store, streaming: at most some parts are in memory."""
+        """Copy a local file into the store, streaming, with only a few parts in memory."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -181,12 +182,12 @@ class S3Store:
             in_parallel(fetch, range(0, size, parts.PART_BYTES))
 
     def local_path(self, key: str) -> Path | None:
-        """None: an object in a bucket does not lie on this machine."""
+        """None: an object in a bucket has no file on this machine."""
         check_key(key)
         return None
 
     def _holds(self, key: str, pieces: Pieces, writer: str) -> bool:
-        """Whether the object has exactly these bytes: by who wrote it or its recorded digest, else by reading it."""
+        """Whether the object has exactly these bytes: by its writer or its recorded digest, else by reading it."""
         head = self._reads.head("put_if_absent", key)
         if head is None or head["ContentLength"] != size_of(pieces):
             return False

@@ -1,9 +1,8 @@
-"""What requests to S3 carry: bodies in blocks that suit an HTTP client, and the checksum by which the server sees that
-what arrived is what was sent.
+"""Bodies of S3 requests, in blocks that suit an HTTP client, and the checksum with which the server verifies them.
 
-The checksum is CRC32C: every S3 knows it, and awscrt computes it at ten times the speed of a CRC32, outside of the GIL.
-It goes as a header, not behind the body, so that it is signed and a server needs no chunked encoding. awscrt is
-imported when something is written: it takes 30 ms.
+The checksum is CRC32C: every S3 knows it, and awscrt computes it ten times as fast as a CRC32, outside of the GIL. It
+is sent as a header, not as a trailer, so that it is signed and a server needs no chunked encoding. awscrt is imported
+at the first write: the import takes 30 ms.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any
 
 from holdfast.store.payload import Pieces, size_of
 
-BLOCK_BYTES = 2**20  # sent at once: urllib3 gives each block the whole timeout, and each costs a turn of the GIL
-WHOLE_BYTES = 2**20  # a body up to this size goes in one block with its headers, without "Expect: 100-continue"
+BLOCK_BYTES = 2**20  # sent together: urllib3 gives each block the whole timeout, and each costs a turn of the GIL
+WHOLE_BYTES = 2**20  # up to this size, a body is one block with its headers, without "Expect: 100-continue"
 
 
 def crc32c(pieces: Pieces) -> str:
-    """The CRC32C of the pieces laid one after another, as S3 writes it."""
+    """The CRC32C of the concatenated pieces, as S3 writes it."""
     from awscrt import checksums
 
     crc = 0
@@ -39,8 +38,8 @@ def body(pieces: Pieces) -> Any:
 
 
 class Body:
-    """Pieces as one seekable file. A read gives whole blocks, whatever was asked for: urllib3 asks for 16 KiB, takes
-    what it gets, and would spend more time on asking than on sending. Nothing is joined but small pieces."""
+    """Pieces as one seekable file. A read returns whole blocks, for any requested size: urllib3 requests 16 KiB, takes
+    what it gets, and would spend more time on requests than on sending. Only small pieces are joined."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
@@ -52,7 +51,7 @@ class Body:
         return self._size
 
     def read(self, size: int | None = None) -> bytes | memoryview:  # noqa: ARG002 - see above
-        """The next block; nothing at the end."""
+        """The next block; empty at the end."""
         taken: Pieces = []
         missing = BLOCK_BYTES
         number = bisect_right(self._ends, self._position)

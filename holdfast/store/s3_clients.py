@@ -1,8 +1,8 @@
-"""The S3 client of a process, and the credentials that it was made with.
+"""The S3 client of a process, and the credentials that it was created with.
 
-Promises one client for all threads of a process, a new one after a fork, and a new one once the credentials are other
-ones: those of a file, a role or a program are replaced while a run continues. Credentials are compared by digest and
-kept nowhere. Leaves sessions, endpoint and region to boto3 and the usual AWS environment.
+All threads of a process share one client. A fork gets a new one, and so do new credentials: those of a file, a role or
+a program are replaced while a run continues. Credentials are compared by digest and stored nowhere. boto3 and the usual
+AWS environment determine sessions, endpoint and region.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from holdfast.runtime import deadlines
 from holdfast.spec.errors import StoreRefusedError
 from holdfast.store.s3_errors import RedirectedError, explain_setup
 
-S3Client = Any  # boto3 makes its class at run time
-CONNECTIONS = 32  # open at once; some requests of a store overlap
-LOOK_SECONDS = 1.0  # between two looks for new credentials while a server says that they have expired
-ROTATION_SECONDS = 60.0  # a key this new may not be known everywhere yet
+S3Client = Any  # boto3 creates its class at run time
+CONNECTIONS = 32  # open concurrently; some requests of a store overlap
+LOOK_SECONDS = 1.0  # between two searches for new credentials while a server reports that they have expired
+ROTATION_SECONDS = 60.0  # not every server may know a key this new
 REDIRECTIONS = (301, 302, 303, 307, 308)
 
 
@@ -35,7 +35,7 @@ class _Connection:
 
 
 class Clients:
-    """Gives the client of this process for a store with `url`; `deadline` bounds what one request waits."""
+    """Gives the client of this process for the store at `url`; `deadline` bounds the wait of one request."""
 
     def __init__(self, url: str, deadline: float) -> None:
         self._url, self._deadline = url, deadline
@@ -56,8 +56,8 @@ class Clients:
             return self._connection.client
 
     def renew(self, failed: S3Client, *, often: bool = True) -> bool:
-        """Whether there are other credentials than those of `failed`, a client that was refused; `current` has them
-        then. Without `often`, the answer is at most LOOK_SECONDS old."""
+        """Whether there are other credentials than those of `failed`, a client that was refused; `current` then uses
+        them. Without `often`, the answer is at most LOOK_SECONDS old."""
         with self._lock:
             before = self._connection
             if before is None or before.client is not failed:
@@ -66,7 +66,7 @@ class Clients:
             if not often and now - self._looked < LOOK_SECONDS:
                 return False
             self._looked = now
-            with contextlib.suppress(Exception):  # a file that is being written: the next look finds it whole
+            with contextlib.suppress(Exception):  # a file that is being written: the next search finds it whole
                 new = _connect(self._deadline)
                 if new.credentials not in (before.credentials, ""):
                     self._connection, self._replaced = new, now
@@ -94,22 +94,22 @@ def _connect(deadline: float) -> _Connection:
         read_timeout=patience,
         max_pool_connections=CONNECTIONS,
         tcp_keepalive=True,
-        parameter_validation=False,  # a tenth of what a small request costs; what we pass does not come from outside
-        # Bodies carry a CRC, which is signed; hashing them once more for the signature would cost 2x the time.
+        parameter_validation=False,  # a tenth of the cost of a small request; our parameters do not come from outside
+        # Bodies carry a CRC, which is signed. Hashing them again for the signature would take twice the time.
         s3={"payload_signing_enabled": False},
     )
     client = session.client("s3", config=config)
     if str(client.meta.endpoint_url).startswith("https:"):
         _check_bundle(core.get_config_variable("ca_bundle"))
     deadlines.bound(client._endpoint.http_session._manager)  # type: ignore[attr-defined]
-    # Only a conditional write may be refused by what is in the bucket, so only there it pays to ask before sending.
+    # The bucket's content can refuse only a conditional write, so only there it pays to wait for "100 Continue".
     client.meta.events.register_last("before-call.s3.UploadPart", _sent_immediately)
     client.meta.events.register_first("before-parse.s3", _stop_redirection)
     return _Connection(os.getpid(), client, _digest(session))
 
 
 def _digest(session: Any) -> str:
-    """Stands for the credentials of a session; empty where there are none now."""
+    """A digest of the credentials of a session; empty without credentials."""
     credentials = session.get_credentials()
     if credentials is None:
         return ""
@@ -119,7 +119,7 @@ def _digest(session: Any) -> str:
 
 
 def _check_bundle(path: str | None) -> None:
-    """Refuse a bundle of certificates that is not there: botocore would report it as a failed connection."""
+    """Refuse a missing bundle of certificates: botocore would report it as a failed connection."""
     if path and not Path(path).exists():
         raise StoreRefusedError(
             f"AWS_CA_BUNDLE {path}: no such file; set it (or ca_bundle in the AWS configuration file, or "
@@ -132,8 +132,8 @@ def _sent_immediately(params: dict[str, Any], **_: object) -> None:
 
 
 def _stop_redirection(response_dict: dict[str, Any], **_: object) -> None:
-    """botocore takes each redirection for a bucket in another region, and asks for it until the stack is full. A bucket
-    that is in another region says which. Raises RedirectedError."""
+    """Stop redirections. botocore takes each one for a bucket in another region, and follows it until the stack is
+    full. A bucket that is in another region names the region. Raises RedirectedError."""
     headers = {str(name).lower(): value for name, value in response_dict["headers"].items()}
     if response_dict["status_code"] in REDIRECTIONS and "x-amz-bucket-region" not in headers:
         raise RedirectedError(response_dict["status_code"], str(headers.get("location", "")))

@@ -1,8 +1,8 @@
-"""Error codes of S3 servers, by what a client must do about them.
+"""Error codes of S3 servers, by the action that a client must take.
 
-One table for Amazon S3, MinIO, Ceph RGW, SeaweedFS, Google's XML interface and Cloudflare R2. A code decides before the
-HTTP status, because servers send the same code with different statuses. A reply without a known code is classified by
-its status.
+One table covers Amazon S3, MinIO, Ceph RGW, SeaweedFS, Google's XML interface and Cloudflare R2. The code takes
+precedence over the HTTP status, because servers send the same code with different statuses. A reply without a known
+code is classified by its status.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import Enum
 
 
 class Meaning(Enum):
-    """What a failed reply calls for."""
+    """The action that a failed reply calls for."""
 
     TRANSIENT = "send the request again until the deadline"
     DAMAGED = "the body arrived damaged: send it again a few times"
@@ -91,11 +91,11 @@ TRANSIENT_STATUS = {408, 409, 425, 429, 499}
 _CHANGED_ON_THE_WAY = re.compile(
     r"(?i)checksum.*(mismatch|(did|does) not match)|mismatch.*checksum|did not match the calc"
 )
-_VAGUE = {"InvalidRequest", "InvalidArgument"}  # servers use them for everything; only their text says more
+_VAGUE = {"InvalidRequest", "InvalidArgument"}  # servers use them for everything; only their text is specific
 
 
 def meaning_of(status: int, code: str, message: str = "") -> Meaning:
-    """What a reply with this status, code and text calls for."""
+    """The action for a reply with this status, code and text."""
     if (code in _VAGUE or (code not in MEANINGS and status == 400)) and message:
         if _CHANGED_ON_THE_WAY.search(message):
             return Meaning.DAMAGED
@@ -111,7 +111,7 @@ def _by_status(status: int) -> Meaning:
         return Meaning.TRANSIENT
     if status in (401, 403):
         return Meaning.DENIED
-    if status == 507:  # what MinIO and others say of a full disk
+    if status == 507:  # MinIO's and others' status for a full disk
         return Meaning.FULL
     if 300 <= status < 400:
         return Meaning.REGION

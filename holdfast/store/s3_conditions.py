@@ -1,8 +1,8 @@
-"""Whether a server holds the conditions of writes, on which it rests that a run has one owner: tried, not believed.
+"""A test that a server honors conditional writes, on which the single ownership of a run rests.
 
-Some servers ignore the conditions; others hold them for one writer and lose them when several come at once. So sixteen
-writers race for each kind of conditional write that a commit uses, and exactly one may win. The answer is remembered:
-in the store, by the name and version that the server gives itself, and in this process.
+Some servers ignore the conditions. Others honor them for one writer and lose them when several write concurrently. So
+sixteen writers race for each kind of conditional write that a commit uses, and exactly one may win. The result is
+remembered in the store, by the server's name and version, and in this process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Conditions:
     """The conditional writes of one store."""
 
     def __init__(self, reads: Reads, writes: Writes, url: str, server: Callable[[], tuple[str, str]]) -> None:
-        """`server` gives where the server is, and what it calls itself."""
+        """`server` gives the server's address and its name."""
         self._reads, self._writes, self._url, self._server = reads, writes, url, server
         self._hold = False
 
@@ -54,7 +54,7 @@ class Conditions:
         self._hold = True
 
     def _remembered(self) -> str | None:
-        """What the server called itself when it passed."""
+        """The name of the server when it passed."""
         try:
             answer = parse_json_object(self._reads.from_start("probe", ANSWER, 0)[0], ANSWER)
             return str(answer["server"])
@@ -62,7 +62,7 @@ class Conditions:
             return None
 
     def _race(self, kind: str, condition: Condition | None) -> None:
-        """Sixteen writes of one key at once. `condition` of each; None: that the object is the one of before."""
+        """Write one key sixteen times concurrently. `condition` of each; None: the object must be the previous one."""
         key = f"{PROBES}/{uuid.uuid4().hex}"
         before = None
         if condition is None:
@@ -84,7 +84,7 @@ class Conditions:
         there = self._reads.head("probe", key)
         self._writes.delete([key])
         if winners == 0 and there is not None and there["ETag"] != before:
-            winners = 1  # its reply was lost, and what it wrote is there
+            winners = 1  # its reply was lost, but its write was applied
         if winners != 1:
             raise StoreRefusedError(
                 f"{self._url}: this S3 does not hold conditional writes: of {WRITERS} writers that {kind} at once, "

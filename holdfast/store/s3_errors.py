@@ -1,7 +1,7 @@
-"""What an S3 failure means: worth another attempt, or an error that names the thing and the remedy.
+"""Classification of S3 failures: retryable, or an error that names the object and the remedy.
 
-Promises that no credential reaches a message: only the error's code, its kind and a cleaned text are shown. Every
-exception of a request has a meaning here, also those that botocore does not declare. Leaves the codes to `s3_codes`.
+No credential reaches a message: only the error's code, its kind and a redacted text are shown. Every exception of a
+request is classified here, also those that botocore does not declare. `s3_codes` has the codes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.spec.errors import (
 from holdfast.store.retry import RetryableError
 from holdfast.store.s3_codes import Meaning, meaning_of
 
-# Failures of the connection, or of the bytes on their way: the next attempt may not meet them.
+# Failures of the connection, or of bytes in transit: the next attempt may not meet them.
 PASSING = (
     boto.HTTPClientError,
     boto.ConnectionError,
@@ -47,11 +47,11 @@ NO_CREDENTIALS = (
     boto.SSOError,
     boto.RefreshWithMFAUnsupportedError,
 )
-# Files of the AWS configuration, of which botocore says only what the system said.
+# Files of the AWS configuration, for which botocore repeats only the system's message.
 UNUSABLE_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-# What no attempt changes; some of urllib3's errors of a wrong address are ValueErrors.
+# Permanent failures; some of urllib3's errors of a wrong address are ValueErrors.
 PERMANENT = (*UNUSABLE_FILE, ValueError, TypeError, LookupError, RecursionError)
-# What TLS says of a configuration, and not of a connection.
+# TLS reasons that mean a wrong configuration, and not a failed connection.
 UNTRUSTED = ("CERTIFICATE", "CERTIFICATE_OR_CRL", "WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_CA")
 CREDENTIALS_REMEDY = (
     "give credentials the usual AWS way (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role) "
@@ -84,7 +84,7 @@ WRITES = ("PutObject", "UploadPart", "CreateMultipartUpload", "CompleteMultipart
 
 
 class RedirectedError(Exception):
-    """The endpoint answers with a redirection that names no region of a bucket, so it is no bucket that moved."""
+    """The endpoint answers with a redirection that names no region of a bucket, so the bucket has not moved."""
 
     def __init__(self, status: int, location: str) -> None:
         super().__init__(f"redirected by {status}")
@@ -102,7 +102,7 @@ def code_of(error: boto.ClientError) -> str:
 
 
 def reply_meaning(error: boto.ClientError) -> Meaning:
-    """What the reply calls for."""
+    """The action that the reply calls for."""
     return meaning_of(status_of(error), code_of(error), str(error.response.get("Error", {}).get("Message", "")))
 
 
@@ -113,7 +113,7 @@ def explain(error: Exception, what: str, bucket: str) -> HoldfastError | Retryab
     if isinstance(error, RedirectedError):
         return _explain_redirect(error, what)
     cause = error
-    if type(error) is boto.HTTPClientError:  # botocore's wrapper around whatever its HTTP client raised
+    if type(error) is boto.HTTPClientError:  # botocore's wrapper around any error of its HTTP client
         cause = error.kwargs.get("error") or error
     if isinstance(cause, ssl.SSLError | boto.SSLError):
         return _explain_tls(cause, what)
@@ -182,7 +182,7 @@ def _reply(error: boto.ClientError) -> str:
 
 
 def expired(said: str) -> RetryableError:
-    """Credentials that are no longer valid: new ones may come before the deadline."""
+    """The error for expired credentials: new ones may come before the deadline."""
     return RetryableError(f"the credentials have expired ({said})", remedy=EXPIRED_REMEDY)
 
 
@@ -195,11 +195,11 @@ def damaged_again(error: boto.ClientError, what: str, times: int) -> HoldfastErr
 
 
 def _retry_after(error: boto.ClientError) -> float:
-    """Seconds for which a reply asks to be left alone; 0 where it does not say, or gives a date."""
+    """The delay in seconds that a reply requests; 0 if it has none, or a date."""
     said = str(error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", ""))
     return float(said) if said.isdecimal() else 0.0
 
 
 def no_such_bucket(what: str, bucket: str) -> MissingError:
-    """The error for a bucket that is not there."""
+    """The error for a missing bucket."""
     return MissingError(f"{what}: bucket {bucket!r} does not exist at this endpoint; create it, or name another store")

@@ -20,8 +20,8 @@ from holdfast.store.retry import RetryableError
 from holdfast.store.s3_errors import no_such_bucket
 from holdfast.store.s3_requests import OutOfRangeError, PreconditionError, Requests, S3Client
 
-BLOCK_BYTES = 2**20  # received at once
-PAGE_KEYS = 1000  # of a listing; the most that S3 gives at once
+BLOCK_BYTES = 2**20  # received per read
+PAGE_KEYS = 1000  # of a listing; S3's maximum
 
 
 class Reads:
@@ -32,14 +32,14 @@ class Reads:
         self._bucket_exists = False
 
     def stat(self, key: str) -> ObjectInfo | None:
-        """What is known about an object without reading it; None if there is none."""
+        """The metadata of an object, without reading it; None if it does not exist."""
         head = self.head("stat", key)
         if head is None:
             return None
         return ObjectInfo(key, head["ContentLength"], head["LastModified"].timestamp(), head["ETag"])
 
     def from_start(self, operation: str, key: str, start: int, most: int = WHOLE_BYTES) -> tuple[bytes, str]:
-        """Everything from `start`, and the entity tag. What is over one part is fetched in parallel. Raises
+        """Everything from `start`, and the entity tag. An object over one part is fetched in parallel. Raises
         TooLargeError for more than `most` bytes."""
         wanted = {"Range": f"bytes={start}-"} if start else {}
 
@@ -82,7 +82,7 @@ class Reads:
             part = target[offset : offset + parts.PART_BYTES]
             seen = self._fill_part(operation, key, start + offset, part, first)
             first = first or seen
-            if seen != first:  # those that were on their way together
+            if seen != first:  # parts that were in flight together
                 raise self._replaced(operation, key)
 
         in_parallel(fetch, range(0, target.nbytes, parts.PART_BYTES))
@@ -119,7 +119,7 @@ class Reads:
         return ConflictError(f"{operation} {key}: was replaced while it was read; read it again")
 
     def head(self, operation: str, key: str) -> Any | None:
-        """The reply to a HEAD; None if there is no such object."""
+        """The reply to a HEAD; None if the object does not exist."""
         full = self._prefix + key
         try:
             return self._request(operation, key, lambda s3: s3.head_object(Bucket=self._bucket, Key=full))
@@ -128,7 +128,8 @@ class Reads:
             return None
 
     def _require_bucket(self, operation: str, key: str) -> None:
-        """Once: a HEAD cannot say what is missing, and a wrong bucket must not pass for an absent object."""
+        """Check once that the bucket exists. A HEAD does not report which is missing, and a wrong bucket must not pass
+        for an absent object."""
         if self._bucket_exists:
             return
         try:
@@ -168,7 +169,7 @@ class Reads:
 
 
 def _receive(body: Any, target: memoryview) -> None:
-    """Fill `target` from a body. Raises RetryableError if it ends early, or goes on."""
+    """Fill `target` from a body. Raises RetryableError if the body is shorter or longer."""
     with contextlib.closing(body):
         if _received_in_place(body, target):
             return
@@ -184,9 +185,9 @@ def _receive(body: Any, target: memoryview) -> None:
 
 
 def _received_in_place(body: Any, target: memoryview) -> bool:
-    """Fill `target` from what lies below a body as botocore gives it: botocore's and urllib3's own `readinto` make a
-    new block for each call and copy it, which takes a fifth of the speed. False, and nothing is read, where botocore
-    looks at the bytes on their way, or lays a body out otherwise."""
+    """Fill `target` directly from the HTTP response below botocore's body. The `readinto` of botocore and of urllib3
+    allocates and copies a block per call, which takes a fifth of the speed. Returns False, and reads nothing, where
+    botocore checks the bytes in transit, or has another kind of body."""
     raw = getattr(body, "_raw_stream", None)
     below = getattr(raw, "_fp", None)
     if type(body) is not StreamingBody or not isinstance(below, HTTPResponse) or below.length != target.nbytes:
@@ -195,7 +196,7 @@ def _received_in_place(body: Any, target: memoryview) -> bool:
     while received < target.nbytes:
         try:
             got = below.readinto(target[received : received + BLOCK_BYTES])
-        except OSError as error:  # TLS says much more than ConnectionError
+        except OSError as error:  # TLS raises much more than ConnectionError
             raise RetryableError(f"{type(error).__name__}: {error}") from None
         if not got:
             raise _cut_short(received, target)

@@ -1,6 +1,7 @@
-"""Requests to S3: each repeated under its deadline, each failure explained, with credentials read again when refused.
+"""Requests to S3: each is repeated under its deadline, its failures are explained, and refused credentials are read
+again.
 
-botocore retries nothing. Leaves clients to `s3_clients`, and what a failure means to `s3_errors`.
+botocore retries nothing. `s3_clients` has the clients, `s3_errors` the classification of failures.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ Result = TypeVar("Result")
 
 
 class OutcomeError(Exception):
-    """What a request found, as opposed to a failure: it is handed to the caller as it is."""
+    """A result of a request, as opposed to a failure: the caller gets it unchanged."""
 
 
 class PreconditionError(OutcomeError):
-    """The store refused a conditional write (412, or 404 for a match with what is absent)."""
+    """The store refused a conditional write (412, or 404 for a match of an absent object)."""
 
 
 class OutOfRangeError(OutcomeError):
-    """The range asked for begins at or after the end of the object (416)."""
+    """The range begins at or after the end of the object (416)."""
 
 
 class Requests:
@@ -64,8 +65,9 @@ class Requests:
         renewed = False
 
         def renew(meaning: Meaning, client: S3Client, code: str) -> None:
-            """Read the credentials again after a refusal that other ones may lift: once, for some sources give other
-            ones each time, but as often as these expire. Raises RetryableError if a new attempt may succeed."""
+            """Read the credentials again after a refusal that other ones may lift. This happens once, since some
+            sources give other ones each time, but after every expiry. Raises RetryableError if a new attempt may
+            succeed."""
             nonlocal renewed
             if meaning is not Meaning.EXPIRED and (renewed or meaning not in CREDENTIALS):
                 return
@@ -108,7 +110,7 @@ class Requests:
             return retried(attempt, what, self._deadline)
 
     def _bounded(self, send: Callable[[S3Client], Result], client: S3Client, began: float, size: int) -> Result:
-        """The result of `send`, which ends with the deadline of its operation. Raises RetryableError if it does."""
+        """The result of `send`, bounded by the deadline of its operation. Raises RetryableError at the deadline."""
         # The last attempt begins before the deadline, and has time for a reply.
         due = max(began + self._deadline, time.monotonic() + min(20.0, self._deadline / 3))
         with deadlines.attempt_until(due + size / deadlines.LEAST_RATE) as current:
@@ -122,8 +124,8 @@ class Requests:
             return result
 
     def _with_code(self, error: ClientError, client: S3Client) -> ClientError:
-        """A refused HEAD has no code, so it cannot tell expired credentials or a wrong clock from other refusals. A
-        request with a reply can."""
+        """The error with a code. A refused HEAD has no code, so expired credentials or a wrong clock look like other
+        refusals. A listing, whose reply has a body, distinguishes them."""
         if error.operation_name not in ("HeadObject", "HeadBucket") or status_of(error) not in (400, 401, 403):
             return error
         try:
@@ -136,7 +138,7 @@ class Requests:
         return error
 
     def server(self) -> tuple[str, str]:
-        """Where the server of the bucket is, and what it calls itself: its name and version, as it likes to say."""
+        """The address of the bucket's server, and the name and version that it reports."""
         try:
             reply = self("look at", "the bucket", lambda s3: s3.head_bucket(Bucket=self._bucket))
         except MissingError:

@@ -1,8 +1,8 @@
-"""Writing objects of a bucket: in one request, under a condition or none, or in parts that appear as one object.
+"""Writing objects of a bucket: in one request, with or without a condition, or in parts that appear as one object.
 
-Promises that parts of uploads that failed do not stay: they are ended at once, or, after the death of the writer, by
-`end_abandoned`. A condition is never put on the completion of an upload: not every server that holds it for one request
-holds it there (SeaweedFS 4.30 to 4.48 do not).
+Parts of failed uploads do not stay. They are ended immediately or, after the death of the writer, by `end_abandoned`.
+The completion of an upload never carries a condition. Some servers honor conditions for one request but not there
+(SeaweedFS 4.30 to 4.48).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from holdfast.store.s3_errors import reply_meaning, status_of
 from holdfast.store.s3_reads import Reads
 from holdfast.store.s3_requests import OutcomeError, Requests, S3Client
 
-UPLOADS = 3  # a multipart upload that the store loses is sent so often
+UPLOADS = 3  # tries of a multipart upload that the store loses
 UPLOAD_PAGES = 10  # of unfinished uploads, a thousand on each
-DELETED_AT_ONCE = 1000  # the most that S3 takes
+DELETED_AT_ONCE = 1000  # S3's maximum
 ALGORITHM = {"ChecksumAlgorithm": "CRC32C"}
-# Refusals of a request for several objects after which they are deleted one by one: older servers want a Content-MD5,
-# which botocore no longer sends, or do not know the request.
+# Refusals of a batch deletion after which objects are deleted one by one. Older servers want a Content-MD5, which
+# botocore no longer sends, or do not know the request.
 NO_BATCH = (Meaning.UNSUPPORTED, Meaning.CHECKSUM, Meaning.REFUSED)
-WRITER = "holdfast-writer"  # metadata that says which call wrote an object
+WRITER = "holdfast-writer"  # metadata that names the call that wrote an object
 
 
 class _NoBatchError(OutcomeError):
@@ -43,7 +43,7 @@ class _NoBatchError(OutcomeError):
 
 
 class UploadLostError(OutcomeError):
-    """A multipart upload is gone and the object is not there: it must be sent again."""
+    """A multipart upload is gone and the object does not exist: it must be sent again."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Write:
 
 
 def part_bytes(size: int) -> int:
-    """The size of the parts in which an object of `size` bytes is sent: S3 takes MOST_PARTS of them and no more."""
+    """The size of the parts in which an object of `size` bytes is sent: S3 takes at most MOST_PARTS."""
     return max(parts.PART_BYTES, -(-size // parts.MOST_PARTS))
 
 
@@ -72,7 +72,8 @@ class Writes:
         self._swept: set[str] = set()  # folders
 
     def write(self, job: Write) -> None:
-        """Write at once or in parts; with a condition at once, which S3 takes up to 5 GiB. Raises PreconditionError."""
+        """Write in one request or in parts; a conditional write is one request, which S3 takes up to 5 GiB. Raises
+        PreconditionError."""
         if job.condition or job.size <= parts.PART_BYTES:
             self.put_whole(job)
             return
@@ -132,7 +133,7 @@ class Writes:
             except ClientError as error:
                 if reply_meaning(error) is not Meaning.UPLOAD_LOST and status_of(error) not in (404, 409):
                     raise
-                # Either an earlier attempt was applied and its reply lost, or the store gave the upload up.
+                # Either an earlier attempt was applied and its reply lost, or the store dropped the upload.
                 head = self._reads.head(job.operation, job.key)
                 if head is None or head["Metadata"].get(WRITER) != writer:
                     raise UploadLostError from None
@@ -153,7 +154,7 @@ class Writes:
         return bool(self._request.client().meta.config.request_checksum_calculation == "when_supported")
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove objects, a thousand in a request; one by one where the server knows no such request."""
+        """Remove objects, a thousand in a request; one by one where the server lacks that request."""
         for start in range(0, len(keys), DELETED_AT_ONCE):
             part = list(keys[start : start + DELETED_AT_ONCE])
             try:
@@ -183,16 +184,17 @@ class Writes:
                 raise ClientError({**reply, "Error": failure}, "DeleteObjects")
 
     def _sweep_beside(self, key: str) -> None:
-        """End what dead writers left in the folder of `key`, once for each folder that this store writes to. Beside an
-        object at the root nothing is ended: that may be a bucket of many users."""
+        """End the uploads of dead writers in the folder of `key`, once for each folder that this store writes to. For
+        an object at the root nothing is ended: the bucket may have many users."""
         folder = key.rpartition("/")[0]
         if folder and folder not in self._swept:
             self._swept.add(folder)
             self.end_abandoned(f"{folder}/", STALE_SECONDS)
 
     def end_abandoned(self, folder: str, older_than: float) -> int:
-        """End multipart uploads below `folder` that were begun longer ago, in seconds, and never completed: their parts
-        are invisible and paid for. Returns how many. A few pages of them; what is left, or fails, is for later."""
+        """End multipart uploads below `folder` that were begun more than `older_than` seconds ago: their parts are
+        invisible and paid for. Returns the number. Looks at a few pages; the rest, and any failure, is left for later.
+        """
         oldest = datetime.now(UTC) - timedelta(seconds=older_than)
         ended = 0
         place: dict[str, str] = {}
@@ -223,7 +225,7 @@ def write_of(
     condition: Mapping[str, str] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Write:
-    """The write of `pieces` under `key`. Raises ValueError for a key that cannot be one."""
+    """The write of `pieces` under `key`. Raises ValueError for an invalid key."""
 
     def part(start: int, length: int) -> Pieces:
         return list(window(pieces, start, length))

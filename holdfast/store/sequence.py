@@ -1,4 +1,5 @@
-"""Numbered records in a folder of the store, `000001.json` and on: each number is taken once, whoever asks at once."""
+"""Numbered records in a folder of the store, from `000001.json`: each number is taken once, even by concurrent
+writers."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from holdfast.spec.json_parsing import JsonObject, parse_json, parse_json_object
 from holdfast.store.bounded_read import read_bounded
 from holdfast.store.interface import ObjectInfo, Store
 
-PAGE = 1000  # objects that a listing gives at once
+PAGE = 1000  # objects in a page of a listing
 FIVE_DIGITS = 10**5  # below it the keys of all records lie in the order of their numbers
 
 _REMEDY = "run the same command again: the next number has a record of its own"
@@ -30,24 +31,24 @@ def record_key(folder: str, number: int) -> str:
 
 
 def records(store: Store, folder: str, after: int = 0) -> list[tuple[int, float]]:
-    """The numbers above `after` that are taken, and when each was (unix seconds by the store's clock), lowest first. As
-    long as `after` has five digits, what lies below it is not listed."""
+    """The taken numbers above `after` and the time of each (Unix seconds by the store's clock), lowest first. While
+    `after` has at most five digits, keys below it are not listed."""
     listed = store.list(folder, record_key(folder, after)) if 0 < after < FIVE_DIGITS else store.list(folder)
-    found = ((number, info.modified) for info in listed if (number := _number_of(info)))  # the rest is not ours
+    found = ((number, info.modified) for info in listed if (number := _number_of(info)))  # other objects are ignored
     return sorted(one for one in found if one[0] > after)
 
 
 def newest(store: Store, folder: str) -> int:
-    """The highest number that is taken; 0 if none is. Of very many it lists few: it looks ahead by steps that double
-    while something is found there, then halves what is left."""
-    found, step, beyond = 0, 0, FIVE_DIGITS  # nothing is at `beyond` or above it
+    """The highest number that is taken; 0 if none is. It lists few of many records: it searches ahead by steps that
+    double while records are found, then halves the rest."""
+    found, step, beyond = 0, 0, FIVE_DIGITS  # no record is at `beyond` or above it
     while found + step < FIVE_DIGITS:
         page = list(islice(store.list(folder, record_key(folder, found + step)), PAGE))
         highest = max(filter(None, map(_number_of, page)), default=0)
         if len(page) < PAGE and (highest or not step):
             return max(found, highest)
         if len(page) == PAGE and highest <= found:
-            break  # other objects than records: nothing says where the next one is
+            break  # other objects than records: the position of the next record is unknown
         if not highest:
             beyond = found + step
         found = max(found, highest)
@@ -64,7 +65,7 @@ def _number_of(info: ObjectInfo) -> int:
 
 
 def take_next(store: Store, folder: str, record: dict[str, Any]) -> int:
-    """Write `record`, with who wrote it when, under the next number, by put-if-absent."""
+    """Write `record`, with its writer and the time, under the next number, by put-if-absent."""
     who = {"host": socket.gethostname(), "pid": os.getpid(), "claimed": time.time(), "nonce": uuid.uuid4().hex}
     data = json.dumps({**who, **record}).encode()
     number = newest(store, folder) + 1
@@ -74,8 +75,8 @@ def take_next(store: Store, folder: str, record: dict[str, Any]) -> int:
 
 
 def read_record(store: Store, folder: str, number: int, model: type[BaseModel] | None = None) -> JsonObject:
-    """A record, with `host`, `pid` and `claimed` (unix seconds by the writer's clock). Raises MissingError, and
-    BadReaderError for what is not whole or not of the `model`: the next number has a record of its own."""
+    """A record, with `host`, `pid` and `claimed` (Unix seconds by the writer's clock). Raises MissingError, and
+    BadReaderError for a record that is torn or does not match `model`: the next number has its own record."""
     key = record_key(folder, number)
     try:
         data, source = read_bounded(store, key), f"{store.url}/{key}"

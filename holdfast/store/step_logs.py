@@ -1,10 +1,10 @@
-"""Logs of steps: what each process of a step writes, in the store under `logs/<job>/<step>/<stream>/`, as it grows.
+"""Logs of steps: the output of each process of a step, in the store under `logs/<job>/<step>/<stream>/`, as it grows.
 
-A job is one execution of the DAG: what its steps call it, which they know before they know their run. Log records are
-lines of JSON; what else Python prints stands between them as it is. Promises that a step never waits for its log, and
-never fails by it; that lines are in the store FLUSH_SECONDS after they were written, at once when the step ends or is
-asked to leave, within CLOSE_SECONDS; and what `log_stream` promises. What child processes print is not copied: the
-ranks of a training have logs of their own.
+A job is one execution of the DAG, under the name that its steps know before they know their run. Log records are lines
+of JSON; other output of Python stands between them unchanged. A step never waits for its log, and never fails because
+of it. Lines reach the store FLUSH_SECONDS after they were written. When the step ends or is stopped, they are written
+immediately, within CLOSE_SECONDS. The guarantees of `log_stream` hold as well. The output of child processes is not
+copied: the ranks of a training have their own logs.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from holdfast.store.log_stream import (
 )
 from holdfast.store.open import open_store
 
-FLUSH_SECONDS = 3.0  # from a line to its place in the store, beside what the put itself takes
-RETRY_SECONDS = 1.0  # after a store that is away, when the step has ended
+FLUSH_SECONDS = 3.0  # from a line to its place in the store, plus the time of the put itself
+RETRY_SECONDS = 1.0  # after a store error, when the step has ended
 
 log = logging.getLogger("holdfast.logs")
 
 
 class StepStream(LogStream):
-    """One process of a step, and where its log is."""
+    """One process of a step, and the place of its log."""
 
     step: str
-    part: str = ""  # where a step is many at once: which of them
-    pod: str = ""  # where it runs on a cluster
+    part: str = ""  # which one, for a step with several parts
+    pod: str = ""  # its pod on a cluster
 
     @property
     def writer(self) -> str:
@@ -68,8 +68,8 @@ def local_job(log_file: str) -> str:
 
 
 def step_log(job: str, step: str, part: str, fallback: Callable[[], str]) -> ShippedLog | None:
-    """What keeps the log of this process, which works on a step of `job`; None where no job is known, as where a person
-    runs a step alone. `fallback` gives the URL of the store for a step that ends before it opened one, if it can."""
+    """The log of this process, which works on a step of `job`. None if no job is known, as when a person runs a step
+    alone. `fallback` gives the URL of the store, if it can, for a step that ends before it opened one."""
     if outcomes_folder() is not None:
         job = local_job(os.environ.get(LOG_FILE, ""))
     return ShippedLog(job, step, part, fallback) if is_job(job) else None
@@ -113,7 +113,7 @@ class ShippedLog:
         ended = {"ended": time.time(), "code": code}
         self._writer.describe(self._writer.stream.model_copy(update=ended))
         if self._thread is None:
-            with suppress(Exception):  # a spec that is refused names no store, and a log must not fail its step
+            with suppress(Exception):  # a refused spec names no store, and a log must not fail its step
                 self.open(self._fallback())
         if self._thread is None:
             return
@@ -147,14 +147,14 @@ class StepLogReader:
 
     @property
     def steps(self) -> set[str]:
-        """The names of the steps, or parts of steps, of which something was read."""
+        """The names of the steps, or parts of steps, with any output so far."""
         return {step for step, _ in self._readers}
 
     def new_lines(
         self, wanted: Callable[[str], bool], *, last: bool = False, ended: bool = False
     ) -> Iterator[tuple[str, str]]:
         """(step, line) since the last call, of the steps with wanted names; each step's processes in the order of time.
-        The `last` time, lines without an end as well. `ended`: the run has ended, and with it every process."""
+        With `last`, lines without an end as well. `ended`: the run has ended, and with it every process."""
         for (step, stream), objects in sorted(self._listed(wanted), key=lambda one: one[0][1]):
             folder = layout.step_log(self._job, step, stream)
             reader = self._readers.setdefault((step, stream), StreamReader(self._store, folder))

@@ -1,7 +1,7 @@
-"""An object whose bytes are made as they are written: nothing of it lies in memory or on a disk beforehand.
+"""An object whose bytes are produced as they are written: none of it is in memory or on a disk beforehand.
 
-Promises that the bytes are asked for once and in their order however many threads write them in parts, and that a
-producer that gives another number of bytes than it said leaves no object.
+The bytes are requested once and in their order, for any number of threads that write them in parts. A producer that
+yields another number of bytes than announced leaves no object.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from holdfast.store.durable import COPY_BYTES, write
 from holdfast.store.interface import Buffer
 from holdfast.store.payload import Pieces
 
-Content = Callable[[], Iterator[Buffer]]  # gives the bytes from the first one, as often as it is called
+Content = Callable[[], Iterator[Buffer]]  # yields the bytes from the first one, each time it is called
 
 
 class Stream:
-    """The `size` bytes of the object `key`, in parts. Each thread waits until the bytes before its part are made."""
+    """The `size` bytes of the object `key`, in parts. Each thread waits until the bytes before its part are
+    produced."""
 
     def __init__(self, key: str, size: int, content: Content) -> None:
         self._key, self._size, self._content = key, size, content
@@ -29,8 +30,8 @@ class Stream:
         self._failed = False
 
     def part(self, start: int, length: int) -> Pieces:
-        """The bytes [start, start + length), which follow those of the call before; those from 0 begin anew.
-        Raises DataError, and whatever the producer raises."""
+        """The bytes [start, start + length), which follow those of the previous call; start 0 begins anew. Raises
+        DataError, and any error of the producer."""
         with self._turn:
             if start == 0:
                 self._made, self._rest, self._position, self._failed = self._content(), memoryview(b""), 0, False
@@ -61,7 +62,7 @@ class Stream:
                     raise self._wrong(f"ends after {self._position + filled}")
                 self._rest = memoryview(following).cast("B")
             taken = self._rest[: length - filled]
-            # What cannot change is not copied; anything else the producer may use again for what comes next.
+            # Immutable bytes are not copied. The producer may reuse any other buffer for the next bytes.
             made.append(taken if type(taken.obj) is bytes else memoryview(bytes(taken)))
             filled += taken.nbytes
             self._rest = self._rest[taken.nbytes :]

@@ -1,8 +1,8 @@
-"""A store whose uploads keep to a rate, so that checkpoints leave the network to what trains.
+"""A store with a limited upload rate, so that checkpoints leave the network to training.
 
-Promises the rate over everything that goes through one throttle, whatever the threads and stores. It holds writes of
-bytes (put, put_stream, upload) before they are sent, a MiB at a time, so no request waits half sent; what one request
-carries goes out as fast as the network takes it. Commits (put_if_absent, compare_and_swap) and reads never wait.
+The rate holds over everything that passes through one throttle, for all threads and stores. Writes of bytes (put,
+put_stream, upload) are delayed before they are sent, a MiB at a time, so no request waits half sent. One request's
+bytes are sent at the speed of the network. Commits (put_if_absent, compare_and_swap) and reads never wait.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from holdfast.store.interface import Buffer, Data, Store
 from holdfast.store.payload import size_of, views
 
 BLOCK_BYTES = 2**20
-LOOK_SECONDS = 0.5  # how soon a waiting write sees that the throttle was lifted
+LOOK_SECONDS = 0.5  # how soon a waiting write notices that the throttle was lifted
 
 
 class Throttle:
-    """Lets `bytes_per_second` through, first come, first served. Once `lifted()` says so, everything passes: a last
+    """Lets `bytes_per_second` through, first come, first served. Once `lifted()` is true, everything passes: a last
     save before a deadline must not be late."""
 
     def __init__(
@@ -35,10 +35,10 @@ class Throttle:
     ) -> None:
         self._rate, self._lifted, self._clock, self._sleep = bytes_per_second, lifted, clock, sleep
         self._lock = threading.Lock()
-        self._free = clock()  # when all that was let through before has had its time
+        self._free = clock()  # when the bytes admitted so far have had their time
 
     def take(self, size: int) -> None:
-        """Wait until it is the turn of `size` more bytes."""
+        """Wait for the slot of `size` more bytes."""
         with self._lock:
             turn = max(self._free, self._clock())
             self._free = turn + size / self._rate
@@ -47,7 +47,7 @@ class Throttle:
 
 
 def throttled(store: Store, throttle: Throttle) -> Store:
-    """`store`, its uploads held to what the throttle lets through."""
+    """`store`, with its uploads limited by the throttle."""
     return cast(Store, _Throttled(store, throttle))
 
 
