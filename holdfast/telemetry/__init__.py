@@ -1,4 +1,4 @@
-"""What a run measures, kept in the store as the truth that MLflow and the report are drawn from."""
+"""Metrics, events and history of a run, kept in the store as the source of truth for MLflow and the report."""
 
 from holdfast.telemetry.channel import emit
 from holdfast.telemetry.event_log import read_events, recorded_step, recording

@@ -1,26 +1,26 @@
-"""What an accelerator's driver tells of it: how busy it is, its power, memory, heat and clock.
+"""Figures that an accelerator's driver reports: utilization, power, memory, temperature and clock.
 
-Promises that what nobody told is None and never 0. The energy meter of train asks; events carry it, views show it.
+An unreported figure is None, never 0. The energy meter of train reads them, events carry them, views show them.
 """
 
 from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-# Why a clock is below what it could be, as NVIDIA numbers it (nvml.h, nvmlClocksEventReasons), where that is a fault of
-# the machine. A cap of the power by software is none: an accelerator at work meets it.
+# Why a clock is below its maximum, by NVIDIA's numbers (nvml.h, nvmlClocksEventReasons), where that is a fault of the
+# machine. A power cap by software is no fault: an accelerator at work reaches it.
 SLOWED = {0x08: "slowed by its hardware", 0x20: "hot", 0x40: "too hot", 0x80: "short of power"}
 
 
 class Figures(BaseModel):
-    """Of one accelerator, when it was asked. None: it does not tell that."""
+    """Of one accelerator, when it was read. None: its driver does not report it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    joules: float | None = None  # used since it was asked before
+    joules: float | None = None  # used since the previous reading
     utilisation: float | None = None  # share of the last moments in which a kernel ran, from 0 to 1
     watts: float | None = None
-    memory_used: int | None = None  # bytes, by whomever
+    memory_used: int | None = None  # bytes, by any process
     memory_total: int | None = None  # bytes
     celsius: float | None = None
     sm_megahertz: float | None = None
@@ -28,10 +28,10 @@ class Figures(BaseModel):
 
     @property
     def tells(self) -> bool:
-        """Whether anything is known of how it is."""
+        """Whether any figure is known."""
         return any(getattr(self, name) is not None for name in Figures.model_fields)
 
     @property
     def slowed(self) -> str:
-        """What holds its clock back that should not; empty if nothing does or is known to."""
+        """The faults that slow its clock; empty if none is known."""
         return ", ".join(words for bit, words in SLOWED.items() if (self.clock_reasons or 0) & bit)

@@ -1,6 +1,6 @@
 """Audit records of a run: one for each stretch of steps that was computed again and compared.
 
-A stretch is named with the attempt that computed it, so that steps which another attempt computes anew are another.
+A stretch includes the attempt that computed it, so steps that another attempt computes anew are a different stretch.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class Stretch:
 
 @dataclass(frozen=True)
 class AuditRecord:
-    """What an audit found in a stretch."""
+    """The result of an audit of a stretch."""
 
     stretch: Stretch
-    time: float  # unix seconds
+    time: float  # Unix seconds
     host: str  # that computed it again
     seed: int  # of the sample
     figures: int  # that were compared
     first: int | None  # the first step that differs
-    differing: str  # there, in words
+    differing: str  # the differences at that step, in words
 
 
 def put_audit(store: Store, run_id: str, record: AuditRecord) -> None:
-    """Write down what was found."""
+    """Write an audit record."""
     at = record.stretch
     store.put(layout.audit(run_id, at.start, at.last, at.attempt), json.dumps(asdict(record)).encode())
 
@@ -52,11 +52,11 @@ def audited_stretches(store: Store, run_id: str) -> set[Stretch]:
 
 
 def read_audits(store: Store, run_id: str) -> list[AuditRecord]:
-    """What all audits of a run found, by steps."""
+    """The results of all audits of a run, by steps."""
     found = []
     for info in store.list(layout.audits(run_id)):
         try:
             found.append(read_json(store, info.key, AuditRecord))
-        except DataError as error:  # one audit hides no other
+        except DataError as error:  # a damaged record hides no other
             log.warning("%s", error)
     return found

@@ -1,9 +1,8 @@
-"""The one channel of events: how each is told, by which process, and how lines of them are read.
+"""The one channel of events: emitting them from any process, and parsing their lines.
 
-Promises that `emit` neither waits nor raises: an event goes at once to the pipe that HOLDFAST_EVENTS names (an
-append-only file, or a FIFO that somebody reads), and behind the caller's back to the store when a recording is open
-(`event_log`). An event is one JSON line below 4 KiB. Readers skip kinds they do not know and lines that are none. Logs
-are for people, and nothing reads them.
+`emit` neither waits nor raises. An event goes immediately to the pipe that HOLDFAST_EVENTS names (an append-only file,
+or a FIFO with a reader). If a recording is open (`event_log`), it also goes to the store in the background. An event is
+one JSON line below 4 KiB. Readers skip unknown kinds and invalid lines. Logs are for people; no program reads them.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def line_of(event: Event) -> bytes:
 
 
 def events_in(lines: Iterable[bytes]) -> Iterable[Event]:
-    """The events in lines of JSON; whatever else stands there is skipped."""
+    """The events in lines of JSON; other lines are skipped."""
     for line in lines:
         with suppress(ValidationError):
             event = _ADAPTER.validate_json(line)
@@ -50,7 +49,7 @@ def events_in(lines: Iterable[bytes]) -> Iterable[Event]:
 
 
 def _is_finite(event: Event) -> bool:
-    """Whether all numbers of an event are: what another process wrote may hold 1e999."""
+    """Whether all numbers of an event are finite: a line of another process may hold 1e999."""
     for value in vars(event).values():
         if type(value) is float and not math.isfinite(value):
             return False
@@ -60,7 +59,7 @@ def _is_finite(event: Event) -> bool:
 
 
 def emit(event: Event) -> None:
-    """Tell an event to everybody who wants to know. Never waits for anybody, and never raises."""
+    """Send an event to all listeners and pipes. Never waits, and never raises."""
     try:
         _here.tell(event)
     except Exception as error:  # noqa: BLE001 - what is told of a training must not end it
@@ -68,14 +67,14 @@ def emit(event: Event) -> None:
 
 
 def set_source(source: str, *, launch: int | None = None, attempt: int | None = None, not_before: float = 0.0) -> None:
-    """Say who this process is in the events that follow. `not_before`: the time of an event (unix seconds) that came
-    before all of them, so that the order is right where this machine's clock is behind."""
+    """Set the source of this process's later events. `not_before`: the time (Unix seconds) of an event that precedes
+    all of them, so that the order is right where this machine's clock is behind."""
     _here.source, _here.launch, _here.attempt = source, launch, attempt
     _here.last = max(_here.last, not_before)
 
 
 def show_in_argo(event: Event) -> None:
-    """Write how far the step is to ARGO_PROGRESS_FILE, if there is one and the event says it."""
+    """Write the step's progress to ARGO_PROGRESS_FILE, if that is set and the event has it."""
     if isinstance(event, Progress):
         report_progress(event.step, event.steps)
     elif isinstance(event, PhaseProgress):
@@ -83,9 +82,10 @@ def show_in_argo(event: Event) -> None:
 
 
 def add_listener(listener: Callable[[Event, bytes], None]) -> Callable[[], None]:
-    """Call `listener` with every event of this process and its line from now on; what ends that. It must not wait."""
+    """Call `listener` with every later event of this process and its line. Returns a function that ends this. The
+    listener must not wait."""
     process = _here
-    process.listeners = [*process.listeners, listener]  # another list: one may be read at this moment
+    process.listeners = [*process.listeners, listener]  # another list: the old one may be in use at this moment
 
     def forget() -> None:
         process.listeners = [other for other in process.listeners if other != listener]
@@ -129,7 +129,7 @@ class _Process:
                     flags |= 0 if Path(path).is_fifo() else os.O_CREAT
                     self._pipes[path] = os.open(path, flags, 0o666)
                 os.write(self._pipes[path], line)  # in one piece: the lines of several processes do not mix
-            except OSError as error:  # nobody reads it, or its disk is full; the store has the event all the same
+            except OSError as error:  # no reader, or a full disk; the store still has the event
                 log.debug("%s: an event is not told: %s", path, error)
 
 

@@ -1,7 +1,7 @@
-"""What a run took and what that cost: accelerator-hours, energy and money, from its events and the user's prices.
+"""The cost of a run: accelerator-hours, energy and money, from its events and the user's prices.
 
-Promises that nothing is guessed: hours are the ledger's, energy is what accelerators' own meters told, and a price that
-nobody gave is no part of a cost. What is not known comes with the reason.
+Nothing is guessed: hours are the ledger's, energy comes from the accelerators' own meters, and a price that is not set
+is no part of a cost. Unknown values come with the reason.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ MILLION = 1e6
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run took so far, in hours, energy and money. None: not known, and `unknown` says why."""
+    """The cost of a run so far, in hours, energy and money. None: unknown, and `unknown` has the reason."""
 
-    accelerator: str  # as its driver calls it; empty where no attempt has begun
+    accelerator: str  # its driver's name for it; empty where no attempt has begun
     accelerators: int  # ranks, the most at a time
-    hours: float  # of all accelerators together, but those in which the job waited in a queue
+    hours: float  # of all accelerators together, except those in which the job waited in a queue
     tokens: int  # of the steps that are saved
     kilowatt_hours: float | None  # of the accelerators, without their nodes
-    metered: float  # share of `hours` in which a meter told them
-    utilisation: float | None  # of the accelerators, in the mean of the moments at which they told it; from 0 to 1
+    metered: float  # share of `hours` that a meter covered
+    utilisation: float | None  # of the accelerators, the mean of all readings; from 0 to 1
     prices: Prices
-    energy_unavailable: str  # why no energy is known
+    energy_unavailable: str  # why the energy is unknown
 
     @property
     def watts(self) -> float | None:
-        """Of one accelerator, in the mean of the time that was metered."""
+        """Of one accelerator, in the mean of the metered time."""
         metered = self.hours * self.metered
         return None if self.kilowatt_hours is None or metered <= 0 else 1000 * self.kilowatt_hours / metered
 
     @property
     def price(self) -> float | None:
-        """Of all that is paid for; None if nothing is, or if a part of it is not known."""
+        """Of everything with a price; None if nothing has one, or if a part is unknown."""
         hours, energy = self.prices.accelerator_hour, self.prices.kilowatt_hour
         if (hours is None and energy is None) or (energy is not None and self.kilowatt_hours is None):
             return None
@@ -50,7 +50,7 @@ class Cost:
 
     @property
     def price_per_million_tokens(self) -> float | None:
-        """Of the tokens of the steps that are saved; None where there are none."""
+        """Of the tokens of the steps that are saved; None without any."""
         return None if self.price is None or not self.tokens else self.price / self.tokens * MILLION
 
     @property
@@ -61,7 +61,7 @@ class Cost:
 
     @property
     def unknown(self) -> list[str]:
-        """What is not known, and why."""
+        """The unknown values, with reasons."""
         return list(self._unknown())
 
     def _unknown(self) -> Iterator[str]:
@@ -73,7 +73,7 @@ class Cost:
             yield "price: a kilowatt-hour has one, and the energy is not known"
 
     def figures(self) -> dict[str, float]:
-        """What is known of it, as metrics: `cost/…`."""
+        """The known values, as metrics: `cost/…`."""
         known = {
             "accelerator_hours": self.hours, "kilowatt_hours": self.kilowatt_hours, "utilisation": self.utilisation,
             "price": self.price, "price_per_million_tokens": self.price_per_million_tokens,
@@ -93,7 +93,7 @@ class Cost:
 
 
 def cost(spec: Spec, events: Sequence[Event], account: Ledger) -> Cost:
-    """Of a run whose `events` have this ledger, by the prices of its spec."""
+    """The cost of a run whose `events` have the ledger `account`, by the prices of its spec."""
     sizes = BatchSizes.of(spec.training)
     began = [event for event in events if isinstance(event, AttemptBegan)]
     saved = [event.step for event in events if isinstance(event, SaveCommitted)]

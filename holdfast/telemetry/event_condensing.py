@@ -1,9 +1,9 @@
 """Condensing of events: of a long run, a reader keeps a bounded number in memory.
 
-Two kinds are told all the time: what each rank did with its time, and how far the training is. When more than MOST
-events are in memory, neighbors of these kinds are merged: times of a rank are added, and of two reports of progress the
-later one stays. All other events stay as they are. A ledger or a cost of condensed events has the same sums; where
-within a merged stretch a second was spent is no longer known.
+Two kinds are emitted continuously: how each rank spent its time, and the progress of the training. When more than MOST
+events are in memory, neighbors of these kinds are merged: times of a rank are added, and of two progress reports the
+later one stays. All other events stay as they are. A ledger or a cost of condensed events has the same sums. Only the
+position of a second within a merged stretch is lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MOST = 20_000  # events in memory: some 50 MB
 
 
 def condense(events: Sequence[Event]) -> list[Event]:
-    """The same events, in their order, with about half as many of those that are told all the time."""
+    """The same events, in their order, with about half as many of the continuous kinds."""
     kept: dict[int, Event] = {}
     open_at: dict[Hashable, int] = {}  # of each stream: the index of an event that has no partner yet
     newest: dict[Hashable, int] = {index_key: index for index, event in enumerate(events) if (index_key := _key(event))}
@@ -36,7 +36,7 @@ def condense(events: Sequence[Event]) -> list[Event]:
 
 
 def _key(event: Event) -> Hashable | None:
-    """The stream that an event is one of; None for an event that stays."""
+    """The stream that an event belongs to; None for an event that stays."""
     if isinstance(event, TimeSpent):
         return event.kind, event.writer, event.attempt, event.rank
     if isinstance(event, Progress | PhaseProgress):
@@ -45,7 +45,7 @@ def _key(event: Event) -> Hashable | None:
 
 
 def _merged(one: Event, other: Event) -> Event | None:
-    """What two neighbors of a stream become; None where they say different things."""
+    """The merge of two neighbors of a stream; None where they cannot be merged."""
     if not isinstance(one, TimeSpent) or not isinstance(other, TimeSpent):
         return other
     metered = (one.joules is None, one.utilisation is None) == (other.joules is None, other.utilisation is None)

@@ -1,11 +1,11 @@
 """Folding of events: small objects of a run become one larger object, off the path of the commit.
 
-Each process of each launch leaves an object of its own. Without folding, a reader of a run of 10,000 launches makes
-10,000 requests. Promises that at any moment, whatever dies or folds at the same time, each event is in some object: the
-larger object is written first, its key names its content, and only then are the members deleted. A reader drops what it
-sees twice (`event_log`). What its writer may put again is not folded: the last segment of a writer stays until
-QUIET_SECONDS after its last change, by the store's clock. A writer that speaks again later puts the whole segment
-again, so nothing is lost.
+Each process of each launch leaves its own object. Without folding, a reader of a run of 10,000 launches makes 10,000
+requests. At any moment each event is in some object, even if processes die or fold concurrently. The larger object is
+written first, its key names its content, and only then are the members deleted. A reader drops duplicates
+(`event_log`). Objects that their writer may put again are not folded: the last segment of a writer stays until
+QUIET_SECONDS after its last change, by the store's clock. A writer that emits later puts the whole segment again, so
+nothing is lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FULL_BYTES = 2**20  # an object of this size is not folded again
 QUIET_SECONDS = 3600.0  # without a change, after which the last segment of a writer is folded
 
 # A segment: <writer>-<number>.jsonl. A fold: <first segment>.<last segment>.<digest>.jsonl. In a listing a fold comes
-# before all that it holds, so the segments of each writer stay in their order.
+# before all its members, so the segments of each writer stay in their order.
 _SEGMENT = re.compile(r"/([^/.]+)-(\d{6,})\.jsonl$")
 _FOLD = re.compile(r"/([^/.]+)\.([^/.]+)\.[0-9a-f]{16}\.jsonl$")
 
@@ -35,8 +35,8 @@ def is_fold(key: str) -> bool:
 
 
 def fold_events(store: Store, run_id: str, check: Callable[[], None] = lambda: None) -> int:
-    """Fold the event objects of a run where FOLD of them are small. `check` raises when the caller may not delete any
-    more; it is asked before each deletion. Returns how many objects were deleted."""
+    """Fold the event objects of a run where FOLD of them are small. `check` is called before each deletion, and raises
+    when the caller may not delete any more. Returns the number of deleted objects."""
     listed = list(store.list(layout.run(run_id, "events/")))
     return sum(_fold(store, run_id, chain, check) for chain in _chains(listed) if _is_worth_it(chain))
 
@@ -59,7 +59,7 @@ def _chains(listed: Sequence[ObjectInfo]) -> Iterator[list[ObjectInfo]]:
         if segment and int(segment[2]) == newest[segment[1]] and now - info.modified < QUIET_SECONDS:
             continue
         if not segment and not is_fold(info.key):
-            continue  # not ours
+            continue  # other objects are ignored
         if segment or info.size < FULL_BYTES:
             chain.append(info)
             size += info.size
@@ -81,7 +81,7 @@ def _fold(store: Store, run_id: str, chain: Sequence[ObjectInfo], check: Callabl
     store.put(key, data)
     sizes = {info.key: info.size for info in store.list(layout.run(run_id, "events/"))}
     read = {info.key: len(part) for info, part in zip(chain, parts, strict=True) if info.key != key}
-    gone = [member for member, size in read.items() if sizes.get(member) == size]  # not what has grown meanwhile
+    gone = [member for member, size in read.items() if sizes.get(member) == size]  # not those that have grown meanwhile
     if gone:
         check()
         store.delete_many(gone)

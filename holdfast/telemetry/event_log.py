@@ -1,9 +1,9 @@
-"""The events of a run in the store, and how they are read back.
+"""The events of a run in the store: writing and reading.
 
-Every process writes objects of its own, `runs/<id>/events/<writer>-<segment>.jsonl`: the last one grows by being put
-again every few seconds, and is closed when it is large enough. Promises that the writer never holds up the caller; that
-a store that is away loses nothing until MAX_WAITING bytes wait, and then says how much; and that a reader sees each
-event once, in the order of time and, of one process, in the order in which it spoke.
+Every process writes its own objects, `runs/<id>/events/<writer>-<segment>.jsonl`. The last one grows by being put again
+every few seconds, and is closed when it is large enough. The writer never blocks the caller. An unreachable store loses
+nothing until MAX_WAITING bytes wait; the number of lost events is then reported. A reader sees each event once, in the
+order of time and, of one process, in the order in which they were emitted.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from holdfast.telemetry.event_folding import is_fold
 from holdfast.telemetry.events import Event, StepBegan, StepEnded, WarningIssued
 from holdfast.telemetry.serving import show_traces
 
-FLUSH_SECONDS = 5.0  # from an event of a stream to its place in the store; a notable one goes at once
+FLUSH_SECONDS = 5.0  # from an event of a stream to the store; a notable one is written immediately
 CLOSE_SECONDS = 5.0  # for the last events
 SEGMENT_BYTES = 256 * 2**10
-MAX_WAITING = 2**20  # bytes of events that wait for a store that is away
-BATCH_BYTES = 4 * 2**20  # of objects that are read at once
+MAX_WAITING = 2**20  # bytes of events that wait for an unreachable store
+BATCH_BYTES = 4 * 2**20  # of objects that are read together
 TRIES = 5  # of a reader whose objects are folded while it reads
 WRONG_CLOCK = 3600.0  # seconds that a store's clock may be behind: S3 refuses requests at a quarter of it
 
@@ -39,14 +39,14 @@ log = logging.getLogger("holdfast.events")
 
 
 class EventWriter:
-    """Writes the events of this process into the store, in a thread of its own, until it is closed."""
+    """Writes the events of this process into the store, in its own thread, until it is closed."""
 
     def __init__(self, store: Store, run_id: str, flush_seconds: float = FLUSH_SECONDS) -> None:
         self._store, self._run_id, self._pause = store, run_id, flush_seconds
         self._name = f"{time.time_ns() // 1_000_000:013d}-{uuid.uuid4().hex[:8]}"
-        self._segment, self._number = b"", 0  # what the open object holds, and which one it is
+        self._segment, self._number = b"", 0  # the content and the number of the open object
         self._waiting: list[tuple[bytes, bool]] = []  # lines, and whether they are notable
-        self._bytes = self._flying = self._lost = 0  # in `_waiting`; lines at its head that are being written
+        self._bytes = self._flying = self._lost = 0  # _bytes: in `_waiting`; _flying: lines at its head being written
         self._urgent = self._closing = self._away = False
         self._changed = threading.Condition()
         self._forget = add_listener(self._take)
@@ -54,7 +54,7 @@ class EventWriter:
         self._thread.start()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Write what is left, waiting so long at most."""
+        """Write the rest, waiting for at most `seconds`."""
         self._forget()
         with self._changed:
             self._closing = True
@@ -67,7 +67,7 @@ class EventWriter:
         with self._changed:
             self._waiting.append((line, event.notable))
             self._bytes += len(line)
-            while self._bytes > MAX_WAITING:  # the store is away
+            while self._bytes > MAX_WAITING:  # the store is unreachable
                 kept = range(self._flying, len(self._waiting))
                 oldest = next((index for index in kept if not self._waiting[index][1]), self._flying)
                 self._bytes -= len(self._waiting.pop(oldest)[0])
@@ -88,7 +88,7 @@ class EventWriter:
                 return
 
     def _batch(self) -> list[bytes]:
-        """What the open segment takes of what waits. `changed` is held."""
+        """The waiting lines that the open segment takes. The caller holds `_changed`."""
         size, batch = len(self._segment), []
         for line, _ in self._waiting:
             size += len(line)
@@ -98,7 +98,7 @@ class EventWriter:
         return batch
 
     def _put(self, batch: list[bytes]) -> bool:
-        """Write them; whether that was done."""
+        """Write the lines. Return whether that succeeded."""
         data = self._segment + b"".join(batch)
         try:
             self._store.put(layout.events(self._run_id, self._name, self._number), data)
@@ -130,8 +130,8 @@ def recording(
     attempt: int | None = None,
     not_before: float = 0.0,
 ) -> Iterator[None]:
-    """Write the events of this process into the store, under these names, while in the context; nowhere in the store
-    where `run_id` is empty."""
+    """Write the events of this process into the store, under these names, while in the context. An empty `run_id`
+    writes nothing to the store."""
     set_source(source, launch=launch, attempt=attempt, not_before=not_before)
     writer = EventWriter(store, run_id) if run_id else None
     try:
@@ -143,8 +143,8 @@ def recording(
 
 @contextmanager
 def recorded_step(store: Store, run_id: str, name: str, not_before: float = 0.0) -> Iterator[Callable[[str], None]]:
-    """A step of the DAG that works on a run (empty: not known, and nothing goes to the store): its beginning and its
-    ending are events. Call what it yields with the result."""
+    """A step of the DAG that works on a run. Its beginning and its end are events. An empty `run_id` means unknown, and
+    nothing goes to the store. Call the yielded function with the result."""
     with recording(store, run_id, name, not_before=not_before), _traced(run_id):
         began, results = time.monotonic(), [""]
         emit(StepBegan(name=name))
@@ -161,7 +161,7 @@ def recorded_step(store: Store, run_id: str, name: str, not_before: float = 0.0)
 
 @contextmanager
 def _traced(run_id: str) -> Iterator[None]:
-    """Send the span of the step that this process is, where that was asked for."""
+    """Send the span of the step that this process is, if traces are enabled."""
     if (traces := show_traces(run_id)) is None:
         yield
         return
@@ -181,9 +181,9 @@ def _traced(run_id: str) -> Iterator[None]:
 def read_events(
     store: Store, run_id: str, after: float = 0.0, kinds: Collection[type[Event]] | None = None
 ) -> list[Event]:
-    """The events of a run that are later than `after` (unix seconds), in order, each once; of these `kinds` alone, if
-    they are given. What the store says was last written long before is not read. Of a long run, what is told all the
-    time comes condensed (`event_condensing`), so that it fits into memory."""
+    """The events of a run that are later than `after` (Unix seconds), in order, each once; only those of `kinds`, if
+    given. Objects whose last write, by the store's clock, was long before are not read. Of a long run, continuous kinds
+    are condensed (`event_condensing`), so that it fits into memory."""
     found = StoreEvents(store, run_id, after - WRONG_CLOCK, kinds).new()
     return [event for event in found if event.time > after]
 
@@ -214,16 +214,16 @@ class StoreEvents:
     def __init__(
         self, store: Store, run_id: str, since: float = 0.0, kinds: Collection[type[Event]] | None = None
     ) -> None:
-        """Objects that were last written before `since` (unix seconds, by the store's clock) are left out. `kinds`: of
-        which alone there is to be told."""
+        """Objects that were last written before `since` (Unix seconds, by the store's clock) are left out. `kinds`: the
+        only kinds to return."""
         self._store, self._run_id, self._since = store, run_id, since
         self._marks = None if kinds is None else [_mark_of(kind) for kind in kinds]
         self._read: dict[str, int] = {}  # bytes of each object
         self._once = _Once()
 
     def new(self) -> list[Event]:
-        """The events since the last call that returned, in order, each once; condensed where they are more than MOST.
-        Raises what the store raises."""
+        """The events since the last call that returned, in order, each once; condensed if more than MOST. Raises what
+        the store raises."""
         for again in range(TRIES):
             try:
                 return self._new()
@@ -235,7 +235,7 @@ class StoreEvents:
     def _new(self) -> list[Event]:
         kept: list[Event] = []
         fresh: list[Event] = []
-        read, once = dict(self._read), _Once(self._once.seen)  # a store that goes away in between is asked again
+        read, once = dict(self._read), _Once(self._once.seen)  # copies: after a store error, the next call reads again
         listed = list(self._store.list(layout.run(self._run_id, "events/")))
         for infos in self._batches(listed, read):
             begun = [(info.key, read.get(info.key, 0)) for info in infos]
@@ -251,7 +251,7 @@ class StoreEvents:
         return sorted([*kept, *fresh], key=_order) if kept else fresh
 
     def _batches(self, listed: Iterable[ObjectInfo], read: Mapping[str, int]) -> Iterator[list[ObjectInfo]]:
-        """The objects that have something new, BATCH_BYTES at a time or a little more."""
+        """The objects with new data, BATCH_BYTES at a time or a little more."""
         batch: list[ObjectInfo] = []
         size = 0
         for info in listed:
@@ -265,7 +265,7 @@ class StoreEvents:
             yield batch
 
     def _wanted(self, lines: Iterable[bytes]) -> Iterable[bytes]:
-        """The lines of the kinds that are asked for: the others are not even parsed."""
+        """The lines of the requested kinds; other lines are not even parsed."""
         if self._marks is None:
             return lines
         marks = self._marks
@@ -273,7 +273,7 @@ class StoreEvents:
 
 
 def _mark_of(kind: type[Event]) -> bytes:
-    """What stands in every line of a kind."""
+    """The text that every line of a kind contains."""
     return f'"kind":"{kind.model_fields["kind"].default}"'.encode()
 
 
@@ -302,6 +302,6 @@ class PipeEvents:
                 data = pipe.read()
         except FileNotFoundError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]  # the end of the last line may still be on its way
+        whole = data[: data.rfind(b"\n") + 1]  # the end of the last line may still be missing
         self._position += len(whole)
         return self._once.of(events_in(whole.splitlines()))

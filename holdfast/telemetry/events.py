@@ -1,6 +1,6 @@
-"""What happens in a run, as typed events: progress, launches, attempts, saves, endings; and what each says to a person.
+"""Typed events of a run: progress, launches, attempts, saves, endings; and their texts for people.
 
-Promises that no text of an event holds a secret, or is too long for its line. `channel` carries them.
+No text of an event holds a secret, or is too long for its line. `channel` carries the events.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ Word = Annotated[str, _fitting(MAX_WORD)]
 
 
 class _Event(BaseModel):
-    """What all events have. `emit` fills these in."""
+    """The common fields of all events. `emit` fills them in."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     notable: ClassVar[bool] = True  # False: one of a stream, of which only the newest matters
-    silent: ClassVar[bool] = False  # True: a figure, of which no person is told line by line
+    silent: ClassVar[bool] = False  # True: a figure, which is not shown line by line
     urgent: ClassVar[bool] = False  # True: it always interrupts a person who watches the run
     v: int = VERSION
-    time: float = 0.0  # unix seconds; more than that of the event before it from the same writer
+    time: float = 0.0  # Unix seconds; later than the writer's previous event
     writer: Name = ""  # the process
-    number: int = 0  # of the event among the writer's, from 1: with the writer it names the event
-    source: Name = ""  # who speaks: "launcher", "rank 0", "evaluate"
+    number: int = 0  # of the event among the writer's, from 1; writer and number identify the event
+    source: Name = ""  # the emitting part: "launcher", "rank 0", "evaluate"
     launch: int | None = None
     attempt: int | None = None
 
@@ -80,11 +80,11 @@ class LaunchBegan(_Event):
 
 
 class LaunchPending(_Event):
-    """A launcher waits for what its gang needs: a queue, or pods that do not come."""
+    """A launcher waits for the resources of its gang: in a queue, or for pods that do not start."""
 
     kind: Literal["launch_pending"] = "launch_pending"
     reason: Text
-    count: int = 1  # how often it came up since it was recorded last; it is recorded when it changes
+    count: int = 1  # occurrences since the last record; a change is recorded
 
     @property
     def text(self) -> str:
@@ -99,7 +99,7 @@ class LaunchEnded(_Event):
     kind: Literal["launch_ended"] = "launch_ended"
     code: int
     detail: Text = ""
-    restart_in: float | None = None  # seconds until the next launch; None: there is none
+    restart_in: float | None = None  # seconds until the next launch; None: no further launch
 
     @property
     def text(self) -> str:
@@ -114,7 +114,7 @@ class LaunchEnded(_Event):
 
 
 class AttemptBegan(_Event):
-    """The ranks have met, loaded the state and train from here."""
+    """The ranks have met, have loaded the state, and train from here."""
 
     kind: Literal["attempt_began"] = "attempt_began"
     world: int  # ranks
@@ -123,10 +123,10 @@ class AttemptBegan(_Event):
     host: Name = ""  # of rank 0
     device: Name = ""
     peak_flops: float | None = None  # FLOP/s of all ranks together
-    mfu_unavailable: Text = ""  # why that is not known
-    accelerator: Name = ""  # as its driver calls it
-    energy_unavailable: Text = ""  # why nothing is known of the energy that it uses
-    missing_metrics: dict[Word, Word] = {}  # what else its driver does not tell, and why
+    mfu_unavailable: Text = ""  # why it is unknown
+    accelerator: Name = ""  # its driver's name for it
+    energy_unavailable: Text = ""  # why its energy is unknown
+    missing_metrics: dict[Word, Word] = {}  # other figures that its driver does not report, and why
 
     @property
     def text(self) -> str:
@@ -141,7 +141,7 @@ class AttemptBegan(_Event):
 
 
 class Progress(_Event):
-    """Training goes on."""
+    """Progress of the training."""
 
     kind: Literal["progress"] = "progress"
     notable: ClassVar[bool] = False
@@ -152,7 +152,7 @@ class Progress(_Event):
     tokens_per_second: float
     seconds_left: float
     learning_rate: float | None = None
-    step_seconds: float | None = None  # of a step, in the mean since the last one of these
+    step_seconds: float | None = None  # of a step, in the mean since the last Progress event
     mfu: float | None = None  # from 0 to 1
     phase_seconds: dict[Name, float] = {}  # of a step, by phases (`telemetry/phases.py`)
     peak_memory: int | None = None  # bytes, of rank 0
@@ -170,13 +170,13 @@ class Progress(_Event):
 
 
 class PhaseProgress(_Event):
-    """A phase of a step goes on: tokenise, pack, score, export."""
+    """Progress of a phase of a step: tokenize, pack, score, export."""
 
     kind: Literal["phase"] = "phase"
     notable: ClassVar[bool] = False
     phase: Name
-    done: int  # of
-    total: int  # in whatever the phase counts
+    done: int  # of `total`
+    total: int  # in the unit of the phase
 
     @property
     def text(self) -> str:
@@ -185,18 +185,18 @@ class PhaseProgress(_Event):
 
 
 class TimeSpent(Figures, _Event):
-    """What one rank did with its time since it told last, or since its process began, and how its accelerator is now;
-    its joules are those of the seconds."""
+    """How one rank spent its time since its last report, or since its process began, and the figures of its accelerator
+    now. Its joules cover the same seconds."""
 
     kind: Literal["time_spent"] = "time_spent"
     notable: ClassVar[bool] = False
     silent: ClassVar[bool] = True
     rank: int
     step: int  # done by then
-    seconds: dict[Name, float] = {}  # by phases (`telemetry/phases.py`); together the time since it told last
-    peak_memory: int = 0  # bytes that it has held at most
+    seconds: dict[Name, float] = {}  # by phases (`telemetry/phases.py`); their sum is the time since the last report
+    peak_memory: int = 0  # the most bytes that it has held
     last: bool = False  # its process ends with it...
-    failed: bool = False  # ...and not because all was done, or because it was asked to
+    failed: bool = False  # ...by a failure, and not by completion or request
 
     @property
     def text(self) -> str:
@@ -206,7 +206,7 @@ class TimeSpent(Figures, _Event):
 
 
 class ProfileSaved(_Event):
-    """A profile that somebody asked for is in the store."""
+    """A requested profile is in the store."""
 
     kind: Literal["profile_saved"] = "profile_saved"
     first: int  # step
@@ -225,7 +225,7 @@ class SaveCommitted(_Event):
     kind: Literal["save_committed"] = "save_committed"
     step: int
     seconds: float  # from the copy to the commit
-    stall_seconds: float = 0.0  # of them, those that training waited
+    stall_seconds: float = 0.0  # the part that training waited for
     bytes: int | None = None  # that were written for it
 
     @property
@@ -236,7 +236,7 @@ class SaveCommitted(_Event):
 
 
 class SaveFailed(_Event):
-    """A checkpoint could not be written; training goes on."""
+    """A checkpoint could not be written; training continues."""
 
     kind: Literal["save_failed"] = "save_failed"
     urgent: ClassVar[bool] = True
@@ -265,14 +265,14 @@ class CheckpointQuarantined(_Event):
 
 
 class AnomalyFound(_Event):
-    """The loss or the gradient norm of a step is not finite, or far above what is usual; see training.anomalies."""
+    """The loss or the gradient norm of a step is not finite, or far above normal; see training.anomalies."""
 
     kind: Literal["anomaly_found"] = "anomaly_found"
     step: int  # done with it
     action: Name  # stop, skip or rewind
-    loss: Name  # as text: not every one is a number in JSON
+    loss: Name  # as text: not every value is a number in JSON
     grad_norm: Name
-    batch: Text = ""  # where its samples lie
+    batch: Text = ""  # the position of its samples
 
     @property
     def text(self) -> str:
@@ -287,7 +287,7 @@ class AnomalyFound(_Event):
 
 
 class RankEnded(_Event):
-    """A rank leaves with a code of the table. One that is killed leaves without."""
+    """A rank exits with a code of the table. A killed rank emits no such event."""
 
     kind: Literal["rank_ended"] = "rank_ended"
     rank: int
@@ -306,10 +306,10 @@ class HangDetected(_Event):
 
     kind: Literal["hang_detected"] = "hang_detected"
     urgent: ClassVar[bool] = True
-    rank: int  # the first that is suspected
+    rank: int  # the first suspected rank
     host: Name = ""
     phase: Name
-    step: int  # that it is in
+    step: int  # its current step
     seconds: float  # since its last sign
     message: Text
 
@@ -320,16 +320,16 @@ class HangDetected(_Event):
 
 
 class StragglerDetected(_Event):
-    """A rank does its work more slowly than its like, and all others wait for it in every step."""
+    """A rank is slower than its peers, which wait for it in every step."""
 
     kind: Literal["straggler_detected"] = "straggler_detected"
     urgent: ClassVar[bool] = True
     rank: int
-    host: Name = ""  # as its scheduler calls it
-    phase: Name  # that takes it longest beyond the others
-    ratio: float  # of the time of its work to theirs
-    seconds: float  # a step, by which that phase is longer
-    step: int  # after which it was seen
+    host: Name = ""  # its scheduler's name for it
+    phase: Name  # with the largest excess over its peers
+    ratio: float  # of its working time to that of its peers
+    seconds: float  # excess of that phase per step
+    step: int  # after which it was detected
 
     @property
     def text(self) -> str:
@@ -341,13 +341,13 @@ class StragglerDetected(_Event):
 
 
 class NodeReclaimed(_Event):
-    """A cloud has said that it takes a node back: the gang saves and leaves."""
+    """A cloud has announced that it takes a node back: the gang saves and exits."""
 
     kind: Literal["node_reclaimed"] = "node_reclaimed"
     urgent: ClassVar[bool] = True
-    host: Name  # as its scheduler calls it
-    seconds: float | None = None  # from the notice until then; None when the cloud does not say
-    reason: Text  # in its words
+    host: Name  # its scheduler's name for it
+    seconds: float | None = None  # from the notice to the end; None when the cloud does not state it
+    reason: Text  # in the cloud's words
 
     @property
     def text(self) -> str:
@@ -357,14 +357,14 @@ class NodeReclaimed(_Event):
 
 
 class HealthChecked(_Event):
-    """The ranks of a launch were examined before they trained."""
+    """The ranks of a launch were measured before they trained."""
 
     kind: Literal["health_checked"] = "health_checked"
     ranks: int
-    seconds: float  # that it took
-    reason: Text  # for it
+    seconds: float  # duration
+    reason: Text  # why it was done
     failed: Text = ""  # what keeps the run from starting
-    warned: Text = ""  # what else is not as it should be
+    warned: Text = ""  # other problems
     key: Name  # of the whole report
 
     @property
@@ -388,7 +388,7 @@ class AuditDiffers(_Event):
     urgent: ClassVar[bool] = True
     step: int  # the first that differs
     start: int  # the checkpoint that the audit began from
-    host: Name  # where it was
+    host: Name  # where the audit ran
     differing: Text  # at that step, recorded and computed
 
     @property
@@ -417,7 +417,7 @@ class StepEnded(_Event):
     code: int
     seconds: float
     reason: Text = ""  # of a failure
-    result: Name = ""  # the dataset id, the verdict's word, the version
+    result: Name = ""  # the dataset id, the verdict's outcome, the version
 
     @property
     def text(self) -> str:
@@ -440,7 +440,7 @@ class RunEnded(_Event):
 
 
 class WarningIssued(_Event):
-    """Something that a person should know."""
+    """A warning for a person."""
 
     kind: Literal["warning_issued"] = "warning_issued"
     urgent: ClassVar[bool] = True

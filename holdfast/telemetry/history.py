@@ -1,10 +1,10 @@
-"""The history of a run: one row a step, in immutable segments that are written just before each checkpoint commits, and
-folded into larger ones later (`history_folding`).
+"""The history of a run: one row per step, in immutable segments. A segment is written just before its checkpoint
+commits, and folded into a larger one later (`history_folding`).
 
-Segments carry the attempt that measured them, and a manifest says which attempt measured which of its steps. So the
-history read back is exactly that of the newest checkpoint's weights: every step up to it once, by the attempt whose
-arithmetic went into them, whatever others have left. Wall-clock fields (`time`, `step_seconds`,
-`tokens_per_second`, `mfu`, `phase_seconds.*`, `system.*`) are what that attempt saw.
+Segments carry the attempt that measured them, and a manifest maps its steps to the attempts that measured them. So the
+history is exactly that of the newest checkpoint's weights. It has every step up to it once, by the attempt whose
+arithmetic went into them, regardless of other segments. Wall-clock fields (`time`, `step_seconds`, `tokens_per_second`,
+`mfu`, `phase_seconds.*`, `system.*`) are those of that attempt.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from holdfast.telemetry.lineage import newest_of
 
 log = logging.getLogger("holdfast.telemetry")
 
-# step, time [unix s], loss [nats/token], grad_norm, learning_rate, tokens, tokens_per_second, system.*, state_digest,
-# samples [a digest of what the step was fed], step_seconds, mfu [0 to 1], phase_seconds.* [in the mean since the row
-# before that has them]
+# step, time [Unix s], loss [nats/token], grad_norm, learning_rate, tokens, tokens_per_second, system.*, state_digest,
+# samples [a digest of the step's tokens], step_seconds, mfu [0 to 1], phase_seconds.* [mean since the previous row that
+# has them]
 Row = dict[str, Any]
-# (after, attempt): which attempt measured the steps above `after`, up to the next entry or the step of the manifest
+# (after, attempt): the attempt that measured the steps above `after`, up to the next entry or the step of the manifest
 Lineage = Sequence[tuple[int, int]]
 PHASE_SECONDS = "phase_seconds."
 
 PURE_FIELDS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "samples")  # in every attempt, bit for bit
-READ_BYTES = 16 * 2**20  # of segments that are read at once
+READ_BYTES = 16 * 2**20  # of segments that are read together
 TRIES = 5  # of a reader whose segments are folded while it reads
-MAX_ROOT_BYTES = 1 << 28  # as `checkpoint.root` has it
+MAX_ROOT_BYTES = 1 << 28  # equal to that of `checkpoint.root`
 _MANIFEST = re.compile(r"/step-(\d{9,})\.json$")
 _SEGMENT = re.compile(r"/(\d{9,})-(\d{9,})\.(\d{6,})\.jsonl$")
 
 
 class _Root(BaseModel):
-    """Of the root of a checkpoint, whose history it is."""
+    """The history field of the root of a checkpoint."""
 
     history: tuple[tuple[int, int], ...]
 
 
 def segment(run_id: str, after: int, rows: Sequence[Row], attempt: int) -> dict[str, str]:
     """The object (key -> text) with the rows that `attempt` measured of the steps in (after, rows[-1]["step"]], oldest
-    first; none without rows. Segments of one attempt may overlap: it measured a step once."""
+    first; empty without rows. Segments of one attempt may overlap: it measured a step once."""
     if not rows:
         return {}
     text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
@@ -68,15 +68,15 @@ def read_history(store: Store, run_id: str, after: int = 0) -> list[Row]:
 
 
 def iter_history(store: Store, run_id: str, after: int = 0) -> Iterator[Row]:
-    """The same, one after another: READ_BYTES of segments are read at once, several objects at a time. Raises DataError
-    for a segment that is damaged."""
+    """The same, one after another. READ_BYTES of segments are read together, several objects concurrently. Raises
+    DataError for a damaged segment."""
     step, lineage = _newest_lineage(store, run_id, after)
     yield from _rows_of(store, run_id, spans_of(lineage, step), after)
 
 
 class HistoryFollower:
-    """Follows the history of a run: each reading has the rows that `read_history` has, and asks the store only for
-    those that are new, or that another attempt has measured since."""
+    """Follows the history of a run. Each reading returns the rows of `read_history`, and reads from the store only rows
+    that are new, or that another attempt has measured since."""
 
     def __init__(self, store: Store, run_id: str) -> None:
         self._store, self._run_id = store, run_id
@@ -84,8 +84,8 @@ class HistoryFollower:
         self._rows: list[Row] = []
 
     def read(self) -> list[Row]:
-        """All rows of the newest checkpoint, in order. The list is the caller's. Raises DataError for a segment that is
-        damaged."""
+        """All rows of the newest checkpoint, in order. The caller owns the list. Raises DataError for a damaged
+        segment."""
         step, lineage = _newest_lineage(self._store, self._run_id, 0)
         spans = spans_of(lineage, step)
         kept = _agreement(self._spans, spans)
@@ -96,7 +96,7 @@ class HistoryFollower:
 
 
 def _agreement(one: Sequence[tuple[int, int, int]], other: Sequence[tuple[int, int, int]]) -> int:
-    """Up to which step two histories have the same attempts."""
+    """The step up to which two histories have the same attempts."""
     agreed = 0
     for (begin, end, attempt), (their_begin, their_end, their_attempt) in zip(one, other, strict=False):
         if (begin, attempt) != (their_begin, their_attempt):
@@ -108,12 +108,12 @@ def _agreement(one: Sequence[tuple[int, int, int]], other: Sequence[tuple[int, i
 
 
 def spans_of(lineage: Lineage, step: int) -> list[tuple[int, int, int]]:
-    """Which attempt measured what of the steps up to `step`: (after, up to, attempt)."""
+    """The attempts that measured the steps up to `step`: (after, up to, attempt)."""
     return [(begin, end, attempt) for (begin, attempt), (end, _) in pairwise([*lineage, (step, 0)]) if end > begin]
 
 
 def _rows_of(store: Store, run_id: str, spans: Sequence[tuple[int, int, int]], after: int) -> Iterator[Row]:
-    """What the attempts of the spans measured of the steps above `after`. One listing finds the segments of all."""
+    """The rows of the spans' attempts for steps above `after`. One listing finds the segments of all."""
     done = after
     spans = [span for span in spans if span[1] > after]
     for again in range(TRIES if spans else 0):
@@ -147,7 +147,7 @@ def _rows_of(store: Store, run_id: str, spans: Sequence[tuple[int, int, int]], a
 
 @dataclass(frozen=True)
 class MetricSegment:
-    """An object with rows, as its key has it."""
+    """An object with rows, described by its key."""
 
     key: str
     after: int
@@ -166,9 +166,9 @@ def segments_of(store: Store, run_id: str, attempt: int | None = None) -> list[M
 
 
 def cover(segments: Sequence[MetricSegment], after: int, upto: int) -> list[MetricSegment]:
-    """Those of the segments of one attempt, sorted, that have its steps in (after, upto], as few as possible: of those
-    that begin no later than where the ones before end, the one that ends last. A segment has all that the attempt
-    measured of its steps."""
+    """The fewest segments of one attempt (sorted) that contain its steps in (after, upto]. Among those that begin no
+    later than the previous ones end, it takes the one that ends last. A segment has all that the attempt measured of
+    its steps."""
     found: list[MetricSegment] = []
     done, index = after, 0
     while done < upto:
@@ -188,8 +188,8 @@ def cover(segments: Sequence[MetricSegment], after: int, upto: int) -> list[Metr
 
 
 def _newest_lineage(store: Store, run_id: str, after: int) -> tuple[int, Lineage]:
-    """The step of the newest checkpoint whose manifest can be read, and who measured its steps; 0 if there is none.
-    One that is not above `after` is not read."""
+    """The step and the lineage of the newest checkpoint with a readable manifest; 0 without one. A manifest at or below
+    `after` is not read."""
     keys = [info.key for info in store.list(layout.run(run_id, "checkpoints/step-"))]
     by_step = {int(match[1]): key for key in keys if (match := _MANIFEST.search(key))}
     lineages: dict[int, Lineage] = {}
@@ -213,7 +213,7 @@ def _claims(store: Store, run_id: str, than: int) -> Iterator[int]:
 
 
 def _lineage_of(store: Store, key: str) -> Lineage:
-    """What a root says of its history; nothing where it cannot be read."""
+    """The history in a root; empty if the root cannot be read."""
     try:
         return parse_json(read_bounded(store, key, MAX_ROOT_BYTES), _Root, key).history
     except (MissingError, DataError) as error:

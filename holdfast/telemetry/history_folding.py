@@ -1,10 +1,10 @@
 """Folding of the history: small segments of an attempt become one larger segment, off the path of the commit.
 
-A run writes a segment for each commit. Without folding, a reader of 10,000 commits makes 10,000 requests. Promises that
-at any moment, whoever dies or folds at the same time, the objects that are there have every row that was written: the
-larger segment is written first, its content follows from its key, and only then are those inside it deleted. A reader
-sees each row once, because the segments of one attempt may overlap (`history`). Segments of two attempts are never
-folded into one, so that lineage decides on them as before.
+A run writes a segment for each commit. Without folding, a reader of 10,000 commits makes 10,000 requests. At any moment
+the objects in the store have every row that was written, even if processes die or fold concurrently. The larger segment
+is written first, its content follows from its key, and only then are those inside it deleted. A reader sees each row
+once, because the segments of one attempt may overlap (`history`). Segments of two attempts are never folded into one,
+so lineage selects among them as before.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from holdfast.spec.errors import MissingError
 from holdfast.store import Store, layout
 from holdfast.telemetry.history import MetricSegment, segments_of
 
-FOLD = 64  # segments of an attempt that still writes are folded when there are so many
+FOLD = 64  # segments of an attempt that still writes, from which they are folded
 FULL_BYTES = 4 * 2**20  # a segment of this size is not folded again
 
 
 def fold_history(store: Store, run_id: str, attempt: int, check: Callable[[], None] = lambda: None) -> int:
-    """Fold the segments of `attempt` once there are FOLD of them, and those of older attempts. `check` raises when the
-    caller may not delete any more; it is asked before each deletion. Returns how many objects were deleted."""
+    """Fold the segments of `attempt` once there are FOLD of them, and those of older attempts. `check` is called before
+    each deletion, and raises when the caller may not delete any more. Returns the number of deleted objects."""
     deleted = 0
     by_attempt = defaultdict[int, list[MetricSegment]](list)
     for segment in segments_of(store, run_id):
@@ -37,8 +37,8 @@ def fold_history(store: Store, run_id: str, attempt: int, check: Callable[[], No
 
 
 def _chains(segments: Sequence[MetricSegment]) -> Iterator[list[MetricSegment]]:
-    """Segments of one attempt, each of which begins where the one before ends, of FULL_BYTES together or a little more.
-    Those that lie inside of another one are left over from a fold that died: they come with it."""
+    """Consecutive segments of one attempt, of FULL_BYTES together or a little more. A segment inside another one is
+    left over from a fold that died, and belongs to its chain."""
     chain: list[MetricSegment] = []
     end, size = -1, 0
     for segment in sorted(segments, key=lambda one: (one.after, -one.upto)):
@@ -56,7 +56,7 @@ def _fold(store: Store, run_id: str, chain: Sequence[MetricSegment], check: Call
     key = layout.metrics(run_id, first, last, chain[0].attempt)
     parts, end = [], first
     for segment in chain:
-        if segment.after == end:  # the others lie inside of those before them
+        if segment.after == end:  # other segments lie inside those before them
             parts.append(segment)
             end = segment.upto
     gone = [segment.key for segment in chain if segment.key != key]

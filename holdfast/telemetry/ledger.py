@@ -1,8 +1,8 @@
-"""The goodput ledger: what every rank of a run did with every second, from the run's events alone.
+"""The goodput ledger: how every rank of a run spent every second, from the run's events alone.
 
-The wall time of a rank goes from the moment at which the train step begins (or somebody starts it again) to the end of
-its last launch. Promises that every moment of it is in exactly one class, whatever events are missing: what a killed
-rank left untold is shared out as the rest of its attempt was.
+The wall time of a rank runs from the start (or restart) of the train step to the end of its last launch. Every moment
+of it is in exactly one class, whichever events are missing. Time that a killed rank did not report is divided like the
+rest of its attempt.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from holdfast.telemetry.events import (
 Class = Literal[
     "productive",  # forward, backward and update of steps that the run kept
     "data",  # waited for batches
-    "communication",  # waited for collectives that no computing hides
-    "check",  # compared replicas, digested, told
+    "communication",  # waited for collectives that no computation hides
+    "check",  # compared replicas, computed digests, reported
     "save",  # waited for saves
-    "compile",  # made, cut and compiled the model
-    "queue",  # waited for what the launcher said that it waits for: a queue, pods, nodes
+    "compile",  # made, sharded and compiled the model
+    "queue",  # waited for what the launcher reported: a queue, pods, nodes
     "schedule",  # waited for a process otherwise: the launcher, the pause before a restart
     "start",  # processes began and met
     "restore",  # loaded the state
@@ -61,7 +61,7 @@ class Ledger:
     """Seconds by class, of each rank."""
 
     ranks: Mapping[int, Mapping[Class, float]]
-    wall: float  # seconds from the beginning to the end, less those in which nobody ran it
+    wall: float  # seconds from the beginning to the end, less those without a running train step
 
     @property
     def seconds(self) -> dict[Class, float]:
@@ -76,7 +76,7 @@ class Ledger:
 
     @property
     def goodput(self) -> float:
-        """The share of all rank-seconds that computed steps which the run kept; 0 where there are none."""
+        """The share of all rank-seconds that computed steps which the run kept; 0 without any."""
         return self.seconds.get("productive", 0.0) / self.total if self.total else 0.0
 
     def figures(self) -> dict[str, float]:
@@ -96,7 +96,7 @@ class Ledger:
 
 
 def ledger(events: Iterable[Event], until: float | None = None) -> Ledger:
-    """The ledger of a run, from its events in their order, up to `until` (unix seconds) or to the last event."""
+    """The ledger of a run, from its events in their order, up to `until` (Unix seconds) or to the last event."""
     ranks: dict[int, dict[Class, float]] = {}
     wall = 0.0
     for span in _spans(list(events), until):
@@ -109,7 +109,7 @@ def ledger(events: Iterable[Event], until: float | None = None) -> Ledger:
 
 
 def goes_on(events: Sequence[Event]) -> bool:
-    """Whether somebody still runs the training, as far as its events tell."""
+    """Whether a train step still runs, according to its events."""
     spans = _spans(events, math.inf)
     return bool(spans) and spans[-1].end == math.inf
 
@@ -127,7 +127,7 @@ class _Attempt:
     lost_from: float = math.inf  # what was computed later was computed again
 
     def time_of(self, step: int) -> float:
-        """When step `step` was done; never, if nothing says that it was."""
+        """When step `step` was done; infinity if unknown."""
         if step in self.copied:
             return self.copied[step]
         before: tuple[float, int] | None = None
@@ -153,13 +153,13 @@ class _Launch:
     ranks: int
     ended: float = math.inf
     code: int | None = None
-    waits: list[float] = field(default_factory=list)  # when it was said that it waits
+    waits: list[float] = field(default_factory=list)  # when waiting was reported
     attempts: dict[int, _Attempt] = field(default_factory=dict)
 
 
 @dataclass
 class _Span:
-    """A time in which somebody ran the training."""
+    """A time in which a train step ran."""
 
     begin: float
     end: float = math.inf
@@ -175,7 +175,7 @@ class _Reader:
         self._attempts: dict[int, tuple[_Attempt, _Launch, _Span]] = {}
 
     def read(self, event: Event) -> None:
-        """The next event."""
+        """Read the next event."""
         if isinstance(event, StepBegan) and event.name == TRAIN:
             self._open(event.time)
         elif isinstance(event, LaunchBegan):
@@ -216,7 +216,8 @@ class _Reader:
         self._launches[event.launch] = launch, span
 
     def _continues(self, launch: _Launch, span: _Span) -> bool:
-        """Whether no launch began since `launch` of `span`. Launchers that came meanwhile are part of the span."""
+        """Whether no launch began since `launch` of `span`. Launchers that started meanwhile become part of the
+        span."""
         if span.launches[-1] is not launch or any(each.launches for each in self.spans[self.spans.index(span) + 1 :]):
             return False
         while self.spans[-1] is not span:
@@ -224,7 +225,8 @@ class _Reader:
         return True
 
     def _continue(self, launch: _Launch, span: _Span, when: float) -> None:
-        """Ranks of `launch` work. If its launcher has left meanwhile, it ends later than its launcher told."""
+        """Record that ranks of `launch` work. If its launcher has left meanwhile, the launch ends later than its
+        launcher reported."""
         left = launch.code == ExitCode.TERMINATED and when > launch.ended
         if (left or (launch.ended == math.inf and when > span.end)) and self._continues(launch, span):
             launch.ended = when if left else math.inf
@@ -242,7 +244,7 @@ class _Reader:
         if (newest := next(reversed(self._launches.values()), None)) is not None:
             self._continue(*newest, event.time)
         if self.spans and self.spans[-1].end < math.inf and self.spans[-1].launches:
-            span = self.spans[-1]  # told late
+            span = self.spans[-1]  # reported late
         else:
             span = self._open(event.time - (sum(event.seconds.values()) if isinstance(event, TimeSpent) else 0.0))
         if not span.launches:
@@ -294,7 +296,7 @@ def _spans(events: Sequence[Event], until: float | None) -> list[_Span]:
 
 
 def _spent(rank: int, span: _Span) -> Mapping[Class, float]:
-    """What a rank did with a span. Every moment is added once: `at` only goes forward, and each addition ends at it."""
+    """How a rank spent a span. Every moment is added once: `at` only goes forward, and each addition ends at it."""
     spent: dict[Class, float] = defaultdict(float)
     at = span.begin
 
@@ -314,7 +316,7 @@ def _spent(rank: int, span: _Span) -> Mapping[Class, float]:
             at = upto
 
     def wait(upto: float, launch: _Launch) -> None:
-        """For a process of the rank."""
+        """Add the wait for a process of the rank."""
         fill(min((when for when in launch.waits if at <= when < upto), default=upto), "schedule")
         fill(upto, "queue")
 
@@ -343,7 +345,7 @@ def _spent(rank: int, span: _Span) -> Mapping[Class, float]:
 
 
 def _first_sign(attempt: _Attempt, rank: int) -> float:
-    """When the process of a rank began that was in an attempt; as far as that is known."""
+    """When the rank's process in an attempt began, as far as known."""
     told = attempt.told.get(rank) or next(iter(attempt.told.values()), [])
     if told:
         return told[0].time - sum(told[0].seconds.values())
@@ -351,8 +353,8 @@ def _first_sign(attempt: _Attempt, rank: int) -> float:
 
 
 def _classes(begin: float, end: float, shares: Mapping[str, float], lost_from: float) -> Iterable[tuple[Class, float]]:
-    """Seconds by class of a time in which phases had `shares`: what comes before the first step comes first, and of the
-    rest all is alike."""
+    """Seconds by class of a time in which phases had `shares`. The phases before the first step come first; the rest is
+    uniform."""
     length = end - begin
     steps = begin + length * sum(share for name, share in shares.items() if name in _BEFORE_STEPS)
     again = (end - max(steps, min(lost_from, end))) / (end - steps) if end > steps else 0.0  # a share of the steps

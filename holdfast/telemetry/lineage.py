@@ -1,7 +1,8 @@
-"""Which of a run's checkpoints is the newest one: that of the newest attempt that has committed.
+"""The newest checkpoint of a run: that of the newest attempt that has committed.
 
-The rule alone, over what its callers read of the roots: loading and collecting (`holdfast.checkpoint`, which
-argues why) and the history, which must be that of the very checkpoint that a run goes on from.
+This is the rule alone, over the parts of the roots that its callers read. Callers are loading and collecting
+(`holdfast.checkpoint`, which explains why) and the history. The history must be that of the checkpoint that a run
+continues from.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ def newest_of(
     claims: Callable[[int], Iterable[int]],
     attempt: int | None = None,
 ) -> int:
-    """The newest of the checkpoints at `steps`, which go up. `writer_of` a step says which attempt wrote its root, None
-    where that cannot be read; `claims` of a number has the numbers of all attempts above it, that of `attempt` too,
-    which asks.
+    """The newest of the checkpoints at `steps`, in ascending order. `writer_of` maps a step to the attempt that wrote
+    its root, None if unreadable. `claims` maps a number to all attempts above it, including the caller's `attempt`.
 
-    Older roots are asked for only where an attempt in between could have been replaced without its knowing."""
+    Older roots are read only where an attempt in between could have been replaced without noticing.
+    """
     highest = steps[-1]
     writer = writer_of(highest)
     if writer is None or not any(writer < number and number != attempt for number in claims(writer)):

@@ -1,8 +1,8 @@
-"""Figures of a run for Prometheus: what its events tell, as metrics that somebody scrapes.
+"""Prometheus metrics of a run, from its events.
 
-Rank 0 shows what it tells itself, the launcher what all tell, goodput among it. Promises that a port that is taken or a
-library that is missing is said and costs no training, and that nothing is served unless it was asked for. The alert
-rules and the dashboard in `manifests/components/monitoring` use these names and no others.
+Rank 0 serves its own events, the launcher those of all processes, with goodput. A taken port or a missing library is
+logged and does not affect training. Nothing is served unless it is enabled. The alert rules and the dashboard in
+`manifests/components/monitoring` use these names and no others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("holdfast.telemetry")
 
-# What an accelerator's driver tells, by the name and in the unit of NVIDIA's DCGM: text, field of TimeSpent, factor.
+# Figures of an accelerator's driver, by the name and in the unit of NVIDIA's DCGM: text, field of TimeSpent, factor.
 ACCELERATORS: dict[str, tuple[str, str, float]] = {
     "DCGM_FI_DEV_GPU_UTIL": ("How busy a rank's accelerator is, in percent.", "utilisation", 100),
     "DCGM_FI_DEV_POWER_USAGE": ("Its power, in watts.", "watts", 1),
@@ -46,7 +46,7 @@ ACCELERATORS: dict[str, tuple[str, str, float]] = {
     "DCGM_FI_DEV_CLOCKS_EVENT_REASONS": ("Why its clock is not higher, as bits of NVML.", "clock_reasons", 1),
 }
 
-# What is exported, each with the labels that it has beside the run's.
+# The exported metrics, each with its labels in addition to the run's.
 METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "holdfast_step": ("Optimizer steps done.", ()),
     "holdfast_steps": ("Optimizer steps that the run will have.", ()),
@@ -80,13 +80,13 @@ _COUNTED: dict[type, str] = {
         StragglerDetected: "holdfast_stragglers",
 }  # fmt: skip
 LEDGER_EVENTS = 200_000  # with more of them, goodput is not exported any more
-LEDGER_SECONDS = 15.0  # between two looks at it
+LEDGER_SECONDS = 15.0  # between two updates of the ledger metrics
 BIND_SECONDS = 60.0  # for which a port may still be another process's
 CLOSE_SECONDS = 5.0
 
 
 class Metrics:
-    """The metrics of one run. Hand every event to `take`; any thread may."""
+    """The metrics of one run. Pass every event to `take`; it is thread-safe."""
 
     def __init__(self, run_id: str, *, whole: bool = False) -> None:
         """`whole`: all events of the run are taken, and not those of one rank alone."""
@@ -101,12 +101,12 @@ class Metrics:
         self._counts: Counter[str] = Counter()
         self._told: dict[int, set[str]] = {}  # of ACCELERATORS, by rank
         self._stalled = 0.0
-        self._kept: list[Event] = []  # what the ledger is made of
-        self._full = False  # whether there were more than it is made of
+        self._kept: list[Event] = []  # the events for the ledger
+        self._full = False  # whether there were more than LEDGER_EVENTS
         self._looked = 0.0
 
     def take(self, event: Event, _line: bytes = b"") -> None:
-        """An event of the run."""
+        """Take an event of the run."""
         with self._lock:
             self._set("holdfast_last_event_timestamp_seconds", event.time)
             if isinstance(event, Progress):
@@ -143,7 +143,7 @@ class Metrics:
                         self._gauges[name].clear()
 
     def look(self, now: float | None = None) -> None:
-        """Time has passed: count what belongs to it. Only where all events are taken."""
+        """Update the metrics that depend on time. Only where all events are taken."""
         with self._lock:
             now = time.time() if now is None else now
             if not self._kept or now - self._looked < LEDGER_SECONDS:
@@ -181,7 +181,7 @@ class Metrics:
         self._told[event.rank] = set(told)
 
     def _forget_ranks(self, world: int) -> None:
-        """Ranks from `world` on have no accelerator any more."""
+        """Remove the accelerator metrics of ranks from `world` on."""
         for rank in [rank for rank in self._told if rank >= world]:
             self._forget(rank, self._told.pop(rank))
 
@@ -206,7 +206,7 @@ class Server:
     """Metrics at http://host:port/metrics, from when the port is free until they are closed."""
 
     def __init__(self, metrics: Metrics, host: str, port: int, seconds: float = BIND_SECONDS) -> None:
-        """Returns at once: a thread waits for the port, `seconds` at most."""
+        """Returns immediately: a thread waits for the port, `seconds` at most."""
         self._metrics, self._host, self._port, self._seconds = metrics, host, port, seconds
         self._closing, self._lock = threading.Event(), threading.Lock()
         self._serving: tuple[WSGIServer, threading.Thread] | None = None
@@ -214,12 +214,12 @@ class Server:
         self._binding.start()
 
     def wait(self) -> bool:
-        """Whether it serves, once that is known."""
+        """Wait for the outcome of binding. Return whether it serves."""
         self._binding.join()
         return self._serving is not None
 
     def close(self) -> None:
-        """Give the port back. Waits no longer than CLOSE_SECONDS for a name that is being looked up."""
+        """Release the port. Waits no longer than CLOSE_SECONDS for a pending name lookup."""
         self._closing.set()
         self._binding.join(CLOSE_SECONDS)
         self._end()

@@ -1,8 +1,8 @@
-"""What this process is doing, and how long it took: the phases of a rank, in one list for all who speak of them.
+"""The phases of a rank, and the clock that measures them: one list for all users.
 
-Promises that entering a phase costs about two microseconds, takes no lock and never waits: one thread at a time enters,
-any thread may look at `place()`. Where a device computes behind the host's back, `measure_by` has its own clock read,
-at the same places and without waiting for it.
+Entering a phase costs about two microseconds, takes no lock and never waits. One thread at a time enters; any thread
+may read `place()`. Where a device computes asynchronously, `measure_by` reads the device's clock at the same places,
+without waiting for it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import psutil
 Phase = Literal[
     "start",  # the process begins: imports, its launch, its dataset
     "meet",  # the ranks find each other, and claim an attempt
-    "build",  # the model is made, cut and compiled; one dry step
+    "build",  # the model is made, sharded and compiled; one dry step
     "restore",  # the state is loaded
     "data",  # waits for the next batch
     "forward",
     "backward",
-    "pipeline",  # forward and backward of a pipeline's stages in turn, and the waiting for other stages
-    "communication",  # waits for collectives that nothing computed hides
+    "pipeline",  # forward and backward of a pipeline's stages alternately, and the waits for other stages
+    "communication",  # waits for collectives that no computation hides
     "optimizer",  # clips, and updates the weights
-    "check",  # compares replicas, digests the state, tells how far it is
+    "check",  # compares replicas, computes state digests, reports progress
     "save",  # waits for a save: for its copy, or for a buffer
     "leave",  # the last commit, and the end
 ]
@@ -39,7 +39,7 @@ STEP_PHASES: tuple[Phase, ...] = (
 
 
 class Place(NamedTuple):
-    """Where a process is."""
+    """The current phase of a process."""
 
     phase: Phase
     step: int  # optimizer steps done
@@ -50,14 +50,14 @@ class Page(Protocol):
     """Memory that another process reads: see `runtime.heartbeat`."""
 
     def enter(self, phase: int, step: int, now: float) -> None:
-        """The phase of that number in PHASES begins after `step` optimizer steps; `now` by `time.monotonic`."""
+        """Enter the phase of that number in PHASES after `step` optimizer steps; `now` by `time.monotonic`."""
 
 
 class Stamp(Protocol):
     """A mark in the work of a device, as `torch.cuda.Event` is."""
 
     def elapsed_time(self, end_event: Stamp, /) -> float:
-        """Milliseconds from this mark to another one. Both must be behind the device."""
+        """Milliseconds from this mark to another one. The device must have passed both."""
 
     def synchronize(self) -> object:
         """Wait until the device is past the mark."""
@@ -68,12 +68,12 @@ class Lap:
     """The time from one lap to the next, by phases."""
 
     host: Mapping[Phase, float]  # seconds
-    stamps: Sequence[tuple[Phase, Stamp]] = field(default=())  # what began at a mark; the last one ends the lap
+    stamps: Sequence[tuple[Phase, Stamp]] = field(default=())  # the phase that began at each mark; the last one ends it
 
     @property
     def seconds(self) -> Mapping[Phase, float]:
-        """Seconds by phase, which together are the lap. With a device: as it worked, once it is past the lap's end, for
-        which this waits."""
+        """Seconds by phase, which together are the lap. With a device: its own times. Waits until the device is past
+        the end of the lap."""
         if len(self.stamps) < 2:
             return self.host
         self.stamps[-1][1].synchronize()
@@ -87,7 +87,7 @@ class PhaseClock:
     """Adds up how long a process was in each phase."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, age: float = 0.0) -> None:
-        """`age`: seconds that the process was there before."""
+        """`age`: seconds that the process already existed."""
         self._clock = clock
         self._mark = clock() - age
         self._seconds: dict[Phase, float] = {}
@@ -98,16 +98,16 @@ class PhaseClock:
         self.place = Place("start", 0, self._mark)
 
     def show_on(self, page: Page) -> None:
-        """Have every phase that begins marked on a page that another process reads."""
+        """Mark every phase that begins on a page that another process reads."""
         self._page = page
         page.enter(PHASES.index(self.place.phase), self.place.step, self._clock())
 
     def measure_by(self, stamp: Callable[[], Stamp]) -> None:
-        """Have `stamp` mark the work of a device wherever a phase begins, from the next lap on."""
+        """Let `stamp` mark the work of a device wherever a phase begins, from the next lap on."""
         self._stamp = stamp
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
-        """A phase begins, and the one before it has ended; `step`: optimizer steps done, if that has changed."""
+        """Begin a phase, and end the one before; `step`: optimizer steps done, if that has changed."""
         if self._held:
             return
         now, before = self._clock(), self.place
@@ -121,7 +121,7 @@ class PhaseClock:
 
     @contextmanager
     def only(self, phase: Phase) -> Iterator[None]:
-        """All that is done in the context is this phase, whatever is entered in there."""
+        """Count the whole context as this phase, regardless of calls of `enter` inside."""
         self.enter(phase)
         self._held = True
         try:
@@ -130,7 +130,7 @@ class PhaseClock:
             self._held = False
 
     def lap(self) -> Lap:
-        """What has passed since the last lap, or since the process began. The phase goes on."""
+        """The time since the last lap, or since the process began. The phase continues."""
         phase, step, since = self.place
         self.enter(phase)
         self.place = Place(phase, step, since)
@@ -156,7 +156,7 @@ def lap() -> Lap:
 
 
 def place() -> Place:
-    """Where this process is. For any thread."""
+    """The current phase of this process. Thread-safe."""
     return _here.place
 
 
@@ -171,7 +171,7 @@ def measure_by(stamp: Callable[[], Stamp]) -> None:
 
 
 def begin() -> None:
-    """This process begins now: what it did before counts as nothing."""
+    """Restart the clock of this process: earlier time does not count."""
     global _here  # noqa: PLW0603 - a process has one
     _here = PhaseClock()
 

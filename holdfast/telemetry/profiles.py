@@ -1,7 +1,7 @@
-"""What a person asks of a run that trains: a profile of some of its steps, through an object in the run's folder.
+"""Requests for a profile of some steps of a running training, through an object in the run's folder.
 
-Promises that asking changes no bit, and that what was asked for is answered once: rank 0 takes the request away when
-it begins, whatever comes of it. Knows no torch.
+A request changes no bit of the training, and is served once: rank 0 removes it when it begins, regardless of the
+result. Needs no torch.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ ASKED = "profiles/asked.json"
 
 @dataclass(frozen=True)
 class Window:
-    """The steps from `first` to `last`, both among them; `first` 0 begins with the next one."""
+    """The steps from `first` to `last`, inclusive; `first` 0 begins with the next one."""
 
     first: int
     last: int
 
     @property
     def steps(self) -> int:
-        """How many."""
+        """The number of steps."""
         return self.last - self.first + 1
 
     @classmethod
     def of(cls, text: str) -> Window:
-        """From `100-110`, or `10` for the next ten. Raises SpecError."""
+        """Parse `100-110`, or `10` for the next ten. Raises SpecError."""
         first, dash, last = text.partition("-")
         try:
             window = cls(int(first), int(last)) if dash else cls(0, int(first) - 1)
@@ -44,12 +44,12 @@ class Window:
 
 
 def ask(store: Store, run_id: str, window: Window) -> None:
-    """Ask for a profile; what was asked for before and not answered is forgotten."""
+    """Request a profile. It replaces an earlier, unserved request."""
     store.put(layout.run(run_id, ASKED), json.dumps({"first": window.first, "last": window.last}).encode())
 
 
 def pending_request(store: Store, run_id: str) -> Window | None:
-    """What is asked for, if anything can be read that is."""
+    """The pending request; None without a readable one."""
     try:
         return read_json(store, layout.run(run_id, ASKED), Window)
     except (MissingError, DataError):
@@ -57,15 +57,15 @@ def pending_request(store: Store, run_id: str) -> Window | None:
 
 
 def clear_request(store: Store, run_id: str) -> None:
-    """Take the request away."""
+    """Remove the request."""
     store.delete(layout.run(run_id, ASKED))
 
 
 def trace_key(run_id: str, attempt: int, first: int, last: int) -> str:
-    """Where the trace of some steps is, as computed by an attempt."""
+    """The key of the trace of some steps, as computed by an attempt."""
     return layout.run(run_id, f"profiles/{first:09d}-{last:09d}.{attempt:06d}.trace.json.gz")
 
 
 def table_key(trace: str) -> str:
-    """Where the table of what took longest is that belongs to a trace."""
+    """The key of the table of the most expensive operations of a trace."""
     return trace.removesuffix(".trace.json.gz") + ".txt"

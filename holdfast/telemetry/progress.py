@@ -1,4 +1,4 @@
-"""How far a step is: events, and a bar where somebody watches or a line every few seconds where a log is kept."""
+"""Progress of a step: events, and a bar on a terminal or a line every few seconds in a log."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from holdfast.runtime.logs import log
 from holdfast.telemetry.channel import emit, show_in_argo
 from holdfast.telemetry.events import PhaseProgress
 
-Progress = Callable[[str, int, int], None]  # phase, done, total, in whatever the phase counts
+Progress = Callable[[str, int, int], None]  # phase, done, total, in the unit of the phase
 
 LOG_SECONDS = 5.0
-EVENT_SECONDS = 0.5  # between two events of a phase, its first and its last aside
+EVENT_SECONDS = 0.5  # between two events of a phase, except its first and its last
 
 
 class ConsoleProgress:
-    """Tells progress, and shows it on standard error. Use as a context manager."""
+    """Emits progress, and shows it on standard error. Use as a context manager."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, whole_step: bool = True) -> None:
-        """`whole_step`: that is how far the step is. False for a part of it, when something else says that to Argo."""
+        """`whole_step`: the progress is that of the whole step. False for a part of it, when other code reports to
+        Argo."""
         self._clock = clock
         self._whole_step = whole_step
         self._bar: Any = None

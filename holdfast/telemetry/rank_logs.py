@@ -1,6 +1,6 @@
 """Logs of ranks: the output of each process of a rank, under `runs/<id>/logs/rank-NNNNN/<stream>/`.
 
-How a stream is written, and its promises, are `log_stream`'s; reading is `rank_reader`'s.
+`log_stream` writes a stream and states the guarantees; `rank_reader` reads it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from holdfast.store.log_stream import LogStream, StreamWriter, stream_name
 
 
 class RankStream(LogStream):
-    """One process of a rank, and where what it printed is."""
+    """One process of a rank, and the place of its output."""
 
     rank: int
     launch: int
-    attempt: int | None = None  # of the gang that it formed; None before it did
+    attempt: int | None = None  # of the gang that it formed; None before that
 
     @property
     def writer(self) -> str:

@@ -1,4 +1,4 @@
-"""Reading what a rank of a run printed, live and after its death, from what `rank_logs` keeps in the store."""
+"""Reading the output of a rank of a run, live and after its death, from the store (`rank_logs`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rank_streams(store: Store, run_id: str, rank: int) -> list[RankStream]:
 
 
 def ranks_with_logs(store: Store, run_id: str) -> list[int]:
-    """The ranks of a run of which something is kept."""
+    """The ranks of a run with any output in the store."""
     keys = (info.key for info in store.list(layout.rank_log(run_id)))
     return sorted({int(match[1]) for key in keys if (match := _STREAM.search(key))})
 
@@ -41,14 +41,14 @@ def rank_lines(
     running: Callable[[], bool] | None = None,
     poll_seconds: float = POLL_SECONDS,
 ) -> Iterator[str]:
-    """The lines that a rank printed: in an attempt, in a launch, or, where neither is said, in its newest process.
+    """The output lines of a rank: in an attempt, in a launch, or, without either, in its newest process.
 
-    With `running`, goes on while that says that the run does, into the processes that follow; of an attempt, until its
-    process has ended. Raises MissingError when there is nothing, which with `running` is waited for.
+    With `running`, continues into later processes while it returns that the run runs; for an attempt, until its process
+    has ended. Raises MissingError without any output; with `running` it waits for some first.
     """
     following: dict[str, StreamReader] = {}
     while True:
-        goes_on = running is not None and running()  # asked first: what comes later is read again
+        goes_on = running is not None and running()  # queried first: later output is read again
         streams = rank_streams(store, run_id, rank)
         fitting = [one for one in streams if attempt in (None, one.attempt) and launch in (None, one.launch)]
         if attempt is None and launch is None and not following:

@@ -1,4 +1,4 @@
-"""Whether, where and with what a process shows metrics and traces: what is asked for, and what is installed."""
+"""Setup of metrics and traces of a process, by the spec, the environment and the installed packages."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ log = logging.getLogger("holdfast.telemetry")
 
 @contextmanager
 def showing_metrics(settings: Telemetry, run_id: str, *, whole: bool = False) -> Iterator[Metrics | None]:
-    """Serve the metrics of a run meanwhile, where the spec asks for it: of what this process tells, or (`whole`) of the
-    events that the caller hands over, at the port above. None where nothing is served."""
+    """Serve the metrics of a run during the context, if the spec enables it. They cover this process's events or, with
+    `whole`, those that the caller passes, at the next higher port. Yields None if nothing is served."""
     if settings.metrics_port is None:
         yield None
         return
@@ -43,8 +43,7 @@ def showing_metrics(settings: Telemetry, run_id: str, *, whole: bool = False) ->
 
 
 def show_traces(run_id: str) -> Traces | None:
-    """The trace of a run, where OpenTelemetry's own variables name a collector; None where nothing is sent, and then
-    nothing is imported."""
+    """The trace of a run, if OpenTelemetry's own variables name a collector. None otherwise, without an import."""
     told = os.environ
     if not run_id or not any(map(told.get, COLLECTORS)) or told.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None

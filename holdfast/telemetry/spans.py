@@ -1,7 +1,7 @@
-"""A run as spans, from its events: steps of the DAG, launches, attempts and saves, each within the other.
+"""A run as nested spans, from its events: steps of the DAG, launches, attempts and saves.
 
-Promises that the same thing is the same span whoever saw it: ids follow from the run's id and from what the span is of,
-so that the spans of several processes, and of several tries, are one trace. Leaves their sending to `traces`.
+The same thing is the same span for every observer. Ids follow from the run's id and from the subject of the span, so
+the spans of several processes, and of several tries, are one trace. `traces` sends them.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ NOTED = (HangDetected, StragglerDetected, SaveFailed, CheckpointQuarantined, War
 
 @dataclass
 class Span:
-    """Something that took time; unix seconds."""
+    """An interval of work; times in Unix seconds."""
 
     name: str
-    key: str  # what it is of: the same for the same thing in the same run
-    parent: str  # the key of the span that it is within; empty for the outermost
+    key: str  # its subject: the same for the same thing in the same run
+    parent: str  # the key of the enclosing span; empty for the outermost
     begin: float
     end: float = 0.0
     attributes: dict[str, Value] = field(default_factory=dict)
     error: str = ""  # how it failed; empty if it did not
-    notes: list[tuple[float, str, str]] = field(default_factory=list)  # when, which kind of event, its text
+    notes: list[tuple[float, str, str]] = field(default_factory=list)  # time, kind of event, text
 
 
 def trace_id(run_id: str) -> int:
-    """The trace of a run: 128 bits."""
+    """The trace id of a run: 128 bits."""
     return int.from_bytes(blake3(f"trace {run_id}".encode()).digest(16))
 
 
 def span_id(run_id: str, key: str) -> int:
-    """A span of it: 64 bits."""
+    """The id of a span of a run: 64 bits."""
     return int.from_bytes(blake3(f"span {run_id} {key}".encode()).digest(8))
 
 
@@ -65,7 +65,7 @@ class Spans:
 
     def __init__(self) -> None:
         self._open: dict[str, Span] = {}
-        self._step = RUN  # the key of the train step that launches are within
+        self._step = RUN  # the key of the train step that encloses launches
         self._began: float | None = None
         self._launch = self._attempt = ""  # the keys of the newest ones
 
@@ -86,7 +86,7 @@ class Spans:
             yield from self._close(key, event.time, _failure(event.code, event.reason), {**told, **_code(event.code)})
         elif isinstance(event, LaunchBegan):
             self._launch = f"launch {event.launch}"
-            if self._launch not in self._open:  # a launcher that takes one over goes on with its span
+            if self._launch not in self._open:  # a launcher that takes one over continues its span
                 about: dict[str, Value] = {
                     "holdfast.job": event.job,
                     "holdfast.nodes": event.nodes,

@@ -1,7 +1,7 @@
-"""Spans of a run on their way to an OpenTelemetry collector, by OpenTelemetry's own SDK over OTLP/HTTP.
+"""Sending the spans of a run to an OpenTelemetry collector, by OpenTelemetry's own SDK over OTLP/HTTP.
 
-The standard variables say where to and how: OTEL_EXPORTER_OTLP_ENDPOINT turns it on. Promises that a collector that is
-away costs no training: a thread sends, and what it cannot send within its time is dropped and said.
+The standard variables configure it; OTEL_EXPORTER_OTLP_ENDPOINT enables it. An unreachable collector does not affect
+training: a thread sends, and spans that it cannot send in time are dropped, with a log message.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from opentelemetry.trace import (
 from holdfast.telemetry.events import Event
 from holdfast.telemetry.spans import Span, Spans, span_id, trace_id
 
-CLOSE_SECONDS = 5.0  # for the last spans, where nobody says how long one request may take
+CLOSE_SECONDS = 5.0  # for the last spans, if no variable bounds a request
 TIMEOUTS = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
 NANOSECONDS = 1e9
 
 
 class Traces:
-    """The trace of one run, as far as this process tells it. Hand it events; any one thread may."""
+    """The trace of one run, as far as this process sees it. Pass events to it from any one thread."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id, self._spans = run_id, Spans()
@@ -45,18 +45,18 @@ class Traces:
         self._tracer = self._provider.get_tracer("holdfast")
 
     def remember(self, events: Iterable[Event]) -> None:
-        """What was told before; whoever lived then has sent its spans."""
+        """Take earlier events, whose spans were sent by the processes of that time."""
         for event in events:
             self._spans.take(event)
 
     def take(self, event: Event, _line: bytes = b"", *, steps: bool = True) -> None:
-        """An event of the run; `steps`: whether the spans of the DAG's steps are this process's to send."""
+        """Take an event of the run; `steps`: whether this process sends the spans of the DAG's steps."""
         for span in self._spans.take(event):
             if steps or not span.key.startswith("step "):
                 self._send(span)
 
     def close(self) -> None:
-        """Send what is left, waiting as long at most as OpenTelemetry's variables let one request take."""
+        """Send the rest, for at most the time that OpenTelemetry's variables allow for one request."""
         thread = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         thread.start()
         thread.join(_patience())
