@@ -1,4 +1,4 @@
-"""MLflow, seen from the outside of training: a mirror of what the store knows, and the registry of models.
+"""MLflow, outside of training: a mirror of the data in the store, and the registry of models.
 
 Importing this package does not import MLflow; the first call that needs it does.
 """

@@ -1,7 +1,7 @@
-"""Artifacts of an MLflow run, read and written within a bound.
+"""Artifacts of an MLflow run, read and written within a time limit.
 
-MLflow's artifacts go through clients of other systems (S3, Google Cloud, Azure), which may wait for minutes for
-credentials or a server that never answer. Promises that no call here takes longer than `SECONDS`.
+MLflow's artifacts go through clients of other systems (S3, Google Cloud, Azure). These may wait minutes for credentials
+or a server that never answer. No call here takes longer than `SECONDS`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def read_text(client: MlflowClient, mlflow_run_id: str, path: str) -> str:
 
 
 def bounded(call: Callable[[], T], what: str, seconds: float | None = None) -> T:
-    """The result of `call`. Raises what it raises, and TimeoutError after `seconds` (default: SECONDS): the thread that
-    waits is left behind, and ends with the process."""
+    """The result of `call`. Raises what it raises, and TimeoutError after `seconds` (default: SECONDS). The waiting
+    thread is then abandoned, and ends with the process."""
     seconds = SECONDS if seconds is None else seconds
     results: list[T] = []
     errors: list[BaseException] = []

@@ -1,7 +1,7 @@
-"""A client of MLflow whose calls end, also where the server sends a byte now and then.
+"""An MLflow client whose calls always end, even when the server only sends a byte now and then.
 
-MLflow's timeout bounds the silence between two bytes, and its sessions have no public hook for a deadline. Each call of
-the client therefore runs in a thread, and the caller waits for it no longer than all of its tries may take.
+MLflow's timeout bounds the silence between two bytes, and its sessions have no public hook for a deadline. So each call
+of the client runs in a thread, and the caller waits no longer than the total time of all its tries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _inside = threading.local()
 
 
 def total_seconds() -> float:
-    """The time that a call has, all tries included; twice the settings of MLflow, for calls of two requests."""
+    """The time limit of a call, all tries included; twice the settings of MLflow, for calls of two requests."""
     return 2 * float(os.environ[TIMEOUT]) * (1 + int(os.environ[RETRIES])) + SPARE_SECONDS
 
 
@@ -45,7 +45,7 @@ def bounded_client() -> type[MlflowClient]:
 
 def _call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     def run() -> Any:
-        _inside.call = True  # what the method itself calls needs no thread of its own
+        _inside.call = True  # nested calls of the method need no further thread
         return method(*args, **kwargs)
 
     return bounded(run, f"MLflow's {method.__name__}", total_seconds())

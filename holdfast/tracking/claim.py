@@ -1,6 +1,6 @@
-"""Which MLflow run stands for a Holdfast run: exactly one, whoever asks first and however many ask at once.
+"""The claim of an MLflow run for a Holdfast run: exactly one, for any number of concurrent callers.
 
-The claim is an object of the store, written by compare-and-swap: MLflow itself has no name that only one run can bear.
+The claim is an object of the store, written by compare-and-swap: MLflow has no unique names for runs.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ RUN_ID_TAG, SWEEP_ID_TAG = "holdfast.run_id", "holdfast.sweep_id"
 
 
 def claim_run(client: MlflowClient, spec: Spec, run_id: str, store: Store, uri: str) -> str:
-    """The MLflow run that stands for `run_id`, made if there is none: see `claim`."""
+    """The MLflow run for `run_id`, created if there is none: see `claim`."""
     key, name = _key(spec, run_id, uri), f"{spec.name}-{run_id[:8]}"
     return claim(client, spec.experiment, uri, store, key, RUN_ID_TAG, run_id, name)
 
 
 @dataclass(frozen=True)
 class _Claim:
-    """The record that says which MLflow run stands for a run."""
+    """The record that names the MLflow run of a run."""
 
     mlflow_run_id: str
 
 
 def claimed_run(client: MlflowClient, spec: Spec, run_id: str, store: Store, uri: str) -> str | None:
-    """The MLflow run that stands for `run_id`; None where there is none."""
+    """The MLflow run for `run_id`; None where there is none."""
     try:
         claimed = read_json(store, _key(spec, run_id, uri), _Claim).mlflow_run_id
     except (MissingError, DataError):
@@ -54,8 +54,8 @@ def _key(spec: Spec, run_id: str, uri: str) -> str:
 def claim(
     client: MlflowClient, experiment: str, uri: str, store: Store, key: str, tag: str, value: str, name: str
 ) -> str:
-    """The MLflow run that carries `tag` with `value`, made under `name` if there is none. Of several creators at once,
-    the claim under `key` in the store lets one win; the others take its run and delete their own."""
+    """The MLflow run that carries `tag` with `value`, created under `name` if there is none. Of several concurrent
+    creators, the claim under `key` in the store lets one win. The losers take its run and delete their own."""
     experiment_id = _experiment(client, experiment, uri)
     while True:
         try:
@@ -71,7 +71,7 @@ def claim(
         created = candidate is None
         if candidate is None:
             candidate = client.create_run(experiment_id, run_name=name, tags={tag: value}).info.run_id
-            # A creator that died before its claim, or one on another store: the oldest run is the one.
+            # A creator may have died before its claim, or use another store: the oldest run wins.
             oldest = _tagged_run(client, experiment_id, tag, value) or candidate
             if oldest != candidate:
                 client.delete_run(candidate)
@@ -94,7 +94,7 @@ def _experiment(client: MlflowClient, name: str, uri: str) -> str:
         try:
             return client.create_experiment(name, artifact_location=artifact_location(uri))
         except MlflowException:
-            experiment = client.get_experiment_by_name(name)  # somebody else made it in between
+            experiment = client.get_experiment_by_name(name)  # another process created it in between
             if experiment is None:
                 raise
     if experiment.lifecycle_stage != "active":
@@ -111,7 +111,7 @@ def _tagged_run(client: MlflowClient, experiment_id: str, tag: str, value: str) 
 
 
 def _is_active(client: MlflowClient, mlflow_run_id: str) -> bool:
-    """Whether the run exists and nobody has deleted it in MLflow."""
+    """Whether the run exists and was not deleted in MLflow."""
     from mlflow.exceptions import MlflowException
 
     try:

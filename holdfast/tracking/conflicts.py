@@ -1,7 +1,7 @@
-"""Writes to MLflow that other processes make at the same moment.
+"""Writes to MLflow that race with writes of other processes.
 
-MLflow looks whether a row is there and then inserts it, without a lock over both: of two writers of the same rows one
-is refused by the database. That is a race lost and not an outage, and what the winner wrote is there to be read.
+MLflow checks for a row and then inserts it, without a lock over both. Of two writers of the same rows, the database
+refuses one. That is a lost race and not an outage, and the winner's rows can be read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ T = TypeVar("T")
 
 
 def write_missing(missing: Callable[[], list[T]], write: Callable[[list[T]], object]) -> None:
-    """Write what is `missing`; after a refusal look again, and write what is still missing then.
+    """Write the rows that are `missing`. After a refusal, check again and write those that are still missing.
 
-    A row can be inserted by others only once, so a race is lost at most once for each kind of row that one write makes:
-    what is refused `TRIES` times is no race, and MLflow's own exception is raised. So is an outage, at once.
+    Another process can insert a row only once, so a race is lost at most once for each kind of row that one write
+    makes. A write that is refused `TRIES` times is no race, and MLflow's own exception is raised. An outage is raised
+    immediately.
     """
     from mlflow.exceptions import MlflowException
 

@@ -1,8 +1,8 @@
-"""The way to an MLflow server, or to the embedded SQLite file: quiet, bounded in time, without global state.
+"""The connection to an MLflow server, or to the embedded SQLite file: quiet, bounded in time, without global state.
 
-Promises that nothing is sent anywhere but to the tracking URI, that no call waits for minutes, that two processes may
-open a new SQLite file at once, and that a failure, of MLflow or of a plug-in that it loads, is a TrackingUnavailable
-without credentials in its text and with the exit code that it means.
+Data goes only to the tracking URI. No call waits for minutes. Two processes may open a new SQLite file concurrently. A
+failure of MLflow, or of a plug-in that it loads, is a TrackingUnavailable with the matching exit code, and without
+credentials in its text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
-# Read by MLflow when it is imported or at each request; what a person has set stays.
+# MLflow reads these when it is imported or at each request; a person's settings stay.
 _DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
@@ -41,23 +41,23 @@ _DEFAULTS = {
     "PGCONNECT_TIMEOUT": "20",  # seconds; libpq waits for as long as the system does
 }
 _SET_BY_PERSON = frozenset(os.environ)
-BUSY_SECONDS = 20.0  # for another writer, as long as MLflow itself waits
-LOCK_SECONDS = 600.0  # to make the schema of a database takes seconds
+BUSY_SECONDS = 20.0  # for another writer; MLflow itself waits as long
+LOCK_SECONDS = 600.0  # limit; creating the schema of a database takes seconds
 CONNECT_SECONDS = 30.0  # to a database
 _DATABASES = ("mysql", "mssql")  # besides SQLite and PostgreSQL
 _SQLITE = "sqlite:///"
-_LOCK = int.from_bytes(b"holdfast", "big") >> 1  # of PostgreSQL, for who may create MLflow's tables
+_LOCK = int.from_bytes(b"holdfast", "big") >> 1  # PostgreSQL advisory lock for creating MLflow's tables
 
 
 class TrackingUnavailable(HoldfastError):  # noqa: N818 - the state of a server, not a mistake
-    """MLflow did not answer, or refused. The store has everything: the same call later catches up."""
+    """MLflow did not answer, or refused. The store has all data: the same call later catches up."""
 
     exit_code = ExitCode.STORE_UNREACHABLE
 
 
 def connect(uri: str | None = None, timeout: int | None = None) -> MlflowClient:
     """A client of the MLflow at `uri` (default: `tracking_uri()`). Raises TrackingUnavailable if an SQLite file cannot
-    be opened; a server is first spoken to by the first call.
+    be opened. A server is contacted only by the first call.
 
     `timeout`, in seconds, replaces the default of this process for one request, unless a person has set another one.
     """
@@ -79,12 +79,12 @@ def connect(uri: str | None = None, timeout: int | None = None) -> MlflowClient:
 
 
 def registry_uri(uri: str) -> str:
-    """Where the registered models of the MLflow at `uri` are: MLFLOW_REGISTRY_URI may name another one."""
+    """The registry of models of the MLflow at `uri`: MLFLOW_REGISTRY_URI may name another one."""
     return os.environ.get("MLFLOW_REGISTRY_URI") or uri
 
 
 def quiet_mlflow() -> type[MlflowClient]:
-    """Import MLflow, silent and with bounded patience."""
+    """Import MLflow, without log output and with bounded timeouts."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
@@ -95,15 +95,15 @@ def quiet_mlflow() -> type[MlflowClient]:
 
 
 def artifact_location(uri: str) -> str | None:
-    """Where an MLflow without a server keeps artifacts (its own default is the current folder); None leaves it to the
+    """The artifact folder of an MLflow without a server (its own default is the current folder); None leaves it to the
     server."""
     return (home() / "mlflow-artifacts").as_uri() if uri.startswith((_SQLITE, "postgresql")) else None
 
 
 @contextmanager
 def translated(uri: str) -> Iterator[None]:
-    """Turn whatever MLflow and its plug-ins raise into a TrackingUnavailable that says which MLflow it was, with the
-    exit code that it means. What Holdfast itself raises stays."""
+    """Turn any error of MLflow and its plug-ins into a TrackingUnavailable that names the MLflow, with the matching
+    exit code. Holdfast's own errors pass unchanged."""
     quiet_mlflow()
     try:
         yield
@@ -116,7 +116,7 @@ def translated(uri: str) -> Iterator[None]:
 
 
 def unavailable(error: Exception, uri: str) -> TrackingUnavailable:
-    """A failure of the MLflow at `uri`, in words."""
+    """The error for a failure of the MLflow at `uri`."""
     first_line = redact(str(error)).strip().split("\n", 1)[0][:500] or type(error).__name__
     code, remedy = meaning(error)
     failure = TrackingUnavailable(f"MLflow at {redact(uri)}: {first_line}; {remedy}, then run the same command again")
@@ -126,12 +126,12 @@ def unavailable(error: Exception, uri: str) -> TrackingUnavailable:
 
 @contextmanager
 def _alone(uri: str) -> Iterator[None]:
-    """One process at a time for a database: opening it creates the schema, which two cannot do at once."""
+    """Let one process at a time open a database: opening creates the schema, which two cannot do concurrently."""
     if uri.startswith("postgresql"):
         with _postgresql_lock(uri):
             yield
         return
-    if uri.startswith(_DATABASES):  # MLflow itself would try it for minutes
+    if uri.startswith(_DATABASES):  # MLflow itself would retry for minutes
         bounded(lambda: _open_database(uri), "connecting to the database", CONNECT_SECONDS)
     if not uri.startswith(_SQLITE):
         yield
@@ -150,15 +150,15 @@ def _alone(uri: str) -> Iterator[None]:
             raise HungError(f"{file.name}: another process has held it for {LOCK_SECONDS:g} s; end that one")
         if not database.exists():
             _create(database)
-        with closing(sqlite3.connect(database, timeout=BUSY_SECONDS)) as opened:  # MLflow would try it for minutes
+        with closing(sqlite3.connect(database, timeout=BUSY_SECONDS)) as opened:  # MLflow would retry for minutes
             opened.execute("PRAGMA schema_version")
         yield
 
 
 @contextmanager
 def _postgresql_lock(uri: str) -> Iterator[None]:
-    """Held by one process of all that use the database; it ends with the connection, whatever happens to the process.
-    The schema is created by whoever finds none."""
+    """A lock held by one of all processes that use the database. It ends with the connection, even if the process is
+    killed. The first holder without a schema creates it."""
     from mlflow import MlflowClient
     from sqlalchemy import create_engine, inspect, text
 
@@ -185,7 +185,8 @@ def _open_database(uri: str) -> None:
 
 
 def _create(database: Path) -> None:
-    """An empty MLflow, in whole or not at all: MLflow never mends a schema that it made in part, on a full disk say."""
+    """Create an empty MLflow, completely or not at all: MLflow never repairs a partial schema, such as after a full
+    disk."""
     from mlflow import MlflowClient
 
     unfinished = database.with_name(f"{database.name}.unfinished")

@@ -1,7 +1,8 @@
-"""What an MLflow run says of its Holdfast run besides the metrics: parameters, tags and the dataset; then the spec.
+"""The description of a Holdfast run in its MLflow run, besides the metrics: parameters, tags, the dataset, and the
+spec.
 
-Promises that describing is idempotent and may be done by several processes at once. Parameters stay as the first
-attempt logged them: MLflow does not change parameters, and what may differ between attempts cannot change the weights.
+Describing is idempotent and may run in several processes concurrently. Parameters stay as the first attempt logged
+them. MLflow does not change parameters, and those that may differ between attempts cannot change the weights.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _MAX_PROFILE_SOURCES = 100  # ours: the whole manifest is in the store
 
 
 def describe(client: MlflowClient, mlflow_run_id: str, spec: Spec, manifest: Manifest, store: Store) -> None:
-    """Let the MLflow run say what the run is. Writes no artifact: where MLflow keeps those may be closed to this
-    machine, and the metrics do not wait for it. Raises what MLflow's client raises."""
+    """Write the description of a run to its MLflow run. Writes no artifact: this machine may lack access to MLflow's
+    artifacts, and the metrics do not wait for it. Raises what MLflow's client raises."""
     from mlflow.entities import DatasetInput, InputTag, Param, RunTag
 
     params = [Param(key, value[:_MAX_PARAM_LENGTH]) for key, value in _flat(spec.model_dump(mode="json"))]
@@ -59,7 +60,7 @@ def describe(client: MlflowClient, mlflow_run_id: str, spec: Spec, manifest: Man
 
 
 def attach_spec(client: MlflowClient, mlflow_run_id: str, spec: Spec) -> None:
-    """Let the MLflow run have the spec as an artifact. Raises what MLflow's client and its plug-ins raise."""
+    """Attach the spec to the MLflow run as an artifact. Raises what MLflow's client and its plug-ins raise."""
     write_text(client, mlflow_run_id, dump_spec(spec), "spec.yaml")
 
 

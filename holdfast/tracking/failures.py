@@ -1,7 +1,7 @@
-"""What an exception of MLflow, or of a plug-in that it loaded, means: an exit code and a remedy.
+"""Classification of exceptions of MLflow, or of a plug-in that it loaded: an exit code and a remedy.
 
 MLflow's clients raise what their plug-ins raise: botocore, google-cloud, azure, database drivers. Most of these are not
-installed here, so they are known by the names of their classes.
+installed here, so their exceptions are recognized by class name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MLFLOW_TRACKING_TOKEN; of a bucket: those of its provider)"
 
 
 def meaning(error: BaseException) -> tuple[ExitCode, str]:
-    """The exit code of a failure, and what to do about it."""
+    """The exit code of a failure, and its remedy."""
     for cause in causes(error):
         names = {kind.__name__ for kind in type(cause).__mro__}
         codes = set(_codes(cause))
@@ -61,7 +61,7 @@ to an MLflow server or to sqlite:///FILE",
 
 
 def is_bug(error: BaseException) -> bool:
-    """Whether the exception comes from a mistake in Holdfast's own lines, and is no answer of MLflow."""
+    """Whether the exception comes from a mistake in Holdfast's own lines, and not from MLflow."""
     if type(error).__module__ != "builtins" or isinstance(error, OSError | ImportError):
         return False
     innermost: TracebackType | None = error.__traceback__
@@ -81,7 +81,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _codes(error: BaseException) -> Iterator[str]:
-    """What an exception has of codes: MLflow's, botocore's, and that of an HTTP answer."""
+    """The codes of an exception: MLflow's, botocore's, and that of an HTTP answer."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         yield str(response.get("Error", {}).get("Code", ""))

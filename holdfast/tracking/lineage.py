@@ -1,4 +1,4 @@
-"""What a model was made from, as tags say it: the code's commit, the revisions of the data, texts of any length."""
+"""The lineage of a model as tags: the code's commit, the revisions of the data, texts of any length."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def git_commit() -> str | None:
-    """The commit of the code: HOLDFAST_GIT_COMMIT, which the images set, else that of the Git repository around the
-    working directory, with `-dirty` if files were changed; None if there is neither."""
+    """The commit of the code: HOLDFAST_GIT_COMMIT, which the images set. Without it, that of the Git repository around
+    the working directory, with `-dirty` if files were changed. None without either."""
     if commit := os.environ.get("HOLDFAST_GIT_COMMIT"):
         return commit
     command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
@@ -32,8 +32,8 @@ def git_commit() -> str | None:
 
 
 def whole_tags(client: MlflowClient, mlflow_run_id: str, tags: Mapping[str, str], longest: int) -> dict[str, str]:
-    """`tags`, none of more than `longest` characters: a longer text becomes an artifact of the MLflow run, whole, and
-    its tag a JSON object (which is YAML too) that says where: `{"artifact": "runs:/<id>/lineage/<tag>"}`."""
+    """`tags`, with each value at most `longest` characters. A longer text becomes an artifact of the MLflow run. Its
+    tag becomes a JSON object (also valid YAML) with the address: `{"artifact": "runs:/<id>/lineage/<tag>"}`."""
     kept = dict(tags)
     for name, value in tags.items():
         if len(value) > longest:
@@ -51,7 +51,7 @@ class _Artifact:
 
 
 def whole_text(client: MlflowClient, tag: str) -> str:
-    """What a tag stands for: its own text, or that of the artifact in this MLflow that it names."""
+    """The text of a tag: its own, or that of the artifact in this MLflow that it names."""
     if not tag.startswith('{"artifact":'):
         return tag
     address = parse_json(tag, _Artifact, "a tag of MLflow").artifact

@@ -1,7 +1,7 @@
-"""What MLflow would refuse for ever, found out before a training is paid for.
+"""A check for permanent failures of MLflow, before a training is paid for.
 
-Promises an answer within seconds, without importing MLflow. An MLflow that is away is no finding: it may be back when
-it is needed.
+It answers within seconds, without importing MLflow. An unreachable MLflow is no failure: it may be back when it is
+needed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _SQLITE = "sqlite:///"
 
 
 def require_usable(spec: Spec, uri: str | None = None) -> None:
-    """Raise what MLflow at `uri` (default: `tracking_uri()`) would answer to this spec however often it is asked:
-    SpecError for an address that cannot be used, AccessDeniedError, MissingError for a deleted experiment."""
+    """Check for permanent failures of this spec at MLflow's `uri` (default: `tracking_uri()`). Raises SpecError for an
+    address that cannot be used, AccessDeniedError, and MissingError for a deleted experiment."""
     uri = uri or tracking_uri()
     require_address(uri)
     if uri.startswith(_SQLITE):
@@ -67,7 +67,7 @@ def require_address(uri: str) -> None:
 
 
 def deleted(experiment: str, experiment_id: str) -> str:
-    """That an experiment is deleted, and what to do."""
+    """The message for a deleted experiment, with the remedy."""
     return (
         f"registration.experiment: {experiment!r} is deleted in MLflow; restore it "
         f"(mlflow experiments restore --experiment-id {experiment_id}) or name another one"
@@ -75,7 +75,7 @@ def deleted(experiment: str, experiment_id: str) -> str:
 
 
 def _in_sqlite(database: Path, experiment: str) -> tuple[str, str] | None:
-    """Id and stage of the experiment in an SQLite file; None where it is not there, or cannot be read now."""
+    """Id and stage of the experiment in an SQLite file; None if it does not exist, or cannot be read now."""
     if not database.exists():
         return None
     try:
@@ -89,7 +89,7 @@ def _in_sqlite(database: Path, experiment: str) -> tuple[str, str] | None:
 
 
 def _on_server(uri: str, experiment: str) -> tuple[str, str] | None:
-    """Id and stage of the experiment on a server; None where it is not there, or the server gives no answer now. Raises
+    """Id and stage of the experiment on a server; None if it does not exist, or the server does not answer now. Raises
     AccessDeniedError."""
     import urllib3
 
@@ -131,7 +131,7 @@ def _on_server(uri: str, experiment: str) -> tuple[str, str] | None:
 
 
 def _signs_otherwise() -> bool:
-    """Whether MLflow's client proves who it is in a way that this module does not know."""
+    """Whether MLflow's client authenticates in a way that this module does not know."""
     names = ("MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4", "MLFLOW_TRACKING_CLIENT_CERT_PATH")
     return any(map(os.environ.get, names)) or Path("~/.mlflow/credentials").expanduser().exists()
 

@@ -1,8 +1,8 @@
-"""The store's own records of registered versions, and whether a version that MLflow names is one of them.
+"""The store's records of registered versions, and the check that a version in MLflow matches one of them.
 
-MLflow says who is champion, and whoever reaches it can say so. A version counts only with the record that `register`
-wrote into the store, and with the verdict and the export that the record names by digest. All else is foreign: it is
-shown, with the reason, and never used.
+MLflow names the champion, and any client that reaches it can change that. A version counts only with the record that
+`register` wrote into the store, and with the verdict and the export that the record names by digest. Any other version
+is foreign: it is shown, with the reason, and never used.
 """
 
 from __future__ import annotations
@@ -37,41 +37,41 @@ class Registration(BaseModel):
     run_id: str
     model: str
     version: int
-    alias: str  # the one it was given when it was registered: champion or challenger; empty: not given yet
+    alias: str  # given at registration: champion or challenger; empty: not given yet
     verdict: str  # key of the verdict that blessed it
     verdict_digest: str  # of the bytes of that verdict
     dataset_id: str
     export: str  # key prefix of the exported model
     export_digest: str
     state_digest: str
-    run_digest: str  # of the bytes of run.json; empty where there is none
-    source: str  # where MLflow says that the model is, without credentials
+    run_digest: str  # of the bytes of run.json; empty without one
+    source: str  # the model's source in MLflow, without credentials
     tags: dict[str, str]  # the whole lineage
-    created: float  # unix seconds
+    created: float  # Unix seconds
     mlflow_run_id: str
     tracking: str  # without credentials
 
     @property
     def uri(self) -> str:
-        """What `mlflow models serve -m` and `mlflow.pyfunc.load_model` take."""
+        """The URI for `mlflow models serve -m` and `mlflow.pyfunc.load_model`."""
         return f"models:/{self.model}/{self.version}"
 
 
 def registry_name(uri: str) -> str:
-    """What an MLflow is called in keys and verdicts. Of an SQLite file only the name counts, for its folder may be
-    moved; credentials never do."""
+    """The name of an MLflow in keys and verdicts. For an SQLite file it is the file name, since its folder may be
+    moved. It never contains credentials."""
     if uri.startswith(_SQLITE):
         return _SQLITE + uri.removeprefix(_SQLITE).partition("?")[0].rpartition("/")[2]
     return redact(uri).rstrip("/")
 
 
 def registration_key(model: str, uri: str | None = None) -> str:
-    """What the record of a registration is called: it stands for the registered model's name and for the MLflow."""
+    """The key of a registration's record: it identifies the registered model's name and the MLflow."""
     return digest([model, registry_name(uri or tracking_uri())])
 
 
 def content_digest(data: bytes) -> str:
-    """What one record calls another one by: a digest of its bytes."""
+    """The digest by which one record references another: of its bytes."""
     return blake3(data).hexdigest()[:32]
 
 
@@ -82,7 +82,7 @@ def trusted_stores(spec: Spec, store: Store) -> tuple[Store, ...]:
 
 
 def read_registration(store: Store, key: str) -> Registration | None:
-    """A record; None where there is none, or where it is of another form than today's: registering again writes it."""
+    """A record; None if it does not exist or has another form than today's. Registering again writes it."""
     try:
         return Registration.model_validate_json(read_bounded(store, key))
     except (MissingError, ValidationError, RecursionError, TooLargeError):
@@ -92,8 +92,8 @@ def read_registration(store: Store, key: str) -> Registration | None:
 def require_registered(
     version: ModelVersion, stores: Sequence[Store], uri: str
 ) -> tuple[Store, Registration, dict[str, Any]]:
-    """The store and the record of a version that MLflow names, and the figures of the verdict that blessed it. Raises
-    ForeignVersionError with the reason why it does not count."""
+    """The store and the record of a version in MLflow, and the metrics of the verdict that blessed it. Raises
+    ForeignVersionError, with the reason, for a version that does not count."""
     who = f"version {version.version} of {version.name!r} in {redact(uri)}"
     run_id = version.tags.get("holdfast.run_id", "")
     if not run_id:
@@ -115,7 +115,7 @@ def require_registered(
 
 
 def described_run(store: Store, run_id: str, run_digest: str) -> dict[str, Any]:
-    """`run.json` of a registered run; nothing where it had none. Raises DataError where it is not the one that was
+    """`run.json` of a registered run; empty where it had none. Raises DataError if it is not the one that was
     registered."""
     if not run_digest:
         return {}
@@ -144,7 +144,7 @@ def _record(store: Store, version: ModelVersion, run_id: str, uri: str) -> Regis
 
 
 def _require_same(found: Registration, version: ModelVersion, who: str) -> None:
-    """That MLflow says of the version what was registered."""
+    """Raise ForeignVersionError unless MLflow's tags and source equal the registered ones."""
     for name in COMPARED_TAGS:
         ours, theirs = found.tags.get(f"holdfast.{name}", ""), version.tags.get(f"holdfast.{name}", "")
         if ours != theirs:
@@ -160,7 +160,7 @@ def _require_same(found: Registration, version: ModelVersion, who: str) -> None:
 
 
 def _figures(store: Store, found: Registration, who: str) -> dict[str, Any]:
-    """The metrics of the verdict that blessed a registered model, once the chain of digests is checked."""
+    """The metrics of the verdict that blessed a registered model, after checking the chain of digests."""
     where = layout.verdict(found.run_id, found.verdict)
     for key in (where, layout.blessing(found.run_id, found.verdict_digest)):
         try:
@@ -183,7 +183,7 @@ def _figures(store: Store, found: Registration, who: str) -> dict[str, Any]:
     try:
         read_record(store, found.export, found.export_digest)
     except MissingError:
-        pass  # whoever reads the model says so
+        pass  # the reader of the model reports it
     except DataError as error:
         raise ForeignVersionError(f"{who} does not count: {error}") from None
     return {

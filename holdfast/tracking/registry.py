@@ -1,8 +1,8 @@
-"""The registered models: which version is the champion, what it was made from, and how to move the alias.
+"""The registered models: which version is the champion, its lineage, and moving the alias.
 
-Promises that what a version is comes from the store's own records and never from MLflow's tags alone (`registrations`),
-that a champion can be read without MLflow's artifacts, and that moving an alias is one call: there is never a moment
-without a champion. Leaves making versions to holdfast.components.register.
+The description of a version comes from the store's own records and never from MLflow's tags alone (`registrations`). A
+champion can be read without MLflow's artifacts. Moving an alias is one call, so there is never a moment without a
+champion. `holdfast.components.register` creates versions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CHAMPION = "champion"
 CHALLENGER = "challenger"
 REPLACED_TAG = "holdfast.replaced_champion"
-LOOKUPS = 16  # registrations that are read at once
+LOOKUPS = 16  # registrations that are read concurrently
 
 log = logging.getLogger("holdfast.tracking")
 Stores = Store | Sequence[Store]
@@ -36,7 +36,7 @@ Stores = Store | Sequence[Store]
 
 @dataclass(frozen=True)
 class Champion:
-    """A version of a registered model, as the store's records describe it; a foreign one as MLflow's tags do."""
+    """A version of a registered model, described by the store's records; a foreign one by MLflow's tags."""
 
     registry: str  # the MLflow that it is registered in, without credentials
     model: str
@@ -49,7 +49,7 @@ class Champion:
     dataset_id: str
     metrics: dict[str, Any]  # the metrics of the verdict that blessed it
     tags: dict[str, str]  # the whole lineage
-    created: float  # when it was registered, unix seconds
+    created: float  # time of registration, Unix seconds
     foreign: str = ""  # why it does not count; empty for one that does
 
     @property
@@ -59,7 +59,7 @@ class Champion:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What makes it this champion and no other: a version's number alone means another model in each MLflow."""
+        """The unique identity of this champion: a version's number alone means another model in each MLflow."""
         return {
             "registry": self.registry,
             "model": self.model,
@@ -71,10 +71,8 @@ class Champion:
 
 def champion(model: str, stores: Stores, uri: str | None = None) -> Champion | None:
     """The version that the alias `champion` of the registered model names; None if there is none. `stores`: the one in
-    use, and others that a person trusts. Where the alias is gone, the version that the store made champion last counts.
-
-    Raises ForeignVersionError for a version that none of the stores has registered, and TrackingUnavailable.
-    """
+    use, and others that a person trusts. If the alias is gone, the version that the store made champion last counts.
+    Raises ForeignVersionError for a version that none of the stores has registered, and TrackingUnavailable."""
     uri, trusted = uri or tracking_uri(), _listed(stores)
     client = connect(uri)
     with translated(uri):
@@ -94,7 +92,7 @@ def versions(model: str, stores: Stores, uri: str | None = None) -> list[Champio
 
 
 def registered(stores: Stores, uri: str | None = None) -> list[tuple[Champion, tuple[str, ...]]]:
-    """Every version of any registered model, with its aliases, foreign ones marked: model by model, newest first.
+    """Every version of any registered model, with its aliases, foreign ones marked: grouped by model, newest first.
     Raises TrackingUnavailable."""
     uri, trusted = uri or tracking_uri(), _listed(stores)
     client = connect(uri)
@@ -123,8 +121,8 @@ def promote(model: str, version: int, stores: Stores, uri: str | None = None) ->
 
 
 def rollback(model: str, stores: Stores, uri: str | None = None) -> Champion:
-    """Make the version that the champion replaced champion again; a second rollback goes one further back. Raises
-    MissingError if there is nothing to go back to, ForeignVersionError."""
+    """Restore the champion that the current one replaced; a second rollback goes one further back. Raises MissingError
+    without an earlier champion, ForeignVersionError."""
     uri, trusted = uri or tracking_uri(), _listed(stores)
     client = connect(uri)
     with translated(uri):
@@ -140,7 +138,7 @@ def rollback(model: str, stores: Stores, uri: str | None = None) -> Champion:
 
 
 def set_alias(client: MlflowClient, model: str, alias: str, version: int) -> None:
-    """Let the alias name the version, whoever moves it at the same moment."""
+    """Set the alias to the version, even if other processes move it at the same moment."""
 
     def elsewhere() -> list[int]:
         found = version_by_alias(client, model, alias)
@@ -150,7 +148,7 @@ def set_alias(client: MlflowClient, model: str, alias: str, version: int) -> Non
 
 
 def _remember(client: MlflowClient, model: str, version: int, former: str) -> None:
-    """Write on a version which champion it replaces."""
+    """Tag a version with the champion that it replaces."""
 
     def unknown() -> list[str]:
         return [former] if client.get_model_version(model, str(version)).tags.get(REPLACED_TAG) != former else []
@@ -221,7 +219,7 @@ def _described(found: Sequence[ModelVersion], stores: Sequence[Store], uri: str)
 
 
 def _read(version: ModelVersion, stores: Sequence[Store], uri: str) -> Champion:
-    """A version, with the reason where it is foreign."""
+    """A version, with the reason if it is foreign."""
     try:
         return _ours(version, stores, uri)
     except ForeignVersionError as error:

@@ -1,7 +1,7 @@
-"""The MLflow run of a sweep: the parent of its trials' runs, with what the comparison says.
+"""The MLflow run of a sweep: the parent of its trials' runs, with the results of the comparison.
 
-Promises one parent for each sweep, whoever asks and however often, and that saying it again changes nothing. A trial
-that is in several sweeps is a child of the one that was compared last: MLflow knows one parent.
+Each sweep has one parent, for any number of calls and callers, and a repeated call changes nothing. A trial in several
+sweeps is a child of the one that was compared last: MLflow allows one parent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PARENT_TAG = "mlflow.parentRunId"  # MLflow's own, by which its UI nests runs
 
 @dataclass(frozen=True)
 class SweepRun:
-    """What MLflow is told of a sweep."""
+    """The data of a sweep for MLflow."""
 
     sweep_id: str
     name: str
@@ -39,8 +39,8 @@ class SweepRun:
 
 
 def mirror_sweep(spec: Spec, found: SweepRun, store: Store, uri: str | None = None) -> str:
-    """Let MLflow have the parent run of a sweep, with its trials as children; its MLflow id. `spec`: that of the sweep,
-    without the changes of any trial. Trials that MLflow has never heard of are left out. Raises TrackingUnavailable."""
+    """Write the parent run of a sweep to MLflow, with its trials as children. Return its MLflow id. `spec`: that of the
+    sweep, without the changes of any trial. Trials that are not in MLflow are left out. Raises TrackingUnavailable."""
     uri = uri or tracking_uri()
     client = connect(uri)
     with translated(uri):
@@ -53,13 +53,13 @@ def mirror_sweep(spec: Spec, found: SweepRun, store: Store, uri: str | None = No
                 client.set_tag(child, PARENT_TAG, parent)
         if client.get_run(parent).info.status != "FINISHED":
             client.set_terminated(parent, "FINISHED")
-        for name, text in found.files.items():  # last: where MLflow keeps artifacts may be closed to this machine
+        for name, text in found.files.items():  # last: this machine may lack access to MLflow's artifacts
             write_text(client, parent, text, name)
     return parent
 
 
 def _describe(client: MlflowClient, parent: str, found: SweepRun) -> None:
-    """Write what differs from what MLflow has."""
+    """Write the values that differ from MLflow's."""
     there = client.get_run(parent).data
     for name, text in found.tags.items():
         value = text[:MAX_TAG_LENGTH]

@@ -1,7 +1,7 @@
-"""A run as an event file that TensorBoard reads: every step of its history, its evaluations, its spec.
+"""A run as an event file for TensorBoard: every step of its history, its evaluations, its spec.
 
-Promises one file a run, which is whole whenever it is there and the same for the same run; writing again replaces it.
-Leaves the measuring to holdfast.telemetry, and the file's format to TensorBoard's own library.
+A run has one file, which appears only whole and is the same for the same run; writing again replaces it.
+`holdfast.telemetry` measures. TensorBoard's own library defines the format of the file.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from holdfast.telemetry import Row
 
 FILE = "events.out.tfevents.0.holdfast"  # TensorBoard looks for `tfevents`
 VERSION = "brain.Event:2"  # of the format, which each file begins with
-GROUPS = {"phase_seconds.": "phase_seconds/", "system.": "system/"}  # TensorBoard groups what stands before a slash
+GROUPS = {"phase_seconds.": "phase_seconds/", "system.": "system/"}  # TensorBoard groups by the part before a slash
 
 
 def write(folder: Path, spec: Spec, rows: Sequence[Row], evaluations: Iterable[Mapping[str, Any]]) -> Path:
-    """Write the file of a run into `folder`; `evaluations` are verdicts. Returns where it is. Raises MissingError where
-    the library is missing or the folder cannot be written."""
+    """Write the file of a run into `folder`; `evaluations` are verdicts. Returns its path. Raises MissingError if the
+    library is missing or the folder cannot be written."""
     try:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -38,7 +38,7 @@ def write(folder: Path, spec: Spec, rows: Sequence[Row], evaluations: Iterable[M
 
     began = float(rows[0].get("time", 0.0)) if rows else 0.0
     path = folder.absolute() / FILE
-    beside = path.with_name(f".{os.getpid()}.part")  # a name that TensorBoard does not look at
+    beside = path.with_name(f".{os.getpid()}.part")  # a name that TensorBoard ignores
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with beside.open("wb") as file:
@@ -58,7 +58,7 @@ def write(folder: Path, spec: Spec, rows: Sequence[Row], evaluations: Iterable[M
 def _all(
     rows: Sequence[Row], evaluations: Iterable[Mapping[str, Any]]
 ) -> Iterator[tuple[int, float, dict[str, float]]]:
-    """Step, time (unix seconds) and figures, in the order of the steps."""
+    """Step, time (Unix seconds) and figures, in the order of the steps."""
     last = 0.0
     for row in rows:
         last = float(row.get("time", 0.0))

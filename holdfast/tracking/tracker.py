@@ -1,9 +1,9 @@
-"""The one MLflow run of a Holdfast run: a copy of the history in the store, made by any process at any time.
+"""The one MLflow run of a Holdfast run: a copy of the history in the store, which any process can make at any time.
 
-Promises one MLflow run for each run id and, in it, every step once: a step's metrics go over in one transaction, the
-next copy starts after the last step that MLflow has, and a row sent twice (same time, same values) is one row. MLflow
-being away never raises out of `sync` and `finish`, and artifacts that cannot be written keep no metric back. Leaves the
-measuring to holdfast.telemetry.
+Each run id has one MLflow run, with every step once. A step's metrics are written in one transaction, and the next copy
+starts after the last step in MLflow. A row sent twice (same time, same values) is one row. An unreachable MLflow never
+raises out of `sync` and `finish`, and artifacts that cannot be written keep no metric back. `holdfast.telemetry`
+measures.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger("holdfast.tracking")
 
 @dataclass
 class RunTracker:
-    """The MLflow run of one Holdfast run. Get it from `open`, which talks to nobody: MLflow may be away."""
+    """The MLflow run of one Holdfast run. Create it with `open`, which makes no request: MLflow may be unreachable."""
 
     spec: Spec
     run_id: str
@@ -59,12 +59,12 @@ class RunTracker:
 
     @property
     def mlflow_run_id(self) -> str:
-        """MLflow's name for the run, created if there is none. Raises TrackingUnavailable."""
+        """MLflow's id of the run, which is created if there is none. Raises TrackingUnavailable."""
         return self._ensure()[1]
 
     def page(self) -> str:
-        """Where a browser finds the run, which is made if there is none; empty for an MLflow without a server. Raises
-        TrackingUnavailable."""
+        """The run's page for a browser; the run is created if there is none. Empty for an MLflow without a server.
+        Raises TrackingUnavailable."""
         root = tracking_page()
         if not root:
             return ""
@@ -75,8 +75,8 @@ class RunTracker:
         return f"{root}/#/experiments/{experiment}/runs/{mlflow_run_id}"
 
     def begin(self) -> None:
-        """Let the MLflow run be there, running, before its first metrics are. Never raises because MLflow or the store
-        is away."""
+        """Create the MLflow run, as running, before its first metrics. Never raises because MLflow or the store is
+        unreachable."""
         try:
             client, mlflow_run_id = self._ensure()
             with translated(self.uri):
@@ -85,8 +85,8 @@ class RunTracker:
             self._miss(error)
 
     def sync(self) -> int:
-        """Copy the steps that MLflow does not have yet; how many. Never raises because MLflow or the store is away:
-        that is logged once, and the next call catches up."""
+        """Copy the steps that MLflow does not have yet. Return their number. Never raises because MLflow or the store
+        is unreachable: that is logged once, and the next call catches up."""
         try:
             copied = self._sync()
         except (TrackingUnavailable, StoreUnreachableError) as error:
@@ -100,8 +100,8 @@ class RunTracker:
         return copied
 
     def finish(self, status: Status) -> bool:
-        """Copy what is missing and end the MLflow run with `status`. If MLflow is away: False, and a line in
-        the log."""
+        """Copy the missing steps and end the MLflow run with `status`. If MLflow is unreachable, return False and log
+        it."""
         try:
             self._sync()
             client, mlflow_run_id = self._ensure()
@@ -115,7 +115,7 @@ class RunTracker:
         return True
 
     def log_evaluation(self, verdict: Mapping[str, Any]) -> None:
-        """Put a verdict's `metrics` (as `evaluation/...`, at its `step`) and its `word` into the run; doing it again
+        """Write a verdict's `metrics` (as `evaluation/...`, at its `step`) and its `word` into the run; repeating it
         changes nothing. Raises TrackingUnavailable."""
         client, mlflow_run_id = self._ensure()
         from mlflow.entities import Metric, RunTag
@@ -130,8 +130,8 @@ class RunTracker:
             client.log_batch(mlflow_run_id, tags=[RunTag("holdfast.verdict", str(verdict["word"]))])
 
     def log_figures(self, figures: Mapping[str, float]) -> None:
-        """Put figures of the whole run into it, such as its goodput and its cost; doing it again changes nothing but
-        what has become more. Raises TrackingUnavailable."""
+        """Write figures of the whole run into it, such as its goodput and its cost. Repeating it only updates figures
+        that have grown. Raises TrackingUnavailable."""
         client, mlflow_run_id = self._ensure()
         from mlflow.entities import Metric
 
@@ -140,7 +140,8 @@ class RunTracker:
             client.log_batch(mlflow_run_id, metrics=[Metric(name, value, now, 0) for name, value in figures.items()])
 
     def _attach(self) -> None:
-        """Write the artifacts, after the metrics. What cannot be written is a warning, once: the store has it."""
+        """Write the artifacts, after the metrics. An artifact that cannot be written is a warning, once: the store has
+        it."""
         client, mlflow_run_id = self._ensure()
         before, self._attached = self._attached, False
         try:
@@ -171,11 +172,11 @@ class RunTracker:
                 client.log_batch(mlflow_run_id, metrics=batch)
                 self._last_step = last_step
         if rows:
-            self._last_step = int(rows[-1]["step"])  # of those behind the last one that was copied none is
+            self._last_step = int(rows[-1]["step"])  # no row after the last copied one is copied
         return len(copied)
 
     def _ensure(self) -> tuple[MlflowClient, str]:
-        """The client and the MLflow run, described; made at the first call that reaches MLflow."""
+        """The client and the described MLflow run, created at the first call that reaches MLflow."""
         if self._client is None or self._mlflow_run_id is None:
             client = connect(self.uri)
             with translated(self.uri):
@@ -185,14 +186,14 @@ class RunTracker:
         return self._client, self._mlflow_run_id
 
     def _time_of(self, step: int) -> float:
-        """When `step` was computed, in unix seconds; 0 if the history does not say."""
+        """When `step` was computed, in Unix seconds; 0 if the history does not have it."""
         return next((row["time"] for row in read_history(self.store, self.run_id, after=step - 1)), 0.0)
 
 
 def is_copied(step: int, steps: int) -> bool:
-    """Whether MLflow gets the metrics of a step of a run that has so many `steps`: of the first ALL_STEPS each one, of
-    as many after them every second one, of twice as many after those every fourth one, and so on; always the last one.
-    So a run of a million steps has 43,000 points of each metric, and which ones depends on the step alone."""
+    """Whether MLflow gets the metrics of a step of a run with this many `steps`. It gets each of the first ALL_STEPS,
+    every second one of as many after them, every fourth one of twice as many after those, and so on; always the last
+    one. So a run of a million steps has 43,000 points of each metric. The selection depends on the step alone."""
     stride = 1 << ((step - 1) // ALL_STEPS).bit_length()
     return step == steps or step % stride == 0
 
