@@ -1,1 +1,1 @@
-"""What people see: the runs of a store, the page of one run, its summary, the terminal while it runs, MLflow's UI."""
+"""Views for people: the runs of a store, one run's page and summary, the live terminal, MLflow's UI."""

@@ -1,4 +1,4 @@
-"""How the accelerators of a run are, in a few lines: `holdfast watch`, and `holdfast show` while it trains."""
+"""Accelerator metrics of a run as a few lines, for `holdfast watch`, and for `holdfast show` while it trains."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from holdfast.telemetry.accelerators import Figures
 from holdfast.telemetry.events import AttemptBegan
 
-NAMED = 8  # ranks whose accelerator is slowed
+NAMED = 8  # ranks with a throttled accelerator to name
 
 
 def lines(newest: Mapping[int, Figures], began: AttemptBegan | None) -> Iterator[str]:
-    """What each rank's driver told last, all ranks together; who is slowed; and what the drivers of the attempt that
-    `began` do not tell. Nothing where no driver tells anything."""
+    """The latest driver metrics over all ranks, the throttled ranks, and the missing metrics of the attempt that
+    `began`.
+
+    Yields nothing if no driver reports anything.
+    """
     told = [each for each in newest.values() if each.tells]
     if not told:
         return

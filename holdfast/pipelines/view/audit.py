@@ -1,4 +1,4 @@
-"""What `holdfast batch`, `holdfast diff` and `holdfast replay` print."""
+"""Output of `holdfast batch`, `holdfast diff` and `holdfast replay`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from holdfast.components.train.audit.sampling import Audit
     from holdfast.corpus.batch import Batch, Passage
 
-SHOWN_FIELDS = 12  # of the specs that differ; --json has them all
+SHOWN_FIELDS = 12  # differing fields of the specs; --json has all
 
 
 def print_batch(run_id: str, found: Batch, text: bool) -> None:
-    """Print the rows of a batch, each with its documents and, if asked for, what it says."""
+    """Print the rows of a batch with their documents and, if requested, their text."""
     console = _console()
     console.print(f"step {found.step:,} of run {run_id}: {len(found.rows):,} rows of dataset {found.dataset_id}")
     if found.note:
@@ -46,7 +46,7 @@ def print_batch(run_id: str, found: Batch, text: bool) -> None:
 
 
 def print_parting(one: RunRecord, other: RunRecord, found: Divergence, asked: dict[str, tuple[Any, Any]]) -> None:
-    """Print how far two runs are the same, and where they part."""
+    """Print how far two runs are equal, and where they diverge."""
     console = _console()
     for name, values in list(asked.items())[:SHOWN_FIELDS]:
         console.print(
@@ -77,7 +77,7 @@ def print_parting(one: RunRecord, other: RunRecord, found: Divergence, asked: di
 
 
 def print_replayed(run_id: str, found: ReplayResult) -> None:
-    """Print what a replay has shown."""
+    """Print the result of a replay."""
     console = _console()
     begun = f"from the checkpoint at step {found.start:,}" if found.start else "from the first state"
     console.print(
@@ -95,7 +95,7 @@ def print_replayed(run_id: str, found: ReplayResult) -> None:
 
 
 def print_audit(found: Audit) -> None:
-    """Print what a sample has shown."""
+    """Print the result of an audit sample."""
     console = _console()
     for each in found.audited:
         print_replayed(each.run_id, each.found)
@@ -114,7 +114,7 @@ def print_audit(found: Audit) -> None:
 
 @contextmanager
 def steps_done(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """How many steps a command has computed, on standard error where that is a terminal."""
+    """Show the number of computed steps on standard error, if that is a terminal."""
     console = SafeConsole(stderr=True, quiet=quiet)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -123,7 +123,7 @@ def steps_done(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
 
 
 def asked_differently(one: RunRecord, other: RunRecord) -> dict[str, tuple[Any, Any]]:
-    """What the specs of two runs, and what they are named by, say differently: by dotted names."""
+    """The differences between two runs' specs and datasets, by dotted names."""
     mine, theirs = ({**dict(_flat(run.spec)), "dataset": run.dataset_id} for run in (one, other))
     names = [*mine, *(name for name in theirs if name not in mine)]
     return {

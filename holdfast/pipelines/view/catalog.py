@@ -1,8 +1,8 @@
-"""The runs in a store, as their objects say: nothing is remembered anywhere else.
+"""Catalog of the runs in a store, from their objects alone.
 
-Promises that a run costs a few requests however much it has saved, that many are asked for at once, that a name, an id
-or the beginning of an id finds one run without a look at the others, and that an object which cannot be read hides
-nothing but itself: its run is listed, with the reason in `unreadable`.
+A run costs a few requests, regardless of its number of saves. Many runs are read concurrently. A name, an id or the
+beginning of an id finds one run without reading other runs. An unreadable object hides only itself: its run is listed
+with the reason in `unreadable`.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from holdfast.store.json_reading import read_json
 from holdfast.store.parallel import in_parallel
 
 RUNS, NAMES = "runs/", "names/"
-PAGE = 1000  # objects that a listing gives at once
-AT_ONCE = 32  # runs that are read at once
+PAGE = 1000  # objects per listing request
+AT_ONCE = 32  # runs to read concurrently
 LONGEST_ID = 128  # characters
 SHOWN_IDS = 5  # in a message
 
 
 @dataclass
 class RunRecord:
-    """What the store knows about one run."""
+    """The store's data about one run."""
 
     run_id: str
-    started: float = 0.0  # unix seconds: the oldest object's
-    changed: float = 0.0  # unix seconds: the newest object's, but for those of whoever keeps, reads or collects it
+    started: float = 0.0  # unix seconds of the oldest object
+    changed: float = 0.0  # unix seconds of the newest object, without housekeeping objects
     attempts: int = 0
     checkpoints: list[int] = field(default_factory=list)  # steps
     described: dict[str, Any] = field(default_factory=dict)  # run.json
-    parent: dict[str, Any] = field(default_factory=dict)  # parent.json: the run and the step that it was forked from
+    parent: dict[str, Any] = field(default_factory=dict)  # parent.json: run and step of the fork
     result: dict[str, Any] | None = None  # result.json
     summary: dict[str, Any] = field(default_factory=dict)  # summary.json
     verdict: dict[str, Any] | None = None
     verdict_key: str = ""
     registration: dict[str, Any] | None = None
     submission: dict[str, Any] = field(default_factory=dict)  # backend.json
-    unreadable: list[str] = field(default_factory=list)  # which of its records cannot be read, and why
+    unreadable: list[str] = field(default_factory=list)  # its unreadable records, with the reasons
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -57,20 +57,20 @@ class RunRecord:
         return spec if isinstance(spec, dict) else {}
 
     def whole_spec(self) -> Spec | None:
-        """The spec, checked; None before the first attempt, and for one that another version wrote."""
+        """The validated spec; None before the first attempt, and for one of another version."""
         with suppress(ValueError, HoldfastError):
             return Spec.model_validate(self.spec) if self.spec else None
         return None
 
     def known_spec(self, store: Store) -> Spec:
-        """The same. Raises MissingError where there is none."""
+        """The validated spec. Raises MissingError without one."""
         if (spec := self.whole_spec()) is None:
             raise MissingError(f"run {self.run_id}: its spec is not in {store.url}, or is another version's")
         return spec
 
     @property
     def name(self) -> str:
-        """The name in the spec, or what the exit handler called a run that failed before its first attempt."""
+        """The name in the spec, otherwise in the exit handler's summary or in the submission."""
         return str(self.spec.get("name", "") or self.summary.get("name", "") or self.submission.get("name", ""))
 
     @property
@@ -80,31 +80,31 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
-        """The steps that the spec asks for; 0 if that is not known yet."""
+        """The number of steps in the spec; 0 if unknown."""
         training = self.spec.get("training")
         steps = training.get("steps", 0) if isinstance(training, dict) else 0
         return steps if isinstance(steps, int) else 0
 
     @property
     def step(self) -> int:
-        """The last step that is safe in the store."""
+        """The last step that the store holds."""
         if self.result is not None:
             return int(self.result.get("step", 0))
         return max(self.checkpoints, default=0)
 
     @property
     def loss(self) -> float | None:
-        """The training loss at the end, in nats a token."""
+        """The final training loss, in nats per token."""
         return None if self.result is None else self.result.get("loss")
 
     @property
     def word(self) -> str:
-        """The verdict's word; empty before there is one."""
+        """The outcome of the verdict; empty without one."""
         return "" if self.verdict is None else str(self.verdict.get("word", ""))
 
     @property
     def state(self) -> str:
-        """One word or two for a table."""
+        """The state as one or two words for a table."""
         if self._running:
             return "running"
         if self.registration is not None:
@@ -118,12 +118,12 @@ class RunRecord:
 
     @property
     def stopped(self) -> dict[str, Any]:
-        """What the exit handler told of the newest submission, if that failed or was cancelled; else empty."""
+        """The exit handler's summary of the newest submission, if that failed or was cancelled; otherwise empty."""
         told = self.summary if self.summary.get("status") in ("failed", "cancelled") else {}
         return told if told.get("ended", 0.0) >= self.submission.get("submitted", 0.0) else {}
 
     def as_json(self) -> dict[str, Any]:
-        """What a script wants of a run."""
+        """The run for scripts."""
         return {
             "run_id": self.run_id, "name": self.name, "state": self.state, "dataset_id": self.dataset_id,
             "parent": self.parent, "step": self.step, "steps": self.steps, "loss": self.loss, "verdict": self.word,
@@ -145,19 +145,19 @@ class RunRecord:
 
     @property
     def model_version(self) -> str:
-        """`name/version` of the registered model; empty if there is none."""
+        """`name/version` of the registered model; empty without one."""
         if self.registration is None:
             return ""
         return f"{self.registration.get('model')}/{self.registration.get('version')}"
 
 
 def all_runs(store: Store, limit: int | None = None) -> list[RunRecord]:
-    """The runs in the store, newest first: all of them, or the `limit` that were started or submitted last."""
+    """The runs in the store, newest first: all, or the `limit` that were started or submitted last."""
     return some_runs(store, limit)[0]
 
 
 def some_runs(store: Store, limit: int | None = None) -> tuple[list[RunRecord], int]:
-    """The same, and how many there are that were not looked at."""
+    """The same runs, and the number of unread ones."""
     ids, left = list(store.folders(RUNS)), 0
     if limit is not None and len(ids) > limit:
         started: dict[str, float] = {}
@@ -165,7 +165,7 @@ def some_runs(store: Store, limit: int | None = None) -> tuple[list[RunRecord], 
             run_id = info.key.rpartition("/")[2]
             started[run_id] = max(started.get(run_id, 0.0), info.modified)
         newest_first = sorted(ids, key=lambda run_id: started.get(run_id, math.inf), reverse=True)
-        unknown = sum(run_id not in started for run_id in ids)  # they may be newer than all others
+        unknown = sum(run_id not in started for run_id in ids)  # they may be newer than all known ones
         ids, left = newest_first[: limit + unknown], max(0, len(ids) - limit - unknown)
     found = {one.run_id: one for one in in_parallel(partial(read_run, store), ids, AT_ONCE) if one is not None}
     shown = (record for record in found.values() if _worked_on(store, record) not in found.keys() - {record.run_id})
@@ -176,8 +176,10 @@ def some_runs(store: Store, limit: int | None = None) -> tuple[list[RunRecord], 
 
 
 def _worked_on(store: Store, record: RunRecord) -> str:
-    """The run that the steps of a submission work on, where nothing but the submission is known of this one: another
-    than was thought where it was submitted, if their machines have other sources."""
+    """The run that the steps of a submission work on, if only the submission is known of this run.
+
+    It differs from the id at submission if the steps' machines have other sources.
+    """
     from holdfast.pipelines.backends.record import as_it_ran, read_record
 
     submitted = read_record(record.submission) if record.submission and not record.described else None
@@ -185,8 +187,10 @@ def _worked_on(store: Store, record: RunRecord) -> str:
 
 
 def read_run(store: Store, run_id: str, verdict_key: str = "", registration_key: str = "") -> RunRecord | None:
-    """One run; None if the store has nothing of it. Of several verdicts and registrations, those with the given keys,
-    or without a key the newest."""
+    """Read one run; None if the store has none. `verdict_key` and `registration_key` choose among several records.
+
+    Without a key, the newest one is read.
+    """
     objects = _objects_of(store, run_id)
     if not objects:
         return None
@@ -220,7 +224,7 @@ def read_run(store: Store, run_id: str, verdict_key: str = "", registration_key:
 
 
 def _objects_of(store: Store, run_id: str) -> list[ObjectInfo]:
-    """The objects of a run that say what it is: all of them where one page of a listing has them."""
+    """The objects that describe a run; all its objects if they fit in one listing page."""
     first = list(islice(store.list(layout.run(run_id)), PAGE))
     if len(first) < PAGE:
         return first
@@ -231,8 +235,7 @@ def _objects_of(store: Store, run_id: str) -> list[ObjectInfo]:
 
 
 def find_run(store: Store, wanted: str) -> RunRecord:
-    """The run whose id, or whose backend's id, begins with `wanted`, or the newest one of that name. Raises
-    MissingError."""
+    """The run whose id or backend id begins with `wanted`, or the newest one with that name. Raises MissingError."""
     if wanted:
         ids = list(store.folders(f"{RUNS}{wanted}")) if _may_be_id(wanted) else []
         found = [one for one in in_parallel(partial(read_run, store), ids[:SHOWN_IDS]) if one is not None]
@@ -250,13 +253,13 @@ def find_run(store: Store, wanted: str) -> RunRecord:
 
 
 def _submitted(store: Store, wanted: str) -> RunRecord | None:
-    """The run that its backend calls `wanted`, or something that begins so; None where no submission is so called."""
+    """The run whose backend id begins with `wanted`; None without such a submission."""
     from holdfast.pipelines.backends.record import find_record
 
     record = find_record(store, wanted)
     if record is None or record.trials:
         return None
-    return read_run(store, record.identity) or read_run(store, record.run_id)  # nothing of it is there yet
+    return read_run(store, record.identity) or read_run(store, record.run_id)  # the run may have no objects yet
 
 
 def _may_be_id(text: str) -> bool:
@@ -265,7 +268,7 @@ def _may_be_id(text: str) -> bool:
 
 
 def _searched(store: Store, wanted: str) -> RunRecord:
-    """The newest run of a name that the index of names does not have. Raises MissingError."""
+    """The newest run with a name that the index of names lacks. Raises MissingError."""
     records = all_runs(store)
     if not records:
         raise MissingError(f"{store.url}: has no runs yet; start one with `holdfast run examples/quickstart.yaml`")
@@ -285,7 +288,7 @@ _FOLDERS = ("attempts/", "checkpoints/step-", "evaluations/", "registrations/")
 
 
 class _Part(BaseModel):
-    """What is looked at of a record. Everything else in it is kept as it is."""
+    """The validated part of a record. All other fields stay unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -328,7 +331,7 @@ class _Registration(_Part):
 
 
 def _value(store: Store, key: str, record: RunRecord, model: type[_Part]) -> dict[str, Any]:
-    """A record of the run; empty, with the reason in `unreadable`, where it cannot be read."""
+    """A record of the run; empty if it cannot be read, with the reason in `unreadable`."""
     try:
         return read_json(store, key, model).model_dump(exclude_unset=True)
     except MissingError:

@@ -1,4 +1,4 @@
-"""What `holdfast chaos` shows while it goes on: the schedule, each fault and its survival, and how it ended."""
+"""Live output of `holdfast chaos`: the schedule, each fault and its survival, and the result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Teller:
-    """Prints what it is told. Use it as a context manager, so that the terminal is left as it was."""
+    """Prints progress reports. Use it as a context manager, so that the terminal is restored."""
 
     def __init__(self, asked: Chaos, *, to_stderr: bool = False) -> None:
         self._asked = asked
@@ -47,7 +47,7 @@ class Teller:
             self._status.stop()
 
     def tell(self, what: object) -> None:
-        """Print what has happened."""
+        """Print a report."""
         if isinstance(what, int):
             if self._status is not None:
                 self._status.update(f"{self._said}: step {what} of {self._asked.steps}")

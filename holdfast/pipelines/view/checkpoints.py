@@ -1,4 +1,4 @@
-"""The tables of `holdfast checkpoints`."""
+"""Output of `holdfast checkpoints`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint import Checkpoint
     from holdfast.checkpoint.tools import CheckpointInfo, Collected, Difference, Verified
 
-SHOWN_TENSORS = 20  # differing ones that are shown; --json has them all
+SHOWN_TENSORS = 20  # differing tensors to show; --json has all
 
 
 def print_list(run_id: str, found: Sequence[CheckpointInfo]) -> None:
@@ -67,7 +67,7 @@ def print_checkpoint(checkpoint: Checkpoint) -> None:
 
 
 def print_verified(found: Verified) -> None:
-    """Print what reading a checkpoint has shown."""
+    """Print the result of verifying a checkpoint."""
     console = _console()
     what = f"step {found.step:,}{', exported model' if found.export else ''}"
     if found.collected:
@@ -82,7 +82,7 @@ def print_verified(found: Verified) -> None:
 
 
 def print_difference(found: Difference, digest: str) -> None:
-    """Print where two checkpoints differ."""
+    """Print the differences of two checkpoints."""
     console = _console()
     if found.none:
         console.print(f"equal: both have the state digest {digest}")
@@ -108,7 +108,7 @@ def print_difference(found: Difference, digest: str) -> None:
 
 
 def print_collected(run_id: str, found: Collected, dry_run: bool) -> None:
-    """Print what a collection has deleted, or would delete."""
+    """Print the deletions of a collection, or those that it would make."""
     console, verb = _console(), "would delete" if dry_run else "deleted"
     if found.held_back:
         console.print(f"note: {escape(found.held_back)}", highlight=False)
@@ -127,7 +127,7 @@ def print_collected(run_id: str, found: Collected, dry_run: bool) -> None:
 
 @contextmanager
 def bytes_read(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """How far a command has read, in bytes, on standard error where that is a terminal."""
+    """Show the progress of reading in bytes on standard error, if that is a terminal."""
     console = SafeConsole(stderr=True, quiet=quiet)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -136,7 +136,7 @@ def bytes_read(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], 
 
 
 def size(count: float) -> str:
-    """Bytes in words."""
+    """A number of bytes with a unit."""
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
         if count < 1024 or unit == "TiB":
             return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"

@@ -1,6 +1,6 @@
-"""The terminal of the views: rich's, for texts that others have written.
+"""Console of the views: rich's, safe for foreign text.
 
-Promises that control characters and escape sequences in such texts do not reach the terminal.
+Control characters and escape sequences in such text do not reach the terminal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from holdfast.runtime.output import without_controls
 
 
 class SafeConsole(Console):
-    """A console whose texts are shown and never obeyed."""
+    """A console that never interprets control characters in text."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """See Console."""

@@ -1,4 +1,4 @@
-"""What a run took and cost, in the terminal: `holdfast cost`, and its lines in `holdfast show`."""
+"""Resources and cost of a run in the terminal: `holdfast cost`, and its lines in `holdfast show`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.telemetry.cost import Cost
 
 
 def lines(spent: Cost) -> Iterator[str]:
-    """Hours, energy and money, as far as they are known; nothing before a rank has told anything."""
+    """The known hours, energy and money; nothing before a rank has reported."""
     if not spent.hours:
         return
     ranks = f"{spent.accelerators} x {spent.accelerator}" if spent.accelerator else f"{spent.accelerators} ranks"
@@ -28,5 +28,5 @@ def lines(spent: Cost) -> Iterator[str]:
 
 
 def money(amount: float, prices: Prices) -> str:
-    """An amount with its currency, where that is said."""
+    """An amount with its currency, if known."""
     return f"{amount:,.4g} {prices.currency}".rstrip()

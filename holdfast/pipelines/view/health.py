@@ -1,4 +1,4 @@
-"""A report of a health check for a terminal: the ranks side by side, what was not looked at, and what was found."""
+"""Report of a health check for a terminal: the ranks in a table, skipped checks, and findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The goodput ledger in the terminal: `holdfast ledger`, and its line in `holdfast show`."""
+"""Goodput ledger in the terminal: `holdfast ledger`, and its lines in `holdfast show`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.terminal import duration
 from holdfast.telemetry.ledger import CLASSES, Ledger
 
-SHOWN = 0.001  # of all: a class with less is left out of a line
-MANY = 16  # ranks: more are not listed one by one
+SHOWN = 0.001  # share below which a class is omitted from a line
+MANY = 16  # ranks above which they are not listed individually
 WIDE = 120  # columns when the output is not a terminal
 
 
@@ -36,7 +36,7 @@ def print_ledger(account: Ledger) -> None:
 
 
 def summary(account: Ledger) -> str:
-    """Goodput, and of what."""
+    """The goodput, and the time and ranks that it refers to."""
     ranks = len(account.ranks)
     return (
         f"goodput {100 * account.goodput:.1f} % of {duration(account.wall)} x {ranks} rank{'s' if ranks != 1 else ''}"
@@ -44,7 +44,7 @@ def summary(account: Ledger) -> str:
 
 
 def lines(account: Ledger) -> Iterator[str]:
-    """For the page of a run; nothing where no rank told anything."""
+    """Lines for the page of a run; empty before a rank has reported."""
     if account.total:
         yield summary(account)
         shares = {name: account.seconds.get(name, 0.0) / account.total for name in CLASSES}

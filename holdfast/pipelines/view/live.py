@@ -1,6 +1,6 @@
-"""A run as it trains, on one screen: `holdfast watch`. What is drawn follows from the events alone, on any backend.
+"""Live screen of a run: `holdfast watch`. It depends on the events alone, on any backend.
 
-Promises that drawing is a pure function of what was told; leaves the reading of events to the command.
+Drawing is a pure function of the events; the command reads them.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from holdfast.telemetry.events import (
 )
 from holdfast.telemetry.ledger import ledger
 
-POINTS = 400  # of the curve, the newest ones
-NEWS = 8  # lines of what happened
-LEDGER_EVENTS = 50_000  # with more of them, goodput is left to `holdfast ledger`
+POINTS = 400  # newest points of the curve
+NEWS = 8  # lines of recent events
+LEDGER_EVENTS = 50_000  # above this, `holdfast ledger` shows goodput instead
 BARS = "▁▂▃▄▅▆▇█"
-HEAT = ("green", "green3", "yellow3", "dark_orange", "red")  # from a rank that others wait for never to always
+HEAT = ("green", "green3", "yellow3", "dark_orange", "red")  # green: no rank waits for it; red: ranks always do
 WORKING = ("data", "forward", "backward", "pipeline", "optimizer")
 
 
 class Screen:
-    """What is known of a run that is watched."""
+    """The state of a watched run."""
 
     def __init__(self, name: str, run_id: str) -> None:
         self._title = f"{name}  {run_id}"
         self._losses: deque[float] = deque(maxlen=POINTS)
         self._news: deque[Event] = deque(maxlen=NEWS)
-        self._figures: dict[type[Event], Event] = {}  # the newest of each kind
-        self._worked: dict[int, float] = {}  # seconds of its own work in the newest time that a rank told
-        self._devices: dict[int, TimeSpent] = {}  # what each rank told last
+        self._figures: dict[type[Event], Event] = {}  # newest event of each kind
+        self._worked: dict[int, float] = {}  # share of work without waits in each rank's latest report
+        self._devices: dict[int, TimeSpent] = {}  # latest report of each rank
         self._slow: set[int] = set()
         self._kept: list[Event] = []
-        self.backend_lines: list[str] = []  # what the backend says of a run whose ranks have told nothing yet
+        self.backend_lines: list[str] = []  # the backend's lines while the ranks have not reported
 
     @property
     def trains(self) -> bool:
-        """Whether the ranks have told anything."""
+        """Whether the ranks have reported."""
         return Progress in self._figures or AttemptBegan in self._figures
 
     @property
@@ -67,7 +67,7 @@ class Screen:
         )
 
     def take(self, events: Iterable[Event]) -> None:
-        """What was told since."""
+        """Process new events."""
         for event in events:
             self._figures[type(event)] = event
             if isinstance(event, Progress) and event.loss is not None:
@@ -89,7 +89,7 @@ class Screen:
                 self._kept.append(event)
 
     def draw(self, now: float, width: int = 100, height: int | None = None) -> RenderableType:
-        """The screen at a time (unix seconds). What does not fit in `height` lines is the oldest of what happened."""
+        """Draw the screen for a time (unix seconds). Without space in `height` lines, the oldest events are omitted."""
         parts: list[RenderableType] = []
         told, saved = self._figures.get(Progress), self._figures.get(SaveCommitted)
         if isinstance(told, Progress):
@@ -124,7 +124,9 @@ class Screen:
         return Panel(shown, title=Text(self._title), title_align="left")
 
     def _ranks(self) -> Text:
-        """A square for each rank, the warmer the more of its time is its own work: the others wait for the warmest."""
+        """A square for each rank. A warmer color means a larger share of own work; the other ranks wait for the
+        warmest.
+        """
         most = max(self._worked.values()) or 1.0
         least = min(self._worked.values())
         line = Text("ranks ")
@@ -135,7 +137,7 @@ class Screen:
 
 
 class _Newest:
-    """What is always shown, and below it the newest of what happened that fits in so many lines; all without one."""
+    """Content that is always shown, and below it the newest events that fit in `lines`; all events without a limit."""
 
     def __init__(self, always: RenderableType, news: Sequence[Text], lines: int | None) -> None:
         self._always, self._news, self._lines = always, news, lines
@@ -157,7 +159,7 @@ class _Newest:
 
 
 def sparkline(values: Iterable[float], width: int) -> str:
-    """The values as a row of bars, the newest last; what does not fit is the oldest."""
+    """The values as a row of bars, the newest last. The oldest are omitted if they do not fit."""
     shown = list(values)[-max(1, width) :]
     if not shown:
         return ""

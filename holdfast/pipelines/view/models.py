@@ -1,4 +1,4 @@
-"""From what a person calls a model to the folder with its export: a run, a registered model, or the folder itself."""
+"""Lookup of an exported model's folder by a run, a registered model, or a path."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 
 def locate(wanted: str, store: Store) -> Files:
-    """The files in the Hugging Face layout that `wanted` names: a folder, `name@alias`, `name/version`, a run's id (or
-    its beginning) or name, or a registered model (its champion, else its newest version). Raises MissingError.
+    """The files in the Hugging Face layout that `wanted` names. Raises MissingError.
+
+    `wanted` is a folder, `name@alias`, `name/version`, a run's id (or its beginning) or name, or a registered model
+    (its champion, otherwise its newest version).
     """
     folder = Path(wanted).expanduser()
     if (folder / "config.json").is_file():

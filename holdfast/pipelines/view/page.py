@@ -1,4 +1,4 @@
-"""The page of a training as a file on this machine, written anew while it goes on: `holdfast report`."""
+"""Page of a training as a file on this machine, rewritten while it runs: `holdfast report`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from holdfast.telemetry.event_log import StoreEvents
 from holdfast.telemetry.history import HistoryFollower
 from holdfast.telemetry.ledger import goes_on
 
-AGAIN = 5  # seconds after which a browser loads it again
+AGAIN = 5  # seconds after which a browser reloads it
 
 
 class TrainingPage:
-    """The page of one run at `path`. A reader finds it whole at any moment. Writing it again reads only what is new,
-    and gives the page that a fresh reading gives."""
+    """The page of one run at `path`. A reader always finds the whole page.
+
+    Rewriting it reads only new data, and gives the same page as a complete read.
+    """
 
     def __init__(self, spec: Spec, run_id: str, store: Store, path: Path) -> None:
         self.path = path.absolute()
@@ -31,12 +33,14 @@ class TrainingPage:
 
     @property
     def goes_on(self) -> bool:
-        """Whether somebody still trained when it was written last."""
+        """Whether the training was active at the last write."""
         return goes_on(self._events)
 
     def write(self, *, follow: bool) -> None:
-        """Write what is known now. `follow`: it will be written again while the training goes on, and a browser that
-        shows it is to look again. Raises MissingError for a place that cannot be written."""
+        """Write the current data. Raises MissingError for a path that cannot be written.
+
+        `follow`: it is rewritten while the training runs, so the browser must reload it.
+        """
         self._events += self._told.new()
         while len(self._events) > MOST and len(fewer := condense(self._events)) < len(self._events):
             self._events = fewer

@@ -1,4 +1,4 @@
-"""A plan, for people: the best layouts, why the first one is as it is, and what the run takes."""
+"""Output of the planner: the best layouts, the reasons for the first one, and the estimate of the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DAY = 86_400.0
 def print_plan(
     name: str, task: Task, found: Found, refused: Sequence[str], mixes: Spot | None = None, *, timeline: bool
 ) -> None:
-    """Print everything. `refused`: why the engines do not run the first layout today; `mixes`: on spot nodes."""
+    """Print a plan. `refused`: why the engines do not run the first layout today; `mixes`: spot nodes."""
     console = SafeConsole(highlight=False)
     console = console if console.is_terminal else SafeConsole(width=150, highlight=False)
     shape, here = task.shape, task.accelerator
@@ -70,7 +70,7 @@ def print_plan(
 
 
 def print_stages(spec: Spec, costs: StageCosts, stages: list[int], *, timeline: bool) -> None:
-    """Print what was measured, and the stages that it proposes."""
+    """Print measured stage costs, and the proposed stages."""
     console = SafeConsole(highlight=False)
     seconds, milli = costs.of_stages(stages), 1e3
     console.print(
@@ -96,7 +96,7 @@ def print_stages(spec: Spec, costs: StageCosts, stages: list[int], *, timeline: 
 
 
 def print_calibration(found: Calibration) -> None:
-    """Print what was measured, the lines through it, and what they predict of what they have not seen."""
+    """Print measurements, the fitted lines, and their predictions of other measurements."""
     console = SafeConsole(highlight=False)
     console = console if console.is_terminal else SafeConsole(width=150, highlight=False)
     machine, rates = found.machine, found.rates
@@ -166,7 +166,7 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
 
 
 def _shares(terms: Mapping[str, float], unit: float, suffix: str) -> str:
-    """The largest first; what rounds to nothing is left out."""
+    """The largest terms first, without those that round to zero."""
     ordered = sorted(terms.items(), key=lambda term: -term[1])
     return ", ".join(f"{name} {value / unit:.1f}{suffix}" for name, value in ordered if value / unit >= 0.05)
 

@@ -1,4 +1,4 @@
-"""Waiting for a profile that was asked for."""
+"""Wait for a requested profile."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from holdfast.telemetry.event_log import StoreEvents
 from holdfast.telemetry.events import AttemptBegan, LaunchBegan, LaunchEnded, ProfileSaved, WarningIssued
 
 POLL_SECONDS = 1.0
-SILENT_SECONDS = 900.0  # a run that tells nothing for so long is not waited for: first steps may compile
+SILENT_SECONDS = 900.0  # without events before giving up; first steps may compile
 
 
 def wait_for_trace(store: Store, run_id: str, begun: float, silent: float = SILENT_SECONDS) -> str:
-    """The key of the first trace that is told after `begun` (unix seconds). Raises MissingError when the run says that
-    there is none, when it has ended, or when it tells nothing for `silent` seconds: none of its processes may be left.
+    """The key of the first trace that is reported after `begun` (unix seconds).
+
+    Raises MissingError when the run reports a failure, when it has ended, or without events for `silent` seconds,
+    because none of its processes may be left.
     """
     events = StoreEvents(store, run_id)
     heard, ended = time.monotonic(), False

@@ -1,4 +1,4 @@
-"""The tables of runs and of models, and the page of one run: `holdfast runs`, `holdfast models`, `holdfast show`."""
+"""Tables of runs and models, and the page of one run: `holdfast runs`, `holdfast models`, `holdfast show`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from holdfast.telemetry.ledger import goes_on, ledger
 if TYPE_CHECKING:
     from holdfast.tracking import Champion
 
-WIDE = 120  # columns when the output is not a terminal: nothing is cut short in a file or a pipe
+WIDE = 120  # columns when the output is not a terminal, so nothing is truncated in a file or pipe
 
 
 def print_runs(records: Sequence[RunRecord], store_url: str) -> None:
@@ -87,7 +87,7 @@ def print_models(versions: Sequence[tuple[Champion, Sequence[str]]]) -> None:
 
 
 def print_run(record: RunRecord, store: Store, whole_spec: bool = False) -> None:
-    """Print everything there is to say about a run, its spec last: what differs from the defaults, or all of it."""
+    """Print all data about a run. The spec comes last, without defaults unless `whole_spec`."""
     console, events = _console(), read_events(store, record.run_id)
     for label, value in _facts(record, store, events):
         console.print(f"[dim]{label:<11}[/dim] {escape(value)}", highlight=False, soft_wrap=True)
@@ -104,7 +104,7 @@ def print_run(record: RunRecord, store: Store, whole_spec: bool = False) -> None
 
 
 def accounts(record: RunRecord, store: Store) -> dict[str, object]:
-    """What its data do not have, what the run did with its time, and what it cost, for `--json`."""
+    """Dropped data, ledger and cost of a run, for `--json`."""
     events, spec = read_events(store, record.run_id), record.whole_spec()
     account = ledger(events, time.time() if goes_on(events) else None)
     spent = None if spec is None else cost(spec, events, account).as_json()
@@ -124,7 +124,7 @@ def _dropped(record: RunRecord, store: Store) -> dict[str, object]:
 
 
 def ago(seconds: float) -> str:
-    """How long ago, roughly."""
+    """An approximate time span before now."""
     for size, unit in ((86400, "day"), (3600, "hour"), (60, "minute")):
         if seconds >= size:
             count = int(seconds // size)
@@ -133,7 +133,7 @@ def ago(seconds: float) -> str:
 
 
 def _origin(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """What makes it another run than its spec alone."""
+    """The salt and the fork that distinguish it from other runs of its spec."""
     if salt := record.described.get("salt"):
         yield "salt", str(salt)
     if record.parent:
@@ -182,7 +182,7 @@ def _facts(record: RunRecord, store: Store, events: Sequence[Event]) -> Iterator
 
 
 def _audits(record: RunRecord, store: Store) -> Iterator[str]:
-    """What was computed again, and what of it differs."""
+    """The audited steps, and the differences."""
     audits = read_audits(store, record.run_id)
     steps = sum(each.stretch.last - each.stretch.start for each in audits)
     differing = [each for each in audits if each.first is not None]
@@ -194,13 +194,13 @@ def _audits(record: RunRecord, store: Store) -> Iterator[str]:
 
 
 def _listed(label: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Several lines, of which the first has the label."""
+    """Several lines, the first with the label."""
     for index, line in enumerate(lines):
         yield (label if index == 0 else ""), line
 
 
 def _reached(record: RunRecord, events: Sequence[Event]) -> str:
-    """How far the training is: the step that the ranks told last, and the one that is safe."""
+    """The progress of the training: the last step that the ranks reported, and the last saved one."""
     told = next((event for event in reversed(events) if isinstance(event, Progress)), None)
     steps = record.steps or (told.steps if told else 0)
     if record.result is not None or told is None or told.step <= record.step:
@@ -215,21 +215,21 @@ def _why_stopped(record: RunRecord) -> Iterator[str]:
 
 
 def _sizes(events: Sequence[Event]) -> str:
-    """From which step on how many ranks trained, where their number changed."""
+    """The number of ranks by first step, if it changed."""
     began = [event for event in events if isinstance(event, AttemptBegan)]
     changes = [one for index, one in enumerate(began) if index == 0 or began[index - 1].world != one.world]
     return ", ".join(f"{one.world} from step {one.step}" for one in changes) if len(changes) > 1 else ""
 
 
 def _newest(record: RunRecord, store: Store) -> dict[str, Any]:
-    """The result, else the newest checkpoint's root; empty where there is neither."""
+    """The result, otherwise the newest checkpoint's root; empty without both."""
     if record.result is None and record.checkpoints:
         return read_json_object(store, layout.checkpoint(record.run_id, max(record.checkpoints)))
     return record.result or {}
 
 
 def _plans(said: Mapping[str, Any]) -> Iterator[str]:
-    """The plans that the run was computed under, one a line."""
+    """The plans of the run's segments, one per line."""
     segments = [Segment.model_validate(each) for each in said.get("segments", [])]
     for segment, changes in zip(segments, changes_in_words(segments), strict=True):
         yield f"from step {segment.from_step}: {'; '.join(changes) or segment.plan.summary}"

@@ -1,4 +1,4 @@
-"""What a simulation found, for people: a table in the terminal, and a page with pictures."""
+"""Output of a simulation: a table in the terminal, and a page with charts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 def progress(names: Sequence[str], quiet: bool) -> Iterator[str]:
-    """The names one after another, saying on standard error which one is simulated."""
+    """Yield the names one after another, and show the current one on standard error."""
     console = SafeConsole(stderr=True, quiet=quiet)
     for number, name in enumerate(names, 1):
         with console.status(f"{name} ({number} of {len(names)})"):
@@ -38,7 +38,7 @@ def progress(names: Sequence[str], quiet: bool) -> Iterator[str]:
 
 
 def print_outcomes(model: ClusterModel, jobs: Sequence[Job], outcomes: Sequence[Outcome], least: Bounds) -> None:
-    """Print a table: a line a policy, and first what no policy can beat."""
+    """Print a table with a row per policy, after the bound that no policy can beat."""
     console = SafeConsole()
     console = console if console.is_terminal else SafeConsole(width=140)
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -56,7 +56,7 @@ def print_outcomes(model: ClusterModel, jobs: Sequence[Job], outcomes: Sequence[
 
 
 def write_report(path: Path, model: ClusterModel, trace: str, outcomes: Sequence[Outcome], least: Bounds) -> None:
-    """Write the page: the table, and for each policy how much of the cluster was busy and how many jobs waited."""
+    """Write the page: the table, and for each policy the busy share of the cluster and the number of waiting jobs."""
     from jinja2 import Environment, PackageLoader
 
     from holdfast.pipelines.documents import write_whole
@@ -85,7 +85,7 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
 
 
 def _chart(outcome: Outcome, width: int = 720, height: int = 120) -> dict[str, object]:
-    """The points of two lines: the busy share, and the waiting jobs against their most."""
+    """The points of two lines: the busy share, and the waiting jobs relative to their maximum."""
     end = max(outcome.makespan, 1.0)
     most = max((waiting for _, _, waiting in outcome.curve), default=0) or 1
     first = outcome.curve[0][0] if outcome.curve else 0.0

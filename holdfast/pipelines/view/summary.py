@@ -1,4 +1,4 @@
-"""What came out of a run, in a few lines: the verdict and why, the figures, where things are, and what to do next."""
+"""Summary of a run: the verdict and its reasons, figures, locations, and next commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.pipelines.view.catalog import RunRecord
 from holdfast.runtime.environment import store_url
 from holdfast.store import Store, layout, open_store
 
-SHORT_ID = 8  # hexadecimal digits that the next commands are shown with
+SHORT_ID = 8  # hexadecimal digits of run ids in next commands
 
 
 def print_summary(console: Console, store: Store, record: RunRecord, log: Path | None) -> None:
@@ -29,7 +29,7 @@ def print_summary(console: Console, store: Store, record: RunRecord, log: Path |
 
 
 def outcome(record: RunRecord) -> str:
-    """How the run ended, in a few words."""
+    """The outcome of the run in a few words."""
     if record.registration is None:
         return record.state
     word = record.word.replace("_", " ") or record.state
@@ -38,7 +38,7 @@ def outcome(record: RunRecord) -> str:
 
 
 def figures(record: RunRecord) -> str:
-    """Loss, perplexity and bits per byte, as far as they are known."""
+    """The known values of loss, perplexity and bits per byte."""
     parts = []
     if record.loss is not None:
         parts.append(f"training loss {record.loss:.4f}")
@@ -51,37 +51,37 @@ def figures(record: RunRecord) -> str:
 
 
 def place(store: Store, key: str) -> str:
-    """Where an object of the store is: a path on this machine, else a URL."""
+    """The location of an object in the store: a local path if possible, otherwise a URL."""
     path = store.local_path(key)
     return str(path) if path is not None else f"{store.url}/{key}"
 
 
 def model_place(store: Store, record: RunRecord) -> str:
-    """Where the exported model's folder is; empty if there is none."""
+    """The location of the exported model's folder; empty without one."""
     export = str((record.result or {}).get("export") or "")
     return place(store, f"{export.rstrip('/')}/config.json").removesuffix("/config.json") if export else ""
 
 
 def report_place(store: Store, record: RunRecord) -> str:
-    """Where the report is; empty if there is none."""
+    """The location of the report; empty without one."""
     if record.verdict is None:
         return ""
     return place(store, layout.verdict(record.run_id, record.verdict_key, "html"))
 
 
 def reasons(record: RunRecord) -> list[str]:
-    """Why the verdict is what it is."""
+    """The reasons of the verdict."""
     return [str(reason) for reason in (record.verdict or {}).get("reasons", [])]
 
 
 def drops(store: Store, record: RunRecord) -> list[str]:
-    """What of its sources the run's dataset does not have, with an example for each reason."""
+    """Data of its sources that the run's dataset lacks, with an example for each reason."""
     manifest = find_manifest(store, record.dataset_id)
     return manifest.drops() if manifest is not None else []
 
 
 def next_commands(store: Store, record: RunRecord) -> list[str]:
-    """What a person may want to do now."""
+    """Suggested next commands."""
     short = record.run_id[:SHORT_ID]
     prompts = record.spec.get("evaluation", {}).get("prompts") or ["Once upon a time"]
     prompt = " ".join(str(prompts[0]).split()) or "Once upon a time"

@@ -1,4 +1,4 @@
-"""Sweeps in a store: finding one by its id or its name, and its comparison as a table."""
+"""Sweeps in a store: lookup by id or name, and the comparison as a table."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ COMPARISON = "comparison.json"
 
 
 def find_comparison(store: Store, wanted: str) -> Comparison:
-    """The comparison of the sweep whose id begins with `wanted`, or the newest one of a sweep of that name. Raises
-    MissingError."""
+    """The comparison of the sweep whose id begins with `wanted`, or the newest one with that name.
+    Raises MissingError.
+    """
     made = [info for info in store.list(SWEEPS) if info.key.endswith(f"/{COMPARISON}")]
     ids = [info.key.removeprefix(SWEEPS).partition("/")[0] for info in sorted(made, key=lambda info: -info.modified)]
     fitting = [one for one in ids if wanted and one.startswith(wanted)]
@@ -32,7 +33,7 @@ def find_comparison(store: Store, wanted: str) -> Comparison:
 
 
 def print_comparison(console: Console, found: Comparison, store: Store) -> None:
-    """The comparison as a table, the best trial first, and the trials that failed below it."""
+    """Print the comparison as a table, the best trial first, and the failed trials below it."""
     from rich.table import Table
 
     blessed = found.best.word == BLESSED

@@ -1,4 +1,4 @@
-"""What a person sees while a pipeline runs: one line a step, moving on a terminal, one line an event in a CI log."""
+"""Terminal output of a running pipeline: a live line per step, or a line per event in a CI log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.runtime.output import outlive_reader
 if TYPE_CHECKING:
     from rich.status import Status
 
-PLAIN_INTERVAL = 10.0  # seconds between two progress lines where nothing can move
+PLAIN_INTERVAL = 10.0  # seconds between progress lines without a terminal
 _STOPPED = "[yellow]■[/yellow]"
 _MARKS = {0: "[green]✓[/green]", 130: _STOPPED, 143: _STOPPED, 204: _STOPPED}
 
@@ -31,7 +31,7 @@ def duration(seconds: float) -> str:
 
 
 class Board:
-    """The lines of a run. Use it as a context manager, so that the terminal is left as it was."""
+    """The lines of a run. Use it as a context manager, so that the terminal is restored."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -42,7 +42,7 @@ class Board:
         self._printed = 0.0
 
     def __enter__(self) -> Self:
-        outlive_reader()  # `holdfast run | head` trains to its end
+        outlive_reader()  # `holdfast run | head` still trains to its end
         return self
 
     def __exit__(
@@ -51,7 +51,7 @@ class Board:
         self._rest()
 
     def begin(self, step: str, started: float) -> None:
-        """A step begins, at `started` (unix seconds)."""
+        """Show the start of a step, at `started` (unix seconds)."""
         self._rest()
         self._step, self._begun, self._progress, self._printed = step, started, "", time.monotonic()
         if self.console.is_terminal:
@@ -62,11 +62,11 @@ class Board:
             self._print(f"  {step:<10}  begins")
 
     def progress(self, text: str) -> None:
-        """The running step says how far it is."""
+        """Set the progress of the running step."""
         self._progress = text
 
     def tick(self) -> None:
-        """Time has passed."""
+        """Refresh the elapsed time."""
         if not self._step:
             return
         elapsed = duration(time.time() - self._begun)
@@ -77,14 +77,14 @@ class Board:
             self._progress, self._printed = "", time.monotonic()
 
     def end(self, step: str, seconds: float, code: int, text: str = "") -> None:
-        """A step has ended after `seconds`, with an exit code of the table."""
+        """Show the end of a step after `seconds`, with an exit code of the table."""
         self._rest()
         mark = _MARKS.get(code, "[red]✗[/red]")
         told = f"  [dim]{_escape(text)}[/dim]" if text else ""
         self._print(f"{mark} {step:<10}  {duration(seconds):>9}{told}")
 
     def say(self, text: str) -> None:
-        """A line between the steps or under the running one, as plain text."""
+        """Print a line of plain text between the steps or below the running one."""
         self._print(_escape(text))
 
     def _rest(self) -> None:

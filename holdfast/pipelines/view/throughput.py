@@ -1,4 +1,4 @@
-"""How fast a run trains, in a few lines: the figures that its ranks told last, and where the time of a step goes."""
+"""Training speed of a run as a few lines: the latest reported figures, and the shares of the step phases."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from holdfast.telemetry import Event
 from holdfast.telemetry.events import AttemptBegan, Progress
 from holdfast.telemetry.phases import STEP_PHASES
 
-SHOWN = 0.005  # of a step: a phase that takes less is left out
+SHOWN = 0.005  # share of a step below which a phase is omitted
 
 
 def throughput(events: Sequence[Event]) -> Iterator[str]:
-    """The newest figures that `events` tell, one line each; nothing before the first."""
+    """The newest figures in `events`, one line each; nothing before the first report."""
     told = next((event for event in reversed(events) if isinstance(event, Progress)), None)
     if told is None or told.step_seconds is None:
         return

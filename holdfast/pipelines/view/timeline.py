@@ -1,4 +1,4 @@
-"""What happened in a run, one line an event, as `holdfast show` prints it."""
+"""Timeline of a run for `holdfast show`, one line per event."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from holdfast.telemetry.events import Event, SaveCommitted
 
 
 def timeline(events: Sequence[Event]) -> Iterator[tuple[str, str, str]]:
-    """When, who and what, for the notable ones of `events` (in order) and, at the end, how far a stream has come.
-    Checkpoints that were saved one after another are one line."""
+    """Time, source and text of the notable `events` (in order), and at the end the latest progress.
+
+    Consecutive saved checkpoints share one line.
+    """
     saved: list[SaveCommitted] = []
     for event in events:
         if isinstance(event, SaveCommitted) and (not saved or event.attempt == saved[0].attempt):

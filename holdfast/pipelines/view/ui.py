@@ -1,7 +1,7 @@
-"""MLflow's UI on what this machine tracks, for the person who started it and nobody else on the machine.
+"""MLflow's UI for this machine's tracking data, accessible only to the person who started it.
 
-Promises that every request must carry a user name and a password (MLflow's own app `basic-auth`), that the password
-lies in a file of mode 0600, and that no address of a database stands on a command line, where `ps` shows it.
+Every request needs a user name and a password (MLflow's app `basic-auth`). The password is in a file of mode 0600. No
+database address is on a command line, where `ps` would show it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ authorization_function = mlflow.server.auth:authenticate_request_basic_auth
 
 
 def serve(host: str, port: int) -> int:
-    """Serve the UI until it is ended, and return its exit code; for an MLflow server, only say where it is. Raises
-    MissingError without the package that MLflow asks for passwords with."""
+    """Serve the UI until it is stopped, and return its exit code. For an MLflow server, only print its address.
+
+    Raises MissingError without the package that MLflow's password check needs.
+    """
     uri = tracking_uri()
     if uri.startswith(("http://", "https://")):
         print(f"MLflow is at {redact(uri)}")  # noqa: T201
@@ -54,7 +56,7 @@ def serve(host: str, port: int) -> int:
     password = password_of(home() / PASSWORD_FILE)
     command = [sys.executable, "-m", "mlflow", "server", "--app-name", "basic-auth", "--workers", str(WORKERS)]
     command += ["--host", host, "--port", str(chosen), "--uvicorn-opts", "--log-level warning"]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends the server as well
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM also ends the server
     with temporary_folder("ui") as folder:  # of mode 0700
         users = Path(folder) / "users.db"
         settings = Path(folder) / "basic_auth.ini"
@@ -74,8 +76,10 @@ def serve(host: str, port: int) -> int:
 
 
 def password_of(path: Path) -> str:
-    """The password in a file that only its owner can read; made where there is none. Raises AccessDeniedError for a
-    file that others could have read or written."""
+    """The password in a file that only its owner can read; created if missing.
+
+    Raises AccessDeniedError for a file that other users could have read or written.
+    """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileExistsError:
@@ -94,7 +98,9 @@ def password_of(path: Path) -> str:
 
 
 def _environment(uri: str, settings: Path, password: str) -> dict[str, str]:
-    """Of the server: what must not stand on its command line is here, which only its owner can read."""
+    """The environment of the server. It holds secrets that must not be on the command line; only its
+    owner can read it.
+    """
     environment = {
         **os.environ,
         "MLFLOW_BACKEND_STORE_URI": uri,
@@ -105,8 +111,8 @@ def _environment(uri: str, settings: Path, password: str) -> dict[str, str]:
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_LOGGING_LEVEL": "ERROR",
     }
-    environment.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")  # workers of 2 GB, for what nothing here uses
-    environment.setdefault("PYTHONWARNINGS", "ignore")  # each of the server's workers would say the same of Starlette
+    environment.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")  # workers of 2 GB that nothing here uses
+    environment.setdefault("PYTHONWARNINGS", "ignore")  # otherwise each server worker repeats a warning of Starlette
     return environment
 
 
