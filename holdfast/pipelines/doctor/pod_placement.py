@@ -1,6 +1,6 @@
-"""Whether the pods of a run could stand anywhere: what its namespace admits, and what there is of what they ask for.
+"""Check that the pods of a run can be placed: namespace admission, devices, HyperNodes and Kueue quota.
 
-Four checks, each of its own right to look; all of them only where the spec asks for something.
+Four checks with separate rights to read. Each runs only if the spec uses the feature.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ HYPERNODES = "/apis/topology.volcano.sh/v1alpha1/hypernodes"
 
 
 def capabilities(cluster: Cluster) -> Iterator[Finding]:
-    """Pod security allows none of those that the spec can name, below `privileged`."""
+    """Check that the namespace is `privileged` if the spec adds capabilities; lower pod security levels allow none of
+    them.
+    """
     asked = ", ".join(cluster.spec.cluster.capabilities) if cluster.spec else ""
     if not asked:
         return
@@ -38,7 +40,7 @@ def capabilities(cluster: Cluster) -> Iterator[Finding]:
 
 
 def devices(cluster: Cluster) -> Iterator[Finding]:
-    """Every named resource that a pod of the job asks for is on some node, and as many as it asks for."""
+    """Check that some node has enough of every extended resource that a pod of the job requests."""
     asked = _extended(cluster.spec) if cluster.spec else {}
     if not asked:
         return
@@ -50,11 +52,11 @@ def devices(cluster: Cluster) -> Iterator[Finding]:
         else:
             message = f"no node has {count} of {name}: the most is {most}"
             remedy = f"install its device plugin, ask for less, or wait for a node: kubectl get nodes -o wide ({name})"
-            yield Finding(DEVICES, "warn", message, remedy)  # an autoscaler may bring one
+            yield Finding(DEVICES, "warn", message, remedy)  # an autoscaler may add one
 
 
 def hypernodes(cluster: Cluster) -> Iterator[Finding]:
-    """Volcano knows which nodes are near each other, where the spec asks for that."""
+    """Check that Volcano has HyperNodes for the spec's placement."""
     if cluster.spec is None or cluster.scheduler != "volcano":
         return
     topology = cluster.spec.cluster.topology
@@ -75,12 +77,12 @@ def hypernodes(cluster: Cluster) -> Iterator[Finding]:
 
 
 def quota(cluster: Cluster) -> Iterator[Finding]:
-    """Kueue never admits a job that asks for what its ClusterQueue does not cover."""
+    """Check that the ClusterQueue covers all resources of the job; Kueue never admits a job with others."""
     if cluster.spec is None or cluster.scheduler != "kueue":
         return
     root = "/apis/kueue.x-k8s.io/v1beta2"
     local = cluster.api.read(f"{root}/namespaces/{cluster.namespace}/localqueues/{cluster.queue}")
-    if local is None:  # another check says so
+    if local is None:  # another check reports it
         return
     name = local["spec"]["clusterQueue"]
     queue = cluster.api.read(f"{root}/clusterqueues/{name}")

@@ -1,4 +1,4 @@
-"""Whether the priority class of a run exists. Kueue has its own kind of them."""
+"""Check that the priority class of a run exists. Kueue has a separate kind of priority class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAME = "priority class"
 
 
 def check(cluster: Cluster) -> Iterator[Finding]:
-    """The spec's; with everything else also the one of the manifests."""
+    """Check the spec's class; with `everything`, by default that of the manifests."""
     named = cluster.spec.cluster.priority_class if cluster.spec else None
     if not named and not cluster.everything:
         return

@@ -1,4 +1,4 @@
-"""Whether the quotas of the namespace leave room for the whole gang: a pod that quota refuses is never there to see."""
+"""Check that the namespace's quotas allow the whole gang: a pod that quota refuses never becomes visible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "quota"
 
 
 def check(cluster: Cluster) -> Iterator[Finding]:
-    """One finding for each quota that is too small for the ranks at once."""
+    """One finding for each quota that is too small for all ranks together."""
     if cluster.spec is None:
         return
     asked = cluster.spec.cluster
@@ -40,7 +40,7 @@ def check(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _wanted(pod: dict[str, Any], nodes: int) -> dict[str, Decimal]:
-    """What the ranks ask for at once, in the words of quotas."""
+    """The total requests of the ranks, by the names in quotas."""
     found = {"pods": Decimal(nodes)}
     for kind in ("requests", "limits"):
         for name, value in pod["spec"]["containers"][0]["resources"].get(kind, {}).items():

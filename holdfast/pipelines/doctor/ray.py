@@ -1,4 +1,6 @@
-"""Whether a Ray answers, its nodes are alike and as they should be, have room for a spec, and read this store."""
+"""Check that a Ray cluster responds, that its nodes are alike and large enough for a spec, and that they read the
+store.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,15 @@ if TYPE_CHECKING:
     from holdfast.pipelines.backends.ray.node_probe import NodeProbe
 
 NAME = "ray"
-SECONDS = 150  # for a job that looks around
+SECONDS = 150  # limit of the probe job
 POLL_SECONDS = 0.5
 
 
 def check(spec: Spec | None, store: str, url: str) -> Iterator[Finding]:
-    """What a job of `spec` would miss, with the store at `url` here; `store` names it to the nodes too, unless it is
-    empty: then they find it as steps do."""
+    """Check for a job of `spec`, with the store at `url` here.
+
+    `store` also names the store for the nodes; if it is empty, they find it as steps do.
+    """
     jobs, key, word = Jobs(), f"doctor/{secrets.token_hex(8)}", secrets.token_hex(8)
     written = _written(url, key, word)
     try:
@@ -59,7 +63,7 @@ def check(spec: Spec | None, store: str, url: str) -> Iterator[Finding]:
 
 
 def _written(url: str, key: str, word: str) -> bool:
-    """Leave something for the nodes to read. That the store fails here, its own check says."""
+    """Write an object for the nodes to read. Another check reports a failing store."""
     try:
         open_store(url, deadline=TIMEOUT).put(key, word.encode())
     except (HoldfastError, OSError):
@@ -68,7 +72,7 @@ def _written(url: str, key: str, word: str) -> bool:
 
 
 def _look(jobs: Jobs, spec: Spec | None, store: str, key: str) -> list[NodeProbe]:
-    """What every node says. Raises what the Jobs API does, and HoldfastError when the job fails or takes too long."""
+    """Probe all nodes. Raises the errors of the Jobs API, and HoldfastError when the job fails or takes too long."""
     require_ray()
     from holdfast.pipelines.backends.ray.node_probe import MARK, MODULE, NodeProbe
 
@@ -102,7 +106,7 @@ def _ended(jobs: Jobs, name: str) -> RayJob:
 
 
 def _versions(seen: Sequence[NodeProbe]) -> Iterator[Finding]:
-    """All nodes must be alike, and as whoever submits."""
+    """Check that all nodes have the same versions, and the submitting machine's versions of Ray and Holdfast."""
     check, alike = "ray versions", True
     for name in ("python", "ray", "torch", "holdfast"):
         having = defaultdict(list)
@@ -132,7 +136,7 @@ def _installed(name: str) -> str:
 
 
 def _room(spec: Spec, seen: Sequence[NodeProbe]) -> Iterator[Finding]:
-    """Whether nodes are large enough for the gang and for each step, whoever uses them now."""
+    """Check that nodes are large enough for the gang and for each step, regardless of their current use."""
     from holdfast.launch.emitters import training_job
     from holdfast.launch.ray.launcher import bundle
     from holdfast.launch.ray.placement_group import fits, shortfall
@@ -157,7 +161,7 @@ def _room(spec: Spec, seen: Sequence[NodeProbe]) -> Iterator[Finding]:
 
 
 def _store(seen: Sequence[NodeProbe], url: str, word: str) -> Iterator[Finding]:
-    """Whether the nodes read what was written here."""
+    """Check that the nodes read the object that was written here."""
     check, fine = "ray store", True
     remedy = "use a bucket, or a folder that all machines share; name it in the spec, or as HOLDFAST_STORE of the nodes"
     for one in seen:

@@ -1,6 +1,6 @@
-"""What the engine below Kubeflow Pipelines tries again by itself, as its controller is configured.
+"""Check the retries of the engine below Kubeflow Pipelines in its controller's configuration.
 
-What Holdfast emits for Argo says that itself, in every template, and takes no default of the controller's.
+Holdfast's Argo templates set their retries explicitly and use no default of the controller.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PLACE = "kubeflow"
 
 
 def check(cluster: Cluster) -> Iterator[Finding]:
-    """One finding for each controller's ConfigMap where Kubeflow Pipelines is installed."""
+    """One finding for each controller ConfigMap that exists."""
     for place in dict.fromkeys([PLACE, cluster.namespace]):
         settings = cluster.api.read(f"/api/v1/namespaces/{place}/configmaps/{CONFIG_MAP}")
         if settings is None:

@@ -1,4 +1,4 @@
-"""Whether the service accounts that the pods of a run use are there."""
+"""Check that the service accounts of a run's pods exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NO_WORD = "a run of Kubeflow Pipelines fails there before its first step, and K
 
 
 def check(cluster: Cluster) -> Iterator[Finding]:
-    """Those of the manifests, and the spec's own for the training pods."""
+    """Check the accounts of the manifests, and the spec's account for the training pods."""
     named = cluster.spec.cluster.service_account if cluster.spec else None
     steps = ["holdfast-step", "holdfast-notify"] if cluster.launcher == LAUNCHERS[0] else []
     ranks = [named or "holdfast-train"] if named or steps else []

@@ -1,4 +1,4 @@
-"""Whether the ConfigMap and the Secrets of a run are there with the keys that it needs. No value is ever printed."""
+"""Check that the ConfigMap and the Secrets of a run exist and have the required keys. No value is ever printed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
 
 def check(cluster: Cluster) -> Iterator[Finding]:
-    """The ConfigMap, then each Secret."""
+    """Check the ConfigMap, then each Secret."""
     spec = cluster.spec
     settings = spec.cluster.settings if spec else SETTINGS
     environment = spec.cluster.environment if spec else {}

@@ -1,4 +1,4 @@
-"""Whether a Slurm answers, has the partition that a spec names, and sees the folders that its jobs need."""
+"""Check that Slurm responds, has the partition of a spec, and sees the folders that its jobs need."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from holdfast.spec.cluster import amount
 from holdfast.spec.errors import HoldfastError, MissingError
 
 NAME = "slurm"
-FREE_SECONDS = 20  # for a node to be free for a look
+FREE_SECONDS = 20  # to wait for a free node for the check
 
 
 def check(spec: Spec | None, store: str) -> Iterator[Finding]:
-    """What jobs of `spec` would miss, with the store at the URL `store`."""
+    """Check for jobs of `spec`, with the store at the URL `store`."""
     try:
         partitions = client.partitions()
     except (HoldfastError, ValueError) as error:
@@ -63,7 +63,7 @@ def _partition(name: str, known: dict[str, client.Partition], spec: Spec | None)
 
 
 def _folder(what: str, path: Path, options: list[str], remedy: str) -> Finding:
-    """Whether a node reads what is written here."""
+    """Check that a node reads a file that is written here."""
     check, word = f"slurm {what}", secrets.token_hex(8)
     probe = path / f"doctor-{word}"
     try:

@@ -1,4 +1,4 @@
-"""Whether the store answers, and keeps the one promise that everything else stands on: conditional writes."""
+"""Check that the store responds and supports conditional writes, on which everything else relies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check(url: str, *, on_cluster: bool) -> Iterator[Finding]:
     try:
         store = open_store(url, deadline=TIMEOUT)
         key = f"doctor/{secrets.token_hex(8)}"
-        store.put_if_absent(key, b"doctor")  # a store that does not hold conditional writes refuses the first
+        store.put_if_absent(key, b"doctor")  # a store without conditional writes refuses the first one
         store.delete(key)
     except StoreRefusedError as error:
         remedy = "two attempts could overwrite each other: use a server that holds If-None-Match and If-Match"

@@ -1,4 +1,4 @@
-"""Whether Volcano's scheduler may displace jobs for more important ones: its defaults may not."""
+"""Check that Volcano's scheduler may preempt jobs for more important ones. Its defaults do not allow that."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLACE, MAP = "volcano-system", "volcano-scheduler-configmap"
 
 
 def check(cluster: Cluster) -> Iterator[Finding]:
-    """The actions in the scheduler's settings."""
+    """Check the actions in the scheduler's settings."""
     import yaml
 
     if VOLCANO_QUEUES not in cluster.served:

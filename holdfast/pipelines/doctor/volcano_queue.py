@@ -1,4 +1,4 @@
-"""Whether the Volcano queue of a run is there, and open."""
+"""Check that the Volcano queue of a run exists and is open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "volcano queue"
 
 
 def check(cluster: Cluster) -> Iterator[Finding]:
-    """The spec's queue, else Volcano's default; without a spec the one of the manifests."""
+    """Check the spec's queue, otherwise Volcano's default; without a spec, the one of the manifests."""
     if VOLCANO_QUEUES not in cluster.served or cluster.scheduler not in ("", "volcano"):
         return
     wanted = cluster.queue or ("default" if cluster.spec else "holdfast")
