@@ -1,4 +1,4 @@
-"""Documents for people and for kubectl: YAML with texts of several lines as blocks, written in whole or not at all."""
+"""YAML documents for people and kubectl: multi-line texts as blocks, and atomic writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.spec.errors import AccessDeniedError, NoSpaceError
 
 
 class Dumper(yaml.SafeDumper):
-    """Texts of several lines as literal blocks, and no anchors: what stands twice can be read twice."""
+    """A YAML dumper with multi-line texts as literal blocks, and without anchors: a repeated value is written twice."""
 
     def ignore_aliases(self, _data: object) -> bool:
         return True
@@ -22,7 +22,7 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 
 
 class Ordered(dict[str, object]):
-    """A dictionary whose names `as_yaml` leaves in their order."""
+    """A dictionary whose key order `as_yaml` keeps."""
 
 
 def _ordered(dumper: yaml.SafeDumper, value: Ordered) -> yaml.MappingNode:
@@ -34,19 +34,19 @@ Dumper.add_representer(Ordered, _ordered)
 
 
 def in_order(value: object) -> object:
-    """A JSON value in which `as_yaml` leaves all names in their order."""
+    """A JSON value in which `as_yaml` keeps the order of all keys."""
     if isinstance(value, dict):
         return Ordered((name, in_order(one)) for name, one in value.items())
     return [in_order(one) for one in value] if isinstance(value, list) else value
 
 
 def as_yaml(*documents: object) -> str:
-    """Documents as YAML for people: sorted but for what is `in_order`, with texts of several lines as blocks."""
+    """Documents as YAML for people: keys sorted except in `in_order` values, with multi-line texts as blocks."""
     return yaml.dump_all(documents, Dumper=Dumper, sort_keys=True, allow_unicode=True, width=120)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path`, in whole or not at all. Raises AccessDeniedError or NoSpaceError."""
+    """Write `text` to `path`, completely or not at all. Raises AccessDeniedError or NoSpaceError."""
     temporary = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

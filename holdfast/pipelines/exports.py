@@ -1,4 +1,4 @@
-"""The exported models of a run, found and read to their last byte."""
+"""Lookup and complete verification of a run's exported models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RECORD = re.compile(r"step-(\d+)-[^/.]+\.json")
 
 
 def exports_of(store: Store, run_id: str, steps: Sequence[int] | None = None) -> list[str]:
-    """The key prefixes of the exported models of a run, or of those of some steps."""
+    """The key prefixes of the exported models of a run, or of only some steps."""
     folder = layout.exports(run_id)
     names = (info.key.removeprefix(folder) for info in store.list(folder))
     found = ((name, match) for name in names if (match := _RECORD.fullmatch(name)))
@@ -28,8 +28,7 @@ def exports_of(store: Store, run_id: str, steps: Sequence[int] | None = None) ->
 def verify_export(
     store: Store, run_id: str, export: str, progress: Callable[[int, int], None] = lambda *_: None
 ) -> Verified:
-    """Read every byte of an exported model and of what MLflow has beside it, and compare it with its record; and the
-    records that name it with what they name."""
+    """Verify every byte of an exported model and its MLflow package, and the records that name it."""
     from holdfast.checkpoint.tools import Damage, Verified
     from holdfast.components.register.publish import changed_package
     from holdfast.model.exported import RECORD_BYTES, damaged_files
@@ -50,7 +49,7 @@ def verify_export(
 
 
 def _records(store: Store, run_id: str, export: str, digest: str) -> Iterator[tuple[str, str]]:
-    """The records of a run that name this export, or what belongs to it, by another digest than it has."""
+    """The damaged records of a run: those that name this export or its objects by a digest that does not match."""
     from holdfast.components.train.result import read_result
     from holdfast.tracking.registrations import content_digest, read_registration
 

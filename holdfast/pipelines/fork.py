@@ -1,7 +1,7 @@
-"""A new run that shares the past of another: it begins from one of its checkpoints, and may be told otherwise then.
+"""Fork of a run: a new run that begins from a checkpoint of another, optionally with changes.
 
-Promises that no tensor is copied, that the same fork is the same run, and that it can be gone on with where the
-first one ran. Leaves the bytes to `checkpoint/fork`.
+No tensor is copied. The same fork is the same run, and it can resume where the first one ran. `checkpoint/fork` handles
+the bytes.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from holdfast.store.run_metadata import write_run_metadata
 
 @dataclass(frozen=True)
 class ForkedRun:
-    """A run that begins from a checkpoint of another one."""
+    """A run that begins from a checkpoint of another run."""
 
     run_id: str
-    salt: str  # that `holdfast run SPEC` takes
+    salt: str  # for `holdfast run SPEC`
     parent: str
     step: int
     state_digest: str
 
 
 def fork_run(store: Store, parent: RunRecord, step: int, overrides: Sequence[str] = ()) -> ForkedRun:
-    """Make a run of the spec of `parent`, changed by `overrides`, that begins from its checkpoint at `step`, and keep
-    beside it how `holdfast resume` goes on with it.
+    """Create a run from the checkpoint of `parent` at `step`, with the parent's spec and `overrides`.
 
-    Raises SpecError for a change that the state does not allow, MissingError where there is no such checkpoint, and for
-    a run that was never trained.
+    Also records how `holdfast resume` continues it. Raises SpecError for a change that the state does not allow, and
+    MissingError for a missing checkpoint or a run that was never trained.
     """
     if not parent.spec:
         raise MissingError(f"run {parent.run_id}: {store.url} does not say what was asked for: it was never trained")
@@ -56,7 +55,7 @@ def fork_run(store: Store, parent: RunRecord, step: int, overrides: Sequence[str
     return ForkedRun(identity, salt, parent.run_id, step, digest)
 
 
-# What a state belongs to, which a forked run cannot change: why, and what to do instead.
+# Fields that the state depends on, so a fork cannot change them: the reason and the remedy.
 _OF_THE_STATE = {
     "model": ("is another one than that of the run, whose weights it would begin with", "leave `model` as it is"),
     "training.lora": (
@@ -106,7 +105,7 @@ def _require_same_state(before: Spec, spec: Spec, step: int) -> None:
 
 
 def _changed(before: Spec, spec: Spec, field: str) -> Iterator[tuple[str, Any]]:
-    """The fields in `field` that are others now, and what they are; not those that only say how data are mixed."""
+    """The changed fields below `field` and their new values, without the weights of data mixes."""
     one, other = (_leaves(field, reduce(getattr, field.split("."), each)) for each in (before, spec))
     for name in sorted(one.keys() | other.keys()):
         if one.get(name) != other.get(name) and not name.endswith(".weight"):
@@ -114,7 +113,7 @@ def _changed(before: Spec, spec: Spec, field: str) -> Iterator[tuple[str, Any]]:
 
 
 def _leaves(name: str, value: Any) -> dict[str, Any]:
-    """What stands in a section, by dotted names."""
+    """The values in a section by dotted names."""
     if isinstance(value, BaseModel):
         inside = [(f"{name}.{field}", getattr(value, field)) for field in type(value).model_fields]
     elif isinstance(value, tuple) and any(isinstance(each, BaseModel) for each in value):
@@ -125,7 +124,7 @@ def _leaves(name: str, value: Any) -> dict[str, Any]:
 
 
 def _dataset_id(parent: RunRecord, before: Spec, spec: Spec) -> str:
-    """That of the parent as long as nothing of the data is another, wherever its sources are now."""
+    """The parent's dataset id while the data section is unchanged, wherever its sources are now."""
     if spec.data == before.data:
         return parent.dataset_id
     from holdfast.corpus import identify
@@ -140,7 +139,7 @@ def _weights(spec: Spec) -> str:
 
 
 def _record(store: Store, parent: RunRecord, spec: Spec, identity: str, salt: str) -> Record:
-    """The submission that goes on with the new run: on the parent's backend, if that is known."""
+    """The submission that resumes the new run, on the parent's backend if that is known."""
     submitted = find_record(store, parent.run_id)
     made = submitted or Record("local", identity, identity, spec.name, "", 0.0, store.url)
     return replace(

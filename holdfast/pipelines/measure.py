@@ -1,5 +1,7 @@
-"""Measuring this machine for the planner: in processes of their own, as a launch would start them, which end with this
-one. What they measure stands in `holdfast/components/train`."""
+"""Measurements of this machine for the planner, in separate processes that start like a launch and end with this one.
+
+`holdfast/components/train` has the measuring code.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,20 @@ if TYPE_CHECKING:
 
 MACHINE = "holdfast.components.train.calibrate"
 STAGES = "holdfast.components.train.stage_costs"
-LONGEST = 1800.0  # seconds; a machine of two cores takes about one minute
+LONGEST = 1800.0  # seconds; a machine with two cores takes about one minute
 REPETITIONS = 7
-SHOWN = 15  # lines of what was printed
+SHOWN = 15  # lines of output
 
 
 class MeasureError(HoldfastError):
-    """What measures ended without a result."""
+    """A measuring process ended without a result."""
 
 
 def calibrate(ranks: int, kind: str = "cpu", steps: int = 5) -> Calibration:
-    """Measure with `ranks` ranks on accelerators of `kind`, `steps` steps of each layout. Raises MeasureError with what
-    the ranks said."""
+    """Measure with `ranks` ranks on accelerators of `kind`, `steps` steps of each layout.
+
+    Raises MeasureError with the ranks' output.
+    """
     from holdfast.planning.calibration import read
 
     with temporary_folder() as folder:
@@ -51,8 +55,10 @@ def calibrate(ranks: int, kind: str = "cpu", steps: int = 5) -> Calibration:
 
 
 def stage_costs(spec: Spec, vocabulary: int) -> StageCosts:
-    """Measure the parts of a spec's stages on this machine. Raises SpecError for one without a pipeline, and
-    MeasureError with what the process said."""
+    """Measure the parts of a spec's pipeline stages on this machine.
+
+    Raises SpecError for a spec without a pipeline, and MeasureError with the process's output.
+    """
     from holdfast.planning.stages import StageCosts
 
     if spec.parallel.pipeline == 1:
@@ -74,8 +80,10 @@ def stage_costs(spec: Spec, vocabulary: int) -> StageCosts:
 
 
 def _run(module: Sequence[str], environment: Mapping[str, str], out: Path, remedy: str) -> None:
-    """Run a module and its arguments until it has written `out`. Raises MeasureError with what it said, or with a
-    remedy against its being too slow."""
+    """Run a module with its arguments until it has written `out`.
+
+    Raises MeasureError with the module's output, or after LONGEST seconds with a remedy.
+    """
     command = [sys.executable, "-m", *module]
     try:
         ended = subprocess.run(
@@ -84,7 +92,7 @@ def _run(module: Sequence[str], environment: Mapping[str, str], out: Path, remed
     except subprocess.TimeoutExpired:
         raise MeasureError(f"nothing was measured in {LONGEST:.0f} s; {remedy}") from None
     if ended.returncode or not out.exists():
-        # What ranks print, errors as well, torchrun passes on by its standard output: its own lines say no more.
+        # torchrun forwards all output of ranks, including errors, to its standard output; its own lines add nothing.
         told = ended.stdout.splitlines() or ended.stderr.splitlines()
         said = "\n".join(f"    {line}" for line in told[-SHOWN:])
         raise MeasureError(f"the process that measures ended with {ended.returncode}; it said:\n{said}")

@@ -1,4 +1,4 @@
-"""Paths in a spec are meant from where the command is given; the steps may run elsewhere."""
+"""Local paths in a spec: relative to the working directory of the command, while steps may run elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.spec.data import Data, Source
 
 
 def absolute(path: str) -> str:
-    """A local path made absolute; anything with a scheme (`s3://`, `python:`, `dvc:`) as it is."""
+    """Make a local path absolute; a path with a scheme (`s3://`, `python:`, `dvc:`) stays as it is."""
     scheme, colon, _ = path.partition(":")
     if colon and scheme.isalnum() and len(scheme) > 1:
         return path
@@ -17,12 +17,12 @@ def absolute(path: str) -> str:
 
 
 def store_root(url: str) -> str:
-    """The URL of a store, given as one or as the path of a folder."""
+    """The URL of a store from a URL or the path of a folder."""
     return url if "://" in url else Path(absolute(url)).as_uri()
 
 
 def with_absolute_paths(spec: Spec) -> Spec:
-    """The spec with every local path made absolute from the current folder. Spec and result describe the same run."""
+    """Make every local path of the spec absolute, from the working directory. The result describes the same run."""
     data: Data = spec.data.model_copy(update={"sources": tuple(_source(source) for source in spec.data.sources)})
     if data.tokenizer.path:
         tokenizer = data.tokenizer.model_copy(update={"path": absolute(data.tokenizer.path)})

@@ -1,9 +1,12 @@
-"""The runner: it walks the DAG of `holdfast.pipelines.table`.
+"""The runner: executes the DAG of `holdfast.pipelines.table`.
 
-A backend says how a step is started, awaited and ended; the runner decides everything else. Promises that a step starts
-after those that it needs, that a condition which does not hold leaves out what comes after it, that the exit handler
-runs last, however the DAG ended, and that the exit code is that of the first step that failed. In a sweep a trial that
-fails alone ends only itself: the comparison starts when every trial has ended.
+A backend starts, awaits and ends steps; the runner decides everything else:
+
+- A step starts after the steps that it needs.
+- A condition that does not hold skips the following steps.
+- The exit handler always runs, and runs last.
+- The exit code is that of the first failed step.
+- In a sweep, a failed trial ends only itself. The comparison starts when every trial has ended.
 """
 
 from __future__ import annotations
@@ -36,20 +39,20 @@ class Node:
     """A step in the DAG, or its copy for one trial of a sweep."""
 
     step: str
-    trial: int = 0  # its number, from 1; 0 outside of a sweep
+    trial: int = 0  # from 1; 0 outside a sweep
     overrides: tuple[str, ...] = ()  # of the trial
     before: tuple[str, ...] = ()  # names of the nodes that it needs
-    when: str = ""  # it runs only if the first output of the node before it is this word
-    each: bool = False  # it runs once for every item of the list that the node before it gives
+    when: str = ""  # it runs only if the first output of the previous node equals this word
+    each: bool = False  # it runs once per item of the previous node's list
 
     @property
     def name(self) -> str:
-        """The name of the node in the DAG, which is also the name of its outcome."""
+        """The name of the node in the DAG and of its outcome."""
         return f"{self.step}-{self.trial}" if self.trial else self.step
 
 
 def plan(spec: Spec, trials: Trials = ()) -> tuple[Node, ...]:
-    """The nodes of the DAG of a spec, or of a sweep over it, without the exit handler: each after those it needs."""
+    """The nodes of the DAG of a spec or sweep, without the exit handler; each comes after those that it needs."""
     edges, start = (SWEEP_EDGES, START) if trials else (edges_of(spec), start_of(spec))
     return tuple(_nodes(start, edges, trials))
 
@@ -72,16 +75,16 @@ def _nodes(start: str, edges: Sequence[Edge], trials: Trials) -> Iterator[Node]:
     for step in steps:
         if step not in copied:
             yield node(step)
-        elif step == copied[0]:  # trial by trial: with one step at a time, the first result is there early
+        elif step == copied[0]:  # trial by trial: if steps run one at a time, the first result is early
             yield from (node(each, number) for number in numbers for each in copied)
 
 
 @dataclass(frozen=True)
 class Execution:
-    """One process of a step: the step, or one part of it."""
+    """One process of a step: the whole step or one part of it."""
 
     step: str
-    part: str = ""  # the trial, or the item of a list
+    part: str = ""  # trial, or item of a list
     arguments: tuple[str, ...] = ()  # of its command line, without the spec, the store and the job
 
     @property
@@ -92,24 +95,24 @@ class Execution:
 
 
 class Handle(Protocol):
-    """An execution that has started."""
+    """A started execution."""
 
-    leave_seconds: float  # after a request to leave, until it is ended by force; infinite: as long as it needs
+    leave_seconds: float  # from a stop request to a kill; infinite: never kill
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs, or waits for resources."""
+        """Its exit code; None while it runs or waits for resources."""
 
     def result(self) -> Mapping[str, Any]:
-        """The outputs of a step that succeeded."""
+        """The outputs of a successful step."""
 
     def stop(self, *, force: bool) -> None:
-        """Ask it to save and leave, or kill it."""
+        """Ask it to save and exit, or kill it."""
 
 
 class StepBackend(Protocol):
-    """How a step is started and awaited."""
+    """Starts and awaits steps."""
 
-    width: int  # executions at a time; 0: all that are ready
+    width: int  # concurrent executions; 0: all that are ready
 
     def start(self, execution: Execution) -> Handle:
         """Start an execution."""
@@ -118,13 +121,13 @@ class StepBackend(Protocol):
         """Return when an execution may have ended, and at least once a second."""
 
     def retries(self, step: str) -> int:
-        """How often the runner starts a step again that was killed."""
+        """How often the runner restarts a killed step."""
 
     def record(self, outcome: Outcome) -> None:
-        """Keep the outcome of a step that did not start."""
+        """Store an outcome for a step that did not start."""
 
     def outcomes(self) -> list[Outcome]:
-        """What the steps recorded."""
+        """The recorded outcomes of the steps."""
 
 
 @dataclass
@@ -133,10 +136,10 @@ class _Running:
     execution: Execution
     handle: Handle
     retries: int
-    deadline: float = 0.0  # monotonic: when it is ended by force; 0: it was not asked to leave
+    deadline: float = 0.0  # monotonic time of the kill; 0: no stop request yet
 
     def ask_to_leave(self) -> None:
-        """Ask once; at the deadline end it by force."""
+        """Ask it to exit once; kill it at the deadline."""
         now = time.monotonic()
         if not self.deadline or now > self.deadline:
             self.handle.stop(force=bool(self.deadline))
@@ -147,26 +150,28 @@ class Runner:
     """One execution of a DAG."""
 
     def __init__(self, nodes: Sequence[Node], backend: StepBackend, given: Mapping[str, str]) -> None:
-        """`given`: the parameters of the DAG that a step may take, as words; with the trials of a sweep."""
+        """`given`: parameters of the DAG for steps, as text, including the trials of a sweep."""
         self._nodes = {node.name: node for node in nodes}
         self._steps = {node.step for node in nodes}
         self._copied = {node.step for node in nodes if node.trial}
         self._backend, self._given = backend, given
         self._waiting = list(nodes)
-        self._queue: list[tuple[Node, Execution]] = []  # of nodes whose turn it is
+        self._queue: list[tuple[Node, Execution]] = []  # of nodes that are ready
         self._running: list[_Running] = []
-        self._left: dict[str, int] = {}  # executions of a node that have not succeeded
-        self._ended: dict[str, bool] = {}  # nodes that have ended: whether what comes after them may run
+        self._left: dict[str, int] = {}  # unfinished executions per node
+        self._ended: dict[str, bool] = {}  # ended nodes: whether their successors may run
         self._results: dict[str, Mapping[str, Any]] = {}
         self._code, self._failed = int(ExitCode.OK), ""
         self._stopping = False
 
     def request_stop(self) -> None:
-        """Ask the steps to save and leave, and start no other one but the exit handler. For signal handlers too."""
+        """Ask the steps to save and exit, and start no further step except the exit handler. Safe in
+        signal handlers.
+        """
         self._stopping = True
 
     def run(self) -> int:
-        """Walk the DAG to its end; the exit code of the first step that failed."""
+        """Run the DAG to its end. Returns the exit code of the first failed step."""
         try:
             self._walk()
         except Exception as error:
@@ -193,7 +198,7 @@ class Runner:
         return self._stopping or self._code != ExitCode.OK
 
     def _enqueue(self) -> None:
-        """Queue every node whose turn it is. (The plan has each node after those that it needs.)"""
+        """Queue every ready node. The plan lists each node after those that it needs."""
         for node in [node for node in self._waiting if all(name in self._ended for name in node.before)]:
             self._waiting.remove(node)
             if not self._should_run(node):
@@ -210,7 +215,7 @@ class Runner:
 
     def _should_run(self, node: Node) -> bool:
         before = [self._nodes[name] for name in node.before]
-        if not node.trial and any(one.trial for one in before):  # the comparison, of those that succeeded
+        if not node.trial and any(one.trial for one in before):  # the comparison, of successful trials
             return True
         if not all(self._ended[one.name] for one in before):
             return False
@@ -232,7 +237,7 @@ class Runner:
             yield Execution(node.step, str(item), self._arguments(node.step, node, str(item)))
 
     def _arguments(self, step: str, node: Node | None = None, item: str = "") -> tuple[str, ...]:
-        """The words of a step's command line: its inputs, and in a sweep the trial that it is for."""
+        """The arguments of a step's command line: its inputs, and its trial in a sweep."""
         values: dict[str, Any] = {}
         trial, overrides = (node.trial, node.overrides) if node else (0, ())
         needed = inputs_of(step, self._steps)
@@ -253,7 +258,7 @@ class Runner:
         return tuple(words)
 
     def _start(self) -> None:
-        """Start what is queued, as much as the backend takes at a time."""
+        """Start queued executions up to the backend's width."""
         width = self._backend.width
         while self._queue and not self._leaving and (not width or len(self._running) < width):
             node, execution = self._queue.pop(0)
@@ -268,7 +273,7 @@ class Runner:
                 self._fail(code, execution.name)
 
     def _collect(self) -> None:
-        """Take the results of what has ended."""
+        """Process ended executions."""
         for one in list(self._running):
             if (code := one.handle.poll()) is None:
                 continue
@@ -297,12 +302,12 @@ class Runner:
             self._fail(code, one.execution.name)
 
     def _fail(self, code: int, name: str) -> None:
-        """The DAG ends with the first code that is not OK."""
+        """Record the first code that is not OK as that of the DAG."""
         if self._code == ExitCode.OK:
             self._code, self._failed = int(code), name
 
     def _notify(self) -> None:
-        """Run the exit handler. What fails in it changes nothing."""
+        """Run the exit handler. Its failure changes nothing."""
         code = self._code
         interrupted = self._stopping or ExitCode.is_interruption(code)
         status = "succeeded" if code == ExitCode.OK else "cancelled" if interrupted else "failed"

@@ -1,4 +1,4 @@
-"""Changing fields in a spec's file as a person would: every other character of it stays."""
+"""Edits of fields in a spec file that keep every other character."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from holdfast.spec.load import parse_spec
 
 
 def write_fields(path: Path, fields: Mapping[str, Any], *, check: bool = True) -> list[str]:
-    """Write `fields` (dotted names, plain words and numbers) into the spec at `path`, unless they say so already, or
-    are the default and not there. What was changed. With `check`, raises SpecError and leaves the file alone if it
-    would be refused."""
+    """Write `fields` (dotted names with simple values) into the spec at `path`. Returns the changes.
+
+    A field that already has the value is skipped, and so is a missing field whose default is the value. With `check`,
+    raises SpecError for a resulting invalid spec and leaves the file unchanged.
+    """
     text, changed = path.read_text(encoding="utf-8"), []
     for field, value in fields.items():
         _, info, _ = find(field.split("."))
@@ -47,13 +49,13 @@ def _with(text: str, path: list[str], value: Any, default: Any) -> str:
         return f"{text[: node.start_mark.index]}{_word(value)}{text[_end(node) :]}"
     if value == default:
         return text
-    if not isinstance(node, yaml.MappingNode):  # a section of which nothing is said but its name
+    if not isinstance(node, yaml.MappingNode):  # a section with only its name
         return f"{text[: node.start_mark.index]} {{{_flow(left, value)}}}{text[node.end_mark.index :]}"
     return _added(text, node, left, value, top=node is owner and len(left) > 1)
 
 
 def _added(text: str, node: yaml.MappingNode, left: list[str], value: Any, *, top: bool) -> str:
-    """The text with a field that was not there, after the last one of a mapping."""
+    """The text with a new field after the last one of a mapping."""
     if node.flow_style:
         at = node.end_mark.index - 1
         return f"{text[:at].rstrip()}{', ' if node.value else ''}{_flow(left, value)}{text[at:]}"
@@ -66,7 +68,7 @@ def _added(text: str, node: yaml.MappingNode, left: list[str], value: Any, *, to
 
 
 def _end(node: yaml.Node) -> int:
-    """Where the last value of a node ends: that of a block ends where the next thing begins."""
+    """The end of the last value of a node. A block node itself ends only where the next node begins."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end(last[1] if isinstance(last, tuple) else last)

@@ -1,7 +1,6 @@
-"""A step as a process of this machine: what the runner starts, awaits and ends.
+"""A step as a process of this machine, for the runner.
 
-Promises that the output of the step is printed line by line behind a label, without secrets, and never mixed with that
-of another step inside of a line.
+Its output is printed line by line behind a label, without secrets. Lines of different steps never mix.
 """
 
 from __future__ import annotations
@@ -20,21 +19,23 @@ from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec import ExitCode
 from holdfast.spec.json_parsing import parse_json_object
 
-DRAIN_SECONDS = 5.0  # for the rest of the output: a process that the step left behind may keep the pipe open
+DRAIN_SECONDS = 5.0  # for remaining output, because a child process may keep the pipe open
 
 _printing = threading.Lock()
 
 
 class StepProcess:
-    """One execution of a step. Start it from a thread that lives as long as the process: its parent is that thread."""
+    """One execution of a step. Start it from a thread that outlives the process: the kernel counts that thread as its
+    parent.
+    """
 
-    leave_seconds = math.inf  # saving takes as long as it takes
+    leave_seconds = math.inf  # saving has no time limit
 
     def __init__(
         self, step: str, label: str, spec: str, arguments: Sequence[str],
         start: Callable[[Sequence[str]], subprocess.Popen[bytes]],
     ) -> None:  # fmt: skip
-        """`label`: printed before each line; `spec`: its text; `start`: starts a process with these arguments."""
+        """`label`: prefix of each line; `spec`: its text; `start`: starts a process with these arguments."""
         self._label, self._resources = label, ExitStack()
         folder = Path(self._resources.enter_context(temporary_folder("step")))
         file, self._output = folder / "spec.yaml", folder / "result.json"
@@ -56,7 +57,7 @@ class StepProcess:
         return 128 - code if code < 0 else code
 
     def wait(self, seconds: float) -> None:
-        """Return when it has ended, or after so many seconds."""
+        """Return when the process has ended, or after `seconds`."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 

@@ -1,7 +1,7 @@
-"""The DAG, and with it the product: preprocess, train, evaluate, and register what was blessed; notify at the end.
+"""The DAG: preprocess, train, evaluate, and register a blessed model; notify at the end.
 
-What each step takes, gives and needs stands in `holdfast.steps`; here are their order, the conditions and
-the retries. Every backend renders this: none has a DAG of its own.
+`holdfast.steps` has the inputs, outputs and resources of each step; this module has their order, conditions and
+retries. Every backend renders this table, and none defines another DAG.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ DESCRIPTION = "Raw text to a registered language model."
 
 @dataclass(frozen=True)
 class Edge:
-    """`after` begins when `before` has succeeded; with `when`, only if the first output of `before` is that word; with
-    `each`, once for every item of the list that `before` gives, so many at once, and what comes next when all are done.
+    """An edge of the DAG: `after` begins when `before` has succeeded.
+
+    With `when`, only if the first output of `before` equals that word. With `each`, concurrently once per item of the
+    list that `before` returns; the next step waits for all of them.
     """
 
     before: str
@@ -27,24 +29,24 @@ class Edge:
     each: bool = False
 
 
-# Only a word decides. A number can be NaN, and a text can hold a quote: both break conditions.
+# Only words decide conditions. A NaN or a text with a quote would break them.
 EDGES = (
     Edge("trigger", "preprocess", when="due"),
     Edge("preprocess", "train"),
     Edge("train", "evaluate"),
     Edge("evaluate", "register", when="blessed"),
 )
-# A sweep: train and evaluate once for each trial, one behind the other; compare when all have ended, however they did.
+# A sweep: train, then evaluate, once for each trial. Compare when all trials have ended with any result.
 SWEEP_EDGES = (
     Edge("preprocess", "train"),
     Edge("train", "evaluate"),
     Edge("evaluate", "compare"),
     Edge("compare", "register", when="blessed"),
 )
-# Two ways in: a DAG that runs by itself asks first whether a retraining is due.
+# Two entrypoints: a scheduled DAG first checks whether a retraining is due.
 START, SCHEDULED_START = "preprocess", "trigger"
 
-# With `data.fan_out`, many tokenise before preprocess, which then only joins what they made.
+# With `data.fan_out`, many tokenise steps run before preprocess, which then only joins their results.
 FAN_OUT_START = "divide"
 FAN_OUT_EDGES = (
     Edge("trigger", "divide", when="due"),
@@ -60,27 +62,27 @@ def edges_of(spec: Spec) -> tuple[Edge, ...]:
 
 
 def start_of(spec: Spec) -> str:
-    """The first step of the DAG of a spec, when it does not ask whether a retraining is due."""
+    """The first step of the DAG of a spec without a retraining check."""
     return START if spec.data.fan_out == 1 else FAN_OUT_START
 
 
 @dataclass(frozen=True)
 class Retry:
-    """When a step that failed is tried again: it goes on where it was, and one that cannot succeed fails at once."""
+    """Retries of failed steps. A retry resumes the step, and a permanent failure fails immediately."""
 
-    wait: int = 15  # seconds before the first try again
-    factor: int = 2  # by which each wait is longer than the one before; KFP's backend drops a fraction
+    wait: int = 15  # seconds before the first retry
+    factor: int = 2  # growth of each wait; KFP's backend truncates fractions
     longest_wait: int = 600  # seconds
-    tries: int = 20  # where the platform can read the exit code, and tries again only what the table calls retryable
-    blind_tries: int = 3  # where it cannot
-    seconds: int = 90 * 24 * 3600  # for a platform that counts from the first start: longer than the longest training
+    tries: int = 20  # if the platform reads the exit code and retries only the table's retryable ones
+    blind_tries: int = 3  # otherwise
+    seconds: int = 90 * 24 * 3600  # limit on platforms that count from the first start; exceeds the longest training
 
 
 RETRY = Retry()
 
 
 def steps_from(start: str, edges: Sequence[Edge] = EDGES) -> Iterator[str]:
-    """The steps from `start` on, in the order of the edges."""
+    """The steps from `start`, in the order of the edges."""
     yield start
     for edge in edges:
         if edge.before == start:
@@ -88,11 +90,11 @@ def steps_from(start: str, edges: Sequence[Edge] = EDGES) -> Iterator[str]:
 
 
 def inputs_of(step: str, steps: Collection[str]) -> tuple[str, ...]:
-    """The inputs of `step` in a DAG of `steps`: what may be missing is left out where no step of it gives that."""
+    """The inputs of `step` in a DAG of `steps`. An optional input is omitted if no step of the DAG produces it."""
     found = STEPS[step]
     return tuple(name for name in found.inputs if name not in found.optional or producer_of(name) in steps)
 
 
 def output_of(edge: Edge) -> str:
-    """The output of `edge.before` that its condition looks at."""
+    """The output of `edge.before` that its condition tests."""
     return STEPS[edge.before].outputs[0]

@@ -1,7 +1,7 @@
-"""A sweep: the trials of a grid over fields of a spec, which share one dataset.
+"""Trials of a sweep: a grid over fields of a spec, with one shared dataset.
 
 The DAG is preprocess, then train and evaluate for each trial, then compare, and register for the best one if it is
-blessed. Each backend that renders it reads this.
+blessed. Every backend renders it from here.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from holdfast.spec import Spec, SpecError, dump_spec, parse_spec
 from holdfast.spec.errors import Problem
 
 MAX_TRIALS = 64
-SHARED = ("data", "name", "store", "registration", "evaluation", "cluster")  # the same in all trials
+SHARED = ("data", "name", "store", "registration", "evaluation", "cluster")  # equal in all trials
 Trials = tuple[tuple[str, ...], ...]
-PARAMETERS = ("spec", "store", "salt", "replan")  # of the DAG: the overrides are the trials' own
+PARAMETERS = ("spec", "store", "salt", "replan")  # of the DAG; overrides belong to the trials
 
 
 def grid(spec: Spec, over: Sequence[str]) -> Trials:
-    """Every combination of `over`, each item a `FIELD=VALUE,VALUE`: the overrides of each trial. Raises SpecError for
-    what makes no trial of `spec`, and for trials that would be the same run."""
+    """Every combination of `over`, whose items are `FIELD=VALUE,VALUE`, as the overrides of each trial.
+
+    Raises SpecError for invalid trials of `spec`, and for trials that would be the same run.
+    """
     axes = []
     for one in over:
         field, equals, values = one.partition("=")
@@ -41,7 +43,7 @@ def grid(spec: Spec, over: Sequence[str]) -> Trials:
 
 
 def _trial(spec: Spec, changes: Sequence[str]) -> str:
-    """The spec of a trial; what is wrong with it was given as --over."""
+    """The spec of a trial. Its problems name --over."""
     try:
         return dump_spec(parse_spec(dump_spec(spec), changes))
     except SpecError as error:
@@ -50,7 +52,7 @@ def _trial(spec: Spec, changes: Sequence[str]) -> str:
 
 
 def text_of(trials: Trials) -> str:
-    """The trials as the compare step takes them."""
+    """The trials as input of the compare step."""
     return json.dumps(trials)
 
 
