@@ -34,7 +34,7 @@ class Attempt:
 
     run_id: str
     number: int
-    launch: int = 0  # that started its ranks; 0 without a launcher
+    launch: int = 0  # the launch that started its ranks; 0 without a launcher
 
     def check(self, store: Store) -> None:
         """Raises FencedError if a newer launch has begun, or a newer gang of this launch has claimed the run. A gang of

@@ -20,8 +20,8 @@ import numpy as np
 
 from holdfast.spec.errors import DataError
 
-MIN_GAIN = 0.01  # of the raw bytes; below it they are stored raw
-LEVEL = 8  # of 12: 4 leaves 2 points more, and is 1.5 times as fast; more than 8 gains nothing here
+MIN_GAIN = 0.01  # minimum saving, as a share of the raw bytes; below it they are stored raw
+LEVEL = 8  # of 12: level 4 leaves 2 points more bytes and is 1.5 times as fast; above 8 nothing is gained here
 
 # The types in which pcodec sees the elements: it orders floats by value. It has no bfloat16; the raw bits do as well.
 _NUMBERS: dict[str, np.dtype[Any]] = {
@@ -43,7 +43,7 @@ class Codec(IntEnum):
 
     RAW = 0
     NUMBERS = 1
-    DIFFERENCES = 2  # from the bytes of a base, which is stored without one
+    DIFFERENCES = 2  # differences from the bytes of a base, which is stored without one
     TILED = 3  # raw, but not row after row: see `tiles`
 
 

@@ -37,7 +37,7 @@ from holdfast.store.json_reading import read_json_object
 
 log = logging.getLogger("holdfast.checkpoint")
 
-PATIENCE_SECONDS = 1800.0  # that the slowest writer may be behind the first
+PATIENCE_SECONDS = 1800.0  # the most that the slowest writer may be behind the first
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 2.0  # seconds between two listings
 
 

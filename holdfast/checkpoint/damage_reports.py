@@ -28,9 +28,9 @@ class DamageReport:
     reason: str
     key: str
     start: int = 0  # bytes into the pack
-    digest: str = ""  # of the index; empty for a root, and for a piece, whose digest is in the index
+    digest: str = ""  # digest of the index; empty for a root, and for a piece, whose digest is in the index
     index: str = ""  # the key of the index with the place and the digest of the piece
-    piece: int = 0  # its number there
+    piece: int = 0  # number of the piece in the index
     node: str = field(default_factory=socket.gethostname)  # where it was read
 
 

@@ -25,7 +25,7 @@ from holdfast.store.interface import Read
 
 log = logging.getLogger("holdfast.checkpoint")
 
-WHOLE = 0.97  # of a run is needed: then it is read as one
+WHOLE = 0.97  # share of a run from which the whole run is read
 
 
 Bases = Mapping[Place, memoryview]  # the bases of pieces that are stored as differences

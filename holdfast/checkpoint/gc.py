@@ -2,8 +2,8 @@
 needs.
 
 It runs off the path of the commit, by one collector at a time (a lease), in batches. Roots are deleted first, indexes
-next, packs last, so a crash in between leaves garbage and never a broken checkpoint. `docs/checkpoints.md` proves that
-nothing needed is removed. Needed are kept checkpoints, the roots in pins and in marks of readers, and quarantined
+next, packs last, so a crash in between leaves garbage and never a broken checkpoint. `docs/checkpoints.md` explains why
+nothing needed is ever removed. Needed are kept checkpoints, the roots in pins and in marks of readers, and quarantined
 checkpoints. So is everything newer than the newest commit of this attempt, which may be part of a save in flight.
 """
 
@@ -37,9 +37,9 @@ _Sign = tuple[str, float]  # version, and when it was written by the store's clo
 log = logging.getLogger("holdfast.checkpoint")
 
 BATCH = 1000  # objects of one request, between two checks of the fence and the lease
-MARK_SECONDS = 3600.0  # that a reader's mark holds after its last sign of life
+MARK_SECONDS = 3600.0  # lifetime of a reader's mark after its last sign of life
 FOLD_EVERY = 32  # collections
-ABANDONED_SECONDS = 3600.0  # between two searches for abandoned uploads
+ABANDONED_SECONDS = 3600.0  # interval between two searches for abandoned uploads
 
 _INDEX = re.compile(r"/indexes/(\d{6,})-(\d{9,})/[^/]+\.(idx|failed)$")
 _PACK = re.compile(r"/packs/(\d{6,})-(\d{9,})-[0-9a-f]{32}\.pack$")
@@ -67,7 +67,7 @@ class Collector:
     _pinned: dict[str, tuple[Manifest, ...]] = field(default_factory=dict)  # the roots in a pin, by key and version
     _needs: dict[str, _Needs] = field(default_factory=dict)  # by the digest of a child
     _marks: dict[str, tuple[_Sign, float]] = field(default_factory=dict)  # key -> its last sign of life, since when
-    _collections: int = 0  # of this collector
+    _collections: int = 0  # number of collections by this collector
     _ended: float | None = None  # when uploads were ended last
 
     def __post_init__(self) -> None:
@@ -141,7 +141,7 @@ class Collector:
             marked = self._read_roots(self._live_marks())
             pinned = self._read_pins()
             roots = self._read_roots(self.store.list(layout.run(run_id, "checkpoints/step-")))
-            if not any(root.step == committed for root in roots.values()):  # what is in flight may refer to it
+            if not any(root.step == committed for root in roots.values()):  # saves in flight may refer to it
                 log.warning("run %s: the checkpoint at step %d is gone; no pack is deleted", run_id, committed)
                 return None
             void = _void_among(roots.values(), committed)

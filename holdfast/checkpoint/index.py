@@ -76,8 +76,8 @@ class Place(NamedTuple):
     start: int  # bytes into the pack
     length: int  # bytes there
     codec: int
-    digest: bytes  # of the raw bytes
-    base: Place | None = None  # that they are a difference to
+    digest: bytes  # digest of the raw bytes
+    base: Place | None = None  # the base of a difference
     run: Run | None = None
 
 
@@ -107,7 +107,7 @@ class Header:
 
     step: int
     attempt: int
-    number: int  # of the writer, or of the node within its level
+    number: int  # number of the writer, or of the node within its level
     level: int  # 0: a writer's
     totals: Totals
 
@@ -157,8 +157,8 @@ class Index:
     packs: Array  # PACK
     boxes: Boxes
     places: Array  # PLACE: one for each piece, in the order of boxes and, within one, of its bytes
-    bases: Array = field(default_factory=lambda: np.zeros(0, dtype=PLACE))  # that places refer to
-    runs: Array = field(default_factory=lambda: np.zeros(0, dtype=RUN))  # that places refer to
+    bases: Array = field(default_factory=lambda: np.zeros(0, dtype=PLACE))  # the bases of places
+    runs: Array = field(default_factory=lambda: np.zeros(0, dtype=RUN))  # the runs of places
 
     @cached_property
     def names(self) -> list[str]:

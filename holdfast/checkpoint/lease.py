@@ -39,7 +39,7 @@ class Lease:
     def __init__(self, store: Store, key: str, attempt: int, clock: Clock) -> None:
         self._store, self._key, self._attempt, self._clock = store, key, attempt, clock
         self._owner, self._beat = uuid.uuid4().hex, 0
-        self._version: str | None = None  # of the record, while this contender holds it
+        self._version: str | None = None  # version of the record, while this contender holds it
         self._seen: tuple[str, float] | None = None  # the version of another's record, and since when
 
     def take(self) -> bool:

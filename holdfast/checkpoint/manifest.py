@@ -29,7 +29,7 @@ class Base(_Record):
     """Frozen weights, which are no part of a checkpoint because they are not trained."""
 
     location: str  # as `model.init_from` has it
-    digest: str  # of its content
+    digest: str  # digest of its content
 
 
 class Manifest(_Record):
@@ -42,14 +42,14 @@ class Manifest(_Record):
     attempt: int = Field(ge=0)
     created: float  # Unix seconds
     layout: dict[str, Any]  # what it was written from: engine, strategy, world size
-    segments: tuple[Segment, ...] = ()  # of the run up to here, each with the plan that it was computed under
+    segments: tuple[Segment, ...] = ()  # those of the run up to here, each with the plan that it was computed under
     history: tuple[tuple[int, int], ...] = ()  # (after, attempt): the attempt of the steps above `after`; see telemetry
     base: Base | None = None  # the frozen weights that the tensors are adapters to
     random: dict[str, Any]  # the streams of randomness; keyed by step, so no generator state is needed
     scalars: dict[str, float | int]  # optimizer and schedule
-    state_digest: str = Field(pattern=_DIGEST)  # of tensors and scalars, for any layout: see `fingerprint`
+    state_digest: str = Field(pattern=_DIGEST)  # digest of tensors and scalars, for any layout: see `fingerprint`
     tensors: dict[str, TensorInfo]  # in the order of their names
-    indexes: tuple[Entry, ...]  # of the writers, or of nodes above them
+    indexes: tuple[Entry, ...]  # entries of the writers, or of nodes above them
     writers: int = Field(ge=1)
     bytes_of: str = ""  # the run whose indexes and packs these are; empty: its own. See `fork`
 

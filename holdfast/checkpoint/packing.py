@@ -31,7 +31,7 @@ from holdfast.checkpoint.tiles import (
 )
 
 PACK_BYTES = 256 * 2**20
-RUN_BYTES = 4 * 2**20  # of rows whose tiles are stored together
+RUN_BYTES = 4 * 2**20  # limit of the rows whose tiles are stored together
 
 Content = tuple[bytes, str]  # digest and dtype: the encoding of bytes depends on their dtype
 
@@ -45,8 +45,8 @@ class Piece:
     data: memoryview
     content: Content
     form: Form
-    digests: bytes = b""  # of its tiles, where it has several
-    apart: bool = False  # from the piece before it: a run must not continue here
+    digests: bytes = b""  # digests of its tiles, where it has several
+    apart: bool = False  # separate from the piece before it: a run must not continue here
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ class Use:
     """A piece that is needed for a part of a box."""
 
     place: Place
-    index: str  # that names it
-    number: int  # of the piece there
+    index: str  # key of the index that names it
+    number: int  # number of the piece in that index
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     box: TensorBox
-    axis: int  # of its rows
+    axis: int  # axis of its rows
     form: Form
 
     @property

@@ -35,8 +35,8 @@ from holdfast.store import Store, layout
 log = logging.getLogger("holdfast.checkpoint")
 
 READ_BYTES = 16 * 2**20  # neighboring pieces are read together up to this size
-RENEW_SECONDS = 600.0  # between two signs of life of a mark
-INDEX_BYTES = 256 * 2**20  # of indexes that are cached
+RENEW_SECONDS = 600.0  # interval between two signs of life of a mark
+INDEX_BYTES = 256 * 2**20  # limit of the cached indexes
 
 
 def read_manifest(store: Store, run_id: str, step: int) -> Manifest:

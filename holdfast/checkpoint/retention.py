@@ -24,7 +24,7 @@ from holdfast.spec.training import Anomalies, Checkpoint
 from holdfast.store import ConflictError, Store, layout
 
 PERSON = "person"  # the default holder of a pin
-TRIES = 8  # of a pin whose root is replaced, or whose record another process writes, at that moment
+TRIES = 8  # limit for pinning while the root is replaced, or another process writes the pin's record
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 DAY_SECONDS = 24 * 3600.0
 

@@ -21,8 +21,8 @@ from holdfast.checkpoint.box import TensorBox
 from holdfast.checkpoint.fingerprint import StateDigest, begun_digest
 from holdfast.spec.errors import HungError, NoSpaceError
 
-COPY_SECONDS = 600.0  # for one copy, after which the thread that makes it counts as hung
-_POLL_SECONDS = 0.001  # between two queries of the device
+COPY_SECONDS = 600.0  # limit for one copy, after which the thread that makes it counts as hung
+_POLL_SECONDS = 0.001  # interval between two queries of the device
 
 
 class Copy:
@@ -34,7 +34,7 @@ class Copy:
         self._issued = threading.Event()  # all reads of the state are done, or queued in a stream
         self._read: Any = None  # the event after which a device has read it
         self._begun = None if self.device is None else torch.cuda.current_stream(self.device).record_event()
-        self.digest: StateDigest | None = None  # of the state, where the device computes it
+        self.digest: StateDigest | None = None  # digest of the state, where the device computes it
 
     def wait(self) -> None:
         """Let no later operation change the state before it is copied. Raises HungError when the copy is not made

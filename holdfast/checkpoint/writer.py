@@ -51,16 +51,16 @@ from holdfast.telemetry.events import SaveCommitted, SaveFailed
 
 log = logging.getLogger("holdfast.checkpoint")
 
-HAND_OVER_SECONDS = 120.0  # for handing the last finished copy to the saver, when closing
-NEAR_SECONDS = 10.0  # most that training waits for a buffer for a copy that only local tiers keep
-STORE_FAULTS = (StoreUnreachableError, NoSpaceError)  # may be gone by the next save
+HAND_OVER_SECONDS = 120.0  # limit for handing the last finished copy to the saver, when closing
+NEAR_SECONDS = 10.0  # limit of the wait of training for a buffer, for a copy that only local tiers keep
+STORE_FAULTS = (StoreUnreachableError, NoSpaceError)  # errors that may be gone by the next save
 
 
 @dataclass
 class _PendingSave:
     """A save without a final outcome."""
 
-    buffer: int | None  # that holds its copy; None: the copy is not needed any more
+    buffer: int | None  # the buffer with its copy; None: the copy is not needed any more
     begun: float  # seconds of time.perf_counter
     stalled: float = 0.0  # seconds that training waited for it
     committed: bool = True  # whether it becomes a checkpoint, or only local tiers keep it

@@ -33,7 +33,7 @@ from holdfast.spec.errors import HoldfastError, HungError, StoreUnreachableError
 
 log = logging.getLogger("holdfast.checkpoint")
 
-MOST_DEATHS = 8  # of agents in a row, until a save fails
+MOST_DEATHS = 8  # consecutive agent deaths after which a save fails
 _PAUSE = 0.02  # seconds before the second try to connect; doubles
 _LONGEST_PAUSE = 1.0
 
@@ -48,13 +48,13 @@ class AgentClient:
         self._lock = threading.Lock()  # guards the fields below; held while a message is sent
         self._connection: Connection | None = None
         self._memory: dict[int, SharedMemory] = {}
-        self._listen: tuple[Listen, int] | None = None  # and the listener's descriptor
-        self._open: dict[int, Save] = {}  # without a last outcome, by step
+        self._listen: tuple[Listen, int] | None = None  # the message and the listener's descriptor
+        self._open: dict[int, Save] = {}  # saves without a final outcome, by step
         self._lost: dict[int, Lost] = {}  # reported as lost, no failure outcome yet; by step
         self._wanted = threading.Event()  # a message to send, or the end
         self._closing = self._silent = False  # silent: it did not take what it was sent
         self._lifted = False
-        self._deaths = 0  # of agents, since one of them ended a save
+        self._deaths = 0  # agent deaths since an agent last ended a save
         self._thread = threading.Thread(target=self._follow, name="checkpoint agent", daemon=True)
         self._thread.start()
 

@@ -14,8 +14,8 @@ from holdfast.checkpoint.agent.worker import SaveWorker, Work
 from holdfast.checkpoint.fingerprint import StateDigest
 from holdfast.checkpoint.local_tiers.peers import Server
 
-CLOSE_SECONDS = 60.0  # for what is in flight
-SETTLE_SECONDS = 600.0  # for collection
+CLOSE_SECONDS = 60.0  # limit for the saves in flight
+SETTLE_SECONDS = 600.0  # limit for collection
 
 
 class LocalSaver:

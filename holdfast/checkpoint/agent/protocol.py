@@ -23,11 +23,11 @@ from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.plan import Plan, Segment, continued
 
 VARIABLE = "HOLDFAST_CHECKPOINT_AGENT"  # the path of the agent's socket on this node; unset without an agent
-BUFFERS = 2  # of a rank: one is written to the store while the other is filled
+BUFFERS = 2  # per rank: one is written to the store while the other is filled
 PATIENCE = 60.0  # seconds without a message after which the other end counts as gone
-TICK_SECONDS = 1.0  # between two messages of an idle agent
+TICK_SECONDS = 1.0  # interval of an idle agent's messages
 MAX_MESSAGE = 1 << 26  # bytes: a table of some 400,000 boxes
-ROOM = 1 << 24  # of those bytes, for the rest of a save: metrics since the previous one
+ROOM = 1 << 24  # bytes of MAX_MESSAGE for the rest of a save: metrics since the previous one
 _LENGTH = struct.Struct("<I")
 
 
@@ -48,9 +48,9 @@ class Writer(_Message):
     beside: int = Field(1, ge=1)  # ranks on this node, this one included
     describe: dict[str, Any] = {}  # fields of the manifest that do not change
     plan: Plan | None = None
-    segments: tuple[Segment, ...] = ()  # of the checkpoint that was loaded
-    history: tuple[tuple[int, int], ...] = ()  # and its history
-    start: int = Field(0, ge=0)  # and its step
+    segments: tuple[Segment, ...] = ()  # those of the loaded checkpoint
+    history: tuple[tuple[int, int], ...] = ()  # that of the loaded checkpoint
+    start: int = Field(0, ge=0)  # step of the loaded checkpoint
     root: int | None = Field(None, ge=0)  # step of the newest checkpoint, where `start` is a local-tier step
     same_bits: bool = True  # whether another attempt must have committed the same for a step
     retention: Retention = Retention(1)
@@ -130,9 +130,9 @@ class Outcome(_Message):
     kind: Literal["outcome"] = "outcome"
     step: int
     what: Literal["durable", "done", "failed"]
-    error: str = ""  # the name of the failure's class
-    reason: str = ""  # and its message
-    bytes: int | None = None  # that were written for a commit
+    error: str = ""  # class name of the failure
+    reason: str = ""  # message of the failure
+    bytes: int | None = None  # bytes written for a commit
 
 
 class Tick(_Message):

@@ -44,7 +44,7 @@ from holdfast.spec.errors import ExitCode
 
 log = logging.getLogger("holdfast.checkpoint")
 
-STEPS = 8  # newest steps of a gang for which it is remembered who has saved them
+STEPS = 8  # newest steps of a gang whose writers are remembered
 
 
 class Agent:
@@ -54,14 +54,14 @@ class Agent:
         self._work_of = work_of
         self._gangs: dict[tuple[str, int], _Gang] = {}  # by run and attempt
         self._savings: list[SaveWorker] = []
-        self._connections: set[Connection] = set()  # that receive ticks
+        self._connections: set[Connection] = set()  # the receivers of ticks
         self._ranks = 0  # connections of ranks that have not ended
         self._changed = threading.Condition()
         self._drained = threading.Event()
 
     def serve(self, path: Path) -> None:
         """Listen at `path` and serve until drained. Call it once."""
-        path.unlink(missing_ok=True)  # of an agent that was killed
+        path.unlink(missing_ok=True)  # left by an agent that was killed
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(path))
             listener.listen(64)

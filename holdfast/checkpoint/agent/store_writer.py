@@ -21,9 +21,9 @@ from holdfast.store import Store, Throttle, open_store, throttled
 
 log = logging.getLogger("holdfast.checkpoint")
 
-PATIENCE_SECONDS = 600.0  # for the parts of others: all are copied after the same step
-HURRY_SECONDS = 15.0  # for the parts of others, once no rank runs
-MOST_THREADS = 8  # of one writer, that hash and encode
+PATIENCE_SECONDS = 600.0  # limit of the wait for the parts of others: all are copied after the same step
+HURRY_SECONDS = 15.0  # limit of that wait once no rank runs
+MOST_THREADS = 8  # limit per writer, for hashing and encoding
 
 
 class StoreWriter:
@@ -56,7 +56,7 @@ class StoreWriter:
         try:
             self._shards.write(step, boxes, digest)
         except HoldfastError:
-            self._shards.forget()  # what it had referenced is written anew
+            self._shards.forget()  # the next save writes all content anew
             raise
 
     def commit(self, step: int, scalars: Mapping[str, int | float], attachments: Mapping[str, str]) -> int | None:

@@ -19,7 +19,7 @@ from holdfast.spec.errors import FencedError, HoldfastError, NoSpaceError, Store
 
 log = logging.getLogger("holdfast.checkpoint")
 
-TELL_SECONDS = 5.0  # between two tries to report a failure to other writers
+TELL_SECONDS = 5.0  # interval between two tries to report a failure to other writers
 
 
 class Work(Protocol):

@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from holdfast.spec.json_parsing import parse_json
 
 HANDSHAKE_SECONDS = 2.0
-SECONDS = 30.0  # for one message; bytes after it have as long again, and a second per LEAST_RATE bytes
+SECONDS = 30.0  # limit for one message; bytes after it have as long again, and a second per LEAST_RATE bytes
 LEAST_RATE = 1 << 20  # bytes a second
 MAX_MESSAGE = 1 << 16  # bytes
 CHUNK = 1 << 20  # bytes per check
@@ -135,7 +135,7 @@ def _until(size: int) -> float:
 
 
 def _send(end: socket.socket, data: bytes | memoryview, until: float) -> None:
-    end.settimeout(_rest(until))  # for all of it
+    end.settimeout(_rest(until))  # limit for all of it
     end.sendall(data)
 
 

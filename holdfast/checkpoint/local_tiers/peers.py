@@ -38,10 +38,10 @@ from holdfast.store import layout
 
 log = logging.getLogger("holdfast.checkpoint")
 
-PAUSE_SECONDS = 30.0  # after a step that could not be sent
-CONNECTIONS = 64  # served concurrently
-UNPROVEN = 64  # connections whose other end has not proven yet that it knows the token
-UNPROVEN_EACH = 16  # of one address
+PAUSE_SECONDS = 30.0  # pause after a step that could not be sent
+CONNECTIONS = 64  # limit of connections served concurrently
+UNPROVEN = 64  # limit of connections whose other end has not yet proven that it knows the token
+UNPROVEN_EACH = 16  # limit of such connections per address
 _POLL_SECONDS = 0.2
 _LOST = (OSError, EOFError, ValueError)  # raised by a channel that is no longer usable
 

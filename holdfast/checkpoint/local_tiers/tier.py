@@ -27,7 +27,7 @@ from holdfast.store.file import FileStore
 log = logging.getLogger("holdfast.checkpoint")
 
 VARIABLE = "HOLDFAST_MEMORY_DIR"  # a tmpfs; without it, a folder of this user in /dev/shm
-STALE_SECONDS = {"memory": 3600.0, "disk": 24 * 3600.0}  # without a write, until another run removes a folder
+STALE_SECONDS = {"memory": 3600.0, "disk": 24 * 3600.0}  # time without a write after which another run removes a folder
 SPARE = 256 * 2**20  # bytes of memory that stay free for the ranks
 _LOCK = ".lock"
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -39,7 +39,7 @@ class Tier(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Literal["memory", "disk"]
-    folder: str  # of this run and life
+    folder: str  # folder of this run and life
     every: int = Field(ge=1)  # steps
 
     def store(self, writer: int) -> FileStore:

@@ -56,7 +56,7 @@ class TierWriter:
         size = sum(box.data.nbytes for box in boxes) + MARGIN
         try:
             if not self._written:
-                self._store.end_abandoned(layout.run(self._attempt.run_id), 0.0)  # of a writer that was killed
+                self._store.end_abandoned(layout.run(self._attempt.run_id), 0.0)  # left by a writer that was killed
             require_room(self.tier, size)
             if record is not None:  # first: a step that has an index is whole
                 self._store.put(record_key(record.run_id, record.attempt, step), record.to_bytes())

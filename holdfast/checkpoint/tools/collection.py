@@ -28,7 +28,7 @@ EVERYTHING = 1 << 62
 class Collected:
     """The objects that were deleted, or would be."""
 
-    steps: tuple[int, ...]  # of the checkpoints
+    steps: tuple[int, ...]  # steps of the checkpoints
     objects: int
     bytes: int
     keys: tuple[str, ...]

@@ -26,7 +26,7 @@ class TensorDifference:
     """A tensor with different bits in the two checkpoints."""
 
     name: str
-    elements: int  # that differ
+    elements: int  # number of differing elements
     of: int
     first: tuple[int, ...]  # the index of the first of them, in row-major order
     values: tuple[float, float]  # at that index, in each of the two

@@ -34,13 +34,13 @@ class Side:
 class Divergence:
     """How far the bits of two runs agree."""
 
-    steps: tuple[int, int]  # that each has committed
+    steps: tuple[int, int]  # the last step that each has committed
     compared: int  # steps that were compared: those in both histories
     first: int | None  # the first of them whose figures differ
-    figures: tuple[ScalarDifference, ...]  # of that step
+    figures: tuple[ScalarDifference, ...]  # differences of that step
     equal_at: int | None  # the newest common checkpoint before the states differ
     differs_at: int | None  # the first common checkpoint with other bits
-    difference: Difference | None  # between the two of that step
+    difference: Difference | None  # difference between the two checkpoints of that step
 
     @property
     def none(self) -> bool:

@@ -26,8 +26,8 @@ class CheckpointInfo:
     step: int
     committed: float  # Unix seconds, by the store's clock
     attempt: int = 0
-    bytes: int = 0  # of the state
-    fresh: int = 0  # of them, those that were written for it; earlier packs hold the rest
+    bytes: int = 0  # bytes of the state
+    fresh: int = 0  # bytes that were written for it; earlier packs hold the rest
     tensors: int = 0
     writers: int = 0
     state_digest: str = ""

@@ -17,7 +17,7 @@ from holdfast.checkpoint.tools.parts import parts_of
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import Store, layout
 
-MAX_DAMAGES = 100  # reported for one checkpoint
+MAX_DAMAGES = 100  # limit of reports for one checkpoint
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Verified:
     """The result of reading a checkpoint."""
 
     step: int
-    bytes: int  # of tensors, that were read and are right
+    bytes: int  # correct bytes of tensors that were read
     damages: tuple[Damage, ...] = ()
     collected: bool = False  # retention deleted it meanwhile, so nothing is known of it
     export: str = ""  # key prefix of the exported model that was read; empty for a checkpoint
