@@ -15,7 +15,7 @@ from holdfast.spec.errors import DataError, MissingError
 from holdfast.store.interface import Store
 from holdfast.store.payload import too_large
 
-SMALL_BYTES = 16 * 2**20  # of a JSON record: a spec, a result, a verdict, a configuration
+SMALL_BYTES = 16 * 2**20  # limit of a JSON record: a spec, a result, a verdict, a configuration
 
 
 def read_bounded(store: Store, key: str, most: int = SMALL_BYTES) -> bytes:

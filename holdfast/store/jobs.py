@@ -36,7 +36,7 @@ def recorder(job: str) -> Callable[[str, Outcome], None] | None:
     if not is_job(job):
         return None
 
-    interrupted: list[int] = []  # previous tries of the step; empty until the store was read
+    interrupted: list[int] = []  # interrupted tries of the step so far; empty until the store was read
 
     def record(url: str, outcome: Outcome) -> None:
         try:

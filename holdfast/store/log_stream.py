@@ -29,11 +29,11 @@ from holdfast.spec.errors import HoldfastError, MissingError
 from holdfast.store.interface import ObjectInfo, Store
 
 PIECE_BYTES = 256 * 2**10
-FIRST_PIECES, KEPT_PIECES = 4, 64  # of a stream: 1 MiB of its beginning, 16 MiB in all
-KEPT_STREAMS = 20  # of a folder
+FIRST_PIECES, KEPT_PIECES = 4, 64  # limits of a stream: 1 MiB of its beginning, 16 MiB in all
+KEPT_STREAMS = 20  # limit of a folder
 MAX_WAITING = 4 * 2**20  # bytes of a stream that wait for an unreachable store
 DEADLINE = 20.0  # seconds for one write, all retries included
-CLOSE_SECONDS = 4.0  # for the last lines of a process
+CLOSE_SECONDS = 4.0  # limit for the last lines of a process
 DESCRIPTION = "stream.json"
 _SPACE = re.compile(rb"\s(?=\S*\Z)")
 _PIECE = re.compile(r"/(\d{6,})\.log$")
@@ -46,7 +46,7 @@ class LogStream(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    name: str  # of its folder; the names of the streams of one folder are in the order of time
+    name: str  # name of its folder; the names of the streams of one folder are in the order of time
     node: str = ""
     pid: int = 0
     began: float = 0.0  # Unix seconds

@@ -22,8 +22,8 @@ from holdfast.store.s3_errors import RedirectedError, explain_setup
 
 S3Client = Any  # boto3 creates its class at run time
 CONNECTIONS = 32  # open concurrently; some requests of a store overlap
-LOOK_SECONDS = 1.0  # between two searches for new credentials while a server reports that they have expired
-ROTATION_SECONDS = 60.0  # not every server may know a key this new
+LOOK_SECONDS = 1.0  # interval between two searches for new credentials while a server reports that they have expired
+ROTATION_SECONDS = 60.0  # age below which a key may be unknown to some servers
 REDIRECTIONS = (301, 302, 303, 307, 308)
 
 

@@ -21,7 +21,7 @@ from holdfast.store.s3_errors import no_such_bucket
 from holdfast.store.s3_requests import OutOfRangeError, PreconditionError, Requests, S3Client
 
 BLOCK_BYTES = 2**20  # received per read
-PAGE_KEYS = 1000  # of a listing; S3's maximum
+PAGE_KEYS = 1000  # page size of a listing; S3's maximum
 
 
 class Reads:

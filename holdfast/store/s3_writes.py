@@ -29,7 +29,7 @@ from holdfast.store.s3_reads import Reads
 from holdfast.store.s3_requests import OutcomeError, Requests, S3Client
 
 UPLOADS = 3  # tries of a multipart upload that the store loses
-UPLOAD_PAGES = 10  # of unfinished uploads, a thousand on each
+UPLOAD_PAGES = 10  # limit of pages of unfinished uploads, a thousand on each
 DELETED_AT_ONCE = 1000  # S3's maximum
 ALGORITHM = {"ChecksumAlgorithm": "CRC32C"}
 # Refusals of a batch deletion after which objects are deleted one by one. Older servers want a Content-MD5, which

@@ -37,8 +37,8 @@ from holdfast.store.log_stream import (
 )
 from holdfast.store.open import open_store
 
-FLUSH_SECONDS = 3.0  # from a line to its place in the store, plus the time of the put itself
-RETRY_SECONDS = 1.0  # after a store error, when the step has ended
+FLUSH_SECONDS = 3.0  # delay from a line to the store, plus the time of the put itself
+RETRY_SECONDS = 1.0  # pause after a store error, when the step has ended
 
 log = logging.getLogger("holdfast.logs")
 
