@@ -32,9 +32,9 @@ class AuditRecord:
 
     stretch: Stretch
     time: float  # Unix seconds
-    host: str  # that computed it again
-    seed: int  # of the sample
-    figures: int  # that were compared
+    host: str  # the host that computed it again
+    seed: int  # seed of the sample
+    figures: int  # number of compared figures
     first: int | None  # the first step that differs
     differing: str  # the differences at that step, in words
 

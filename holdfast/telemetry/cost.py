@@ -16,7 +16,7 @@ from holdfast.telemetry.events import AttemptBegan, Event, SaveCommitted, TimeSp
 from holdfast.telemetry.ledger import Ledger
 
 HOUR = 3600.0
-JOULES = 3.6e6  # of a kilowatt-hour
+JOULES = 3.6e6  # joules of a kilowatt-hour
 MILLION = 1e6
 
 
@@ -26,11 +26,11 @@ class Cost:
 
     accelerator: str  # its driver's name for it; empty where no attempt has begun
     accelerators: int  # ranks, the most at a time
-    hours: float  # of all accelerators together, except those in which the job waited in a queue
-    tokens: int  # of the steps that are saved
-    kilowatt_hours: float | None  # of the accelerators, without their nodes
+    hours: float  # hours of all accelerators together, except those in which the job waited in a queue
+    tokens: int  # tokens of the steps that are saved
+    kilowatt_hours: float | None  # energy of the accelerators, without their nodes
     metered: float  # share of `hours` that a meter covered
-    utilisation: float | None  # of the accelerators, the mean of all readings; from 0 to 1
+    utilisation: float | None  # mean of all readings of the accelerators, from 0 to 1
     prices: Prices
     energy_unavailable: str  # why the energy is unknown
 

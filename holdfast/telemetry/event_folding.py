@@ -21,7 +21,7 @@ from holdfast.store.parallel import in_parallel
 FOLD = 64  # objects are folded when there are as many
 FULL_FOLD = 4  # or as many, where they are FULL_BYTES together
 FULL_BYTES = 2**20  # an object of this size is not folded again
-QUIET_SECONDS = 3600.0  # without a change, after which the last segment of a writer is folded
+QUIET_SECONDS = 3600.0  # time without a change after which the last segment of a writer is folded
 
 # A segment: <writer>-<number>.jsonl. A fold: <first segment>.<last segment>.<digest>.jsonl. In a listing a fold comes
 # before all its members, so the segments of each writer stay in their order.

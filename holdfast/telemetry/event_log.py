@@ -27,12 +27,12 @@ from holdfast.telemetry.event_folding import is_fold
 from holdfast.telemetry.events import Event, StepBegan, StepEnded, WarningIssued
 from holdfast.telemetry.serving import show_traces
 
-FLUSH_SECONDS = 5.0  # from an event of a stream to the store; a notable one is written immediately
-CLOSE_SECONDS = 5.0  # for the last events
+FLUSH_SECONDS = 5.0  # delay from an event of a stream to the store; a notable one is written immediately
+CLOSE_SECONDS = 5.0  # limit for the last events
 SEGMENT_BYTES = 256 * 2**10
 MAX_WAITING = 2**20  # bytes of events that wait for an unreachable store
-BATCH_BYTES = 4 * 2**20  # of objects that are read together
-TRIES = 5  # of a reader whose objects are folded while it reads
+BATCH_BYTES = 4 * 2**20  # limit of objects that are read together
+TRIES = 5  # limit for a reader whose objects are folded while it reads
 WRONG_CLOCK = 3600.0  # seconds that a store's clock may be behind: S3 refuses requests at a quarter of it
 
 log = logging.getLogger("holdfast.events")

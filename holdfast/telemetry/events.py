@@ -15,7 +15,7 @@ from holdfast.runtime.secrets import redact
 from holdfast.spec.errors import ExitCode
 from holdfast.telemetry.accelerators import Figures
 
-VERSION = 1  # of the lines; a reader skips those of a later one
+VERSION = 1  # version of the lines; a reader skips those of a later one
 MAX_TEXT = 1000  # bytes of a text as JSON
 MAX_NAME = 200
 MAX_WORD = 60
@@ -47,7 +47,7 @@ class _Event(BaseModel):
     v: int = VERSION
     time: float = 0.0  # Unix seconds; later than the writer's previous event
     writer: Name = ""  # the process
-    number: int = 0  # of the event among the writer's, from 1; writer and number identify the event
+    number: int = 0  # position among the writer's events, from 1; writer and number identify the event
     source: Name = ""  # the emitting part: "launcher", "rank 0", "evaluate"
     launch: int | None = None
     attempt: int | None = None
@@ -118,9 +118,9 @@ class AttemptBegan(_Event):
 
     kind: Literal["attempt_began"] = "attempt_began"
     world: int  # ranks
-    step: int  # done before
+    step: int  # steps done before
     steps: int
-    host: Name = ""  # of rank 0
+    host: Name = ""  # host of rank 0
     device: Name = ""
     peak_flops: float | None = None  # FLOP/s of all ranks together
     mfu_unavailable: Text = ""  # why it is unknown
@@ -152,10 +152,10 @@ class Progress(_Event):
     tokens_per_second: float
     seconds_left: float
     learning_rate: float | None = None
-    step_seconds: float | None = None  # of a step, in the mean since the last Progress event
+    step_seconds: float | None = None  # seconds per step, the mean since the last Progress event
     mfu: float | None = None  # from 0 to 1
-    phase_seconds: dict[Name, float] = {}  # of a step, by phases (`telemetry/phases.py`)
-    peak_memory: int | None = None  # bytes, of rank 0
+    phase_seconds: dict[Name, float] = {}  # seconds per step, by phases (`telemetry/phases.py`)
+    peak_memory: int | None = None  # bytes on rank 0
 
     @property
     def text(self) -> str:
@@ -175,7 +175,7 @@ class PhaseProgress(_Event):
     kind: Literal["phase"] = "phase"
     notable: ClassVar[bool] = False
     phase: Name
-    done: int  # of `total`
+    done: int  # done part of `total`
     total: int  # in the unit of the phase
 
     @property
@@ -192,7 +192,7 @@ class TimeSpent(Figures, _Event):
     notable: ClassVar[bool] = False
     silent: ClassVar[bool] = True
     rank: int
-    step: int  # done by then
+    step: int  # steps done by then
     seconds: dict[Name, float] = {}  # by phases (`telemetry/phases.py`); their sum is the time since the last report
     peak_memory: int = 0  # the most bytes that it has held
     last: bool = False  # its process ends with it...
@@ -211,7 +211,7 @@ class ProfileSaved(_Event):
     kind: Literal["profile_saved"] = "profile_saved"
     first: int  # step
     last: int
-    key: Name  # of the trace
+    key: Name  # key of the trace
 
     @property
     def text(self) -> str:
@@ -226,7 +226,7 @@ class SaveCommitted(_Event):
     step: int
     seconds: float  # from the copy to the commit
     stall_seconds: float = 0.0  # the part that training waited for
-    bytes: int | None = None  # that were written for it
+    bytes: int | None = None  # bytes written for it
 
     @property
     def text(self) -> str:
@@ -268,7 +268,7 @@ class AnomalyFound(_Event):
     """The loss or the gradient norm of a step is not finite, or far above normal; see training.anomalies."""
 
     kind: Literal["anomaly_found"] = "anomaly_found"
-    step: int  # done with it
+    step: int  # steps done, including this one
     action: Name  # stop, skip or rewind
     loss: Name  # as text: not every value is a number in JSON
     grad_norm: Name
@@ -326,7 +326,7 @@ class StragglerDetected(_Event):
     urgent: ClassVar[bool] = True
     rank: int
     host: Name = ""  # its scheduler's name for it
-    phase: Name  # with the largest excess over its peers
+    phase: Name  # the phase with the largest excess over its peers
     ratio: float  # of its working time to that of its peers
     seconds: float  # excess of that phase per step
     step: int  # after which it was detected
@@ -365,7 +365,7 @@ class HealthChecked(_Event):
     reason: Text  # why it was done
     failed: Text = ""  # what keeps the run from starting
     warned: Text = ""  # other problems
-    key: Name  # of the whole report
+    key: Name  # key of the whole report
 
     @property
     def text(self) -> str:
@@ -389,7 +389,7 @@ class AuditDiffers(_Event):
     step: int  # the first that differs
     start: int  # the checkpoint that the audit began from
     host: Name  # where the audit ran
-    differing: Text  # at that step, recorded and computed
+    differing: Text  # the differences at that step, recorded and computed
 
     @property
     def text(self) -> str:
@@ -416,7 +416,7 @@ class StepEnded(_Event):
     name: Name
     code: int
     seconds: float
-    reason: Text = ""  # of a failure
+    reason: Text = ""  # reason of a failure
     result: Name = ""  # the dataset id, the verdict's outcome, the version
 
     @property

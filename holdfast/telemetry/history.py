@@ -39,9 +39,9 @@ Row = dict[str, Any]
 Lineage = Sequence[tuple[int, int]]
 PHASE_SECONDS = "phase_seconds."
 
-PURE_FIELDS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "samples")  # in every attempt, bit for bit
-READ_BYTES = 16 * 2**20  # of segments that are read together
-TRIES = 5  # of a reader whose segments are folded while it reads
+PURE_FIELDS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "samples")  # equal in every attempt, bit for bit
+READ_BYTES = 16 * 2**20  # limit of segments that are read together
+TRIES = 5  # limit for a reader whose segments are folded while it reads
 MAX_ROOT_BYTES = 1 << 28  # equal to that of `checkpoint.root`
 _MANIFEST = re.compile(r"/step-(\d{9,})\.json$")
 _SEGMENT = re.compile(r"/(\d{9,})-(\d{9,})\.(\d{6,})\.jsonl$")

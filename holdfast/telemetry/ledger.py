@@ -118,11 +118,11 @@ def goes_on(events: Sequence[Event]) -> bool:
 class _Attempt:
     number: int
     began: float | None = None  # when its ranks had loaded the state
-    step: int = 0  # that they had loaded
+    step: int = 0  # the step that they had loaded
     world: int | None = None
     told: dict[int, list[TimeSpent]] = field(default_factory=dict)  # by ranks
-    reached: list[tuple[float, int]] = field(default_factory=list)  # when rank 0 had done which step
-    copied: dict[int, float] = field(default_factory=dict)  # when it had done those that it saved
+    reached: list[tuple[float, int]] = field(default_factory=list)  # (time, step) of what rank 0 had done
+    copied: dict[int, float] = field(default_factory=dict)  # step -> time at which it was done, for saved steps
     failed: float = math.inf  # the first sign of a failure
     lost_from: float = math.inf  # what was computed later was computed again
 

@@ -80,8 +80,8 @@ _COUNTED: dict[type, str] = {
         StragglerDetected: "holdfast_stragglers",
 }  # fmt: skip
 LEDGER_EVENTS = 200_000  # with more of them, goodput is not exported any more
-LEDGER_SECONDS = 15.0  # between two updates of the ledger metrics
-BIND_SECONDS = 60.0  # for which a port may still be another process's
+LEDGER_SECONDS = 15.0  # interval between two updates of the ledger metrics
+BIND_SECONDS = 60.0  # time for which another process may still hold a port
 CLOSE_SECONDS = 5.0
 
 
@@ -99,7 +99,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._step = self._saved = 0
         self._counts: Counter[str] = Counter()
-        self._told: dict[int, set[str]] = {}  # of ACCELERATORS, by rank
+        self._told: dict[int, set[str]] = {}  # names of ACCELERATORS that are set, by rank
         self._stalled = 0.0
         self._kept: list[Event] = []  # the events for the ledger
         self._full = False  # whether there were more than LEDGER_EVENTS

@@ -13,7 +13,7 @@ from holdfast.spec.errors import DataError, MissingError, Problem, SpecError
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_json
 
-MOST_STEPS = 100  # in one profile: each is some hundred KB of events, in memory until the last one is done
+MOST_STEPS = 100  # limit of one profile: each step is some hundred KB of events, in memory until the last one is done
 ASKED = "profiles/asked.json"
 
 

@@ -15,7 +15,7 @@ from holdfast.telemetry.events import PhaseProgress
 Progress = Callable[[str, int, int], None]  # phase, done, total, in the unit of the phase
 
 LOG_SECONDS = 5.0
-EVENT_SECONDS = 0.5  # between two events of a phase, except its first and its last
+EVENT_SECONDS = 0.5  # interval between two events of a phase, except its first and its last
 
 
 class ConsoleProgress:

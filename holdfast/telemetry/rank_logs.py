@@ -17,7 +17,7 @@ class RankStream(LogStream):
 
     rank: int
     launch: int
-    attempt: int | None = None  # of the gang that it formed; None before that
+    attempt: int | None = None  # attempt of the gang that it formed; None before that
 
     @property
     def writer(self) -> str:

@@ -28,7 +28,7 @@ from opentelemetry.trace import (
 from holdfast.telemetry.events import Event
 from holdfast.telemetry.spans import Span, Spans, span_id, trace_id
 
-CLOSE_SECONDS = 5.0  # for the last spans, if no variable bounds a request
+CLOSE_SECONDS = 5.0  # limit for the last spans, if no variable bounds a request
 TIMEOUTS = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
 NANOSECONDS = 1e9
 
