@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 TIMEOUT, RETRIES = "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
-SPARE_SECONDS = 30.0  # for the pauses between tries, and a call of several requests
+SPARE_SECONDS = 30.0  # allowance for the pauses between tries, and a call of several requests
 
 _inside = threading.local()
 

@@ -21,8 +21,8 @@ from holdfast.spec.errors import AccessDeniedError, DataError, MissingError, Pro
 from holdfast.spec.json_parsing import parse_json_object
 
 SECONDS = 5.0
-LARGEST = 2**16  # bytes of an answer
-FILES_ALLOWED = "MLFLOW_ALLOW_FILE_STORE"  # MLflow's own
+LARGEST = 2**16  # limit of an answer in bytes
+FILES_ALLOWED = "MLFLOW_ALLOW_FILE_STORE"  # a variable of MLflow
 _DATABASES = ("postgresql", "mysql", "mssql")
 _SQLITE = "sqlite:///"
 

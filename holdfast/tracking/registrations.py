@@ -39,17 +39,17 @@ class Registration(BaseModel):
     version: int
     alias: str  # given at registration: champion or challenger; empty: not given yet
     verdict: str  # key of the verdict that blessed it
-    verdict_digest: str  # of the bytes of that verdict
+    verdict_digest: str  # digest of the bytes of that verdict
     dataset_id: str
     export: str  # key prefix of the exported model
     export_digest: str
     state_digest: str
-    run_digest: str  # of the bytes of run.json; empty without one
+    run_digest: str  # digest of the bytes of run.json; empty without one
     source: str  # the model's source in MLflow, without credentials
     tags: dict[str, str]  # the whole lineage
     created: float  # Unix seconds
     mlflow_run_id: str
-    tracking: str  # without credentials
+    tracking: str  # address of the MLflow, without credentials
 
     @property
     def uri(self) -> str:

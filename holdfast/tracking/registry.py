@@ -41,11 +41,11 @@ class Champion:
     registry: str  # the MLflow that it is registered in, without credentials
     model: str
     version: int
-    run_id: str  # Holdfast's
-    store_url: str  # of the store that has its registration
+    run_id: str  # Holdfast's id of the run
+    store_url: str  # URL of the store that has its registration
     export: str  # key prefix of the Hugging Face export in the store
     export_digest: str
-    run_digest: str  # of its run.json
+    run_digest: str  # digest of its run.json
     dataset_id: str
     metrics: dict[str, Any]  # the metrics of the verdict that blessed it
     tags: dict[str, str]  # the whole lineage

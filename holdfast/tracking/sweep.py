@@ -32,7 +32,7 @@ class SweepRun:
 
     sweep_id: str
     name: str
-    runs: Sequence[str]  # of all trials
+    runs: Sequence[str]  # runs of all trials
     tags: Mapping[str, str]  # a value that is too long for MLflow is cut
     metrics: Mapping[str, float]
     files: Mapping[str, str]  # name: text

@@ -16,7 +16,7 @@ from holdfast.spec.errors import MissingError
 from holdfast.telemetry import Row
 
 FILE = "events.out.tfevents.0.holdfast"  # TensorBoard looks for `tfevents`
-VERSION = "brain.Event:2"  # of the format, which each file begins with
+VERSION = "brain.Event:2"  # version of the format, which each file begins with
 GROUPS = {"phase_seconds.": "phase_seconds/", "system.": "system/"}  # TensorBoard groups by the part before a slash
 
 

@@ -32,7 +32,7 @@ EVALUATION = "evaluation/"
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 ALL_STEPS = 10_000  # steps from the first that are all copied to MLflow; see `is_copied`
-_MAX_METRICS = 1000  # in one request: MLflow's own limit
+_MAX_METRICS = 1000  # per request: MLflow's own limit
 
 log = logging.getLogger("holdfast.tracking")
 
