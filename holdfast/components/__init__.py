@@ -1,1 +1,1 @@
-"""The steps of the pipeline: one folder each, which runs in a container of its own or as a local process."""
+"""Components: the steps of the pipeline, one folder each. A step runs in its own container or as a local process."""

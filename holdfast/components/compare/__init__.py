@@ -1,4 +1,4 @@
-"""The comparison of a sweep: one table of its trials, and the best of them. `docs/sweeps.md` explains it."""
+"""Compare step of a sweep: one table of its trials, and the best one. See `docs/sweeps.md`."""
 
 from holdfast.components.compare.step import compare
 

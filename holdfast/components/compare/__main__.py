@@ -1,4 +1,4 @@
-"""`python -m holdfast.components.compare --spec S --dataset-id D --trials JSON`: compare the trials of a sweep."""
+"""`python -m holdfast.components.compare --spec S --dataset-id D --trials JSON`: compares the trials of a sweep."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What the compare step does in a DAG, and what it shows."""
+"""Entry point of the compare step in a DAG, and its artifacts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ log = logging.getLogger("holdfast.compare")
 
 
 def body(spec: Spec, url: str, *, dataset_id: str, trials: str, salt: str, job: str) -> StepResult:
-    """Compare trials, a JSON list of lists of overrides, of the execution `job`. The result is the word, the run and
-    the overrides of the best trial."""
+    """Compare the trials of the execution `job`. `trials` is a JSON list of lists of overrides. The result has the
+    outcome, run and overrides of the best trial."""
     made = compare(
         spec,
         dataset_id,
@@ -37,7 +37,8 @@ def body(spec: Spec, url: str, *, dataset_id: str, trials: str, salt: str, job: 
 
 
 def _mirror(spec: Spec, made: Comparison, store: Store) -> None:
-    """Show the sweep in MLflow, as the parent of its trials. MLflow away: a warning, for the store has the truth."""
+    """Show the sweep in MLflow, as the parent of its trials. Without MLflow it logs a warning, because the store has
+    the record."""
     from holdfast.tracking import TrackingUnavailable
     from holdfast.tracking.sweep import SweepRun, mirror_sweep
 

@@ -1,8 +1,7 @@
-"""The comparison itself: what the store says of every trial of a sweep, as one record and one table.
+"""Comparison of the trials of a sweep: one record and one table from their results in the store.
 
-Promises that the same trials give the same bytes, whoever compares them and however often; and that a trial which
-failed is named with its cause, and costs the others nothing. Leaves the training and the judging to the steps that did
-them: nothing is measured here.
+The same trials give the same bytes in every comparison. A failed trial is listed with its cause and does not affect the
+other trials. Nothing is measured here: the train and evaluate steps do that.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ UNKNOWN = "it did not end, and nothing says why; its log may"
 
 
 class NoTrialEndedError(HoldfastError):
-    """No trial of a sweep has a verdict: there is nothing to compare."""
+    """No trial of a sweep has a verdict to compare."""
 
     tried_again = True  # by the steps of the trials
 
@@ -47,10 +46,10 @@ def compare(
     salt: str = "",
     outcomes: Sequence[Outcome] = (),
 ) -> Comparison:
-    """Compare the `trials` of `spec`, each a list of overrides, and write `sweeps/<id>/comparison.json`. `outcomes`,
-    those of the steps of this execution, say why a trial has no verdict.
+    """Compare the `trials` of `spec`, each a list of overrides, and write `sweeps/<id>/comparison.json`. `outcomes` of
+    this execution's steps explain why a trial has no verdict.
 
-    Raises NoTrialEndedError, with the code of the first trial that failed, when none has one.
+    Raises NoTrialEndedError, with the code of the first failed trial, if no trial has a verdict.
     """
     rows, failed, runs = [], [], []
     for number, (changes, trial, identity) in enumerate(trials_of(spec, trials, dataset_id, salt), 1):
@@ -81,7 +80,7 @@ def _row(changes: tuple[str, ...], identity: str, result: Mapping[str, Any], ver
 
 
 def _failed(changes: tuple[str, ...], identity: str, step: str, part: str, outcomes: Sequence[Outcome]) -> FailedTrial:
-    """A trial without a verdict, as the outcome of its step has it: one that left no end was killed."""
+    """A trial without a verdict, with the outcome of its step. A step without a recorded end was killed."""
     left = next((one for one in outcomes if one.step == step and one.part == part), None)
     code, reason = (None, UNKNOWN) if left is None else (left.exit_code, left.reason or UNKNOWN)
     if left is not None and left.ended is None:

@@ -1,7 +1,8 @@
-"""The divide step: the sources of a spec are listed, cut into units and given a tokenizer, so that many can tokenise.
+"""Divide step: lists the sources of a spec, divides them into units and provides a tokenizer, for parallel
+tokenization.
 
-The first of the three verbs of preparing a dataset on many machines: `divide`, then `tokenise` for each of the shares
-that it names, at once or in any order, then `preprocess` with the division, which joins them.
+Preparing a dataset on many machines takes three steps: `divide`, then `tokenise` for each share in any order or
+concurrently, then `preprocess` with the division, which joins the shares.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["Divided", "run"]
 def run(spec: Spec, store: Store, shares: int = 0) -> Divided:
     """Divide the corpus of a spec. See `holdfast.corpus.divide`."""
     with recorded_step(store, os.environ.get(RUN_ID, ""), "divide") as ended:
-        require_tasks(spec.evaluation.tasks)  # what is missing is better known before the work
+        require_tasks(spec.evaluation.tasks)  # fail before the work if a task is missing
         divided = divide(spec, store, shares)
         ended(divided.division)
     return divided

@@ -1,4 +1,4 @@
-"""`python -m holdfast.components.divide --spec SPEC`: divide the corpus of a spec among workers."""
+"""`python -m holdfast.components.divide --spec SPEC`: divides the corpus of a spec among workers."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What the divide step does in a DAG, and what it shows."""
+"""Entry point of the divide step in a DAG."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from holdfast.store import open_store
 
 
 def body(spec: Spec, url: str) -> StepResult:
-    """Divide the corpus; the result is `Divided`."""
+    """Divide the corpus. The result is `Divided`."""
     divided = run(spec, open_store(url))
     return StepResult(divided.model_dump(mode="json"))

@@ -1,6 +1,6 @@
-"""The evaluation step: scores a finished model on held-out text, says whether it is blessed and why, draws a report.
+"""Evaluate step: scores a finished model on held-out text, gives a verdict with reasons, and draws a report.
 
-`run` is what the pipeline calls; `docs/evaluation.md` explains what is measured.
+The pipeline calls `run`. `docs/evaluation.md` explains what is measured.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def run(spec: Spec, run_id: str, store: Store) -> Verdict:
-    """Evaluate a run, or return the verdict that there is. See `holdfast.components.evaluate.step`."""
+    """Evaluate a run, or return its existing verdict. See `holdfast.components.evaluate.step`."""
     from holdfast.components.evaluate.step import evaluate
     from holdfast.store import layout
     from holdfast.telemetry import recorded_step
 
-    known = run_id if store.stat(layout.result(run_id)) is not None else ""  # a name that is no run leaves no trace
+    known = run_id if store.stat(layout.result(run_id)) is not None else ""  # an unknown run id leaves no trace
     with recorded_step(store, known, "evaluate") as ended:
         verdict = evaluate(spec, run_id, store)
         ended(verdict.word)

@@ -1,4 +1,5 @@
-"""`python -m holdfast.components.evaluate --spec S --run-id R`: score a finished run, bless its model or not."""
+"""`python -m holdfast.components.evaluate --spec S --run-id R`: scores a finished run and decides whether it is
+blessed."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""From figures to a verdict: each condition of the spec's evaluation section, and the decision that follows.
+"""Checks from measurements to a verdict: each condition of the spec's evaluation section, and the decision.
 
-Promises that a number that is not finite never blesses, whatever is asked for, and that the same measurements give the
-same verdict. Leaves measuring to `holdfast.scoring`.
+A number that is not finite never blesses, under any settings. The same measurements give the same verdict.
+`holdfast.scoring` measures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast.spec.operations import Evaluation, Task
 
 
 def checks(settings: Evaluation, measured: Measured, champion: Opponent | None) -> tuple[Check, ...]:
-    """Every condition of the settings, each with the value, the bound and a sentence."""
+    """Every condition of the settings, each with its value, its bound and a sentence."""
     finite = all(math.isfinite(value) for value in (measured.loss, measured.perplexity, measured.bits_per_byte))
     found = [
         Check(
@@ -45,13 +45,13 @@ def checks(settings: Evaluation, measured: Measured, champion: Opponent | None) 
 
 
 def decide(made: tuple[Check, ...]) -> tuple[Word, tuple[str, ...]]:
-    """The word, and the reasons for it: what failed first."""
+    """The outcome, and its reasons. Failed checks come first."""
     word: Word = "blessed" if all(check.passed for check in made) else "not_blessed"
     return word, tuple(check.sentence for check in sorted(made, key=lambda check: check.passed))
 
 
 def _of_task(task: Task, score: TaskScore, champion: Opponent | None) -> Iterator[Check]:
-    """The bounds of a downstream task, where some are set."""
+    """The checks of a downstream task, if it has bounds."""
     name, what = f"task.{score.task}.{score.metric}", f"Task {score.task}: {score.metric} {score.value:.4f}"
     sign = 1 if score.higher_is_better else -1
     if task.bound is not None:
@@ -77,7 +77,7 @@ def _of_task(task: Task, score: TaskScore, champion: Opponent | None) -> Iterato
 
 
 def _versus(settings: Evaluation, value: float, champion: Opponent) -> Check:
-    """The comparison with the champion. One that cannot be measured is in nobody's way, and the sentence says so."""
+    """The comparison with the champion. A champion that cannot be measured blocks nothing, and the sentence says so."""
     who = f"champion {champion.model} version {champion.version}"
     if champion.measured is None:
         return Check(

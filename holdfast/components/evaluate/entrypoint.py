@@ -1,4 +1,4 @@
-"""What the evaluate step does in a DAG, and what it shows."""
+"""Entry point of the evaluate step in a DAG, and its artifacts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.store import layout, open_store
 
 
 def body(spec: Spec, url: str, *, run_id: str) -> StepResult:
-    """Score a run. The result is its `Verdict`; `not_blessed` is an answer, not a failure."""
+    """Score a run. The result is its `Verdict`. `not_blessed` is a result, not a failure."""
     store = open_store(url)
     verdict = run(spec, run_id, store)
     said = {"run_id": run_id, "verdict": verdict.word, "reasons": list(verdict.reasons)}

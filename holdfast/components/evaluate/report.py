@@ -1,8 +1,8 @@
-"""The report: one self-contained HTML page with the verdict, the curves, the data, the lineage and the samples.
+"""Report of a run: one self-contained HTML page with verdict, curves, data, lineage and samples.
 
-Promises that it loads nothing and runs nothing (its own policy forbids both), that whatever a model, a spec or a source
-says is shown as text, and that the same run gives the same page. It reads well in a browser and in the KFP UI's frame.
-What stands in it is gathered here; how it looks is said in `templates`.
+The page loads nothing and runs nothing, and its content security policy forbids both. All text from models, specs and
+sources is shown as text. The same run gives the same page, for browsers and for the frame of the KFP UI. This module
+gathers the content, and `templates` has the design.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from holdfast.telemetry import Event, Row, read_events, read_history
 from holdfast.telemetry.cost import cost
 from holdfast.telemetry.ledger import ledger
 
-NEWS = 50  # lines of what happened, the last ones
+NEWS = 50  # newest events that are listed
 CURVES = ("loss", "grad_norm", "learning_rate", "tokens_per_second")
 
 
 def draw(spec: Spec, verdict: Verdict, manifest: Manifest, store: Store) -> str:
-    """The whole page. What the store no longer has is left out."""
+    """The whole page. Data that the store no longer has is left out."""
     history = read_history(store, verdict.run_id)
     result = _json(store, layout.result(verdict.run_id)) or {}
     attempts, events = _attempts(store, verdict.run_id, history), read_events(store, verdict.run_id)
@@ -117,7 +117,7 @@ def _drawn(chart: Chart) -> dict[str, Any]:
 
 
 def _comparison(verdict: Verdict) -> list[list[str]] | None:
-    """This model and the champion, row by row; None where nothing was compared."""
+    """This model and the champion, row by row. None if nothing was compared."""
     if verdict.champion is None or verdict.champion.measured is None:
         return None
     ours, theirs = Measured.model_validate(verdict.metrics), verdict.champion.measured
@@ -153,12 +153,12 @@ def _data(manifest: Manifest) -> dict[str, Any]:
 
 
 def _news(events: Sequence[Event]) -> list[tuple[str, str, str]]:
-    """When, who and what: the last things that happened to the run."""
+    """Time, source and text of the newest notable events of the run."""
     return [(_instant(event.time), event.source, event.text) for event in events if event.is_news][-NEWS:]
 
 
 def _plan(segments: Sequence[Segment]) -> dict[str, Any] | None:
-    """Under which plans the run was computed: bits are promised for these segments in this order."""
+    """The plans of the run. Bits are promised for these segments in this order."""
     if not segments:
         return None
     changes = [
@@ -219,7 +219,7 @@ class _Attempt:
 
     @property
     def row(self) -> list[str]:
-        """As the table shows it."""
+        """A row of the table."""
         kept = "none kept" if self.steps is None else f"{self.steps[0]:,} to {self.steps[1]:,}"
         return [str(self.number), _instant(self.claimed), self.host, kept]
 

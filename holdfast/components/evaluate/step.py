@@ -1,7 +1,7 @@
-"""The evaluation itself: fetch the model, score it and the champion on the same text, write verdict and report.
+"""Evaluation: fetches the model, scores it and the champion on the same text, and writes verdict and report.
 
-Promises that the same question is answered once: the verdict of a run under the same settings and the same champion is
-read back, not measured again. The report is written first and the verdict last: a verdict is the commit.
+Each question is answered once. The verdict of a run under the same settings and the same champion is read back, not
+measured again. The report is written first. Writing the verdict is the commit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("holdfast.evaluate")
 
 
 class Trained(BaseModel):
-    """What this step reads of `result.json`."""
+    """The fields of `result.json` that this step reads."""
 
     run_id: str
     dataset_id: str
@@ -53,10 +53,13 @@ class Trained(BaseModel):
 
 
 def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
-    """Score the finished run `run_id` and write its verdict and report, or return the verdict that there is.
+    """Score the finished run `run_id` and write its verdict and report, or return its existing verdict.
 
-    Raises MissingError when the run has not finished or its files are gone, DataError when there is no held-out text or
-    the export is damaged, UnscorableChampionError, and ForeignVersionError for a champion of another store.
+    Raises:
+
+    - MissingError if the run has not finished or its files are missing.
+    - DataError without held-out text, or for a damaged export.
+    - UnscorableChampionError, and ForeignVersionError for a champion of another store.
     """
     trained = _trained(store, run_id)
     require_intact(store, trained.export, trained.export_digest, changed=True)
@@ -67,7 +70,7 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
     tasks = [find_task(task) for task in spec.evaluation.tasks]
     if (known := _known(store, trained, key, champion, tasks)) is not None:
         log.info("run %s: %s, as found before", run_id, known.word)
-        _mirror(spec, known, store)  # whoever wrote it may have died before this
+        _mirror(spec, known, store)  # its writer may have died before this
         return known
 
     dataset = Dataset.open(store, trained.dataset_id, cache_dir())
@@ -102,14 +105,15 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
     )
     store.put_if_absent(layout.verdict(run_id, key, "html"), draw(spec, verdict, dataset.manifest, store).encode())
     if not store.put_if_absent(layout.verdict(run_id, key), verdict.dump()):
-        verdict = _read(store, run_id, key) or verdict  # another evaluation came first, on other hardware
+        verdict = _read(store, run_id, key) or verdict  # another evaluation was first, on other hardware
     _mirror(spec, verdict, store)
     log.info("run %s: %s. %s", run_id, verdict.word.replace("_", " "), " ".join(verdict.reasons))
     return verdict
 
 
 def _mirror(spec: Spec, verdict: Verdict, store: Store) -> None:
-    """Show the verdict in MLflow too, blessed or not. MLflow away: a warning, for the store has the truth."""
+    """Show the verdict in MLflow, blessed or not. Without MLflow it logs a warning, because the store has the
+    record."""
     from holdfast.tracking import RunTracker, TrackingUnavailable
 
     try:
@@ -141,8 +145,8 @@ def _read(store: Store, run_id: str, key: str) -> Verdict | None:
 def _known(
     store: Store, trained: Trained, key: str, champion: Champion | None, tasks: Sequence[TaskFiles]
 ) -> Verdict | None:
-    """The verdict under a key. One on other weights (the run was trained anew without exactness), against another
-    champion than its key says, or on tasks whose files have changed is no answer: it is deleted."""
+    """The verdict under a key. A verdict is deleted if it covers other weights (a new training without exactness),
+    another champion than its key, or tasks with changed files."""
     found = _read(store, trained.run_id, key)
     if found is None:
         return None
@@ -194,8 +198,8 @@ def _oppose(
     *,
     context: int,
 ) -> Opponent:
-    """Score the champion on the text that `dataset.validation(context, ...)` gives, and on `tasks`. Raises
-    UnscorableChampionError, unless the spec wants to go without."""
+    """Score the champion on the text of `dataset.validation(context, ...)` and on `tasks`. Raises
+    UnscorableChampionError, unless the spec ignores such a champion."""
     who = f"champion {champion.model} version {champion.version}"
     measured: Measured | None = None
     if _is_champion(trained, champion):

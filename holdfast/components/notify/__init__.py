@@ -1,4 +1,4 @@
-"""The notify step: the exit handler of the DAG, which says what happened, why, and where the log is."""
+"""Notify step: the exit handler of the DAG. It reports the outcome, the reason and the location of the log."""
 
 from holdfast.components.notify.summary import Summary, run
 

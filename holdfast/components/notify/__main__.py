@@ -1,4 +1,4 @@
-"""`python -m holdfast.components.notify --status failed`: say what became of a DAG. Always ends with 0."""
+"""`python -m holdfast.components.notify --status failed`: reports the outcome of a DAG. The exit code is always 0."""
 
 import sys
 

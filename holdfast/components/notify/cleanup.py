@@ -1,6 +1,6 @@
-"""Ends what the training of a DAG that has ended may have left on the cluster: see `launch.kubernetes.abandoned`.
+"""Cleanup of training jobs that an ended DAG left on the cluster: see `launch.kubernetes.orphaned_jobs`.
 
-Promises to raise nothing that it can expect: whoever tells what became of a DAG tells this too.
+It raises no expected error. The report of the DAG includes the result.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from holdfast.runtime.environment import in_step_pod
 from holdfast.runtime.secrets import redact
 from holdfast.spec import HoldfastError, parse_spec
 
-API_PATIENCE = 20.0  # seconds that a request is tried: a summary is worth more than a clean namespace
+API_PATIENCE = 20.0  # seconds for retries of a request: the summary matters more than a clean namespace
 
 log = logging.getLogger("holdfast.notify")
 
 
 def clean_up_cluster(spec: str, overrides: Sequence[str], run_id: str) -> tuple[list[str], list[str]]:
-    """What was done, and what could not be found out, in sentences. Does nothing where no cluster runs the training, or
-    where the run or its spec is not known."""
+    """Sentences about the jobs that it ended, and about what remains unknown. Both lists are empty outside a step's
+    pod, or without a run."""
     if not run_id or not in_step_pod():
         return [], []
     from holdfast.launch.kubernetes.client import Api

@@ -1,8 +1,8 @@
-"""How an execution of the DAG ended.
+"""Outcome of an execution of the DAG.
 
-The records of its own steps decide: a step that failed, an interruption, the verdict, the trigger's decision. The
-engine's word counts only where they say nothing: KFP gives the exit handler the state of an ML Metadata execution, Argo
-the phase of a Workflow, and a verdict shows in neither.
+The records of its steps decide: a failed step, an interruption, the verdict, the trigger's decision. The engine's
+status counts only if they are silent. KFP gives the exit handler the state of an ML Metadata execution, Argo the phase
+of a Workflow. Neither shows a verdict.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from holdfast.spec.errors import ExitCode
 Ending = Literal["succeeded", "failed", "cancelled"]
 Headline = Literal["registered", "not blessed", "nothing to do", "cancelled", "failed", "succeeded"]
 
-NOT_DUE, NOT_BLESSED = "not_due", "not_blessed"  # how the results begin that end a DAG early, and well
-SKIPPED = "skipped"  # how that of a step begins whose condition did not hold
+NOT_DUE, NOT_BLESSED = "not_due", "not_blessed"  # prefixes of results that end a DAG early and successfully
+SKIPPED = "skipped"  # prefix of the result of a step whose condition did not hold
 _LAST = {"trigger": NOT_DUE, "evaluate": NOT_BLESSED, "compare": NOT_BLESSED, "register": ""}
 _HEADLINES: dict[str, Headline] = {
     "trigger": "nothing to do", "evaluate": "not blessed", "compare": "not blessed", "register": "registered",
 }  # fmt: skip
-# Argo and Ray, kfp.local, KFP (COMPLETE, CACHED), Slurm (COMPLETED). KFP never says SUCCEEDED here.
+# Argo and Ray, kfp.local, KFP (COMPLETE, CACHED), Slurm (COMPLETED). KFP does not use SUCCEEDED here.
 _SUCCEEDED = frozenset({"succeeded", "success", "complete", "completed", "cached"})
 _CANCELLED = frozenset({"cancelled", "canceled", "cancelling", "canceling", "stopped"})
-MOST_INTERRUPTIONS = 3  # tries before the last one; as often as that no person has cancelled, but nodes were reclaimed
-_SHUT_DOWN = "shutdown with strategy"  # Argo, of the nodes of a Workflow that a person stopped: its phase is Failed
+MOST_INTERRUPTIONS = 3  # tries before the last one; this often, nodes were reclaimed and no person cancelled
+_SHUT_DOWN = "shutdown with strategy"  # Argo's message for nodes of a stopped Workflow; its phase is Failed
 
 
 def ending_of(word: str, outcomes: Iterable[Outcome] = (), *, stopped: bool = False, message: str = "") -> Ending:
-    """How the DAG ended. `word`: the engine's, in any case; `outcomes`: those of the steps of this execution;
-    `stopped`: whether a person stopped it on this machine; `message`: what the engine says of the step that failed."""
+    """The outcome of the DAG. `word` is the engine's status in any case, and `outcomes` are those of this
+    execution's steps. `stopped` is true if a person stopped it on this machine. `message` is the engine's message
+    about the failed step."""
     told, said = [one for one in outcomes if one.step != EXIT_HANDLER], word.lower().split()[:1]
     if stopped or _CANCELLED & {*said} or _SHUT_DOWN in message:
         return "cancelled"
     if any(_ends_well(one) for one in told):
         return "succeeded"
     succeeded = bool(_SUCCEEDED & {*said})
-    if compared(told):  # a trial that failed is left out of the comparison
+    if compared(told):  # the comparison leaves failed trials out
         told = [one for one in told if not one.part]
     failures = [one for one in told if one.exit_code or (one.ended is None and not succeeded)]
     if not failures:
@@ -53,8 +54,8 @@ def ending_of(word: str, outcomes: Iterable[Outcome] = (), *, stopped: bool = Fa
 def headline_of(
     ending: Ending, outcomes: Iterable[Outcome] = (), *, verdict: str = "", registered: bool = False
 ) -> Headline:
-    """What became of an execution, in the words that a person reads first: as the records of its steps have it, else as
-    the store has the `verdict` and whether the model is `registered`."""
+    """The headline of an execution for a person. It comes from the records of its steps, else from the store's
+    `verdict` and whether the model is `registered`."""
     if ending != "succeeded":
         return ending
     last = next((one for one in reversed([*outcomes]) if _ends_well(one)), None)
@@ -66,7 +67,7 @@ def headline_of(
 
 
 def not_due(outcomes: Iterable[Outcome]) -> str:
-    """Why a scheduled execution had nothing to do; empty where it had, or was not scheduled."""
+    """Why a scheduled execution had nothing to do. Empty if it had, or was not scheduled."""
     said = next((one.result for one in outcomes if one.step == "trigger" and one.result.startswith(NOT_DUE)), "")
     return said.removeprefix(NOT_DUE).lstrip(": ") or ("no retraining is due" if said else "")
 
@@ -77,6 +78,6 @@ def compared(outcomes: Iterable[Outcome]) -> bool:
 
 
 def _ends_well(outcome: Outcome) -> bool:
-    """Whether the DAG ends well with this step: nothing after it is left to do. A trial of a sweep ends no DAG."""
+    """Whether the DAG ends successfully with this step, with nothing left to do. A trial of a sweep ends no DAG."""
     early, whole = _LAST.get(outcome.step), outcome.exit_code == 0 and not outcome.part
     return early is not None and whole and outcome.result.startswith(early) and not outcome.result.startswith(SKIPPED)

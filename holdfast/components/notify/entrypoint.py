@@ -1,5 +1,5 @@
-"""What the exit handler does: it ends what the training left on the cluster, and makes the summary from what the steps
-left behind and what the cluster says of them."""
+"""Entry point of the exit handler: cleans up training jobs on the cluster and makes the summary. The summary uses
+the steps' records and the cluster's messages about them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def body(
     message: str = "",
     failures: str = "",
 ) -> StepResult:
-    """Say what became of the execution `job`. `spec` is text, perhaps one that was refused; `status` is how the DAG
-    ended, `message` or Argo's `failures` what the cluster says of the step that failed; `trials` those of a sweep."""
+    """Report the outcome of the execution `job`. `spec` is text, and may be a refused spec. `status` is the DAG's
+    final status. `message`, or Argo's `failures`, is the cluster's report of the failed step. `trials` are those of
+    a sweep."""
     outcomes = known_outcomes(job, spec, overrides, store)
     node, said = first_failed_node(failures)
     ending = ending_of(status, outcomes, stopped=was_stopped(), message=message or said)
@@ -58,8 +59,8 @@ def body(
             failed_step=node, message=message or said, log_place=log_place,
         )  # fmt: skip
         return _done(summary, job)
-    # What a step said itself is better than what the cluster says of its pod. After a success, the record of a try that
-    # was killed is history.
+    # A step's own message is better than the cluster's message about its pod. After a success, the record of a killed
+    # try no longer matters.
     failure = None if ended_well else first_failure(outcomes)
     run_id = os.environ.get(RUN_ID) or run_of(outcomes, spec, overrides, salt)
     done, unknown = clean_up_cluster(spec, overrides, run_id)
@@ -87,7 +88,7 @@ def _done(summary: Summary, job: str = "") -> StepResult:
 
 
 def _collect(url: str, job: str) -> None:
-    """Delete logs of old executions. What fails is for the next exit handler to do."""
+    """Delete logs of old executions. The next exit handler retries what fails."""
     try:
         gone = collect_jobs(open_store(url, deadline=DEADLINE), job or local_job(os.environ.get(LOG_FILE, "")))
     except (HoldfastError, OSError) as error:

@@ -1,6 +1,6 @@
-"""What Argo says of a Workflow's failed nodes: the first of them, in words.
+"""Argo's report of a Workflow's failed nodes: the first of them, as text.
 
-Promises to fail on nothing that Argo might send. Leaves what the step itself said to its outcome in the store.
+It fails on no input from Argo. The step's own message is in its outcome in the store.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from holdfast.spec.json_parsing import parse_json_value
 
 
 def first_failed_node(failures: str) -> tuple[str, str]:
-    """The template and the message of the first node in `workflow.failures`; empty where there is none.
+    """The template and the message of the first node in `workflow.failures`, or empty strings.
 
-    Argo quotes the list once more than the rest of its parameters, and names retries as `step(1)`.
+    Argo quotes this list once more than its other parameters, and names retries as `step(1)`.
     """
     nodes = [node for node in _decoded(failures) if isinstance(node, dict) and node.get("templateName")]
     if not nodes:

@@ -1,7 +1,7 @@
-"""What became of a run, in words for a person and as JSON for a program.
+"""Summary of a run, as text for a person and as JSON for a program.
 
-Promises a summary whatever happened: with no run, no store, or a spec that cannot be read. It never fails the DAG; what
-cannot be found out is left out and said. Leaves the numbers to the steps that measured them.
+A summary is always made: without a run, without a store, or with an unreadable spec. It never fails the DAG. Unknown
+facts are left out and listed. The steps measure the numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WEBHOOK = "HOLDFAST_WEBHOOK"
 MAX_REASON = 2000  # characters
 MAX_NEWS = 10  # lines; `holdfast show` has all
 
-# What a person does about a failure that passes by itself in no try.
+# The next action for failures that no retry fixes.
 _REMEDIES: dict[int, str] = {
     ExitCode.UNEXPECTED: "this is a bug: report it with the log",
     ExitCode.USAGE: "correct the command line, then run it",
@@ -47,14 +47,14 @@ _REMEDIES: dict[int, str] = {
         "lower training.optimizer.learning_rate or raise training.schedule.warmup_steps: that is another run"
     ),
     ExitCode.NO_CHECKPOINT_VERIFIES: "restore the checkpoints from a copy of the store, or train anew (--fresh)",
-    ExitCode.FENCED: "",  # a newer attempt has this run: there is nothing to do
+    ExitCode.FENCED: "",  # a newer attempt owns this run: nothing to do
     ExitCode.NOT_FOUND: "put what is missing in its place, or name another one in the spec, then run it again",
     ExitCode.ACCESS_DENIED: "give the credentials or the right that the reason names, then run it again",
     ExitCode.OUT_OF_MEMORY: "go on under the plan that the reason names, or give the ranks more memory",
     ExitCode.PLAN_CHANGED: "go back to the former plan, or run it with --replan to go on under the new one",
 }
 _MARKDOWN = re.compile(r"([\\`*{}\[\]#|!~])")
-_EDGE = re.compile(r"(?<![^\W_])_|_(?![^\W_])")  # an underscore that is not inside of a word can be markup
+_EDGE = re.compile(r"(?<![^\W_])_|_(?![^\W_])")  # an underscore at the edge of a word can be markup
 
 T = TypeVar("T")
 log = logging.getLogger("holdfast.notify")
@@ -62,39 +62,39 @@ log = logging.getLogger("holdfast.notify")
 
 @dataclass(frozen=True)
 class Summary:
-    """What became of a run. Empty fields are not known."""
+    """Summary of a run. Empty fields are unknown."""
 
     status: str  # succeeded, failed or cancelled
-    headline: Headline = "succeeded"  # what became of it, in the words that a person reads first
+    headline: Headline = "succeeded"  # the outcome that a person reads first
     name: str = ""
     run_id: str = ""  # or the sweep's
     kind: str = "run"  # or sweep
     failed_step: str = ""
     reason: str = ""
     loss: float | None = None  # of the last training step, in nats a token
-    step: int | None = None  # that training reached
-    happened: list[str] = field(default_factory=list)  # restarts, saves that failed, warnings
+    step: int | None = None  # last step that training reached
+    happened: list[str] = field(default_factory=list)  # restarts, failed saves, warnings
     verdict: str = ""  # blessed or not_blessed
     reasons: list[str] = field(default_factory=list)  # of the verdict
     metrics: dict[str, float] = field(default_factory=dict)
     registered: str = ""  # models:/name/version
     alias: str = ""
     report: str = ""  # URL of the HTML report in the store
-    log: str = ""  # where the log is
+    log: str = ""  # location of the log
     store: str = ""
     next_command: str = ""
-    unknown: list[str] = field(default_factory=list)  # what could not be found out, and why
-    exit_code: int | None = None  # of the table: 0, or that of the step that failed
-    ended: float = 0.0  # unix seconds: when this was found
+    unknown: list[str] = field(default_factory=list)  # what could not be determined, and why
+    exit_code: int | None = None  # of the exit code table: 0, or that of the failed step
+    ended: float = 0.0  # unix seconds: time of this summary
 
     @property
     def text(self) -> str:
-        """The summary in plain lines."""
+        """The summary as plain lines."""
         return "\n".join(self._lines(str)) + "\n"
 
     @property
     def markdown(self) -> str:
-        """The summary as Markdown, in which what others said (reasons, messages) is text and nothing else."""
+        """The summary as Markdown. Text from other sources (reasons, messages) is escaped."""
         return "\n".join(self._lines(_escaped)) + "\n"
 
     def _lines(self, shown: Callable[[str], str]) -> Iterator[str]:
@@ -138,18 +138,23 @@ def run(
     unknown: Iterable[str] = (),
     outcomes: Iterable[Outcome] = (),
 ) -> Summary:
-    """Summarise a DAG that ended with `status`, log it, record it beside the run and post it to HOLDFAST_WEBHOOK.
+    """Summarize a DAG that ended with `status`, log it, record it with the run and post it to HOLDFAST_WEBHOOK.
 
-    `spec` is the spec's text (it may be one that was refused), `store` the root of the store (default: the spec's),
-    `message` what the failed step said, `exit_code` what it ended with (default: what `message` says), `log_place`
-    where its log is (default: this machine's newest log of the run), `done` what the exit handler did and `unknown`
-    what it could not find out, `outcomes` the records of the steps. Raises nothing that it can expect.
+    - `spec`: the spec's text, which may be refused.
+    - `store`: the root of the store (default: the spec's).
+    - `message`: the failed step's message.
+    - `exit_code`: the failed step's exit code (default: the one in `message`).
+    - `log_place`: the location of its log (default: this machine's newest log of the run).
+    - `done`: what the exit handler did. `unknown`: what it could not determine.
+    - `outcomes`: the records of the steps.
+
+    Raises no expected error.
     """
     unknown = list(unknown)
     ended = ending_of(status)
     code = code_of_end(ended, code_in(message) if exit_code is None else exit_code)
     checked, refused = checked_spec(spec, overrides)
-    if refused and ended == "failed" and not message.strip():  # no step could say it: none could read the spec
+    if refused and ended == "failed" and not message.strip():  # no step could read the spec, so no step could report it
         message, code = refused, int(ExitCode.BAD_SPEC)
     elif refused and refused not in message:
         unknown.append(refused)
@@ -193,7 +198,7 @@ def run(
 
 
 def nothing_to_do(spec: str, overrides: Iterable[str], reason: str) -> Summary:
-    """Summarise a scheduled execution that found nothing due, and log that. It belongs to no run."""
+    """Summarize a scheduled execution with nothing due, and log that. It belongs to no run."""
     checked, _ = checked_spec(spec, overrides)
     summary = Summary(
         status="succeeded",
@@ -208,7 +213,7 @@ def nothing_to_do(spec: str, overrides: Iterable[str], reason: str) -> Summary:
 
 
 def checked_spec(spec: str, overrides: Iterable[str]) -> tuple[Spec | None, str]:
-    """The spec, or why it is refused."""
+    """The spec, or the reason why it is refused."""
     try:
         return (parse_spec(spec, tuple(overrides)) if spec else None), ""
     except (HoldfastError, ValueError) as error:
@@ -217,7 +222,7 @@ def checked_spec(spec: str, overrides: Iterable[str]) -> tuple[Spec | None, str]
 
 
 def _trace(store: Store, run_id: str) -> None:
-    """Send the span of the whole run, where that was asked for."""
+    """Send the span of the whole run, if traces are enabled."""
     if (traces := show_traces(run_id)) is not None:
         events = read_events(store, run_id)
         traces.remember(event for event in events if not isinstance(event, RunEnded))
@@ -227,7 +232,7 @@ def _trace(store: Store, run_id: str) -> None:
 
 
 def _news(events: Sequence[Event]) -> list[str]:
-    """What interrupted the run, a line each. Slow ranks are one line, where the last of them was named."""
+    """The interruptions of the run, one line each. Slow ranks share one line, at the last detection."""
     slow = [event for event in events if isinstance(event, StragglerDetected)]
     found = []
     for event in events:
@@ -240,12 +245,12 @@ def _news(events: Sequence[Event]) -> list[str]:
     return found
 
 
-_TOLD = tuple(kind for kind in get_args(Event) if kind is not TimeSpent)  # a summary says nothing of seconds
+_TOLD = tuple(kind for kind in get_args(Event) if kind is not TimeSpent)  # a summary does not report seconds
 
 
 def tell(summary: Summary, store: Store | None, key: str) -> None:
-    """Log a summary, record it under `key` where there is a store and a key, and post it to HOLDFAST_WEBHOOK: but for
-    an execution that a person ended or that had nothing to do (docs/decisions/030)."""
+    """Log a summary, record it under `key` if given with a store, and post it to HOLDFAST_WEBHOOK. An execution that
+    a person ended, or that had nothing to do, is not posted (docs/decisions/030)."""
     log.info("%s", summary.text.rstrip())
     record = redact_record({"text": summary.text, **asdict(summary)})
     if store is not None and key:
@@ -258,9 +263,9 @@ def tell(summary: Summary, store: Store | None, key: str) -> None:
 def found_of(
     store: Store, run_id: str, spec: Spec | None, unknown: list[str]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The result, the newest verdict and the newest registration of the run; empty where there is none. Where the spec
-    is known, the verdict is one under its evaluation settings, and the registration one of its model that was blessed
-    under them. What cannot be read comes as a line in `unknown`."""
+    """The result, the newest verdict and the newest registration of the run, each empty if missing. With a known
+    spec, the verdict must be under its evaluation settings. The registration must be one of its model, and requires
+    a blessed verdict. Unreadable objects are listed in `unknown`."""
     result = _newest(store, layout.result(run_id), unknown)
     if spec is None:
         verdict = _newest(store, layout.run(run_id, "evaluations/"), unknown)
@@ -280,7 +285,7 @@ def found_of(
 
 
 def next_command(status: str, registration: dict[str, Any], exit_code: int | None, *, known: bool = True) -> str:
-    """What a person does next; empty where there is nothing to do. `known`: whether the reason of a failure is."""
+    """The next action for a person, or an empty string. `known` is true if the reason of a failure is known."""
     if status == "succeeded":
         model = f"{registration['model']}@{registration['alias']}" if registration else ""
         return f'holdfast generate {model} "Once upon a time"' if model else ""
@@ -295,15 +300,15 @@ def next_command(status: str, registration: dict[str, Any], exit_code: int | Non
 
 
 def code_of_end(status: str, failed: int | None) -> int | None:
-    """The exit code of a DAG that ended with `status`, whose failed step had the code `failed`, if it is known."""
+    """The exit code of a DAG that ended with `status`. `failed` is the code of the failed step, if known."""
     return int(ExitCode.OK) if status == "succeeded" else failed or None
 
 
 def _newest(
     store: Store, prefix: str, unknown: list[str], wanted: Callable[[dict[str, Any]], bool] = bool
 ) -> dict[str, Any]:
-    """The newest JSON object under `prefix` that is `wanted`; empty if there is none. One that cannot be read is passed
-    over, with a line in `unknown`."""
+    """The newest JSON object under `prefix` that is `wanted`, or an empty one. Unreadable objects are skipped and
+    listed in `unknown`."""
     found = [info for info in store.list(prefix) if info.key.endswith(".json")]
     for info in sorted(found, key=lambda info: info.modified, reverse=True):
         try:
@@ -323,7 +328,7 @@ def _local_log(run_id: str) -> str:
 
 
 def attempt(find: Callable[[], T], unknown: list[str]) -> T | None:
-    """What `find` returns; None, with a line in `unknown` and in the log, when it cannot be had."""
+    """The result of `find`. If it fails, None, with a line in `unknown` and in the log."""
     try:
         return find()
     except (HoldfastError, OSError, ValueError) as error:

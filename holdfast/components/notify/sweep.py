@@ -1,7 +1,7 @@
-"""What became of a sweep, as one summary of all its trials.
+"""Summary of a sweep with all its trials.
 
-Promises what `summary` promises: whatever happened there is one, and it never fails the DAG. A sweep one of whose
-trials failed is told as failed, with what the others gave beside it.
+As for `summary`, a summary is always made and never fails the DAG. A sweep with a failed trial is reported as failed,
+together with the results of the remaining trials.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdfast.spec import Spec, dump_spec
 from holdfast.spec.json_parsing import parse_json
 from holdfast.store import Store, layout, open_store
 
-Trial = tuple[tuple[str, ...], Spec, str]  # what it changes, its spec, its run
+Trial = tuple[tuple[str, ...], Spec, str]  # overrides, spec, run
 
 
 def run_sweep(
@@ -46,9 +46,9 @@ def run_sweep(
     message: str = "",
     log_place: str = "",
 ) -> Summary:
-    """Summarise a sweep that ended with `status`: end what its trials left on the cluster, log the summary, record it
-    as `sweeps/<id>/summary.json` and post it. `trials`: their overrides, as JSON; `outcomes`: those of this execution;
-    the rest as `summary.run` has it."""
+    """Summarize a sweep that ended with `status`. It ends jobs that the trials left on the cluster, logs the
+    summary, records it as `sweeps/<id>/summary.json` and posts it. `trials` are the overrides as JSON. `outcomes`
+    are those of this execution. The remaining parameters are those of `summary.run`."""
     unknown: list[str] = []
     checked, refused = checked_spec(spec, overrides)
     if refused and not message.strip() and status == "failed":
@@ -61,7 +61,7 @@ def run_sweep(
     ended = [clean_up_cluster(dump_spec(one), (), run) for _, one, run in known or ()]
     found = attempt(lambda: read_comparison(opened, identity), unknown) if opened and compared(outcomes) else None
     failure = None if ending_of(status) == "succeeded" and found is None else first_failure(outcomes)
-    if failure is None and found is not None and found.failed:  # of an execution whose outcomes cannot be read
+    if failure is None and found is not None and found.failed:  # the outcomes of the execution cannot be read
         failed_step, message = found.failed[0].step, found.failed[0].reason
     told = ending_of(status)
     if found is not None and told != "cancelled":
@@ -89,7 +89,7 @@ def run_sweep(
 
 
 def _known(spec: Spec, trials: str, salt: str, outcomes: Sequence[Outcome]) -> list[Trial]:
-    """The trials, where the dataset is known."""
+    """The trials, if the dataset is known."""
     dataset = next((one.result for one in outcomes if one.step == "preprocess" and one.result), "")
     return list(trials_of(spec, parse_json(trials, list[list[str]], "--trials"), dataset, salt)) if dataset else []
 
@@ -104,7 +104,7 @@ def _lines(found: Comparison | None, trials: int) -> list[str]:
 
 
 def _best(found: Comparison, trials: Sequence[Trial], store: Store, unknown: list[str]) -> dict[str, Any]:
-    """What the summary says of the best trial."""
+    """The summary's fields for the best trial."""
     best = found.best
     spec = next((one for _, one, run in trials if run == best.run_id), None)
     _, verdict, registration = attempt(lambda: found_of(store, best.run_id, spec, unknown), unknown) or ({}, {}, {})

@@ -1,6 +1,6 @@
-"""One JSON post to a webhook, such as Slack's: bounded in time, never fatal, and the URL is never shown.
+"""JSON post to a webhook, such as Slack's. It is bounded in time and never fatal.
 
-Promises at most three tries of a few seconds each, and that nothing of the URL, which is a secret, is logged or raised.
+It makes at most three tries of a few seconds each. The URL is a secret, and no part of it is logged or raised.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from holdfast.runtime.retry import retried
 from holdfast.runtime.secrets import redact_record
 
 TRIES = 3
-TIMEOUT = 5.0  # seconds that the server may be silent
-TOTAL = 10.0  # seconds that a try takes at most
+TIMEOUT = 5.0  # seconds without a response from the server
+TOTAL = 10.0  # maximum seconds of a try
 PAUSE = 0.5  # seconds before the second try; doubles
 
 log = logging.getLogger("holdfast.notify")
@@ -27,7 +27,7 @@ log = logging.getLogger("holdfast.notify")
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: object) -> None:
-        """Follow nothing: a redirected post becomes a get, and says more than was asked for."""
+        """Follow no redirect: a redirected POST becomes a GET, which sends more than intended."""
 
 
 class _Http(urllib.request.HTTPHandler):
@@ -41,7 +41,7 @@ class _Https(urllib.request.HTTPSHandler):
 
 
 def post(url: str, message: Mapping[str, Any]) -> bool:
-    """Post `message` as JSON; whether the server took it. Failures are logged."""
+    """Post `message` as JSON. Returns whether the server accepted it. Failures are logged."""
     if not url.startswith(("http://", "https://")):
         log.warning("HOLDFAST_WEBHOOK is neither http:// nor https://; nothing was posted")
         return False

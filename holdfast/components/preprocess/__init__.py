@@ -1,4 +1,4 @@
-"""The preprocess step: the sources of a spec become its dataset of packed tokens in the store."""
+"""Preprocess step: the sources of a spec become its dataset of packed tokens in the store."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ __all__ = ["Prepared", "run"]
 
 
 def run(spec: Spec, store: Store, progress: Progress | None = None, division: str = "") -> Prepared:
-    """Prepare the dataset of a spec, or join the shares of a `division` that were tokenised before. See
-    `holdfast.corpus.prepare`. Its events belong to the run that HOLDFAST_RUN_ID names, if any: a dataset
-    belongs to none."""
+    """Prepare the dataset of a spec, or join the tokenized shares of a `division`. See `holdfast.corpus.prepare`.
+    Its events belong to the run in HOLDFAST_RUN_ID, if set, because a dataset belongs to no run."""
     with recorded_step(store, os.environ.get(RUN_ID, ""), "preprocess") as ended:
-        require_tasks(spec.evaluation.tasks)  # what is missing is better known before the work
+        require_tasks(spec.evaluation.tasks)  # fail before the work if a task is missing
         prepared = prepare(spec, store, progress, division)
         ended(prepared.dataset_id)
     return prepared

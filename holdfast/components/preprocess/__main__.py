@@ -1,4 +1,4 @@
-"""`python -m holdfast.components.preprocess --spec SPEC`: prepare the dataset of a spec."""
+"""`python -m holdfast.components.preprocess --spec SPEC`: prepares the dataset of a spec."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What the preprocess step does in a DAG, and what it shows."""
+"""Entry point of the preprocess step in a DAG, and its artifacts."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from holdfast.spec.json_parsing import parse_json
 from holdfast.steps import Artifact, StepResult
 from holdfast.store import layout, open_store
 
-WORKFLOW = "HOLDFAST_WORKFLOW"  # the Argo Workflow that this pod is of, on Kubeflow and on Argo
+WORKFLOW = "HOLDFAST_WORKFLOW"  # the Argo Workflow of this pod, on Kubeflow and on Argo
 
 
 def body(spec: Spec, url: str, *, salt: str = "", division: str = "", trials: str = "") -> StepResult:
-    """Prepare the dataset; the result is `Prepared`. `salt` is that of the training which comes next, `trials` those of
-    a sweep, a JSON list of lists of overrides."""
+    """Prepare the dataset. The result is `Prepared`. `salt` is that of the following training. `trials` are those of
+    a sweep, as a JSON list of lists of overrides."""
     store = open_store(url)
     prepared = run(spec, store, division=division)
-    if not trials:  # each trial may have a context of its own
+    if not trials:  # each trial may have another context
         _require_samples(spec, Dataset.open(store, prepared.dataset_id, cache_dir()))
     dataset = Artifact(key=layout.dataset(prepared.dataset_id), metadata={"dataset_id": prepared.dataset_id})
     shown = ""
-    if workflow := os.environ.get(WORKFLOW):  # elsewhere nobody looks, and what it takes is slow to import
+    if workflow := os.environ.get(WORKFLOW):  # without a workflow no UI shows it, and it is slow to import
         from holdfast.components.preprocess.links import links
 
         shown = links(
@@ -34,7 +34,7 @@ def body(spec: Spec, url: str, *, salt: str = "", division: str = "", trials: st
 
 
 def _require_samples(spec: Spec, dataset: Dataset) -> None:
-    """Raises DataError for what would end the training before its first step, or the evaluation after its last one: a
-    source or the held-out text is shorter than one sample."""
+    """Raises DataError if a source or the held-out text is shorter than one sample. Training would fail before its
+    first step, or evaluation after the last one."""
     dataset.training(spec.model.context, spec.training.global_batch, spec.training.seed)
     dataset.validation(spec.model.context, spec.evaluation.max_tokens)

@@ -1,7 +1,7 @@
-"""Where a training can be watched, told before it begins: a UI shows what a step leaves only when that step has ended.
+"""Links to a training, shown before it begins. A UI shows the artifacts of a step only after that step ends.
 
-Promises that nothing of it fails the step, and that the run which MLflow shows is the one that the training writes to:
-it is made here if it is not there yet, under the same claim.
+It never fails the step. It creates the MLflow run under the same claim as training if necessary, so the linked run is
+the one that training writes to.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ log = logging.getLogger("holdfast.preprocess")
 def links(
     spec: Spec, dataset_id: str, salt: str, store: Store, workflow: str, trials: Sequence[Sequence[str]] = ((),)
 ) -> str:
-    """Markdown for the UI of Kubeflow or Argo, whose `workflow` this step is of: for each of the `trials` of the spec,
-    which are overrides, the run that will train, its page in MLflow, its job, its logs and where it keeps things."""
+    """Markdown for the UI of Kubeflow or Argo, in which this step belongs to `workflow`. For each of the `trials`
+    (overrides of the spec) it has the run to be trained, its page in MLflow, its job, its logs and its place in the
+    store."""
     here = os.environ.get(NAMESPACE) or "default"
     lines = [f"Pods of the steps: {_code(f'kubectl -n {here} get {PODS} -l {WORKFLOW_LABEL}={workflow}')}"]
     for trial in trials:
         try:
             lines += ["", *_of_run(parse_spec(dump_spec(spec), trial), dataset_id, salt, store, trial, here)]
-        except HoldfastError as error:  # the training will say it too, with its code
+        except HoldfastError as error:  # training reports it too, with its exit code
             log.warning("where the training can be watched is not known: %s", redact(str(error)))
             lines += ["", f"Not known: {_code(redact(str(error)))}"]
     return "\n".join(lines) + "\n"

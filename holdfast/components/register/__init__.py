@@ -1,4 +1,4 @@
-"""The register step: a blessed model becomes a version of a registered model in MLflow, with its whole lineage."""
+"""Register step: a blessed model becomes a version of a registered model in MLflow, with its whole lineage."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["NotBlessedError", "Registration", "run"]
 
 
 def run(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Registration:
-    """Register the model of a run, or return the registration that there is, and do what the spec's `serving` says.
-    See `registration` and `holdfast.serving`."""
-    known = run_id if store.stat(layout.result(run_id)) is not None else ""  # a name that is no run leaves no trace
+    """Register the model of a run, or return its existing registration, and apply the spec's `serving`. See
+    `registration` and `holdfast.serving`."""
+    known = run_id if store.stat(layout.result(run_id)) is not None else ""  # an unknown run id leaves no trace
     with recorded_step(store, known, "register") as ended:
         registration = register(spec, run_id, store, verdict)
         _publish(spec, registration, store)
@@ -26,7 +26,8 @@ def run(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Re
 
 
 def _publish(spec: Spec, registration: Registration, store: Store) -> None:
-    """What is repeated after a rollback must not undo it: a version is served while it is the champion."""
+    """Publish the version. It is served only while it is the champion, so a repetition after a rollback does not
+    undo the rollback."""
     if spec.serving.kserve is None and spec.serving.model_registry is None:
         return
     from holdfast.serving import publish

@@ -1,4 +1,4 @@
-"""`python -m holdfast.components.register --spec S --run-id R`: register the model of a finished, blessed run."""
+"""`python -m holdfast.components.register --spec S --run-id R`: registers the model of a finished, blessed run."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What the register step does in a DAG, and what it shows."""
+"""Entry point of the register step in a DAG, and its artifacts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.store import layout, open_store
 
 
 def body(spec: Spec, url: str, *, run_id: str) -> StepResult:
-    """Register the model of a run whose newest verdict blesses it; the result is the `Registration`."""
+    """Register the model of a run whose newest verdict blesses it. The result is the `Registration`."""
     made = run(spec, run_id, open_store(url))
     registered = {"run_id": run_id, "model": made.model, "version": made.version}
     return StepResult(

@@ -1,8 +1,8 @@
-"""What makes the export of a run a model of MLflow: code that reads it, a signature and pinned requirements.
+"""MLflow package of a run's export: code that reads it, a signature and pinned requirements.
 
-Promises a description with which the export loads where Holdfast is not installed, without a pickle and without running
-the model here, so that the step needs neither torch nor an accelerator, and that no weights are copied: they lie beside
-the description, and are checked when they are loaded.
+The export loads where Holdfast is not installed, without a pickle. The model does not run here, so the step needs
+neither torch nor an accelerator. No weights are copied: they are in the same folder as the package, and are checked
+when they are loaded.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pathlib import Path
 from holdfast.model.verified import ExportRecord
 from holdfast.tracking.connection import quiet_mlflow
 
-PACKED_PARTS = ("spec", "model")  # what serving.py needs of `holdfast`; neither imports another part to load a model
-MARKER = "MLmodel"  # what MLflow knows a model's folder by
+PACKED_PARTS = ("spec", "model")  # parts of `holdfast` that serving.py needs; to load a model they import no other
+MARKER = "MLmodel"  # MLflow's marker of a model folder
 SERVING = "serving.py"
-RECORD = "holdfast-export.json"  # the digests of the weights, which serving.py checks
+RECORD = "holdfast-export.json"  # digests of the weights, which serving.py checks
 _REQUIREMENTS = ("mlflow", "torch", "tokenizers", "numpy", "pydantic", "pyyaml", "blake3")
-_TORCH = "2.13.0"  # when this step runs without torch
+_TORCH = "2.13.0"  # if this step runs without torch
 
 
 def describe_model(folder: Path, record: ExportRecord, uri: str) -> list[Path]:
-    """Write into `folder` all files of an MLflow model but its weights, which will lie in the same folder, are those of
-    `record`, and came from `uri`. Returns them, MARKER last: a model that has it is whole."""
+    """Write into `folder` all files of an MLflow model except its weights. The weights go to the same folder, are
+    those of `record`, and came from `uri`. Returns the files with MARKER last, so a model that has it is complete."""
     quiet_mlflow()
     import pandas as pd
     from mlflow import pyfunc
@@ -54,7 +54,7 @@ def describe_model(folder: Path, record: ExportRecord, uri: str) -> list[Path]:
     shutil.rmtree(code.parent)
     described = Model.load(str(folder))
     flavor = described.flavors["python_function"]
-    flavor["model_code_path"] = SERVING  # MLflow looks for it beside MLmodel, and writes where it lay before
+    flavor["model_code_path"] = SERVING  # relative to MLmodel; MLflow writes the original location
     flavor["artifacts"] = {"export": {"path": ".", "uri": uri}}
     described.save(str(folder / MARKER))
     (folder / RECORD).write_text(record.model_dump_json(indent=1), encoding="utf-8")
@@ -63,13 +63,13 @@ def describe_model(folder: Path, record: ExportRecord, uri: str) -> list[Path]:
 
 
 def requirements() -> list[str]:
-    """What the packed code needs, pinned to the versions installed here."""
+    """The requirements of the packaged code, pinned to the versions installed here."""
     return [f"{name}=={_version(name)}" for name in _REQUIREMENTS]
 
 
 def _version(name: str) -> str:
     try:
-        return version(name).split("+")[0]  # not the local part: it names one build of torch
+        return version(name).split("+")[0]  # without the local part, which names one build of torch
     except PackageNotFoundError:
         if name == "torch":
             return _TORCH

@@ -1,9 +1,9 @@
-"""Who becomes champion when several registrations end at the same moment: one after the other.
+"""Promotion to champion, in a fixed order for concurrent registrations.
 
-MLflow moves an alias for whoever asks, and knows no condition: of two models that were each judged against the same
-champion the later one would replace the earlier one, which nobody compared it with and no rollback would find. So a
-champion is claimed in the store first, by number. Promises that each champion was judged against the one that it
-replaces, as far as the registrations share a store, and that a claim whose process died is carried out by the next.
+MLflow moves an alias without any condition. Of two models judged against the same champion, the later one would replace
+the earlier one without a comparison, and no rollback would find that one. So a champion is first claimed in the store,
+by number. Each champion was judged against the one that it replaces, if the registrations share a store. A claim of a
+dead process is applied by the next one.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def promote_in_order(
     *,
     compared: bool = True,
 ) -> None:
-    """Make `version`, which the first of `stores` has registered, the champion. `require_fresh` is given the champion
-    that it would replace, and raises when it may not. Where nothing is `compared`, a foreign one is replaced as well.
-    Raises TrackingUnavailable, and ForeignVersionError."""
+    """Make `version`, which is registered from the first of `stores`, the champion. `require_fresh` receives the
+    champion that it would replace, and raises if that is not allowed. If nothing is `compared`, a foreign champion
+    is replaced too. Raises TrackingUnavailable and ForeignVersionError."""
     store = stores[0]
     folder = layout.champions(registration_key(model, uri))
     while True:
@@ -44,7 +44,7 @@ def promote_in_order(
             break
     promote(model, version, store, uri)
     store.put(_done(folder, number + 1), b"")
-    while (last := newest(store, folder)) > number + 1:  # this process was slow, and others went on: theirs is newer
+    while (last := newest(store, folder)) > number + 1:  # other processes claimed meanwhile: their version is newer
         number = last - 1
         promote(model, read_record(store, folder, last)["version"], store, uri)
 
@@ -59,7 +59,8 @@ def _current_champion(stores: Sequence[Store], model: str, uri: str, compared: b
 
 
 def _apply(store: Store, folder: str, number: int, model: str, uri: str) -> None:
-    """See to it that the newest claim is what MLflow says, unless it was so before: a person may have chosen since."""
+    """Apply the newest claim to MLflow, unless it was applied before. A person may have chosen another version
+    since."""
     if number and store.stat(_done(folder, number)) is None:
         version = read_record(store, folder, number)["version"]
         try:

@@ -1,8 +1,8 @@
-"""Where MLflow finds a registered model: in the store, beside the weights, which nobody copies.
+"""Location of a registered model for MLflow: in the store, next to the weights, which are not copied.
 
-Promises that weights pass through nobody's temporary folder. A registry takes the store's own address of the model, and
-whoever loads the model reads the store, as they would MLflow's artifacts. Only the files of this machine's folder store
-have to go to an MLflow server on another one: its rules refuse a path; they are sent from where they lie.
+Weights pass through no temporary folder. A registry takes the store's address of the model, and readers load it from
+the store, as they would load MLflow's artifacts. One case differs: an MLflow server on another machine refuses a path
+of this machine's folder store. The files are then sent from where they are.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from holdfast.tracking.registrations import content_digest
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-SEND_SECONDS = 300.0  # for some 50 KB in a dozen files
+SEND_SECONDS = 300.0  # for about 50 KB in a dozen files
 
 
 def publish(
     client: MlflowClient, uri: str, mlflow_run_id: str, name: str, store: Store, export: str, expected: str = ""
 ) -> str:
-    """Make the export under the key prefix `export` a model that the MLflow at `uri` can name, and return its source.
-    `name` is its folder among the artifacts of the MLflow run if it has to be sent. Every byte of the export is read
-    and checked first; `expected` is the digest that it must have. Raises MissingError and DataError."""
+    """Make the export under the key prefix `export` a model that the MLflow at `uri` can refer to, and return its
+    source. `name` is its folder among the artifacts of the MLflow run if it must be sent. Every byte of the export
+    is read and checked first against the digest `expected`. Raises MissingError and DataError."""
     record = require_intact(store, export, expected)
     folder = export.rstrip("/")
     if store.url.startswith("s3://") or not registry_uri(uri).startswith("http"):
@@ -46,7 +46,7 @@ def publish(
         with temporary_folder("register") as temporary:
             marker = describe_model(Path(temporary) / "model", record, f"{store.url}/{export}")[-1]
             marker = marker.rename(Path(temporary) / MARKER)
-            described = str(Path(temporary) / "model")  # small: a store that never answers shows here
+            described = str(Path(temporary) / "model")  # small: a store that does not answer shows here
             bounded(lambda: client.log_artifacts(mlflow_run_id, described, name), "sending the model", SEND_SECONDS)
             for file in record.files:
                 path = store.local_path(f"{folder}/{file}")
@@ -56,7 +56,7 @@ def publish(
 
 
 def _describe(store: Store, export: str, record: ExportRecord) -> None:
-    """Write what MLflow needs beside the weights, then the digests of it."""
+    """Write MLflow's files next to the weights, then their digests."""
     digests = {}
     with temporary_folder("register") as temporary:
         folder = Path(temporary) / "model"
@@ -68,8 +68,8 @@ def _describe(store: Store, export: str, record: ExportRecord) -> None:
 
 
 def changed_package(store: Store, export: str) -> Iterator[tuple[str, str]]:
-    """The files for MLflow that are not as they were written, each with what is wrong with it; nothing where there are
-    none."""
+    """The files for MLflow that differ from what was written, each with the problem. Empty without a record of such
+    files."""
     key = layout.package_record(export)
     try:
         digests = read_json_object(store, key)
@@ -87,6 +87,6 @@ def changed_package(store: Store, export: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_described(store: Store, export: str) -> bool:
-    """Whether an earlier call has written it all, and nobody has changed it: it holds code that whoever loads the model
-    runs."""
+    """Whether an earlier call wrote all files, and they are unchanged. They hold code that runs when the model is
+    loaded."""
     return store.stat(layout.package_record(export)) is not None and not any(changed_package(store, export))

@@ -1,8 +1,7 @@
-"""From a blessed verdict to one version of a registered model, and to the alias that serving follows.
+"""Registration: from a blessed verdict to one version of a registered model, and to the alias that serving follows.
 
-Promises that nothing is registered without a blessed verdict and complete lineage, that a run has one version however
-often and wherever this is killed and repeated, and that the champion changes in one call. Leaves the blessing to
-evaluate.
+Nothing is registered without a blessed verdict and complete lineage. A run has one version, even if registration is
+killed and repeated anywhere. The champion changes in one call. Evaluate decides the blessing.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
 VERSION_KEY_TAG = "holdfast.version_key"
 BLESSED = "blessed"
-_MAX_TAG = 5000  # MLflow takes longer ones, not every database behind it does
+_MAX_TAG = 5000  # MLflow allows longer tags, but some of its databases do not
 REQUIRED_OF_RESULT = ("dataset_id", "step", "checkpoint", "export", "export_digest", "state_digest")
 
 log = logging.getLogger("holdfast.register")
@@ -62,7 +61,7 @@ class NotBlessedError(HoldfastError):
 
 @dataclass(frozen=True)
 class _Lineage:
-    """Everything that a version's tags say, checked to be there."""
+    """The lineage of a version's tags, checked for completeness."""
 
     result: Mapping[str, Any]
     verdict: Mapping[str, Any]
@@ -72,12 +71,17 @@ class _Lineage:
 
 
 def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Registration:
-    """Register the model of `run_id`, or return the registration that there is. `verdict` is the key of the verdict to
-    go by; the default is the newest under the spec's evaluation settings.
+    """Register the model of `run_id`, or return its existing registration. `verdict` is the key of the verdict to use.
+    The default is the newest one under the spec's evaluation settings.
 
-    Raises NotBlessedError, ChampionChangedError (the champion has changed since the verdict), MissingError (something
-    of the lineage is not in the store), DataError (the export is damaged), ForeignVersionError (the champion is not one
-    that the store has registered) and TrackingUnavailable.
+    Raises:
+
+    - NotBlessedError without a blessed verdict.
+    - ChampionChangedError if the champion has changed since the verdict.
+    - MissingError if a part of the lineage is not in the store.
+    - DataError if the export is damaged.
+    - ForeignVersionError if the champion is not a version that the store registered.
+    - TrackingUnavailable.
     """
     uri = tracking_uri()
     model = spec.registered_model
@@ -86,7 +90,7 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
     now = champion(model, stores, uri) if compared else None
     lineage = _lineage(spec, run_id, store, verdict, now)
     export, export_digest = lineage.result["export"], lineage.result["export_digest"]
-    client = connect(uri, timeout=300)  # a server may take a while over the last bytes of a large file
+    client = connect(uri, timeout=300)  # a server may need minutes for the last bytes of a large file
     key = layout.registration(run_id, registration_key(model, uri))
     version_key = digest([run_id, export, export_digest])
     recorded = read_registration(store, key)
@@ -108,7 +112,7 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
         shown = whole_tags(client, mlflow_run_id, {VERSION_KEY_TAG: version_key, **tags}, _MAX_TAG)
         if version is None:
             version = _create(client, model, version_key, source, mlflow_run_id, shown)
-        else:  # made by an earlier call, under another verdict maybe
+        else:  # from an earlier call, possibly under another verdict
             _set_tags(client, model, version, shown)
     told = f"registered as models:/{model}/{version} in {redact(uri)}"
     holder = f"{model.replace(' ', '_')}-{version}"[-128:]
@@ -132,7 +136,7 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
         tracking=redact(uri),
     )
     store.put(layout.blessing(run_id, registration.verdict_digest), lineage.verdict_data)
-    _record(store, key, registration)  # first: only what this store has registered becomes champion
+    _record(store, key, registration)  # first: only versions that this store registered become champion
     alias = CHAMPION if spec.registration.promote else CHALLENGER
     if alias == CHAMPION:
         promote_in_order(
@@ -153,7 +157,7 @@ def _record(store: Store, key: str, registration: Registration) -> None:
 
 
 def _digest_of(store: Store, key: str) -> str:
-    """What a record is called by others; empty where there is none."""
+    """The digest by which other records refer to a record. Empty if it does not exist."""
     try:
         return content_digest(store.get(key))
     except MissingError:
@@ -190,8 +194,8 @@ def _lineage(spec: Spec, run_id: str, store: Store, verdict_key: str | None, now
 
 
 def _newest_verdict(spec: Spec, run_id: str, store: Store, now: Champion | None) -> str:
-    """The key of the newest verdict under the spec's evaluation settings; one that was reached against the champion
-    of now comes before all others: the run may have been judged for another MLflow since."""
+    """The key of the newest verdict under the spec's evaluation settings. A verdict against the current champion has
+    priority: the run may have been judged for another MLflow since."""
     folder = layout.run(run_id, "evaluations/")
     settings = spec.evaluation.model_dump(mode="json")
     listed = [info for info in store.list(folder) if info.key.endswith(".json")]
@@ -211,7 +215,7 @@ def _require_fresh(lineage: _Lineage, now: Champion | None) -> None:
     verdict, digest_now = lineage.verdict, lineage.result["state_digest"]
     if now is None or reached_against(verdict, now):
         return
-    if (now.run_id, now.state_digest or digest_now) == (verdict["run_id"], digest_now):  # this very model
+    if (now.run_id, now.state_digest or digest_now) == (verdict["run_id"], digest_now):  # it is this model
         return
     then = verdict.get("champion")
     against = f"against version {then['version']} of {then['model']}" if then else "without a champion"
@@ -224,7 +228,7 @@ def _require_fresh(lineage: _Lineage, now: Champion | None) -> None:
 
 
 def _tags(spec: Spec, run_id: str, store: Store, lineage: _Lineage) -> dict[str, str]:
-    """The complete lineage, without secrets."""
+    """The complete lineage as tags, without secrets."""
     result, manifest = lineage.result, lineage.manifest
     metrics = {
         name: value for name, value in (lineage.verdict.get("metrics") or {}).items() if isinstance(value, int | float)
@@ -254,8 +258,8 @@ def _versions_with(client: MlflowClient, model: str, version_key: str) -> list[M
 
 
 def _sole_version(client: MlflowClient, model: str, version_key: str, source: str) -> int | None:
-    """The version with this key and this source, if there is one; of several that were made at once, the first stays.
-    One with another source is somebody else's, whatever its tags say."""
+    """The version with this key and this source, if any. Of several concurrent ones, the first stays and the rest
+    are deleted. A version with another source is foreign, regardless of its tags."""
     from mlflow.exceptions import MlflowException
 
     found = [one for one in _versions_with(client, model, version_key) if one.source == source]
@@ -263,7 +267,7 @@ def _sole_version(client: MlflowClient, model: str, version_key: str, source: st
         try:
             client.delete_model_version(model, surplus.version)
         except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # whoever made it has deleted it
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # its creator has deleted it
                 raise
     return int(found[0].version) if found else None
 
@@ -271,7 +275,7 @@ def _sole_version(client: MlflowClient, model: str, version_key: str, source: st
 def _create(
     client: MlflowClient, model: str, version_key: str, source: str, mlflow_run_id: str, tags: Mapping[str, str]
 ) -> int:
-    """Make the version with this key; of several processes that make it at once, all get the one that stays."""
+    """Create the version with this key. Concurrent processes all get the one that stays."""
 
     def absent() -> list[str]:
         return [source] if _sole_version(client, model, version_key, source) is None else []
@@ -283,7 +287,7 @@ def _create(
 
 
 def _set_tags(client: MlflowClient, model: str, version: int, tags: Mapping[str, str]) -> None:
-    """Let a version say what is registered now."""
+    """Set the tags of a version to the current lineage."""
 
     def other() -> list[tuple[str, str]]:
         there = client.get_model_version(model, str(version)).tags

@@ -1,7 +1,8 @@
-"""The registered model's own code: MLflow copies this file next to the weights and runs it to load them.
+"""Code of the registered model: MLflow copies this file next to the weights and runs it to load them.
 
-Promises text for prompts from safetensors, JSON and the code packed with the model; nothing is unpickled. Parameters:
-max_tokens, temperature (0 takes the likeliest token) and seed; the same input gives the same text on the same hardware.
+It generates text for prompts from safetensors, JSON and the code packaged with the model. Nothing is unpickled.
+Parameters are max_tokens, temperature (0 takes the likeliest token) and seed. The same input gives the same text on the
+same hardware.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class ServedModel(PythonModel):
     """A text model for `mlflow models serve` and `mlflow.pyfunc.load_model`."""
 
     def load_context(self, context: PythonModelContext) -> None:
-        """Read the export that was packed as the artifact `export`, and check every byte of it."""
+        """Read the packaged artifact `export`, and verify every byte of it."""
         from holdfast.model.files import Folder
         from holdfast.model.hugging_face import load_exported
         from holdfast.model.verified import ExportRecord, VerifiedFiles

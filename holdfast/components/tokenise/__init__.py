@@ -1,7 +1,7 @@
-"""The tokenise step: one worker makes its share of the units of a division, those that are not in the store yet.
+"""Tokenise step: one worker makes the units of its share of a division that are not in the store yet.
 
-The second of the three verbs of preparing a dataset on many machines (see `holdfast.components.divide`). A worker that
-is lost costs the unit it was at: whoever does the share again goes on behind it.
+It is the second of three steps of preparing a dataset on many machines (see `holdfast.components.divide`). A lost
+worker costs only its current unit. A repetition of the share continues after the finished units.
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ __all__ = ["Tokenised", "run"]
 
 
 def run(spec: Spec, store: Store, division: str, share: str, progress: Progress | None = None) -> Tokenised:
-    """Tokenise `share`, which is `I/N`: the I-th (from 0) of N. See `holdfast.corpus.tokenise`."""
+    """Tokenize `share`, which is `I/N`: the I-th (from 0) of N. See `holdfast.corpus.tokenise`."""
     return tokenise(spec, store, division, share, progress)

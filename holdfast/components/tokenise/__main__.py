@@ -1,4 +1,4 @@
-"""`python -m holdfast.components.tokenise --spec SPEC --division NAME --share I/N`: tokenise one share of a corpus."""
+"""`python -m holdfast.components.tokenise --spec SPEC --division NAME --share I/N`: tokenizes one share of a corpus."""
 
 import sys
 

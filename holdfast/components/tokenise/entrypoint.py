@@ -1,4 +1,4 @@
-"""What the tokenise step does in a DAG, and what it shows."""
+"""Entry point of the tokenise step in a DAG."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.store import open_store
 
 
 def body(spec: Spec, url: str, division: str, share: str) -> StepResult:
-    """Tokenise one share; the result is `Tokenised`."""
+    """Tokenize one share. The result is `Tokenised`."""
     tokenised = run(spec, open_store(url), division, share)
     summary = f"share {share}: {tokenised.units} units, {tokenised.units_reused} of them were there"
     return StepResult(tokenised.model_dump(mode="json"), summary=summary)

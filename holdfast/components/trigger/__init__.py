@@ -1,4 +1,4 @@
-"""The trigger step: whether a retraining is due, and why. The first step of a DAG that runs by itself."""
+"""Trigger step: decides whether a retraining is due, and why. It is the first step of a scheduled DAG."""
 
 from holdfast.components.trigger.decision import Condition, Decision
 from holdfast.components.trigger.step import run

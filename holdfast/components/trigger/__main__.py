@@ -1,4 +1,5 @@
-"""`python -m holdfast.components.trigger --spec SPEC`: whether a retraining is due. The result has the word."""
+"""`python -m holdfast.components.trigger --spec SPEC`: decides whether a retraining is due. The result has the
+outcome."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""The decision: one explicit word, the conditions that led to it, and what was compared.
+"""Decision of the trigger: one explicit outcome, its conditions, and the compared values.
 
-Promises that the same facts give the same word. Leaves finding the facts out to `step`.
+The same facts give the same outcome. `step` determines the facts.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ Name = Literal["no_champion", "same_model", "already_answered", "new_data", "cha
 
 
 class Record(BaseModel):
-    """A part of the decision: frozen, and able to carry NaN through JSON."""
+    """A part of the decision. It is frozen, and can carry NaN through JSON."""
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
 
 
 class Decay(Record):
-    """The champion on the held-out text of the sources as they are now, against what it was blessed with."""
+    """The champion on the held-out text of the current sources, against its bits per byte when it was blessed."""
 
-    dataset_id: str  # the sources as they are now, in the champion's tokens
+    dataset_id: str  # the current sources, in the champion's tokens
     bits_per_byte: float
     blessed_with: float  # bits per byte
     tokens: int  # targets scored
 
     @property
     def share(self) -> float:
-        """How much more bits per byte it needs, as a share."""
+        """The relative increase of its bits per byte."""
         return self.bits_per_byte / self.blessed_with - 1
 
 
 class Condition(Record):
-    """One thing that makes a retraining due, or in vain."""
+    """A condition that makes a retraining due, or pointless."""
 
     name: Name
     due: bool
@@ -43,20 +43,20 @@ class Condition(Record):
 
 
 class Started(Record):
-    """A retraining that was started. `triggers/<name>/started-<run id>.json`."""
+    """A started retraining. `triggers/<name>/started-<run id>.json`."""
 
     job: str  # the execution of the DAG
     asked: str  # a digest of the whole spec and of the code
 
 
 class Decision(Record):
-    """Whether a retraining is due. `triggers/<name>/<key>.json`."""
+    """The decision whether a retraining is due. `triggers/<name>/<key>.json`."""
 
     word: Word
-    reason: str  # the sentences that decided, in one line
+    reason: str  # the deciding sentences, in one line
     conditions: tuple[Condition, ...] = Field(min_length=1)
-    dataset_id: str  # of the sources as they are now
-    run_id: str  # of the run that a retraining would make
+    dataset_id: str  # of the current sources
+    run_id: str  # of the run that a retraining would be
     registered_model: str
     champion_version: int | None = None
     champion_run_id: str = ""
@@ -72,12 +72,12 @@ class Decision(Record):
         return self.word == "due"
 
     def dump(self) -> bytes:
-        """The decision as it lies in the store."""
+        """The decision as it is stored."""
         return self.model_dump_json(indent=1).encode() + b"\n"
 
 
 def judge(conditions: tuple[Condition, ...]) -> tuple[Word, str]:
-    """The word, and the sentences that led to it: those of the conditions that are due, else all of them."""
+    """The outcome, and the sentences of the conditions that are due, or else of all conditions."""
     met = [condition.sentence for condition in conditions if condition.due]
     return ("due" if met else "not_due"), " ".join(met or [condition.sentence for condition in conditions])
 
@@ -93,7 +93,7 @@ def of_age(age_hours: float, most: float) -> Condition:
 
 
 def of_decay(decay: Decay, most: float) -> Condition:
-    """Whether a champion has become too bad. What is no number any more is."""
+    """Whether a champion has decayed too much. A value that is not finite counts as decayed."""
     due = not (math.isfinite(decay.share) and decay.share <= most)
     return Condition(
         name="decay",

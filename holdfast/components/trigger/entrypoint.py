@@ -1,4 +1,4 @@
-"""What the trigger step does in a DAG, and what it shows."""
+"""Entry point of the trigger step in a DAG, and its artifacts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from holdfast.store import open_store
 
 
 def body(spec: Spec, url: str, *, salt: str, job: str = "") -> StepResult:
-    """Decide; the result is the `Decision`. `salt` is the one that the retraining would have, `job` this execution."""
+    """Decide whether a retraining is due. The result is the `Decision`. `salt` is that of the possible retraining.
+    `job` is this execution."""
     made = run(spec, open_store(url), salt, job=job)
     found = {"word": made.word, "run_id": made.run_id, "dataset_id": made.dataset_id}
     decision = Artifact(f"**{made.word.replace('_', ' ')}**: {made.reason}\n", metadata=found)

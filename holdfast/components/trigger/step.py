@@ -1,8 +1,8 @@
-"""Finding out whether a retraining is due: what the sources are now, and what the champion was made from.
+"""Trigger: compares the current sources and spec with what the champion was made from.
 
-Promises that nothing is due when the same model would come out, or when the answer for these inputs is known already;
-that what is cheap is asked first; and that the same question is measured once. What the data are and how a model scores
-it asks of the same parts as the steps that it decides about: a second opinion would differ one day.
+Nothing is due if the same model would result, or if the result for these inputs is already known. Cheap checks come
+first. The same question is measured once. The data and the scores come from the same code as in the steps that it
+decides about, because a second implementation would diverge.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from holdfast.store.json_reading import read_json_object
 from holdfast.tracking import Champion, champion, registration_key, trusted_stores
 from holdfast.tracking.registrations import described_run
 
-# The same data, spec and code fail so again. What can be restored elsewhere (credentials, files) is not here.
+# The same data, spec and code fail again with these codes. Failures that can be fixed elsewhere (credentials, files)
+# are not listed.
 PERMANENT = (
     ExitCode.BAD_SPEC, ExitCode.BAD_DATA, ExitCode.DIVERGED, ExitCode.PLAN_CHANGED, ExitCode.OUT_OF_MEMORY,
 )  # fmt: skip
@@ -46,7 +47,7 @@ log = logging.getLogger("holdfast.trigger")
 
 @dataclass(frozen=True)
 class _Former:
-    """The champion, with what the store remembers of its run."""
+    """The champion, with the store's record of its run."""
 
     champion: Champion
     salt: str
@@ -54,10 +55,10 @@ class _Former:
 
 
 def run(spec: Spec, store: Store, salt: str = "", now: float | None = None, job: str = "") -> Decision:
-    """Decide whether a retraining of `spec` is due, and record it. `salt` is the one that the retraining would have,
-    `job` the execution of the DAG that would do it; empty where nothing is started.
+    """Decide whether a retraining of `spec` is due, and record it. `salt` is that of the possible retraining. `job` is
+    the execution of the DAG that would do it, and empty if nothing is started.
 
-    Raises what `identify` raises, TrackingUnavailable, and what `prepare` raises when the decay must be measured.
+    Raises what `identify` raises, TrackingUnavailable, and what `prepare` raises if the decay must be measured.
     """
     now = time.time() if now is None else now
     former = _former(spec, store)
@@ -108,7 +109,7 @@ def run(spec: Spec, store: Store, salt: str = "", now: float | None = None, job:
 
 
 def _failed(spec: Spec, store: Store, started: str, next_run: str) -> Condition | None:
-    """Whether the same retraining failed before for a reason that only a change of its inputs ends."""
+    """Whether the same retraining failed before, for a reason that only changed inputs remove."""
     record = _read(store, started)
     if record is None or record.get("asked") != _asked(spec):
         return None
@@ -126,14 +127,14 @@ def _failed(spec: Spec, store: Store, started: str, next_run: str) -> Condition 
 
 
 def _asked(spec: Spec) -> str:
-    """What a retraining depends on beside its data: all of the spec, and the code."""
+    """A digest of a retraining's inputs other than its data: the whole spec, and the code."""
     return digest([dump_spec(spec), version("holdfast"), os.environ.get("HOLDFAST_GIT_COMMIT", "")])
 
 
 def _settled(
     spec: Spec, store: Store, former: _Former | None, dataset_id: str, next_run: str, weights: str
 ) -> Condition | None:
-    """What decides before any condition of the spec is asked."""
+    """A condition that decides before any condition of the spec. None if there is none."""
     if former is not None:
         theirs = former.champion
         if run_id(spec, dataset_id, former.salt, weights) == theirs.run_id:
@@ -151,7 +152,7 @@ def _settled(
 
 
 def _answered(spec: Spec, store: Store, former: _Former | None, next_run: str) -> str | None:
-    """What became of the very run that a retraining would make, if there is nothing left to do for it."""
+    """The result of the run that a retraining would be, if nothing is left to do for it, else None."""
     if (record := _read(store, layout.registration(next_run, registration_key(spec.registered_model)))) is not None:
         return (
             f"Run {next_run}, which these data and this spec give, is registered as {record['model']} version "
@@ -195,7 +196,8 @@ def _cheap(spec: Spec, former: _Former, dataset_id: str, weights: str, now: floa
 def _decay(
     spec: Spec, store: Store, theirs: Champion, dataset_id: str, key: str, most: float
 ) -> tuple[Decay | None, Condition]:
-    """The champion on fresh text. What cannot be measured is nobody's fault, and the sentence says so."""
+    """The champion's decay on fresh text. If it cannot be measured, the condition is not due and its sentence says
+    why."""
 
     def unmeasured(why: str) -> tuple[None, Condition]:
         return None, Condition(name="decay", due=False, sentence=f"The champion's decay was not measured: {why}.")
@@ -214,9 +216,9 @@ def _decay(
 
 
 def _measure(spec: Spec, store: Store, theirs: Champion, dataset_id: str, blessed_with: float) -> Decay:
-    """Score the champion on the sources as they are now, in its own tokens: only what is new is tokenised for it.
+    """Score the champion on the current sources, in its own tokens. Only new data is tokenized.
 
-    Which documents are held out is decided by each document alone, so none of them was trained on.
+    Each document alone determines whether it is held out, so the champion was trained on none of them.
     """
     with _in_its_tokens(spec, store, theirs, keep=dataset_id) as fresh:
         measured = _score(spec, theirs, Dataset.open(store, fresh, cache_dir()))
@@ -234,7 +236,8 @@ def _score(spec: Spec, theirs: Champion, dataset: Dataset) -> Measured:
 
 @contextmanager
 def _in_its_tokens(spec: Spec, store: Store, theirs: Champion, keep: str) -> Iterator[str]:
-    """A dataset of the sources in the champion's tokenizer, for as long as it is needed unless it is dataset `keep`."""
+    """A dataset of the sources in the champion's tokenizer. It is deleted afterwards if it is new and not dataset
+    `keep`."""
     origin = open_store(theirs.store_url)
     require_intact(origin, theirs.export, theirs.export_digest, names=["tokenizer.json"])
     tokenizer = Tokenizer(
@@ -254,7 +257,7 @@ def _in_its_tokens(spec: Spec, store: Store, theirs: Champion, keep: str) -> Ite
 
 
 def _known_decay(store: Store, spec: Spec, key: str) -> Decay | None:
-    """What was measured when the same question was asked before."""
+    """The earlier measurement for the same question, or None."""
     found = _read(store, layout.trigger(spec.name, key))
     try:
         return Decision.model_validate(found).decay if found is not None else None
@@ -274,7 +277,7 @@ def _former(spec: Spec, store: Store) -> _Former | None:
 
 
 def _read(store: Store, key: str) -> dict[str, Any] | None:
-    """A JSON object of the store; None if it is not there."""
+    """A JSON object of the store, or None if it does not exist."""
     try:
         return read_json_object(store, key)
     except MissingError:
