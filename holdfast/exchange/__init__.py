@@ -1,8 +1,8 @@
 """Checkpoints to and from other systems: Hugging Face, torch's distributed checkpoints, DeepSpeed's universal ones.
 
-Promises bounded memory both ways, and that nothing which comes in is executed: what those formats pickle is parsed into
-plain records, and no class is looked up. What torch's distributed checkpoints need is imported when they are
-asked for: the train step writes a Hugging Face model, and it takes a second.
+Both directions use bounded memory. Nothing imported is executed: pickles of those formats are parsed into plain
+records, and no class is looked up. The code for torch's distributed checkpoints is imported on demand: it takes a
+second, and the train step only writes a Hugging Face model.
 """
 
 from __future__ import annotations

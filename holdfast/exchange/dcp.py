@@ -1,8 +1,8 @@
-"""torch's distributed checkpoints (`torch.distributed.checkpoint`): written so that `dcp.load` reads them, and read.
+"""torch's distributed checkpoints (`torch.distributed.checkpoint`): written for `dcp.load`, and read.
 
-Written: every tensor under its canonical name, in one file a part, because DCP keeps the last part of each tensor of a
-file in memory. Read: metadata and parts as plain records (`pickle_records`, `torch_file`), rows at a time, from regular
-files inside of the folder.
+Written: every tensor under its canonical name, one file per part, because DCP keeps the last part of each tensor of a
+file in memory. Read: metadata and parts as plain records (`pickle_records`, `torch_file`), some rows at a time, from
+regular files inside the folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from holdfast.store import read_file_bounded
 PART_BYTES = 128 * 2**20  # of a tensor in one file
 _METADATA = "torch.distributed.checkpoint.metadata"
 _STORED = "torch.distributed.checkpoint.filesystem._StorageInfo"
-# What a `.metadata` may name. These are words: nothing of these names is looked up.
+# The names that a `.metadata` may contain. They are strings: none of them is looked up.
 _NAMES = frozenset({
     *(f"{_METADATA}.{name}" for name in (
         "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties", "BytesStorageMetadata",
@@ -42,25 +42,25 @@ _NAMES = frozenset({
     *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("Path", "PosixPath", "WindowsPath")),
     *DTYPES, _STORED, "torch.Size", "torch.serialization._get_layout", "collections.OrderedDict",
 })  # fmt: skip
-_SUFFIX_PARTS = 16  # of a name that ends in a canonical one
+_SUFFIX_PARTS = 16  # of a name that ends in a canonical name
 _NAME_CHARACTERS = 1000
 
 
 def export_dcp(checkpoint: Checkpoint, folder: Path, progress: Callable[[int, int], None] = lambda *_: None) -> None:
-    """Write a checkpoint into an empty `folder`, its scalars as tensors beside the others. Raises DataError when there
-    is something in it, DamageError for what cannot be verified."""
+    """Write a checkpoint into an empty `folder`, with its scalars as additional tensors. Raises DataError if the
+    folder is not empty, and DamageError for data that cannot be verified."""
     if folder.exists() and any(folder.iterdir()):
         raise DataError(f"{folder} is not empty: name one that is, or that does not exist")
     folder.mkdir(parents=True, exist_ok=True)
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=False, thread_count=1)
     scalars = {name: torch.tensor(value) for name, value in checkpoint.manifest.scalars.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group is meant
+        warnings.simplefilter("ignore")  # the missing process group is intended
         dcp.save({}, storage_writer=writer, planner=_Streaming(checkpoint, scalars, progress), no_dist=True)
 
 
 class _Streaming(DefaultSavePlanner):
-    """Plans parts of tensors, and reads each when it is about to be written."""
+    """Plans parts of tensors, and reads each part just before it is written."""
 
     def __init__(
         self, checkpoint: Checkpoint, scalars: dict[str, torch.Tensor], progress: Callable[[int, int], None]
@@ -106,11 +106,11 @@ def _item(name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int, row
 
 
 class DistributedCheckpoint:
-    """See Source. Knows tensors by their canonical names, or by names that end so and say whose moment they are, as
-    torch's own state dicts do: `model.<name>`, `optim.state.<name>.exp_avg`."""
+    """See Source. It knows tensors by their canonical names. It also accepts names that end in a canonical name and
+    identify the moment, as in torch's state dicts: `model.<name>`, `optim.state.<name>.exp_avg`."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises MissingError or DataError."""
+        """Open the folder. Raises MissingError or DataError."""
         self.where, self._folder = str(folder), folder
         path = folder / ".metadata"
         if not path.is_file():
@@ -159,7 +159,7 @@ class DistributedCheckpoint:
                 yield TensorBox(name, told.shape, (offset[0] + first, *offset[1:]) if offset else (), data)
 
     def _key(self, name: str) -> str | None:
-        """What a tensor is called there. Raises DataError where several names fit."""
+        """The name of a tensor in the checkpoint, or None. Raises DataError if several names fit."""
         if name in self._tensors:
             return name
         moment = next((prefix for prefix in MOMENTS if name.startswith(prefix)), "")
@@ -188,7 +188,7 @@ class DistributedCheckpoint:
 
 @dataclass(frozen=True)
 class _Part:
-    """Where a part of a tensor lies."""
+    """The location of a part of a tensor."""
 
     file: str
     start: int
@@ -205,7 +205,7 @@ class _Tensor:
 
 
 def _tensor(fields: Mapping[str, Any]) -> _Tensor:
-    """Raises ValueError for parts that lie outside of the tensor, or have more elements than it."""
+    """Parse a tensor. Raises ValueError for parts outside the tensor, or with more elements than the tensor."""
     shape = numbers(fields.get("size"))
     chunks: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     left = prod(shape)
@@ -231,7 +231,7 @@ def _part(fields: Mapping[str, Any]) -> _Part:
 
 
 def _endings(name: str) -> Iterator[str]:
-    """A name, and what follows each of its last dots."""
+    """A name, and its endings after each of its last dots."""
     if len(name) > _NAME_CHARACTERS:
         return
     parts = name.rsplit(".", _SUFFIX_PARTS)

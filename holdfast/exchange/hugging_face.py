@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as a folder in the Hugging Face layout, and such a folder as a source."""
+"""Hugging Face layout: the weights of a checkpoint as a folder, and such a folder as a source."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from holdfast.store import Store
 
 
 class HuggingFace:
-    """See Source. Has weights and no moments."""
+    """See Source. It has weights and no moments."""
 
     def __init__(self, location: str) -> None:
-        """A folder or an s3:// URL. Raises MissingError or DataError."""
+        """Open a folder or an s3:// URL. Raises MissingError or DataError."""
         self.where = location
         self._weights = open_weights(location, cache_dir())
 
@@ -41,8 +41,8 @@ class HuggingFace:
 
 
 def model_files(checkpoint: Checkpoint, spec: Spec, dataset: Dataset) -> list[ExportFile]:
-    """The files of the model of a checkpoint, none of them made yet. Adapters are merged into their base, and are there
-    by themselves as well. Raises DataError for a base that is another one by now, or cannot be read."""
+    """The files of a checkpoint's model, before any of them is generated. Adapters are merged into their base, and
+    are also exported separately. Raises DataError if the base has changed or cannot be read."""
     rows: Rows = checkpoint.rows
     adapters, base = list[ExportFile](), checkpoint.manifest.base
     if base is not None and spec.training.lora.rank is not None:
@@ -66,8 +66,8 @@ def model_files(checkpoint: Checkpoint, spec: Spec, dataset: Dataset) -> list[Ex
 
 
 def read_base(spec: Spec, dataset: Dataset) -> Base | None:
-    """What the export of a run keeps of the model that it tunes; None of a run that begins with new weights and learns
-    no conversations. Raises what reading files raises."""
+    """The parts of the tuned model that the export of a run keeps. None for a run with new weights and without
+    conversations. Raises what reading files raises."""
     if spec.model.init_from is None and dataset.manifest.chat is None:
         return None
     origin = spec.model.init_from
@@ -85,7 +85,7 @@ def read_base(spec: Spec, dataset: Dataset) -> Base | None:
         templates = {"default": chat["text"], **chat.get("named", {})}
     else:
         templates = templates_beside(f"{beside}/" if beside else "", tokens.tokenizer_config)
-    # What the template was rendered with is in the dataset, also where the file is gone.
+    # The dataset has the settings used to render the template, even if the file is missing.
     tokenizer_config = {**((chat or {}).get("specials") or {}), **tokens.tokenizer_config}
     return Base(
         config=weights.config,
@@ -104,7 +104,7 @@ class _Documents(NamedTuple):
 
 
 def _documents(folder: str, named: str) -> _Documents:
-    """The JSON documents of a folder that `named` of the spec names; those that it does not have are empty."""
+    """The JSON documents of a folder that the spec's field `named` refers to. Missing ones are empty."""
     found = [
         read_settings(f"{folder}{name}.json", named)
         for name in ("config", "generation_config", "tokenizer_config", "special_tokens_map")
@@ -119,8 +119,8 @@ def export_hugging_face(
     target: Store,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> list[str]:
-    """Write the model of a checkpoint into `target`, streaming; the names of its files. Raises DamageError for what
-    cannot be verified."""
+    """Stream the model of a checkpoint into `target`. Returns the names of its files. Raises DamageError for data
+    that cannot be verified."""
     files = model_files(checkpoint, spec, dataset)
     total, done = sum(file.size for file in files), 0
 

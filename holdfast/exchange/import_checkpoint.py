@@ -1,9 +1,9 @@
-"""A state that another system made becomes the first checkpoint of a run.
+"""Import: a state from another system becomes the first checkpoint of a run.
 
-Such a run is named after what it takes in: its salt is a digest of the state and its step, so the same import again is
-the same run, and no run that computed its state itself is mistaken for it. Each part becomes the share of a writer of
-its own, as large as memory allows, so that a state of any size goes through one process; the commit checks that the
-parts make up every tensor exactly once.
+The run is named after the imported state: its salt is a digest of the state and its step. So a repeated import gives
+the same run, and no run that computed its state is mistaken for it. Each part becomes the share of a separate writer,
+as large as memory allows, so a state of any size passes through one process. The commit checks that the parts make up
+every tensor exactly once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.spec import Spec, run_id
 from holdfast.spec.errors import DataError
 from holdfast.store import Store
 
-WRITER_BYTES = 256 * 2**20  # of the state that are in memory at once
+WRITER_BYTES = 256 * 2**20  # of the state in memory at a time
 BOX_BYTES = WRITER_BYTES // 4
 MOMENTS = ("optimizer.exp_avg.", "optimizer.exp_avg_sq.")
 EMBEDDING = "model.embed_tokens.weight"
@@ -36,26 +36,26 @@ class Source(Protocol):
 
     @property
     def where(self) -> str:
-        """Its place, for people."""
+        """Its location, for people."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor, by its canonical name; None where there is no such tensor. Raises DataError."""
+        """The shape of a tensor by its canonical name, or None without such a tensor. Raises DataError."""
 
     def boxes(self, name: str) -> Iterator[TensorBox]:
-        """A tensor in boxes of bounded size, of any floating-point dtype, that share no element. Raises DataError."""
+        """A tensor in boxes of bounded size, of any floating-point dtype, without shared elements. Raises DataError."""
 
 
 @dataclass(frozen=True)
 class ImportedCheckpoint:
-    """What became of an import."""
+    """The result of an import."""
 
     run_id: str
-    salt: str  # that `holdfast run SPEC --salt` takes
+    salt: str  # for `holdfast run SPEC --salt`
     step: int
     state_digest: str
     bytes: int
-    moments: bool  # whether the optimizer's state came along; else it begins at zero
-    again: bool = False  # it was there already
+    moments: bool  # whether the optimizer's state was imported; else it begins at zero
+    again: bool = False  # it already existed
 
 
 def import_checkpoint(
@@ -67,8 +67,8 @@ def import_checkpoint(
     step: int = 0,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> ImportedCheckpoint:
-    """Make the state of `source` the checkpoint at `step` of a run of `spec`. It is read twice: once for the name of
-    the run. Raises DataError for a source that is not of the spec's model or cannot be read."""
+    """Make the state of `source` the checkpoint at `step` of a run of `spec`. The source is read twice: the first
+    time to name the run. Raises DataError if the source does not fit the spec's model or cannot be read."""
     if spec.model.init_from is not None:
         raise DataError(
             f"model.init_from: {spec.model.init_from} already says where the weights are from; leave it out"
@@ -105,7 +105,7 @@ def import_checkpoint(
     if str(written) != digest:
         raise DataError(f"{source.where} changed while it was read; import it again once nobody writes it")
     committer = Committer(store, attempt, writers)
-    for writer in reversed(range(writers)):  # a node waits for those below it, which later writers lead
+    for writer in reversed(range(writers)):  # a node waits for its children, which later writers lead
         committer.lead(step, writer)
     fields = {
         "dataset_id": dataset_id,
@@ -117,7 +117,8 @@ def import_checkpoint(
 
 
 def _shapes(spec: Spec, source: Source) -> tuple[Mapping[str, tuple[int, ...]], bool]:
-    """The weights of the model with their shapes, all of which the source has, and whether it has the moments too."""
+    """The weights of the model with their shapes, all of which the source has, and whether it also has the moments.
+    Raises DataError if the source does not fit the spec's model."""
     embedding = source.shape(EMBEDDING)
     if embedding is None:
         raise DataError(f"{source.where} has no {EMBEDDING}: it holds no model that Holdfast knows")

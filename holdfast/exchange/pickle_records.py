@@ -1,9 +1,9 @@
-"""Pickles of other systems, read as plain records.
+"""Parser of pickles from other systems into plain records.
 
-Promises that nothing is imported, called or looked up: a name in a pickle stays text, an object becomes a `Record` of
-that text, its arguments and its state, and a dictionary becomes a `Table` of pairs, so that no key is hashed. Time and
-memory are linear in the bytes, and bounded: a pickle that nests without end, repeats itself or says that it is large is
-refused. Nothing here recurses, and callers look only where they expect something.
+Nothing is imported, called or looked up. A name in a pickle stays text. An object becomes a `Record` of that text, its
+arguments and its state. A dictionary becomes a `Table` of pairs, so no key is hashed. Time and memory are linear in the
+bytes, and bounded: a pickle is refused if it nests without end, repeats itself, or declares a large size. Nothing here
+recurses. Callers read only the expected parts.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from holdfast.spec.errors import DataError
 
 MOST_BYTES = 256 * 2**20
 MOST_OPCODES = 64_000_000
-MOST_OBJECTS = 16_000_000  # containers that are made; about 100 bytes each
+MOST_OBJECTS = 16_000_000  # containers; about 100 bytes each
 MOST_STACK = 1_000_000
-MOST_MARKS = 1_000  # open at once: how deep lists, dictionaries and tuples lie in each other
+MOST_MARKS = 1_000  # open at the same time: the nesting depth of lists, dictionaries and tuples
 MOST_MEMO = 16_000_000
 _DICTIONARIES = ("collections.OrderedDict", "builtins.dict", "__builtin__.dict")
 
 
 class Name:
-    """A class or function that a pickle names: "module.name". It is text; nothing of that name is looked up."""
+    """A class or function that a pickle names: "module.name". It is text and is not looked up."""
 
     __slots__ = ("text",)
 
@@ -34,7 +34,7 @@ class Name:
 
 
 class Record:
-    """An object: what made it, with which arguments, and the state that was set."""
+    """An object: its class or function, the arguments, and the state that was set."""
 
     __slots__ = ("arguments", "kind", "state")
 
@@ -52,7 +52,7 @@ class Table:
         self.pairs: list[tuple[Any, Any]] = []
 
     def by_text(self) -> dict[str, Any]:
-        """Those pairs whose key is text; the last of equal keys counts, as in a dictionary."""
+        """The pairs with a text key. The last of equal keys counts, as in a dictionary."""
         return {key: value for key, value in self.pairs if isinstance(key, str)}
 
 
@@ -61,12 +61,12 @@ class _RefusedError(Exception):
 
 
 def read_pickle(data: bytes, source: str, names: Collection[str]) -> Any:
-    """What a pickle of protocol 2 to 5 holds: numbers, text, bytes, tuples, lists, `Table`s and `Record`s. Raises
-    DataError, naming `source`, for a name that is not among `names` and for whatever is broken or out of bounds."""
+    """The content of a pickle of protocol 2 to 5: numbers, text, bytes, tuples, lists, `Table`s and `Record`s.
+    Raises DataError, with `source` in the message, for a name not in `names` and for broken or unbounded data."""
     if len(data) > MOST_BYTES:
         raise DataError(f"{source}: is a pickle of {len(data)} bytes, and at most {MOST_BYTES} are read")
     collects = gc.isenabled()
-    gc.disable()  # it would look at millions of new values again and again, and finds nothing
+    gc.disable()  # it would scan millions of new values repeatedly and find nothing
     try:
         return _Machine(data, names).run()
     except _RefusedError as refused:
@@ -79,7 +79,7 @@ def read_pickle(data: bytes, source: str, names: Collection[str]) -> Any:
 
 
 def record_of(value: Any, kind: str) -> dict[str, Any] | None:
-    """The fields of an object of `kind` whose state is a dictionary; None for anything else."""
+    """The fields of an object of `kind` whose state is a dictionary, or None for anything else."""
     if isinstance(value, Record) and value.kind == kind and isinstance(value.state, Table):
         return value.state.by_text()
     return None
@@ -128,7 +128,7 @@ class _Machine:
         self._stack.append(value)
 
     def made(self, value: Any) -> None:
-        """Push a container that takes memory of its own."""
+        """Push a container that takes additional memory."""
         self._objects += 1
         if self._objects > MOST_OBJECTS:
             raise _RefusedError(f"it makes more than {MOST_OBJECTS} objects")
@@ -140,7 +140,7 @@ class _Machine:
         self._marks.append(len(self._stack))
 
     def marked(self) -> list[Any]:
-        """Take off the stack what lies above the newest mark."""
+        """Pop all values above the newest mark."""
         begin = self._marks.pop()
         found = self._stack[begin:]
         del self._stack[begin:]
@@ -179,7 +179,7 @@ class _Machine:
         self._stack.append(struct.unpack(">d", self.take(8))[0])
 
     def pack(self, size: int) -> None:
-        """A tuple of the newest values."""
+        """Push a tuple of the newest values."""
         if size > len(self._stack):
             raise IndexError
         found = tuple(self._stack[len(self._stack) - size :])
@@ -211,7 +211,7 @@ class _Machine:
         self.made(Name(text))
 
     def make(self) -> None:
-        """REDUCE and NEWOBJ: a record, or a table."""
+        """REDUCE and NEWOBJ: push a record, or a table."""
         arguments, kind = self._stack.pop(), self._stack.pop()
         if not (isinstance(kind, Name) and isinstance(arguments, tuple)):
             raise _RefusedError("it makes an object of what is no name")
@@ -223,7 +223,7 @@ class _Machine:
     def build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
         if isinstance(target, Table):
-            return  # attributes of a dictionary: torch keeps versions there
+            return  # attributes of a dictionary, in which torch keeps versions
         if not isinstance(target, Record) or target.state is not None:
             raise _RefusedError("it sets the state of what is no object, or has one")
         target.state = state
@@ -253,7 +253,7 @@ class _Machine:
         self.take(size)
 
 
-PERSISTENT = "persistent id"  # the kind of a record that stands for what lies beside the pickle
+PERSISTENT = "persistent id"  # kind of a record for data outside the pickle
 _STOP = ord(".")
 _NAMED: dict[str, Callable[[_Machine], None]] = {
     "\x80": lambda m: m.skip(1),  # PROTO

@@ -1,8 +1,8 @@
-"""Files that `torch.save` wrote, read without torch's loader: their tensors, rows at a time.
+"""Files of `torch.save`, read without torch's loader: their tensors, some rows at a time.
 
-Promises that every size is compared with the file before anything is allocated: the records of the archive are stored
-as they are (none is inflated), lie inside it and share no byte, and a tensor has no more elements than its record.
-What is pickled is read as plain records (`pickle_records`).
+Every size is checked against the file before any allocation. The records of the archive are stored uncompressed, lie
+inside it, and share no byte. A tensor has no more elements than its record. Pickled data is read as plain records
+(`pickle_records`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.store.durable import fill
 MOST_RECORDS = 65_536
 MOST_DIRECTORY_BYTES = 16 * 2**20
 MOST_PICKLE_BYTES = 16 * 2**20
-MOST_AXES = 64  # as torch has it
+MOST_AXES = 64  # torch's limit
 MOST_NUMBER = 2**63 - 1
 _STORAGES = {
     "torch.FloatStorage": torch.float32,
@@ -46,7 +46,7 @@ _NAMES = frozenset({
 
 
 def numbers(value: Any) -> tuple[int, ...]:
-    """A shape or an offset. Raises ValueError for anything but a few numbers of at least zero."""
+    """A shape or an offset. Raises ValueError for anything but a few non-negative integers."""
     if isinstance(value, Record) and value.kind == "torch.Size" and len(value.arguments) == 1:
         value = value.arguments[0]
     if not isinstance(value, tuple | list) or len(value) > MOST_AXES:
@@ -58,17 +58,17 @@ def numbers(value: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of floating-point numbers in a file."""
+    """A floating-point tensor in a file."""
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in elements, as torch counts them
-    position: int  # in the file, of its first element
+    strides: tuple[int, ...]  # in elements, as in torch
+    position: int  # of its first element, in bytes from the start of the file
 
     def rows(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Its rows from the first, about `most_bytes` at a time, each part with its first row; a number is a part of
-        its own. Raises DataError when the file became shorter."""
+        """The tensor's rows in order, about `most_bytes` at a time, each part with the index of its first row. A
+        scalar is one part. Raises DataError if the file became shorter."""
         if not prod(self.shape):
             return
         with open_regular(self.path) as file:
@@ -91,8 +91,8 @@ class StoredTensor:
 
 
 def read_tensors(path: Path, start: int = 0, length: int | None = None) -> StoredTensor | dict[str, StoredTensor]:
-    """The tensor, or those of the dictionary, that `torch.save` wrote into a file, or into `length` bytes of it from
-    `start`. Values that are no tensors of floating-point numbers are left out. Raises MissingError or DataError."""
+    """The tensor, or the dictionary of tensors, that `torch.save` wrote into a file, or into `length` bytes of it
+    from `start`. Values other than floating-point tensors are left out. Raises MissingError or DataError."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = size - start if length is None else length
@@ -118,7 +118,7 @@ def read_tensors(path: Path, start: int = 0, length: int | None = None) -> Store
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor whose elements lie in order without gaps."""
+    """The strides of a tensor with its elements in order and without gaps."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -137,7 +137,7 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 class _Archive:
-    """The records of a zip archive that lies in a file from `start`, by their names without the folder in front."""
+    """The records of a zip archive at offset `start` of a file, by their names without the top folder."""
 
     def __init__(self, descriptor: int, start: int, length: int, path: Path) -> None:
         self._descriptor, self._start, self._length, self._path = descriptor, start, length, path
@@ -149,14 +149,14 @@ class _Archive:
         self.records = {name.removeprefix(prefix): at for name, at in found.items() if name.startswith(prefix)}
 
     def read(self, name: str, most: int) -> bytes:
-        """A record, which has at most `most` bytes."""
+        """The content of a record of at most `most` bytes. Raises ValueError for a larger one."""
         position, size = self.records[name]
         if size > most:
             raise ValueError(f"its record {name} has {size} bytes, and at most {most} are read")
         return self._bytes(position, size)
 
     def place(self, name: str) -> tuple[int, int]:
-        """Where a record begins in the file, and its size."""
+        """The position of a record in the file, and its size, in bytes."""
         if name not in self.records:
             raise ValueError(f"it has no record {name[:100]!r}")
         position, size = self.records[name]
@@ -170,7 +170,7 @@ class _Archive:
         return bytes(target)
 
     def _end(self) -> tuple[int, int, int]:
-        """How many records there are, and where their directory lies: its size and its beginning."""
+        """The number of records, and the size and start of their directory."""
         tail = min(self._length, 22 + 65_535)
         last = self._bytes(self._length - tail, tail)
         at = last.rfind(b"PK\x05\x06")
@@ -220,7 +220,7 @@ class _Archive:
 
 
 def _long_sizes(extra: bytes, packed: int, unpacked: int, place: int) -> tuple[int, int, int]:
-    """The sizes and the place of a record, where they have more than 32 bits: from the extra field that zip64 adds."""
+    """The sizes and the position of a record. Values that need more than 32 bits come from the extra field of zip64."""
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)
@@ -235,7 +235,7 @@ def _long_sizes(extra: bytes, packed: int, unpacked: int, place: int) -> tuple[i
 
 
 def _tensor(value: Any, archive: _Archive, path: Path) -> StoredTensor | None:
-    """The tensor that a record stands for; None for anything else. Raises ValueError for one that is not in order."""
+    """The tensor that a record describes, or None for anything else. Raises ValueError for an invalid one."""
     for _ in range(4):  # a parameter around a subclass around a tensor
         if not isinstance(value, Record):
             return None
@@ -269,7 +269,7 @@ def _placed(
     record: tuple[int, int],
     path: Path,
 ) -> StoredTensor:
-    """Raises ValueError for a tensor that reaches outside of its record, or whose elements share memory."""
+    """Build a stored tensor. Raises ValueError if it reaches outside its record, or if its elements share memory."""
     if len(shape) != len(strides):
         raise ValueError("a tensor has other strides than axes")
     expected = contiguous(shape)

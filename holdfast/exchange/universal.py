@@ -1,7 +1,7 @@
 """DeepSpeed's universal checkpoints, as `ds_to_universal.py` writes them, as a source.
 
-One folder a parameter, `zero/<name>/`, with `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt`. They are read without torch's
-loader (`torch_file`), so that nothing is unpickled and no more of a tensor is held than the rows at hand.
+Each parameter has a folder `zero/<name>/` with `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt`. They are read without
+torch's loader (`torch_file`). So nothing is unpickled, and only the current rows of a tensor are in memory.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _FILES = {"": "fp32.pt", MOMENTS[0]: "exp_avg.pt", MOMENTS[1]: "exp_avg_sq.pt"}
 
 
 class UniversalCheckpoint:
-    """See Source. Parameters are known by their canonical names, with or without `module.` in front."""
+    """See Source. It knows parameters by their canonical names, with or without the prefix `module.`."""
 
     def __init__(self, folder: Path) -> None:
-        """The folder of one step, or one with a `latest_universal` that names it. Raises MissingError."""
+        """Open the folder of one step, or a folder whose `latest_universal` names it. Raises MissingError."""
         latest = folder / "latest_universal"
         if latest.is_file() and not (folder / "zero").is_dir():
             named = read_file_bounded(latest, 4096).decode("utf-8", "replace").strip()
@@ -47,7 +47,7 @@ class UniversalCheckpoint:
             yield TensorBox(name, tensor.shape, (first, *(0 for _ in tensor.shape[1:])) if tensor.shape else (), data)
 
     def _tensor(self, name: str) -> StoredTensor | None:
-        """A tensor that lies in a file."""
+        """A tensor in its file, or None."""
         moment = next((prefix for prefix in MOMENTS if name.startswith(prefix)), "")
         weight = name.removeprefix(moment)
         for parameter in (weight, f"module.{weight}"):
