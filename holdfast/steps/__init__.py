@@ -1,7 +1,7 @@
-"""What a step of the DAG is: the table of all of them, what each gives back, and its adapters.
+"""Steps of the DAG: their table, their results, and their adapters.
 
-A step's folder has a typed `run()` (the truth) and an `entrypoint.py`, which calls it and says what came of it.
-Everything else is derived from the table: its command line and KFP component (`adapters`), its Argo template, its
+A step's folder has a typed `run()`, which is authoritative, and an `entrypoint.py`, which calls it and reports the
+result. The rest is derived from the table: the command line and KFP component (`adapters`), the Argo template, and the
 terminal line.
 """
 

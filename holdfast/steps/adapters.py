@@ -1,8 +1,8 @@
 """Adapters of a step: a command line, for Argo and for people, and a KFP component.
 
 Each is one call with the step's name and its body, a function of the checked spec, the store's URL and the step's
-inputs. Promises that the outcome is left behind (see `holdfast.runtime.step_runner`) and that the process ends
-with the table's code. The exit handler's body gets the spec's text instead, which may be one that was refused.
+inputs. The outcome is recorded (see `holdfast.runtime.step_runner`), and the process ends with an exit code of the
+table. The exit handler's body gets the spec's text instead, which may be a refused one.
 """
 
 from __future__ import annotations
@@ -38,29 +38,30 @@ from holdfast.store.step_logs import step_log
 
 Body = Callable[..., StepResult]
 
-# What an engine writes into arguments itself, and `--escaped` is not about.
+# Arguments that the engine writes itself. `--escaped` does not apply to them.
 _OF_THE_ENGINE = ("status", "failures", "message", "job")
 
 log = logging.getLogger("holdfast.steps")
 
 
 class Output(Protocol):
-    """The part of a KFP output artifact that is filled in here."""
+    """The used part of a KFP output artifact."""
 
     metadata: dict[str, Any]
 
     @property
     def path(self) -> str:
-        """Where its file goes."""
+        """Path of its file."""
 
 
 def component(step: str, body: Body, given: Mapping[str, Any]) -> Any:
-    """Run `body` as the KFP component `step`, called with the arguments `given`. Returns its first output, and with it
-    the list that the next step runs over and what else the table says, if there is any; on failure ends the process.
+    """Run `body` as the KFP component `step`, with the arguments `given`. Returns its first output. If the table
+    defines more outputs, it also returns the list for the next step and those. On failure it ends the process.
     Arguments and outputs are escaped (`holdfast.spec.engine_text`).
 
-    A trial of a sweep that fails alone returns an empty output instead, and the step after it nothing: KFP has no task
-    in the middle of a DAG that runs after one that failed (docs/sweeps.md), and the comparison waits for all trials."""
+    A sweep trial that fails alone returns an empty output instead, and the steps after it return nothing. KFP has no
+    task in the middle of a DAG that runs after a failed one (docs/sweeps.md), and the comparison waits for all trials.
+    """
     given = {name: _default(name) if value is None else unescape_tree(value) for name, value in given.items()}
     given["spec"] = from_struct(given["spec"])
     trial = str(given.get(TRIAL) or "")
@@ -110,7 +111,8 @@ def component(step: str, body: Body, given: Mapping[str, Any]) -> Any:
 
 
 def main(step: str, body: Body, argv: Sequence[str] | None = None) -> ExitCode:
-    """Run `body` as a command with the arguments `argv`; the result is published as they say. Returns the code."""
+    """Run `body` as a command with the arguments `argv`, and publish the result as they specify. Returns the exit
+    code."""
     arguments = parser_of(step).parse_args(argv)
     if arguments.escaped:
         for name, value in vars(arguments).items():
@@ -148,18 +150,18 @@ def main(step: str, body: Body, argv: Sequence[str] | None = None) -> ExitCode:
     part = _part(step, vars(arguments))
     kept = step_log(arguments.job, step, part, fallback)
     code = run_step(step, work, recorder(arguments.job), part, kept)[1]
-    return ExitCode.OK if step == EXIT_HANDLER else code  # its failure is in the log; the DAG's own outcome stands
+    return ExitCode.OK if step == EXIT_HANDLER else code  # its failure is in the log; the DAG keeps its own outcome
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, where they say something."""
+    """Shows non-empty defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return super()._get_help_string(action) if action.default else action.help
 
 
 def parser_of(step: str) -> argparse.ArgumentParser:
-    """The command line of a step."""
+    """The command line parser of a step."""
     parser = argparse.ArgumentParser(
         prog=f"python -m holdfast.components.{step}",
         description=STEPS[step].purpose,
@@ -192,8 +194,8 @@ def parser_of(step: str) -> argparse.ArgumentParser:
 
 
 def _store_of(spec: str | Mapping[str, Any], overrides: Sequence[str]) -> str:
-    """The store of a step that ended before it opened one: what the spec says with its overrides, or without them where
-    they are refused; else the place's; empty where neither says."""
+    """The store of a step that ended before it opened one. It comes from the spec with its overrides, or without
+    them if they are refused. Else it is HOLDFAST_STORE, or empty."""
     for changes in (overrides, ()):
         with suppress(SpecError):
             if spec and (named := parse_spec(spec, changes).store):
@@ -202,8 +204,8 @@ def _store_of(spec: str | Mapping[str, Any], overrides: Sequence[str]) -> str:
 
 
 def _changes(step: str, given: Mapping[str, Any], compiled: Mapping[str, Any]) -> list[str]:
-    """What was changed of the spec by parameters of their own. The exit handler tells how the others ended, whatever
-    was given: to those it is an error."""
+    """Overrides from the changed parameters of the DAG. The exit handler ignores invalid ones and still reports the
+    other steps, for which they are an error."""
     try:
         return changed_parameters(given, compiled)
     except SpecError:
@@ -213,7 +215,8 @@ def _changes(step: str, given: Mapping[str, Any], compiled: Mapping[str, Any]) -
 
 
 def _begin(spec: Spec, url: str, begun: Callable[[str], None]) -> str:
-    """Before any work: what the step writes will be found by others, and its beginning is told. Returns the URL."""
+    """Prepare the start of a step: require a store that other steps can reach, and record the start. Returns the
+    URL."""
     require_shared_store(spec, url)
     begun(url)
     require_tracking_server(spec)
@@ -221,33 +224,34 @@ def _begin(spec: Spec, url: str, begun: Callable[[str], None]) -> str:
 
 
 def _with_summary(step: str, done: StepResult) -> StepResult:
-    """With its first output as what the exit handler is told, where the body says nothing else."""
+    """Use the first output as the summary for the exit handler, if the body gave none."""
     return done if done.summary else replace(done, summary=str(done.result[STEPS[step].outputs[0]]))
 
 
 def _run_with_retries(step: str, work: Callable[[], StepResult], spec: Spec, job: str) -> StepResult:
-    """What `work` gives, tried again within the spec's budget where `job` is an execution on a cluster. On one machine
-    a person sees the failure, and the same command is the retry."""
+    """The result of `work`. In an execution on a cluster (`job`) it is retried within the spec's budget. On one
+    machine a person sees the failure, and repeats the same command."""
     if outcomes_folder() is not None or recorder(job) is None:
         return work()
     return with_retries(step, work, spec.cluster.retries)
 
 
 def _inputs(step: str) -> tuple[str, ...]:
-    """What the body of a step takes."""
+    """The names of the inputs of a step's body."""
     return (*STEPS[step].inputs, *(("job",) if STEPS[step].reads_job_outcomes else ()))
 
 
 def _part(step: str, given: Mapping[str, Any]) -> str:
-    """What tells this execution of the step from others of it: a key may hold letters, digits, `.`, `_` and `-`."""
+    """A key that distinguishes this execution of the step from others of it. It contains letters, digits, `.`, `_`
+    and `-`."""
     name = STEPS[step].item or (TRIAL if STEPS[step].per_trial else "")
     return re.sub(r"[^A-Za-z0-9._-]+", "-", str(given.get(name) or "")) if name else ""
 
 
 def _default(name: str) -> Any:
-    """The value of an input that the task does not give."""
+    """The value of an input that the task does not set."""
     if name in FIELDS:
-        return None  # the spec has it
+        return None  # the spec has the value
     return {} if name == "compiled" else PARAMETERS[name].default if name in PARAMETERS else ""
 
 
@@ -258,17 +262,17 @@ def _truth(text: str) -> bool:
 
 
 def _empty_outputs(step: str) -> str | tuple[str, ...]:
-    """What a step of a trial gives that has nothing to give."""
+    """The outputs of a trial's step that has no result."""
     return ("", *("" for _ in PLACE)) if STEPS[step].shown else ""
 
 
 def _place(url: str, key: str) -> tuple[str, str]:
-    """What `PLACE` says of the folder in the store at `url` that `key` is in, or is."""
+    """The values of `PLACE` for the folder in the store at `url` that contains `key`, or is `key`."""
     return url.partition(":")[0], f"{url.rstrip('/')}/{key.rpartition('/')[0]}"
 
 
 def _fill(output: Output, artifact: Artifact, url: str) -> None:
-    """Make a KFP artifact what `artifact` says. What lies in the store is pointed to: Holdfast itself put it there."""
+    """Write `artifact` into a KFP artifact. Data in the store is only referenced, because Holdfast wrote it there."""
     metadata = {"store": url, "key": artifact.key, **artifact.metadata} if artifact.key else dict(artifact.metadata)
     infinite = [name for name, value in metadata.items() if isinstance(value, float) and not math.isfinite(value)]
     for name in infinite:  # the UI cannot show NaN

@@ -1,6 +1,6 @@
-"""Parameters of the DAG that are fields of the spec: their values, and what a person changed.
+"""Parameters of the DAG that are fields of the spec: their values, and a person's changes.
 
-Promises that a parameter that was left as it was compiled changes nothing, also where the spec beside it was replaced.
+An unchanged compiled parameter changes nothing, even if the spec next to it was replaced.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from holdfast.spec.json_parsing import parse_json_value
 from holdfast.spec.tree import Spec
 from holdfast.steps.table import FIELDS, PARAMETERS
 
-LONG_VALUE = 8192  # bytes of JSON: a longer value is not repeated beside the spec, which engines pass in one argument
+LONG_VALUE = 8192  # bytes of JSON: a longer value is not repeated outside the spec, which engines pass in one argument
 
 
 def parameter_values(spec: Spec) -> dict[str, Any]:
-    """The parameters that are fields of the spec, with what the spec says, as JSON can hold it; an empty list instead
-    of a long one."""
+    """The parameters that are fields of the spec, with the spec's values as JSON. A long list is replaced by an
+    empty one."""
     values = {name: _plain(reduce(getattr, field.split("."), spec)) for name, field in FIELDS.items()}
     return {name: [] if isinstance(value, list) and _is_long(value) else value for name, value in values.items()}
 
 
 def changed_parameters(given: Mapping[str, Any], compiled: Mapping[str, Any]) -> list[str]:
-    """Overrides for those of the parameters `given` that are not what `compiled` says. A value may be a text, as every
-    parameter is on Argo; none, an empty text and an empty list are not given. Raises SpecError."""
+    """Overrides for those of the parameters `given` that differ from `compiled`. A value may be text, as every
+    parameter is on Argo. None, an empty text and an empty list count as not given. Raises SpecError."""
     changed = []
     for name, field in FIELDS.items():
         value = given.get(name)

@@ -1,4 +1,4 @@
-"""Result of a step, whoever called it: its values, and artifacts for the UIs."""
+"""Result of a step for any caller: its values, and artifacts for the UIs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Artifact:
-    """What a UI shows of a step: a document, or a pointer to what lies in the store under `key`."""
+    """An artifact for a UI: a document, or a pointer to data in the store under `key`."""
 
     text: str = ""
     key: str = ""
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # with figures; NaN is left out
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # includes figures; NaN is left out
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came of a step: `result` as JSON can hold it, artifacts by their names in the table, and, if it is not the
-    first output, what the exit handler is told."""
+    """The result of a step: `result` as JSON values, and artifacts by their names in the table. `summary` is for the
+    exit handler, and defaults to the first output."""
 
     result: Mapping[str, Any]
     artifacts: Mapping[str, Artifact] = field(default_factory=dict)

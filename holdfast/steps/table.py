@@ -1,6 +1,6 @@
-"""The table of steps: what each takes, gives, shows and needs. Every adapter and every renderer of the DAG reads it.
+"""Table of steps: inputs, outputs, artifacts and needs of each. Every adapter and every renderer of the DAG reads it.
 
-Leaves the order of the steps, their conditions and their retries to `holdfast.pipelines.table`.
+The order of the steps, their conditions and their retries are in `holdfast.pipelines.table`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from holdfast.runtime.outcomes import EXIT_HANDLER
 from holdfast.spec.errors import ExitCode
 from holdfast.spec.tree import Spec
 
-HTML, MARKDOWN, METRICS, DATASET, MODEL = "HTML", "Markdown", "Metrics", "Dataset", "Model"  # as KFP's UI shows them
-FILES = {HTML: "html", MARKDOWN: "md"}  # the artifacts that are documents, and how their files end
-PLACE = ("scheme", "uri")  # outputs on KFP that say where an artifact lies, in one word and whole
-ARTIFACTS = "artifacts"  # a task on KFP that is no step: it enters what lies there
+HTML, MARKDOWN, METRICS, DATASET, MODEL = "HTML", "Markdown", "Metrics", "Dataset", "Model"  # names in KFP's UI
+FILES = {HTML: "html", MARKDOWN: "md"}  # artifacts that are documents, and their file extensions
+PLACE = ("scheme", "uri")  # outputs on KFP with the location of an artifact: its scheme, and its full URI
+ARTIFACTS = "artifacts"  # a KFP task that is no step: it registers the data there
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the DAG: what a person may change for one run of it."""
+    """A parameter of the DAG that a person may change for one run of it."""
 
     name: str
-    default: Any  # of a field of the spec only its kind counts: the spec has the value
+    default: Any  # for a field of the spec only its type counts: the spec has the value
     help: str
-    field: str = ""  # of the spec, which it changes
+    field: str = ""  # of the spec that it changes
 
 
 PARAMETERS = {
@@ -46,20 +46,20 @@ PARAMETERS = {
     )
 }
 FIELDS = {parameter.name: parameter.field for parameter in PARAMETERS.values() if parameter.field}
-COMMON = ("spec", "overrides", "store")  # every step takes them, and `job`: the execution of the DAG that it works for
-# A trial of a sweep that ends with one of these does not fail alone: a person ends the whole sweep, or no other step
-# would find the store either.
+COMMON = ("spec", "overrides", "store")  # inputs of every step, in addition to `job`, the current execution of the DAG
+# A trial of a sweep that ends with one of these ends all trials: a person stops the whole sweep, or no other step could
+# reach the store either.
 ENDS_ALL_TRIALS = (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED, ExitCode.STORE_UNREACHABLE)
-TRIAL = "trial"  # the number of the trial that an execution of a step is for; empty where there are none
+TRIAL = "trial"  # the number of the trial of a step's execution; empty without trials
 
 
 def never(_spec: Spec) -> bool:
-    """For a step that looks at no model."""
+    """For a step that loads no model."""
     return False
 
 
 def always(_spec: Spec) -> bool:
-    """For a step that is there to score one."""
+    """For a step that scores a model."""
     return True
 
 
@@ -67,24 +67,24 @@ def always(_spec: Spec) -> bool:
 class Step:
     """A step of the DAG."""
 
-    name: str  # of the folder under components/, of the task in every UI
+    name: str  # of the folder under components/ and of the task in every UI
     purpose: str
-    inputs: tuple[str, ...] = ()  # besides the common ones: parameters of the DAG, and outputs of earlier steps
-    outputs: tuple[str, ...] = ()  # fields of its result that others read; the first is what it returns on KFP
+    inputs: tuple[str, ...] = ()  # in addition to the common ones: parameters of the DAG, and outputs of earlier steps
+    outputs: tuple[str, ...] = ()  # fields of its result for other steps; the first is its return value on KFP
     artifacts: Mapping[str, str] = field(default_factory=dict)  # name: kind
-    items: str = ""  # the output that is a list: the step after it runs once for each of its items
-    item: str = ""  # the input that is one item of the list of the step before
+    items: str = ""  # the output that is a list; the next step runs once per item
+    item: str = ""  # the input that is one item of the previous step's list
     others: Mapping[str, str] = field(default_factory=dict)  # further outputs that KFP passes on: name, kind
-    shown: str = ""  # the artifact of which KFP passes on, too, where it lies: see `PLACE`
-    optional: tuple[str, ...] = ()  # inputs that are empty where the DAG has nothing that gives them
-    message: str = "{}"  # what a person is told of its first output
-    scores: Callable[[Spec], bool] = never  # whether it scores a model, in a pod as `cluster.steps.evaluate` has it
-    launches: bool = False  # makes the training job, with the rights for that, and lets it save when it has to leave
-    serves: bool = False  # writes the InferenceService where the spec has one, with the right for that
-    pod: str = ""  # the step whose pod in the spec this one has too; default: its own
+    shown: str = ""  # the artifact whose location KFP also passes on: see `PLACE`
+    optional: tuple[str, ...] = ()  # inputs that are empty if the DAG does not provide them
+    message: str = "{}"  # for a person, about its first output
+    scores: Callable[[Spec], bool] = never  # whether it scores a model; its pod then follows `cluster.steps.evaluate`
+    launches: bool = False  # creates the training job, with the rights for that, and lets it save when stopped
+    serves: bool = False  # writes the InferenceService of the spec, with the right for that
+    pod: str = ""  # the step whose pod settings it uses; default: its own
     shared_memory: bool = False  # its processes pass blocks of text to each other
-    per_trial: bool = False  # in a sweep it runs once for each trial, and `trial` says for which
-    reads_job_outcomes: bool = False  # at what steps of this or another execution left: its body gets `job`
+    per_trial: bool = False  # in a sweep it runs once per trial, with the number in `trial`
+    reads_job_outcomes: bool = False  # of this or another execution; its body gets `job`
 
 
 STEPS = {
@@ -175,5 +175,5 @@ STEPS = {
 
 
 def producer_of(name: str) -> str:
-    """The step whose output an input is; empty for a parameter of the DAG, and for an item of a list."""
+    """The step whose output an input is. Empty for a parameter of the DAG and for an item of a list."""
     return next((step.name for step in STEPS.values() if name in step.outputs), "")
