@@ -1,6 +1,6 @@
-"""Sources of text: `identify` says what they are, and `prepare` makes the dataset of packed tokens out of them.
+"""Sources of text: `identify` computes their dataset id, and `prepare` makes the dataset of packed tokens.
 
-A part, because not only the preprocess step asks: what a retraining would learn from is known before any step runs.
+It is a separate part because the trigger also needs it before any other step runs: what would a retraining learn from.
 """
 
 from holdfast.corpus.identity import identify

@@ -1,7 +1,7 @@
-"""From tokenised units to the shards of a dataset: exact deduplication, splits by content, and the manifest.
+"""Assembly of a dataset from tokenized units: exact deduplication, splits by content, shards, and the manifest.
 
-Promises that the same input gives the same bytes. Memory: one shard for each split, and a few units that are read
-ahead; it does not grow with the corpus.
+The same input gives the same bytes. Memory holds one shard for each split and a few units that are read ahead. It does
+not grow with the corpus.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ SPLITS: tuple[SplitName, ...] = ("train", "validation")
 
 
 def held_out(digests: NDArray, fraction: float) -> NDArray[np.bool_]:
-    """Which documents are for validation: bool [n]. A function of the document's own digest alone."""
+    """Which documents are for validation: bool [n]. It depends only on the document's digest."""
     words = np.ascontiguousarray(digests).view("<u8").reshape(-1, 2)
     return (words[:, 1] >> np.uint64(11)) < np.uint64(int(fraction * 2**53))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of the documents of a part: four bool [n], of which one is true of each document."""
+    """The use of the documents of a part: four bool [n], of which one is true for each document."""
 
     train: NDArray[np.bool_]
     validation: NDArray[np.bool_]
     duplicate: NDArray[np.bool_]
-    longer: NDArray[np.bool_]  # than a sample that has to hold it whole
+    longer: NDArray[np.bool_]  # longer than a sample, into which it must fit whole
 
 
 def choose(index: NDArray, first: FirstOccurrences | None, validation_fraction: float, packed: int = 0) -> Choice:
-    """Which documents of the next part go into which split. `first` tells duplicates; None keeps them. Conversations
-    that are longer than `packed` tokens go into none."""
+    """The split of each document in the next part. `first` detects duplicates, and None keeps them. Conversations
+    longer than `packed` tokens go into none."""
     kept = np.ones(len(index), dtype=bool) if first is None else first.take(len(index))
     longer = kept & (index["tokens"] > packed) if packed else np.zeros(len(index), dtype=bool)
     duplicate, kept = ~kept, kept & ~longer
@@ -62,8 +62,8 @@ def assemble(
     progress: Callable[[int, int], None],
     packed: int = 0,
 ) -> tuple[tuple[Source, ...], list[str]]:
-    """Write the shards of a dataset from its units, in their order; conversations packed whole into samples of `packed`
-    tokens. Returns the manifest's sources, and the first faulty records that were skipped, in words."""
+    """Write the shards of a dataset from its units, in order. Conversations are packed whole into samples of
+    `packed` tokens. Returns the manifest's sources, and descriptions of the first skipped faulty records."""
     dataset_id, dtype = division.dataset_id, division.tokenizer.dtype
     filler = division.tokenizer.end_of_text
 
@@ -106,7 +106,7 @@ def _finish(writers: dict[SplitName, TokenShardWriter]) -> None:
 
 
 class TokenShardWriter:
-    """Writes one split of one source, shard by shard. Holds one shard in memory."""
+    """Writes one split of one source, shard by shard. It holds one shard in memory."""
 
     def __init__(
         self, store: Store, dataset_id: str, source: int, split: SplitName, shard_tokens: int, dtype: DtypeName
@@ -120,7 +120,7 @@ class TokenShardWriter:
         self._tokens = self._documents = self._text_bytes = 0
 
     def add(self, tokens: Tokens, index: NDArray, chosen: NDArray[np.bool_]) -> None:
-        """Append the chosen documents of a part."""
+        """Append the selected documents of a part."""
         if not chosen.any():
             return
         ends = np.cumsum(index["tokens"])
@@ -131,7 +131,7 @@ class TokenShardWriter:
         self._text_bytes += int(index["bytes"][chosen].sum())
 
     def finish(self) -> Split:
-        """Write what is left, and describe the split."""
+        """Write the remaining tokens, and describe the split."""
         if self._held:
             self._write()
         return Split(
@@ -158,20 +158,20 @@ class TokenShardWriter:
 
 
 class PackedWriter(TokenShardWriter):
-    """Writes conversations whole into samples of `sample` tokens, one after another, and fills a sample up where the
-    next one does not fit. So samples lie where a reader of text looks for them. What fills (the token `filler`) never
-    counts, and is a document of its own, which nothing else sees."""
+    """Writes whole conversations into samples of `sample` tokens, one after another. A sample is padded if the next
+    conversation does not fit, so samples are where a reader of text expects them. Padding (the token `filler`) never
+    counts. It is a separate document, which no other token attends to."""
 
     def __init__(
         self, store: Store, dataset_id: str, source: int, split: SplitName, shard_tokens: int, sample: int, filler: int
     ) -> None:
         super().__init__(store, dataset_id, source, split, shard_tokens, "uint32")
-        self._sample = self._left = sample  # tokens of a sample, and what the one that is being filled has room for
+        self._sample = self._left = sample  # tokens of a sample, and the space left in the current one
         self._filler = filler | UNCOUNTED | ENDS
         self._finished = False
 
     def add(self, tokens: Tokens, index: NDArray, chosen: NDArray[np.bool_]) -> None:
-        """Append the chosen conversations of a part, none of which is longer than a sample."""
+        """Append the selected conversations of a part, none longer than a sample."""
         ends = np.cumsum(index["tokens"])
         for number in np.flatnonzero(chosen).tolist():
             size, end = int(index["tokens"][number]), int(ends[number])
@@ -183,7 +183,7 @@ class PackedWriter(TokenShardWriter):
         self._text_bytes += int(index["bytes"][chosen].sum())
 
     def finish(self) -> Split:
-        """See TokenShardWriter. The last sample is filled up, and one token more stands for its last target."""
+        """See TokenShardWriter. Pads the last sample, and adds one token for its last target."""
         if self._documents and not self._finished:
             self._fill((self._left if self._left < self._sample else 0) + 1)
             self._finished = True
@@ -195,7 +195,7 @@ class PackedWriter(TokenShardWriter):
 
 
 def gap_before(size: int, left: int) -> int:
-    """Tokens that are filled up before a conversation of `size` tokens, where its sample has room for `left`."""
+    """Padding before a conversation of `size` tokens, if its sample has `left` tokens of space."""
     return left if size > left else 0
 
 

@@ -1,6 +1,6 @@
-"""The batch of one step, for people: its rows, what they say, and the documents and files behind them.
+"""Batch of one step, for people: its rows, their text, and the documents and files behind them.
 
-Nothing of it was recorded: a batch is a pure function of (dataset, seed, step), and is made here again.
+None of it was recorded. A batch is a pure function of (dataset, seed, step), and is computed here again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from holdfast.store import Store
 
 @dataclass(frozen=True)
 class Passage:
-    """A part of a row that lies in one document."""
+    """A part of a row within one document."""
 
     tokens: tuple[int, int]  # of the row: [from, to)
-    where: str  # the file, and its line or row where it has several; empty where that cannot be said
-    of: tuple[int, int] | None  # which tokens of its document these are: [from, to)
+    where: str  # the file, and its line or row if it has several; empty if unknown
+    of: tuple[int, int] | None  # the range of its document's tokens: [from, to)
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Row:
     """A sample of a batch."""
 
     number: int  # of the global batch
-    micro_batch: int  # of the global batch, when micro-batches are counted through it
+    micro_batch: int  # of the global batch, in consecutive micro-batches
     source: str
     position: int  # of its first token in the training split of its source
-    tokens: tuple[int, ...]  # context + 1 of them: each is the target of those before it
+    tokens: tuple[int, ...]  # context + 1 tokens; each is the target of those before it
     counted: int  # targets that count in the loss
     text: str
     passages: tuple[Passage, ...]
@@ -46,19 +46,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step trained on."""
+    """The samples of one step."""
 
     step: int  # optimizer steps done after it, as in the history: the first step is 1
     dataset_id: str
     rows: tuple[Row, ...]
-    note: str  # why no file is named; empty where they are
+    note: str  # why no file is named; empty if files are named
 
 
 def batch_of(store: Store, spec: Spec, dataset_id: str, step: int, micro_batch: int | None = None) -> Batch:
     """The batch that took a run of `spec` to `step`, or one micro-batch of it.
 
-    Files are named as far as the sources are where the spec says and unchanged. Raises DataError for a step or a
-    micro-batch that is not there, MissingError for a dataset that is gone.
+    Files are named if the sources are still in the spec's place and unchanged. Raises DataError for a step or a
+    micro-batch that does not exist, and MissingError for a missing dataset.
     """
     training = spec.training
     if not 1 <= step <= training.steps:
@@ -102,7 +102,7 @@ def _passages(found: list[Document], start: int, length: int) -> tuple[Passage, 
 
 
 def _unnamed(ends: np.ndarray) -> tuple[Passage, ...]:
-    """The documents of a row, as the tokens alone tell them."""
+    """The documents of a row, from the tokens alone."""
     bounds = [0, *(int(at) + 1 for at in np.flatnonzero(ends))]
     bounds += [len(ends)] if bounds[-1] < len(ends) else []
     return tuple(Passage(bound, "", None) for bound in pairwise(bounds))

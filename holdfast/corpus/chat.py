@@ -1,8 +1,8 @@
-"""Conversations to tokens: a chat template renders them, and what the assistant says is marked as counted.
+"""Conversations to tokens: a chat template renders them, and the assistant's text is marked as counted.
 
-The template is the one that the model is served with, rendered as `transformers` does: in `holdfast/rendering`,
-without a clock, so that the same conversation always gives the same tokens. The template's own `{% generation %}` marks
-say which characters are the assistant's; without them, what an assistant's message adds to the conversation before it.
+The template is the one for serving the model, rendered as in `transformers`, in `holdfast/rendering`. It has no clock,
+so the same conversation always gives the same tokens. The template's `{% generation %}` marks select the assistant's
+characters. Without marks, they are the text that an assistant's message adds to the conversation before it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from holdfast.spec.json_parsing import parse_json_value
 MAX_TEMPLATE_BYTES = 2**20
 MAX_CONFIG_BYTES = 64 * 2**20
 SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-TEMPLATE_NAMES = ("default", "tool_use")  # those that `apply_chat_template` chooses from
-# Arguments of `apply_chat_template` that a record does not set by `chat_template_kwargs`.
+TEMPLATE_NAMES = ("default", "tool_use")  # the names that `apply_chat_template` chooses from
+# Arguments of `apply_chat_template` that a record must not set in `chat_template_kwargs`.
 RESERVED = (
     "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
     "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
@@ -37,32 +37,32 @@ RESERVED = (
 
 
 class ConversationError(ValueError):
-    """A conversation that cannot be learned from, and why."""
+    """A conversation that cannot be used for training, and the reason."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template, the special tokens that it may write, and the other templates of the same tokenizer by name."""
+    """A chat template, its special tokens, and the other templates of the same tokenizer by name."""
 
     text: str
     specials: dict[str, str]
     named: dict[str, str] = field(default_factory=dict)
-    name: str = field(default="", compare=False)  # for messages: where it lies
+    name: str = field(default="", compare=False)  # its location, for messages
 
     def dump(self) -> str:
-        """As JSON: the same template always gives the same text."""
+        """The template as JSON. The same template always gives the same text."""
         found = {"text": self.text, "specials": self.specials, **({"named": self.named} if self.named else {})}
         return json.dumps(found, sort_keys=True)
 
     @classmethod
     def parse(cls, dumped: str, name: str = "") -> ChatTemplate:
-        """What `dump` wrote. `name` is for messages."""
+        """The inverse of `dump`. `name` is for messages."""
         return cls(**json.loads(dumped), name=name)
 
     def rendered(self, record: str) -> list[Rendered]:
-        """What a record becomes (as `conversation_text` writes it, or `pair_text`): its text, and the ranges of its
-        characters that the assistant says, and whether no template wrote it; of a pair, of each answer after its
-        prompt. Raises ConversationError, and TemplateLimitError for a template that exceeds its limits."""
+        """Render a record from `conversation_text` or `pair_text`: its text, the character ranges of the assistant,
+        and whether it is plain text without a template. A pair gives one result for each answer after its prompt.
+        Raises ConversationError, and TemplateLimitError for a template that exceeds its limits."""
         try:
             found: list[Rendered] = self._program.run(record)
         except TemplateRefusedError as error:
@@ -80,11 +80,11 @@ class ChatTemplate:
 
 
 class ChatEncoder:
-    """Encodes conversations (as `conversation_text` writes them): each token with its marks, uint32; and pairs of
-    answers (as `pair_text` does), each answer after its prompt as a document of its own."""
+    """Encodes conversations (from `conversation_text`) as tokens with their marks, uint32. Of pairs (from
+    `pair_text`), each answer after its prompt becomes a separate document."""
 
     def __init__(self, tokenizer_json: str, template: ChatTemplate, end_of_text: int) -> None:
-        """`end_of_text` ends answers that are plain text."""
+        """`end_of_text` ends plain-text answers."""
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_str(exact_offsets(tokenizer_json))
@@ -94,8 +94,8 @@ class ChatEncoder:
         self._template, self._end = template, end_of_text
 
     def encode(self, text: str) -> bytes:
-        """The tokens, as little-endian bytes. The first one never counts: nothing stands before it. Raises
-        ConversationError, and LossyError where the tokens do not stand for the text."""
+        """The tokens, as little-endian bytes. The first one never counts, because nothing precedes it. Raises
+        ConversationError, and LossyError if the tokens do not decode to the text."""
         ends: dict[bool, list[int]] = {False: [], True: [self._end]}
         return b"".join(self._marked(one, spans, ends[plain]) for one, spans, plain in self._template.rendered(text))
 
@@ -104,8 +104,8 @@ class ChatEncoder:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
     def _marked(self, rendered: str, spans: list[tuple[int, int]], more: Sequence[int] = ()) -> bytes:
-        """The tokens of a text, of which those count that have a character in `spans`, and `more`, which count as
-        well."""
+        """The tokens of a text, followed by `more`. Tokens with a character in `spans` count, and so do those of
+        `more`."""
         encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
         if not self._lossless:
             require_same(rendered, self.decode(encoding.ids), strict=False)
@@ -125,8 +125,7 @@ class ChatEncoder:
 
 
 def ending_of_turns(tokenizer_json: str, template: ChatTemplate) -> str | None:
-    """The special token that ends what the assistant says in a small conversation; None where the template shows
-    none."""
+    """The special token that ends the assistant's text in a small conversation, or None if the template has none."""
     question, answer = {"role": "user", "content": "How are you?"}, {"role": "assistant", "content": "Fine."}
     encoder = ChatEncoder(tokenizer_json, template, 0)
     try:
@@ -142,8 +141,8 @@ def ending_of_turns(tokenizer_json: str, template: ChatTemplate) -> str | None:
 
 
 def conversation_text(record: Any) -> str | None:
-    """The conversation of a record as JSON, keys in the order of the record; None when it has none. Raises
-    ConversationError for what a template cannot be given."""
+    """The conversation of a record as JSON, with keys in the record's order, or None without one. Raises
+    ConversationError for values that a template cannot take."""
     messages = record.get("messages") if isinstance(record, dict) else None
     if not is_messages(messages):
         return None
@@ -151,22 +150,22 @@ def conversation_text(record: Any) -> str | None:
 
 
 def is_messages(value: Any) -> bool:
-    """Whether it is a list of messages, and not empty."""
+    """Whether a value is a non-empty list of messages."""
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in value)
 
 
 def dumped(record: dict[str, Any]) -> str | None:
-    """A record as JSON, keys in their order, because templates write them in it; None when it holds what marks
+    """A record as JSON. Keys keep their order, because templates write them in it. None if it contains the marks of
     answers."""
     text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
     return None if OPEN in text or CLOSE in text else text
 
 
 def template_inputs(record: dict[str, Any]) -> dict[str, Any]:
-    """What `apply_chat_template` takes of a record besides messages: `tools`, `documents` and `chat_template_kwargs`,
-    parsed where they are JSON text. Raises ConversationError for what it refuses."""
+    """The template inputs of a record other than messages: `tools`, `documents` and `chat_template_kwargs`, parsed
+    if they are JSON text. Raises ConversationError for values that `apply_chat_template` refuses."""
     found: dict[str, Any] = {}
     for key in ("tools", "documents"):
         value = _parsed(record.get(key), key)
@@ -189,7 +188,7 @@ def template_inputs(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(value: Any, key: str) -> Any:
-    """`value`, parsed if it is JSON text; None if that is blank."""
+    """`value`, parsed if it is JSON text. None if that is blank."""
     if not isinstance(value, str):
         return value
     try:
@@ -199,10 +198,8 @@ def _parsed(value: Any, key: str) -> Any:
 
 
 def read_template(data: Data) -> ChatTemplate:
-    """The template of a spec: what `data.chat.template` names, or what lies beside the tokenizer.
-
-    Raises MissingError or DataError, naming the field.
-    """
+    """The template of a spec: the one in `data.chat.template`, or the one next to the tokenizer. Raises MissingError
+    or DataError that names the field."""
     folder = (data.tokenizer.path or "").rpartition("/")[0]
     named = data.chat.template
     beside = f"{folder}/" if folder else ""
@@ -216,7 +213,7 @@ def read_template(data: Data) -> ChatTemplate:
     text = found.pop("default", None)
     others = {name: one for name, one in found.items() if name in TEMPLATE_NAMES}
     if text is None and (others or (data.kind == "preferences" and named is None)):
-        text = ""  # plain texts need none, and those with tools take another one
+        text = ""  # plain texts need none, and those with tools use another one
     if text is None:
         raise DataError(
             f"data.chat.template: there is no chat template in {named or beside or 'the working directory'}; name a "
@@ -234,22 +231,22 @@ def read_template(data: Data) -> ChatTemplate:
 
 
 def template_name(data: Data) -> str:
-    """Where the template of a spec lies, for messages."""
+    """The location of a spec's template, for messages."""
     return data.chat.template or f"of {data.tokenizer.path or 'the working directory'}"
 
 
 def read_settings(path: str, named: str) -> dict[str, Any]:
-    """A JSON document beside what `named` of the spec names; empty when there is none. Raises DataError."""
+    """A JSON document next to the path of the spec's field `named`. Empty if it does not exist. Raises DataError."""
     return _json(read_user_file(path, named, MAX_CONFIG_BYTES, missing=None), path)
 
 
 def templates_beside(beside: str, settings: dict[str, Any]) -> dict[str, str]:
-    """The templates beside a tokenizer, by name. `settings`: its tokenizer_config.json."""
+    """The templates next to a tokenizer, by name. `settings` is its tokenizer_config.json."""
     return _of_files(beside) or _of_config(settings)
 
 
 def _of_files(beside: str) -> dict[str, str]:
-    """The templates that are files of their own, by name."""
+    """The templates in separate files, by name."""
     places = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
     found = {
         name: read_user_file(f"{beside}{path}", "data.chat.template", MAX_TEMPLATE_BYTES, missing=None)
@@ -261,7 +258,7 @@ def _of_files(beside: str) -> dict[str, str]:
 def _of_config(settings: dict[str, Any]) -> dict[str, str]:
     """The templates of a tokenizer_config.json, by name."""
     found = settings.get("chat_template")
-    if isinstance(found, list):  # several with names
+    if isinstance(found, list):  # several named templates
         found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
     if not isinstance(found, dict):
         found = {"default": found}

@@ -1,7 +1,7 @@
-"""What is done to a document before it is tokenised, and why it may be dropped.
+"""Cleaning of a document before tokenization, and reasons to drop it.
 
-Of a conversation or a pair only the texts of its messages are looked at and normalised, never the JSON that holds them:
-tools, calls of tools and what tools answered are data, and stay as they are.
+Of a conversation or a pair, only the texts of messages are checked and normalized, never the JSON around them. Tools,
+tool calls and tool results are data and stay unchanged.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from typing import Any
 from holdfast.corpus.records import Flaw, Kind, excerpt
 from holdfast.spec.data import Cleaning
 
-TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # keys of a message that hold its text
-DATA_ROLES = ("tool", "function", "ipython")  # whose messages a program wrote
+TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # keys of a message with its text
+DATA_ROLES = ("tool", "function", "ipython")  # roles of messages that a program wrote
 
 
 def clean(text: str, rules: Cleaning, kind: Kind = "text") -> str | Flaw:
-    """The normalised document (of conversations and pairs canonical JSON), or why it is dropped."""
+    """The normalized document (canonical JSON for conversations and pairs), or the reason to drop it."""
     if kind == "text":
         text = normalised(text, rules)
         return _filtered([text], rules) or text
     record = json.loads(text)
     if rules.unicode != "none" and not text.isascii():
         _rewrite(record, lambda value: normalised(value, rules))
-        text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))  # keys stay in their order
+        text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))  # keys keep their order
     return _filtered(list(texts(record)), rules) or text
 
 
 def normalised(text: str, rules: Cleaning) -> str:
-    """`text` in the Unicode form that the rules ask for."""
+    """`text` in the Unicode form of the rules."""
     return text if rules.unicode == "none" or text.isascii() else unicodedata.normalize(rules.unicode, text)
 
 
 def texts(record: Any) -> Iterator[str]:
-    """The texts of a conversation or a pair, in their order."""
+    """The texts of a conversation or a pair, in order."""
     found: list[str] = []
     _rewrite(record, lambda value: found.append(value) or value)  # type: ignore[func-returns-value]
     yield from found
 
 
 def _rewrite(record: Any, change: Callable[[str], str]) -> None:
-    """Put `change` of each text of a conversation or a pair into its place."""
+    """Replace each text of a conversation or a pair by `change` of it."""
     for key in ("messages", "prompt", "chosen", "rejected"):
         value = record.get(key)
         if isinstance(value, str):
@@ -64,7 +64,7 @@ def _rewrite_message(message: dict[str, Any], change: Callable[[str], str]) -> N
 
 
 def _filtered(found: Sequence[str], rules: Cleaning) -> Flaw | None:
-    """Why a document of these texts is dropped; None: it stays."""
+    """The reason to drop a document of these texts, or None to keep it."""
     size = sum(map(len, found))
     if size < rules.min_characters:
         detail = f"has {size} characters, fewer than data.cleaning.min_characters = {rules.min_characters}"
@@ -79,6 +79,6 @@ def _filtered(found: Sequence[str], rules: Cleaning) -> Flaw | None:
 
 
 def repetition(text: str) -> float:
-    """The share of the non-empty lines that repeat an earlier line."""
+    """The share of non-empty lines that repeat an earlier line."""
     lines = [line for raw in text.splitlines() if (line := raw.strip())]
     return 1 - len(set(lines)) / len(lines) if lines else 0.0

@@ -1,7 +1,7 @@
-"""What a dataset dropped, with one example for each reason: where the record lies, what is wrong, and how it begins.
+"""Dropped documents of a dataset: counts, with one example per reason: its location, the problem, and its beginning.
 
-Promises that the examples are the first ones in the order of the sources, so that they depend on no number of workers,
-and that no source is read for them: units know the lines of their records.
+The examples are the first ones in the order of the sources, so they do not depend on the number of workers. No source
+is read for them, because units know the lines of their records.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from holdfast.corpus.units import Part, Piece
 
 MOST_NAMED = 20  # faulty records that the log names
-SHOWN_TOKENS = 32  # of a document that is dropped when units are joined
+SHOWN_TOKENS = 32  # of a document that is dropped in the join of units
 
 
 class Drops:
-    """Counts what is dropped from each source, and keeps the first record of each reason."""
+    """Counts what is dropped from each source, and keeps the first record for each reason."""
 
     def __init__(self, sources: int, tokenizer_json: str, packed: int) -> None:
-        """`packed`: the tokens of a sample that holds conversations whole; 0 for text."""
+        """`packed` is the number of tokens of a sample of whole conversations, and 0 for text."""
         self.counts: list[Counter[str]] = [Counter() for _ in range(sources)]
         self.examples: list[dict[str, Example]] = [{} for _ in range(sources)]
-        self.named: list[str] = []  # the first faults, in words
+        self.named: list[str] = []  # descriptions of the first faults
         self._tokenizer_json, self._packed = tokenizer_json, packed
         self._before = self._lines = 0  # lines of the file before this piece, and in it so far
         self._ended = True
 
     def add(self, piece: Piece, part: Part, ends: bool, duplicates: NDArray, longer: NDArray) -> None:
-        """The next part, whether its piece ends with it, and which of its documents are dropped as duplicates and as
-        longer than a sample: two bool [n]."""
+        """Add the next part. `ends` is true for the last part of its piece. The two bool [n] mark documents dropped
+        as duplicates, and as longer than a sample."""
         if self._ended:
             follows = piece.range is not None and piece.range[0] > 0
             self._before = self._before + self._lines if follows else 0

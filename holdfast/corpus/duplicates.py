@@ -1,9 +1,9 @@
-"""Which documents repeat an earlier one, in memory that does not grow with their number.
+"""Duplicate detection: which documents repeat an earlier one, in memory that does not grow with their number.
 
-An external sort by digest: what does not fit into one chunk goes to files in a scratch folder, one for each value of
-the digest's first byte, with its place in the corpus; file after file is then sorted in memory, and one that is too
-large is parted by its next byte first. Scratch: 24 bytes for each document and 8 for each duplicate, where the
-temporary files of this machine go (TMPDIR); a corpus of up to CHUNK documents needs none.
+It is an external sort by digest. Documents beyond one chunk go to files in a scratch folder with their corpus
+positions, one file for each value of the digest's first byte. Each file is then sorted in memory. A file that is too
+large is first divided by the next byte. Scratch space is 24 bytes for each document and 8 for each duplicate, in this
+machine's folder for temporary files (TMPDIR). A corpus of up to CHUNK documents needs none.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from holdfast.runtime.temporary import temporary_folder
 
-CHUNK = 2**19  # documents looked at together as they come
-SORTED = 2**20  # records that are sorted in memory at once: about 100 MB while that lasts
-RANGE = 2**22  # places whose answers are in memory at once, a byte each
+CHUNK = 2**19  # documents processed together
+SORTED = 2**20  # records that are sorted in memory together: about 100 MB meanwhile
+RANGE = 2**22  # positions with results in memory together, one byte each
 
 RECORD = np.dtype([("digest", "V16"), ("place", "<u8")])
 DIGEST_BYTES = 16
@@ -28,16 +28,16 @@ Flags = NDArray[np.bool_]
 
 
 class FirstOccurrences:
-    """Says of every document, in the order of the corpus, whether it is the first with its text."""
+    """For every document in corpus order: whether it is the first with its text."""
 
     def __init__(self, folder: Path, documents: int) -> None:
         self._folder = folder
         self.documents = documents
         self._at = 0
-        self._first: Flags = np.zeros(0, dtype=bool)  # of the range that `_at` lies in
+        self._first: Flags = np.zeros(0, dtype=bool)  # of the range that contains `_at`
 
     def take(self, count: int) -> Flags:
-        """The answers for the next `count` documents: bool [count]."""
+        """The results for the next `count` documents: bool [count]."""
         assert self._at + count <= self.documents
         answers = np.empty(count, dtype=bool)
         done = 0
@@ -61,12 +61,12 @@ class FirstOccurrences:
 
 @contextlib.contextmanager
 def first_occurrences(parts: Iterable[NDArray]) -> Iterator[FirstOccurrences]:
-    """Look at the digests (16 bytes each, [n]) of every part of a corpus, in order."""
+    """Process the digests (16 bytes each, [n]) of all parts of a corpus, in order."""
     with temporary_folder("duplicates") as name:
         folder = Path(name)
         digests = folder / "digests"
         documents = 0
-        last: NDArray | None = None  # what comes after it decides whether it has to go to the disk
+        last: NDArray | None = None  # it goes to the disk only if another chunk follows
         for chunk in _chunks(parts):
             if last is not None:
                 _spread(digests, last, 0)
@@ -94,7 +94,7 @@ def repeats(digests: NDArray) -> Flags:
 
 
 def _chunks(parts: Iterable[NDArray]) -> Iterator[NDArray]:
-    """The digests in chunks of CHUNK, and one with the rest."""
+    """The digests in chunks of CHUNK, and a last chunk with the rest."""
     held: list[NDArray] = []
     size = 0
     for part in parts:
@@ -118,7 +118,7 @@ def _records(digests: NDArray, places: NDArray) -> NDArray:
 
 
 def _spread(folder: Path, records: NDArray, depth: int) -> None:
-    """Append the records to the files of a folder, by byte `depth` of their digests, in their order."""
+    """Append the records to the files of a folder, by byte `depth` of their digests, in order."""
     folder.mkdir(exist_ok=True)
     bytes_ = np.ascontiguousarray(records["digest"]).view(np.uint8).reshape(-1, DIGEST_BYTES)[:, depth]
     order = np.argsort(bytes_, kind="stable")
@@ -131,7 +131,7 @@ def _spread(folder: Path, records: NDArray, depth: int) -> None:
 
 
 def _drop_repeats(folder: Path, spread: Path, depth: int) -> None:
-    """Note which records of a folder of files repeat an earlier one. The files are used up."""
+    """Record which entries in a folder of files repeat an earlier one. Deletes the files."""
     for path in sorted(spread.iterdir()):
         if path.stat().st_size > SORTED * RECORD.itemsize and depth + 1 < DIGEST_BYTES:
             parted = path.with_name(f"{path.name}-parted")

@@ -1,8 +1,8 @@
-"""Text to token bytes: the tokenizer's own encoding, several times faster where that can be done exactly.
+"""Text to token bytes: the tokenizer's encoding, several times faster where the result is exactly the same.
 
-The tokens are always those of Hugging Face tokenizers. For a byte-level BPE, ASCII text is cut into words by the same
-rule and each word is encoded by the tokenizer once: the same words come again and again. Text that is not ASCII, where
-the rule depends on Unicode tables, goes through the tokenizer itself, from the last safe cut before it to the next one.
+The tokens are always those of Hugging Face tokenizers. For a byte-level BPE, ASCII text is split into words by the same
+rule, and the tokenizer encodes each word once, because words repeat. Non-ASCII text, for which the rule depends on
+Unicode tables, goes through the tokenizer, from the last safe cut before it to the next one.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from holdfast.dataset.shards import DTYPES
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# GPT-2's rule, which ByteLevel applies, restricted to ASCII: \p{L}, \p{N} and \s written out.
+# GPT-2's rule, as ByteLevel applies it, restricted to ASCII, with \p{L}, \p{N} and \s expanded.
 WORDS = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[0-9]+| ?[^\t-\r A-Za-z0-9]+|[\t-\r ]+(?![^\t-\r ])|[\t-\r ]+")
-# Between a letter and a space before a letter the rule always cuts, whatever stands further left or right.
+# Between a letter and a space before a letter the rule always cuts, in any context.
 CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
 NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 BLANK = re.compile(r"[\s\u2581]+")
-LOOK_BACK = 256  # characters in which the last cut is looked for
+LOOK_BACK = 256  # characters before non-ASCII text in which the last cut is searched
 
 CACHED_WORDS = 400_000
-CACHED_LENGTH = 64  # characters: longer words rarely come again
+CACHED_LENGTH = 64  # characters: longer words rarely repeat
 
 
 class LossyError(ValueError):
-    """A text that its tokens do not stand for, and where."""
+    """A text that its tokens do not decode to, with the position."""
 
 
 class Encoder:
-    """Encodes documents with a tokenizer, without special tokens: text that spells one is ordinary text."""
+    """Encodes documents without special tokens: text that spells one is ordinary text."""
 
     def __init__(self, tokenizer_json: str, dtype: DtypeName) -> None:
         self.tokenizer = load_tokenizer(tokenizer_json)
@@ -49,7 +49,7 @@ class Encoder:
         self._words = _Words(self)
 
     def encode(self, text: str) -> bytes:
-        """The tokens of `text`, as little-endian bytes of the dtype. Raises LossyError where they stand for another
+        """The tokens of `text`, as little-endian bytes of the dtype. Raises LossyError if they decode to another
         text."""
         tokens = self._encode(text)
         if not self._lossless:
@@ -67,7 +67,7 @@ class Encoder:
         )
 
     def slow(self, text: str) -> bytes:
-        """What `encode` must equal: the tokenizer's own answer."""
+        """The tokenizer's own result, which `encode` must equal."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=self._dtype).tobytes()
 
     def decode(self, tokens: bytes) -> str:
@@ -77,7 +77,7 @@ class Encoder:
 
 
 class _Words(dict[str, bytes]):
-    """Token bytes of words and other short pieces, filled as they are met."""
+    """A cache of the token bytes of words and other short pieces."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _Words(dict[str, bytes]):
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Cut text so that what is not ASCII is kept from the rest, only where the words are cut anyway."""
+    """Split text so that non-ASCII parts are separate, only at word boundaries."""
     at = 0
     while found := NOT_ASCII.search(text, at):
         before = max(at, found.start() - LOOK_BACK)
@@ -109,7 +109,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def load_tokenizer(tokenizer_json: str) -> Tokenizer:
-    """The tokenizer, with nothing that adds, cuts or interprets tokens."""
+    """The tokenizer, without truncation, padding and special tokens in text."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(tokenizer_json)
@@ -120,8 +120,8 @@ def load_tokenizer(tokenizer_json: str) -> Tokenizer:
 
 
 def settled(tokenizer_json: str, end_of_text: str) -> str:
-    """The tokenizer without what makes its tokens random, and with `end_of_text` as a special token, which text never
-    gives. One that is so already stays as it is, to the byte."""
+    """The tokenizer without randomness, and with `end_of_text` as a special token, which text never produces. A
+    tokenizer that already has these properties is returned unchanged, to the byte."""
     tokenizer = json.loads(tokenizer_json)
     model, changed = tokenizer.get("model", {}), False
     if model.get("dropout"):
@@ -133,7 +133,7 @@ def settled(tokenizer_json: str, end_of_text: str) -> str:
 
 
 def exact_offsets(tokenizer_json: str) -> str:
-    """The tokenizer, whose offsets include the spaces that a token begins or ends with. It gives the same tokens."""
+    """The tokenizer with offsets that include leading and trailing spaces of a token. Its tokens are the same."""
     tokenizer = json.loads(tokenizer_json)
 
     def walk(part: Any) -> None:
@@ -148,8 +148,8 @@ def exact_offsets(tokenizer_json: str) -> str:
 
 
 def require_same(text: str, decoded: str, *, strict: bool = True) -> None:
-    """Raises LossyError unless tokens of `text` decode to it. Not `strict`: blanks and forms of Unicode may differ, as
-    they do around the special tokens of a conversation."""
+    """Raises LossyError unless tokens of `text` decode to it. Without `strict`, blanks and Unicode forms may differ,
+    as they do around the special tokens of a conversation."""
     if decoded == text:
         return
     if not strict:
@@ -165,8 +165,8 @@ def require_same(text: str, decoded: str, *, strict: bool = True) -> None:
 
 
 def is_lossless(tokenizer: dict[str, Any]) -> bool:
-    """Whether its form alone shows that tokens decode to their text: a byte-level BPE that has a token for each byte,
-    and nothing that changes text. Of others each document is compared."""
+    """Whether the tokenizer's structure alone proves that tokens decode to their text: a byte-level BPE with a token
+    for each byte, without changes to text. For other tokenizers each document is compared."""
     from tokenizers import pre_tokenizers
 
     model, words = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
@@ -189,7 +189,7 @@ def is_lossless(tokenizer: dict[str, Any]) -> bool:
 
 
 def is_plain_byte_level(tokenizer: dict[str, Any]) -> bool:
-    """Whether the words of `WORDS` are the tokenizer's words and a word's tokens depend on the word alone."""
+    """Whether the words of `WORDS` are the tokenizer's words, and a word's tokens depend only on the word."""
     model, words = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
     return (
         model.get("type") == "BPE"

@@ -1,6 +1,7 @@
-"""Files of a source, wherever they lie: what names them, how their bytes are opened, and that they have not changed.
+"""Files of a source at any location: their identity, their bytes as streams, and a check that they are unchanged.
 
-Promises bounded memory: everything is read as a stream. A file that changed after its content was digested is refused.
+Memory is bounded, because everything is read as a stream. A file that changed after its content was digested is
+refused.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from holdfast.store import Store, open_store
 READ_BYTES = 4 * 2**20
 MMAP_BYTES = 1 << 20
 
-MAX_WINDOW = 512 * 2**20  # bytes that a zstd file may have its reader keep: what `zstd --long=29` asks for
-ZSTD_HEADER = 18  # bytes of the longest header of a frame
+MAX_WINDOW = 512 * 2**20  # bytes of a zstd file's largest window, as for `zstd --long=29`
+ZSTD_HEADER = 18  # bytes of the longest frame header
 UNREADABLE = (
     errno.EIO,
     errno.EISDIR,
@@ -43,9 +44,9 @@ LFS_POINTER_BYTES = 1024  # a pointer is shorter
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file. `digest` names its content; `stamp` changes when it is written again."""
+    """One file. `digest` identifies its content. `stamp` changes if it is written again."""
 
-    name: str  # as a person knows it
+    name: str  # for people
     kind: Literal["local", "s3", "dvc"]
     root: str  # s3: the bucket's URL; dvc: the repository; local: nothing
     path: str  # local: the path; s3: the key; dvc: the path in the repository
@@ -57,14 +58,14 @@ class SourceFile:
 
     @property
     def content(self) -> list[str]:
-        """What decides the documents in this file, and nothing else."""
+        """The values that determine the documents in this file."""
         return [self.format, self.compression, self.digest]
 
 
 @contextlib.contextmanager
 def opened(file: SourceFile, decompress: bool = True) -> Iterator[BinaryIO]:
-    """The bytes of a file as a stream. Raises MissingError, AccessDeniedError, and DataError when it
-    changed or is corrupt."""
+    """The bytes of a file as a stream. Raises MissingError, AccessDeniedError, and DataError for a changed or
+    corrupt file."""
     with _speaking(file), contextlib.ExitStack() as stack:
         _unchanged(file)
         raw = stack.enter_context(_raw(file))
@@ -75,7 +76,7 @@ def opened(file: SourceFile, decompress: bool = True) -> Iterator[BinaryIO]:
 
 @lru_cache(maxsize=8)
 def bucket_store(url: str) -> Store:
-    """The bucket that a source lies in. One connection pool a process."""
+    """The bucket of a source. One connection pool per process."""
     return open_store(url)
 
 
@@ -105,15 +106,15 @@ def _dvc_at_commit(repository: str, commit: str) -> Any:
 
 
 def local_stamp(path: Path) -> str:
-    """Changes when the file is written again."""
+    """A value that changes if the file is written again."""
     status = path.stat()
     return f"{status.st_mtime_ns}:{status.st_size}"
 
 
 def here(file: SourceFile) -> SourceFile:
-    """A file that another machine listed, as it lies on this one: local files are the same if their bytes are.
+    """A file that another machine listed, as it is on this one. Local files are the same if their bytes are.
 
-    Raises MissingError when it is not here, DataError when it is another one.
+    Raises MissingError if it is not on this machine, and DataError if it differs.
     """
     if file.kind != "local":
         return file
@@ -132,7 +133,7 @@ def here(file: SourceFile) -> SourceFile:
 
 @lru_cache(maxsize=4096)
 def _digest_at(path: str, _stamp: str) -> str:
-    """Of a file that is read in many ranges, once."""
+    """Digest of a file that is read in many ranges, computed once."""
     return digest_of(Path(path))
 
 
@@ -153,21 +154,21 @@ class StoreStream(io.RawIOBase):
         self._store, self._key, self._size, self._at = store, key, size, 0
 
     def readable(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move, as for any file."""
+        """Set the position, as for any file."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         self._at = max(0, base + offset)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill as much of `buffer` as there is."""
+        """Fill `buffer` as far as the object has bytes."""
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._size - self._at))
         if count:
@@ -177,9 +178,9 @@ class StoreStream(io.RawIOBase):
 
 
 class _ZstdStream(io.RawIOBase):
-    """Decompresses frame after frame, and notices when the last is cut short, which zstandard's own reader does not.
+    """Decompresses frame after frame, and detects a truncated last frame, which zstandard's own reader does not.
 
-    A frame may grow 32 000-fold, so it is fed in small bites: at most 32 MiB come out of one.
+    A frame may expand 32 000-fold, so input is fed in small pieces: one piece gives at most 32 MiB.
     """
 
     BITE = 1024
@@ -194,11 +195,11 @@ class _ZstdStream(io.RawIOBase):
         self._input = self._output = b""
 
     def readable(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill as much of `buffer` as comes at once."""
+        """Fill `buffer` with the bytes of one decompression step."""
         view = memoryview(buffer).cast("B")
         while not self._output:
             self._input = self._input or self._raw.read(self.BITE)
@@ -217,10 +218,11 @@ class _ZstdStream(io.RawIOBase):
         return count
 
     def _next_frame(self) -> Any:
-        """What decompresses the frame that begins with the input. Raises CorruptFileError for too large a window."""
+        """A decompressor for the frame at the start of the input. Raises CorruptFileError for a window that is too
+        large."""
         while len(self._input) < ZSTD_HEADER and (more := self._raw.read(ZSTD_HEADER - len(self._input))):
             self._input += more
-        with contextlib.suppress(self._zstandard.ZstdError):  # of a damaged header: decompressing it says what is wrong
+        with contextlib.suppress(self._zstandard.ZstdError):  # of a damaged header: decompression reports the problem
             window = self._zstandard.get_frame_parameters(self._input).window_size
             if window > MAX_WINDOW:
                 raise CorruptFileError(
@@ -267,7 +269,7 @@ def _unchanged(file: SourceFile) -> None:
 
 @contextlib.contextmanager
 def _speaking(file: SourceFile) -> Iterator[None]:
-    """Turn the failures of many libraries into ours, which name the file."""
+    """Translate exceptions of the libraries into Holdfast errors that name the file."""
     try:
         yield
     except CorruptFileError as error:
@@ -297,15 +299,15 @@ def _speaking(file: SourceFile) -> Iterator[None]:
 
 
 class CorruptFileError(DataError):
-    """The rest of a file cannot be read: what was read of it before is good."""
+    """The rest of a file cannot be read. Data read before is valid."""
 
     def __init__(self, message: str, reason: str = "corrupt") -> None:
         super().__init__(message)
-        self.reason = reason  # under which the file is counted
+        self.reason = reason  # the reason that counts the file
 
 
 def is_lfs_pointer(file: SourceFile) -> bool:
-    """Whether a file that could not be read is a pointer of Git LFS, whatever its name says."""
+    """Whether an unreadable file is a Git LFS pointer, under any name."""
     if file.size >= LFS_POINTER_BYTES:
         return False
     with opened(file, decompress=False) as stream:

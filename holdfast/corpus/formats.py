@@ -1,17 +1,17 @@
-"""What the names of files say: formats that are read, and data that must not be trained on as if they were text."""
+"""File names: formats that are read, and data that must not be trained on as text."""
 
 from __future__ import annotations
 
 from pathlib import PurePath
 from typing import Literal, cast
 
-Format = Literal["text", "jsonl", "parquet", "other"]  # other: data that are read under no format
+Format = Literal["text", "jsonl", "parquet", "other"]  # other: data without a supported format
 Compression = Literal["", "gz", "zst"]
 
-NOT_TEXT = "not_text"  # the reason under which such files are counted
+NOT_TEXT = "not_text"  # the reason that counts such files
 LFS_ADVICE = "is a pointer of Git LFS and not the file; run `git lfs pull`"
 
-# Extensions of data that are no text, by what can be done about them.
+# Extensions of data that is no text, by the remedy.
 NOT_READ = {
     "table": (
         "arrow arrows avro csv dbf dta feather h5 hdf hdf5 ipc mat mdb msgpack npy npz ods orc parq pq psv "
@@ -35,7 +35,7 @@ _KINDS = {name: kind for kind, names in NOT_READ.items() for name in names.split
 
 
 def suffixes(name: str, wanted: Literal["auto", "text", "jsonl", "parquet"]) -> tuple[Format, Compression]:
-    """The format and the compression of a file, by its name."""
+    """The format and the compression of a file, from its name."""
     path = PurePath(name.lower())
     compression: Compression = ""
     if path.suffix in (".gz", ".zst"):
@@ -51,7 +51,7 @@ def suffixes(name: str, wanted: Literal["auto", "text", "jsonl", "parquet"]) -> 
 
 
 def advice(name: str) -> str:
-    """What is to be done about a file of the format `other`."""
+    """The advice for a file of the format `other`."""
     path = PurePath(name.lower())
     suffix = path.with_suffix("").suffix if path.suffix in (".gz", ".zst") else path.suffix
     if suffix == ".json":

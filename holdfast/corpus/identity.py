@@ -1,6 +1,6 @@
-"""The dataset id: a digest over the bytes of the sources and over the settings that decide the bytes of the dataset.
+"""Dataset id: a digest of the sources' bytes and of the settings that determine the dataset's bytes.
 
-Bytes and settings, not places: the same files under another path are the same dataset. Needs no tokenising.
+It covers no paths: the same files elsewhere are the same dataset. It needs no tokenization.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from holdfast.spec.data import Data
 from holdfast.spec.identity import fields_of
 
 PREPROCESS_VERSION = 1  # raised when the same input would give other bytes
-CONVERSATION_VERSION = 3  # raised when that is so of conversations and preferences alone
+CONVERSATION_VERSION = 3  # the same for conversations and preferences only
 
 
 def identify(spec: Spec) -> str:
-    """The dataset id of a spec: 16 hexadecimal digits. Hashes the sources and tokenises nothing.
+    """The dataset id of a spec: 16 hexadecimal digits. Hashes the sources without tokenization.
 
-    Raises MissingError, AccessDeniedError or DataError when a source cannot be found or read.
+    Raises MissingError, AccessDeniedError or DataError if a source cannot be found or read.
     """
     return identity_of(spec, resolve(spec.data))
 
 
 def identity_of(spec: Spec, sources: Sequence[ResolvedSource]) -> str:
-    """The dataset id of sources that are resolved already. Raises what reading a tokenizer's file raises."""
+    """The dataset id of resolved sources. Raises what reading a tokenizer's file raises."""
     data = spec.data
     settings = dataset_settings(data, sample_tokens(spec))
     if data.kind != "text":
@@ -48,13 +48,13 @@ def identity_of(spec: Spec, sources: Sequence[ResolvedSource]) -> str:
 
 
 def sample_tokens(spec: Spec) -> int:
-    """Tokens of the samples that conversations are packed into; 0 for text, which is cut when batches are read."""
+    """Tokens of the samples that conversations are packed into. 0 for text, which is divided when batches are read."""
     return 0 if spec.data.kind == "text" else spec.model.context
 
 
 def dataset_settings(data: Data, packed: int = 0) -> dict[str, Any]:
-    """The settings that decide the bytes of a dataset, whose conversations are packed into samples of `packed` tokens.
-    Weights and document masks act when batches are read."""
+    """The settings that determine the bytes of a dataset. `packed` is the number of tokens of a sample of
+    conversations. Weights and document masks apply only when batches are read, so they are not included."""
     fields = fields_of(data)
     settings = {name: fields[name] for name in ("tokenizer", "cleaning", "validation_fraction", "shard_tokens")}
     if data.tokenizer.rows is None:

@@ -1,8 +1,8 @@
-"""The local files that a path, a folder or a glob means, by one set of rules.
+"""Local files for a path, a folder or a glob, by one set of rules.
 
-Links are followed, and a folder is read once, however many links lead to it: so every listing ends. Promises that no
-entry is left out without a word: what is no file is listed by kind, and a folder that may not be read is an error.
-Hidden entries (a name that begins with a dot) are part of a listing only where the pattern writes the dot.
+Links are followed, and a folder is read once, even if several links lead to it. So every listing ends. No entry is left
+out silently: an entry that is not a file is listed by kind, and an unreadable folder is an error. Hidden entries (names
+with a leading dot) are listed only if the pattern contains the dot.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ SPECIAL = {
 
 @dataclass
 class Listing:
-    """Names and paths of files, and of entries that are none."""
+    """Names and paths of files, and other entries."""
 
     files: dict[str, Path] = field(default_factory=dict)  # by name
-    others: dict[str, str] = field(default_factory=dict)  # what each is, by name
+    others: dict[str, str] = field(default_factory=dict)  # kind of each other entry, by name
 
     def in_order(self) -> list[tuple[str, Path]]:
-        """The files, in the order of their names."""
+        """The files, by name."""
         return sorted(self.files.items())
 
     def left_out(self) -> dict[str, LeftOut]:
-        """What is no file, by what it is."""
+        """Other entries, by kind."""
         kinds: dict[str, list[str]] = {}
         for name, kind in sorted(self.others.items()):
             kinds.setdefault(kind, []).append(name.encode(errors="backslashreplace").decode())
         return {kind: LeftOut(count=len(names), example=names[0]) for kind, names in sorted(kinds.items())}
 
     def add(self, name: str, path: Path, folders: bool) -> None:
-        """Note a file or what is none; a folder only with `folders`."""
+        """Add an entry. A folder is listed only with `folders`."""
         kind = kind_of(path)
         if kind == "file":
             self.files[name] = path
@@ -66,7 +66,7 @@ class Listing:
 
 
 def list_files(uri: str, root: Path, field: str) -> Listing:
-    """The files that a path, a folder or a glob means. Raises MissingError for none, AccessDeniedError, DataError."""
+    """The files for a path, a folder or a glob. Raises MissingError for no files, AccessDeniedError, DataError."""
     pattern = os.path.expanduser(uri.removeprefix("file://"))  # noqa: PTH111 - a pattern, not a path
     where = f"the working directory is {Path.cwd()}" if root == Path() else f"in {root}"
     listing = Listing()
@@ -97,8 +97,8 @@ def list_files(uri: str, root: Path, field: str) -> Listing:
 
 
 def kind_of(path: Path) -> str:
-    """What lies at a path, links followed: `file`, `folder`, another kind in words, or nothing. Raises
-    AccessDeniedError."""
+    """The kind of a path with links followed: `file`, `folder`, another kind, or an empty string if it does not
+    exist. Raises AccessDeniedError and DataError."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -121,13 +121,13 @@ def _in_words(listing: Listing) -> str:
 
 
 class _Walk:
-    """Finds what a pattern means."""
+    """Expands a pattern."""
 
     def __init__(self, listing: Listing) -> None:
         self._listing = listing
 
     def expand(self, prefix: str, folder: Path, parts: Sequence[str]) -> None:
-        """Add what `parts` of a pattern match below a folder, whose entries are named `prefix` and their own name."""
+        """Add the matches of the pattern's `parts` below a folder. Entries are named `prefix` plus their name."""
         part, *rest = parts
         if part == RECURSIVE:
             while rest and rest[0] == RECURSIVE:
@@ -147,7 +147,7 @@ class _Walk:
         parts: Sequence[str],
         walked: bool = False,
     ) -> None:
-        """`walked`: whether all folders among the entries are read anyway."""
+        """Match the entries of a folder. `walked` means that all folders among them are read anyway."""
         part, *rest = parts
         if not MAGIC.search(part):
             self._enter(prefix + part, folder / part, rest, walked)
@@ -165,11 +165,12 @@ class _Walk:
             self._listing.add(name, path, folders=not walked)
         elif (kind := kind_of(path)) == "folder":
             self.expand(f"{name}/", path, rest)
-        elif kind in (NO_TARGET, LINK_LOOP):  # it may have been meant to lead to a folder
+        elif kind in (NO_TARGET, LINK_LOOP):  # it may have been meant as a link to a folder
             self._listing.others[name] = kind
 
     def _folders(self, prefix: str, top: Path) -> Iterator[tuple[str, Path, list[os.DirEntry[str]]]]:
-        """A folder and those below it that are not hidden, each once, with its entries. What is no link comes first."""
+        """A folder and all folders below it that are not hidden, each once with its entries. Real folders come
+        before links."""
         seen: set[tuple[int, int]] = set()
         waiting, links = deque([(prefix, top)]), deque[tuple[str, Path]]()
         while waiting or links:
@@ -193,7 +194,7 @@ class _Walk:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder, in the order of the names. Raises AccessDeniedError."""
+    """The entries of a folder, by name. Raises AccessDeniedError and DataError."""
     try:
         with os.scandir(folder) as found:
             return sorted(found, key=lambda entry: entry.name)

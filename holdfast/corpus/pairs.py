@@ -1,8 +1,8 @@
-"""Preferences: a prompt with a chosen and a rejected answer, as `trl` reads them.
+"""Preference pairs: a prompt with a chosen and a rejected answer, in the format of `trl`.
 
-All three are texts, or all three are lists of messages. Without a prompt it is what both answers begin with; likewise
-where it is a text and they are messages, as UltraFeedback has it. Messages of the prompt that both answers repeat stand
-once.
+All three are texts, or all three are lists of messages. A missing prompt is the common beginning of both answers. The
+same applies to a text prompt with message answers, as in UltraFeedback. Prompt messages that both answers repeat are
+kept once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from holdfast.corpus.chat import dumped, is_messages, template_inputs
 
 
 def pair_text(record: Any) -> str | None:
-    """The prompt and the answers of a record as JSON, keys in the order of the record; None when it has none. Raises
-    ConversationError for what a template cannot be given."""
+    """The prompt and the answers of a record as JSON, with keys in the record's order, or None without a pair.
+    Raises ConversationError for values that a template cannot take."""
     if not isinstance(record, dict):
         return None
     chosen: Any = record.get("chosen")
@@ -38,12 +38,13 @@ def pair_text(record: Any) -> str | None:
 
 
 def _answers(value: Any) -> bool:
-    """Whether it is a text or a list of messages, and not empty."""
+    """Whether a value is a non-empty text or list of messages."""
     return is_messages(value) or (isinstance(value, str) and bool(value))
 
 
 def _common(chosen: Any, rejected: Any) -> int:
-    """Where the answers part. A space before that belongs to them, because most tokens of words begin with one."""
+    """The position at which the answers differ. A space before it belongs to them, because most word tokens begin
+    with one."""
     parted = (at for at, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
     found = next(parted, min(len(chosen), len(rejected)))
     return found - 1 if found and isinstance(chosen, str) and chosen[found - 1] == " " else found

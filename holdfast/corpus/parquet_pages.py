@@ -1,7 +1,7 @@
-"""The sizes of the pages of a parquet column, read from the headers of the pages.
+"""Page sizes of a parquet column, read from the page headers.
 
-The footer of a file has sizes too, and a reader does not need them to be true: what it takes into memory is what the
-header of each page says. Leaves the values to pyarrow. A header is a struct of Thrift's compact protocol.
+The footer of a file also has sizes, but readers do not rely on them: the header of each page determines their memory.
+pyarrow reads the values. A header is a struct of Thrift's compact protocol.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-MAX_HEADER = 16 * 2**20  # bytes, as pyarrow has it
+MAX_HEADER = 16 * 2**20  # bytes, pyarrow's limit
 FIRST_READ = 4096
 MAX_DEPTH = 16
 STOP, TRUE, FALSE, BYTE, DOUBLE, BINARY, LIST, SET, MAP, STRUCT = 0, 1, 2, 3, 7, 8, 9, 10, 11, 12
 INTEGERS = (4, 5, 6)
 INT32 = 5
-WHOLE, STORED, DATA_PAGE, DATA_PAGE_2, COUNT = 2, 3, 5, 8, 1  # numbers of fields
-ELEMENT = -(2**15) - 1  # number of no field
+WHOLE, STORED, DATA_PAGE, DATA_PAGE_2, COUNT = 2, 3, 5, 8, 1  # field numbers
+ELEMENT = -(2**15) - 1  # not a valid field number
 
 
 def largest_page(stream: BinaryIO, column: Any) -> int:
-    """The bytes of the largest page of a column chunk (its metadata of pyarrow), decompressed. Raises ValueError for
-    headers that are damaged."""
+    """The bytes of the largest decompressed page of a column chunk, given pyarrow's metadata. Raises ValueError for
+    damaged headers."""
     start = column.data_page_offset
     if column.has_dictionary_page and 0 < (first := column.dictionary_page_offset) < start:
         start = first
@@ -40,11 +40,11 @@ def largest_page(stream: BinaryIO, column: Any) -> int:
 class _Header:
     whole: int  # bytes of the page, decompressed
     stored: int  # bytes of the page in the file
-    values: int  # of a page of data
+    values: int  # of a data page
 
 
 def _header(stream: BinaryIO, at: int) -> tuple[int, _Header]:
-    """The length of the page header at a place of the stream, and what it says."""
+    """The length and content of the page header at a position of the stream."""
     size = FIRST_READ
     while True:
         stream.seek(at)
@@ -61,12 +61,12 @@ def _header(stream: BinaryIO, at: int) -> tuple[int, _Header]:
 
 
 class _Parser:
-    """Parses one struct. Raises IndexError where the data end before it does."""
+    """Parses one struct. Raises IndexError if the data ends inside it."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self.at = 0
-        self.fields: dict[tuple[int, ...], int] = {}  # of 32 bits, by the numbers on the way to them
+        self.fields: dict[tuple[int, ...], int] = {}  # 32-bit integers, by the path of field numbers
         self._struct(())
 
     def _struct(self, path: tuple[int, ...]) -> None:
@@ -81,7 +81,7 @@ class _Parser:
                 self._skip(head & 15, (*path, number))
 
     def _skip(self, kind: int, path: tuple[int, ...], *, element: bool = False) -> None:
-        """Go behind a value. A boolean is a byte as an element of a list, and part of the type as a field."""
+        """Skip a value. A boolean is a byte as an element of a list, and part of the type as a field."""
         if kind in (TRUE, FALSE):
             self.at += element
         elif kind == BYTE:
@@ -135,6 +135,6 @@ class _Parser:
 
 
 def _signed(number: int, bits: int) -> int:
-    """The integer that a zigzag number stands for, cut to its bits as readers do."""
+    """The integer of a zigzag number, truncated to its bits as readers do."""
     found = ((number >> 1) ^ -(number & 1)) & (2**bits - 1)
     return found - 2**bits if found >> (bits - 1) else found

@@ -1,4 +1,4 @@
-"""Tokenising on every core: a pool of processes that each take pieces, and die with the process that started them."""
+"""Tokenization on every core: a pool of processes that each take pieces, and end with their parent process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from holdfast.corpus.units import Job, Outcome, Piece, tokenise
 from holdfast.spec.errors import ExitCode, HoldfastError
 from holdfast.store import Store, open_store
 
-AHEAD = 4  # pieces handed out for each worker
+AHEAD = 4  # submitted pieces per worker
 
 
 class WorkerDiedError(HoldfastError):
-    """A process that tokenised was killed."""
+    """A tokenizing process was killed."""
 
     exit_code = ExitCode.KILLED
 
@@ -30,14 +30,14 @@ def cores() -> int:
 
 
 def tokenise_all(pieces: Sequence[Piece], job: Job, store: Store, workers: int) -> Iterator[Outcome]:
-    """Tokenise the pieces with `workers` processes, yielding outcomes as they come. Raises the first piece's error."""
+    """Tokenize the pieces with `workers` processes. Yields outcomes as they finish. Raises the first piece's error."""
     workers = min(workers, len(pieces))
     if workers <= 1:
         encoder = job.encoder()
         for piece in pieces:
             yield tokenise(piece, job, encoder, store)
         return
-    context = multiprocessing.get_context("spawn")  # threads and connections of this process are not inherited
+    context = multiprocessing.get_context("spawn")  # inherits no threads and connections of this process
     with ProcessPoolExecutor(workers, context, _start_worker, (job, store.url)) as pool:
         try:
             yield from _submitted(pool, pieces, workers)
@@ -67,7 +67,7 @@ def _submitted(pool: ProcessPoolExecutor, pieces: Sequence[Piece], workers: int)
 
 
 class _Worker:
-    """What a worker process keeps between pieces."""
+    """State that a worker process keeps between pieces."""
 
     def __init__(self, job: Job, store_url: str) -> None:
         self.job = job
@@ -79,14 +79,14 @@ _worker: list[_Worker] = []
 
 
 def _start_worker(job: Job, store_url: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends the pool
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and ends the pool
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
     _worker[:] = [_Worker(job, store_url)]
 
 
 def _die_with_parent() -> None:
-    """A worker whose parent was killed would wait for work for ever."""
+    """End the worker when its parent was killed. Otherwise it would wait for work forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])

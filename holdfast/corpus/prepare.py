@@ -1,8 +1,8 @@
-"""From the `data` section of a spec to a dataset in the store.
+"""Preparation: from the `data` section of a spec to a dataset in the store.
 
-Promises that the same sources, settings and tokenizer give the same dataset id and the same bytes, whatever the number
-of workers and however often it was killed in between; that a finished dataset is returned at once; and that nothing is
-visible under the id before everything is there: writing dataset.json is the commit.
+The same sources, settings and tokenizer give the same dataset id and the same bytes, for any number of workers and
+after any number of kills. A finished dataset is returned immediately. Nothing is visible under the id before everything
+is written: writing dataset.json is the commit.
 """
 
 from __future__ import annotations
@@ -33,58 +33,59 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 FINISHED = "finished"
-SHARE_BYTES = 2**30  # of the sources: about what one share covers, if that does not make too few or too many shares
+SHARE_BYTES = 2**30  # bytes of the sources per share, unless that makes too few or too many shares
 
 
 class Prepared(BaseModel):
-    """What preprocess made, or found made already."""
+    """The result of preprocess, with a new or an existing dataset."""
 
     model_config = ConfigDict(frozen=True)
 
     dataset_id: str
     url: str  # of dataset.json
-    created: bool  # False: the dataset was there already
+    created: bool  # False: the dataset already existed
     documents: dict[str, int]  # by split
     tokens: dict[str, int]  # by split
     text_bytes: dict[str, int]  # by split
     dropped: dict[str, int]  # documents, by reason
-    examples: dict[str, Example]  # the first one of each reason
+    examples: dict[str, Example]  # the first one for each reason
     vocabulary: int
-    lineage: list[Lineage]  # of each source, as it is now
-    units: int  # pieces of the sources; 0 when the dataset was there already
-    units_reused: int  # of them, those that an earlier preprocess had tokenised
+    lineage: list[Lineage]  # of each source, in its current state
+    units: int  # pieces of the sources; 0 if the dataset already existed
+    units_reused: int  # units that an earlier preprocess tokenized
     seconds: float
 
 
 class Divided(BaseModel):
-    """What divide found: how the work on a dataset can be shared out."""
+    """The result of divide: how to share the work on a dataset."""
 
     model_config = ConfigDict(frozen=True)
 
     dataset_id: str
-    division: str  # the name under which the units are listed in the store, or FINISHED: the dataset is there already
-    shares: list[str]  # `I/N`, each to be given to `tokenise`; never empty
+    division: str  # the name of the units' list in the store, or FINISHED: the dataset already exists
+    shares: list[str]  # `I/N`, one for each run of `tokenise`; never empty
     units: int
-    bytes: int  # of the sources, as they lie there
+    bytes: int  # of the sources, as stored
 
 
 class Tokenised(BaseModel):
-    """What one worker did."""
+    """The result of one worker."""
 
     model_config = ConfigDict(frozen=True)
 
     share: str
     units: int
-    units_reused: int  # of them, those that were there
+    units_reused: int  # units that already existed
     bytes: int
     seconds: float
 
 
 def divide(spec: Spec, store: Store, shares: int = 0) -> Divided:
-    """Divide the corpus of a spec into units for several workers, and make its tokenizer: all that one process has to
-    do before them. `shares`: into how many; default, by `data.fan_out` and the size of the corpus.
+    """Divide the corpus of a spec into units for several workers, and make its tokenizer. This is all the work that one
+    process must do before them. `shares` is the number of shares. Its default follows from `data.fan_out` and the size
+    of the corpus.
 
-    Raises what `prepare` raises, but for records that are refused: those are met by the workers.
+    Raises what `prepare` raises, except for refused records: the workers report those.
     """
     from holdfast.corpus.shard_plan import MAX_SHARES, plan_shards, save
 
@@ -95,7 +96,7 @@ def divide(spec: Spec, store: Store, shares: int = 0) -> Divided:
         return Divided(dataset_id=dataset_id, division=FINISHED, shares=["0/1"], units=0, bytes=0)
     division = plan_shards(spec.data, dataset_id, sources, store)
     total = sum(piece.bytes for piece in division.pieces)
-    # A few shares for each worker when they are large, so that a slow one does not hold up the others.
+    # Several shares per worker if they are large, so that a slow worker does not delay the rest.
     wanted = min(max(spec.data.fan_out, total // SHARE_BYTES), 4 * spec.data.fan_out)
     count = max(1, min(shares or wanted, len(division.pieces), MAX_SHARES))
     return Divided(
@@ -108,8 +109,9 @@ def divide(spec: Spec, store: Store, shares: int = 0) -> Divided:
 
 
 def tokenise(spec: Spec, store: Store, division: str, share: str, progress: Progress | None = None) -> Tokenised:
-    """Tokenise one share of a division: the units that are not in the store yet. Any number of shares may be worked on
-    at once, in any order, again, and by two workers at once: a unit has one content.
+    """Tokenize one share of a division: the units that are not in the store yet. Any number of shares may run
+    concurrently, in any order and repeatedly. Two workers may even run the same share, because a unit has only one
+    content.
 
     Raises DataError for text that cannot be used, and for a division of another spec.
     """
@@ -130,9 +132,8 @@ def tokenise(spec: Spec, store: Store, division: str, share: str, progress: Prog
 def prepare(spec: Spec, store: Store, progress: Progress | None = None, division: str = "") -> Prepared:
     """Prepare the dataset of a spec in `store`. `progress` is called with (phase, done, total).
 
-    With the name of a `division`, whose shares have been tokenised, it only joins them: what is missing all the same
-    is made here. Raises DataError for text or a tokenizer that cannot be used, MissingError for sources that are not
-    there.
+    With the name of a `division` whose shares are tokenized, it only joins them. Missing units are made here. Raises
+    DataError for text or a tokenizer that cannot be used, and MissingError for missing sources.
     """
     started = time.monotonic()
     divided_before = division not in ("", FINISHED)
@@ -163,7 +164,7 @@ def prepare(spec: Spec, store: Store, progress: Progress | None = None, division
 
 
 def _finished(store: Store, dataset_id: str) -> Manifest | None:
-    """The manifest of a dataset that is there and whole as far as sizes tell."""
+    """The manifest of an existing dataset that is complete according to its sizes, or None."""
     if store.stat(layout.dataset(dataset_id)) is None:
         return None
     try:
@@ -182,7 +183,7 @@ def _finished(store: Store, dataset_id: str) -> Manifest | None:
 
 
 def _tokenise(data: Data, division: ShardPlan, pieces: Sequence[Piece], store: Store, progress: Progress) -> int:
-    """Make sure that the units of `pieces` are in the store; returns how many of them were there."""
+    """Make sure that the units of `pieces` are in the store. Returns how many already existed."""
     from holdfast.corpus.pool import cores, tokenise_all
 
     total = sum(piece.bytes for piece in pieces)
@@ -194,7 +195,7 @@ def _tokenise(data: Data, division: ShardPlan, pieces: Sequence[Piece], store: S
 
 
 def _join(spec: Spec, division: ShardPlan, store: Store, progress: Progress) -> tuple[Manifest, int]:
-    """Make the dataset of finished units. Returns it, and how many units were not there and had to be made."""
+    """Make the dataset of finished units. Returns its manifest, and the number of missing units that it made."""
     from holdfast.corpus.assemble import assemble
     from holdfast.corpus.unit_reader import UnitReader
 
@@ -235,7 +236,8 @@ def _join(spec: Spec, division: ShardPlan, store: Store, progress: Progress) -> 
 
 
 def _commit(store: Store, manifest: Manifest) -> Manifest:
-    """Make the dataset visible. What another preprocess committed meanwhile under this id has the same shards."""
+    """Make the dataset visible. A concurrent commit under this id must have the same shards. Raises DataError if
+    they differ."""
     if store.put_if_absent(layout.dataset(manifest.dataset_id), manifest.dump()):
         return manifest
     there = load_manifest(store, manifest.dataset_id)

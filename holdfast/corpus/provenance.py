@@ -1,8 +1,8 @@
-"""Provenance of the documents of a dataset: the file and the line behind a token of its training split.
+"""Provenance of the documents of a dataset: the file and the line of each token of its training split.
 
-A dataset does not say it; its units do, which are walked again by their indexes, in the order and by the rules that
-made the shards (a unit that has expired is made again). So it costs about what joining cost, without the tokens. The
-index of a unit has the file and the line of each document.
+A dataset does not record it. The indexes of its units are read again, in the order and by the rules that made the
+shards. An expired unit is made again. This costs about as much as the join, without the tokens. The index of a unit has
+the file and the line of each document.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from holdfast.spec import Spec
 from holdfast.spec.errors import DataError
 from holdfast.store import Store
 
-Span = tuple[int, int, int]  # a source, by its number, and the tokens [start, end) of its training split
+Span = tuple[int, int, int]  # number of a source, and the tokens [start, end) of its training split
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document of a source: the tokens [start, end) of its training split, its end-of-text token included."""
+    """A document of a source: the tokens [start, end) of its training split, including its end-of-text token."""
 
     start: int
     end: int
-    where: str  # the file, and its line or row where it has several
+    where: str  # the file, and its line or row if it has several
 
 
 def documents(spec: Spec, dataset_id: str, spans: Sequence[Span], store: Store) -> list[list[Document]]:
-    """The documents that meet each of `spans`, in their order. Raises DataError when the sources of the spec are no
+    """The documents that overlap each of `spans`, in order. Raises DataError if the sources of the spec are no
     longer those of the dataset, and what reading them raises."""
     sources = resolve(spec.data)
     if (now := identity_of(spec, sources)) != dataset_id:
@@ -68,8 +68,8 @@ def documents(spec: Spec, dataset_id: str, spans: Sequence[Span], store: Store) 
 
 
 def _document_positions(spec: Spec, units: UnitReader) -> Iterator[tuple[Piece, NDArray, NDArray, NDArray]]:
-    """Each piece with the index of its documents, the numbers in it of those that are trained on, and the position of
-    the first token of each of these in its source."""
+    """Each piece with the index of its documents, the numbers of its training documents, and the position of the
+    first token of each in its source."""
     cleaning, packed = spec.data.cleaning, sample_tokens(spec)
     position: dict[int, int] = defaultdict(int)
     left: dict[int, int] = defaultdict(lambda: packed)
@@ -92,6 +92,6 @@ def _document_positions(spec: Spec, units: UnitReader) -> Iterator[tuple[Piece, 
 
 
 def _place(piece: Piece, entry: NDArray) -> str:
-    """Where a document of a piece lies, by its entry in the index of the unit."""
+    """The location of a document of a piece, from its entry in the unit's index."""
     file, at = piece.files[int(entry["file"])], int(entry["at"])
     return place(file, at, before(file, piece.range) if at else 0)

@@ -1,7 +1,7 @@
-"""The documents of a file: text (one a file), jsonl and parquet, as a stream in bounded memory.
+"""Records of a file: text (one document per file), jsonl and parquet, as a stream in bounded memory.
 
-Promises that no line, file or compressed bomb makes more than a few times `max_characters` be held, and that every
-record has a place: the file, and its line or row. What to do about a bad one is the caller's.
+No line, file or decompression bomb takes more than a few times `max_characters` of memory. Every record has a location:
+the file, and its line or row. The caller handles bad records.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from holdfast.corpus.parquet_pages import largest_page
 from holdfast.runtime.secrets import redact
 from holdfast.spec.errors import DataError, HoldfastError
 
-Range = tuple[int, int]  # jsonl: bytes [start, end) in which a line starts; parquet: row groups [start, end)
+Range = tuple[int, int]  # jsonl: bytes [start, end) that contain the start of a line; parquet: row groups [start, end)
 
 MAX_ROW_GROUP = 16 * 2**30  # bytes of one text column in one row group
-MAX_PAGE = 128 * 2**20  # bytes of a page of parquet, decompressed; and what one document of the greatest length takes
-BATCH_ROWS, BATCH_BYTES = 64, 64 * 2**20  # of parquet that are decoded at once
+MAX_PAGE = 128 * 2**20  # bytes of a decompressed page of parquet, plus the bytes of one document of maximum length
+BATCH_ROWS, BATCH_BYTES = 64, 64 * 2**20  # of parquet, decoded together
 SKIP_BYTES = 2**20
 EXCERPT = 60  # characters
 
 
 @dataclass(frozen=True)
 class Flaw:
-    """Why a record is no document of the dataset."""
+    """The reason why a record is no document of the dataset."""
 
-    reason: str  # one word, by which such records are counted
+    reason: str  # one word, the key of the count
     detail: str  # a sentence about the record
-    excerpt: str = ""  # how its text begins
+    excerpt: str = ""  # the beginning of its text
 
 
 Record = str | Flaw | None  # None: a blank line
 Kind = Literal["text", "chat", "preferences"]
 
-FILTERS = ("too_short", "too_long", "repetitive")  # reasons that `data.cleaning` asks for; any other one is a fault
+FILTERS = ("too_short", "too_long", "repetitive")  # reasons of `data.cleaning`; any other reason is a fault
 READERS: dict[Kind, tuple[Callable[[Any], str | None], str]] = {
     "chat": (conversation_text, "conversation under 'messages', a list of {role, content}"),
     "preferences": (pair_text, "pair under 'prompt', 'chosen' and 'rejected', texts or lists of {role, content}"),
@@ -52,9 +52,9 @@ READERS: dict[Kind, tuple[Callable[[Any], str | None], str]] = {
 def records(
     file: SourceFile, text_field: str, max_characters: int, part: Range | None = None, kind: Kind = "text"
 ) -> Iterator[tuple[int, Record]]:
-    """The documents of `file`, or of a part of it, in order, each with its line or row in that part (from 1; 0: the
-    file as a whole); of conversations and preferences each as canonical JSON. Raises DataError for what is no record's
-    fault."""
+    """The documents of `file`, or of a part of it, in order. Each has its line or row in that part (from 1; 0 means
+    the whole file). Conversations and preferences are canonical JSON. Raises DataError for problems that are not the
+    fault of a record."""
     if file.format == "other":
         yield 0, Flaw(NOT_TEXT, advice(file.path))
         return
@@ -76,8 +76,8 @@ def records(
 
 
 def place(file: SourceFile, at: int, before: int = 0) -> str:
-    """Where a record lies, for people: its file, and its line or row `at` as `records` counts. `before` lines or rows
-    of the file lie before the part that was read."""
+    """The location of a record, for people: its file, and its line or row `at` as `records` counts. `before` is the
+    number of lines or rows of the file before the part."""
     name = file.name.encode(errors="backslashreplace").decode()
     if not at:
         return name
@@ -86,7 +86,7 @@ def place(file: SourceFile, at: int, before: int = 0) -> str:
 
 @lru_cache(maxsize=64)
 def before(file: SourceFile, part: Range | None) -> int:
-    """How many lines or rows of a file lie before a part of it. Reads the file up to there."""
+    """The number of lines or rows of a file before a part of it. Reads the file up to that part."""
     if part is None or not part[0]:
         return 0
     if file.format == "parquet":
@@ -102,7 +102,7 @@ def before(file: SourceFile, part: Range | None) -> int:
 
 
 def row_groups(file: SourceFile) -> int:
-    """How many row groups a parquet file has. Raises CorruptFileError."""
+    """The number of row groups of a parquet file. Raises CorruptFileError."""
     import pyarrow.parquet as pq
 
     with opened(file, decompress=False) as stream, _damage_named(file):
@@ -110,13 +110,13 @@ def row_groups(file: SourceFile) -> int:
 
 
 def excerpt(text: str) -> str:
-    """How a text begins, for people: on one line, and without secrets."""
+    """The beginning of a text, for people: on one line, and without secrets."""
     shown = redact(text[: 4 * EXCERPT]).encode(errors="replace").decode()
     return "".join(each if each.isprintable() else " " for each in shown[:EXCERPT]).strip()
 
 
 def _text(file: SourceFile, max_characters: int) -> Iterator[tuple[int, Record]]:
-    limit = 4 * max_characters + 3  # UTF-8 takes at most four bytes a character; a byte-order mark takes three
+    limit = 4 * max_characters + 3  # UTF-8 takes at most four bytes per character; a byte-order mark takes three
     with opened(file) as stream:
         data = _read_up_to(stream, limit + 1)
     if len(data) > limit:
@@ -134,7 +134,7 @@ def _text(file: SourceFile, max_characters: int) -> Iterator[tuple[int, Record]]
 
 
 def _read_up_to(stream: BinaryIO, limit: int) -> bytes:
-    """`limit` bytes, or what there is: a decompressor may return less than it was asked for."""
+    """Read `limit` bytes, or up to the end of the file. A decompressor may return less than requested."""
     parts, left = [], limit
     while left and (part := stream.read(left)):
         parts.append(part)
@@ -174,7 +174,7 @@ def _line_limit(max_characters: int) -> int:
 
 
 def _skip_line(stream: BinaryIO) -> int:
-    """Go behind the end of the line, and say how many bytes that was."""
+    """Skip the rest of the line. Returns the number of skipped bytes."""
     skipped = 0
     while piece := stream.readline(SKIP_BYTES):
         skipped += len(piece)
@@ -242,7 +242,7 @@ def _parquet(
         try:
             yield from _rows(file, stream, table, row_groups, text_field, max_characters)
         except CorruptFileError:
-            yield rows, None  # those that are lost count in the places of what lies behind them
+            yield rows, None  # lost rows count in the locations of later rows
             raise
 
 
@@ -276,7 +276,7 @@ def _rows(
 
 
 def _require_text(file: SourceFile, schema: Any, text_field: str) -> None:
-    """Raises DataError where the schema has no column of text, or several, of that name."""
+    """Raises DataError if the schema has no text column of that name, or several."""
     import pyarrow as pa
 
     names = list(schema.names)
@@ -293,13 +293,13 @@ def _require_text(file: SourceFile, schema: Any, text_field: str) -> None:
 
 @contextmanager
 def _damage_named(file: SourceFile) -> Iterator[None]:
-    """Around calls into pyarrow alone, which raises errors of many kinds for damage: turns them into CorruptFileError.
-    An error with a number is the disk's."""
+    """Convert pyarrow's errors for damage, which have many types, into CorruptFileError. It must wrap only calls
+    into pyarrow. An error with an errno comes from the disk."""
     try:
         yield
     except HoldfastError:
         raise
-    except MemoryError as error:  # of a machine that has too little, or of damage: which one cannot be known
+    except MemoryError as error:  # too little memory or damage: the cause is unknown
         raise MemoryError(f"{file.name}: {error}; give the step more memory, or fetch the file again") from None
     except Exception as error:
         if isinstance(error, OSError) and error.errno:
@@ -310,8 +310,9 @@ def _damage_named(file: SourceFile) -> Iterator[None]:
 def _rows_at_once(
     file: SourceFile, stream: BinaryIO, group: Any, text_field: str, number: int, max_characters: int
 ) -> int:
-    """How many rows of a row group may be decoded at once: each may be as long as a page, of which a dictionary or a
-    common beginning takes a few bytes. Raises CorruptFileError for pages that are too large to be decompressed."""
+    """The number of rows of a row group to decode together. Each row may be as long as a page, since a dictionary or
+    a common prefix encodes it in a few bytes. Raises CorruptFileError for pages that are too large to decompress,
+    and DataError for a row group with too much text."""
     largest = 0
     for column in map(group.column, range(group.num_columns)):
         if column.path_in_schema != text_field:

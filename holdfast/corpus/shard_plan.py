@@ -1,8 +1,8 @@
 """Shard plan: a corpus divided into units for many machines, computed once by one process.
 
-It lies in the store under a digest of its content: the dataset id, the tokenizer, and every piece in order, in chunks,
-so that a worker reads only its own. Shares are made of it by number and count, any count: the pieces, and with them all
-bytes that are written, do not depend on how many workers there are.
+It is in the store under a digest of its content: the dataset id, the tokenizer, and every piece in order. It is stored
+in chunks, so that a worker reads only its own. Shares are selected by number and count, for any count. So the pieces,
+and all written bytes, do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from holdfast.spec.json_parsing import parse_json_object, parse_json_value
 from holdfast.store import Store, layout
 
 SHARD_PLAN_VERSION = 1
-CHUNK_PIECES, CHUNK_FILES = 1024, 16384  # most in one object
-MAX_SHARES = 1024  # an Argo Workflow keeps a status of each in one object of etcd
+CHUNK_PIECES, CHUNK_FILES = 1024, 16384  # maximum per object
+MAX_SHARES = 1024  # an Argo Workflow keeps a status for each in one object of etcd
 
 _SHARE = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -40,7 +40,7 @@ _NAME = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the text of a source comes from."""
+    """The origin of a source's text."""
 
     uri: str
     lineage: Lineage
@@ -48,7 +48,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The units of a dataset (or a share of them), and all that is needed to make and to join them."""
+    """The units of a dataset (or a share of them), with everything needed to make and join them."""
 
     dataset_id: str
     sources: tuple[Origin, ...]
@@ -56,14 +56,14 @@ class ShardPlan:
     tokenizer: PreparedTokenizer
 
     def job(self, data: Data) -> Job:
-        """What is the same for every piece."""
+        """The settings that all pieces share."""
         one = self.tokenizer
         name = template_name(data) if one.template else ""
         return Job(one.json, one.digest, one.dtype, one.end_of_text, data.cleaning, one.template, name)
 
 
 def plan_shards(data: Data, dataset_id: str, sources: Sequence[ResolvedSource], store: Store) -> ShardPlan:
-    """Divide the sources, and make the tokenizer. Raises DataError for what cannot be used."""
+    """Divide the sources, and make the tokenizer. Raises DataError for data that cannot be used."""
     pieces = plan(sources, data.kind)
     total = sum(piece.bytes for piece in pieces)
     log.info("dataset %s: %d files, %d bytes", dataset_id, sum(len(source.files) for source in sources), total)
@@ -76,7 +76,7 @@ def plan_shards(data: Data, dataset_id: str, sources: Sequence[ResolvedSource], 
 
 
 def save(division: ShardPlan, data: Data, store: Store, packed: int = 0) -> str:
-    """Put the division into the store, and return its name."""
+    """Write the division into the store. Returns its name."""
     listed = [_dumped(chunk) for chunk in _chunks(division.pieces)]
     tokenizer = asdict(division.tokenizer)
     text = tokenizer.pop("json")
@@ -103,9 +103,9 @@ def save(division: ShardPlan, data: Data, store: Store, packed: int = 0) -> str:
 
 
 def load(store: Store, name: str, data: Data, share: tuple[int, int] = (0, 1), packed: int = 0) -> ShardPlan:
-    """The division called `name`, with the pieces of share `number` of `count`.
+    """The division `name`, with the pieces of `share`: its number, and the count of shares.
 
-    Raises MissingError when it is gone, DataError when it is damaged or was made of another spec.
+    Raises MissingError if it does not exist, and DataError if it is damaged or belongs to another spec.
     """
     if not _NAME.fullmatch(name):
         raise DataError(f"division {name!r}: is no name of a division; give the one that divide printed")
@@ -135,7 +135,7 @@ def parse_share(share: str) -> tuple[int, int]:
 
 
 def share_of(start: int, total: int, count: int) -> int:
-    """Which of `count` shares a piece belongs to that begins at byte `start` of `total`."""
+    """The share, of `count`, of a piece that begins at byte `start` of `total`."""
     return min(count - 1, start * count // max(1, total))
 
 

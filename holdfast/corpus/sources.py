@@ -1,7 +1,7 @@
-"""From the sources of a spec to their files, each with a digest of its content, and to their lineage.
+"""Sources of a spec: their files, each with a digest of its content, and their lineage.
 
-Local bytes are hashed (blake3, in parallel threads); S3 objects are named by their ETag and DVC files by the hash that
-DVC tracks, so neither is downloaded to identify a dataset. Leaves what is in the files to `records`.
+Local bytes are hashed (blake3, in parallel threads). S3 objects are identified by their ETag and DVC files by the hash
+that DVC tracks, so neither is downloaded to identify a dataset. `records` reads the content of files.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from holdfast.spec.errors import AccessDeniedError, DataError, MissingError
 from holdfast.store.payload import check_key, check_prefix
 
 HASH_THREADS = 8
-# What is no library code (tests, some not even decodable on purpose), is not Python's own, or differs between machines.
+# Excluded: not library code (tests, some not decodable on purpose), not Python's own, or different between machines.
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class ResolvedSource:
-    """A source, with its files in the order in which their documents stand in the dataset."""
+    """A source, with its files in the order of their documents in the dataset."""
 
     source: Source
     files: tuple[SourceFile, ...]
@@ -43,7 +43,8 @@ class ResolvedSource:
 
 
 def resolve(data: Data) -> list[ResolvedSource]:
-    """Find and digest the files of each source. Raises MissingError when it has none, AccessDeniedError, DataError."""
+    """Find and digest the files of each source. Raises MissingError for a source without files, AccessDeniedError,
+    DataError."""
     found = [_resolve(source, f"data.sources.{index}.uri") for index, source in enumerate(data.sources)]
     if data.cleaning.on_bad_record == "fail":
         for file in (file for source in found for file in source.files if file.format == "other"):
@@ -179,7 +180,7 @@ def _s3(source: Source, field: str) -> list[SourceFile]:
 
 @contextmanager
 def _naming(field: str) -> Iterator[None]:
-    """Turn the refusal of a key that the store cannot name into one of the source that has it."""
+    """Convert the refusal of a key that is invalid in the store into a DataError that names the source's field."""
     try:
         yield
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""The tokenizer of a dataset: trained on an even sample of the corpus, or brought and checked that it fits.
+"""Tokenizer of a dataset: trained on an even sample of the corpus, or provided by the user and checked.
 
-Training is a pure function of the corpus and the settings: the sample is fixed by the pieces of the corpus, and ties
-between merges are broken by their ids. A tokenizer that is brought must have the end-of-text token; whether it gives
-back the very text it was given is compared for each document.
+Training is a pure function of the corpus and the settings. The pieces of the corpus determine the sample, and ids break
+ties between merges. A provided tokenizer must have the end-of-text token. Whether it reproduces its input text is
+checked for each document.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ if TYPE_CHECKING:
     from holdfast.corpus.chat import ChatTemplate
 
 MAX_FILE_BYTES = 512 * 2**20
-SAMPLED_PIECE_BYTES = 256 * 2**10  # least text from each piece that is sampled
+SAMPLED_PIECE_BYTES = 256 * 2**10  # minimum text from each sampled piece
 LOOKS_LIKE_END = re.compile(r"end.?of.?text|eot|eos|im_end|</s>|\[sep\]|end_of_turn", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A tokenizer that fits."""
+    """A checked tokenizer."""
 
     json: str
     digest: str  # blake3
     vocabulary: int
     dtype: DtypeName
     end_of_text: int
-    template: str = ""  # of conversations, as `ChatTemplate.dump` writes it
+    template: str = ""  # of conversations, in the format of `ChatTemplate.dump`
 
 
 def read_file(tokenizer: Tokenizer) -> bytes:
-    """The bytes of a tokenizer that is brought. Raises MissingError, DataError."""
+    """The bytes of a provided tokenizer. Raises MissingError, DataError."""
     remedy = "name a Hugging Face tokenizer.json in data.tokenizer.path"
     return read_user_file(tokenizer.path or "", "data.tokenizer.path", MAX_FILE_BYTES, remedy)
 
 
 def read_settled(tokenizer: Tokenizer) -> str:
-    """A tokenizer that is brought, as it is used: without dropout, and its `end_of_text` out of the reach of text.
+    """A provided tokenizer in its used form: without dropout, and with an `end_of_text` that text cannot produce.
     Raises MissingError, DataError."""
     path = tokenizer.path or ""
     try:
@@ -64,17 +64,18 @@ def read_settled(tokenizer: Tokenizer) -> str:
     try:
         return settled(text, tokenizer.end_of_text)
     except (ValueError, AttributeError, TypeError, RecursionError):
-        return text  # no tokenizer, which `prepare` refuses
+        return text  # no tokenizer; `prepare` refuses it
 
 
 def trained_key(data: Data, corpus: str) -> str:
-    """The key under which the store keeps the tokenizer that `data` trains on the corpus that `corpus` digests."""
+    """The store key of the tokenizer that `data` trains on a corpus with the digest `corpus`."""
     decisive = {"tokenizer": data.tokenizer.model_dump(), "cleaning": data.cleaning.model_dump(), "corpus": corpus}
     return layout.unit(f"bpe-{digest(decisive)}", "tokenizer.json")
 
 
 def prepare(data: Data, corpus: str, pieces: Sequence[Piece], store: Store) -> Prepared:
-    """The tokenizer that `data` asks for. `corpus` digests the corpus: a trained one is kept in the store by it."""
+    """The tokenizer for `data`. `corpus` is the digest of the corpus, under which a trained tokenizer is kept in the
+    store."""
     settings = data.tokenizer
     if settings.kind == "file":
         text = read_settled(settings)
@@ -85,7 +86,7 @@ def prepare(data: Data, corpus: str, pieces: Sequence[Piece], store: Store) -> P
         else:
             text = train(settings, sample(pieces, data.cleaning, settings.sample_bytes))
             store.put(key, text.encode())
-    if data.kind != "text":  # its marks take the upper bits
+    if data.kind != "text":  # marks take the upper bits
         from holdfast.corpus.chat import read_template
 
         checked, template = _checked(text, settings), read_template(data)
@@ -95,7 +96,7 @@ def prepare(data: Data, corpus: str, pieces: Sequence[Piece], store: Store) -> P
 
 
 def train(settings: Tokenizer, texts: Iterator[str]) -> str:
-    """Train a byte-level BPE and return its tokenizer.json. Raises DataError when there is no text."""
+    """Train a byte-level BPE and return its tokenizer.json. Raises DataError without text."""
     from tokenizers import Tokenizer as Trained
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -124,14 +125,14 @@ def train(settings: Tokenizer, texts: Iterator[str]) -> str:
 
 
 def sample(pieces: Sequence[Piece], cleaning: Cleaning, limit: int) -> Iterator[str]:
-    """An even sample of the cleaned text: the same share of pieces that lie evenly; all of a small corpus."""
+    """An even sample of the cleaned text: equal shares of evenly spaced pieces, or all of a small corpus."""
     total = sum(piece.bytes for piece in pieces)
     chosen = list(pieces)
     if total > limit:
         count = max(1, min(len(pieces), limit // SAMPLED_PIECE_BYTES))
         chosen = [pieces[number * len(pieces) // count] for number in range(count)]
     for number, piece in enumerate(chosen):
-        # Compressed pieces hold more text than bytes: the share is of the limit then.
+        # Compressed pieces hold more text than bytes, so the share is computed from the limit.
         share = limit * (number + 1) // len(chosen) - limit * number // len(chosen) if total > limit else limit
         left = share
         for _, _, text in documents(piece, cleaning):
@@ -169,9 +170,9 @@ def _checked(text: str, settings: Tokenizer) -> Prepared:
 
 
 def require_end_of_turns(data: Data, tokenizer_json: str, template: ChatTemplate, end_of_text: int) -> None:
-    """Refuse an `end_of_text` that is not what ends the assistant's turns: a model that is exported with it would not
-    stop. Where the template does not show what ends them, an `eos_token` beside the tokenizer is compared. Raises
-    DataError."""
+    """Refuse an `end_of_text` that does not end the assistant's turns, because a model exported with it would not
+    stop. If the template does not show what ends them, it compares the `eos_token` next to the tokenizer and logs a
+    warning. Raises DataError."""
     from holdfast.corpus.chat import ending_of_turns
 
     named = data.tokenizer.end_of_text

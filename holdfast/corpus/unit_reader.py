@@ -1,7 +1,7 @@
 """Reader of the finished units of a corpus, in order.
 
-Promises that what is read is what was written: a unit that is missing or damaged is made again, here and now. So a unit
-that a worker lost costs that unit, and units that expired between two steps cost no error.
+The data read is the data written: a missing or damaged unit is made again immediately. So a lost unit costs only that
+unit, and units that expired between two steps cause no error.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from holdfast.runtime.logs import log
 from holdfast.spec.errors import DataError
 from holdfast.store import Store
 
-AHEAD = 4  # units that are being read while one is worked on
+AHEAD = 4  # units that are read ahead of the current one
 
 T = TypeVar("T")
 Read = Callable[[Store, str, int], T | None]  # a part, by the unit's key and the part's number
 
 
 class UnitReader:
-    """The units of `pieces`, in their order."""
+    """The units of `pieces`, in order."""
 
     def __init__(self, store: Store, pieces: Sequence[Piece], job: Job) -> None:
         self._store, self.pieces, self._job = store, pieces, job
@@ -36,21 +36,21 @@ class UnitReader:
         self.rebuilt: set[int] = set()  # numbers of the pieces that were made again
 
     def digests(self) -> Iterator[NDArray]:
-        """The digests of the documents of every part; the tokens are not read."""
+        """The document digests of every part, without reading the tokens."""
         for _, index in self.indexes():
             yield index["digest"]
 
     def indexes(self) -> Iterator[tuple[Piece, NDArray]]:
-        """The index of every part, with its piece; the tokens are not read."""
+        """The index of every part, with its piece, without reading the tokens."""
         for piece, found, _ in self._all(read_index, lambda found: found[1]):
             yield piece, found[0]
 
     def parts(self) -> Iterator[tuple[Piece, Part, bool]]:
-        """Every part, with its piece, and whether that ends with it."""
+        """Every part, with its piece, and whether it is the piece's last part."""
         return self._all(read_part, lambda part: part.last)
 
     def _all(self, read: Read[T], is_last: Callable[[T], bool]) -> Iterator[tuple[Piece, T, bool]]:
-        """The first part of a unit is read ahead: most units have one."""
+        """Read the first part of a unit ahead, because most units have one part."""
         waiting: deque[Future[T | None]] = deque()
         with ThreadPoolExecutor(AHEAD) as threads:
             try:

@@ -1,8 +1,8 @@
-"""Units of work: pieces of the sources, and the tokens made of each, kept in the store by content.
+"""Units of work: pieces of the sources and their tokens, kept in the store by content.
 
-A unit's key digests everything that decides its tokens (the files' content, the tokenizer, the cleaning), so a killed
-preprocess resumes and a changed corpus costs only what changed. A unit is written in parts of bounded size, so that one
-endless compressed file neither needs memory nor starts over.
+A unit's key digests everything that determines its tokens (the files' content, the tokenizer, the cleaning). So a
+killed preprocess resumes, and a changed corpus costs only what changed. A unit is written in parts of bounded size, so
+an endless compressed file needs neither much memory nor a new start.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from holdfast.store import Store, layout
 
 UNIT_VERSION = 4  # raised when the same input would give other bytes
 
-UNIT_BYTES = 8 * 2**20  # about how much of the sources one unit covers
+UNIT_BYTES = 8 * 2**20  # approximate bytes of the sources per unit
 MIN_UNIT_BYTES = UNIT_BYTES // 4
 PART_BYTES = 16 * 2**20  # text in one part of a unit
-SPLIT_PARQUET_BYTES = 64 * 2**20  # larger parquet files are units by row group
-HEAD_BYTES = 128 * 2**10  # of a part, read at once: its header and, mostly, its index
-NAMED_FAULTS = 5  # how many records of one fault a part names; of what a filter drops it names one
+SPLIT_PARQUET_BYTES = 64 * 2**20  # larger parquet files become units by row group
+HEAD_BYTES = 128 * 2**10  # of a part, read first: its header and usually its index
+NAMED_FAULTS = 5  # records that a part names per fault; for a filter it names one
 
-# Of a document. `file` is the number of its file in the piece, `at` its line or row as `records` counts.
+# One entry per document. `file` is the number of its file in the piece, `at` its line or row as `records` counts.
 INDEX = np.dtype([("digest", "V16"), ("tokens", "<u8"), ("bytes", "<u8"), ("file", "<u4"), ("at", "<u8")])
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one unit covers: some small files, or a range of one file."""
+    """The content of one unit: some small files, or a range of one file."""
 
     source: int
     files: tuple[SourceFile, ...]
@@ -56,17 +56,17 @@ class Piece:
 
     @property
     def bytes(self) -> int:
-        """How much of the sources this is."""
+        """Its size in bytes of the sources."""
         if self.range is not None and self.files[0].format == "jsonl":
             return self.range[1] - self.range[0]
         return sum(file.size for file in self.files)
 
     def here(self) -> Piece:
-        """The piece as it lies on this machine. Raises MissingError or DataError when it does not."""
+        """The piece with its files on this machine. Raises MissingError or DataError if they are missing or differ."""
         return replace(self, files=tuple(here(file) for file in self.files))
 
     def key(self, settings: object) -> str:
-        """The name of the unit. `settings` is what else decides the tokens."""
+        """The name of the unit. `settings` are the other values that determine the tokens."""
         content = [file.content for file in self.files]
         decisive = [UNIT_VERSION, content, self.kind, self.text_field, self.range, settings]
         described = json.dumps(decisive, sort_keys=True)
@@ -75,7 +75,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Drop:
-    """A record that was dropped: its file, by its number in the piece, and its line or row as `records` counts."""
+    """A dropped record: the number of its file in the piece, and its line or row as `records` counts."""
 
     file: int
     at: int
@@ -84,15 +84,15 @@ class Drop:
 
 @dataclass
 class Part:
-    """Some documents in order: their index, their tokens, and what was dropped between them."""
+    """Some documents in order: their index, their tokens, and the records dropped between them."""
 
     index: NDArray  # of INDEX
     tokens: Tokens
-    records: int  # read from the piece up to the end of this part, dropped ones included
-    lines: int  # the last line or row in it, as `records` counts
+    records: int  # read from the piece up to the end of this part, including dropped ones
+    lines: int  # its last line or row, as `records` counts
     last: bool
     dropped: dict[str, int] = field(default_factory=dict)
-    drops: list[Drop] = field(default_factory=list)  # the first ones of each reason
+    drops: list[Drop] = field(default_factory=list)  # the first ones for each reason
 
     def dump(self) -> bytes:
         """The bytes of the part: header length, header, index, tokens."""
@@ -116,7 +116,7 @@ class Part:
 
 
 def parse_part(raw: bytes) -> Part | None:
-    """Read a part; None when it is damaged."""
+    """Parse a part. None if it is damaged."""
     try:
         (length,) = struct.unpack_from("<I", raw)
         header = parse_json_object(raw[4 : 4 + length], "part of a unit")
@@ -139,15 +139,15 @@ def parse_part(raw: bytes) -> Part | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What working on a piece gave."""
+    """The result of work on a piece."""
 
-    reused: bool  # nothing was tokenised
+    reused: bool  # nothing was tokenized
     bytes: int  # of the source
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for every piece."""
+    """The settings that all pieces share."""
 
     tokenizer_json: str
     tokenizer_digest: str
@@ -159,7 +159,7 @@ class Job:
 
     @property
     def settings(self) -> dict[str, object]:
-        """What decides the tokens of a piece besides its bytes."""
+        """The settings that determine the tokens of a piece, in addition to its bytes."""
         return {
             "tokenizer": self.tokenizer_digest,
             "end_of_text": self.end_of_text,
@@ -169,7 +169,7 @@ class Job:
         }
 
     def encoder(self) -> Encoder | ChatEncoder:
-        """What makes tokens of a document."""
+        """The encoder from documents to tokens."""
         if self.template:
             template = ChatTemplate.parse(self.template, self.template_name)
             return ChatEncoder(self.tokenizer_json, template, self.end_of_text)
@@ -177,7 +177,7 @@ class Job:
 
 
 def plan(sources: Sequence[ResolvedSource], kind: Kind = "text") -> list[Piece]:
-    """Cut the sources into pieces, in the order of their documents. The same files always give the same pieces."""
+    """Divide the sources into pieces, in the order of their documents. The same files always give the same pieces."""
     pieces = [piece for number, source in enumerate(sources) for piece in _plan(number, source)]
     return [replace(piece, kind=kind) for piece in pieces]
 
@@ -197,7 +197,7 @@ def _plan(number: int, source: ResolvedSource) -> Iterator[Piece]:
             continue
         group.append(file)
         size += file.size
-        # Groups end where the content says so: a file more or less moves only the borders next to it.
+        # Content determines where groups end, so an added or removed file moves only the nearest borders.
         anchor = int(blake3(file.digest.encode()).hexdigest()[:2], 16) < 8
         if size >= UNIT_BYTES or len(group) >= 4096 or (size >= MIN_UNIT_BYTES and anchor):
             yield Piece(number, tuple(group), text_field)
@@ -207,7 +207,7 @@ def _plan(number: int, source: ResolvedSource) -> Iterator[Piece]:
 
 
 def _ranges(file: SourceFile) -> list[Range]:
-    """The ranges in which a large file is read; none for a file that is read in one go."""
+    """The ranges in which a large file is read. Empty for a file that is read as a whole."""
     if file.compression:
         return []
     if file.format == "jsonl" and file.size > UNIT_BYTES:
@@ -216,15 +216,15 @@ def _ranges(file: SourceFile) -> list[Range]:
     if file.format == "parquet" and file.size > SPLIT_PARQUET_BYTES:
         try:
             return [(group, group + 1) for group in range(row_groups(file))]
-        except CorruptFileError:  # whoever reads it counts it, or ends with it
+        except CorruptFileError:  # reading the file reports it
             return []
     return []
 
 
 def documents(piece: Piece, cleaning: Cleaning) -> Iterator[tuple[int, int, str | Flaw | None]]:
-    """The cleaned documents of a piece, in order: the number of the file, the line or row as `records` counts, and the
-    document, why there is none, or None for a blank line. Raises DataError, which names the place, for a fault where
-    the spec says so."""
+    """The cleaned documents of a piece, in order: the number of the file, the line or row as `records` counts, and
+    the document. The document is a Flaw if it was dropped, and None for a blank line. Raises DataError with the
+    location for a fault, if the spec requires that."""
     for number, file in enumerate(piece.files):
         for at, record in records(file, piece.text_field, cleaning.max_characters, piece.range, piece.kind):
             found = clean(record, cleaning, piece.kind) if isinstance(record, str) else record
@@ -234,7 +234,7 @@ def documents(piece: Piece, cleaning: Cleaning) -> Iterator[tuple[int, int, str 
 
 
 def _refuse(piece: Piece, drop: Drop, cleaning: Cleaning) -> None:
-    """Raises DataError for a fault where the spec says so."""
+    """Raises DataError for a fault, if the spec requires that."""
     if drop.flaw.reason in FILTERS or cleaning.on_bad_record == "skip":
         return
     file = piece.files[drop.file]
@@ -262,13 +262,14 @@ def tokenise(piece: Piece, job: Job, encoder: Encoder | ChatEncoder, store: Stor
 
 
 def read_part(store: Store, key: str, number: int) -> Part | None:
-    """A part of a unit; None when it is missing or damaged."""
+    """A part of a unit. None if it is missing or damaged."""
     name = _part_key(key, number)
     return parse_part(store.get(name)) if store.stat(name) is not None else None
 
 
 def read_index(store: Store, key: str, number: int) -> tuple[NDArray, bool] | None:
-    """The index of a part of a unit without its tokens, and whether it is the last; None when missing or damaged."""
+    """The index of a part of a unit without its tokens, and whether it is the last part. None if it is missing or
+    damaged."""
     name = _part_key(key, number)
     info = store.stat(name)
     if info is None:
@@ -342,7 +343,7 @@ def _make_part(
 
 
 def _encoded(document: str, encoder: Encoder | ChatEncoder, job: Job) -> bytes | Flaw:
-    """The tokens of a document, or why it has none."""
+    """The tokens of a document, or the reason why it has none."""
     try:
         tokens = encoder.encode(document)
     except ConversationError as error:

@@ -1,4 +1,4 @@
-"""Small files that the user names: a tokenizer, a chat template. From a path, a bucket or the Hub."""
+"""Small files that the user names, such as a tokenizer or a chat template, from a path, a bucket or the Hub."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def read_user_file(
     *,
     missing: Literal["refuse"] | None = "refuse",
 ) -> bytes | None:
-    """The bytes of a file that `field` of the spec names, at most `limit`. One that is not there is None with
-    `missing=None`. Raises MissingError, DataError, AccessDeniedError."""
+    """The bytes of the file at `path`, which the spec's field `field` names, at most `limit`. With `missing=None` a
+    missing file gives None. Raises MissingError, DataError, AccessDeniedError."""
     if path.startswith("s3://"):
         bucket, _, key = path.removeprefix("s3://").partition("/")
         try:
