@@ -1,6 +1,6 @@
-"""Reading datasets of packed tokens: `Dataset.open`, then `training(...).batch(step)` and `validation(...)`.
+"""Datasets of packed tokens: `Dataset.open`, then `training(...).batch(step)` and `validation(...)`.
 
-numpy only. What writes datasets is the preprocess step; the format they share is in `manifest` and `shards`.
+It needs only numpy. The preprocess step writes datasets. `manifest` and `shards` define the shared format.
 """
 
 from holdfast.dataset.batches import Batches, Rows

@@ -1,4 +1,4 @@
-"""The batch of a training step: a pure function of (dataset, seed, step). There is no loader state to save."""
+"""Batch of a training step: a pure function of (dataset, seed, step). There is no loader state to save."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from holdfast.dataset.permutation import Indices
 from holdfast.dataset.stream import ACROSS, TokenStream, copy_rows
 from holdfast.spec.sizes import BatchSizes
 
-Rows = slice | Indices | Callable[[int], slice | Indices]  # of a global batch; or which they are of one of some size
-LOOKAHEAD = 4096  # places resolved at once: small batches then share the cost of the permutation
+Rows = slice | Indices | Callable[[int], slice | Indices]  # of a global batch; or a function of its size
+LOOKAHEAD = 4096  # positions resolved together: small batches share the cost of the permutation
 
 
 class _Placed(NamedTuple):
-    """Where the samples of some consecutive places lie: four int64 arrays of equal length."""
+    """The locations of consecutive samples: four int64 arrays of equal length."""
 
     source: Indices
     start: Indices  # in the source's stream, in tokens
@@ -43,12 +43,12 @@ class Batches:
 
     @property
     def samples(self) -> int:
-        """Samples of an epoch, over all sources."""
+        """Samples per epoch, over all sources."""
         return sum(stream.samples(self.context) for stream in self._streams)
 
     def batch(self, step: int, rows: Rows = slice(None)) -> NDArray[np.int64]:
         """The rows `rows` of the global batch of `step` (from 0): int64 [rows, context + 1], where [:, :-1] are the
-        inputs and [:, 1:] the targets. Reads nothing but these rows. Raises DataError when a shard is damaged."""
+        inputs and [:, 1:] the targets. Reads only these rows. Raises DataError if a shard is damaged."""
         length, places = self.context + 1, self._places(step, rows)
         if not len(places):
             return np.empty((0, length), dtype=np.int64)
@@ -62,13 +62,13 @@ class Batches:
         )
 
     def origins(self, step: int, rows: Rows = slice(None)) -> tuple[Indices, Indices]:
-        """Where the same rows lie: the number of the source, and the position of their first token in its tokens. Two
+        """The origins of the same rows: the number of the source, and the position of the first token in it. Two
         int64 [rows]. Reads nothing."""
         source, sample = self._order(self._places(step, rows))
         return source, sample * self.context
 
     def _places(self, step: int, rows: Rows) -> Indices:
-        """The numbers of samples, over all steps, that some rows of a step are."""
+        """The sample numbers, counted over all steps, of some rows of a step."""
         if step < 0:
             raise ValueError(f"steps count from 0, not {step}")
         first, size = self.sizes.before(step), self.sizes.size(step)
@@ -77,7 +77,7 @@ class Batches:
         return np.array(whole[rows], np.int64) if isinstance(rows, slice) else first + rows
 
     def _placed(self, places: Indices) -> _Placed:
-        """Where the samples at `places` lie. What is kept between calls is a pure function of the places: a cache."""
+        """The locations of the samples at `places`. The cache between calls is a pure function of the places."""
         number, last = int(places.min()) // LOOKAHEAD, int(places.max()) // LOOKAHEAD
         if number != last:
             return self._resolve(places)

@@ -1,8 +1,8 @@
-"""A bounded cache of blocks on the local disk, shared by all processes of a machine.
+"""Bounded cache of blocks on the local disk, shared by all processes of a machine.
 
-Promises that a reader finds whole blocks or none, that the folder stays within its limit by dropping what was unused
-for longest, and that a disk that is full or read-only costs speed and never a failure: blocks are then just not kept.
-Leaves to its callers to check what they read: they know the digests.
+A reader finds whole blocks or none. The folder stays within its limit: the least recently used blocks are dropped. A
+full or read-only disk costs speed and never causes a failure, because blocks are then not kept. Callers verify what
+they read, because they know the digests.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from holdfast.runtime import heartbeat
 from holdfast.runtime.environment import make_folder
 from holdfast.runtime.locks import lock_within
 
-LOCK_SECONDS = 90.0  # a request to the store has a minute
-LOCKS = 64  # files; two blocks that share one are fetched one after the other
-TRIM_EVERY = 100  # the folder is measured when this process has added so large a part (1/100) of the limit...
-TRIM_TO = 0.85  # ...and brought down to this share of it, so that fifteen processes together stay below the limit
-FRESH_SECONDS = 60.0  # a block is marked as used at most so often
-UNFINISHED_SECONDS = 3600.0  # an unfinished file that is older belongs to a dead writer
+LOCK_SECONDS = 90.0  # a request to the store may take a minute
+LOCKS = 64  # files; two blocks that share one are fetched one after another
+TRIM_EVERY = 100  # the folder is measured when this process has added this part (1/100) of the limit...
+TRIM_TO = 0.85  # ...and trimmed to this share of it, so that fifteen processes together stay below the limit
+FRESH_SECONDS = 60.0  # a block is marked as used at most once in this time
+UNFINISHED_SECONDS = 3600.0  # an older unfinished file belongs to a dead writer
 
 log = logging.getLogger("holdfast.dataset")
 
 
 class BlockCache:
-    """Blocks as files under `folder`, at most `limit` bytes of them."""
+    """Blocks as files under `folder`, at most `limit` bytes in total."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self._folder = folder
         self._limit = limit
-        self._added = limit  # bytes since the folder was measured: at first nobody knows what is there
+        self._added = limit  # bytes since the folder was measured; initially its size is unknown
         self._lock = threading.Lock()
         self._warned = False
 
     def has(self, name: str) -> bool:
-        """Whether the block is here."""
+        """Whether the block is in the cache."""
         return (self._folder / name).exists()
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        """`length` bytes of a block from `start`, or all of it; None when it is not here, or is shorter."""
+        """`length` bytes of a block from `start`, or the whole block. None if it is missing or shorter."""
         try:
             descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -67,7 +67,7 @@ class BlockCache:
         return data if len(data) == wanted else None
 
     def write(self, name: str, data: bytes) -> None:
-        """Keep a block, if the disk takes it."""
+        """Store a block, if the disk accepts it."""
         path = self._folder / name
         unfinished = path.with_name(f".{uuid.uuid4().hex}")
         try:
@@ -87,20 +87,20 @@ class BlockCache:
             self._trim(int(self._limit * TRIM_TO), self._limit)
 
     def drop(self, name: str) -> None:
-        """Forget a block."""
+        """Remove a block."""
         with contextlib.suppress(OSError):
             (self._folder / name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def fetching(self, name: str) -> Iterator[None]:
-        """The only one on this machine that fetches this block, where the disk can hold a lock."""
+        """Hold the lock to fetch a block: only one process of this machine fetches it, if the disk supports locks."""
         lock = self._folder / f".lock-{int(blake3(name.encode()).hexdigest()[:8], 16) % LOCKS:02d}"
         descriptor = -1
         with contextlib.suppress(OSError):
             make_folder(lock.parent)
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            with heartbeat.here.requesting():  # the holder does, for both
-                lock_within(descriptor, LOCK_SECONDS)  # one that hangs has no say: two fetch the same bytes
+            with heartbeat.here.requesting():  # the holder requests it for both
+                lock_within(descriptor, LOCK_SECONDS)  # a holder that hangs is ignored: both fetch the same bytes
         try:
             yield
         finally:
@@ -118,8 +118,8 @@ class BlockCache:
             self._trim(None, 0)
 
     def _trim(self, target: int | None, limit: int) -> None:
-        """Drop what was unused for longest until `target` bytes are left (None: nine tenths of what is there), unless
-        there are at most `limit`. One process at a time; another one's trimming does for this one."""
+        """Drop the least recently used blocks until `target` bytes are left (None: nine tenths of the current
+        bytes). Nothing is dropped up to TRIM_TO of `limit` bytes. One process trims at a time, on behalf of all."""
         with contextlib.suppress(OSError):
             descriptor = os.open(self._folder / ".trim", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
@@ -152,7 +152,7 @@ class BlockCache:
 
 
 def _unlock(descriptor: int) -> None:
-    """Let the lock go before closing: a child that was forked meanwhile shares the descriptor, and would keep it."""
+    """Release the lock before closing: a child forked meanwhile shares the descriptor, and would keep the lock."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)

@@ -1,8 +1,7 @@
-"""Opening a dataset and reading it: training batches by step, held-out text in order, and the tokenizer.
+"""Reader of a dataset: training batches by step, held-out text in order, and the tokenizer.
 
-Promises that a truncated shard is refused when the dataset is opened and altered bytes when they are first touched, and
-that opening costs the same whatever the size of the corpus. Leaves document masks to the model: they follow from
-`end_of_text`.
+A truncated shard is refused when the dataset is opened, and altered bytes when they are first read. Opening costs the
+same for any size of the corpus. The model derives document masks from `end_of_text`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ READ_ROWS = 8  # rows of one array of `validation`
 
 
 class Dataset:
-    """A prepared dataset. Make it with `Dataset.open`."""
+    """A prepared dataset. Create it with `Dataset.open`."""
 
     def __init__(self, store: Store, manifest: Manifest, cache_dir: Path) -> None:
         self.manifest = manifest
@@ -52,10 +51,10 @@ class Dataset:
 
     @classmethod
     def open(cls, store: Store, dataset_id: str, cache_dir: Path) -> Dataset:
-        """Open a dataset: memory-mapped where the store is a folder, else read by ranges, which are kept in a bounded
-        cache under `cache_dir`.
+        """Open a dataset. It is memory-mapped in a folder store, and otherwise read by ranges, which are kept in a
+        bounded cache under `cache_dir`.
 
-        Raises MissingError when there is no such dataset, DataError when a shard is missing or has the wrong size.
+        Raises MissingError if the dataset does not exist, and DataError if a shard is missing or has the wrong size.
         """
         manifest = load_manifest(store, dataset_id)
         for name, problem in damaged_shards(store, manifest).items():
@@ -72,7 +71,7 @@ class Dataset:
 
     @property
     def vocabulary(self) -> int:
-        """Number of token ids: every token is below it."""
+        """The number of token ids. Every token is below it."""
         return self.manifest.tokenizer.vocabulary
 
     @property
@@ -82,21 +81,21 @@ class Dataset:
 
     @property
     def separator(self) -> int:
-        """The token that ends documents in rows of tokens: NO_TOKEN where marks do (see `marks`)."""
+        """The token that ends documents in rows of tokens, or NO_TOKEN if marks do (see `marks`)."""
         return self.end_of_text if self.manifest.chat is None else NO_TOKEN
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template of a dataset of conversations; None without one."""
+        """The chat template of a dataset of conversations, or None."""
         return (self.manifest.chat or {}).get("text") or None
 
     @property
     def pairs(self) -> bool:
-        """Whether documents come in pairs, an answer that was chosen and one that was rejected."""
+        """Whether documents come in pairs of a chosen and a rejected answer."""
         return (self.manifest.chat or {}).get("kind") == "preferences"
 
     def tokens(self, split: SplitName = "train") -> int:
-        """Tokens of a split, over all sources."""
+        """The number of tokens in a split, over all sources."""
         return self.manifest.tokens(split)
 
     def training(
@@ -107,11 +106,11 @@ class Dataset:
         weights: Sequence[float | None] | None = None,
         shuffle: Shuffle | None = None,
     ) -> Batches:
-        """Shuffled batches of `global_batch` samples (or as many as each step has) of `context` + 1 tokens.
+        """Shuffled batches of `global_batch` samples (or of each step's size) with `context` + 1 tokens.
 
-        `weights` has one number for each source of the manifest; none, or None for each, lets a source count by its
-        tokens. `shuffle`: the order, global when none is given. Raises DataError when a source is shorter than one
-        sample.
+        `weights` has one number for each source of the manifest. Without weights, or with None for each, a source
+        counts by its tokens. `shuffle` is the order, and global by default. Raises DataError if a source is shorter
+        than one sample.
         """
         self._packed_to(context)
         streams = self._streams["train"]
@@ -136,8 +135,8 @@ class Dataset:
         return Batches(streams, order, context, sizes)
 
     def where(self, batches: Batches, step: int) -> str:
-        """Where the samples of the batch of `step` lie, in words: their sources, and their tokens in the training split
-        of each. Reads nothing."""
+        """A description of where the samples of the batch of `step` are: their sources, and their tokens in the
+        training split of each. Reads nothing."""
         sources, starts = batches.origins(step)
         said = []
         for number in sorted(set(sources.tolist())):
@@ -147,11 +146,11 @@ class Dataset:
         return "; ".join(said)
 
     def validation(self, context: int, max_tokens: int, rows: int = READ_ROWS) -> Iterator[NDArray[np.int64]]:
-        """Held-out text in order: int64 [n <= rows, context + 1], at most `max_tokens` targets in all (but at least
-        one sample), shared between the sources by their size. The same tokens whenever it is called. Of preferences the
-        chosen answers count.
+        """Held-out text in order: int64 [n <= rows, context + 1], with at most `max_tokens` targets in total, but at
+        least one sample. Sources share them by size. Every call gives the same tokens. Of preferences, the chosen
+        answers count.
 
-        Raises DataError when there is not a single sample.
+        Raises DataError if there is not a single sample.
         """
         self._packed_to(context)
         streams = self._streams["validation"]
@@ -171,12 +170,12 @@ class Dataset:
         return map(only_chosen, found) if self.pairs else found
 
     def validation_documents(self) -> Iterator[Tokens]:
-        """The held-out documents of text in order, without their end-of-text tokens, source by source."""
+        """The held-out text documents in order, source by source, without their end-of-text tokens."""
         for stream in self._streams["validation"]:
             yield from stream.documents(self.end_of_text)
 
     def tokenizer_json(self) -> str:
-        """The tokenizer, as Hugging Face tokenizers read it. Raises DataError when it was altered."""
+        """The tokenizer in Hugging Face format. Raises DataError if it was altered."""
         entry = self.manifest.tokenizer
         key = layout.dataset(self.dataset_id, entry.file)
         raw = self._store.get(key)
@@ -185,21 +184,21 @@ class Dataset:
         return raw.decode("utf-8")
 
     def token_bytes(self) -> NDArray[np.int64]:
-        """UTF-8 bytes of text that each token stands for: int64 [vocabulary]; 0 for special tokens."""
+        """UTF-8 bytes of text per token: int64 [vocabulary]; 0 for special tokens."""
         return bytes_of_tokens(self.tokenizer_json(), self.vocabulary)
 
     def prepended_bytes(self) -> NDArray[np.int64]:
-        """The bytes that the tokenizer puts before a document, of tokens that begin one: int64 [vocabulary]."""
+        """For tokens that begin a document, the bytes that the tokenizer adds before it: int64 [vocabulary]."""
         return prepended_bytes(self.tokenizer_json(), self.vocabulary)
 
     def verify(self) -> None:
-        """Check every byte of every shard. Raises DataError."""
+        """Verify every byte of every shard. Raises DataError."""
         for streams in self._streams.values():
             for stream in streams:
                 stream.verify()
 
     def _packed_to(self, context: int) -> None:
-        """Raises DataError when conversations were packed into samples of another length."""
+        """Raises DataError if conversations were packed into samples of another length."""
         chat = self.manifest.chat
         if chat is not None and chat["packed"] != context:
             raise DataError(
@@ -230,7 +229,7 @@ class Dataset:
 
 
 def damaged_shards(store: Store, manifest: Manifest) -> dict[str, str]:
-    """Shards that are missing or have the wrong size, and what is wrong: {name: problem}. Reads no shard."""
+    """Shards that are missing or have the wrong size: {name: problem}. Reads no shard."""
     prefix = layout.dataset(manifest.dataset_id, "")
     sizes = {info.key.removeprefix(prefix): info.size for info in store.list(prefix)}
     problems = {}

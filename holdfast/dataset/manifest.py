@@ -1,7 +1,7 @@
-"""`dataset.json`: what a dataset is made of, checked whenever it is read.
+"""Dataset manifest `dataset.json`: the parts of a dataset, checked at every read.
 
-Writing it is the commit of a preprocess: a dataset without it does not exist. Promises that what is loaded is bounded
-and consistent, and that a manifest from a newer Holdfast is refused. Leaves the bytes of the shards to `shards`.
+Writing it is the commit of a preprocess: a dataset without it does not exist. A loaded manifest is bounded and
+consistent, and one from a newer Holdfast is refused. `shards` covers the bytes of the shards.
 """
 
 from __future__ import annotations
@@ -53,39 +53,39 @@ class Split(Entry):
 
 
 class LeftOut(Entry):
-    """Entries of a source's folders that are no files."""
+    """Entries of a source's folders that are not files."""
 
     count: Count
     example: str  # the name of the first one
 
 
 class Lineage(Entry):
-    """Where the bytes of a source came from."""
+    """The origin of a source's bytes."""
 
     kind: Literal["files", "s3", "dvc", "python"]
     files: Count
-    bytes: Count  # as they lie in the source, before decompression
+    bytes: Count  # as stored in the source, before decompression
     digest: Digest  # over the names, sizes and content digests of the files, in order
     repository: str | None = None  # dvc: the Git repository
     revision: str | None = None  # dvc: the commit; python: the version of the interpreter
-    hash: str | None = None  # dvc: the hash that DVC tracks the path under
-    left_out: dict[str, LeftOut] = Field(default_factory=dict)  # by what they are
+    hash: str | None = None  # dvc: the hash of the path that DVC tracks
+    left_out: dict[str, LeftOut] = Field(default_factory=dict)  # by kind
 
     def left_out_in_words(self) -> list[str]:
-        """A line for each kind of what was left out."""
+        """A line for each kind of entry that was left out."""
         return [f"{one.count:,} left out, {kind}: {one.example}" for kind, one in sorted(self.left_out.items())]
 
 
 class Example(Entry):
-    """A record that was dropped."""
+    """A dropped record."""
 
-    place: str = Field(max_length=5000)  # its file, and its line or row where it has several
+    place: str = Field(max_length=5000)  # its file, and its line or row if it has several
     detail: str = Field(max_length=1000)
-    excerpt: str = Field(max_length=200)  # how its text begins; empty where it has none
+    excerpt: str = Field(max_length=200)  # the beginning of its text; empty without text
 
     @classmethod
     def of(cls, place: str, detail: str, excerpt: str) -> Example:
-        """The same, cut to the lengths that are kept."""
+        """An example, cut to the maximum lengths."""
         return cls(place=place[:5000], detail=detail[:1000], excerpt=excerpt[:200])
 
     def __str__(self) -> str:
@@ -93,18 +93,18 @@ class Example(Entry):
 
 
 class Source(Entry):
-    """One source of the spec, tokenised."""
+    """One source of the spec, tokenized."""
 
     name: str = Field(min_length=1, max_length=200)
     uri: str
     lineage: Lineage
     splits: dict[SplitName, Split]
     dropped: dict[str, Count]  # documents, by reason
-    examples: dict[str, Example] = Field(default_factory=dict)  # the first one of each reason
+    examples: dict[str, Example] = Field(default_factory=dict)  # the first one for each reason
 
 
 class Tokenizer(Entry):
-    """The tokenizer that the tokens belong to."""
+    """The tokenizer of the tokens."""
 
     file: str = Field(pattern=r"^[a-z0-9.-]{1,100}$")
     digest: Digest  # blake3 of the file
@@ -120,16 +120,16 @@ class Tokenizer(Entry):
 
 
 class Manifest(Entry):
-    """The whole of `dataset.json`."""
+    """The content of `dataset.json`."""
 
     format_version: Literal[1] = 1
     dataset_id: str = Field(pattern=r"^[0-9a-f]{16}$")
     tokenizer: Tokenizer
     sources: tuple[Source, ...] = Field(min_length=1, max_length=1000)
-    settings: dict[str, Any]  # the fields of the spec's `data` section that decided it
+    settings: dict[str, Any]  # the fields of the spec's `data` section that determined it
 
     def tokens(self, split: SplitName) -> int:
-        """Tokens of a split, over all sources."""
+        """The number of tokens in a split, over all sources."""
         return sum(source.splits[split].tokens for source in self.sources if split in source.splits)
 
     def shards(self) -> list[Shard]:
@@ -137,16 +137,16 @@ class Manifest(Entry):
         return [shard for source in self.sources for split in source.splits.values() for shard in split.shards]
 
     def dropped(self) -> dict[str, int]:
-        """Documents that were dropped, by reason, over all sources."""
+        """The number of dropped documents by reason, over all sources."""
         reasons = sorted({reason for source in self.sources for reason in source.dropped})
         return {reason: sum(source.dropped.get(reason, 0) for source in self.sources) for reason in reasons}
 
     def example(self, reason: str) -> Example | None:
-        """The first record that was dropped for a reason."""
+        """The first record that was dropped for a reason, or None."""
         return next((source.examples[reason] for source in self.sources if reason in source.examples), None)
 
     def drops(self) -> list[str]:
-        """What is not in the dataset, in words: a line for each reason, with the first example."""
+        """What is not in the dataset: a line for each reason with the first example, and for each kind left out."""
         lines = []
         for reason, count in ((reason, count) for reason, count in self.dropped().items() if count):
             first = self.example(reason)
@@ -157,17 +157,17 @@ class Manifest(Entry):
 
     @property
     def chat(self) -> dict[str, Any] | None:
-        """Of a dataset of conversations: the template's `text`, and `packed`, the tokens of a sample. None of text."""
+        """For conversations: the template's `text`, and `packed`, the tokens of a sample. None for text."""
         found: dict[str, Any] | None = self.settings.get("chat")
         return found
 
     def dump(self) -> bytes:
-        """The bytes of `dataset.json`: the same manifest always gives the same bytes."""
+        """The bytes of `dataset.json`. The same manifest always gives the same bytes."""
         return self.model_dump_json(indent=1).encode() + b"\n"
 
 
 def parse_manifest(raw: bytes, name: str) -> Manifest:
-    """Check the bytes of a manifest called `name`. Raises DataError."""
+    """Parse and check the bytes of the manifest `name`. Raises DataError."""
     if len(raw) > MAX_BYTES:
         raise DataError(f"{name}: {len(raw)} bytes are too many for a manifest; prepare the dataset again")
     try:
@@ -182,7 +182,7 @@ def parse_manifest(raw: bytes, name: str) -> Manifest:
 
 
 def load_manifest(store: Store, dataset_id: str) -> Manifest:
-    """Read the manifest of a dataset. Raises MissingError if there is none and DataError if it cannot be trusted."""
+    """Read the manifest of a dataset. Raises MissingError if it does not exist, and DataError if it is invalid."""
     key = layout.dataset(dataset_id)
     info = store.stat(key)
     if info is None:
@@ -198,7 +198,7 @@ def load_manifest(store: Store, dataset_id: str) -> Manifest:
 
 
 def find_manifest(store: Store, dataset_id: str) -> Manifest | None:
-    """The manifest of a dataset; None if there is none that can be read."""
+    """The manifest of a dataset, or None if it does not exist or cannot be read."""
     try:
         return load_manifest(store, dataset_id) if dataset_id else None
     except (MissingError, DataError):

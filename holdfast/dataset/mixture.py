@@ -1,8 +1,8 @@
-"""Which sample stands at which place of the endless training sequence: a pure function of (seed, place).
+"""Order of samples: the sample at each place of the endless training sequence, as a pure function of (seed, place).
 
-Without weights the samples of all sources are one set, and every epoch is a fresh permutation of it: each sample once
-an epoch. With weights the sequence is cut into blocks; a block holds exactly `quota` samples of each source in an order
-that is shuffled for each block, and each source walks through its own epochs: each of its samples once in each of them.
+Without weights the samples of all sources are one set, and every epoch is a new permutation of it. Each sample occurs
+once per epoch. With weights the sequence is divided into blocks. A block holds exactly `quota` samples of each source,
+in an order that is shuffled for each block. Each source has separate epochs, with each of its samples once per epoch.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 
 from holdfast.dataset.permutation import Indices, Permutation, derive_key
 
-BLOCK = 8192  # largest block: shares that no smaller block gives exactly are rounded to 1/8192
+BLOCK = 8192  # largest block: shares that no smaller block represents exactly are rounded to 1/8192
 
 
-# From the number of samples, the seed and what they are for to the order of an endless sequence of epochs.
+# From the number of samples, the seed and their purpose to the order of an endless sequence of epochs.
 MakeShuffle = Callable[[int, int, str], Callable[[Indices], Indices]]
 
 
 class UniformOrder:
-    """All samples of all sources, once an epoch."""
+    """All samples of all sources, once per epoch."""
 
     def __init__(self, counts: Sequence[int], seed: int, shuffle: MakeShuffle | None = None) -> None:
         self._starts = np.cumsum([0, *counts])
@@ -40,10 +40,10 @@ class UniformOrder:
 
 
 class WeightedOrder:
-    """Sources by weight, each through its own epochs. `quotas` says the exact share of each source in every block.
+    """Sources by weight, each with separate epochs. `quotas` is the exact share of each source in every block.
 
-    `rows`: sequences that are mixed each for itself, place p belonging to sequence p modulo `rows`: with the rows of
-    the global batch each of them draws from blocks of its own.
+    `rows` is the number of sequences that are mixed separately. Place p belongs to sequence p modulo `rows`. With the
+    rows of the global batch, each row draws from separate blocks.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class WeightedOrder:
         """The source and the sample within it at each of `places` (int64 [n]). Two int64 [n]."""
         position, row = np.divmod(places, self._rows)
         block, within = np.divmod(position, self.block)
-        within = (within + row * (self.block // self._rows | 1)) % self.block  # rows take turns at the sources
+        within = (within + row * (self.block // self._rows | 1)) % self.block  # rows alternate between the sources
         source, ordinal = np.empty_like(places), np.empty_like(places)
         for number in np.unique(block).tolist():
             chosen = block == number
@@ -81,7 +81,7 @@ class WeightedOrder:
         return source, sample
 
     def _layout(self, block: int) -> tuple[Indices, Indices]:
-        """The source of every place of a block, and how many of that source came before it since place 0."""
+        """The source of every place of a block, and the number of earlier samples of that source since place 0."""
         slots = Permutation(self.block, derive_key(self._seed, "block", block))(np.arange(self.block))
         source = np.searchsorted(self._starts, slots, side="right") - 1
         ordinal = np.empty_like(source)
@@ -90,8 +90,8 @@ class WeightedOrder:
 
 
 def block_quotas(weights: Sequence[float]) -> tuple[int, ...]:
-    """Samples of each source in a block: exact when the weights are fractions with a common denominator up to 8192,
-    else rounded to 1/8192 by largest remainder; at least one each."""
+    """Samples of each source in a block. They are exact if the weights are fractions with a common denominator up to
+    8192. Otherwise they are rounded to 1/8192 by largest remainder. Each source has at least one."""
     fractions = [Fraction(repr(float(weight))) for weight in weights]
     total = sum(fractions)
     shares = [fraction / total for fraction in fractions]
@@ -109,7 +109,7 @@ def block_quotas(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 class _EpochShuffle:
-    """0, 1, 2, ... to range(count) in a fresh random order for each epoch of `count` places."""
+    """0, 1, 2, ... to range(count), in a new random order for each epoch of `count` places."""
 
     def __init__(self, count: int, seed: int, purpose: str) -> None:
         self._count = count

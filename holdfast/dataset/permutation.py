@@ -1,8 +1,8 @@
-"""A keyed pseudo-random permutation of range(n) with random access and no memory, for any n below 2**62.
+"""Keyed pseudo-random permutation of range(n) with random access and without memory, for any n below 2**62.
 
-A generalised Feistel network over Z_a x Z_b (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002) with a
-and b near the square root of n, and cycle walking for the less than a values of a*b that lie above n. Shuffles well; it
-is no cryptography. The bits are part of every run's identity: changing anything here needs a new DATA_PLANE_VERSION.
+It is a generalized Feistel network over Z_a x Z_b (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002)
+with a and b near the square root of n. Cycle walking handles the fewer than a values of a*b above n. It shuffles well
+and is not cryptography. The bits are part of every run's identity: any change here needs a new DATA_PLANE_VERSION.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Indices = NDArray[np.int64]
 
 
 def derive_key(*parts: int | str) -> bytes:
-    """A key for each tuple of numbers and words, unrelated to the key of every other tuple."""
+    """A key for each tuple of numbers and words, independent of the key of every other tuple."""
     return blake3("\0".join(f"{type(part).__name__}:{part}" for part in parts).encode()).digest(length=8 * ROUNDS)
 
 
 class Permutation:
-    """The permutation of range(n) that `key` (from `derive_key`) names."""
+    """The permutation of range(n) for `key` (from `derive_key`)."""
 
     def __init__(self, n: int, key: bytes) -> None:
         if not 1 <= n < 2**62:
@@ -38,7 +38,7 @@ class Permutation:
         self._keys = np.frombuffer(key, dtype="<u8").astype(np.uint64)
 
     def __call__(self, indices: Indices) -> Indices:
-        """Where each of `indices` (int64, any shape, in range(n)) goes. Equal shape."""
+        """The image of each of `indices` (int64, any shape, in range(n)), in the same shape."""
         value = self._once(np.asarray(indices, dtype=np.uint64))
         outside = value >= np.uint64(self.n)
         while outside.any():

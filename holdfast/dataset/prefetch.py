@@ -1,4 +1,4 @@
-"""Reads batches ahead of the trainer in one thread. Its only state is the step, so dropping it loses nothing."""
+"""Prefetcher of batches for the trainer, in one thread. Its only state is the step, so dropping it loses nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Item = tuple[int, NDArray[np.int64]]
 
 
 class Prefetcher:
-    """Iterates (step, rows of the batch of that step) from `start`, without end unless `stop` is given.
+    """Iterates over (step, rows of the batch of that step) from `start` to `stop`, or endlessly without `stop`.
 
     Keeps up to `depth` batches ready. Use it as a context manager, or call `close`.
     """
@@ -42,11 +42,11 @@ class Prefetcher:
             yield item
 
     def close(self) -> None:
-        """Stop reading. Returns when the thread has ended."""
+        """Stop reading. Returns after the thread has ended."""
         self._closed.set()
         while self._thread.is_alive():
             try:
-                self._ready.get(timeout=0.01)  # frees a thread that waits for room
+                self._ready.get(timeout=0.01)  # frees a thread that waits for space
             except queue.Empty:
                 continue
         self._thread.join()

@@ -1,7 +1,7 @@
-"""A shard that lies in a bucket: read by ranges of blocks, never as a whole, through a cache on the local disk.
+"""Shards in a bucket: read by ranges of blocks, never as a whole, through a cache on the local disk.
 
-Promises that only the pieces that rows need are fetched, once for all processes of a machine while the cache has room,
-and that no byte is used before its block's digest was compared: what is damaged on the disk is fetched again.
+Only the pieces that rows need are fetched, once for all processes of a machine while the cache has space. No byte is
+used before its block's digest was compared. A piece damaged on the disk is fetched again.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from holdfast.dataset.shards import (
 )
 from holdfast.store import Store
 
-PIECE_BLOCKS = 4  # one request fetches so many blocks: 256 KiB
+PIECE_BLOCKS = 4  # blocks per request: 256 KiB
 PIECE_BYTES = PIECE_BLOCKS * BLOCK_BYTES
-FETCHES = 8  # requests at once
-DIGESTS_BYTES = 32 * 2**20  # how much of the lists of block digests is kept in memory: those of 128 GiB of tokens
+FETCHES = 8  # concurrent requests
+DIGESTS_BYTES = 32 * 2**20  # lists of block digests kept in memory: those of 128 GiB of tokens
 
 Piece = tuple["RemoteShard", int]
 Fetched = Mapping[Piece, bytes]
 
 
 class Bucket:
-    """Where the shards of a dataset lie, what of them is on this disk, and the digests that are at hand."""
+    """The location of a dataset's shards, their cache on this disk, and the loaded digests."""
 
     def __init__(self, store: Store, cache: BlockCache) -> None:
         self.store, self.cache = store, cache
@@ -63,7 +63,7 @@ class Bucket:
 
 
 class RemoteShard:
-    """One shard in a bucket. `key` names it there, `name` in the cache."""
+    """One shard in a bucket. `key` is its name there, `name` its name in the cache."""
 
     def __init__(self, shard: Shard, bucket: Bucket, key: str, name: str) -> None:
         self.shard = shard
@@ -72,7 +72,7 @@ class RemoteShard:
         self._width = DTYPES[shard.dtype].itemsize
 
     def run(self, start: int, length: int, fetched: Fetched | None = None) -> Tokens:
-        """The `length` tokens from `start`, checked. Raises DataError."""
+        """The `length` tokens from `start`, verified. Raises DataError."""
         first, stop = start * self._width, (start + length) * self._width
         low, high = first // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
         pieces = range(low // PIECE_BLOCKS, -(-high // PIECE_BLOCKS))
@@ -83,7 +83,7 @@ class RemoteShard:
         return np.frombuffer(blocks, dtype=DTYPES[self.shard.dtype], count=length, offset=at)
 
     def pieces(self, starts: NDArray[np.int64], length: int) -> set[int]:
-        """The numbers of the pieces under the runs of `length` tokens at `starts`."""
+        """The numbers of the pieces that contain the runs of `length` tokens at `starts`."""
         first = starts * self._width // PIECE_BYTES
         last = ((starts + length) * self._width - 1) // PIECE_BYTES
         steps = np.arange(int((last - first).max()) + 1)
@@ -99,7 +99,7 @@ class RemoteShard:
         return self._bucket.cache.has(f"{self._name}/{piece}")
 
     def fetch(self, piece: int) -> bytes:
-        """A whole piece, checked: from the store, unless another process was faster. Raises DataError."""
+        """A whole piece, verified: from the store, unless another process was faster. Raises DataError."""
         name, cache = f"{self._name}/{piece}", self._bucket.cache
         digests = self._bucket.digests(self)  # before the lock: a process never holds two
         first = piece * PIECE_BLOCKS
@@ -109,7 +109,7 @@ class RemoteShard:
             data = cache.read(name, 0, length)
             if data is not None and _wrong(data, first, digests) is None:
                 return data
-            for _ in range(2):  # a byte that was altered on its way here is not one that is altered there
+            for _ in range(2):  # a byte altered in transit differs from one altered in the store
                 data = self._bucket.store.get(self._key, start, length)
                 block = _wrong(data, first, digests)
                 if block is None:
@@ -118,7 +118,7 @@ class RemoteShard:
         raise damaged(self.label, f"block {block} (64 KiB) does not have the digest that was written")
 
     def read_digests(self) -> bytes:
-        """The digests of all blocks, checked. Raises DataError."""
+        """The digests of all blocks, verified. Raises DataError."""
         name, cache = f"{self._name}/digests", self._bucket.cache
         start = token_bytes(self.shard)
         with cache.fetching(name):
@@ -132,7 +132,7 @@ class RemoteShard:
             return found
 
     def _blocks(self, piece: int, low: int, high: int, fetched: Fetched) -> bytes:
-        """The blocks of a piece that are among [low, high), checked."""
+        """The blocks of a piece within [low, high), verified."""
         base = piece * PIECE_BLOCKS
         first, stop = max(low, base), min(high, base + PIECE_BLOCKS)
         start = (first - base) * BLOCK_BYTES
@@ -146,8 +146,8 @@ class RemoteShard:
 
 
 def fetch(pieces: Collection[Piece]) -> dict[Piece, bytes]:
-    """Those of the pieces that are not in the cache, several requests at once. They are in the cache afterwards, if
-    the disk takes them."""
+    """Fetch the pieces that are not in the cache, with several concurrent requests. Afterwards they are in the
+    cache, if the disk accepts them."""
     missing = [(shard, piece) for shard, piece in pieces if not shard.on_disk(piece)]
     if len(missing) < 2:
         return {(shard, piece): shard.fetch(piece) for shard, piece in missing}
@@ -156,7 +156,7 @@ def fetch(pieces: Collection[Piece]) -> dict[Piece, bytes]:
 
 
 def _wrong(data: bytes, first: int, digests: bytes) -> int | None:
-    """The first block of `data`, which begins with block `first`, that is not what was written."""
+    """The first damaged block of `data`, which starts with block `first`, or None."""
     view = memoryview(data)
     for number, at in enumerate(range(0, len(data), BLOCK_BYTES), first):
         if not intact(view[at : at + BLOCK_BYTES], digests, number):

@@ -1,8 +1,8 @@
-"""The shard file: tokens, then a digest of each block of them. Reading it memory-mapped, and never trusting it blindly.
+"""Shard files: tokens, followed by a digest of each block, read memory-mapped and verified.
 
-A file is the tokens (little-endian, uint16 or uint32) followed by one 16-byte blake3 digest for each 64 KiB block; the
+A file has the tokens (little-endian, uint16 or uint32), then one 16-byte blake3 digest for each 64 KiB block. The
 manifest holds the digest of these digests. So a wrong size shows when the dataset is opened, and altered bytes show
-when their block is first touched: neither costs more when the corpus grows.
+when their block is first read. Neither costs more for a larger corpus.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from holdfast.dataset.manifest import DtypeName, Shard
 from holdfast.spec.errors import DataError
 
-MOST_OPEN = 512  # files mapped at once, or a quarter of the descriptors that this process may have
+MOST_OPEN = 512  # files mapped at a time, or a quarter of the descriptors that this process may have
 BLOCK_BYTES = 64 * 1024
 DIGEST_BYTES = 16
 DTYPES: dict[DtypeName, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -29,7 +29,7 @@ Tokens = NDArray[np.unsignedinteger]
 
 
 def dtype_for(vocabulary: int) -> DtypeName:
-    """The narrowest type that holds every token of a vocabulary."""
+    """The narrowest type for every token of a vocabulary."""
     return "uint16" if vocabulary <= 2**16 else "uint32"
 
 
@@ -44,20 +44,20 @@ def file_bytes(shard: Shard) -> int:
 
 
 def block_digests(data: bytes | bytearray | memoryview) -> bytes:
-    """The digests of the blocks of `data`, one after another: what stands at the end of a shard file."""
+    """The concatenated digests of the blocks of `data`, as at the end of a shard file."""
     view = memoryview(data).cast("B")
     blocks = (view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES))
     return b"".join(blake3(block).digest(length=DIGEST_BYTES) for block in blocks)
 
 
 def shard_digest(digests: bytes) -> str:
-    """What the manifest holds for a shard, from the digests of its blocks."""
+    """The manifest's digest of a shard, from the digests of its blocks."""
     return blake3(digests).hexdigest()
 
 
 class OpenFiles:
-    """The shard files that are mapped now, at most `limit` of them: a map holds a file descriptor and an entry in the
-    kernel's table of maps, of which a process has few (1,024 and 65,530 are common). The oldest map makes room."""
+    """The currently mapped shard files, at most `limit`. A map needs a file descriptor and an entry in the kernel's
+    table of maps, and a process has few of both (1,024 and 65,530 are common). The oldest map is closed first."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit or max(16, min(MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
@@ -65,7 +65,7 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def add(self, file: ShardFile) -> None:
-        """Note that `file` has been mapped."""
+        """Register a mapped file, and close the oldest maps beyond the limit."""
         with self._lock:
             self._open.append(file)
             while len(self._open) > self.limit:
@@ -73,7 +73,7 @@ class OpenFiles:
 
 
 class _Map(NamedTuple):
-    """A file as it lies in memory. It is unmapped when the last array that looks into it is gone."""
+    """A file in memory. It is unmapped with the last array that refers to it."""
 
     tokens: Tokens
     raw: memoryview  # the same tokens, as bytes
@@ -81,7 +81,7 @@ class _Map(NamedTuple):
 
 
 class ShardFile:
-    """One shard in a folder, mapped into memory when it is touched; a block is checked when it is first touched."""
+    """One shard in a folder, mapped into memory on first use. A block is verified on first use."""
 
     def __init__(self, shard: Shard, label: str, path: Path, opened: OpenFiles) -> None:
         self.shard = shard
@@ -90,30 +90,30 @@ class ShardFile:
         self._opened = opened
         self._map: _Map | None = None
         self._windows: Tokens | None = None
-        self._unchecked: NDArray[np.bool_] | None = None  # blocks; outlives the map
-        self._left = 1  # how many of them; unknown before the first map
+        self._unchecked: NDArray[np.bool_] | None = None  # blocks; kept after the map is closed
+        self._left = 1  # number of unchecked blocks; unknown before the first map
 
     @property
     def checked(self) -> bool:
-        """Whether every block has been checked."""
+        """Whether every block was verified."""
         return not self._left
 
     def close(self) -> None:
-        """Forget the map: the next touch makes it again."""
+        """Drop the map. The next use maps the file again."""
         self._map = self._windows = None
 
     def tokens(self) -> Tokens:
-        """All tokens of the shard, unchecked. Call `check` for the part that is used."""
+        """All tokens of the shard, not verified. Call `check` for the used part."""
         return self._mapped().tokens
 
     def run(self, start: int, length: int) -> Tokens:
-        """The `length` tokens from `start`, checked."""
+        """The `length` tokens from `start`, verified."""
         if self._left:
             self.check(start, start + length - 1)
         return self.tokens()[start : start + length]
 
     def windows(self, length: int) -> Tokens:
-        """Every run of `length` tokens, unchecked: [tokens - length + 1, length], a view."""
+        """Every run of `length` tokens, not verified: [tokens - length + 1, length], a view."""
         windows = self._windows
         if windows is None or windows.shape[1] != length:
             windows = self._windows = np.lib.stride_tricks.sliding_window_view(self.tokens(), length)
@@ -172,10 +172,10 @@ class ShardFile:
 
 
 def intact(block: bytes | memoryview, digests: bytes, number: int) -> bool:
-    """Whether the bytes of a block have the digest that stands for it in the list."""
+    """Whether the bytes of block `number` have its digest in the list."""
     return blake3(block).digest(length=DIGEST_BYTES) == digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
 
 
 def damaged(label: str, what: str) -> DataError:
-    """The error for a shard that is not what was written."""
+    """The error for a damaged shard."""
     return DataError(f"{label}: {what}; delete it and run preprocess again, which rebuilds it")

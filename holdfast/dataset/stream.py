@@ -1,4 +1,4 @@
-"""The tokens of one split of one source as one long sequence, whatever shards it lies in."""
+"""Token stream: the tokens of one split of one source as one long sequence over all its shards."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from holdfast.dataset.permutation import Indices
 from holdfast.dataset.remote import RemoteShard, fetch
 from holdfast.dataset.shards import ShardFile, Tokens
 
-READ_TOKENS = 2**20  # how much `documents` looks at at once
-FEW_ROWS = 12  # of a shard in a batch: below it rows are copied one by one, which costs less than setting up a gather
-MAPPED = 32  # shards whose rows are copied together: a batch may touch more of them than may be mapped at once
-ACROSS = -1  # the place of a run of tokens that does not lie in one shard
+READ_TOKENS = 2**20  # tokens that `documents` processes together
+FEW_ROWS = 12  # rows of a shard in a batch below which copying each row costs less than setting up a gather
+MAPPED = 32  # shards whose rows are copied together: a batch may touch more shards than may be mapped
+ACROSS = -1  # file number of a run of tokens that spans several shards
 
 
 Files = Sequence[ShardFile | RemoteShard]  # all of one kind
@@ -30,7 +30,7 @@ class TokenStream:
         self.tokens = int(self._starts[-1])
 
     def samples(self, context: int) -> int:
-        """How many samples of `context` tokens and their successors there are. They share their end tokens only."""
+        """The number of samples of `context` tokens and their successors. Neighbors share only their end token."""
         return max(0, (self.tokens - 1) // context)
 
     def locate(self, starts: Indices, length: int) -> tuple[Indices, Indices]:
@@ -40,12 +40,12 @@ class TokenStream:
         return np.where(starts + length <= self._starts[file + 1], file, ACROSS), local
 
     def gather(self, starts: Indices, length: int) -> NDArray[np.int64]:
-        """The runs of `length` tokens at `starts`, checked: int64 [len(starts), length]."""
+        """The runs of `length` tokens at `starts`, verified: int64 [len(starts), length]."""
         file, local = self.locate(starts, length)
         return copy_rows(self.files, file, local, length, lambda row: self.read(int(starts[row]), length))
 
     def read(self, start: int, length: int) -> Tokens:
-        """The `length` tokens from position `start`, checked."""
+        """The `length` tokens from position `start`, verified."""
         parts = []
         stop = start + length
         index = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -69,7 +69,7 @@ class TokenStream:
             pending.append(tokens[at:])
 
     def verify(self) -> None:
-        """Check every byte. Raises DataError."""
+        """Verify every byte. Raises DataError."""
         for file in self.files:
             file.check_all()
 
@@ -77,8 +77,8 @@ class TokenStream:
 def copy_rows(
     files: Files, file: Indices, local: Indices, length: int, across: Callable[[int], Tokens]
 ) -> NDArray[np.int64]:
-    """The runs of `length` tokens at `local` in `files[file]`, checked: int64 [n, length]. `across` gives the rows that
-    lie in several files."""
+    """The runs of `length` tokens at `local` in `files[file]`, verified: int64 [n, length]. `across` returns the
+    rows that span several files."""
     touched = sorted(set(file.tolist()) - {ACROSS})
     if touched and isinstance(files[0], RemoteShard):
         return _copy_remote(cast(Sequence[RemoteShard], files), touched, file, local, length, across)

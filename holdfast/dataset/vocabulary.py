@@ -1,4 +1,4 @@
-"""What a `tokenizer.json` says without loading the tokenizer: its size and the bytes of text each token stands for."""
+"""Facts from a `tokenizer.json` without loading the tokenizer: its size, and the bytes of text per token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def vocabulary_size(tokenizer_json: str) -> int:
 
 
 def bytes_of_tokens(tokenizer_json: str, size: int) -> NDArray[np.int64]:
-    """UTF-8 bytes of text that each token stands for: int64 [size]; 0 for special tokens and unused ids."""
+    """UTF-8 bytes of text per token: int64 [size]; 0 for special tokens and unused ids."""
     tokenizer = parse_json_object(tokenizer_json, "tokenizer.json")
     added = {entry["content"]: entry for entry in tokenizer.get("added_tokens", [])}
     byte_level = "ByteLevel" in _types(tokenizer.get("decoder")) | _types(tokenizer.get("pre_tokenizer"))
@@ -38,8 +38,8 @@ def bytes_of_tokens(tokenizer_json: str, size: int) -> NDArray[np.int64]:
 
 
 def prepended_bytes(tokenizer_json: str, size: int) -> NDArray[np.int64]:
-    """Of each token, the bytes of it that the tokenizer puts before a document, and that are no text, where the token
-    begins one: int64 [size]; all 0 for tokenizers that add nothing."""
+    """The bytes of each token that begins a document which the tokenizer adds and which are not text: int64 [size].
+    All are 0 for tokenizers that add nothing."""
     tokenizer = parse_json_object(tokenizer_json, "tokenizer.json")
     added = {entry["content"] for entry in tokenizer.get("added_tokens", [])}
     lengths = np.zeros(size, dtype=np.int64)
@@ -51,7 +51,7 @@ def prepended_bytes(tokenizer_json: str, size: int) -> NDArray[np.int64]:
 
 
 def _prefix(component: Any) -> str:
-    """What a component puts before a text; empty where it puts nothing."""
+    """The prefix that a component adds to a text, or an empty string."""
     if not isinstance(component, dict):
         return ""
     match component.get("type"):

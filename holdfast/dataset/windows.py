@@ -1,10 +1,10 @@
-"""An order of samples that keeps the reads of a node local, for corpora that no node can hold.
+"""Windowed shuffle: an order of samples that keeps a node's reads local, for corpora larger than any node.
 
-The stream is cut into blocks of consecutive samples, and the blocks are shuffled over the whole corpus. Every row of
-the global batch has its own sequence of them, reads them a window of some blocks at a time, and takes the samples of a
-window in random order. So a node, which holds some rows of every batch, reads the blocks of its rows and nearly nothing
-else, while a batch holds samples of as many places of the corpus as it has rows. A pure function of (seed, place), like
-the global shuffle: no memory, free seeking, each sample once an epoch, the same batches at any world size.
+The stream is divided into blocks of consecutive samples, and the blocks are shuffled over the whole corpus. Every row
+of the global batch has a separate sequence of blocks. It reads a window of some blocks at a time and takes the samples
+of a window in random order. A node holds some rows of every batch, so it reads almost only the blocks of its rows. A
+batch still has samples from as many places of the corpus as it has rows. The order is a pure function of (seed, place),
+like the global shuffle: no memory, free seeking, each sample once per epoch, and the same batches at any world size.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from holdfast.dataset.permutation import Indices, Permutation, derive_key
 class WindowShuffle:
     """0, 1, 2, ... to range(count), in another order for each epoch of `count` places.
 
-    `rows`: sequences of blocks; place p belongs to sequence p modulo `rows`, shifted by another number in each epoch.
-    `block`: samples of a block. `window`: blocks whose samples are mixed.
+    - `rows`: the number of sequences of blocks. Place p belongs to sequence p modulo `rows`, shifted differently in
+      each epoch.
+    - `block`: samples per block.
+    - `window`: blocks whose samples are mixed.
 
-    An epoch is laid out as (windows) x (places of a window) x (rows), and then the rest: the fewer than `rows` blocks
-    that cannot be dealt out evenly, and the samples after the last whole block, all in one global shuffle.
+    An epoch consists of (windows) x (places of a window) x (rows), and then the rest. The rest is the fewer than `rows`
+    blocks that cannot be divided evenly, and the samples after the last whole block, in one global shuffle.
     """
 
     def __init__(self, count: int, seed: int, purpose: str, *, rows: int, block: int, window: int) -> None:
         self._count, self._rows, self._block, self._window = count, rows, block, window
         self._blocks = count // block
-        self._each = self._blocks // rows  # blocks of every row
+        self._each = self._blocks // rows  # blocks per row
         self._dealt = self._each * rows * block  # samples in them
 
         @lru_cache(maxsize=64)
@@ -60,11 +62,11 @@ class WindowShuffle:
         return sample
 
     def _of_window(self, epoch: int, window: int, row: Indices, position: Indices) -> Indices:
-        """The samples at `position` of the sequences `row`, which all lie in the same window."""
+        """The samples at `position` of the sequences `row`, all in the same window."""
         first = window * self._window
         size = min(self._window, self._each - first) * self._block
         mixed = self._permutation(size, "window", epoch, window)(position - first * self._block)
-        mixed = (mixed + row * (size // self._rows | 1)) % size  # so that rows are not in step with each other
+        mixed = (mixed + row * (size // self._rows | 1)) % size  # so that rows are not synchronized
         turn, inside = np.divmod(mixed, self._block)
         return self._shuffled(epoch, (first + turn) * self._rows + row) * self._block + inside
 
