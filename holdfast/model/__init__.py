@@ -1,4 +1,5 @@
-"""The model: a Llama-family decoder, its first weights, its Hugging Face layout, and text from it.
+"""The model: a Llama-family decoder, its first weights, its Hugging Face layout, and text generation.
 
-Import from the modules (`decoder`, `initialise`, `hugging_face`, `generate`): they need torch, this package does not.
+Import from the modules (`decoder`, `initialise`, `hugging_face`, `generate`). They need torch, but this package does
+not.
 """

@@ -1,7 +1,7 @@
-"""What an export keeps of the model that was tuned: tokens that begin, end and fill text, how to sample, templates.
+"""Settings of the tuned model that an export keeps: begin, end and padding tokens, sampling settings, templates.
 
-Weights and shape are of the run. Of the base's documents only what names no code, no quantised weights and no place is
-kept.
+Weights and shape come from the run. Of the base's documents, entries that name code, quantized weights or locations are
+not kept.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-OWN = "holdfast"  # the key of config.json under which an export keeps what the run decided
+OWN = "holdfast"  # key of config.json for the run's values in an export
 KEPT = ("bos_token_id", "pad_token_id", "dtype", "torch_dtype", "use_cache")  # keys of config.json
 NOT_KEPT = ("auto_map", "_from_model_config", "name_or_path", "tokenizer_file")  # keys of the other documents
 
 
 @dataclass(frozen=True)
 class Base:
-    """The documents of a base; those that it does not have are empty."""
+    """The documents of a base. Missing ones are empty."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     generation_config: Mapping[str, Any] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Base:
     templates: Mapping[str, str] = field(default_factory=dict)  # by name
 
     def documents(self, config: dict[str, Any], end_of_text: str, end_id: int) -> dict[str, dict[str, Any]]:
-        """The JSON documents of an export whose own config.json is `config`."""
+        """The JSON documents of an export with the config.json `config`."""
         found = {"config.json": self._config(config, end_id)}
         settings = found["config.json"]
         ids = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -75,7 +75,7 @@ class Base:
 
 
 def _with_end(ends: Any, end_id: int) -> Any:
-    """The end tokens of a base and that of the run: as they are where it is among them, first otherwise."""
+    """The end tokens of a base with that of the run: unchanged if they contain it, otherwise with it first."""
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if end_id in listed:
         return ends

@@ -1,7 +1,7 @@
-"""config.json of the families that a spec knows: what it says of a model, and what a model says in it.
+"""config.json of the supported model families: reading it, and writing it for a model.
 
-Promises that what `transformers` would compute otherwise is refused by its key, and that what is written loads there as
-the family's own class.
+Settings that `transformers` would compute differently are refused by key. The written file loads there as the family's
+class.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ROPE_KEYS = {
     "high_frequency_factor": "high_freq_factor",
     "original_context": "original_max_position_embeddings",
 }
-# the kinds of scaling, and the fields that each one needs
+# kinds of scaling, and the fields that each one needs
 ROPE_FIELDS: dict[str, tuple[str, ...]] = {"none": (), "linear": ("factor",), "llama3": tuple(_ROPE_KEYS)}
 _EXPERT_KEYS = {"experts": "num_experts", "routing.top_k": "num_experts_per_tok", "routing.normalise": "norm_topk_prob"}
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "intermediate_size": 22016, "max_position_embeddings": 32768}
@@ -51,12 +51,12 @@ _ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 class _Family(NamedTuple):
-    """How one family differs from the others."""
+    """The differences of one family."""
 
     architecture: str
-    fixed: dict[str, Any]  # keys that have only this value here; it is what a missing key means
-    absent: dict[str, Any]  # what other missing keys mean, where that is the family's own
-    mixture: Mapping[str, str] = MappingProxyType({})  # keys of what only mixtures have, by the field of the spec
+    fixed: dict[str, Any]  # keys with only this value, which is also the meaning of a missing key
+    absent: dict[str, Any]  # other missing keys with a family-specific meaning
+    mixture: Mapping[str, str] = MappingProxyType({})  # mixture-only keys, by the field of the spec
 
 
 _FAMILIES: dict[str, _Family] = {
@@ -145,10 +145,10 @@ _FAMILIES: dict[str, _Family] = {
 }
 
 
-MOST_EXPERTS = 1_000_000  # of all layers together; each has tensors of its own
+MOST_EXPERTS = 1_000_000  # over all layers; each has separate tensors
 MOST_INTEGER = 2**31 - 1
 MOST_FLOAT = 1e300
-# The types of the keys that are read. A missing key, and null, are looked at where they are used.
+# The types of the keys that are read. Missing keys and null are handled where they are used.
 _INTEGER, _NUMBER, _FLAG, _TEXT, _TEXTS, _OBJECT = (
     "an integer", "a number", "true or false", "text", "a list of texts", "an object",
 )  # fmt: skip
@@ -176,7 +176,7 @@ def _is(kind: str, value: Any) -> bool:
     if kind == _INTEGER:
         return type(value) is int and -MOST_INTEGER <= value <= MOST_INTEGER
     if kind == _NUMBER:
-        return type(value) in (int, float) and abs(value) <= MOST_FLOAT  # which NaN is not, either
+        return type(value) in (int, float) and abs(value) <= MOST_FLOAT  # also false for NaN
     if kind == _FLAG:
         return isinstance(value, bool)
     if kind == _TEXT:
@@ -187,25 +187,25 @@ def _is(kind: str, value: Any) -> bool:
 
 
 def _require_types(path: str, settings: Mapping[str, Any], types: Mapping[str, str]) -> None:
-    """Raises DataError for a key whose value is of another type than readers of config.json expect."""
+    """Raises DataError for a key whose value has another type than readers of config.json expect."""
     for key, kind in types.items():
         if (value := settings.get(key)) is not None and not _is(kind, value):
             raise DataError(f"{path}: {key} is {shown(value)}; {kind} is needed")
 
 
 class ReadConfig(NamedTuple):
-    """What a config.json says."""
+    """The content of a config.json."""
 
     shape: Model
     vocabulary: int
     end_of_text: (
         int | None
-    )  # of an export of Holdfast what ended documents; otherwise eos_token_id, the first of several
+    )  # in an export of Holdfast the end of documents; otherwise eos_token_id, the first of several
     stops: tuple[int, ...] = ()  # all of eos_token_id
 
 
 def read_config(path: str, settings: Mapping[str, Any]) -> ReadConfig:
-    """The model that a config.json (`settings`, from `path`) describes. Raises DataError with the key that is wrong."""
+    """The model that a config.json (`settings`, from `path`) describes. Raises DataError with the wrong key."""
     _require_types(path, settings, _TYPES)
     for section in ("rope_scaling", "rope_parameters"):
         _require_types(f"{path}: {section}", settings.get(section) or {}, _ROPE_TYPES)
@@ -219,7 +219,7 @@ def read_config(path: str, settings: Mapping[str, Any]) -> ReadConfig:
         family.mixture[field]: settings["num_local_experts"]
         for field in family.mixture
         if field == "experts" and "num_local_experts" in settings
-    }  # as transformers 5 writes it
+    }  # the key of transformers 5
     settings = {**family.absent, **count, **settings}
     shape = _shape(path, name, settings)
     vocabulary = settings.get("vocab_size", 32000)
@@ -234,7 +234,7 @@ def read_config(path: str, settings: Mapping[str, Any]) -> ReadConfig:
 
 
 def config(shape: Model, vocabulary: int, end_id: int) -> dict[str, Any]:
-    """What config.json says about a model whose documents end with the token `end_id`."""
+    """The config.json of a model whose documents end with the token `end_id`."""
     family = _FAMILIES[shape.family]
     settings = {
         "architectures": [family.architecture],
@@ -254,7 +254,7 @@ def config(shape: Model, vocabulary: int, end_id: int) -> dict[str, Any]:
         "num_key_value_heads": shape.key_value_heads,
         "rms_norm_eps": shape.norm_epsilon,
         "rope_parameters": {"rope_theta": shape.rope_theta, **_rope(shape.rope_scaling)},
-        "rope_theta": shape.rope_theta,  # where readers older than transformers 5 look
+        "rope_theta": shape.rope_theta,  # for readers older than transformers 5
         "tie_word_embeddings": shape.tie_embeddings,
         "torch_dtype": "float32",  # likewise
         "use_cache": True,
@@ -270,7 +270,7 @@ def config(shape: Model, vocabulary: int, end_id: int) -> dict[str, Any]:
 
 
 def _of_mixture(shape: Model, family: _Family) -> dict[str, Any]:
-    """What config.json says of experts."""
+    """The config.json keys of the experts."""
     routing = shape.routing
     said: dict[str, Any] = {
         "experts": shape.experts,
@@ -302,7 +302,7 @@ def _family(path: str, settings: Mapping[str, Any]) -> tuple[str, _Family]:
 
 
 def _own(path: str, settings: Mapping[str, Any]) -> dict[str, int]:
-    """What an export of Holdfast says of its run: the context and the end of documents that it was trained with."""
+    """Holdfast's entries in an export: the context and the end of documents from training."""
     found = settings.get(OWN) or {}
     if not isinstance(found, dict) or any(type(one) is not int or one < 0 for one in found.values()):
         raise DataError(f"{path}: {OWN} is {shown(found)}; export the model again")
@@ -342,7 +342,7 @@ def _shape(path: str, family: str, settings: Mapping[str, Any]) -> Model:
 
 
 def _read_mixture(path: str, family: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a spec that say what the experts are; none of a dense model."""
+    """The spec's fields of the experts. Empty for a dense model."""
     keys = _FAMILIES[family].mixture
     said = {field: settings.get(key) for field, key in keys.items()}
     if family == "qwen2_moe":
@@ -356,14 +356,14 @@ def _read_mixture(path: str, family: str, settings: Mapping[str, Any]) -> dict[s
     if missing := [keys[field] for field, value in said.items() if value is None]:
         raise DataError(f"{path}: has no {missing[0]}; add it")
     routing = {field.removeprefix("routing."): said[field] for field in said if field.startswith("routing.")}
-    routing["balance"] = "none"  # which is of training, and no part of weights
+    routing["balance"] = "none"  # a training setting, not part of the weights
     dense = {field: said[field] for field in said if not field.startswith("routing.")}
     return {**dense, "routing": routing} if keys else {}
 
 
 def _read_rope(path: str, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The base of the frequencies and the section `rope_scaling`."""
-    older = dict(settings.get("rope_scaling") or {})  # of readers before transformers 5, and it has the last word
+    older = dict(settings.get("rope_scaling") or {})  # the key before transformers 5, which has priority
     if "type" in older:
         older.setdefault("rope_type", older["type"])
     rope = {**(settings.get("rope_parameters") or {}), **older}

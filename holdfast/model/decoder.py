@@ -1,13 +1,12 @@
-"""A decoder of the Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU, a tied or an untied head;
-and what Mistral (a sliding window), Qwen2 (biases), Qwen3 (norms of queries and keys) and their mixtures of experts
-(`experts`) add to it.
+"""Decoder of the Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU, and a tied or untied head.
 
-Promises that `state_dict()` has the Hugging Face names of the family and that the arithmetic is deterministic when
-torch is asked to be. Leaves the first weights to `initialise`, precision and sharding to the engines (parameters are
-fp32 here).
+It includes the additions of Mistral (a sliding window), Qwen2 (biases), Qwen3 (norms of queries and keys) and their
+mixtures of experts (`experts`). `state_dict()` has the Hugging Face names of the family. The arithmetic is
+deterministic if torch is configured so. `initialise` makes the first weights. Engines handle precision and sharding,
+and parameters are fp32 here.
 
-Shape suffixes: B batch, T tokens, S positions of keys (T plus what is cached), D hidden, F feed-forward width,
-V vocabulary, N tokens of all sequences, H query heads, G key/value heads, K head width.
+Shape suffixes: B batch, T tokens, S positions of keys (T plus cached ones), D hidden, F feed-forward width, V
+vocabulary, N tokens of all sequences, H query heads, G key/value heads, K head width.
 """
 
 # ruff: noqa: N803, N806, N815 - shape suffixes are upper case
@@ -28,31 +27,32 @@ IGNORED = -100  # as a target: not counted in the loss
 
 
 def document_ids(tokens_BT: Tensor, end_of_text: int) -> Tensor:
-    """Number the documents packed into each sequence: [B, T], from 0. An end-of-text token is part of what it ends."""
+    """Number the documents packed into each sequence: [B, T], from 0. An end-of-text token belongs to the document
+    that it ends."""
     return numbered(tokens_BT == end_of_text)
 
 
 def numbered(ends_BT: Tensor) -> Tensor:
-    """Number the documents by where they end: [B, T], from 0."""
+    """Number the documents by their end marks: [B, T], from 0."""
     return ends_BT.cumsum(dim=1) - ends_BT.long()
 
 
 class Linear(nn.Linear):
-    """A linear layer without first weights of its own: `initialise` or a checkpoint fills it."""
+    """A linear layer without initialization. `initialise` or a checkpoint fills it."""
 
     def reset_parameters(self) -> None:
-        """Does nothing. On the meta device torch would import its compiler for it, which takes seconds."""
+        """Does nothing. On the meta device torch would import its compiler for this, which takes seconds."""
 
 
 class Embedding(nn.Embedding):
-    """An embedding without first weights of its own: `initialise` or a checkpoint fills it."""
+    """An embedding without initialization. `initialise` or a checkpoint fills it."""
 
     def reset_parameters(self) -> None:
         """Does nothing, as in `Linear`."""
 
 
 class LayerCache:
-    """Keys and values of the positions that one layer has seen, for generation."""
+    """Cached keys and values of one layer, for generation."""
 
     def __init__(self) -> None:
         self.k_BGSK: Tensor | None = None
@@ -60,11 +60,11 @@ class LayerCache:
 
     @property
     def positions(self) -> int:
-        """How many positions are kept."""
+        """The number of cached positions."""
         return 0 if self.k_BGSK is None else self.k_BGSK.shape[2]
 
     def append(self, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the new positions; all of them come back."""
+        """Append the new positions. Returns all positions."""
         self.k_BGSK = k_BGTK if self.k_BGSK is None else torch.cat((self.k_BGSK, k_BGTK), dim=2)
         self.v_BGSK = v_BGTK if self.v_BGSK is None else torch.cat((self.v_BGSK, v_BGTK), dim=2)
         return self.k_BGSK, self.v_BGSK
@@ -88,7 +88,7 @@ class Attention(nn.Module):
     def forward(
         self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, mask_B1TS: Tensor | None, cache: LayerCache | None
     ) -> Tensor:
-        """[B, T, D] to [B, T, D]; causal when there is no mask."""
+        """[B, T, D] to [B, T, D]. Causal without a mask."""
         cos_TK, sin_TK = cos_TK.to(x_BTD.dtype), sin_TK.to(x_BTD.dtype)
         q_BHTK = rotate(self._heads(self.q_proj(x_BTD), self.q_norm), cos_TK, sin_TK)
         k_BGSK = rotate(self._heads(self.k_proj(x_BTD), self.k_norm), cos_TK, sin_TK)
@@ -98,8 +98,8 @@ class Attention(nn.Module):
         return self.o_proj(self.attend(q_BHTK, k_BGSK, v_BGSK, mask_B1TS).transpose(1, 2).flatten(2))
 
     def attend(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask_B1TS: Tensor | None) -> Tensor:
-        """What the queries find: [B, H, T, K]. Context parallelism puts its own in this one's place."""
-        causal = mask_B1TS is None and q_BHTK.shape[2] > 1  # one token alone sees everything before it
+        """The attention output of the queries: [B, H, T, K]. Context parallelism replaces this function."""
+        causal = mask_B1TS is None and q_BHTK.shape[2] > 1  # a single token sees everything before it
         return F.scaled_dot_product_attention(
             q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_B1TS, is_causal=causal, enable_gqa=self.grouped
         )
@@ -124,7 +124,7 @@ class FeedForward(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Experts in place of a feed-forward layer, and with them those that every token goes through, as one."""
+    """A mixture of experts in place of a feed-forward layer, with the shared experts as one."""
 
     shared_experts: FeedForward | None
     shared_expert: FeedForward | None
@@ -140,7 +140,7 @@ class Mixture(nn.Module):
         self.shared_expert_gate = Linear(shape.hidden, 1, bias=False) if self.shared_expert is not None else None
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Load]:
-        """[B, T, D] to [B, T, D], and which experts had how much to do."""
+        """[B, T, D] to [B, T, D], and the load of the experts."""
         shared_BTD = None
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             made_BTD = self.shared_expert(x_BTD)
@@ -153,7 +153,7 @@ class Mixture(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each on a normalised copy of the residual stream."""
+    """Attention and feed-forward, each on a normalized copy of the residual stream."""
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Layer(nn.Module):
         mask_B1TS: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> tuple[Tensor, Load | None]:
-        """The residual stream [B, T, D] after this layer, and what its experts had to do if there are any."""
+        """The residual stream [B, T, D] after this layer, and the load of its experts, or None."""
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TK, sin_TK, mask_B1TS, cache)
         made, load = self.mlp(self.post_attention_layernorm(x_BTD)), None
         if isinstance(self.mlp, Mixture):
@@ -179,7 +179,7 @@ class Layer(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Embedding, layers and the last norm: what Hugging Face calls `model`. `Decoder` runs it."""
+    """Embedding, layers and the last norm, which Hugging Face calls `model`. `Decoder` runs it."""
 
     def __init__(self, shape: Model, vocabulary: int) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model over `vocabulary` tokens. `end_of_text` is kept for `generate`, the arithmetic needs none."""
+    """A language model over `vocabulary` tokens. `end_of_text` is for `generate`. The arithmetic does not need it."""
 
     cos_TK: Tensor
     sin_TK: Tensor
@@ -199,9 +199,9 @@ class Decoder(nn.Module):
         self.shape = shape
         self.vocabulary = vocabulary
         self.end_of_text = end_of_text
-        self.stops: tuple[int, ...] = ()  # tokens that end what is generated, besides `end_of_text`
-        self.positions_T: Tensor | None = None  # of each sequence, those that come here; None: all
-        self.add_up: Callable[[Tensor], Tensor] | None = None  # counts, over the ranks to which the others come
+        self.stops: tuple[int, ...] = ()  # tokens that end generation, besides `end_of_text`
+        self.positions_T: Tensor | None = None  # the positions of each sequence on this rank; None: all
+        self.add_up: Callable[[Tensor], Tensor] | None = None  # sums counts over the ranks with the other positions
         self.model = Trunk(shape, vocabulary)
         self.lm_head = None if shape.tie_embeddings else Linear(shape.hidden, vocabulary, bias=False)
         for name in ("cos_TK", "sin_TK"):
@@ -212,12 +212,12 @@ class Decoder(nn.Module):
     def empty(
         cls, shape: Model, vocabulary: int, device: torch.device | str = "cpu", end_of_text: int | None = None
     ) -> Decoder:
-        """A decoder on `device` whose weights are still to be filled. Cheap, and draws no random numbers."""
+        """A decoder on `device` with unfilled weights. It is cheap, and draws no random numbers."""
         with torch.device(device):
             return cls(shape, vocabulary, end_of_text)
 
     def reset_buffers(self) -> None:
-        """Fill the rotary tables; call it after `to_empty()`, which leaves them undefined. Does nothing on meta."""
+        """Fill the rotary tables. Call it after `to_empty()`, which leaves them undefined. Does nothing on meta."""
         if not self.cos_TK.is_meta:
             shape = self.shape
             cos_TK, sin_TK = rotary_tables(shape.context, shape.head_width, shape.rope_theta, shape.rope_scaling)
@@ -232,8 +232,8 @@ class Decoder(nn.Module):
         reduction: Literal["mean", "sum", "none"] = "mean",
         cache: list[LayerCache] | None = None,
     ) -> Tensor:
-        """Logits [B, T, V]; with targets their cross-entropy in nats, fp32: the mean, the sum, or each of [B, T]
-        (`reduction`), over the targets that are not IGNORED. See `hidden` for the rest."""
+        """Logits [B, T, V]. With targets, their cross-entropy in nats, fp32, over the targets that are not IGNORED:
+        the mean, the sum, or each of [B, T] (`reduction`). See `hidden` for the remaining parameters."""
         x_BTD, unevenness_B = self._hidden(tokens_BT, document_BT, cache)
         logits_BTV = self.head(x_BTD)
         return logits_BTV if targets_BT is None else self.loss(logits_BTV, targets_BT, reduction, unevenness_B)
@@ -245,8 +245,8 @@ class Decoder(nn.Module):
         reduction: Literal["mean", "sum", "none"] = "mean",
         unevenness_B: Tensor | None = None,
     ) -> Tensor:
-        """The cross-entropy of logits, as `forward` has it. Where experts are balanced by a loss, its gradient has that
-        of their unevenness as well, with which each counted token of a sequence is charged; its value has not."""
+        """The cross-entropy of logits, as in `forward`. If a loss balances experts, the gradient also includes that
+        of their unevenness, charged for each counted token of a sequence. The value does not include it."""
         loss = F.cross_entropy(
             logits_BTV.float().flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction=reduction
         )
@@ -261,13 +261,13 @@ class Decoder(nn.Module):
         return loss
 
     def charged(self, loss: Tensor, charge: Tensor) -> Tensor:
-        """A loss with the gradient of a charge as well. Tensor parallelism, whose loss lies on a mesh, puts its own in
-        this one's place."""
+        """A loss with the gradient of a charge added. Tensor parallelism, whose loss is on a mesh, replaces this
+        function."""
         return loss + (charge - charge.detach())
 
     def charge(self, unevenness_B: Tensor | None, targets_BT: Tensor) -> Tensor | None:
-        """What each sequence is charged, where experts are balanced by a loss: their unevenness, for every counted
-        token. None where they are not, and out of training."""
+        """The charge of each sequence if a loss balances experts: their unevenness, times the counted tokens. None
+        otherwise, and outside training."""
         if unevenness_B is None or not self.training or self.shape.routing.balance != "auxiliary":
             return None
         counted_B = (targets_BT != IGNORED).sum(1)
@@ -278,13 +278,13 @@ class Decoder(nn.Module):
     def hidden(
         self, tokens_BT: Tensor, document_BT: Tensor | None = None, cache: list[LayerCache] | None = None
     ) -> Tensor:
-        """What the head reads: [B, T, D].
+        """The input of the head: [B, T, D].
 
-        `document_BT` (see `document_ids`) keeps attention inside a document. Positions stay those of the sequence:
-        rotary attention sees only their differences. `document_BT` is that of whole sequences, also where only the
-        positions `positions_T` of them come here (whose keys and values `attend` then brings together). `cache` (one
-        for each layer, see `generate`) holds the positions before `tokens_BT`; once it does, T is 1. Raises ValueError
-        when all of them do not fit into `shape.context`.
+        `document_BT` (see `document_ids`) keeps attention inside a document. Positions remain those of the sequence,
+        because rotary attention depends only on their differences. `document_BT` covers whole sequences, even if this
+        rank has only their positions `positions_T`. `attend` then gathers keys and values. `cache` (one per layer, see
+        `generate`) holds the positions before `tokens_BT`. If it is not empty, T is 1. Raises ValueError if all
+        positions do not fit into `shape.context`.
         """
         return self._hidden(tokens_BT, document_BT, cache)[0]
 
@@ -309,8 +309,8 @@ class Decoder(nn.Module):
         document_BT: Tensor | None = None,
         cache: list[LayerCache] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream of the positions [start, end) after the layers that are here (a stage of a pipeline has
-        some of them), and how unevenly their experts were used in each sequence [B]."""
+        """The residual stream of the positions [start, end) after the local layers (a pipeline stage has only some),
+        and the unevenness of their experts in each sequence [B]."""
         here: slice | Tensor = slice(start, end)
         if self.positions_T is not None:
             here, end = self.positions_T, self.shape.context
@@ -326,7 +326,7 @@ class Decoder(nn.Module):
         return x_BTD, unevenness_B
 
     def _mask(self, here: slice | Tensor, end: int, document_BS: Tensor | None, device: torch.device) -> Tensor | None:
-        """Which of the positions before `end` those that are `here` see; None: all up to themselves."""
+        """Which of the positions before `end` the positions `here` see. None: all up to themselves."""
         window = self.shape.sliding_window
         if window is not None and end <= window:
             window = None
@@ -342,5 +342,5 @@ class Decoder(nn.Module):
         return mask_B1TS
 
     def head(self, x_BTD: Tensor) -> Tensor:
-        """Logits [B, T, V] of what `hidden` gives; each position stands for itself, so that they may come in parts."""
+        """Logits [B, T, V] from the output of `hidden`. Positions are independent, so they may come in parts."""
         return F.linear(x_BTD, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(x_BTD)

@@ -1,13 +1,13 @@
-"""The feed-forward layer of a mixture of experts: a router sends each token to some experts, each a SwiGLU of its own.
+"""Mixture of experts as a feed-forward layer: a router sends each token to some experts, each a separate SwiGLU.
 
-Promises that no token is dropped, however many want one expert, and that every sum has a fixed order: tokens are sorted
-by expert and brought back, and where a token's experts come together, they do in the order of its choice. Nothing is
-scattered. `published` has the names of the files that people publish.
+No token is dropped, even if many tokens choose one expert. Every sum has a fixed order: tokens are sorted by expert and
+restored. The outputs of a token's experts are added in the order of its choice. Nothing is scattered. `published` has
+the names in published files.
 
-An expert is a run of rows of two matrices (gate and up of width F, one after the other; down), so that first weights,
-shards and checkpoints are those of any matrix.
+An expert is a run of rows of two matrices: gate and up of width F, one after the other, and down. So first weights,
+shards and checkpoints treat them as any matrix.
 
-Shape suffixes, beside those of `decoder`: E experts, C choices of a token, S rows of tokens sent (N times C).
+Shape suffixes, in addition to those of `decoder`: E experts, C choices of a token, S rows of sent tokens (N times C).
 """
 
 # ruff: noqa: N803, N806, N815 - shape suffixes are upper case
@@ -22,22 +22,22 @@ from torch import Tensor, nn
 
 from holdfast.spec.model import Model
 
-CORRECTION = "e_score_correction_bias"  # what a router adds to scores, and no gradient changes
+CORRECTION = "e_score_correction_bias"  # a router's bias on scores, which no gradient changes
 
 
 class Load(NamedTuple):
-    """How the tokens of a micro-batch were shared out in one layer."""
+    """The distribution of a micro-batch's tokens over the experts of one layer."""
 
-    unevenness_B: Tensor  # of each sequence, or of the part of it that is here; see `Router`
-    tokens_E: Tensor  # how many went to each expert
+    unevenness_B: Tensor  # of each sequence, or of its local part; see `Router`
+    tokens_E: Tensor  # number of tokens sent to each expert
 
 
 class Permuted(torch.autograd.Function):
-    """Rows in another order. Its backward pass takes them back: what indexing does there adds up in any order."""
+    """Rows in another order. Its backward pass restores the order: the gradient of indexing would add in any order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        """`order` says which row comes where, and `inverse` undoes it."""
+        """`order` has the source row of each result row, and `inverse` undoes it."""
         ctx.save_for_backward(inverse)
         return x[order]
 
@@ -56,19 +56,22 @@ def permuted(x: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_order(device: torch.device, *, biased: bool) -> bool:
-    """Whether a token's choices are put into the order of their scores, in which their results are added. Accelerators
-    leave them in any order else; a CPU leaves them in the same one every time, that of `transformers` for dots1."""
+    """Whether a token's choices are sorted by score, which is the order in which their results are added.
+    Accelerators would otherwise leave them in any order. A CPU gives the same order every time, that of
+    `transformers` for dots1."""
     return not biased or device.type != "cpu"
 
 
 class Router(nn.Module):
-    """Scores of experts for each token, in fp32, and the best of them.
+    """Scores of experts for each token, in fp32, and the best experts.
 
-    Scores are a softmax over experts, or (`biased`) each expert's sigmoid, to which a bias is added for the choice and
-    not for the weights (DeepSeek-V3, Liu et al. 2024, equation 16). Unevenness is that of the Switch Transformer (Fedus
-    et al. 2021, equations 4 to 6), of one sequence at a time, over C: 1 when all experts are equally busy. Of sequences
-    that are cut among ranks each has a part: its tokens' scores, times how many tokens of the whole sequence each
-    expert had. That is a count, through which no gradient goes, so the gradients of the parts are those of the whole.
+    Scores are a softmax over experts, or (`biased`) each expert's sigmoid. A bias is added for the choice and not for
+    the weights (DeepSeek-V3, Liu et al. 2024, equation 16).
+
+    Unevenness is that of the Switch Transformer (Fedus et al. 2021, equations 4 to 6) per sequence, over C: 1 if all
+    experts are equally busy. For sequences that are split over ranks, each rank has a part: the scores of its tokens,
+    times each expert's tokens in the whole sequence. That factor is a count without a gradient, so the gradients of the
+    parts are those of the whole.
     """
 
     def __init__(self, shape: Model) -> None:
@@ -77,12 +80,12 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
         self.project: Callable[[Tensor, Tensor], Tensor] = F.linear
         self._parts, self._add_up = 1, list[Callable[[Tensor], Tensor]]()
-        self.tokens_E: Tensor | None = None  # sent to each expert since they were counted last; no part of the state
+        self.tokens_E: Tensor | None = None  # sent to each expert since the last count; not part of the state
         if self.biased:
             self.register_buffer(CORRECTION, torch.empty(shape.experts))
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Load]:
-        """Experts and their weights [N, C], and how they were shared out."""
+        """Experts and their weights [N, C], and the load."""
         with torch.autocast(x_BTD.device.type, enabled=False):
             logits_NE = self.project(x_BTD.flatten(0, 1).float(), self.weight.float())
         scores_NE = logits_NE.sigmoid() if self.biased else logits_NE.softmax(-1)
@@ -95,13 +98,13 @@ class Router(nn.Module):
         return chosen_NC, weight_NC, self._load(chosen_NC, shares_NE, len(x_BTD))
 
     def cut(self, parts: int, add_up: Callable[[Tensor], Tensor]) -> None:
-        """Every sequence, or the part of it that came here before, is cut among so many ranks, over which `add_up` adds
-        counts up."""
+        """Split every sequence, or the part of it from an earlier call, over `parts` ranks. `add_up` sums counts
+        over them."""
         self._parts *= parts
         self._add_up.append(add_up)
 
     def count(self, load: Load) -> None:
-        """Remember how tokens were shared out, where the bias is moved by it."""
+        """Accumulate the load, if it changes the bias."""
         if self.biased:
             self.tokens_E = load.tokens_E if self.tokens_E is None else self.tokens_E + load.tokens_E
 
@@ -118,7 +121,8 @@ class Router(nn.Module):
 
 
 def grouped(x_SD: Tensor, ends_E: Tensor, gate_up: Tensor, down: Tensor, hidden: int) -> Tensor:
-    """Rows, sorted by their experts and each expert's ending at one of `ends_E`, through them: as many rows."""
+    """Pass rows that are sorted by expert through their experts. Each expert's rows end at one of `ends_E`. Returns
+    the same number of rows."""
     gate_SF, up_SF = _product(x_SD, gate_up, 2 * down.shape[1], ends_E).chunk(2, dim=-1)
     return _product(F.silu(gate_SF) * up_SF, down, hidden, ends_E)
 
@@ -128,13 +132,13 @@ def _product(x: Tensor, weight: Tensor, width: int, ends_E: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
     each = weight.unflatten(0, (-1, width))
-    if not len(x):  # none of these experts is wanted
+    if not len(x):  # no token chose one of these experts
         return F.linear(x, each[0])
     return F.grouped_mm(x, each.transpose(1, 2), offs=ends_E.to(torch.int32))
 
 
 class Experts(nn.Module):
-    """The experts of a layer. `compute` is how rows that are sorted by expert go through them."""
+    """The experts of a layer. `compute` passes rows sorted by expert through them."""
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
@@ -144,7 +148,7 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(shape.experts * shape.hidden, shape.ffn_width))
 
     def forward(self, x_ND: Tensor, chosen_NC: Tensor, weight_NC: Tensor) -> Tensor:
-        """The sum of what each token's experts make of it, weighted: [N, D]."""
+        """The weighted sum of the outputs of each token's experts: [N, D]."""
         choices = chosen_NC.shape[1]
         expert_S, order_S = chosen_NC.flatten().sort(stable=True)
         ends_E = torch.searchsorted(expert_S, torch.arange(self.experts, device=expert_S.device), right=True)

@@ -1,8 +1,7 @@
-"""Writing the Hugging Face layout: safetensors, config.json and tokenizer of a model, as bytes that are made in order.
+"""Writer of the Hugging Face layout: safetensors, config.json and tokenizer of a model, generated as bytes in order.
 
-Promises that the same tensors give the same bytes, those that the library safetensors would write, that what is written
-loads in `transformers` as the class of its family, and that no more of a model is in memory than the rows that are
-asked for at once. `hugging_face` reads it.
+The same tensors give the same bytes as the safetensors library. The result loads in `transformers` as the class of its
+family. Only the currently requested rows are in memory. `hugging_face` reads the layout.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from holdfast.spec.errors import DataError
 from holdfast.spec.model import Model
 
 MAX_SHARD_BYTES = 5 * 10**9
-ITEM_BYTES = 4  # weights are exported as they are trained: fp32
+ITEM_BYTES = 4  # weights are exported in their training precision: fp32
 INDEX = "model.safetensors.index.json"
 
-# A tensor by its canonical name, some rows at a time: all, or those from one row to before another (of experts).
+# A tensor by its canonical name, some rows at a time: all rows, or a range [first, last) (of experts).
 Rows = Callable[..., Iterator[Tensor]]
 
 
@@ -36,7 +35,7 @@ class ExportFile(NamedTuple):
 
     name: str
     size: int  # bytes
-    content: Callable[[], Iterator[bytes | memoryview]]  # from the first byte, as often as it is called
+    content: Callable[[], Iterator[bytes | memoryview]]  # from the first byte at every call
 
 
 def export_files(
@@ -50,10 +49,11 @@ def export_files(
     base: Base | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[ExportFile]:
-    """The files of a model, sorted by name, none of them made yet. `base`: what is kept of the model that was tuned.
+    """The files of a model, sorted by name, before any of them is generated. `base` has the settings of the tuned
+    model.
 
-    Raises DataError when the tokenizer has no `end_of_text`; the content of a shard raises it when `rows` gives a
-    tensor of another size than the model's.
+    Raises DataError if the tokenizer has no `end_of_text`. The content of a shard raises it if `rows` returns a tensor
+    of another size than the model's.
     """
     end_id = token_id(tokenizer_json, end_of_text)
     weights = published(shape, vocabulary)
@@ -62,7 +62,7 @@ def export_files(
 
     def read(name: str) -> Iterator[Tensor]:
         tensor, first, lying = weights[name]
-        # Of one that is published whole all its rows are asked for, so that too many are noticed.
+        # For a tensor published whole, request all its rows, so that surplus rows are detected.
         return rows(tensor) if name == tensor else rows(tensor, first, first + lying[0])
 
     files = []
@@ -88,7 +88,7 @@ def export_files(
 
 
 def token_id(tokenizer_json: str, token: str) -> int:
-    """The id of a token. Raises DataError when the tokenizer cannot be read or does not have it."""
+    """The id of a token. Raises DataError if the tokenizer cannot be read or does not have it."""
     from tokenizers import Tokenizer
 
     try:
@@ -101,7 +101,7 @@ def token_id(tokenizer_json: str, token: str) -> int:
 
 
 def _plan(shapes: Mapping[str, tuple[int, ...]], max_bytes: int) -> list[list[str]]:
-    """Names of each shard, filled in order; a tensor above the limit has a shard of its own."""
+    """The names in each shard, filled in order. A tensor above the limit has a separate shard."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, shape in shapes.items():
@@ -115,8 +115,8 @@ def _plan(shapes: Mapping[str, tuple[int, ...]], max_bytes: int) -> list[list[st
 
 
 def tensor_file(file: str, shapes: Mapping[str, tuple[int, ...]], rows: Rows) -> ExportFile:
-    """A safetensors file of these tensors, in their order. The library writes files from whole tensors only; this is
-    its format: the length of the header in 8 bytes, the header, padded to a multiple of 8, and the tensors."""
+    """A safetensors file of these tensors, in order. The library writes files only from whole tensors. This is its
+    format: the length of the header in 8 bytes, the header, padded to a multiple of 8, and the tensors."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -156,5 +156,5 @@ def _once(data: bytes) -> Iterator[bytes]:
 
 
 def document_file(name: str, document: object) -> ExportFile:
-    """A file of JSON."""
+    """A JSON file."""
     return _document(name, json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n")

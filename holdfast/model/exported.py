@@ -1,4 +1,4 @@
-"""The exported model of a run, read from its store with every byte checked. Needs no torch."""
+"""Exported model of a run, read from its store with every byte verified. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from holdfast.model.verified import ExportRecord, VerifiedFiles
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import Store, layout, local_folder, read_bounded
 
-RECORD_BYTES = 64 * 2**20  # of 7 TB of weights
+RECORD_BYTES = 64 * 2**20  # enough for 7 TB of weights
 
 
 class _StoredFiles:
-    """The files under a key prefix of a store, read by ranges: no copy of them is made."""
+    """The files under a key prefix of a store, read by ranges without a copy."""
 
     def __init__(self, store: Store, export: str) -> None:
         self._store, self._prefix = store, f"{export.rstrip('/')}/"
@@ -32,14 +32,14 @@ class _StoredFiles:
 
 
 def exported_files(store: Store, export: str, expected: str = "") -> VerifiedFiles:
-    """The files of the exported model under the key prefix `export`. `expected` is the digest that a verdict, a result
-    or a registration has of it. Raises MissingError and DataError."""
+    """The files of the exported model under the key prefix `export`. `expected` is its digest in a verdict, a result
+    or a registration. Raises MissingError and DataError."""
     return VerifiedFiles(_StoredFiles(store, export), read_record(store, export, expected))
 
 
 def fetch_exported(store: Store, export: str, copies: Path, expected: str = "") -> VerifiedFiles:
-    """The files of the exported model under the key prefix `export`, from where they lie on this machine, or from a
-    copy of them in `copies`. Raises MissingError and DataError."""
+    """The files of the exported model under the key prefix `export`, in place if they are on this machine, or else
+    as a copy in `copies`. Raises MissingError and DataError."""
     record = read_record(store, export, expected)
     folder = local_folder(store, export, copies, lambda name: name in record.files)
     if folder is None:
@@ -49,8 +49,8 @@ def fetch_exported(store: Store, export: str, copies: Path, expected: str = "") 
 
 
 def read_record(store: Store, export: str, expected: str = "") -> ExportRecord:
-    """The record of an export. Raises MissingError where there is none, or where the export is not finished; DataError
-    where it is not the one that is `expected`."""
+    """The record of an export. Raises MissingError if it does not exist or the export is not finished, and DataError
+    if it differs from `expected`."""
     key = layout.export_record(export)
     try:
         record = ExportRecord.parse(read_bounded(store, key, RECORD_BYTES), f"{store.url}/{key}")
@@ -75,9 +75,9 @@ def require_intact(
     changed: bool = False,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> ExportRecord:
-    """Read the files of an export (all, or `names`) and compare every byte with its record. With `changed` only files
-    that the store has in another version than the one that was written are read. Raises MissingError, and DataError
-    that names the first file that is not as it was exported."""
+    """Read the files of an export (all, or `names`) and compare every byte with its record. With `changed`, only
+    files with another version in the store than the written one are read. Raises MissingError, and DataError that
+    names the first damaged file."""
     record = read_record(store, export, expected)
     for name, reason in damaged_files(store, export, record, names=names, changed=changed, progress=progress):
         problem = f"{store.url}/{export.rstrip('/')}/{name}: {reason}"
@@ -96,7 +96,7 @@ def damaged_files(
     changed: bool = False,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Iterator[tuple[str, str]]:
-    """The files of an export that are not as they were written, each with what is wrong with it."""
+    """The files of an export that differ from what was written, each with the problem."""
     files = VerifiedFiles(_StoredFiles(store, export), record)
     wanted = sorted(record.files if names is None else names)
     total, done = sum(record.files[name].size for name in wanted if name in record.files), 0

@@ -1,4 +1,4 @@
-"""The files of one folder, wherever it lies, read by ranges. Needs no torch."""
+"""Files of one folder at any location, read by ranges. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Files(Protocol):
         """The folder, for people."""
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None when there is none."""
+        """The size of a file in bytes, or None if it does not exist."""
 
     def read_into(self, name: str, start: int, target: memoryview) -> None:
-        """Fill `target` from `start`. Raises DataError or MissingError."""
+        """Fill `target` with bytes from `start` on. Raises DataError or MissingError."""
 
 
 class Folder:
-    """The files of a folder of this machine."""
+    """The files of a folder on this machine."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,12 +37,12 @@ class Folder:
         return str(self.path)
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None when there is none."""
+        """The size of a file in bytes, or None if it does not exist."""
         path = self.path / name
         return path.stat().st_size if path.is_file() else None
 
     def read_into(self, name: str, start: int, target: memoryview) -> None:
-        """Fill `target` from `start`. Raises DataError or MissingError."""
+        """Fill `target` with bytes from `start` on. Raises DataError or MissingError."""
         try:
             with (self.path / name).open("rb", buffering=0) as file:
                 file.seek(start)
@@ -58,7 +58,7 @@ class Folder:
 
 
 def read_bytes(files: Files, name: str, most: int = SMALL_BYTES) -> bytes | None:
-    """A whole small file; None when there is none. Raises DataError for one of more than `most` bytes."""
+    """A whole small file, or None if it does not exist. Raises DataError for more than `most` bytes."""
     size = files.size(name)
     if size is None:
         return None

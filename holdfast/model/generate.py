@@ -1,7 +1,7 @@
-"""Text from a model: sampling one token at a time, for reports and for people who want to see what it learned.
+"""Text generation: sampling one token at a time, for reports and for inspection of a model.
 
-Promises that the same model, prompt and seed give the same text on the same hardware. Serving many readers fast is left
-to the servers that load the Hugging Face layout.
+The same model, prompt and seed give the same text on the same hardware. For fast serving, use a server that loads the
+Hugging Face layout.
 """
 
 # ruff: noqa: N806 - shape suffixes are upper case
@@ -19,16 +19,16 @@ from holdfast.spec.errors import DataError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-ONE_THREAD_PARAMETERS = 20_000_000  # fewer: reading the weights once takes a core less than ten milliseconds
+ONE_THREAD_PARAMETERS = 20_000_000  # below this, one core reads the weights in less than ten milliseconds
 
 
 def generate(
     decoder: Decoder, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float = 0.8, seed: int = 0
 ) -> str:
-    """What the model says after `prompt`: at most `tokens` tokens, fewer when it ends the text.
+    """The model's continuation of `prompt`: at most `tokens` tokens, fewer if the model ends the text.
 
-    Temperature 0 takes the likeliest token. An empty prompt begins a new text; of a prompt longer than the context the
-    end is used. Raises DataError when an empty prompt meets a model without an end-of-text token.
+    Temperature 0 takes the likeliest token. An empty prompt begins a new text. Of a prompt longer than the context, the
+    end is used. Raises DataError for an empty prompt if the model has no end-of-text token.
     """
     given = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not given:
@@ -46,8 +46,8 @@ def generate(
 
 @contextmanager
 def _fitting_threads(decoder: Decoder) -> Iterator[None]:
-    """One thread for a small model: a token of it is a thousand tiny operations, and threads that wait for each other
-    after each of them take ten times as long, or more when other processes want the cores."""
+    """Use one thread for a small model. A token takes a thousand tiny operations, and threads that synchronize after
+    each of them take ten times as long, or more if other processes use the cores."""
     before = torch.get_num_threads()
     if sum(parameter.numel() for parameter in decoder.parameters()) < ONE_THREAD_PARAMETERS:
         torch.set_num_threads(1)
@@ -59,7 +59,7 @@ def _fitting_threads(decoder: Decoder) -> Iterator[None]:
 
 @torch.inference_mode()
 def sample(decoder: Decoder, prompt: list[int], *, temperature: float, seed: int) -> Iterator[int]:
-    """Tokens after a prompt, without end. When the context is full, its later half is read again and kept."""
+    """Tokens after a prompt, endlessly. When the context is full, its second half is read again and kept."""
     device = decoder.model.embed_tokens.weight.device
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt[-decoder.shape.context :])
@@ -71,7 +71,7 @@ def sample(decoder: Decoder, prompt: list[int], *, temperature: float, seed: int
             cache = [LayerCache() for _ in range(decoder.shape.layers)]
             unread = text
         last_B1D = decoder.hidden(torch.tensor([unread], device=device), cache=cache)[:, -1:]
-        logits_V = decoder.head(last_B1D)[0, 0].float().cpu()  # those of a whole prompt would take gigabytes
+        logits_V = decoder.head(last_B1D)[0, 0].float().cpu()  # the logits of a whole prompt would take gigabytes
         if temperature == 0:
             token = int(logits_V.argmax())
         else:

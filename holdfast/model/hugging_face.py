@@ -1,6 +1,6 @@
-"""Reading the Hugging Face layout: a folder of safetensors, config.json and tokenizer. `export` writes it.
+"""Reader of the Hugging Face layout: a folder of safetensors, config.json and tokenizer. `export` writes it.
 
-Promises that what does not fit a spec is refused with the field to change. Nothing but JSON and safetensors is read.
+Weights that do not fit a spec are refused with the field to change. Only JSON and safetensors are read.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ INDEX_BYTES = 256 * 2**20  # a million tensors
 
 
 class Weights(NamedTuple):
-    """A model in the Hugging Face layout, its names, shapes and config checked; tensors are read on demand."""
+    """A model in the Hugging Face layout with checked names, shapes and config. Tensors are read on demand."""
 
     files: Files
     shape: Model
     vocabulary: int
     end_of_text: int | None  # eos_token_id
-    shapes: dict[str, tuple[int, ...]]  # by canonical names, in their order
-    places: dict[str, list[tuple[int, Place]]]  # what each is published as, and its first row in it
+    shapes: dict[str, tuple[int, ...]]  # by canonical name, in order
+    places: dict[str, list[tuple[int, Place]]]  # the published tensors of each, with their first rows
     stops: tuple[int, ...] = ()  # all tokens that end text: eos_token_id
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, fp32 on the CPU. Raises DataError when its bytes are not what the header says."""
+        """One tensor, fp32 on the CPU. Raises DataError if its bytes do not match the header."""
         return self.part(name, ())
 
     def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
-        """A part of a tensor, likewise; no other rows of it are read."""
+        """A part of a tensor, fp32 on the CPU. Only its rows are read. Raises DataError as `tensor` does."""
         if len(self.places[name]) == 1:
             return read_part(self.files, name, self.places[name][0][1], place)
         first, last, _ = place[0].indices(self.shapes[name][0]) if place else (0, self.shapes[name][0], 1)
@@ -65,13 +65,13 @@ class Weights(NamedTuple):
         )
 
     def rows(self, name: str) -> Iterator[Tensor]:
-        """A tensor from its first row to its last, likewise, SLAB_BYTES of them at a time."""
+        """The rows of a tensor in order, SLAB_BYTES at a time, as `part` returns them."""
         shape = self.shapes[name]
         rows = max(1, SLAB_BYTES // max(1, 4 * math.prod(shape[1:])))
         return (self.part(name, (slice(first, first + rows),)) for first in range(0, shape[0], rows))
 
     def fill(self, name: str, target: Tensor) -> None:
-        """Copy a tensor into another one, wherever that lies, SLAB_BYTES of it at a time."""
+        """Copy a tensor into another one on any device, SLAB_BYTES at a time."""
         rows = max(1, SLAB_BYTES // max(1, math.prod(target.shape[1:]) * target.element_size()))
         with torch.no_grad():
             for first in range(0, len(target), rows):
@@ -84,7 +84,7 @@ class Weights(NamedTuple):
 
 
 def read_hugging_face(where: Path | Files) -> Weights:
-    """Open a model in the Hugging Face layout. Raises MissingError or DataError, naming what does not fit."""
+    """Open a model in the Hugging Face layout. Raises MissingError or DataError that names the mismatch."""
     files = Folder(where) if isinstance(where, Path) else where
     shape, vocabulary, end_of_text, stops = read_config(f"{files.where}/config.json", _read_json(files, "config.json"))
     rows = published(shape, vocabulary)
@@ -103,7 +103,7 @@ def read_hugging_face(where: Path | Files) -> Weights:
 
 
 def open_weights(location: str, cache_dir: Path) -> Weights:
-    """Open `model.init_from`: a folder, or an s3:// or hf:// URL, whose files are copied into `cache_dir` once."""
+    """Open `model.init_from`: a folder, or an s3:// or hf:// URL, whose files are copied once into `cache_dir`."""
     from holdfast.store.hub import hub_folder, is_hub  # a model that is served has no store
 
     if is_hub(location):
@@ -122,7 +122,7 @@ def open_weights(location: str, cache_dir: Path) -> Weights:
 
 
 def require_fit(weights: Weights, shape: Model, vocabulary: int) -> None:
-    """Refuse weights that are not of a spec's model. Raises SpecError with every field that differs."""
+    """Refuse weights that do not fit a spec's model. Raises SpecError with every different field."""
     kind = weights.shape.rope_scaling.kind
     asked, found = _compared(shape, kind), _compared(weights.shape, kind)
     problems = [
@@ -148,7 +148,8 @@ def require_fit(weights: Weights, shape: Model, vocabulary: int) -> None:
 
 
 def _compared(shape: Model, rope: str) -> dict[str, object]:
-    """The fields of a spec that weights decide, with their defaults resolved; `rope` is their kind of scaling."""
+    """The fields of a spec that weights determine, with their defaults resolved. `rope` is the weights' kind of
+    scaling."""
     scaling = shape.rope_scaling
     return {
         "family": shape.family,
@@ -181,7 +182,7 @@ def load_exported(
     where: Path | Files, devices: Sequence[torch.device] = (torch.device("cpu"),)
 ) -> tuple[Decoder, Tokenizer]:
     """The decoder (fp32, in evaluation mode) and the tokenizer of a model in the Hugging Face layout. The weights go
-    straight to `devices`: beside them this takes the memory of some rows."""
+    directly to `devices`. Additional memory is needed only for some rows."""
     from tokenizers import Tokenizer
 
     weights = read_hugging_face(where)
@@ -199,7 +200,7 @@ def load_exported(
 
 
 def _locate(files: Files, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> dict[str, Place]:
-    """Where each tensor is, after checking names and shapes in the files' headers."""
+    """The location of each tensor, after checking names and shapes in the files' headers."""
     found: dict[str, Place] = {}
     for file in _weight_files(files):
         found |= read_header(files, file)

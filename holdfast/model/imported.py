@@ -1,6 +1,6 @@
-"""The identity of imported weights (`model.init_from`): what they are, not where they lie.
+"""Identity of imported weights (`model.init_from`): their content, not their location.
 
-Needs no torch: identifying a run must be quick.
+Needs no torch, because identifying a run must be quick.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from holdfast.store.hub import hub_digests, is_hub
 
 
 def is_weight_file(name: str) -> bool:
-    """Whether a file of a Hugging Face folder decides what the weights are."""
+    """Whether a file of a Hugging Face folder determines the weights."""
     return "/" not in name and (
         name.endswith(".safetensors") or name in ("config.json", "model.safetensors.index.json")
     )
 
 
 def weights_digest(location: str | None) -> str:
-    """A digest of the weights that `model.init_from` names, for `run_id`; empty when it names none.
+    """A digest of the weights in `model.init_from`, for `run_id`. Empty without such weights.
 
-    Over the content of a folder, and over the versions that an S3 store gives its objects or the digests that the Hub
-    keeps of its files, so that nothing is fetched.
-    Raises MissingError when there are no weights.
+    It covers the content of a folder, the versions of objects on S3, or the digests that the Hub keeps of its files, so
+    nothing is downloaded. Raises MissingError if no weights are found.
     """
     if location is None:
         return ""
@@ -45,7 +44,7 @@ def weights_digest(location: str | None) -> str:
 
 
 def require_weights(location: str, named: str) -> None:
-    """Raises DataError unless the weights at `location` are those that the run was named after."""
+    """Raises DataError unless the weights at `location` have the digest `named` from the run's identity."""
     if (found := weights_digest(location)) != named:
         raise DataError(
             f"model.init_from: {location} holds other weights ({found[:16]}) than those the run id was made from "

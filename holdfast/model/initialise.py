@@ -1,8 +1,7 @@
-"""The first weights of a model, and what can be counted without any.
+"""First weights of a model, and counts that need no weights.
 
-Promises that a tensor is a pure function of (seed, canonical name, shape, spec): no rank, layout, thread count, device
-or order of calls changes a bit, and any flat range can be made without the rest. Leaves loading other weights to
-`hugging_face`.
+A tensor is a pure function of (seed, canonical name, shape, spec). No rank, layout, thread count, device or order of
+calls changes a bit, and any flat range can be generated without the rest. `hugging_face` loads other weights.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from holdfast.model.decoder import Decoder
 from holdfast.model.experts import CORRECTION
 from holdfast.spec.model import Model
 
-BLOCK = 1 << 20  # elements that one random stream makes; part of what the weights are
+BLOCK = 1 << 20  # elements per random stream; it determines the weights
 
 
 def initial_slice(name: str, shape: Sequence[int], model: Model, seed: int, *, start: int, stop: int) -> Tensor:
     """Elements [start, stop) of the flattened initial tensor `name`, fp32 on the CPU.
 
-    Norms are 1, biases 0. Matrices, those of experts too, are normal with `init_std`, and those that write to the
+    Norms are 1, biases 0. Matrices, including those of experts, are normal with `init_std`. Those that write to the
     residual stream (o_proj, down_proj) are scaled by 1/sqrt(2 * layers), as in GPT-2, so that its variance does not
-    grow with depth. Of an adapter the second matrix is 0, and the first one uniform within 1/sqrt(its columns), as in
-    `peft`.
+    grow with depth. An adapter's second matrix is 0, and its first one is uniform within 1/sqrt(its columns), as in
+    `peft`. Raises ValueError for an invalid range.
     """
     size = math.prod(shape)
     if not 0 <= start <= stop <= size:
@@ -68,14 +67,14 @@ def initial_tensor(name: str, shape: Sequence[int], model: Model, seed: int) -> 
 
 
 def initialise(decoder: Decoder, seed: int) -> None:
-    """Fill a decoder, on any device, with its initial weights."""
+    """Fill a decoder on any device with its initial weights."""
     with torch.no_grad():
         for name, tensor in decoder.state_dict().items():
             tensor.copy_(initial_tensor(name, tensor.shape, decoder.shape, seed))
 
 
 def parameter_shapes(model: Model, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """Canonical names and global shapes, in the canonical order; with those that no gradient changes (see `trained`).
+    """Canonical names and global shapes, in canonical order, including tensors without a gradient (see `trained`).
     Allocates nothing."""
     with torch.device("meta"):
         decoder = Decoder(model, vocabulary)
@@ -83,23 +82,23 @@ def parameter_shapes(model: Model, vocabulary: int) -> dict[str, tuple[int, ...]
 
 
 def trained(name: str) -> bool:
-    """Whether a gradient changes the tensor of this canonical name, so that the optimizer keeps moments for it."""
+    """Whether a gradient changes the tensor of this canonical name, so that it has optimizer moments."""
     return not name.endswith(CORRECTION)
 
 
 def parameter_count(model: Model, vocabulary: int) -> int:
-    """Trained parameters, the embedding included; a tied head counts once."""
+    """The number of trained parameters, including the embedding. A tied head counts once."""
     shapes = parameter_shapes(model, vocabulary)
     return sum(math.prod(shape) for name, shape in shapes.items() if trained(name))
 
 
 def flops_per_token(model: Model, vocabulary: int, context: int | None = None) -> int:
-    """Floating-point operations that forward and backward spend on one token of a sequence of `context` tokens.
+    """Floating-point operations of forward and backward pass for one token of a sequence of `context` tokens.
 
-    6 N + 12 L D T: six for every parameter that is multiplied (the head counts, tied or not; looking up an embedding
-    does not; of experts those that a token goes through do), and the attention scores and sums of L layers whose heads
-    are D wide together, counted over the full square as is the custom, though causal kernels skip half of it. Source:
-    PaLM (Chowdhery et al. 2022), appendix B.
+    6 N + 12 L D T: six for every multiplied parameter, plus the attention scores and sums of L layers with heads of
+    total width D. The head counts, tied or not, an embedding lookup does not, and of experts only a token's own count.
+    Attention counts the full square by convention, although causal kernels skip half of it. Source: PaLM (Chowdhery et
+    al. 2022), appendix B.
     """
     shapes = parameter_shapes(model, vocabulary)
     multiplied = (

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA; Hu et al. 2021): to a frozen matrix the product of two small ones is added.
+"""Low-rank adapters (LoRA; Hu et al. 2021): the product of two small matrices is added to a frozen matrix.
 
-Promises the arithmetic of `peft` in forward, so that adapters mean the same there, and merged weights that are the same
-bytes wherever they are made. Leaves the layout of files to `peft_files`.
+The forward arithmetic is that of `peft`, so adapters mean the same there. Merged weights have the same bytes on every
+machine. `peft_files` defines the files.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from holdfast.model.export import Rows
 from holdfast.spec.model import Model
 from holdfast.spec.training import Lora
 
-A, B = ".lora_A.weight", ".lora_B.weight"  # what the names of an adapter's matrices end with: [rank, in], [out, rank]
-MERGED_ELEMENTS = 1 << 18  # computed at once, so that they stay in a core's cache
+A, B = ".lora_A.weight", ".lora_B.weight"  # name suffixes of an adapter's matrices: [rank, in], [out, rank]
+MERGED_ELEMENTS = 1 << 18  # computed together, so that they stay in a core's cache
 
 
 class AdaptedLinear(Linear):
-    """A frozen linear layer and its adapter: W x + B A x * scale. Has the parameters of the layer that it replaces."""
+    """A frozen linear layer with its adapter: W x + B A x * scale. It has the parameters of the layer that it
+    replaces."""
 
     def __init__(self, base: Linear, rank: int, scale: float) -> None:
         super().__init__(base.in_features, base.out_features, bias=False)
@@ -40,20 +41,20 @@ class AdaptedLinear(Linear):
 
 
 def scale_of(lora: Lora) -> float:
-    """What the product of an adapter's matrices is multiplied with."""
+    """The factor of the product of an adapter's matrices."""
     assert lora.rank is not None
     return lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
 
 
 def add_adapters(decoder: Decoder, lora: Lora) -> None:
-    """Give each layer that `lora` names an adapter, whose weights are still to be filled, and freeze all else. Does
-    nothing without a rank."""
+    """Give each layer in `lora.targets` an adapter with unfilled weights, and freeze everything else. Does nothing
+    without a rank."""
     if lora.rank is None:
         return
     for parameter in decoder.parameters():
         parameter.requires_grad_(False)
     for block in decoder.model.layers:
-        for part in () if block is None else list(block.children()):  # a stage of a pipeline has some layers
+        for part in () if block is None else list(block.children()):  # a pipeline stage has only some layers
             for name, base in list(part.named_children()):
                 if name in lora.targets and isinstance(base, Linear):
                     setattr(part, name, AdaptedLinear(base, lora.rank, scale_of(lora)))
@@ -61,7 +62,7 @@ def add_adapters(decoder: Decoder, lora: Lora) -> None:
 
 @contextmanager
 def without_adapters(decoder: nn.Module) -> Iterator[None]:
-    """Within it the decoder computes what its frozen weights do."""
+    """Inside the context, the decoder computes with its frozen weights only."""
     adapted = [module for module in decoder.modules() if isinstance(module, AdaptedLinear)]
     for module in adapted:
         module.adapted = False
@@ -73,12 +74,12 @@ def without_adapters(decoder: nn.Module) -> Iterator[None]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a canonical name is that of an adapter's matrix, or of what the optimizer keeps for it."""
+    """Whether a canonical name is that of an adapter's matrix, or of its optimizer state."""
     return name.endswith((A, B))
 
 
 def adapter_shapes(model: Model, vocabulary: int, lora: Lora) -> dict[str, tuple[int, ...]]:
-    """Canonical names and global shapes of all adapters, in the canonical order. Allocates nothing."""
+    """Canonical names and global shapes of all adapters, in canonical order. Allocates nothing."""
     with torch.device("meta"):
         decoder = Decoder(model, vocabulary)
         add_adapters(decoder, lora)
@@ -86,10 +87,10 @@ def adapter_shapes(model: Model, vocabulary: int, lora: Lora) -> dict[str, tuple
 
 
 def merging_rows(base: Rows, adapters: Collection[str], adapter: Callable[[str], Tensor], lora: Lora) -> Rows:
-    """The rows of a model (see `export`) in which W is W + B A * scale, where `adapters` has the name of A: `base`
-    gives the rows of W, `adapter` the whole of the others. fp32.
+    """The rows of a model (see `export`), fp32, with W + B A * scale instead of W if `adapters` has the name of A.
+    `base` returns the rows of W, and `adapter` whole adapter matrices.
 
-    Products of fp32 numbers are exact in fp64, and they are added one after another: no library, thread count or
+    Products of fp32 numbers are exact in fp64, and they are added one after another. So no library, thread count or
     machine changes a bit.
     """
 

@@ -1,4 +1,4 @@
-"""Adapters in the layout of `peft`: adapter_model.safetensors and adapter_config.json, made in order."""
+"""Adapters in the layout of `peft`: adapter_model.safetensors and adapter_config.json, generated in order."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 from holdfast.model.export import ExportFile, document_file, tensor_file
 from holdfast.spec.training import Lora
 
-FOLDER = "adapter"  # within an export: `transformers` would take a model beside adapter_config.json for its base
-PREFIX = "base_model.model."  # before the name that a tensor has in `transformers`
+FOLDER = "adapter"  # within an export: `transformers` would treat a model next to adapter_config.json as its base
+PREFIX = "base_model.model."  # before a tensor's name in `transformers`
 HUB = "hf://"
 
 
 def peft_files(
     shapes: Mapping[str, tuple[int, ...]], rows: Callable[[str], Iterator[Tensor]], lora: Lora, base: str
 ) -> list[ExportFile]:
-    """The files of adapters with these shapes to the weights at `base` (see `model.init_from`); their names begin with
-    FOLDER."""
+    """The files of adapters with these shapes for the weights at `base` (see `model.init_from`). Their names begin
+    with FOLDER."""
 
     def named(name: str) -> Iterator[Tensor]:
         return rows(name.removeprefix(PREFIX))

@@ -1,5 +1,8 @@
-"""A decoder over several accelerators of one process: its layers in order, one stretch to each, for models that do not
-fit one. Promises the figures of one accelerator of that kind; only one of them computes at a time."""
+"""Placement of a decoder on several accelerators of one process, for models that do not fit one.
+
+Each accelerator has a run of consecutive layers. The results are those of one accelerator of that kind. Only one of
+them computes at a time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from holdfast.spec.model import Model
 
 
 def empty_on(devices: Sequence[torch.device], shape: Model, vocabulary: int, end_of_text: int | None = None) -> Decoder:
-    """A decoder whose weights are still to be filled. Embedding and head are on the first device."""
+    """A decoder with unfilled weights. Embedding and head are on the first device."""
     if len(devices) == 1:
         return Decoder.empty(shape, vocabulary, devices[0], end_of_text)
     decoder = Decoder.empty(shape, vocabulary, "meta", end_of_text)

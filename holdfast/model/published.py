@@ -1,7 +1,7 @@
-"""The names under which weights are published: of most tensors the canonical ones, and each expert's apart.
+"""Published names of weights: the canonical names of most tensors, and separate names for each expert.
 
-Canonical names are those of the class in `transformers`, where one matrix holds the experts of a layer, one below the
-other. Files have the matrices of each expert for themselves, under names of the family.
+Canonical names are those of the class in `transformers`, in which one matrix holds the experts of a layer, one below
+the other. Files have separate matrices for each expert, under names of the family.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import NamedTuple
 from holdfast.model.initialise import parameter_shapes
 from holdfast.spec.model import Model
 
-# names of an expert's matrices: gate and up, which are one, and down
+# names of an expert's matrices: gate and up, which are one matrix, and down
 _LLAMA = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _MIXTRAL = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 
 class Rows(NamedTuple):
-    """Rows of a canonical tensor that are published as one."""
+    """Rows of a canonical tensor that are published as one tensor."""
 
     tensor: str
     first: int
@@ -26,7 +26,7 @@ class Rows(NamedTuple):
 
 
 def published(model: Model, vocabulary: int) -> dict[str, Rows]:
-    """What the files of a model hold, by published name: each row of each canonical tensor once, in their order."""
+    """The content of a model's files, by published name. It has each row of each canonical tensor once, in order."""
     found: dict[str, Rows] = {}
     for name, shape in parameter_shapes(model, vocabulary).items():
         layer, experts, matrix = name.partition(".mlp.experts.")
@@ -39,7 +39,7 @@ def published(model: Model, vocabulary: int) -> dict[str, Rows]:
 
 
 def rows_of(files: Mapping[str, Rows]) -> dict[str, list[tuple[str, Rows]]]:
-    """By canonical name: the published tensors that it is made of, in the order of its rows."""
+    """By canonical name: the published tensors that make it up, in the order of its rows."""
     found: dict[str, list[tuple[str, Rows]]] = {}
     for name, rows in files.items():
         found.setdefault(rows.tensor, []).append((name, rows))

@@ -1,7 +1,7 @@
-"""Rotary positions: the angles by which queries and keys are turned, for the contexts that a model's scaling allows.
+"""Rotary positions: the rotation angles of queries and keys, for the contexts that a model's scaling allows.
 
-Promises the same bits on every device. Shape suffixes as in `decoder`; K here is half a head's width where frequencies
-are meant.
+The bits are the same on every device. Shape suffixes are those of `decoder`, except that K is half a head's width for
+frequencies.
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case
@@ -18,8 +18,8 @@ from holdfast.spec.model import RopeScaling
 def rotary_tables(positions: int, width: int, theta: float, scaling: RopeScaling) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary angles, [positions, width] each, fp32.
 
-    Computed on the CPU wherever the model runs, so that every device rotates by the same bits. Formula: RoFormer,
-    equation 34, with the halves laid out as Llama's published weights expect them.
+    They are computed on the CPU for every device, so that all devices rotate by the same bits. Formula: RoFormer,
+    equation 34, with the halves in the layout of Llama's published weights.
     """
     with torch.device("cpu"):
         frequency_K = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
@@ -32,8 +32,9 @@ def rotary_tables(positions: int, width: int, theta: float, scaling: RopeScaling
 
 
 def _as_llama3(frequency_K: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long waves are slowed down by the factor, short ones are not, and between the two bounds the share that is moves
-    linearly with the frequency (Llama 3.1). The order of operations is that of `transformers`, for its bits."""
+    """Llama 3.1 scaling: long waves are slowed down by the factor, and short ones are unchanged. Between the two
+    bounds the share of slowdown is linear in the frequency. The order of operations is that of `transformers`, for
+    the same bits."""
     low, high, context = scaling.low_frequency_factor, scaling.high_frequency_factor, scaling.original_context
     wave_K = 2 * math.pi / frequency_K
     share_K = (context / wave_K - low) / (high - low)
@@ -43,6 +44,6 @@ def _as_llama3(frequency_K: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Turn every pair (k, k + K/2) of a head by the angle of its position."""
+    """Rotate every pair (k, k + K/2) of a head by the angle of its position."""
     first, second = x_BHTK.chunk(2, dim=-1)
     return x_BHTK * cos_TK + torch.cat((-second, first), dim=-1) * sin_TK

@@ -1,9 +1,8 @@
-"""Files of tensors in the format safetensors, read by ranges from wherever they lie.
+"""Tensor files in safetensors format, read by ranges from any location.
 
-The library reads whole files of this machine's disk. A model of real size lies in a bucket, and whoever scores it has
-neither its size of disk nor twice its size of memory. Promises that nothing outside a file's bounds is believed, and
-that a read takes the bytes that it is asked for. The format: 8 bytes with the length of the header, the header as JSON,
-the tensors.
+The library reads only whole files from the local disk. A large model is in a bucket, and a machine that scores it has
+neither the disk space nor twice the memory for it. No value outside a file's bounds is trusted, and a read takes only
+the requested bytes. The format: 8 bytes with the length of the header, the header as JSON, the tensors.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from torch import Tensor
 from holdfast.model.files import Files
 from holdfast.spec.errors import DataError, MissingError, shown
 
-HEADER_BYTES = 100_000_000  # the most that the format allows
+HEADER_BYTES = 100_000_000  # the format's limit
 MOST_TENSORS = 1_000_000  # of one file
-MOST_AXES = 64  # as torch has it
+MOST_AXES = 64  # torch's limit
 MOST_NUMBER = 2**63 - 1
-SLAB_BYTES = 64 * 2**20  # of a tensor that are read at once by those who can go on row by row
+SLAB_BYTES = 64 * 2**20  # of a tensor, read at a time by callers that can process rows
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Place(NamedTuple):
-    """A tensor of a file."""
+    """A tensor in a file."""
 
     file: str
     dtype: str
@@ -37,7 +36,7 @@ class Place(NamedTuple):
 
 
 def read_header(files: Files, file: str) -> dict[str, Place]:
-    """The tensors of a file. Raises MissingError, and DataError for one that is not whole."""
+    """The tensors of a file. Raises MissingError, and DataError for an incomplete file."""
     size = files.size(file)
     if size is None:
         raise MissingError(f"{files.where}/{file}: no such file")
@@ -63,8 +62,8 @@ def read_header(files: Files, file: str) -> dict[str, Place]:
 
 
 def _require_whole(ranges: list[list[int]], size: int) -> None:
-    """Raises ValueError unless the ranges make up all bytes, each of them once, as the format wants it: the same bytes
-    as many tensors would be a model of any size."""
+    """Raises ValueError unless the ranges cover all bytes, each of them once, as the format requires. Otherwise a
+    small file could describe a model of any size by using the same bytes for many tensors."""
     end = 0
     for first, last in sorted(ranges):
         if first != end:
@@ -88,8 +87,8 @@ def _place(file: str, name: str, entry: dict[str, Any], base: int, size: int) ->
 
 
 def read_part(files: Files, name: str, place: Place, part: tuple[slice, ...] = ()) -> Tensor:
-    """A tensor, or a part of it, as fp32 on the CPU; of the rows that `part` begins with only those are read. Raises
-    DataError when it is of no kind that weights are."""
+    """A tensor, or a part of it, as fp32 on the CPU. If `part` begins with a range of rows, only those are read.
+    Raises DataError for a data type that weights do not have."""
     dtype = _DTYPES.get(place.dtype)
     if dtype is None:
         raise DataError(f"{files.where}/{place.file}: {name} is {place.dtype}; only {', '.join(_DTYPES)} can be read")

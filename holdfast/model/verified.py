@@ -1,7 +1,7 @@
-"""The record of an exported model, and its files read with every byte checked against it.
+"""Verified files of an exported model: its record, and reads that check every byte against it.
 
-A file's record holds a digest for each block of 4 MiB, so a part of a file is checked without reading the rest. Packed
-with registered models: imports no store.
+A file's record has a digest for each block of 4 MiB, so a part of a file is verified without reading the rest. This
+module is packaged with registered models, so it imports no store.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from holdfast.spec.errors import DataError, MissingError
 from holdfast.spec.identity import digest
 
 BLOCK_BYTES = 4 * 2**20
-CACHED_BLOCKS = 8  # of which small tensors side by side are read
+CACHED_BLOCKS = 8  # for reads of neighboring small tensors
 _DIGEST_BYTES = 16
 REMEDY = "delete that file and run the spec again: train writes it anew"
 
 
 class FileRecord(BaseModel):
-    """What a file of an export is."""
+    """The record of one file of an export."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -33,7 +33,7 @@ class FileRecord(BaseModel):
 
     @property
     def digest(self) -> str:
-        """That of the whole file, from those of its blocks."""
+        """The digest of the whole file, from those of its blocks."""
         return blake3(bytes.fromhex("".join(self.blocks))).hexdigest()[: 2 * _DIGEST_BYTES]
 
 
@@ -48,13 +48,13 @@ class ExportRecord(BaseModel):
 
     @property
     def digest(self) -> str:
-        """What a verdict and a registration call this export by: the names, sizes and content of its files."""
+        """The export's digest in verdicts and registrations, over the names, sizes and content of its files."""
         files = {name: [file.size, file.digest] for name, file in self.files.items()}
         return digest({"state_digest": self.state_digest, "files": files})
 
     @classmethod
     def parse(cls, data: bytes, source: str) -> ExportRecord:
-        """The record in `data`, which came from `source`. Raises DataError."""
+        """Parse the record in `data`, which came from `source`. Raises DataError."""
         try:
             return cls.model_validate_json(data)
         except (ValidationError, RecursionError) as error:
@@ -62,7 +62,7 @@ class ExportRecord(BaseModel):
 
 
 class Digester:
-    """Digests of the blocks of a file while it is written."""
+    """Digests of the blocks of a file that is being written."""
 
     def __init__(self) -> None:
         self._blocks: list[str] = []
@@ -71,7 +71,7 @@ class Digester:
         self._size = 0
 
     def update(self, data: bytes | memoryview) -> None:
-        """Take the next bytes of the file."""
+        """Add the next bytes of the file."""
         view = memoryview(data).cast("B")
         self._size += view.nbytes
         while view.nbytes:
@@ -83,7 +83,7 @@ class Digester:
                 self._end_block()
 
     def record(self, version: str) -> FileRecord:
-        """The record of the file, all of whose bytes were given."""
+        """The record of the file, after all its bytes were added."""
         if self._filled:
             self._end_block()
         return FileRecord(size=self._size, blocks=tuple(self._blocks), version=version)
@@ -94,8 +94,8 @@ class Digester:
 
 
 class VerifiedFiles:
-    """The files of an export, each byte checked before it is used. What `hugging_face` calls `Files`; files that the
-    record does not have are not there."""
+    """The files of an export, with each byte verified before use. It implements `Files`. Files without a record do
+    not exist."""
 
     def __init__(self, files: Files, record: ExportRecord) -> None:
         self._files = files
@@ -108,18 +108,19 @@ class VerifiedFiles:
         return self._files.where
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None when the export has none of that name."""
+        """The size of a file in bytes, or None if the export has no such file."""
         file = self.record.files.get(name)
         return None if file is None else file.size
 
     def read_into(self, name: str, start: int, target: memoryview) -> None:
-        """Fill `target` from `start`. Raises DataError for bytes that were not exported, MissingError."""
+        """Fill `target` with bytes from `start` on. Raises DataError for bytes that differ from the export, and
+        MissingError."""
         target = target.cast("B")
         file = self._file(name)
         end = start + target.nbytes
         if end > file.size:
             raise DataError(f"{self.where}/{name}: ends after {file.size} bytes, and {end} are needed")
-        first, last = -(-start // BLOCK_BYTES), end // BLOCK_BYTES  # whole blocks that `target` takes
+        first, last = -(-start // BLOCK_BYTES), end // BLOCK_BYTES  # whole blocks within `target`
         if end == file.size:
             last = len(file.blocks)
         if first >= last:
@@ -131,7 +132,7 @@ class VerifiedFiles:
         self._copy(name, tail, target[tail - start :])
 
     def damages(self, name: str) -> Iterator[str]:
-        """What of a file is not as it was exported, in words; nothing where it is intact."""
+        """Descriptions of the damage of a file. Empty if it is intact."""
         file = self._file(name)
         try:
             size = self._files.size(name)
@@ -158,7 +159,7 @@ class VerifiedFiles:
         return min(BLOCK_BYTES, file.size - block * BLOCK_BYTES)
 
     def _copy(self, name: str, start: int, target: memoryview) -> None:
-        """Fill a target within blocks that are needed in part."""
+        """Fill a target within partly needed blocks."""
         while target.nbytes:
             block, skipped = divmod(start, BLOCK_BYTES)
             data = self._block(name, block)[skipped : skipped + target.nbytes]
@@ -177,7 +178,7 @@ class VerifiedFiles:
         return self._cache[key]
 
     def _read_blocks(self, name: str, blocks: range, target: memoryview) -> None:
-        """Read whole blocks, in one request; what is not right is read once more."""
+        """Read whole blocks in one request. A damaged block is read once more."""
         start = blocks[0] * BLOCK_BYTES
         self._files.read_into(name, start, target)
         for block in blocks:
