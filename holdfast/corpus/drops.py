@@ -1,7 +1,7 @@
 """Dropped documents of a dataset: counts, with one example per reason: its location, the problem, and its beginning.
 
 The examples are the first ones in the order of the sources, so they do not depend on the number of workers. No source
-is read for them, because units know the lines of their records.
+is read for them, because units contain the lines of their records.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Preparation: from the `data` section of a spec to a dataset in the store.
 
-The same sources, settings and tokenizer give the same dataset id and the same bytes, for any number of workers and
-after any number of kills. A finished dataset is returned immediately. Nothing is visible under the id before everything
-is written: writing dataset.json is the commit.
+The same sources, settings and tokenizer give the same dataset id and the same bytes. Neither the number of workers nor
+kills change them. A finished dataset is returned immediately. Nothing is visible under the id before everything is
+written: writing dataset.json is the commit.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def documents(spec: Spec, dataset_id: str, spans: Sequence[Span], store: Store) 
 
 
 def _document_positions(spec: Spec, units: UnitReader) -> Iterator[tuple[Piece, NDArray, NDArray, NDArray]]:
-    """Each piece with the index of its documents, the numbers of its training documents, and the position of the
-    first token of each in its source."""
+    """For each piece: the piece, the index of its documents, the numbers of its training documents, and each one's
+    first token position in its source."""
     cleaning, packed = spec.data.cleaning, sample_tokens(spec)
     position: dict[int, int] = defaultdict(int)
     left: dict[int, int] = defaultdict(lambda: packed)

@@ -1,8 +1,8 @@
 """Keyed pseudo-random permutation of range(n) with random access and without memory, for any n below 2**62.
 
-It is a generalized Feistel network over Z_a x Z_b (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002)
-with a and b near the square root of n. Cycle walking handles the fewer than a values of a*b above n. It shuffles well
-and is not cryptography. The bits are part of every run's identity: any change here needs a new DATA_PLANE_VERSION.
+It is a generalized Feistel network over Z_a x Z_b (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). a
+and b are near the square root of n. Cycle walking handles the fewer than a values of a*b above n. It shuffles well and
+is not cryptography. The bits are part of every run's identity: any change here needs a new DATA_PLANE_VERSION.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def shard_digest(digests: bytes) -> str:
 
 class OpenFiles:
     """The currently mapped shard files, at most `limit`. A map needs a file descriptor and an entry in the kernel's
-    table of maps, and a process has few of both (1,024 and 65,530 are common). The oldest map is closed first."""
+    table of maps. A process has few of both (1,024 and 65,530 are common). The oldest map is closed first."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit or max(16, min(MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))

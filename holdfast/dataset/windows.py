@@ -4,7 +4,8 @@ The stream is divided into blocks of consecutive samples, and the blocks are shu
 of the global batch has a separate sequence of blocks. It reads a window of some blocks at a time and takes the samples
 of a window in random order. A node holds some rows of every batch, so it reads almost only the blocks of its rows. A
 batch still has samples from as many places of the corpus as it has rows. The order is a pure function of (seed, place),
-like the global shuffle: no memory, free seeking, each sample once per epoch, and the same batches at any world size.
+like the global shuffle. It needs no memory and seeks freely. Each sample occurs once per epoch, and the batches are the
+same at any world size.
 """
 
 from __future__ import annotations

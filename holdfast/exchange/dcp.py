@@ -106,7 +106,7 @@ def _item(name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int, row
 
 
 class DistributedCheckpoint:
-    """See Source. It knows tensors by their canonical names. It also accepts names that end in a canonical name and
+    """See Source. It finds tensors by their canonical names. It also accepts names that end in a canonical name and
     identify the moment, as in torch's state dicts: `model.<name>`, `optim.state.<name>.exp_avg`."""
 
     def __init__(self, folder: Path) -> None:

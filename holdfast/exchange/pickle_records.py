@@ -2,7 +2,7 @@
 
 Nothing is imported, called or looked up. A name in a pickle stays text. An object becomes a `Record` of that text, its
 arguments and its state. A dictionary becomes a `Table` of pairs, so no key is hashed. Time and memory are linear in the
-bytes, and bounded: a pickle is refused if it nests without end, repeats itself, or declares a large size. Nothing here
+bytes, and bounded. A pickle is refused if it nests without end, repeats itself, or declares a large size. Nothing here
 recurses. Callers read only the expected parts.
 """
 

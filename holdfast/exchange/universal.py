@@ -19,7 +19,7 @@ _FILES = {"": "fp32.pt", MOMENTS[0]: "exp_avg.pt", MOMENTS[1]: "exp_avg_sq.pt"}
 
 
 class UniversalCheckpoint:
-    """See Source. It knows parameters by their canonical names, with or without the prefix `module.`."""
+    """See Source. It finds parameters by their canonical names, with or without the prefix `module.`."""
 
     def __init__(self, folder: Path) -> None:
         """Open the folder of one step, or a folder whose `latest_universal` names it. Raises MissingError."""

@@ -16,7 +16,7 @@ from holdfast.model.base import OWN
 from holdfast.spec.errors import DataError, shown
 from holdfast.spec.model import Model, RopeScaling
 
-# field of the spec -> key of config.json, and what a missing key means unless the family says otherwise
+# field of the spec -> key of config.json, and the meaning of a missing key unless the family defines another
 _SHAPE_KEYS: dict[str, tuple[str, Any]] = {
     "layers": ("num_hidden_layers", 32),
     "hidden": ("hidden_size", 4096),
@@ -256,14 +256,14 @@ def config(shape: Model, vocabulary: int, end_id: int) -> dict[str, Any]:
         "rope_parameters": {"rope_theta": shape.rope_theta, **_rope(shape.rope_scaling)},
         "rope_theta": shape.rope_theta,  # for readers older than transformers 5
         "tie_word_embeddings": shape.tie_embeddings,
-        "torch_dtype": "float32",  # likewise
+        "torch_dtype": "float32",  # for readers older than transformers 5
         "use_cache": True,
         "vocab_size": vocabulary,
         **family.fixed,
         **_of_mixture(shape, family),
     }
     if shape.rope_scaling.kind != "none":
-        settings["rope_scaling"] = _rope(shape.rope_scaling)  # likewise
+        settings["rope_scaling"] = _rope(shape.rope_scaling)  # for readers older than transformers 5
     if shape.family not in ("llama", "dots1"):
         settings["sliding_window"] = shape.sliding_window
     return settings

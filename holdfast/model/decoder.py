@@ -309,8 +309,8 @@ class Decoder(nn.Module):
         document_BT: Tensor | None = None,
         cache: list[LayerCache] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream of the positions [start, end) after the local layers (a pipeline stage has only some),
-        and the unevenness of their experts in each sequence [B]."""
+        """The residual stream of the positions [start, end) after the local layers, and the unevenness of their
+        experts in each sequence [B]. A pipeline stage has only some layers."""
         here: slice | Tensor = slice(start, end)
         if self.positions_T is not None:
             here, end = self.positions_T, self.shape.context

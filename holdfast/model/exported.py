@@ -38,8 +38,8 @@ def exported_files(store: Store, export: str, expected: str = "") -> VerifiedFil
 
 
 def fetch_exported(store: Store, export: str, copies: Path, expected: str = "") -> VerifiedFiles:
-    """The files of the exported model under the key prefix `export`, in place if they are on this machine, or else
-    as a copy in `copies`. Raises MissingError and DataError."""
+    """The files of the exported model under the key prefix `export`. They are read in place on this machine, or else
+    from a copy in `copies`. Raises MissingError and DataError."""
     record = read_record(store, export, expected)
     folder = local_folder(store, export, copies, lambda name: name in record.files)
     if folder is None:

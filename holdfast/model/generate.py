@@ -46,7 +46,7 @@ def generate(
 
 @contextmanager
 def _fitting_threads(decoder: Decoder) -> Iterator[None]:
-    """Use one thread for a small model. A token takes a thousand tiny operations, and threads that synchronize after
+    """Use one thread for a small model. A token takes a thousand tiny operations. Threads that synchronize after
     each of them take ten times as long, or more if other processes use the cores."""
     before = torch.get_num_threads()
     if sum(parameter.numel() for parameter in decoder.parameters()) < ONE_THREAD_PARAMETERS:

@@ -24,8 +24,8 @@ def is_weight_file(name: str) -> bool:
 def weights_digest(location: str | None) -> str:
     """A digest of the weights in `model.init_from`, for `run_id`. Empty without such weights.
 
-    It covers the content of a folder, the versions of objects on S3, or the digests that the Hub keeps of its files, so
-    nothing is downloaded. Raises MissingError if no weights are found.
+    It covers the content of a folder, the object versions on S3, or the file digests of the Hub. So nothing is
+    downloaded. Raises MissingError if no weights are found.
     """
     if location is None:
         return ""

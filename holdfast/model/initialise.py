@@ -26,9 +26,9 @@ def initial_slice(name: str, shape: Sequence[int], model: Model, seed: int, *, s
     """Elements [start, stop) of the flattened initial tensor `name`, fp32 on the CPU.
 
     Norms are 1, biases 0. Matrices, including those of experts, are normal with `init_std`. Those that write to the
-    residual stream (o_proj, down_proj) are scaled by 1/sqrt(2 * layers), as in GPT-2, so that its variance does not
-    grow with depth. An adapter's second matrix is 0, and its first one is uniform within 1/sqrt(its columns), as in
-    `peft`. Raises ValueError for an invalid range.
+    residual stream (o_proj, down_proj) are scaled by 1/sqrt(2 * layers), as in GPT-2. So its variance does not grow
+    with depth. An adapter's second matrix is 0, and its first one is uniform within 1/sqrt(its columns), as in `peft`.
+    Raises ValueError for an invalid range.
     """
     size = math.prod(shape)
     if not 0 <= start <= stop <= size:

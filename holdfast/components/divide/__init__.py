@@ -1,8 +1,8 @@
 """Divide step: lists the sources of a spec, divides them into units and provides a tokenizer, for parallel
 tokenization.
 
-Preparing a dataset on many machines takes three steps: `divide`, then `tokenise` for each share in any order or
-concurrently, then `preprocess` with the division, which joins the shares.
+Preparing a dataset on many machines takes three steps. `divide` comes first, then `tokenise` for each share, in any
+order or concurrently. `preprocess` with the division joins the shares.
 """
 
 from __future__ import annotations

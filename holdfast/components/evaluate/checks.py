@@ -77,7 +77,8 @@ def _of_task(task: Task, score: TaskScore, champion: Opponent | None) -> Iterato
 
 
 def _versus(settings: Evaluation, value: float, champion: Opponent) -> Check:
-    """The comparison with the champion. A champion that cannot be measured blocks nothing, and the sentence says so."""
+    """The comparison with the champion. A champion that cannot be measured blocks nothing, which the sentence
+    states."""
     who = f"champion {champion.model} version {champion.version}"
     if champion.measured is None:
         return Check(

@@ -1,9 +1,9 @@
 """Promotion to champion, in a fixed order for concurrent registrations.
 
 MLflow moves an alias without any condition. Of two models judged against the same champion, the later one would replace
-the earlier one without a comparison, and no rollback would find that one. So a champion is first claimed in the store,
-by number. Each champion was judged against the one that it replaces, if the registrations share a store. A claim of a
-dead process is applied by the next one.
+the earlier one without a comparison. No rollback would find the earlier one. So a champion is first claimed in the
+store, by number. Each champion was judged against the one that it replaces, if the registrations share a store. A claim
+of a dead process is applied by the next one.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def _after_running_out(spec: Spec, identity: str, store: Store, *, replan: bool)
 
 
 def ran_out_of_memory(ending: Ending) -> bool:
-    """Whether a launch ran out of memory, as far as its ranks or its launcher know."""
+    """Whether a launch ran out of memory, according to its ranks or its launcher."""
     return ending.code == ExitCode.OUT_OF_MEMORY or (
         ending.code == ExitCode.KILLED and "out of memory" in ending.detail.lower()
     )

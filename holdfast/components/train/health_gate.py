@@ -1,4 +1,4 @@
-"""Health check of a gang's ranks before they train, where the launch requests one."""
+"""Health check of a gang's ranks before they train, if the launch requests one."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from functools import cache, partial
 
 import numpy.ma  # noqa: F401 - numpy.median would, in each rank after it was forked
 import torch
-import torch._inductor.config  # use_deterministic_algorithms would, in each rank after it was forked
+import torch._inductor.config  # use_deterministic_algorithms would import it in each rank after the fork
 
 import holdfast.components.train.engines.torch.engine  # noqa: F401 - likewise build_engine
 from holdfast.checkpoint import Attempt, Checkpointer, Manifest, Retention, claim_attempt, newest_segments

@@ -28,8 +28,9 @@ def counted_pairs(rows: Tensor, speaks: bool = True) -> Tensor:
 
 def preference_loss(losses: Tensor, reference: Tensor, targets: Tensor, documents: Tensor, beta: float) -> Tensor:
     """The sum over the pairs of -log sigmoid(beta * margin). `losses` and `reference` are the targets'
-    cross-entropies under the model and under its reference model. All tensors are [B, T]. The margin of a pair, in
-    nats, is how much more strongly the model prefers the chosen answer to the rejected one than the reference does."""
+    cross-entropies under the model and under its reference model. All tensors are [B, T]. A model's preference for
+    the chosen answer is the difference of log-likelihoods, in nats. The margin of a pair is the model's preference
+    minus the reference's."""
     gained = by_document(reference.float() - losses.float(), documents)
     there = by_document((targets != IGNORED).float(), documents)[:, 0::2] > 0
     margin = gained[:, 0::2] - gained[:, 1::2]

@@ -1,9 +1,10 @@
 """Expert parallelism: each layer's experts are distributed over the ranks of a group, and tokens are sent to their
 experts.
 
-Each rank computes its rows up to the router, sends each token to the ranks with its experts, computes the received
-tokens, and sends the results back. No token is dropped. An expert computes in a fixed order: by rank, then by the order
-of each rank's tokens. See GShard (Lepikhin et al. 2020) and, without capacities, MegaBlocks (Gale et al. 2022).
+Each rank computes its rows up to the router and sends each token to the ranks with its experts. It computes the
+received tokens and sends the results back. No token is dropped. An expert computes in a fixed order: by rank, then by
+the order of each rank's tokens. See GShard (Lepikhin et al. 2020) and, without capacities, MegaBlocks (Gale et al.
+2022).
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case, as in `model.experts`
@@ -60,8 +61,8 @@ class Exchange:
 
     def _here(self, matrix: Tensor) -> Tensor:
         """The local part of a matrix of experts. Its gradient covers the rows of all ranks of the group, so it is
-        divided by their number, as an average over ranks does for other weights. The averaging of these experts
-        covers only the remaining ranks. Ranks with parts of the same rows are summed and count as one."""
+        divided by their number. The average over ranks does the same for other weights. The averaging of these
+        experts covers only the remaining ranks. Ranks with parts of the same rows are summed and count as one."""
         here = matrix.to_local() if isinstance(matrix, DTensor) else matrix
         if here.requires_grad:
             here.register_hook(lambda gradient: gradient / self._averaged)

@@ -58,9 +58,10 @@ def parallelize(
     """Spread `decoder` over the ranks. Returns the module that computes the loss of one rank's micro-batch, or a stage
     of it.
 
-    Gradients are averaged over the ranks that see other samples: those of `ranks` (see `device_mesh`) that hold parts,
-    or all whole replicas if `ranks` is None. With `grid`, the grid of the current step, they are summed as elastic
-    determinism requires. `sequence_shard` is this rank's part of every row. For `expert_mesh` see `build_expert_mesh`.
+    Gradients are averaged over the ranks with other samples. These are the ranks of `ranks` (see `device_mesh`) that
+    hold parts, or all whole replicas if `ranks` is None. With `grid`, the grid of the current step, they are summed as
+    elastic determinism requires. `sequence_shard` is this rank's part of every row. For `expert_mesh` see
+    `build_expert_mesh`.
 
     0. fp8 linear layers replace others and take their parameters.
     1. Tensor parallelism splits the matrices first, and expert parallelism distributes the experts. All later
