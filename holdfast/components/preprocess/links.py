@@ -31,8 +31,8 @@ def links(
     spec: Spec, dataset_id: str, salt: str, store: Store, workflow: str, trials: Sequence[Sequence[str]] = ((),)
 ) -> str:
     """Markdown for the UI of Kubeflow or Argo, in which this step belongs to `workflow`. It has an entry for each of
-    the `trials`, which are overrides of the spec: the run to be trained, its MLflow page, job, logs and store
-    folder."""
+    the `trials`, which are overrides of the spec. An entry has the run to be trained, its MLflow page, job, logs and
+    store folder."""
     here = os.environ.get(NAMESPACE) or "default"
     lines = [f"Pods of the steps: {_code(f'kubectl -n {here} get {PODS} -l {WORKFLOW_LABEL}={workflow}')}"]
     for trial in trials:

@@ -378,7 +378,8 @@ def _pass_on(events: StoreEvents, metrics: Metrics | None, traces: Traces | None
 
 
 def _pass_on_to(listener: Callable[[], object]) -> None:
-    """Call a listener. Its failure is logged, and stops neither the following of events nor other listeners."""
+    """Call a listener. Its failure is logged. It stops neither the thread that follows the events nor other
+    listeners."""
     try:
         listener()
     except Exception as error:  # noqa: BLE001 - said, and the store has the truth

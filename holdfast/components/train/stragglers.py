@@ -35,7 +35,7 @@ LASTING = 0.6  # seconds of its work that a slowdown must last, as a rank may lo
 LEAST = 0.001  # seconds per step, below which nothing is reported
 PATIENCE = 64  # slow windows needed where ranks are slow alternately
 HISTORY = 256  # windows of the baseline
-CHANCE = 0.17  # share of a rank's slow windows above which ranks are slow alternately,
+CHANCE = 0.17  # share of windows in which a rank is slower, above which ranks are slow alternately,
 FEW = 4  # and the number of windows up to which the share is not used
 USUAL = 4.0  # times the usual difference of ranks, as logarithms of ratios, that a straggler must exceed
 # A baseline of fewer windows than the first number is short. The ratios of a reported rank then deviate by at most this

@@ -30,8 +30,8 @@ _KEPT: list[Any] = [
 
 
 def recompute(layer: nn.Module, kind: Literal["none", "full", "selective"]) -> None:
-    """Set what a layer keeps from the forward to the backward pass: only its input (`full`), or also the results of
-    matrix products and attention (`selective`). Layers draw no random numbers."""
+    """Set what a layer keeps for the backward pass: only its input (`full`), or also the results of matrix products
+    and attention (`selective`). Layers draw no random numbers."""
     if kind == "none":
         return
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
