@@ -69,7 +69,7 @@ def test_a_rewound_run_shares_the_past_and_goes_on_with_the_same_bits_or_as_it_i
     assert [pin.name for pin in list_pins(store, parent)] == [f"forked-{child}"]
     assert json.loads(store.get(layout.parent(child)))["run_id"] == parent
     shown = CliRunner().invoke(app, ["show", child, "--store", store.url]).stdout
-    assert f"to step 6 of run {parent}" in shown
+    assert f"from step 6 of run {parent}" in shown
     record = find_record(store, child)
     assert record is not None and (record.salt, record.run_id, record.backend) == (salt, child, "local")
 
@@ -144,7 +144,7 @@ def test_what_the_state_does_not_allow_is_refused_before_anything_is_written(sto
             r"training.gradient_compression: .* part of the state \(value: 'topk'\)\s+remedy: leave it at none",
         ),
         (6, ("training.steps=6",), ExitCode.BAD_SPEC, "nothing to train after step 6"),
-        (6, ("training.anomalies={action: fork, rewind_steps: 4}",), ExitCode.BAD_SPEC, "6 is no multiple of it"),
+        (6, ("training.anomalies={action: rewind, rewind_steps: 4}",), ExitCode.BAD_SPEC, "6 is no multiple of it"),
         (7, (), ExitCode.NOT_FOUND, "no checkpoint at step 7"),
     ):
         with pytest.raises(Exception, match=words) as refused:

@@ -20,7 +20,7 @@ FIELD = re.compile(rf"(?<![\w./@-])((?:{SECTIONS})(?:\.[a-z0-9_]+)+)(?!\.?[\w/-]
 NO_FIELDS = {"model.embed_tokens.weight", "model.safetensors", "model.safetensors.index.json"}
 NO_FIELDS |= {"serving.kserve.io", "serving.py"}
 NO_FIELDS |= {"data.pkl"}  # a record of torch's files
-NO_FIELDS |= {"telemetry.phases", "checkpoint.borrow", "store.log_stream"}  # modules
+NO_FIELDS |= {"telemetry.phases", "checkpoint.fork", "store.log_stream", "training.yaml"}  # modules
 
 
 def named() -> Iterator[tuple[str, str]]:

@@ -41,7 +41,7 @@ def write(store: Store, writer: int, numbers: range, segment: int = 0) -> None:
     """A segment of a writer, with the events of these numbers."""
     lines = [
         json.dumps({"v": 1, "writer": f"w{writer}", "number": number, "time": 1000.0 * writer + number,
-                    "kind": "warned", "message": f"{writer}.{number}"})
+                    "kind": "warning_issued", "message": f"{writer}.{number}"})
         for number in numbers
     ]  # fmt: skip
     store.put(layout.events(RUN, f"{writer:013d}-aaaaaaaa", segment), ("\n".join(lines) + "\n").encode())

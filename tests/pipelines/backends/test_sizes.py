@@ -68,15 +68,15 @@ def test_a_spec_of_a_hundred_kilobytes_goes_to_every_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    "order", [RunRequest(spec(), salt="x" * 140_000), RunRequest(spec(), store="s3://b/" + "x" * 140_000)]
+    "long", [RunRequest(spec(), salt="x" * 140_000), RunRequest(spec(), store="s3://b/" + "x" * 140_000)]
 )
-def test_any_other_parameter_that_is_too_long_is_named(request: RunRequest) -> None:
-    name = "salt" if request.salt else "store"
+def test_any_other_parameter_that_is_too_long_is_named(long: RunRequest) -> None:
+    name = "salt" if long.salt else "store"
     with pytest.raises(SpecError) as caught:
-        Argo(namespace="n").objects(request)
+        Argo(namespace="n").objects(long)
     assert [one.field for one in caught.value.problems] == [name]
     with pytest.raises(SpecError) as caught:
-        order_text(request)
+        order_text(long)
     assert [one.field for one in caught.value.problems] == [name]
 
 
