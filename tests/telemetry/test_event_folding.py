@@ -82,7 +82,7 @@ def test_events_of_many_launches_are_few_objects_and_read_as_before(store: Store
 
 
 def test_full_segments_of_a_long_run_become_few_objects(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_folding, "FULL_BYTES", 3000)
+    monkeypatch.setattr(event_folding, "FULL_BYTES", 3400)
     for segment in range(20):
         write(store, 1, range(10 * segment + 1, 10 * segment + 11), segment)
     before = texts(read_events(store, RUN))

@@ -89,7 +89,8 @@ def test_a_collector_gets_steps_launches_attempts_and_saves_each_within_the_othe
     assert of(told, "launch 2").status.code == Status.STATUS_CODE_UNSET
     save = of(told, "save")
     assert (save.start_time_unix_nano, save.end_time_unix_nano) == (17 * 10**9, 19 * 10**9)
-    assert [(event.name, event.time_unix_nano) for event in of(told, "attempt 1").events] == [("warning_issued", 25 * 10**9)]
+    events = [(event.name, event.time_unix_nano) for event in of(told, "attempt 1").events]
+    assert events == [("warning_issued", 25 * 10**9)]
 
 
 def test_the_last_spans_have_as_long_as_opentelemetry_is_told(
