@@ -92,14 +92,14 @@ def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
 
 
 def smooth(points: Sequence[Point], share: float = 0.02) -> list[Point]:
-    """A centred moving average over `share` of the points."""
+    """A centered moving average over `share` of the points."""
     reach = max(1, round(len(points) * share / 2))
     sums = [0.0]
     for _, y in points:
         sums.append(sums[-1] + y)
     averaged = []
     for index, (x, _) in enumerate(points):
-        near = min(reach, index, len(points) - 1 - index)  # narrower at the ends, to stay centred
+        near = min(reach, index, len(points) - 1 - index)  # narrower at the ends, to stay centered
         averaged.append((x, (sums[index + near + 1] - sums[index - near]) / (2 * near + 1)))
     return averaged
 

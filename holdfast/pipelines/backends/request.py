@@ -105,8 +105,8 @@ def build_request(
 def check_for_cluster(spec: Spec, store: str = "") -> None:
     """Raise SpecError for a spec that cannot run in pods.
 
-    Causes: a path that does not exist in a pod, a store in a folder that is not shared, an unreachable metrics
-    collector.
+    Causes: a path that does not exist in a pod, a store in a folder that is not shared, a metrics address that is
+    reachable only inside the pod.
     """
     mounts = [PurePosixPath(volume.path) for volume in spec.cluster.volumes]
     remedy = "put it into a bucket, or on a volume of cluster.volumes and write the absolute path there"
