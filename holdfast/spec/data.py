@@ -1,4 +1,4 @@
-"""The `data` section: where text comes from, how it is cleaned, tokenised and split."""
+"""The `data` section: where text comes from, how it is cleaned, tokenized and split."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.spec.section import Section, runtime_field
 
 
 class Source(Section):
-    """One place that text comes from."""
+    """One source of text."""
 
     uri: str = Field(
         min_length=1,
@@ -19,35 +19,35 @@ class Source(Section):
     )
     format: Literal["auto", "text", "jsonl", "parquet"] = Field(
         "auto",
-        description="How documents lie in a file. `auto` goes by the suffix, after removing .gz or .zst: .jsonl, "
-        ".parquet, or one text document a file. It refuses suffixes of data that are no text (.json, .csv, .zip).",
+        description="Format of the files. `auto` uses the suffix, without .gz or .zst: .jsonl, .parquet, or else one "
+        "text document per file. It refuses suffixes of data that is not text (.json, .csv, .zip).",
     )
     text_field: str = Field("text", description="The key (jsonl) or column (parquet) that holds a document's text.")
     weight: float | None = Field(
         None,
         gt=0,
-        description="Share of this source in training, relative to the other weights. Give it for every source or for "
-        "none; without weights each source counts by its tokens.",
+        description="Weight of this source in training, relative to the other weights. Give it for every source or for "
+        "none. Without weights each source counts by its tokens.",
     )
     repo: str = Field(
         ".", description="For `dvc:` sources: the Git repository (path or URL) in which DVC tracks the path."
     )
     revision: str | None = Field(
-        None, description="For `dvc:` sources: the Git revision (commit, tag or branch); none reads the work tree."
+        None, description="For `dvc:` sources: the Git revision (commit, tag or branch). Default: the work tree."
     )
 
 
 class Tokenizer(Section):
-    """Train a byte-level BPE on the corpus, or bring a tokenizer."""
+    """Train a byte-level BPE tokenizer on the corpus, or use an existing tokenizer."""
 
-    kind: Literal["bpe", "file"] = Field("bpe", description="`bpe` trains one here; `file` takes `path`.")
+    kind: Literal["bpe", "file"] = Field("bpe", description="`bpe` trains a tokenizer; `file` uses `path`.")
     vocabulary: int = Field(
         4096, ge=258, le=1_000_000, description="Size of the vocabulary to train, in tokens (kind: bpe)."
     )
     sample_bytes: int = Field(
         64 * 2**20,
         ge=1,
-        description="How much text the BPE is trained on, in bytes: an even sample of the corpus (kind: bpe).",
+        description="Text that the BPE is trained on, in bytes: an even sample of the corpus (kind: bpe).",
     )
     path: str | None = Field(
         None, description="A Hugging Face `tokenizer.json`: a path, an s3:// or an hf:// URL (kind: file)."
@@ -56,7 +56,7 @@ class Tokenizer(Section):
         None,
         ge=2,
         le=2**30,
-        description="Rows of the model's embedding, where weights have more of them than the tokenizer has tokens "
+        description="Rows of the model's embedding, if the weights have more rows than the tokenizer has tokens "
         "(kind: file).",
     )
     end_of_text: str = Field("<|endoftext|>", min_length=1, description="The token that ends every document.")
@@ -67,46 +67,50 @@ class Chat(Section):
 
     template: str | None = Field(
         None,
-        description="The chat template: a Jinja file, or a `tokenizer_config.json` that has one; a path, an s3:// or "
-        "an hf:// URL. None takes the one beside `data.tokenizer.path`.",
+        description="The chat template: a Jinja file, or a `tokenizer_config.json` that has one. It is a path, an "
+        "s3:// or an hf:// URL. Default: the one in the folder of `data.tokenizer.path`.",
     )
 
 
 class Cleaning(Section):
-    """What is done to a document before it is tokenised. Every document dropped is counted under its reason. Of
-    conversations and preferences it acts on the texts of the messages, never on tools or on what tools answered."""
+    """Cleaning of a document before it is tokenized. Every dropped document is counted under its reason. In
+    conversations and preferences, cleaning applies to the texts of messages, never to tools or answers of tools."""
 
-    unicode: Literal["NFC", "NFKC", "none"] = Field("NFC", description="Unicode normalisation form.")
-    min_characters: int = Field(1, ge=0, description="Shorter documents are dropped, in characters.")
-    max_characters: int = Field(10_000_000, ge=1, description="Longer documents are dropped, in characters.")
+    unicode: Literal["NFC", "NFKC", "none"] = Field("NFC", description="Unicode normalization form.")
+    min_characters: int = Field(
+        1, ge=0, description="Minimum length of a document, in characters. Shorter ones are dropped."
+    )
+    max_characters: int = Field(
+        10_000_000, ge=1, description="Maximum length of a document, in characters. Longer ones are dropped."
+    )
     max_repetition: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="Documents in which a larger share of the non-empty lines repeats an earlier line are dropped; "
+        description="Maximum fraction of non-empty lines that repeat an earlier line. Documents with more are dropped; "
         "1 keeps all.",
     )
     deduplicate: bool = Field(
-        True, description="Drop documents whose normalised text was seen before (exact, by content hash)."
+        True, description="Drop documents whose normalized text occurred before (exact, by content hash)."
     )
     on_bad_record: Literal["fail", "skip"] = Field(
         "fail",
-        description="What to do with damaged files, files that are no text, undecodable bytes, a line that is not "
-        "JSON, or a record without text: `fail` names it and stops; `skip` counts it and shows an example.",
+        description="What to do with damaged files, files that are not text, undecodable bytes, lines that are not "
+        "JSON, and records without text. `fail` names it and stops. `skip` counts it and shows an example.",
     )
 
 
 class Shuffle(Section):
-    """In which order the samples of an epoch come."""
+    """Order of the samples of an epoch."""
 
     kind: Literal["global", "blocks"] = Field(
         "global",
-        description="`global`: every sample may come anywhere. `blocks`: blocks of the corpus are shuffled, and "
-        "samples within a window of blocks, so that a node reads its share of a corpus in S3 and not all of it.",
+        description="`global` shuffles all samples. `blocks` shuffles blocks of the corpus, and samples within a "
+        "window of blocks. With `blocks`, a node reads only its part of a corpus in S3.",
     )
     block_tokens: int = Field(2**20, ge=1024, le=2**31, description="Size of a block, in tokens (kind: blocks).")
     window: int = Field(
-        4, ge=1, le=1024, description="Blocks of each row of the global batch whose samples are mixed (kind: blocks)."
+        4, ge=1, le=1024, description="Blocks whose samples are mixed, for each row of the global batch (kind: blocks)."
     )
 
 
@@ -115,28 +119,27 @@ class Data(Section):
 
     kind: Literal["text", "chat", "preferences"] = Field(
         "text",
-        description="`text`: documents, every token of which counts in the loss. `chat`: conversations (jsonl with "
-        "`messages`), packed whole into samples, of which only what the assistant says counts. `preferences`: prompts "
-        "with a chosen and a rejected answer (jsonl with `prompt`, `chosen`, `rejected`), for direct preference "
-        "optimisation.",
+        description="`text`: documents. Every token counts in the loss. `chat`: conversations (jsonl with `messages`), "
+        "packed whole into samples. Only the tokens of the assistant count. `preferences`: prompts with a chosen and a "
+        "rejected answer (jsonl with `prompt`, `chosen`, `rejected`), for direct preference optimization.",
     )
     sources: tuple[Source, ...] = Field(min_length=1, max_length=1000, description="Where the text comes from.")
     tokenizer: Tokenizer = Field(default_factory=Tokenizer, description="How text becomes tokens.")
     chat: Chat = Field(default_factory=Chat, description="How conversations become tokens.")
-    cleaning: Cleaning = Field(default_factory=Cleaning, description="Normalisation, filters and deduplication.")
+    cleaning: Cleaning = Field(default_factory=Cleaning, description="Normalization, filters and deduplication.")
     validation_fraction: float = Field(
-        0.02, ge=0, lt=1, description="Share of documents held out for evaluation, chosen by content hash."
+        0.02, ge=0, lt=1, description="Fraction of documents held out for evaluation, chosen by content hash."
     )
     document_masks: bool = Field(
         False, description="Attention does not cross the end of a document inside a packed sequence."
     )
-    shuffle: Shuffle = Field(default_factory=Shuffle, description="The order of training.")
-    shard_tokens: int = Field(16 * 2**20, ge=1024, le=2**31, description="Largest token shard, in tokens.")
-    workers: int = runtime_field(0, "Processes that tokenise; 0 takes every core.", ge=0, le=1024)
+    shuffle: Shuffle = Field(default_factory=Shuffle, description="Order of the samples in training.")
+    shard_tokens: int = Field(16 * 2**20, ge=1024, le=2**31, description="Maximum size of a token shard, in tokens.")
+    workers: int = runtime_field(0, "Processes that tokenize; 0 uses every core.", ge=0, le=1024)
     fan_out: int = runtime_field(
         1,
-        "Pods or jobs that tokenise at once, on a backend that has several machines; 1 does all in one step. The "
-        "dataset is the same, to the byte.",
+        "Pods or jobs that tokenize concurrently, on a backend with several machines; 1 does all in one step. The "
+        "bytes of the dataset are the same.",
         ge=1,
         le=256,
     )

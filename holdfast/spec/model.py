@@ -1,4 +1,4 @@
-"""The `model` section: the shape of a decoder of the families that people start from."""
+"""The `model` section: the shape of a decoder of a widely used family."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "dots1")  # families with exper
 
 
 class RopeScaling(Section):
-    """How rotary frequencies are stretched for contexts beyond those that a model was first trained on."""
+    """Scaling of rotary frequencies, for contexts beyond those that the model was first trained on."""
 
     kind: Literal["none", "linear", "llama3"] = Field(
         "none",
-        description="`linear` divides every frequency by `factor`; `llama3` only the slow ones, as Llama 3.1 does.",
+        description="`linear` divides every frequency by `factor`. `llama3` divides only low ones, as Llama 3.1.",
     )
-    factor: float = Field(1.0, gt=0, description="What frequencies are divided by (kind: linear or llama3).")
+    factor: float = Field(1.0, gt=0, description="Divisor of the frequencies (kind: linear or llama3).")
     low_frequency_factor: float = Field(
-        1.0, gt=0, description="Waves longer than `original_context` / this are slowed down whole (kind: llama3)."
+        1.0, gt=0, description="Wavelengths above `original_context` / this are scaled fully (kind: llama3)."
     )
     high_frequency_factor: float = Field(
-        4.0, gt=0, description="Waves shorter than `original_context` / this are left alone (kind: llama3)."
+        4.0, gt=0, description="Wavelengths below `original_context` / this are not scaled (kind: llama3)."
     )
     original_context: int = Field(
         8192, ge=1, le=2**31, description="The context that the model was first trained on, in tokens (kind: llama3)."
@@ -31,20 +31,20 @@ class RopeScaling(Section):
 
 
 class Routing(Section):
-    """How tokens are sent to experts, and what keeps these equally busy (`model.experts`). No token is ever dropped."""
+    """How tokens are routed to experts, and how the load is balanced (`model.experts`). No token is ever dropped."""
 
-    top_k: int = Field(2, ge=1, le=10_000, description="Experts that a token goes through.")
-    normalise: bool = Field(True, description="The weights of a token's experts sum to 1; always so in `mixtral`.")
+    top_k: int = Field(2, ge=1, le=10_000, description="Routed experts for each token.")
+    normalise: bool = Field(True, description="The weights of a token's experts sum to 1. In `mixtral` they always do.")
     shared: int = Field(
-        0, ge=0, le=1000, description="Experts that every token goes through beside those (qwen2_moe and dots1)."
+        0, ge=0, le=1000, description="Additional experts that process every token (qwen2_moe and dots1)."
     )
     balance: Literal["auxiliary", "bias", "none"] = Field(
         "auxiliary",
-        description="`auxiliary`: the gradient of how unevenly each sequence uses the experts is added (Switch "
-        "Transformer). `bias`: after each step experts that had less to do than others are preferred by `bias_step` "
-        "more (DeepSeek-V3; dots1, whose weights carry the biases).",
+        description="`auxiliary` adds the gradient of a loss on each sequence's imbalance between experts (Switch "
+        "Transformer). `bias` changes the bias of each expert by `bias_step` after each step, toward equal load "
+        "(DeepSeek-V3). `bias` is for dots1, whose weights contain the biases.",
     )
-    coefficient: float = Field(0.01, ge=0, description="Weight of the unevenness of a layer (balance: auxiliary).")
+    coefficient: float = Field(0.01, ge=0, description="Weight of the imbalance of a layer (balance: auxiliary).")
     bias_step: float = Field(0.001, ge=0, description="Change of an expert's bias in one step (balance: bias).")
 
 
@@ -52,47 +52,47 @@ LEAST_HIDDEN = 8
 
 
 class Model(Section):
-    """A decoder of the Llama family or of its nearest relatives. The vocabulary comes from the tokenizer."""
+    """A decoder of the Llama family or a related one. The vocabulary comes from the tokenizer."""
 
     family: Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "dots1"] = Field(
         "llama",
-        description="Whose decoder it is: `qwen2` has biases on queries, keys and values; `qwen3` normalises queries "
-        "and keys; `mistral` may have a sliding window; `mixtral`, `qwen2_moe`, `qwen3_moe` and `dots1` are mixtures "
-        "of experts. Exports carry its name.",
+        description="Model family. `qwen2` has biases on queries, keys and values. `qwen3` normalizes queries and "
+        "keys. `mistral` may have a sliding window. `mixtral`, `qwen2_moe`, `qwen3_moe` and `dots1` are mixtures of "
+        "experts. Exported models have this name.",
     )
 
     layers: int = Field(4, ge=1, le=1000, description="Decoder layers.")
     hidden: int = Field(256, ge=LEAST_HIDDEN, le=1_000_000, description="Width of the residual stream.")
     heads: int = Field(4, ge=1, le=10_000, description="Attention (query) heads.")
     kv_heads: int | None = Field(
-        None, ge=1, le=10_000, description="Key/value heads (grouped-query attention); none means `heads`."
+        None, ge=1, le=10_000, description="Key/value heads (grouped-query attention). Default: `heads`."
     )
     head_dim: int | None = Field(
-        None, ge=2, le=65_536, description="Width of one attention head; none means `hidden` / `heads`."
+        None, ge=2, le=65_536, description="Width of one attention head. Default: `hidden` / `heads`."
     )
     ffn: int | None = Field(
         None,
         ge=8,
         le=10_000_000,
-        description="Width of the SwiGLU layer, or of one expert; none means 8/3 of `hidden`, rounded up to a multiple "
+        description="Width of the SwiGLU layer, or of one expert. Default: 8/3 of `hidden`, rounded up to a multiple "
         "of 32.",
     )
     context: int = Field(256, ge=8, le=1_048_576, description="Sequence length, in tokens.")
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary position frequencies.")
-    rope_scaling: RopeScaling = Field(default_factory=RopeScaling, description="How those frequencies are stretched.")
+    rope_scaling: RopeScaling = Field(default_factory=RopeScaling, description="Scaling of those frequencies.")
     sliding_window: int | None = Field(
-        None, ge=1, le=1_048_576, description="A token sees so many tokens, itself included; none means all before it."
+        None, ge=1, le=1_048_576, description="Tokens that a token attends to, itself included. Default: all before it."
     )
     norm_epsilon: float = Field(1e-5, gt=0, lt=1, description="Epsilon of RMSNorm.")
     tie_embeddings: bool = Field(True, description="Use the token embedding as the output head.")
     init_std: float = Field(0.02, gt=0, description="Standard deviation of the initial weights.")
     init_from: str | None = Field(
         None,
-        description="Start from these Hugging Face weights (a folder, s3:// or hf://owner/name[@revision]) instead of "
-        "random ones.",
+        description="Hugging Face weights to start from: a folder, s3:// or hf://owner/name[@revision]. Default: "
+        "random weights.",
     )
     experts: int = Field(1, ge=1, le=10_000, description="Experts of each feed-forward layer; 1 is a dense model.")
-    routing: Routing = Field(default_factory=Routing, description="How tokens are sent to experts.")
+    routing: Routing = Field(default_factory=Routing, description="How tokens are routed to experts.")
 
     @property
     def key_value_heads(self) -> int:
@@ -118,7 +118,7 @@ class Model(Section):
 
     @property
     def query_key_norm(self) -> bool:
-        """Whether queries and keys are normalised, each head by itself."""
+        """Whether queries and keys are normalized, separately for each head."""
         return self.family in ("qwen3", "qwen3_moe", "dots1")
 
     @property
