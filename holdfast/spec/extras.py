@@ -1,4 +1,4 @@
-"""Packages that only some uses need, and the extra of Holdfast that installs each."""
+"""Optional packages, and the extra of Holdfast that installs each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from holdfast.spec.errors import MissingError
 
-# By the name of the module that is imported: the extra that has it.
+# Name of the imported module -> the extra that contains it.
 EXTRAS = {
     "tokenizers": "train", "torch": "train", "pcodec": "train", "tqdm": "train",
     "pyarrow": "preprocess", "zstandard": "preprocess",
@@ -22,16 +22,16 @@ EXTRAS = {
 
 
 def missing_package(error: BaseException) -> MissingError | None:
-    """What to install, for an exception that comes from a package of an extra that is not installed; else None."""
+    """What to install, if the exception is caused by a missing package of an extra. Otherwise None."""
     for cause in _causes(error):
         module = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
-        if module in EXTRAS and find_spec(module) is None:  # else another version is installed, which lacks a module
+        if module in EXTRAS and find_spec(module) is None:  # otherwise an installed version lacks a module
             return MissingError(_words(module, "this command"))
     return None
 
 
 def require_package(module: str, use: str, instead: str = "") -> None:
-    """Raises MissingError where the package of an extra, which `use` needs, is not installed."""
+    """Raises MissingError if the package of an extra that `use` needs is not installed."""
     if find_spec(module) is None:
         raise MissingError(_words(module, use) + (f", or {instead}" if instead else ""))
 

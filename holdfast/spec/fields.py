@@ -1,6 +1,6 @@
-"""What the fields of the spec are and what they take, in words, read from the models themselves.
+"""The fields of the spec and the values that they take, as text, generated from the models.
 
-Promises that error messages and the reference say the same, because both come from here.
+Promises that error messages and the reference agree, because both use this module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Leaf:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section that a field of this type holds, itself or as the items of a list."""
+    """The section that a field of this type holds, directly or as the items of a list."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
@@ -43,12 +43,12 @@ def is_list(annotation: Any) -> bool:
 
 
 def is_mapping(annotation: Any) -> bool:
-    """Whether a field of this type holds names that the user chooses, each with a value."""
+    """Whether a field of this type maps names that the user chooses to values."""
     return get_origin(annotation) is dict
 
 
 def leaves(section: type[Section] = Spec, prefix: str = "", around: Role = "identity") -> Iterator[Leaf]:
-    """Every leaf of the tree, in the order in which the models define them."""
+    """Every leaf of the tree, in the order of the models."""
     for name, info in section.model_fields.items():
         path = f"{prefix}{name}"
         role = role_of(section, name) if around == "identity" else around
@@ -59,7 +59,7 @@ def leaves(section: type[Section] = Spec, prefix: str = "", around: Role = "iden
 
 
 def find(location: Sequence[int | str]) -> tuple[type[Section] | None, FieldInfo | None, bool]:
-    """The section that a location lies in, the field it names, and whether it names an item inside that field."""
+    """The section that contains a location, the field that it names, and whether it names an item of that field."""
     section: type[Section] | None = Spec
     info: FieldInfo | None = None
     owner: type[Section] | None = Spec
@@ -96,14 +96,14 @@ def allowed(info: FieldInfo, item: bool = False) -> str:
 
 
 def default(info: FieldInfo) -> object:
-    """The default of a field; PydanticUndefined if it must be given."""
+    """The default of a field. PydanticUndefined if it is required."""
     if info.default_factory is not None:
         return PydanticUndefined
     return info.default
 
 
 def _kinds(annotation: Any) -> tuple[list[Any], bool]:
-    """The types of a union, and whether null is among them."""
+    """The types of a union, and whether null is one of them."""
     if get_origin(annotation) in (Union, types.UnionType):
         kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
         return kinds, len(kinds) < len(get_args(annotation))
@@ -148,7 +148,7 @@ def _one(kind: Any, limits: dict[str, Any]) -> str:
 
 
 def _whole(limits: dict[str, Any]) -> dict[str, Any]:
-    """Limits of whole numbers, as inclusive ones."""
+    """Limits of whole numbers, as inclusive limits."""
     inclusive = {name: limit for name, limit in limits.items() if name in ("ge", "le")}
     if "gt" in limits:
         inclusive["ge"] = limits["gt"] + 1

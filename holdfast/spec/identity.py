@@ -1,8 +1,8 @@
 """Content-addressed identity: the same inputs are the same run.
 
-The run id is a digest over what model is asked for: the fields that say it, the dataset id and the version of the data
-plane's arithmetic. How it is computed (layout, micro-batch, accelerator) is the plan, which a run records and may
-change; where a thing is kept, how often it is saved and how it is evaluated are left out of both.
+The run id is a digest of the requested model: the fields that define it, the dataset id, and the version of the data
+plane's arithmetic. The plan is how the model is computed (layout, micro-batch, accelerator). A run records its plan and
+may change it. Neither contains where things are stored, how often the state is saved, or how the model is evaluated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from holdfast.spec.section import Role, Section, role_of
 from holdfast.spec.tree import Spec
 
-# Raised by hand whenever a change of the code changes the bits that come out of a run.
+# Raise it by hand whenever a change of the code changes the resulting bits of a run.
 DATA_PLANE_VERSION = 2  # 2: the loss is a sum over counted tokens divided once, no longer a mean of means
 ID_LENGTH = 16  # hexadecimal digits: 64 bits
 
@@ -28,8 +28,8 @@ def digest(value: object) -> str:
 
 
 def fields_of(section: BaseModel, role: Role = "identity") -> dict[str, Any]:
-    """The fields of a section that have `role`, as JSON values. What stands in a section or a list with a role of its
-    own has that role."""
+    """The fields of a section that have `role`, as JSON values. Fields inside a section or a list with an explicit role
+    have that role."""
     kept: dict[str, Any] = {}
     for name in type(section).model_fields:
         value = getattr(section, name)
@@ -47,19 +47,19 @@ def fields_of(section: BaseModel, role: Role = "identity") -> dict[str, Any]:
 
 
 def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "") -> str:
-    """The identity of a training run. `salt` (from `--fresh`) makes it another run with the same inputs;
-    `first_weights` is the digest of the weights that `model.init_from` names, and stands for their place."""
+    """The identity of a training run. `salt` (from `--fresh`) creates a different run with the same inputs.
+    `first_weights` is the digest of the weights that `model.init_from` names, and replaces their location."""
     asked = fields_of(spec)
     if first_weights:
         asked["model"]["init_from"] = first_weights
     if spec.training.optimizer.kind == "adamw":
-        del asked["training"]["optimizer"]["kind"]  # the only one when runs began to have ids
-    asked.pop("data")  # the dataset id stands for it, and for the bytes as well...
-    asked["document_masks"] = spec.data.document_masks  # ...except what is decided when batches are read
+        del asked["training"]["optimizer"]["kind"]  # it was the only kind when run ids were introduced
+    asked.pop("data")  # the dataset id covers it, and the bytes as well...
+    asked["document_masks"] = spec.data.document_masks  # ...except for what is applied when batches are read
     asked["shuffle"] = spec.data.shuffle.model_dump()
     asked["weights"] = [source.weight for source in spec.data.sources]
     if spec.training.gradient_compression == "topk":
-        asked["topk_fraction"] = spec.training.topk_fraction  # means nothing else: ids of runs without it have none
+        asked["topk_fraction"] = spec.training.topk_fraction  # without topk it has no meaning, and is not in the id
     if spec.training.determinism == "elastic":
-        asked["grain"] = spec.training.micro_batch  # sums are made of these, the same at every layout
+        asked["grain"] = spec.training.micro_batch  # sums are made of micro-batches, which are the same at every layout
     return digest({"version": DATA_PLANE_VERSION, "dataset": dataset_id, "spec": asked, "salt": salt})

@@ -1,8 +1,8 @@
-"""JSON that another process, version or person wrote, parsed into a typed value or refused.
+"""JSON from another process, version or person, parsed into a typed value or refused.
 
-Promises one kind of failure, DataError, with the source, the place in it and the remedy: for what is no JSON, is nested
-too deeply, holds numbers that are not finite, or has other fields or types than `model`. Nothing else of Holdfast calls
-`json.loads` on what others can write (`tests/habits/test_json.py`).
+Promises one kind of failure: DataError, with the source, the place in it and the remedy. It is raised for text that is
+not JSON, is nested too deeply, has numbers that are not finite, or has other fields or types than `model`. Nothing else
+in Holdfast calls `json.loads` on text from outside (`tests/habits/test_json.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ REMEDY = "delete it and run the same command again"
 
 
 def parse_json(data: bytes | str, model: type[T], source: str, remedy: str = REMEDY) -> T:
-    """The value that the JSON in `data` has as `model`: a pydantic model, a dataclass, or a type such as
-    `dict[str, Any]`. Numbers and texts are not converted into each other. Raises DataError, naming `source`."""
+    """The JSON in `data` as a value of `model`: a pydantic model, a dataclass, or a type such as `dict[str, Any]`.
+    Numbers and texts are not converted into each other. Raises DataError, naming `source`."""
     parse_json_value(data, source, remedy)
     try:
         return cast(T, _adapter(cast(Hashable, model)).validate_json(data, strict=True))
@@ -36,8 +36,8 @@ def parse_json(data: bytes | str, model: type[T], source: str, remedy: str = REM
 
 
 def parse_json_lines(data: bytes, source: str, remedy: str = REMEDY, *, finite: bool = True) -> list[JsonObject]:
-    """The objects in lines of JSON. Raises DataError, naming `source` and the line. Unless they must be `finite`,
-    numbers may be NaN and Infinity, as figures of a training that diverges are."""
+    """The objects in lines of JSON. Raises DataError, naming `source` and the line. Without `finite`, numbers may be
+    NaN and Infinity, which occur in the metrics of a run that diverges."""
     lines = enumerate(data.splitlines(), 1)
     return [parse_json_object(line, f"{source}, line {n}", remedy, finite=finite) for n, line in lines if line]
 
@@ -46,12 +46,12 @@ def parse_json_object(data: bytes | str, source: str, remedy: str = REMEDY, *, f
     """An object whose fields the caller checks. Faster than `parse_json`. Raises DataError, naming `source`."""
     value = parse_json_value(data, source, remedy, finite=finite)
     if not isinstance(value, dict):
-        raise DataError(f"{source}: is damaged (it holds no JSON object); {remedy}")
+        raise DataError(f"{source}: is damaged (it is not a JSON object); {remedy}")
     return value
 
 
 def parse_json_value(data: bytes | str, source: str, remedy: str = REMEDY, *, finite: bool = True) -> Any:
-    """Any JSON value, nested at most 200 deep. Raises DataError, naming `source`."""
+    """Any JSON value with at most 200 levels. Raises DataError, naming `source`."""
     try:
         value = from_json(data, allow_inf_nan=not finite)
         if finite:
@@ -65,12 +65,12 @@ def parse_json_value(data: bytes | str, source: str, remedy: str = REMEDY, *, fi
 def _adapter(model: Any) -> TypeAdapter[Any]:
     try:
         return TypeAdapter(model, config=ConfigDict(allow_inf_nan=False))
-    except PydanticUserError:  # it has a configuration of its own
+    except PydanticUserError:  # the model has its own configuration
         return TypeAdapter(model)
 
 
 def _require_finite(value: Any) -> None:
-    """Raises ValueError for a number that overflows. The parser bounds the depth."""
+    """Raises ValueError for a number that overflows. The parser limits the depth."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError("a number is too large")

@@ -1,4 +1,4 @@
-"""The `evaluation`, `registration` and `schedule` sections: what happens around the training of a run."""
+"""The `evaluation`, `registration` and `schedule` sections: what happens before and after training."""
 
 from __future__ import annotations
 
@@ -8,63 +8,68 @@ from pydantic import StringConstraints
 
 from holdfast.spec.section import Section, runtime_field
 
-# A name that MLflow takes, and that `holdfast generate NAME@ALIAS` and `NAME/VERSION` can be read from.
+# A name that MLflow accepts, and that can be parsed from `holdfast generate NAME@ALIAS` and `NAME/VERSION`.
 RegistryName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_. -]{0,198}[A-Za-z0-9_])?$")]
 
 
 class Task(Section):
-    """A downstream task: a file in the format of lm-evaluation-harness, with its data files beside it."""
+    """A downstream task: a file in the format of lm-evaluation-harness, with its data files in the same folder."""
 
     uri: str = runtime_field(
         ..., "The task file: a path, or a key such as `s3://bucket/tasks/arithmetic.yaml`.", min_length=1
     )
-    metric: str = runtime_field("acc", "Which of the task's figures counts.", min_length=1)
-    bound: float | None = runtime_field(None, "Bless only at this figure or a better one.")
+    metric: str = runtime_field("acc", "The metric of the task that counts.", min_length=1)
+    bound: float | None = runtime_field(None, "Bless only if the metric has this value or a better one.")
     champion_tolerance: float | None = runtime_field(
-        None, "Bless only when the figure is at most this much worse than the champion's.", ge=0
+        None, "Bless only if the metric is at most this much worse than that of the champion.", ge=0
     )
     shots: int = runtime_field(0, "Solved examples before each question.", ge=0, le=100)
-    examples: int | None = runtime_field(None, "Only so many of the first questions; none asks all.", ge=1)
+    examples: int | None = runtime_field(None, "Number of questions, from the first. Default: all.", ge=1)
 
 
 class Evaluation(Section):
-    """What is measured on the held-out split, and what a model must reach to be blessed."""
+    """What is measured on the held-out split, and the conditions that a model must meet to be blessed."""
 
-    max_tokens: int = runtime_field(500_000, "Held-out tokens to score at most; the same ones for every model.", ge=1)
-    max_loss: float | None = runtime_field(None, "Bless only below this mean loss, in nats a token.", gt=0)
-    max_perplexity: float | None = runtime_field(None, "Bless only below this perplexity.", gt=1)
-    max_bits_per_byte: float | None = runtime_field(
-        None, "Bless only below this many bits for each byte of text.", gt=0
+    max_tokens: int = runtime_field(
+        500_000, "Maximum number of held-out tokens to score, the same ones for every model.", ge=1
     )
+    max_loss: float | None = runtime_field(None, "Bless only below this mean loss, in nats per token.", gt=0)
+    max_perplexity: float | None = runtime_field(None, "Bless only below this perplexity.", gt=1)
+    max_bits_per_byte: float | None = runtime_field(None, "Bless only below this many bits per byte of text.", gt=0)
     versus_champion: Literal["not_worse", "better", "ignore"] = runtime_field(
-        "not_worse", "How the model must compare with the champion on the same held-out data, in bits per byte."
+        "not_worse", "Required comparison with the champion on the same held-out data, in bits per byte."
     )
     champion_tolerance: float = runtime_field(
-        0.0, "`not_worse` allows this much more bits per byte than the champion, as a share of its value.", ge=0, lt=1
+        0.0,
+        "`not_worse` allows this much more bits per byte than the champion, as a fraction of its value.",
+        ge=0,
+        lt=1,
     )
     unscorable_champion: Literal["refuse", "ignore"] = runtime_field(
         "refuse",
-        "What happens when the champion cannot be scored (its exported model is gone or damaged, or cannot read the "
-        "text): the step ends with code 8, or the model is judged without a comparison.",
+        "What happens if the champion cannot be scored: its exported model is missing or damaged, or cannot read the "
+        "text. `refuse` ends the step with code 8. `ignore` judges the model without a comparison.",
     )
     prompts: tuple[str, ...] = runtime_field((), "Prompts to continue in the report.", max_length=50)
     sample_tokens: int = runtime_field(64, "Length of each continuation, in tokens.", ge=1, le=4096)
-    temperature: float = runtime_field(0.8, "Sampling temperature; 0 always takes the likeliest token.", ge=0, le=10)
+    temperature: float = runtime_field(0.8, "Sampling temperature; 0 always takes the most likely token.", ge=0, le=10)
     tasks: tuple[Task, ...] = runtime_field((), "Downstream tasks to score.", max_length=100)
 
 
 class Registration(Section):
-    """Where the model is registered."""
+    """Registration of the model."""
 
-    model: RegistryName | None = runtime_field(None, "Name of the registered model; none takes the spec's name.")
+    model: RegistryName | None = runtime_field(None, "Name of the registered model. Default: the spec's name.")
     experiment: str | None = runtime_field(
-        None, "MLflow experiment; none takes the spec's name.", min_length=1, max_length=200
+        None, "MLflow experiment. Default: the spec's name.", min_length=1, max_length=200
     )
-    promote: bool = runtime_field(True, "Move the `champion` alias to a blessed model; else it becomes `challenger`.")
+    promote: bool = runtime_field(
+        True, "Move the `champion` alias to a blessed model. If false, it becomes `challenger`."
+    )
     trusted_stores: tuple[str, ...] = runtime_field(
         (),
-        "Other stores (URLs) whose registrations count as well: a champion that was registered from one of them is "
-        "compared with and served. Of all other stores than the run's own a version is foreign, and not used.",
+        "Other stores (URLs) whose registrations also count. A champion from one of them is used for comparison and "
+        "served. A version from any further store is foreign, and is not used.",
         max_length=10,
     )
 
@@ -73,36 +78,37 @@ MINUTES_A_YEAR = 365 * 24 * 60
 
 
 class Retraining(Section):
-    """When the pipeline runs by itself, and what makes a retraining due once it does.
+    """When the pipeline runs on a schedule, and when a retraining is due.
 
-    Without a champion one is always due. With the champion's data and spec it never is: the same model would come out.
+    Without a champion, a retraining is always due. With the data and spec of the champion it is never due, because the
+    result would be the same model.
     """
 
     cron: str | None = runtime_field(
         None,
-        "Cron expression: minute, hour, day of the month, month, weekday. Numbers, names (jan-dec, sun-sat), "
-        "and lists, ranges and steps of them.",
+        "Cron expression: minute, hour, day of the month, month, weekday. Each field takes numbers, names (jan-dec, "
+        "sun-sat), and lists, ranges and steps of them.",
         max_length=200,
     )
     every_minutes: int | None = runtime_field(
-        None, "Interval between two runs, in minutes; a year at most.", ge=1, le=MINUTES_A_YEAR
+        None, "Interval between two runs, in minutes, at most a year.", ge=1, le=MINUTES_A_YEAR
     )
     timezone: str = runtime_field("UTC", "IANA time zone of `cron`.")
     starting_deadline_seconds: int = runtime_field(
-        600, "A run that could not start for so long is skipped, in seconds.", ge=0, le=31_536_000
+        600, "A run that cannot start within this time is skipped, in seconds.", ge=0, le=31_536_000
     )
     on_new_data: bool = runtime_field(
-        True, "Retrain when the sources give another dataset than the champion learned from."
+        True, "Retrain if the sources give a different dataset from the one that the champion was trained on."
     )
     on_changed_spec: bool = runtime_field(
-        True, "Retrain when the spec would give another model of the champion's dataset."
+        True, "Retrain if the spec would give a different model from the champion's dataset."
     )
     max_age_hours: float | None = runtime_field(
-        None, "Retrain a champion that was registered so long ago, in hours, if anything has changed since.", gt=0
+        None, "Retrain a champion that was registered this many hours ago, if anything changed since then.", gt=0
     )
     max_decay: float | None = runtime_field(
         None,
-        "Retrain when the champion needs this much more bits per byte on the held-out text of the sources as they are "
-        "now than it did when it was blessed, as a share.",
+        "Retrain if the champion needs this much more bits per byte than when it was blessed, as a fraction. It is "
+        "scored on the held-out text of the current sources.",
         ge=0,
     )

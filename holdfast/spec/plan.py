@@ -1,8 +1,8 @@
 """The plan: how a run is computed, as opposed to which model it computes.
 
-The run id names a model; the plan names the layout, the machine and the software that compute it. The last bits of a
-sum depend on all of them, so every attempt and every checkpoint carries its plan, and a run that promises bits goes on
-under another one only when a person says so: the change is then a segment of the run.
+The run id names a model. The plan names the layout, the machine and the software that compute it. The last bits of a
+sum depend on all of them, so every attempt and every checkpoint records its plan. A run that promises bits continues
+under a different plan only with `--replan`, which starts a new segment of the run.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ MISSING = "not set"
 
 
 class Plan(BaseModel):
-    """How one gang computes: two tables of names and values."""
+    """How one gang computes, as two tables of names and values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    settings: dict[str, Value]  # fields of the spec that are part of it, such as parallel.strategy
-    surroundings: dict[str, Value]  # what was found: device, image, versions, CPU capability, environment
-    free: tuple[str, ...] = ()  # settings that change no bits: recorded, and not compared
+    settings: dict[str, Value]  # fields of the spec that are part of the plan, such as parallel.strategy
+    surroundings: dict[str, Value]  # measured: device, image, versions, CPU capability, environment
+    free: tuple[str, ...] = ()  # settings that change no bits: recorded, but not compared
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all that changes bits: attempts with one fingerprint compute the same."""
+        """A digest of everything that changes bits. Attempts with the same fingerprint compute the same bits."""
         body = self.model_dump(mode="json")
         body["settings"] = {name: value for name, value in body["settings"].items() if name not in self.free}
         return digest(body)
 
     @property
     def summary(self) -> str:
-        """What a person asks first: "ddp, 2 processes on 1 node, cpu"."""
+        """The plan in one line: "ddp, 2 processes on 1 node, cpu"."""
         processes, nodes = self.settings["parallel.processes"], self.settings["cluster.nodes"]
         degrees = {
             name: self.settings.get(f"parallel.{name}", 1)
@@ -53,29 +53,29 @@ class Plan(BaseModel):
         )
 
     def differences(self, other: Plan, here: str = "before", there: str = "now") -> list[str]:
-        """What is another in `other`, in words: "parallel.strategy: ddp before, fsdp now"."""
+        """The differences from `other`, as text: "parallel.strategy: ddp before, fsdp now"."""
         settings = _differences(self.settings, other.settings, here, there, self.free)
         return settings + _differences(self.surroundings, other.surroundings, here, there)
 
 
 class Segment(BaseModel):
-    """A stretch of a run that was computed under one plan: from a step to the next segment, or to the end."""
+    """Consecutive steps of a run under one plan: from a step to the next segment, or to the end."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    from_step: int  # steps done before it
-    attempt: int  # that began it
+    from_step: int  # number of steps before it
+    attempt: int  # the attempt that started it
     fingerprint: str
     plan: Plan
 
 
 def settings_of(training: Training, parallel: Parallel, accelerator: str, nodes: int) -> dict[str, Value]:
-    """The fields of a spec that are part of the plan, by their dotted names; `nodes` as many as there are. Stages and a
-    disk that nobody gave are left out: plans of runs that began before there was a word for them stay what they are."""
+    """The fields of a spec that are part of the plan, by their dotted names. `nodes` is the actual number of nodes.
+    Stages and an offload path are left out if they are not set, so plans of older runs stay valid."""
     layout = fields_of(parallel, "plan")
     if (stages := layout.pop("stages")) is not None:
         layout["stages"] = ", ".join(map(str, stages))
-    if layout.pop("offload_path") is not None:  # that there is one orders a sum; which one it is changes nothing
+    if layout.pop("offload_path") is not None:  # using a disk changes the order of a sum; the path changes nothing
         layout["offload_path"] = "a disk"
     return {
         **{f"training.{name}": value for name, value in fields_of(training, "plan").items()},
@@ -86,41 +86,41 @@ def settings_of(training: Training, parallel: Parallel, accelerator: str, nodes:
 
 
 def stages_of(settings: Mapping[str, Value]) -> tuple[int, ...] | None:
-    """The layers of each stage that the settings of a plan say; None where they say none."""
+    """The layers of each stage in the settings of a plan. None if they have no stages."""
     said = settings.get("parallel.stages")
     return None if said is None else tuple(map(int, str(said).split(", ")))
 
 
 def free_under(determinism: str) -> tuple[str, ...]:
-    """The settings of a plan that change no bits at a determinism level: `elastic` leaves the number of ranks free."""
+    """The settings of a plan that change no bits at a determinism level. `elastic` leaves the number of ranks free."""
     return ("parallel.processes", "cluster.nodes") if determinism == "elastic" else ()
 
 
 def changes_in_words(segments: Sequence[Segment]) -> list[list[str]]:
-    """What each segment changed against the one before it; the first one changed nothing."""
+    """The changes of each segment from the one before it. The first one has no changes."""
     changes: list[list[str]] = [[] for _ in segments[:1]]
     return changes + [before.plan.differences(now.plan) for before, now in pairwise(segments)]
 
 
 def continued(segments: Sequence[Segment], step: int, attempt: int, plan: Plan) -> tuple[Segment, ...]:
-    """The segments of a run that goes on from `step` under `plan`."""
+    """The segments of a run that continues from `step` under `plan`."""
     if segments and segments[-1].fingerprint == plan.fingerprint:
         return tuple(segments)
     return (*segments, Segment(from_step=step, attempt=attempt, fingerprint=plan.fingerprint, plan=plan))
 
 
 def require_plan(segments: Sequence[Segment], plan: Plan, determinism: str, replan: bool) -> list[str]:
-    """What `plan` changes against the newest of a run's `segments`, in words. Raises PlanChangedError when the run
-    promises bits, and no person has said with `replan` that it may go on under another plan."""
+    """The changes of `plan` from the newest of a run's `segments`, as text. Raises PlanChangedError if there are
+    changes, the run promises bits, and `replan` is false."""
     if not segments or segments[-1].fingerprint == plan.fingerprint:
         return []
     last = segments[-1]
     changes = last.plan.differences(plan)
     if determinism != "off" and not replan:
         raise PlanChangedError(
-            f"not the plan that the run was computed under since step {last.from_step}, and training.determinism: "
-            f"{determinism} promises bits: {'; '.join(changes)}. Go back to the former plan, or say --replan: the run "
-            "then goes on under this one, and records it"
+            f"the plan differs from the plan of the run since step {last.from_step}, and training.determinism: "
+            f"{determinism} promises bits: {'; '.join(changes)}. Restore the former plan, or use --replan to continue "
+            "under the new plan and record it"
         )
     return changes
 

@@ -1,6 +1,6 @@
-"""The `cluster.prices` section: what an hour and a kilowatt-hour cost where the run is paid for.
+"""The `cluster.prices` section: what an hour and a kilowatt-hour cost.
 
-A table of the user's own: nothing in it is assumed, and what is not said is not part of a cost.
+The user gives all prices. Nothing is assumed, and a price that is not given is not part of a cost.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ from holdfast.spec.section import Section, runtime_field
 
 
 class Prices(Section):
-    """What is paid, from which `holdfast plan`, `holdfast cost` and the reports say what a run costs."""
+    """Prices, from which `holdfast plan`, `holdfast cost` and the reports compute the cost of a run."""
 
     accelerator_hour: float | None = runtime_field(
         None,
-        "Price of one accelerator's hour, its share of the node included; on `accelerator: cpu` of one rank's hour.",
+        "Price of one accelerator for one hour, including its share of the node. With `accelerator: cpu`: of one rank.",
         ge=0,
     )
     spot_accelerator_hour: float | None = runtime_field(
         None,
-        "The same of a spot node, which the cloud may take back: with `spot_interruptions`, `holdfast plan` says how "
-        "many nodes to take of either kind.",
+        "The same on a spot node, which the cloud may reclaim. With `spot_interruptions`, `holdfast plan` shows how "
+        "many nodes of each kind to use.",
         ge=0,
     )
     spot_interruptions: float | None = runtime_field(
-        None, "How often the cloud takes a spot node back: times in an hour of one node, such as 0.02.", ge=0, le=60
+        None, "How often the cloud reclaims one spot node, per hour, such as 0.02.", ge=0, le=60
     )
     kilowatt_hour: float | None = runtime_field(
-        None, "Price of a kilowatt-hour, where electricity is paid for apart from the hours.", ge=0
+        None, "Price of a kilowatt-hour, if electricity is paid separately from the hours.", ge=0
     )
     carbon_per_kilowatt_hour: float | None = runtime_field(
-        None, "Grams of carbon dioxide that a kilowatt-hour stands for (the grid's intensity).", ge=0
+        None, "Grams of carbon dioxide per kilowatt-hour (the intensity of the grid).", ge=0
     )
     currency: str = runtime_field(
-        "", "What the prices are in, such as `EUR`; it is only printed.", pattern=r"^[A-Za-z€$£¥]{0,8}$"
+        "", "Currency of the prices, such as `EUR`. It is only printed.", pattern=r"^[A-Za-z€$£¥]{0,8}$"
     )

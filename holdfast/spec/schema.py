@@ -1,6 +1,6 @@
-"""The spec's JSON Schema, by which editors complete a spec, and its reference, docs/spec.md.
+"""The JSON Schema of the spec, for editors, and its reference, docs/spec.md.
 
-Promises that both say what the models say, because both are made from them.
+Promises that both agree with the models, because both are generated from them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast.spec.section import Section
 from holdfast.spec.training import AUTO
 from holdfast.spec.tree import Spec
 
-# Fields of `data` that are part of the run id by themselves; the others are part of it through the dataset id.
+# Fields of `data` that are part of the run id directly. The rest of `data` is part of it through the dataset id.
 READ_WITH_BATCHES = (
     "data.document_masks",
     "data.sources[].weight",
@@ -39,7 +39,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def identity_of(leaf: Leaf) -> str:
-    """How a field is part of the run id: "yes", "through the dataset id", "plan" (it is not), or "no"."""
+    """How a field is part of the run id: "yes", "through the dataset id", "plan" (in the plan only), or "no"."""
     if leaf.role != "identity":
         return "plan" if leaf.role == "plan" else "no"
     if leaf.path.startswith("data.") and leaf.path not in READ_WITH_BATCHES:
@@ -50,16 +50,16 @@ def identity_of(leaf: Leaf) -> str:
 INTRODUCTION = """\
 # The spec
 
-One YAML file describes a training run. This page lists every field; `python -m
-holdfast.spec.schema > docs/spec.md` makes it from the models in `holdfast/spec`. `holdfast schema` prints
+One YAML file describes a training run. This page lists every field. `python -m
+holdfast.spec.schema > docs/spec.md` generates it from the models in `holdfast/spec`. `holdfast schema` prints
 the same as JSON Schema, for editors.
 
-The column *Run id* says what a change of a field does:
+The column *Run id* shows the effect of a change:
 
-- **yes**: the field is part of the run's identity. A change makes another run.
-- *dataset*: the field is part of the dataset id, and so of the run's identity.
-- *plan*: the field says how the model is computed, for example in which layout. It is not in the run id, but in the
-  plan that every checkpoint records. A run with `training.determinism: exact` continues under another plan only with
+- **yes**: the field is part of the run's identity. A change creates a different run.
+- *dataset*: the field is part of the dataset id, and therefore of the run's identity.
+- *plan*: the field sets how the model is computed, for example its layout. It is not in the run id. Every checkpoint
+  records it in the plan. A run with `training.determinism: exact` continues under a different plan only with
   `--replan` ([running.md](running.md)).
 - *no*: the field cannot change the trained weights. It may change between two attempts of a run.
 
@@ -68,11 +68,11 @@ The values that a field *takes* are checked before anything is spent. An unknown
 
 
 def markdown() -> str:
-    """The reference of every field, as docs/spec.md holds it."""
+    """The reference of every field: the content of docs/spec.md."""
     sections: dict[str, list[Leaf]] = {}
     for leaf in leaves():
         parts = leaf.path.split(".")
-        for depth in range(len(parts)):  # a section comes before those inside it
+        for depth in range(len(parts)):  # a section comes before its subsections
             sections.setdefault(".".join(parts[:depth]), [])
         sections[".".join(parts[:-1])].append(leaf)
     lines = [INTRODUCTION]
@@ -86,7 +86,7 @@ def markdown() -> str:
 
 def _about(path: str, section: type[Section]) -> str:
     if not path:
-        return "These stand beside the sections below."
+        return "Fields outside the sections below."
     text = " ".join((section.__doc__ or "").split())
     return f"{text} Each item of the list has these fields." if path.endswith("[]") else text
 
@@ -101,7 +101,7 @@ def _row(leaf: Leaf) -> str:
 
 
 def _without_titles(node: Any, *, names: bool = False) -> Any:
-    """`node` without the titles that pydantic makes of names. `names`: its keys are names, and one may be title."""
+    """`node` without the titles that pydantic generates. With `names` its keys are names, and `title` may be one."""
     if isinstance(node, list):
         return [_without_titles(item) for item in node]
     if not isinstance(node, dict):

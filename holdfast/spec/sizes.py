@@ -1,7 +1,7 @@
-"""How many samples the batch of each step has, and how many came before it: pure functions of the step.
+"""Samples in the batch of each step, and samples before it, as pure functions of the step.
 
-With `training.batch_ramp` the batch grows in equal increments over the first steps. Places in the training sequence are
-counted through, so each sample is still trained on exactly once in an epoch, and seeking costs a search in the table of
+With `training.batch_ramp` the batch grows in equal increments over the first steps. Positions in the training sequence
+are numbered continuously, so an epoch still uses each sample exactly once. Seeking is a search in the table of
 increments.
 """
 
@@ -16,8 +16,8 @@ from holdfast.spec.training import Training
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Batches of `final` samples; or of `start`, and `increment` more at each of some equally spaced steps, the last of
-    them being step `steps` (from 0)."""
+    """Batches of `final` samples, or batches that grow from `start` by `increment` at equally spaced steps. The last of
+    these steps is `steps` (from 0)."""
 
     final: int
     start: int | None = None
@@ -34,7 +34,7 @@ class BatchSizes:
 
     @classmethod
     def of(cls, training: Training) -> BatchSizes:
-        """What a spec asks for."""
+        """The batch sizes of a spec."""
         ramp = training.batch_ramp
         if ramp.start is None or ramp.increment is None:
             return cls(training.global_batch)
@@ -46,7 +46,7 @@ class BatchSizes:
         return sizes[bisect_right(begins, step) - 1]
 
     def before(self, step: int) -> int:
-        """Samples of all batches before that of `step`: the place of its first one."""
+        """Samples of all batches before that of `step`: the position of its first sample."""
         begins, sizes, firsts = self._table
         level = bisect_right(begins, step) - 1
         return firsts[level] + (step - begins[level]) * sizes[level]

@@ -1,4 +1,4 @@
-"""The `cluster.slurm` section: what only a Slurm has words for."""
+"""The `cluster.slurm` section: settings that only Slurm has."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from pydantic import StringConstraints
 
 from holdfast.spec.section import Section, runtime_field
 
-# A name of Slurm's: of a partition (or several with commas), an account, a quality of service.
+# A name in Slurm: a partition (or several, separated by commas), an account, or a quality of service.
 SlurmName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,-]{0,126}$")]
 Constraint = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_\[(][A-Za-z0-9_.,:&|*()\[\]-]{0,254}$")]
 
 
 class Slurm(Section):
-    """Where the jobs of a run go on a Slurm; what is left out is what SBATCH_* variables or the site say."""
+    """Settings of the jobs of a run on Slurm. For fields that are not given, SBATCH_* variables or the site decide."""
 
-    partition: SlurmName | None = runtime_field(None, "Partition, or several with commas; none takes the default one.")
-    account: SlurmName | None = runtime_field(None, "Account that pays; none takes yours.")
-    qos: SlurmName | None = runtime_field(None, "Quality of service; none takes the default one.")
+    partition: SlurmName | None = runtime_field(
+        None, "Partition, or several separated by commas. Default: the site's default."
+    )
+    account: SlurmName | None = runtime_field(None, "Account that is charged. Default: your account.")
+    qos: SlurmName | None = runtime_field(None, "Quality of service. Default: the site's default.")
     constraint: Constraint | None = runtime_field(
-        None, "Features that the nodes of the training must have, as `--constraint`."
+        None, "Features that the training nodes must have, as for `--constraint`."
     )
     slot_minutes: int | None = runtime_field(
         None,
-        "Time limit of one allocation, in minutes. The training saves ahead of it and goes back into the queue; none "
-        "takes the partition's.",
+        "Time limit of one allocation, in minutes. Training saves before the limit and returns to the queue. Default: "
+        "the limit of the partition.",
         ge=1,
         le=525_600,
     )

@@ -1,7 +1,8 @@
-"""YAML without its surprises: the JSON-like core of YAML 1.2, and nothing that a person would not expect in a spec.
+"""Strict YAML: the JSON-like core of YAML 1.2, without surprises.
 
-Promises that `no`, `12:30` and `2024-01-01` stay text and `1e-3` is a number, that a key given twice is refused, and so
-are aliases (a bounded file could grow without bound), tags and merge keys. Every refusal is one exception with a place.
+- `no`, `12:30` and `2024-01-01` stay text, and `1e-3` is a number.
+- A key that is given twice is refused. So are tags, merge keys, and aliases (a bounded file could grow without bound).
+- Every refusal is one exception with a place.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Path = tuple[str, ...]  # names and indexes, from the root
 
 
 class YamlRefusedError(Exception):
-    """Text that is not the YAML of a spec, and the place where that shows, if it does in one."""
+    """Text that is not valid YAML for a spec, with the place of the fault if it is known."""
 
     def __init__(self, message: str, place: Place | None = None) -> None:
         super().__init__(message)
@@ -25,12 +26,12 @@ class YamlRefusedError(Exception):
 
 
 def read(text: str) -> Any:
-    """The value that `text` spells: dict, list, str, int, float, bool or None. Raises YamlRefusedError."""
+    """The value of the YAML `text`: dict, list, str, int, float, bool or None. Raises YamlRefusedError."""
     return read_placed(text)[0]
 
 
 def read_placed(text: str) -> tuple[Any, dict[Path, Place]]:
-    """The value that `text` spells, and where each key and item of it stands. Raises YamlRefusedError."""
+    """The value of the YAML `text`, and the place of each key and item. Raises YamlRefusedError."""
     places: dict[Path, Place] = {}
     try:
         loader = _Loader(text)
@@ -51,7 +52,7 @@ def read_placed(text: str) -> tuple[Any, dict[Path, Place]]:
 
 
 def write(value: Any) -> str:
-    """`value` as YAML that `read` reads back to the same, and that a reader of YAML 1.1 understands alike."""
+    """`value` as YAML. `read` returns the same value, and so does a reader of YAML 1.1."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -97,7 +98,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Merge keys (<<) are keys like any other, and so unknown ones."""
+        """Merge keys (<<) are ordinary keys, and therefore unknown fields."""
 
 
 def _number(_: _Loader, node: yaml.ScalarNode) -> int:
@@ -107,13 +108,13 @@ def _number(_: _Loader, node: yaml.ScalarNode) -> int:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that this reader or one of YAML 1.1 would take for something else."""
+    """Quotes every text that this reader or a reader of YAML 1.1 would not read as text."""
 
     def ignore_aliases(self, _: Any) -> bool:
         return True
 
     def represent_text(self, text: str) -> yaml.Node:
-        # Line separators of Unicode do not survive other styles.
+        # Other styles do not preserve line separators of Unicode.
         style = None if text.isprintable() else '"'
         return self.represent_scalar("tag:yaml.org,2002:str", text, style)
 

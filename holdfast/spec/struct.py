@@ -1,8 +1,10 @@
-"""A spec as a protobuf Struct, which is what KFP makes of a dictionary.
+"""A spec as a protobuf Struct, which KFP uses for a dictionary.
 
-A Struct has one kind of number, a double, and no order of names, and KFP's compiler takes no null in it. `to_struct`
-writes whole numbers that a double cannot hold as text, which `parse_spec` reads as the same number, and null as the
-text "(null)"; `from_struct` makes whole numbers of doubles that are whole, and null of that text.
+A Struct has one kind of number, a double, and does not keep the order of names. KFP's compiler accepts no null in it.
+
+- `to_struct` writes whole numbers that a double cannot hold as text, which `parse_spec` reads as the same number. It
+  writes null as the text "(null)".
+- `from_struct` converts whole doubles to whole numbers, and that text to null.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from typing import Any
 
 from holdfast.spec import strict_yaml
 
-EXACT = 2**53  # every whole number up to here is a double
+EXACT = 2**53  # a double can hold every whole number up to here
 NULL = "(null)"
-_LIKE_NULL = re.compile(r"\(+null\)+")  # such a text gets parentheses on its way
+_LIKE_NULL = re.compile(r"\(+null\)+")  # such a text gets extra parentheses in a Struct
 
 
 def to_struct(value: Any) -> Any:
-    """A JSON value in a form that a Struct holds without loss."""
+    """A JSON value in a form that a Struct can hold without loss."""
     if value is None:
         return NULL
     if isinstance(value, str) and _LIKE_NULL.fullmatch(value):
@@ -30,7 +32,7 @@ def to_struct(value: Any) -> Any:
 
 
 def from_struct(value: Any) -> Any:
-    """The value that `to_struct` was given, for `parse_spec`."""
+    """The value that was passed to `to_struct`, for `parse_spec`."""
     if isinstance(value, str) and _LIKE_NULL.fullmatch(value):
         return None if value == NULL else value[1:-1]
     if isinstance(value, float) and value.is_integer() and abs(value) <= EXACT:
@@ -39,7 +41,7 @@ def from_struct(value: Any) -> Any:
 
 
 def text_of(spec: str | Mapping[str, Any]) -> str:
-    """A spec as YAML, given as that or as a dictionary."""
+    """A spec as YAML text, from YAML text or a dictionary."""
     return spec if isinstance(spec, str) else strict_yaml.write(from_struct(spec))
 
 

@@ -1,4 +1,4 @@
-"""The `telemetry` section: what is told of a training while it goes on."""
+"""The `telemetry` section: metrics of a training run."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from holdfast.spec.section import Section, runtime_field
 
 
 class Telemetry(Section):
-    """What is measured of a training, and to whom it is told."""
+    """Metrics of a training run, and where they are served."""
 
     peak_tflops: float | None = runtime_field(
         None,
-        "TFLOP/s (dense) of one accelerator at training.precision, of which MFU is a share. None takes the planner's "
-        "table; what is not in it is not guessed.",
+        "Dense TFLOP/s of one accelerator at `training.precision`, the base of MFU. Default: the planner's table. An "
+        "accelerator that is not in the table has no MFU.",
         gt=0,
     )
     metrics_port: int | None = runtime_field(
         None,
-        "Port at which rank 0 serves its figures for Prometheus, and the launcher at the one above. None serves none.",
+        "Port at which rank 0 serves its metrics for Prometheus. The launcher uses the next port. Default: no metrics.",
         ge=1,
         le=65_534,
     )
     metrics_host: str = runtime_field(
         "127.0.0.1",
-        "Address of the machine, or pod, that they are served at; `0.0.0.0` for a Prometheus elsewhere. Whoever "
-        "reaches it can read them.",
+        "Address of the machine or pod for the metrics; `0.0.0.0` for Prometheus on another machine. Everyone who can "
+        "reach it can read them.",
         pattern=r"^[0-9A-Za-z.:-]{1,255}$",
     )

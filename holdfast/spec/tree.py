@@ -1,4 +1,4 @@
-"""The whole spec as one tree: what a person writes in the one file that describes a training run."""
+"""The whole spec as one tree: the content of the file that describes a training run."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ class Spec(Section):
     version: Literal[1] = Field(1, description="Version of the spec's format.")
     name: str = runtime_field(
         ...,
-        "Name of the run's family: lower-case letters, digits and dashes, with a letter first and no dash last. The "
-        "registered model takes it by default.",
+        "Name of the run's family: lower-case letters, digits and dashes, with a letter first and no dash last. It is "
+        "the default name of the registered model.",
         pattern=r"^[a-z]([a-z0-9-]{0,49}[a-z0-9])?$",
     )
     store: str | None = runtime_field(
         None,
-        "Root of the store: file:///path or s3://bucket/prefix. None takes HOLDFAST_STORE, else a folder under "
+        "Root of the store: file:///path or s3://bucket/prefix. Default: HOLDFAST_STORE, or else a folder in "
         "HOLDFAST_HOME.",
     )
     data: Data = Field(description="Where text comes from and how it becomes tokens.")
     model: Model = Field(default_factory=Model, description="The shape of the model.")
-    training: Training = Field(default_factory=Training, description="What is computed at every step.")
-    parallel: Parallel = Field(default_factory=Parallel, description="How a step is spread over processes.")
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="When the state is saved, what is kept.")
+    training: Training = Field(default_factory=Training, description="The computation of every step.")
+    parallel: Parallel = Field(default_factory=Parallel, description="How a step is distributed over processes.")
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="When the state is saved, and what is kept.")
     cluster: Cluster = Field(default_factory=Cluster, description="Where the training job runs.")
-    telemetry: Telemetry = Field(default_factory=Telemetry, description="What is told of a training as it goes on.")
-    evaluation: Evaluation = Field(default_factory=Evaluation, description="What blesses a model.")
+    telemetry: Telemetry = Field(default_factory=Telemetry, description="Metrics of a training run.")
+    evaluation: Evaluation = Field(default_factory=Evaluation, description="Conditions for blessing a model.")
     registration: Registration = Field(default_factory=Registration, description="Where the model is registered.")
-    serving: Serving = Field(default_factory=Serving, description="What becomes of a registered model.")
-    schedule: Retraining = Field(default_factory=Retraining, description="When the pipeline runs by itself.")
+    serving: Serving = Field(default_factory=Serving, description="What happens to a registered model.")
+    schedule: Retraining = Field(default_factory=Retraining, description="When the pipeline runs on a schedule.")
 
     @property
     def world_size(self) -> int:
-        """Processes that train together."""
+        """Number of processes that train together."""
         return self.parallel.processes * self.cluster.nodes.max
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that see different samples."""
+        """Number of ranks with different samples."""
         return self.world_size // (self.parallel.tensor * self.parallel.pipeline * self.parallel.context)
 
     @property
