@@ -1,6 +1,7 @@
 """The spec: one file that describes a training run, checked before anything is spent.
 
-`load_spec` reads it, `run_id` names it, `ExitCode` and the exceptions say how anything that runs it may end.
+`load_spec` reads it, and `run_id` identifies the run. `ExitCode` and the exceptions are the ways in which a process may
+end.
 """
 
 from holdfast.spec.errors import ExitCode, HoldfastError, Problem, SpecError

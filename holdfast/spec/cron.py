@@ -1,10 +1,12 @@
-"""Cron expressions: the one dialect that every engine reads in the same way.
+"""Cron expressions, in a dialect that every engine reads in the same way.
 
-Five fields: minute (0-59), hour (0-23), day of the month (1-31), month (1-12 or jan-dec), weekday (0-7 or sun-sat; 0
-and 7 are Sunday). A field is a list of `*`, numbers and ranges `a-b`; `*` and a range may have a step: `*/15`.
-Where both day fields are restricted, a day fits that either of them names; `*`, also as `*/1` or in a list, restricts
-nothing, but `1-31` does (as in robfig/cron, which Argo and KFP use). Promises that `expand` gives numbers, lists
-and `*` only, and that the schedule fires.
+- Five fields: minute (0-59), hour (0-23), day of the month (1-31), month (1-12 or jan-dec), weekday (0-7 or sun-sat; 0
+  and 7 are Sunday).
+- A field is a list of `*`, numbers and ranges `a-b`. `*` and a range may have a step, as in `*/15`.
+- If both day fields are restricted, a day matches if either of them names it. `*`, also as `*/1` or in a list, is no
+  restriction, but `1-31` is one (as in robfig/cron, which Argo and KFP use).
+
+Promises that `expand` returns only numbers, lists and `*`, and that the schedule fires.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _PART = re.compile(r"(?P<first>\*|\w+)(?:-(?P<last>\w+))?(?:/(?P<step>\d+))?", r
 
 
 class CronError(ValueError):
-    """An expression that is not of this dialect, or never fires. `remedy` says what to write instead."""
+    """An expression that is not in this dialect, or never fires. `remedy` names a replacement."""
 
     def __init__(self, message: str, remedy: str) -> None:
         super().__init__(message)
@@ -39,14 +41,14 @@ class _Field:
     first_word: int = 0
 
     def number(self, word: str) -> int:
-        """The number that a word of the field means."""
+        """The number for a word of the field."""
         if word.lower() in self.words:
             return self.words.index(word.lower()) + self.first_word
         if not word.isdecimal() or len(word) > 2 or not self.least <= int(word) <= self.most:
             names = f" or {self.words[0]}-{self.words[-1]}" if self.words else ""
             raise CronError(
                 f"has {word!r} as {self.name}",
-                f"write {self.least}-{self.most}{names}, lists, ranges and steps of them",
+                f"use {self.least}-{self.most}{names}, or lists, ranges and steps of them",
             )
         return int(word)
 
@@ -61,14 +63,12 @@ FIELDS = (
 
 
 def expand(cron: str) -> str:
-    """The same schedule in numbers, lists and `*` alone. Raises CronError."""
+    """The same schedule with only numbers, lists and `*`. Raises CronError."""
     if (word := cron.strip().lower()) in SHORTHANDS:
-        raise CronError("is a shorthand, which not every engine knows", f"write {SHORTHANDS[word]!r}")
+        raise CronError("is a shorthand that not every engine supports", f"write {SHORTHANDS[word]!r}")
     texts = cron.split()
     if len(texts) != len(FIELDS):
-        raise CronError(
-            "is not a five-field cron expression", "write minute hour day month weekday, such as '0 3 * * 1'"
-        )
+        raise CronError("is not a five-field cron expression", "use minute hour day month weekday, such as '0 3 * * 1'")
     values = [_values(field, text) for field, text in zip(FIELDS, texts, strict=True)]
     values[4] = sorted({value % 7 for value in values[4]})
     full = [set(range(field.least, field.most + 1)) for field in FIELDS[:4]] + [set(range(7))]
@@ -76,10 +76,10 @@ def expand(cron: str) -> str:
         "*" if set(found) == whole else ",".join(map(str, found)) for found, whole in zip(values, full, strict=True)
     ]
     stars = [any(part in ("*", "*/1") for part in texts[index].split(",")) for index in (2, 4)]
-    if not any(stars) and "*" in (written[2], written[4]):  # either field may fit, and one always does
+    if not any(stars) and "*" in (written[2], written[4]):  # either field may match, and one always does
         written[2] = written[4] = "*"
     if written[4] == "*" and all(min(values[2]) > _LONGEST[month - 1] for month in values[3]):
-        raise CronError("never fires: no such month has that day", "name a day that the month has")
+        raise CronError("never fires, because no such month has that day", "use a day that the month has")
     return " ".join(written)
 
 
@@ -89,8 +89,8 @@ def _values(field: _Field, text: str) -> list[int]:
         match = _PART.fullmatch(part)
         if match is None or (match["first"] == "*" and match["last"]):
             raise CronError(
-                f"has {part!r} as {field.name}, which not every engine knows",
-                "write numbers, lists, ranges and steps, such as 0,30 or 8-18/2; name the days instead of L, W and #",
+                f"has {part!r} as {field.name}, which not every engine supports",
+                "use numbers, lists, ranges and steps, such as 0,30 or 8-18/2; name the days instead of L, W and #",
             )
         first, last, step = match["first"], match["last"], match["step"]
         if first == "*":
@@ -100,15 +100,15 @@ def _values(field: _Field, text: str) -> list[int]:
             end = field.number(last) if last else begin
             if step and not last:
                 raise CronError(
-                    f"has {part!r} as {field.name}, which engines read differently",
-                    f"write {first}-{field.most}/{step}, or {first}",
+                    f"has {part!r} as {field.name}, which engines interpret differently",
+                    f"use {first}-{field.most}/{step}, or {first}",
                 )
         if end < begin:
             raise CronError(
-                f"has the range {part!r} as {field.name}, which runs backward",
-                f"write two: {first}-{field.most if field.name != 'weekday' else 6},{field.least}-{last}",
+                f"has the range {part!r} as {field.name}, whose end is before its start",
+                f"use two ranges: {first}-{field.most if field.name != 'weekday' else 6},{field.least}-{last}",
             )
         if step is not None and (len(step) > 2 or not 1 <= int(step) <= field.most):
-            raise CronError(f"has the step {step} as {field.name}", f"write a step from 1 to {field.most}")
+            raise CronError(f"has the step {step} in {field.name}", f"use a step from 1 to {field.most}")
         found.update(range(begin, end + 1, int(step or 1)))
     return sorted(found)

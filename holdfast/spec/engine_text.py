@@ -1,17 +1,17 @@
 r"""Texts that pass through a pipeline engine: an encoding that no engine changes.
 
-What replaces what, and where (sources: docs/decisions/022-text-through-engines.md):
+Replacements by the engines (sources: docs/decisions/022-text-through-engines.md):
 
 - Argo's controller replaces `{{...}}` and `{{=...}}` in every text of a Workflow: parameters, arguments, environment,
-  annotations, and once more in what it has put in. It fails on a text with some unprintable characters.
-- KFP's API server replaces `[[RunUUID]]` and its like in text parameters. KFP compiles to Argo, so all of the above
-  holds as well. Its driver, its launcher and `kfp.local` replace `{{$...}}`, and `/kfp-workspace` mounts a volume.
+  annotations, and again in the text that it inserted. It fails on a text with some unprintable characters.
+- KFP's API server replaces `[[RunUUID]]` and similar names in text parameters. KFP compiles to Argo, so the above also
+  applies. Its driver, its launcher and `kfp.local` replace `{{$...}}`, and `/kfp-workspace` mounts a volume.
 - The kubelet replaces `$(NAME)` and turns `$$` into `$` in the arguments and variables of a container.
 - Ray replaces `$NAME` and `${NAME}` in the variables of a job.
 
-`escape` writes the first character of such a sequence as a visible escape, such as `\u007b`, and nothing else: an
-ordinary text stays as it is. `unescape` gives back exactly what was written. Both work on any text, so they also work
-on the strings inside a dictionary (`escape_tree`), which KFP passes as a STRUCT.
+`escape` writes the first character of such a sequence as a visible escape, such as `\u007b`. Nothing else changes, so
+ordinary text stays the same. `unescape` returns exactly the original text. Both work on any text, so they also work on
+the strings inside a dictionary (`escape_tree`), which KFP passes as a STRUCT.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-VARIABLE = "HOLDFAST_ESCAPED"  # the names of the variables that are escaped, separated by spaces
+VARIABLE = "HOLDFAST_ESCAPED"  # names of the escaped variables, separated by spaces
 # The escapes that `unescape` reads: those of `{ [ $ / \`, of control characters, and of characters beyond U+FFFF.
 _ESCAPES = r"u00(?:7[bf]|5[bc]|24|2f|0[0-8bcef]|1[0-9a-f]|[89][0-9a-f])|U00(?:0[1-9a-f]|10)[0-9a-f]{4}"
 _UNPRINTABLE = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|[\U00010000-\U0010ffff]"
@@ -44,17 +44,17 @@ def escape_for_ray(text: str) -> str:
 
 
 def unescape(text: str) -> str:
-    """The text that `escape` or `escape_for_ray` was given. A text without escapes stays as it is."""
+    """The text that was passed to `escape` or `escape_for_ray`. A text without escapes stays the same."""
     return _ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), text)
 
 
 def escape_tree(value: Any) -> Any:
-    """A JSON value with every string in it escaped, names of dictionaries included."""
+    """A JSON value with every string escaped, including the keys of dictionaries."""
     return _map_strings(value, escape)
 
 
 def unescape_tree(value: Any) -> Any:
-    """The value that `escape_tree` was given. What is no JSON value stays as it is."""
+    """The value that was passed to `escape_tree`. A value that is not JSON stays the same."""
     return _map_strings(value, unescape)
 
 
@@ -64,12 +64,12 @@ def is_replaced_by_argo(text: str) -> bool:
 
 
 def double_dollars(text: str) -> str:
-    """A text for an argument or a variable of a container, from which the kubelet makes this one."""
+    """A text for an argument or a variable of a container that the kubelet converts to `text`."""
     return _FOR_KUBELET.sub("$$", text)
 
 
 def escape_environment(variables: Mapping[str, str], escaped: Callable[[str], str] = escape) -> dict[str, str]:
-    """Variables of a step, in a form that engines pass on unchanged; `VARIABLE` names those that this has changed."""
+    """Variables of a step, in a form that engines pass on unchanged. `VARIABLE` names the changed ones."""
     found = {name: escaped(value) for name, value in variables.items()}
     changed = sorted(name for name, value in found.items() if value != variables[name])
     return found | ({VARIABLE: " ".join(changed)} if changed else {})
@@ -90,7 +90,7 @@ def _escape_one(found: re.Match[str]) -> str:
 
 
 def _is_harmless(character: str) -> bool:
-    """Whether a character beyond U+FFFF is one that Go writes as it is."""
+    """Whether a character beyond U+FFFF is one that Go does not escape."""
     return ord(character) > 0xFFFF and character.isprintable()
 
 

@@ -1,8 +1,8 @@
-"""The exit-code table and the exceptions that carry its codes.
+"""The exit-code table, and the exceptions with its codes.
 
-Promises that every failure a person or a scheduler can see has one code with one meaning. PyTorchJob's `ExitCode`
-restart policy reads the same numbers: 1-127 is permanent (repeating changes nothing), 128 and above is retryable
-(the same command may succeed). `128 + n` is what a shell reports for death by signal n.
+Promises that every failure that a user or a scheduler can see has one code with one meaning. PyTorchJob's `ExitCode`
+restart policy reads the same numbers. 1-127 is permanent: repeating changes nothing. 128 and above is retryable: the
+same command may succeed. A shell reports `128 + n` for a process that signal n ended.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast.spec.redaction import HIDDEN, carries_secret, names_secret, redact
 
 
 class ExitCode(IntEnum):
-    """What a Holdfast process says when it ends."""
+    """Exit codes of Holdfast processes."""
 
     OK = 0
     UNEXPECTED = 1
@@ -60,7 +60,7 @@ class ExitCode(IntEnum):
 
     @staticmethod
     def is_interruption(code: int | None) -> bool:
-        """Whether a process that ends with `code` was asked to leave: it did not fail."""
+        """Whether `code` means that a person or the cluster requested the exit, so the process did not fail."""
         return code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED, ExitCode.CANCELLED)
 
 
@@ -104,10 +104,10 @@ MEANINGS = {
 
 
 class HoldfastError(Exception):
-    """A failure with a known meaning. The message names the thing, the value and the remedy, and holds no secret."""
+    """A failure with a known meaning. The message names the thing, the value and the remedy, and contains no secret."""
 
     exit_code: ExitCode = ExitCode.UNEXPECTED
-    tried_again: bool = False  # as often as the spec allows, by whoever raises it: the step must not do it once more
+    tried_again: bool = False  # the code that raises it used all retries of the spec; the step must not retry again
 
     def __str__(self) -> str:
         return redact(super().__str__())
@@ -119,33 +119,33 @@ _short.maxstring = _short.maxother = _short.maxlong = SHOWN_CHARACTERS
 
 
 def shown(value: object) -> str:
-    """A value in a message, short however large or deep it is."""
+    """A value in a message, shortened if it is large or deep."""
     text = _short.repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a spec."""
+    """One fault of a spec."""
 
     field: str  # dotted path, as written in the file: "training.global_batch"
     value: object
     message: str
     remedy: str
-    place: str = ""  # where the field is given: "spec.yaml:12:3", or "--set"
+    place: str = ""  # where the field was given: "spec.yaml:12:3", or "--set"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", _without_secrets(self.value))
 
     def __str__(self) -> str:
         named = f"{self.place}: {self.field}" if self.place else self.field
-        if self.value is None:  # nothing was given: the message says so
+        if self.value is None:  # no value was given, and the message says so
             return f"{named}: {self.message}\n    remedy: {self.remedy}"
         return f"{named}: {self.message} (value: {shown(self.value)})\n    remedy: {self.remedy}"
 
 
 def _without_secrets(value: object) -> object:
-    """A value for people. It is redacted before it is shortened: what is cut off is no longer known as a secret."""
+    """A value for messages. It is redacted before it is shortened, because a secret that is cut is not recognized."""
     if isinstance(value, str):
         shown = redact(value)
         return HIDDEN if shown == value and "://" in value and carries_secret(value) else shown
@@ -155,7 +155,7 @@ def _without_secrets(value: object) -> object:
 
 
 class SpecError(HoldfastError):
-    """A spec that is refused, with every problem found."""
+    """A refused spec, with every problem found."""
 
     exit_code = ExitCode.BAD_SPEC
 
@@ -167,25 +167,25 @@ class SpecError(HoldfastError):
 
 
 class DataError(HoldfastError):
-    """A source, tokenizer or shard that cannot be used as it is."""
+    """A source, tokenizer or shard that cannot be used in its present form."""
 
     exit_code = ExitCode.BAD_DATA
 
 
 class DivergedError(HoldfastError):
-    """The loss or the gradient stopped being a finite number."""
+    """The loss or the gradient is no longer finite."""
 
     exit_code = ExitCode.DIVERGED
 
 
 class NoCheckpointVerifiesError(HoldfastError):
-    """Checkpoints exist and every one of them is damaged."""
+    """Checkpoints exist, and all of them are damaged."""
 
     exit_code = ExitCode.NO_CHECKPOINT_VERIFIES
 
 
 class FencedError(HoldfastError):
-    """A newer attempt has claimed this run."""
+    """A newer attempt claimed this run."""
 
     exit_code = ExitCode.FENCED
 
@@ -197,19 +197,19 @@ class MissingError(HoldfastError):
 
 
 class AccessDeniedError(HoldfastError):
-    """No credentials, or credentials that do not allow the operation."""
+    """Credentials are missing, or do not allow the operation."""
 
     exit_code = ExitCode.ACCESS_DENIED
 
 
 class PlanChangedError(HoldfastError):
-    """A run that promises bits would go on in another way than it was computed before, and nobody has said so."""
+    """A run that promises bits would continue under a different plan, and `--replan` was not given."""
 
     exit_code = ExitCode.PLAN_CHANGED
 
 
 class ChampionChangedError(HoldfastError):
-    """A verdict was reached against a champion that has been replaced since: the model is judged anew, not refused."""
+    """The champion was replaced during the evaluation. The model is evaluated again, not refused."""
 
     exit_code = ExitCode.CHAMPION_CHANGED
 
@@ -227,51 +227,51 @@ class ForeignVersionError(HoldfastError):
 
 
 class HungError(HoldfastError):
-    """A process that this one cannot go on without is there, and says nothing any more."""
+    """A process that this one depends on is still running, but no longer responds."""
 
     exit_code = ExitCode.HUNG
 
 
 class LostPeerError(HoldfastError):
-    """Another rank of the gang went away."""
+    """Another rank of the gang was lost."""
 
     exit_code = ExitCode.LOST_PEER
 
 
 class StoreUnreachableError(HoldfastError):
-    """The store did not answer within the deadline, all retries included."""
+    """The store did not answer within the deadline, including all retries."""
 
     exit_code = ExitCode.STORE_UNREACHABLE
 
 
 class BadReaderError(StoreUnreachableError):
-    """A node reads of the store what nobody else has confirmed to be there: it may be the node that is wrong."""
+    """A node reads a state of the store that no other node confirms, so the node itself may be at fault."""
 
     def __init__(self, message: str, here: bool = False) -> None:
         super().__init__(message)
-        self.here = here  # whether it is the node of this process
+        self.here = here  # whether the node is that of this process
 
 
 class StoreRefusedError(HoldfastError):
-    """The store answers, and refuses a request or lacks an operation: repeating it changes nothing."""
+    """The store answers, but refuses a request or lacks an operation. Repeating it changes nothing."""
 
     exit_code = ExitCode.STORE_REFUSED
 
 
 class ClusterUnreachableError(HoldfastError):
-    """The Kubernetes API server did not answer within the deadline, all retries included."""
+    """The Kubernetes API server did not answer within the deadline, including all retries."""
 
     exit_code = ExitCode.CLUSTER_UNREACHABLE
 
 
 class TerminatedError(HoldfastError):
-    """The process was asked to leave, and had nothing to save."""
+    """The process received a request to exit, and had nothing to save."""
 
     exit_code = ExitCode.TERMINATED
 
 
 class PreemptedError(HoldfastError):
-    """The process was asked to leave, and saved a checkpoint first."""
+    """The process received a request to exit, and saved a checkpoint first."""
 
     exit_code = ExitCode.PREEMPTED
 
@@ -283,19 +283,19 @@ class NoSpaceError(HoldfastError):
 
 
 class WrongArithmeticError(HoldfastError):
-    """This rank's copy of the state has other bits than its replicas."""
+    """This rank's copy of the state has different bits from its replicas."""
 
     exit_code = ExitCode.WRONG_ARITHMETIC
 
 
 class UnhealthyNodeError(HoldfastError):
-    """The node of this process failed the health check: it is slower than its peers, or its driver counts faults."""
+    """The node of this process failed the health check: it is slower than its peers, or its driver reports faults."""
 
     exit_code = ExitCode.UNHEALTHY_NODE
 
 
 def error_named(name: str, message: str) -> HoldfastError:
-    """The failure of which another process told the name of its class and its words."""
+    """A failure that another process reported, from the name of its class and its message."""
     found = globals().get(name)
     if isinstance(found, type) and issubclass(found, HoldfastError) and found is not SpecError:
         return found(message)

@@ -1,7 +1,7 @@
 """From YAML text and `key=value` overrides to a checked spec.
 
-Promises that whatever is wrong is said at once, for every field, with the value and the remedy. Leaves the meaning of
-single fields to the models and of combinations to the rules.
+Promises that one error reports all problems of a spec, each with the field, the value and the remedy. Leaves the checks
+of single fields to the models, and of combinations to the rules.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from holdfast.spec.training import AUTO
 from holdfast.spec.tree import SPEC_VERSION, Spec
 
 MAX_BYTES = 256 * 2**10
-DEEPEST = 32  # parts of the name of a field
+DEEPEST = 32  # maximum parts of the name of a field
 Places = dict[strict_yaml.Path, str]
-# What stands in for a required field that was refused, while the rules judge the others.
+# Placeholders for required fields that were refused, so that the rules can check the remaining fields.
 REQUIRED: dict[tuple[str, ...], object] = {
     ("name",): "x",
     ("data",): {"sources": [{"uri": "x"}]},
@@ -57,17 +57,17 @@ def load_spec(path: str | Path, overrides: Iterable[str] = ()) -> Spec:
 
 
 def read_spec_text(path: Path) -> str:
-    """The text of the spec at `path`. Raises MissingError, and SpecError for what is no text of a spec's size."""
+    """The text of the spec at `path`. Raises MissingError, and SpecError if it is not text or too large for a spec."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise MissingError(f"{path}: no such file; name a spec such as examples/quickstart.yaml") from None
+        raise MissingError(f"{path}: no such file; use the path of a spec, such as examples/quickstart.yaml") from None
     except (IsADirectoryError, PermissionError) as error:
-        raise MissingError(f"{path}: cannot be read: {error.strerror}") from None
+        raise MissingError(f"{path}: cannot be read ({error.strerror}); use the path of a readable file") from None
     if len(raw) > MAX_BYTES:
         raise SpecError(
-            [Problem("(file)", f"over {MAX_BYTES} bytes", "is too large for a spec", "is it the right file?")],
+            [Problem("(file)", f"over {MAX_BYTES} bytes", "is too large for a spec", "check that the path is right")],
             str(path),
         )
     try:
@@ -86,23 +86,24 @@ def parse_spec(text: str | Mapping[str, Any], overrides: Iterable[str] = (), sou
     else:
         tree, places = copy.deepcopy(dict(text)), {}
     if tree.get("parallel") == AUTO:
-        tree["parallel"] = {"auto": True}  # so that --set finds a section
+        tree["parallel"] = {"auto": True}  # so that --set can set fields of the section
     for override in overrides:
         _note(places, _apply(tree, override))
     return _checked(tree, places, source)
 
 
 def _read(text: str, source: str) -> tuple[dict[str, Any], Places]:
-    """The tree that a YAML text spells, and where its fields are given. Raises SpecError."""
+    """The tree of a YAML text, and the places of its fields. Raises SpecError."""
     if len(text) > MAX_BYTES:
         raise SpecError(
-            [Problem("(spec)", f"{len(text)} characters", "is too large for a spec", "is it the right text?")], source
+            [Problem("(spec)", f"{len(text)} characters", "is too large for a spec", "check that the text is right")],
+            source,
         )
     try:
         tree, lines = strict_yaml.read_placed(text)
     except strict_yaml.YamlRefusedError as error:
         place = _in_file(source, error.place) if error.place else ""
-        problem = Problem("(spec)", None, f"not valid YAML: {error}", "mend the syntax", place)
+        problem = Problem("(spec)", None, f"not valid YAML: {error}", "correct the syntax", place)
         raise SpecError([problem], source) from None
     if not isinstance(tree, dict):
         raise SpecError(
@@ -171,12 +172,12 @@ def _placed(problem: Problem, places: Places) -> Problem:
 
 
 def _place_of(path: strict_yaml.Path, places: Places) -> str:
-    """Where a field is given, or else the group that it lies in; nothing for a group that is not given either."""
+    """The place of a field, or else of the group around it. Empty if neither is given."""
     return next((places[path[:length]] for length in range(len(path), 0, -1) if path[:length] in places), "")
 
 
 def _without(tree: dict[str, Any], details: list[ErrorDetails]) -> Spec | None:
-    """The spec without the fields that were refused, for rules that can be judged without them."""
+    """The spec without the refused fields, for rules that do not need them. None if more than those is wrong."""
     tree = copy.deepcopy(tree)
     refused: set[tuple[str, ...]] = set()
     for detail in details:
@@ -195,16 +196,16 @@ def _without(tree: dict[str, Any], details: list[ErrorDetails]) -> Spec | None:
         section[path[-1]] = REQUIRED[path]
     try:
         spec = Spec.model_validate(tree)
-    except ValidationError:  # what is wrong has more than one reason: the fields come first
+    except ValidationError:  # there are more faults: the problems of fields are reported first
         return None
     for path in refused:
-        with suppress(RefusedFieldError, KeyError):  # its section was refused as well
+        with suppress(RefusedFieldError, KeyError):  # its section was also refused
             del reduce(getattr, path[:-1], spec).__dict__[path[-1]]
     return spec
 
 
 def _field_of(location: tuple[int | str, ...]) -> tuple[tuple[str, ...], FieldInfo | None]:
-    """The field that a location lies in: the list or the names of an item. None for a key that is no field."""
+    """The field that contains a location: for an item, its list or mapping. None for a key that is not a field."""
     path: tuple[str, ...] = ()
     info: FieldInfo | None = None
     for part in location:
@@ -218,14 +219,14 @@ def _field_of(location: tuple[int | str, ...]) -> tuple[tuple[str, ...], FieldIn
 
 
 def _apply(tree: dict[str, Any], override: str) -> strict_yaml.Path:
-    """Set the field that `override` names, making sections that the file leaves out. Returns its path."""
+    """Set the field that `override` names, and create missing sections. Returns its path."""
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
         raise SpecError([Problem("--set", override, "is not key=value", "write it as training.steps=50")], "overrides")
     if len(keys) > DEEPEST:
-        message = f"names a field of {len(keys)} parts, and no field has more than {DEEPEST}"
-        raise SpecError([Problem("--set", override, message, "docs/spec.md lists the fields")], "overrides")
+        message = f"names a field of {len(keys)} parts; no field has more than {DEEPEST}"
+        raise SpecError([Problem("--set", override, message, "use a field of docs/spec.md")], "overrides")
     try:
         value = strict_yaml.read(text)
     except strict_yaml.YamlRefusedError:
@@ -237,8 +238,8 @@ def _apply(tree: dict[str, Any], override: str) -> strict_yaml.Path:
         if isinstance(node, list):
             index = int(key) if re.fullmatch(r"[0-9]{1,6}", key) else len(node)
             if index >= len(node):
-                remedy = f"use an index below {len(node)}" if node else "the list is empty: give it as a whole"
-                problem = Problem(".".join(keys[: depth + 1]), override, "names no item of the list", remedy)
+                remedy = f"use an index below {len(node)}" if node else "set the whole list, because it is empty"
+                problem = Problem(".".join(keys[: depth + 1]), override, "is not an item of the list", remedy)
                 raise SpecError([problem], "overrides")
         elif isinstance(node, dict):
             if not last and node.get(key) is None:
@@ -254,7 +255,7 @@ def _apply(tree: dict[str, Any], override: str) -> strict_yaml.Path:
 
 
 def _problems(details: list[ErrorDetails]) -> list[Problem]:
-    """One problem for each thing that is wrong: a list is not too short because its items were refused."""
+    """One problem for each fault. A list whose items were refused is not also reported as too short."""
     locations = [detail["loc"] for detail in details]
     return [
         _problem(detail)
