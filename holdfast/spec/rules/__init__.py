@@ -1,7 +1,7 @@
 """Rules between fields: combinations that a single field's type cannot refuse.
 
-Each rule is a small function from a spec to the problems it sees, in the module of the section that it is about: here
-they are listed and run.
+Each rule is a small function from a spec to the problems that it finds. It is in the module of its section. This module
+lists the rules and runs them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ __all__ = ["RULES", "Rule", "problems", "problems_of_part"]
 
 Rule = Callable[[Spec], Iterator[Problem]]
 
-# In this order a person reads the problems.
+# The problems are reported in this order.
 RULES: tuple[Rule, ...] = (
     check_precision,
     check_fp8,
@@ -145,12 +145,12 @@ RULES: tuple[Rule, ...] = (
 
 
 def problems(spec: Spec) -> list[Problem]:
-    """Everything that the rules object to, in the order of the rules."""
+    """All problems that the rules find, in the order of the rules."""
     return [problem for rule in RULES for problem in rule(spec)]
 
 
 def problems_of_part(spec: Spec) -> list[Problem]:
-    """The same of a spec from which the fields that were refused are missing: a rule ends where it would need one."""
+    """The same for a spec without its refused fields. A rule ends where it needs one of them."""
     found: list[Problem] = []
     for rule in RULES:
         with suppress(RefusedFieldError):

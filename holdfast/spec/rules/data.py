@@ -1,4 +1,4 @@
-"""Rules of `data`: sources, tokenizer, cleaning, shuffle and what is held out."""
+"""Rules of `data`: sources, tokenizer, cleaning, shuffle and held-out text."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from holdfast.spec.tree import Spec
 
 
 def check_held_out_data(spec: Spec) -> Iterator[Problem]:
-    """There will be text to evaluate on: better said now than after the training."""
+    """Text is held out for evaluation. Without this rule a run would fail only after training."""
     if spec.data.validation_fraction == 0:
         yield Problem(
-            "data.validation_fraction", 0, "leaves nothing to evaluate the model on", "use a share such as 0.01"
+            "data.validation_fraction", 0, "leaves no text to evaluate the model on", "use a fraction such as 0.01"
         )
 
 
@@ -27,18 +27,18 @@ def check_text_field(spec: Spec) -> Iterator[Problem]:
 
 
 def check_source_weights(spec: Spec) -> Iterator[Problem]:
-    """Mixture weights are given for every source or for none."""
+    """All sources have a mixture weight, or none has one."""
     weighted = [source.weight is not None for source in spec.data.sources]
     if any(weighted) and not all(weighted):
         index = weighted.index(False)
         yield Problem(
-            f"data.sources.{index}.weight", None, "is missing while other sources have a weight",
-            "give every source a weight, or none",
+            f"data.sources.{index}.weight", None, "is missing, and other sources have a weight",
+            "give every source a weight, or remove all weights",
         )  # fmt: skip
 
 
 def check_tokenizer(spec: Spec) -> Iterator[Problem]:
-    """A tokenizer file is named exactly when one is used, and what trains one is given only when one is trained."""
+    """A tokenizer file is named only if one is used, and settings of its training only if one is trained."""
     tokenizer = spec.data.tokenizer
     if tokenizer.kind == "file":
         for name in ("vocabulary", "sample_bytes"):
@@ -56,7 +56,7 @@ def check_tokenizer(spec: Spec) -> Iterator[Problem]:
 
 
 def check_chat(spec: Spec) -> Iterator[Problem]:
-    """Conversations have a template, a tokenizer that knows its tokens, and masks between them."""
+    """Conversations have a template, a tokenizer with its tokens, and masks between them."""
     data = spec.data
     if data.kind == "text":
         if data.chat.template is not None:
@@ -70,12 +70,12 @@ def check_chat(spec: Spec) -> Iterator[Problem]:
     keys = "`messages`" if data.kind == "chat" else "`prompt`, `chosen` and `rejected`"
     if data.tokenizer.kind != "file":
         yield Problem(
-            "data.tokenizer.kind", data.tokenizer.kind, "knows no tokens of a chat template",
-            "use kind: file with the tokenizer.json of the model that is tuned",
+            "data.tokenizer.kind", data.tokenizer.kind, "has no tokens of a chat template",
+            "use kind: file with the tokenizer.json of the model that you tune",
         )  # fmt: skip
     if not data.document_masks:
         yield Problem(
-            "data.document_masks", False, "lets an answer see the conversations packed before its own", "use true"
+            "data.document_masks", False, "lets an answer attend to conversations that are packed before it", "use true"
         )  # fmt: skip
     for index, source in enumerate(data.sources):
         if source.format not in ("auto", "jsonl"):
@@ -85,12 +85,12 @@ def check_chat(spec: Spec) -> Iterator[Problem]:
         if source.text_field != type(source).model_fields["text_field"].default:
             yield Problem(
                 f"data.sources.{index}.text_field", source.text_field, f"is not used by data.kind: {data.kind}",
-                f"remove it: what is read lies under {keys}",
+                f"remove it: the text is read from {keys}",
             )  # fmt: skip
 
 
 def check_shuffle(spec: Spec) -> Iterator[Problem]:
-    """What describes blocks is given only for a shuffle of blocks."""
+    """Fields for blocks are given only with a shuffle of blocks."""
     shuffle = spec.data.shuffle
     for name in ("block_tokens", "window"):
         value = getattr(shuffle, name)
@@ -100,7 +100,7 @@ def check_shuffle(spec: Spec) -> Iterator[Problem]:
 
 
 def check_document_lengths(spec: Spec) -> Iterator[Problem]:
-    """Some length of a document passes both filters."""
+    """The length filters do not exclude every document."""
     cleaning = spec.data.cleaning
     if cleaning.min_characters > cleaning.max_characters:
         yield Problem(
@@ -111,7 +111,7 @@ def check_document_lengths(spec: Spec) -> Iterator[Problem]:
 
 
 def check_dvc(spec: Spec) -> Iterator[Problem]:
-    """`repo` and `revision` belong to DVC sources."""
+    """`repo` and `revision` are only for DVC sources."""
     for index, source in enumerate(spec.data.sources):
         if source.uri.startswith("dvc:"):
             continue

@@ -9,7 +9,7 @@ from holdfast.spec.tree import Spec
 
 
 def check_evaluation(spec: Spec) -> Iterator[Problem]:
-    """What only a comparison or only samples use is not given without them."""
+    """Fields for a comparison or for samples are not given without one. No task is listed twice."""
     evaluation = spec.evaluation
     if evaluation.champion_tolerance and evaluation.versus_champion != "not_worse":
         yield Problem(
@@ -20,8 +20,8 @@ def check_evaluation(spec: Spec) -> Iterator[Problem]:
     for index, question in enumerate(questions):
         if question in questions[:index]:
             yield Problem(
-                f"evaluation.tasks.{index}.uri", question[0], f"is asked for its {question[1]} twice",
-                "keep one of them: figures are known by the task's name and the metric",
+                f"evaluation.tasks.{index}.uri", question[0], f"is listed twice with the metric {question[1]}",
+                "keep one of them, because results are identified by task and metric",
             )  # fmt: skip
     for name in ("sample_tokens", "temperature"):
         value = getattr(evaluation, name)

@@ -1,4 +1,4 @@
-"""Rules of `model`: its shape is possible, and `parallel` can cut it."""
+"""Rules of `model`: its shape is possible, and `parallel` can split it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.spec.tree import Spec
 
 
 def check_heads(spec: Spec) -> Iterator[Problem]:
-    """Heads fill the width, key/value heads divide the heads, and the tensor degree divides both."""
+    """The heads divide the width, key/value heads divide the heads, and the tensor degree divides both."""
     model, tensor = spec.model, spec.parallel.tensor
     even = nearest_multiples(model.hidden, 2 * model.heads, LEAST_HIDDEN)
     if model.hidden % model.heads and (model.head_dim is None or model.family == "llama"):  # as in transformers
@@ -20,13 +20,13 @@ def check_heads(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
     elif model.head_dim is not None and model.head_dim % 2:
         yield Problem(
-            "model.head_dim", model.head_dim, "is odd; rotary positions need pairs",
+            "model.head_dim", model.head_dim, "is odd, and rotary positions need pairs",
             f"use {nearest_multiples(model.head_dim, 2)}"
         )  # fmt: skip
     elif model.head_width % 2:
         yield Problem(
-            "model.hidden", model.hidden, f"gives heads of odd width {model.head_width}; rotary positions need pairs",
-            f"use {even}",
+            "model.hidden", model.hidden,
+            f"gives heads of odd width {model.head_width}, and rotary positions need pairs", f"use {even}",
         )  # fmt: skip
     if model.heads % model.key_value_heads:
         divisors = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
@@ -42,7 +42,7 @@ def check_heads(spec: Spec) -> Iterator[Problem]:
 
 
 def check_model_family(spec: Spec) -> Iterator[Problem]:
-    """What only some families have is asked of these only: others' readers would pass over it."""
+    """A field that only some families have is given only for them. Readers of other families would ignore it."""
     model = spec.model
     if model.sliding_window is not None and model.family not in ("mistral", "mixtral"):
         yield Problem(
@@ -58,13 +58,12 @@ def check_model_family(spec: Spec) -> Iterator[Problem]:
 
 
 def check_experts(spec: Spec) -> Iterator[Problem]:
-    """Experts are in the families that have them, as many as a token wants, and kept busy in a way that its export can
-    say."""
+    """Only a family with experts has them, there are enough for `top_k`, and the export supports the balancing."""
     model, routing, mixture = spec.model, spec.model.routing, spec.model.family in MIXTURES
     if mixture != (model.experts > 1):
         dense, many = "mistral, qwen2, qwen3 or llama", " or ".join(MIXTURES)
         yield Problem(
-            "model.experts", model.experts, f"is not what model.family: {model.family} has",
+            "model.experts", model.experts, f"is not valid for model.family: {model.family}",
             f"use 2 or more, or a dense family ({dense})" if mixture else f"use 1, or family: {many}",
         )  # fmt: skip
         return
@@ -74,31 +73,32 @@ def check_experts(spec: Spec) -> Iterator[Problem]:
                 name for name in type(routing).model_fields if getattr(routing, name) != getattr(Routing(), name)
             )
             yield Problem(
-                f"model.routing.{field}", getattr(routing, field), "means nothing without model.experts",
+                f"model.routing.{field}", getattr(routing, field), "has no effect without model.experts",
                 "remove it, or use a mixture of experts",
             )  # fmt: skip
         return
     if routing.top_k > model.experts:
         yield Problem(
-            "model.routing.top_k", routing.top_k, f"is more than the {model.experts} experts",
+            "model.routing.top_k", routing.top_k, f"is more than model.experts = {model.experts}",
             f"use at most {model.experts}",
         )  # fmt: skip
     if (routing.shared > 0) != (model.family in ("qwen2_moe", "dots1")):
         yield Problem(
-            "model.routing.shared", routing.shared, f"is not what model.family: {model.family} has",
+            "model.routing.shared", routing.shared, f"is not valid for model.family: {model.family}",
             "use 0" if routing.shared else "use 1 or more",
         )  # fmt: skip
     if model.family == "mixtral" and not routing.normalise:
-        yield Problem("model.routing.normalise", False, "is not what model.family: mixtral does", "use true")
+        yield Problem("model.routing.normalise", False, "is not valid for model.family: mixtral", "use true")
     if routing.balance == "bias" and not model.biased_routing:
         yield Problem(
-            "model.routing.balance", "bias", f"moves biases that weights of model.family: {model.family} do not have, "
-            "so that its export would choose other experts", "use auxiliary, or family: dots1",
+            "model.routing.balance", "bias",
+            f"changes biases that weights of model.family: {model.family} do not have, so its export would choose "
+            "different experts", "use auxiliary, or family: dots1",
         )  # fmt: skip
 
 
 def check_rope(spec: Spec) -> Iterator[Problem]:
-    """What describes a stretching of frequencies is given for that kind only, and stretches them."""
+    """Fields for scaling of frequencies are given only for their kind, and the factor scales the frequencies."""
     scaling = spec.model.rope_scaling
     used = {"none": (), "linear": ("factor",)}.get(scaling.kind, tuple(type(scaling).model_fields))
     for name, info in type(scaling).model_fields.items():
@@ -110,7 +110,7 @@ def check_rope(spec: Spec) -> Iterator[Problem]:
             )  # fmt: skip
     if scaling.kind != "none" and scaling.factor <= 1:
         yield Problem(
-            "model.rope_scaling.factor", scaling.factor, f"stretches nothing, and kind is {scaling.kind}",
+            "model.rope_scaling.factor", scaling.factor, f"scales nothing, and kind is {scaling.kind}",
             "use a factor above 1, or kind: none",
         )  # fmt: skip
     if scaling.kind == "llama3" and scaling.high_frequency_factor <= scaling.low_frequency_factor:
@@ -127,6 +127,6 @@ def check_stage_count(spec: Spec) -> Iterator[Problem]:
     if spec.parallel.pipeline > max(1, spec.model.layers // each):
         yield Problem(
             "parallel.pipeline", spec.parallel.pipeline,
-            f"x {each} stages is more than the {spec.model.layers} layers of the model",
+            f"x {each} stages is more than model.layers = {spec.model.layers}",
             f"use at most {spec.model.layers // each}",
         )  # fmt: skip

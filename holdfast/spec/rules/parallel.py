@@ -1,4 +1,4 @@
-"""Rules of `parallel`: which ways of spreading a step over ranks go together."""
+"""Rules of `parallel`: which ways of distributing a step over ranks can be combined."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.spec.rules.multiples import nearest_multiples
 from holdfast.spec.section import Section
 from holdfast.spec.tree import Spec
 
-GROUPED_BYTES = 16  # torch.nn.functional.grouped_mm: rows begin at multiples of them
+GROUPED_BYTES = 16  # torch.nn.functional.grouped_mm: rows begin at multiples of this
 CHOSEN = (
     "strategy", "replicas", "reshard", "offload", "offload_path", "tensor", "pipeline", "stages", "schedule", "context",
     "expert",
@@ -19,7 +19,7 @@ CHOSEN = (
 
 
 def check_auto_layout(spec: Spec) -> Iterator[Problem]:
-    """What the planner chooses is not said as well. (Under elastic determinism the micro-batch is the run's.)"""
+    """No field that the planner chooses is set. (Under elastic determinism the spec sets the micro-batch.)"""
     parallel, training = spec.parallel, spec.training
     if not parallel.auto:
         return
@@ -29,7 +29,7 @@ def check_auto_layout(spec: Spec) -> Iterator[Problem]:
         said.append(("training.micro_batch", training, "micro_batch"))
     for field, section, name in said:
         if (value := getattr(section, name)) != type(section).model_fields[name].default:
-            why = "is nothing that parallel: auto uses" if name.startswith("offload") else "is chosen by parallel: auto"
+            why = "is not used by parallel: auto" if name.startswith("offload") else "is chosen by parallel: auto"
             yield Problem(
                 field, value, why, "remove it, or remove auto and give the layout yourself: "
                 "holdfast plan SPEC --apply writes one",
@@ -37,36 +37,36 @@ def check_auto_layout(spec: Spec) -> Iterator[Problem]:
 
 
 def check_tensor_parallel(spec: Spec) -> Iterator[Problem]:
-    """Tensor parallelism is the torch engine's, and cuts the sequence and the feed-forward layer evenly: of a mixture
-    its shared experts, which are one layer, and no others. (The heads are `check_heads`'s, and the vocabulary need not
-    divide.)"""
+    """Tensor parallelism needs the torch engine, and splits the sequence and the feed-forward layer evenly. Of the
+    experts it splits only the shared ones, which are one layer. (`check_heads` checks the heads. The vocabulary may be
+    split unevenly.)"""
     tensor, model = spec.parallel.tensor, spec.model
     if tensor == 1:
         return
     yield from _torch_engine(spec, "parallel.tensor", tensor)
     if spec.training.determinism == "elastic":
         yield Problem(
-            "parallel.tensor", tensor, "changes which numbers are added, not only in which order, so that no order of "
-            "sums could give the bits of one rank (training.determinism: elastic)",
+            "parallel.tensor", tensor, "changes which numbers are added, not only their order, so no order of sums can "
+            "give the bits of one rank (training.determinism: elastic)",
             "use 1, or training.determinism: exact",
         )  # fmt: skip
     feed_forward, width = "the feed-forward layer", model.ffn_width
     if model.experts > 1:
         width *= model.routing.shared
-        feed_forward = f"shared experts of {width} in all"
+        feed_forward = f"the shared experts (width {width} in total)"
     for field, size, cut, what in (
         ("model.context", model.context, model.context, "the sequence"),
         ("model.ffn", model.ffn_width, width, feed_forward),
     ):
         if cut % tensor:
             yield Problem(
-                field, size, f"is not divisible by parallel.tensor = {tensor}, which cuts {what} evenly",
+                field, size, f"is not divisible by parallel.tensor = {tensor}, which splits {what} evenly",
                 f"use a multiple of {tensor}, or a smaller parallel.tensor",
             )  # fmt: skip
 
 
 def check_expert_parallel(spec: Spec) -> Iterator[Problem]:
-    """Experts are dealt evenly to ranks that see other tokens, within a replica where there are shards."""
+    """Experts are distributed evenly over ranks with different tokens, within one replica of shards."""
     expert, parallel, experts = spec.parallel.expert, spec.parallel, spec.model.experts
     if expert == 1:
         return
@@ -76,7 +76,7 @@ def check_expert_parallel(spec: Spec) -> Iterator[Problem]:
             f"use one of {[n for n in range(1, experts + 1) if experts % n == 0]}",
         )  # fmt: skip
         return
-    ranks = spec.world_size // parallel.pipeline  # each has other tokens
+    ranks = spec.world_size // parallel.pipeline  # each has different tokens
     if parallel.strategy == "fsdp" and parallel.replicas > 0 and ranks % parallel.replicas == 0:
         ranks //= parallel.replicas
     if ranks % expert:
@@ -88,137 +88,137 @@ def check_expert_parallel(spec: Spec) -> Iterator[Problem]:
 
 
 def check_expert_layout(spec: Spec) -> Iterator[Problem]:
-    """What does not go with a mixture of experts."""
+    """Settings that a mixture of experts does not support."""
     if spec.model.experts == 1 or spec.model.family not in MIXTURES:
         return
     if spec.training.compile:
         yield Problem(
-            "training.compile", True, f"does not go with model.experts = {spec.model.experts}, whose numbers of tokens "
-            "are other ones every time", "use false",
+            "training.compile", True, f"is not supported with model.experts = {spec.model.experts}, because the number "
+            "of tokens of an expert varies", "use false",
         )  # fmt: skip
     unit = GROUPED_BYTES // (4 if spec.training.precision == "fp32" else 2)
     for field, width in (("model.hidden", spec.model.hidden), ("model.ffn", spec.model.ffn_width)):
         if width % unit:
             yield Problem(
-                field, width, f"makes rows of no whole {GROUPED_BYTES} bytes in {spec.training.precision}, and the "
-                "products of experts take no others", f"use a multiple of {unit}",
+                field, width, f"makes rows in {spec.training.precision} that are not a multiple of {GROUPED_BYTES} "
+                "bytes, which the products of experts need", f"use a multiple of {unit}",
             )  # fmt: skip
     if spec.training.determinism == "elastic" and spec.parallel.expert > 1:
         yield Problem(
-            "parallel.expert", spec.parallel.expert, "adds up the rows of all ranks in one product of an expert, which "
-            "one rank adds up by micro-batches (training.determinism: elastic)",
+            "parallel.expert", spec.parallel.expert, "sums the rows of all ranks in one product of an expert, while "
+            "one rank sums them by micro-batch (training.determinism: elastic)",
             "use 1, or training.determinism: exact",
         )  # fmt: skip
     yield from _torch_engine(spec, "model.experts", spec.model.experts)
 
 
 def check_context_parallel(spec: Spec) -> Iterator[Problem]:
-    """Context parallelism is the torch engine's, and gives every rank two chunks of a sequence, of one size."""
+    """Context parallelism needs the torch engine, and gives every rank two equal chunks of a sequence."""
     ranks, length = spec.parallel.context, spec.model.context
     if ranks == 1:
         return
     yield from _torch_engine(spec, "parallel.context", ranks)
     if spec.training.determinism == "elastic":
         yield Problem(
-            "parallel.context", ranks, "adds up the gradients of parts of a sequence, which one rank adds up at once "
-            "(training.determinism: elastic)", "use 1, or training.determinism: exact",
+            "parallel.context", ranks, "sums the gradients of parts of a sequence, while one rank sums the whole "
+            "sequence (training.determinism: elastic)", "use 1, or training.determinism: exact",
         )  # fmt: skip
-    unit = ranks * lcm(2, spec.parallel.tensor)  # tensor parallelism cuts a rank's part again
+    unit = ranks * lcm(2, spec.parallel.tensor)  # tensor parallelism splits a rank's part again
     if length % unit:
         yield Problem(
-            "model.context", length, f"is not a multiple of {unit}, in which parallel.context = {ranks} and "
-            f"parallel.tensor = {spec.parallel.tensor} cut it evenly",
+            "model.context", length, f"is not a multiple of {unit}, so parallel.context = {ranks} and "
+            f"parallel.tensor = {spec.parallel.tensor} cannot split it evenly",
             f"use {nearest_multiples(length, unit)}, or a smaller parallel.context",
         )  # fmt: skip
 
 
 def check_pipeline_stages(spec: Spec) -> Iterator[Problem]:
-    """A pipeline is the torch engine's, and its micro-batches fill the schedule."""
+    """A pipeline needs the torch engine, and its micro-batches fill the schedule."""
     parallel, stages = spec.parallel, spec.parallel.pipeline
     if stages == 1:
         if parallel.schedule != "1f1b":
             yield Problem(
-                "parallel.schedule", parallel.schedule, "means nothing without a pipeline",
+                "parallel.schedule", parallel.schedule, "has no effect without a pipeline",
                 "use parallel.pipeline: 2 or more, or remove it",
             )  # fmt: skip
         return
     yield from _torch_engine(spec, "parallel.pipeline", stages)
     if spec.training.determinism == "elastic":
         yield Problem(
-            "parallel.pipeline", stages, "is not there for determinism: elastic, whose sums no stage has all of",
+            "parallel.pipeline", stages, "is not supported with determinism: elastic, because no stage has all sums",
             "use 1, or training.determinism: exact",
         )  # fmt: skip
     if parallel.schedule == "zero_bubble" and parallel.strategy == "fsdp" and parallel.reshard != "never":
         yield Problem(
-            "parallel.reshard", parallel.reshard, "gives up weights that the second half of a backward pass needs "
+            "parallel.reshard", parallel.reshard, "frees weights that the second half of a backward pass needs "
             "(parallel.schedule: zero_bubble)", "use never, or parallel.schedule: 1f1b",
         )  # fmt: skip
     if parallel.schedule == "zero_bubble" and parallel.tensor > 1:
         yield Problem(
             "parallel.schedule",
             "zero_bubble",
-            "is not there yet for parallel.tensor",
+            "is not supported with parallel.tensor yet",
             "use 1f1b, or parallel.tensor: 1",
         )
     if parallel.schedule == "zero_bubble" and spec.training.compile:
         yield Problem(
-            "parallel.schedule", "zero_bubble", "cuts the backward pass in two, which a compiled model has as one",
+            "parallel.schedule", "zero_bubble", "splits the backward pass in two, and a compiled model has only one",
             "use 1f1b, or training.compile: false",
         )  # fmt: skip
     if parallel.schedule == "zero_bubble" and spec.training.activation_checkpointing != "none":
         yield Problem(
-            "parallel.schedule", "zero_bubble", "would compute activations again for each half of the backward pass",
+            "parallel.schedule", "zero_bubble", "would recompute activations for each half of the backward pass",
             "use 1f1b, or training.activation_checkpointing: none",
         )  # fmt: skip
     if not spec.data_parallel_size:
-        return  # `check_batch_size` says it
+        return  # `check_batch_size` reports it
     count, rounds = spec.accumulation, max(1, spec.accumulation // stages)
     few = parallel.schedule == "1f1b" and count < stages
     if few or (parallel.schedule in ("interleaved", "zero_bubble") and count % rounds):
         yield Problem(
-            "parallel.schedule", parallel.schedule, f"is not filled by {count} micro-batches in {stages} places",
-            f"choose training.micro_batch so that a data-parallel rank has a multiple of {stages} of them",
+            "parallel.schedule", parallel.schedule, f"is not filled by {count} micro-batches in {stages} stages",
+            f"choose training.micro_batch such that a data-parallel rank has a multiple of {stages} micro-batches",
         )  # fmt: skip
 
 
 def check_stage_layers(spec: Spec) -> Iterator[Problem]:
-    """Stages that are given are as many as the pipeline has, and have every layer once."""
+    """The given stages match the number of stages of the pipeline, and contain every layer once."""
     parallel, layers = spec.parallel, spec.model.layers
     if parallel.stages is None:
         return
     stages = list(parallel.stages)
     count = parallel.pipeline * (2 if parallel.schedule == "interleaved" else 1)
     if parallel.pipeline == 1:
-        message, remedy = "means nothing without a pipeline", "use parallel.pipeline: 2 or more, or remove it"
+        message, remedy = "has no effect without a pipeline", "use parallel.pipeline: 2 or more, or remove it"
     elif len(stages) != count:
         of_ranks = " of interleaved ranks, two each" if count != parallel.pipeline else ""
-        message = f"has {len(stages)} stages, and parallel.pipeline = {parallel.pipeline} asks for {count}{of_ranks}"
+        message = f"has {len(stages)} stages, and parallel.pipeline = {parallel.pipeline} needs {count}{of_ranks}"
         remedy = f"give {count} numbers, or remove it for even stages"
     elif min(stages) < 1:
         message, remedy = "has a stage without a layer", "give each stage at least 1"
     elif sum(stages) != layers:
         message = f"has {sum(stages)} layers, and the model has {layers} (model.layers)"
-        remedy = f"give numbers that make {layers}, or remove it for even stages"
+        remedy = f"give numbers whose sum is {layers}, or remove it for even stages"
     else:
         return
     yield Problem("parallel.stages", stages, message, remedy)
 
 
 def check_replicas(spec: Spec) -> Iterator[Problem]:
-    """Replicas of shards are FSDP2's, and share out the data-parallel ranks."""
+    """Replicas of shards need FSDP2, and divide the data-parallel ranks."""
     replicas, strategy, ranks = spec.parallel.replicas, spec.parallel.strategy, spec.data_parallel_size
     if replicas == 1:
         return
     if strategy != "fsdp":
         why = "every group of ranks is a replica" if strategy == "ddp" else "DeepSpeed shards over all ranks"
         yield Problem(
-            "parallel.replicas", replicas, f"does not go with parallel.strategy: {strategy}: {why}",
+            "parallel.replicas", replicas, f"is not supported with parallel.strategy: {strategy}, because {why}",
             "use parallel.strategy: fsdp, or 1",
         )  # fmt: skip
     elif spec.training.determinism == "elastic":
         yield Problem(
-            "parallel.replicas", replicas, "is not there for training.determinism: elastic, whose sums are made over "
-            "all ranks at once", "use 1, or parallel.strategy: ddp",
+            "parallel.replicas", replicas, "is not supported with training.determinism: elastic, which sums over all "
+            "ranks together", "use 1, or parallel.strategy: ddp",
         )  # fmt: skip
     if ranks % replicas:
         divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
@@ -228,55 +228,57 @@ def check_replicas(spec: Spec) -> Iterator[Problem]:
 
 
 def check_resharding(spec: Spec) -> Iterator[Problem]:
-    """What is gathered and given up again is FSDP2's."""
+    """Only FSDP2 gathers and frees weights."""
     reshard, strategy = spec.parallel.reshard, spec.parallel.strategy
     if reshard != "always" and strategy != "fsdp":
         yield Problem(
-            "parallel.reshard", reshard, f"does not go with parallel.strategy: {strategy}",
+            "parallel.reshard", reshard, f"is not supported with parallel.strategy: {strategy}",
             "use parallel.strategy: fsdp, or always",
         )  # fmt: skip
 
 
 def check_offload(spec: Spec) -> Iterator[Problem]:
-    """What lies in the host's memory is DeepSpeed's to fetch, or FSDP2's; of weights only those that are sharded."""
+    """DeepSpeed and FSDP2 support offload to host memory. Only sharded weights can be offloaded."""
     offload, strategy = spec.parallel.offload, spec.parallel.strategy
     if offload == "none":
         return
     if strategy == "ddp":
         yield Problem(
-            "parallel.offload", offload, "is not there for parallel.strategy: ddp, which keeps everything on each rank",
+            "parallel.offload", offload,
+            "is not supported with parallel.strategy: ddp, which keeps everything on each rank",
             "use parallel.strategy: fsdp with parameters, or zero2, or none",
         )  # fmt: skip
     elif strategy == "fsdp":
         yield from _fsdp_offloads(spec)
     elif offload != "optimizer" and strategy != "zero3":
         yield Problem(
-            "parallel.offload", offload, f"is of weights, which parallel.strategy: {strategy} keeps whole on each rank",
+            "parallel.offload", offload,
+            f"offloads weights, which parallel.strategy: {strategy} keeps whole on each rank",
             "use parallel.strategy: zero3, or optimizer",
         )  # fmt: skip
     elif offload == "parameters_on_disk" and spec.parallel.offload_path is None:
         yield Problem(
-            "parallel.offload", offload, "has no disk",
+            "parallel.offload", offload, "needs a disk",
             "give parallel.offload_path a folder on a local disk of each node, or use parameters",
         )  # fmt: skip
 
 
 def check_offload_path(spec: Spec) -> Iterator[Problem]:
-    """What lies on a disk is what ZeRO 3 does not keep in memory."""
+    """Only ZeRO 3 with `offload` uses a disk."""
     path, parallel = spec.parallel.offload_path, spec.parallel
-    if path is None or parallel.auto:  # `check_auto_layout` says it
+    if path is None or parallel.auto:  # `check_auto_layout` reports it
         return
     if not path.startswith("/") or ".." in path.split("/"):
-        yield Problem("parallel.offload_path", path, "is no absolute path", "use one that begins with /")
+        yield Problem("parallel.offload_path", path, "is not an absolute path", "use a path that begins with /")
     if parallel.strategy != "zero3":
         yield Problem(
-            "parallel.offload_path", path, f"is not there for parallel.strategy: {parallel.strategy}",
-            "use parallel.strategy: zero3, or leave it out",
+            "parallel.offload_path", path, f"is not supported with parallel.strategy: {parallel.strategy}",
+            "use parallel.strategy: zero3, or remove it",
         )  # fmt: skip
     elif parallel.offload == "none":
         yield Problem(
-            "parallel.offload_path", path, "means nothing with parallel.offload: none",
-            "use parallel.offload: optimizer, or leave it out",
+            "parallel.offload_path", path, "has no effect with parallel.offload: none",
+            "use parallel.offload: optimizer, or remove it",
         )  # fmt: skip
 
 
@@ -284,13 +286,13 @@ def _fsdp_offloads(spec: Spec) -> Iterator[Problem]:
     offload, parallel = spec.parallel.offload, spec.parallel
     if offload == "parameters_on_disk":
         yield Problem(
-            "parallel.offload", offload, "is of weights in swap files, which parallel.strategy: fsdp has none of",
+            "parallel.offload", offload, "needs swap files, which parallel.strategy: fsdp does not have",
             "use parameters, or parallel.strategy: zero3",
         )  # fmt: skip
     if offload == "optimizer":
         yield Problem(
-            "parallel.offload", offload, "is the optimizer's state alone, which parallel.strategy: fsdp moves together "
-            "with weights and gradients", "use parameters, or parallel.strategy: zero3",
+            "parallel.offload", offload, "offloads only the optimizer state, which parallel.strategy: fsdp moves "
+            "together with weights and gradients", "use parameters, or parallel.strategy: zero3",
         )  # fmt: skip
     without = {
         f"parallel.{name}": (getattr(parallel, name), 1)
@@ -303,7 +305,7 @@ def _fsdp_offloads(spec: Spec) -> Iterator[Problem]:
         said.append(("training.precision", "fp16", "use training.precision: bf16"))
     for field, value, remedy in said:
         yield Problem(
-            "parallel.offload", offload, f"is not there for {field}: {value} with parallel.strategy: fsdp",
+            "parallel.offload", offload, f"is not supported with {field}: {value} and parallel.strategy: fsdp",
             f"{remedy}, or none",
         )  # fmt: skip
 
@@ -311,6 +313,6 @@ def _fsdp_offloads(spec: Spec) -> Iterator[Problem]:
 def _torch_engine(spec: Spec, field: str, value: int) -> Iterator[Problem]:
     if spec.parallel.engine != "torch":
         yield Problem(
-            field, value, f"is not there for parallel.strategy: {spec.parallel.strategy}",
+            field, value, f"is not supported with parallel.strategy: {spec.parallel.strategy}",
             "use parallel.strategy: fsdp or ddp, or 1",
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rules of `cluster` about its pods, those of the ranks and those of the steps: what they ask for, mount and carry."""
+"""Rules of `cluster` for the pods of ranks and steps: resources, mounts, variables and metadata."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.spec.tree import Spec
 
 STEP_PODS = ("trigger", "divide", "tokenise", "preprocess", "train", "evaluate", "register", "notify")
 
-# Environment variables that the launchers set, and the field that a person sets instead.
+# Environment variables that the launchers set, and the field to use instead.
 RESERVED = {
     "OMP_NUM_THREADS": "parallel.threads",
     "HOLDFAST_ESCAPED": "the variables themselves",  # holdfast.spec.engine_text
@@ -23,7 +23,7 @@ RESERVED = {
     ),
 }
 
-# Labels and annotations that are set by Holdfast, and what a person does instead.
+# Labels and annotations that Holdfast sets, and the remedy.
 INJECT = "sidecar.istio.io/inject"
 OURS = {
     "app.kubernetes.io/name": "remove it",
@@ -33,60 +33,60 @@ OURS = {
     "kueue.x-k8s.io/priority-class": "use cluster.priority_class",
     "kueue.x-k8s.io/podset-preferred-topology": "use cluster.topology",
     "kueue.x-k8s.io/podset-required-topology": "use cluster.topology",
-    INJECT: "remove it: a proxy beside a rank stands between it and the others",
+    INJECT: "remove it: a proxy in the pod of a rank stands between that rank and its peers",
 }
 
 
 def check_step_pods(spec: Spec) -> Iterator[Problem]:
-    """The pod of every step asks for something, for accelerators in one way only, and for none that does not exist."""
+    """The pod of every step requests resources, and accelerators in only one way and only if they exist."""
     steps, accelerator = spec.cluster.steps, spec.cluster.accelerator
     for step in STEP_PODS:
         for name in ("cpu", "memory", "ephemeral_storage"):
             value = getattr(getattr(steps, step), name)
             if not amount(value):
-                yield Problem(f"cluster.steps.{step}.{name}", value, "is nothing", "ask for more than zero")
+                yield Problem(f"cluster.steps.{step}.{name}", value, "requests nothing", "request more than zero")
     if steps.evaluate.accelerators and (accelerator == "cpu" or spec.cluster.slice is not None):
         yield Problem(
             "cluster.steps.evaluate.accelerators", steps.evaluate.accelerators,
-            f"stands beside cluster.slice = {spec.cluster.slice}" if spec.cluster.slice
-            else "does not go with cluster.accelerator: cpu",
+            f"is given together with cluster.slice = {spec.cluster.slice}" if spec.cluster.slice
+            else "is not possible with cluster.accelerator: cpu",
             "keep one of the two" if spec.cluster.slice else "use 0, or name an accelerator",
         )  # fmt: skip
     if spec.schedule.max_decay is not None and steps.trigger != type(steps.trigger)():
         yield Problem(
             "cluster.steps.trigger", "(changed)",
-            "is not used with schedule.max_decay: the trigger then scores the champion, in a pod like evaluate's",
+            "is not used with schedule.max_decay: the trigger scores the champion, with the pod settings of evaluate",
             "use cluster.steps.evaluate",
         )  # fmt: skip
 
 
 def check_resources(spec: Spec) -> Iterator[Problem]:
-    """Every node asks for something, and /dev/shm, which counts as memory, fits into it."""
+    """Every node requests resources, and /dev/shm, which counts as memory, fits into its memory."""
     resources = spec.cluster.resources
     if spec.cluster.topology.numa != "any" and amount(resources.cpu) % 1:
         yield Problem(
-            "cluster.resources.cpu", resources.cpu, "is no whole number of cores, as topology.numa needs",
+            "cluster.resources.cpu", resources.cpu, "is not a whole number of cores, which topology.numa needs",
             f"use {math.ceil(amount(resources.cpu))}",
         )  # fmt: skip
     for name, value in resources.extended.items():
         if amount(value) % 1 or not amount(value):
             yield Problem(
-                f"cluster.resources.extended.{name}", value, "is no whole number above zero", "use a whole number"
+                f"cluster.resources.extended.{name}", value, "is not a whole number above zero", "use a whole number"
             )
     for name in ("cpu", "memory", "ephemeral_storage"):
         value = getattr(resources, name)
         if not amount(value):
-            yield Problem(f"cluster.resources.{name}", value, "is nothing", "ask for more than zero")
+            yield Problem(f"cluster.resources.{name}", value, "requests nothing", "request more than zero")
     if amount(resources.shared_memory) > amount(resources.memory):
         yield Problem(
             "cluster.resources.shared_memory", resources.shared_memory,
-            f"is above cluster.resources.memory = {resources.memory}, which it is part of",
-            f"use at most {resources.memory}, or ask for more memory",
+            f"is above cluster.resources.memory = {resources.memory}, which includes it",
+            f"use at most {resources.memory}, or request more memory",
         )  # fmt: skip
 
 
 def check_mounts(spec: Spec) -> Iterator[Problem]:
-    """No two volumes are mounted at one path, and none over what the container needs."""
+    """No two volumes have the same mount path, and none covers a path that the container needs."""
     taken = {"/", "/dev/shm", "/tmp"}  # noqa: S108
     for index, volume in enumerate(spec.cluster.volumes):
         path = "/" + volume.path.strip("/")
@@ -94,23 +94,23 @@ def check_mounts(spec: Spec) -> Iterator[Problem]:
             yield Problem(
                 f"cluster.volumes.{index}.path",
                 volume.path,
-                "is taken already, or leads upwards",
+                "is already used, or contains ..",
                 "choose another path",
             )
         taken.add(path)
 
 
-MAX_ARGUMENT = 131_071  # bytes that Linux passes in one argument or variable (MAX_ARG_STRLEN)
-MAX_ANNOTATIONS = 240 * 1024  # bytes; Kubernetes takes 256 KiB on one object, and others write some too
+MAX_ARGUMENT = 131_071  # maximum bytes of one argument or variable in Linux (MAX_ARG_STRLEN)
+MAX_ANNOTATIONS = 240 * 1024  # bytes; the limit of Kubernetes is 256 KiB per object, and controllers add some
 
 
 def check_text_sizes(spec: Spec) -> Iterator[Problem]:
-    """No variable is longer than Linux passes, and no annotations than Kubernetes takes."""
+    """No variable exceeds the limit of Linux, and no annotations exceed the limit of Kubernetes."""
     for name, value in spec.cluster.environment.items():
         if (size := len(f"{name}={value}".encode())) > MAX_ARGUMENT:
             yield Problem(
-                f"cluster.environment.{name}", f"{size} bytes", f"is longer than Linux passes ({MAX_ARGUMENT:,} bytes)",
-                "put it into a file on one of cluster.volumes, and name that here",
+                f"cluster.environment.{name}", f"{size} bytes", f"is longer than Linux allows ({MAX_ARGUMENT:,} bytes)",
+                "put it into a file on one of cluster.volumes, and give its path here",
             )  # fmt: skip
     found = {
         "cluster.annotations": spec.cluster.annotations,
@@ -120,25 +120,25 @@ def check_text_sizes(spec: Spec) -> Iterator[Problem]:
         found["serving.kserve.annotations"] = spec.serving.kserve.annotations
     for field, texts in found.items():
         if (size := sum(len(f"{name}{value}".encode()) for name, value in texts.items())) > MAX_ANNOTATIONS:
-            message = f"are longer than Kubernetes takes ({MAX_ANNOTATIONS:,} bytes in all)"
-            yield Problem(field, f"{size} bytes", message, "leave out long texts, or keep them in a ConfigMap")
+            message = f"are longer than Kubernetes allows ({MAX_ANNOTATIONS:,} bytes in all)"
+            yield Problem(field, f"{size} bytes", message, "remove long texts, or keep them in a ConfigMap")
 
 
 def check_reserved_environment(spec: Spec) -> Iterator[Problem]:
-    """Variables of the launchers are not set by hand, and no secret stands in the spec."""
+    """Variables of the launchers are not set in the spec, and the spec contains no secret."""
     for name, value in spec.cluster.environment.items():
         field = f"cluster.environment.{name}"
         if names_secret(name) or carries_secret(value):
             yield Problem(
                 field, "(hidden)", "looks like a secret",
-                "keep it in a Kubernetes Secret, and name that in cluster.secrets",
+                "keep it in a Kubernetes Secret, and name the Secret in cluster.secrets",
             )  # fmt: skip
         elif instead := RESERVED.get(name, "the other fields of cluster" if name.startswith("PET_") else None):
             yield Problem(field, value, "is set by the launcher", f"remove it, and use {instead}")
 
 
 def check_reserved_metadata(spec: Spec) -> Iterator[Problem]:
-    """Labels and annotations that Holdfast or an operator decides by are not set by hand."""
+    """Labels and annotations that Holdfast or an operator uses are not set in the spec."""
     cluster = spec.cluster
     for place, section in (("cluster", cluster), ("cluster.steps", cluster.steps)):
         for kind in ("labels", "annotations"):
@@ -149,7 +149,7 @@ def check_reserved_metadata(spec: Spec) -> Iterator[Problem]:
 
 
 def check_cache_size(spec: Spec) -> Iterator[Problem]:
-    """What is kept of the datasets fits on the disk that the pods ask for."""
+    """The cache of the datasets fits on the disk that the pods request."""
     given = spec.cluster.environment.get("HOLDFAST_CACHE_GIB", "0")
     steps = spec.cluster.steps
     disks = {
@@ -160,9 +160,9 @@ def check_cache_size(spec: Spec) -> Iterator[Problem]:
         "steps.evaluate": steps.evaluate.ephemeral_storage,
     }
     place, disk = min(disks.items(), key=lambda item: amount(item[1]))
-    with suppress(ValueError):  # the steps refuse what is no number
+    with suppress(ValueError):  # the steps refuse a value that is not a number
         if float(given) * 2**30 > amount(disk):
             yield Problem(
                 "cluster.environment.HOLDFAST_CACHE_GIB", given, f"is above cluster.{place}.ephemeral_storage = {disk}",
-                "lower it, remove it (it is then three quarters of that), or ask for more",
+                "lower it, remove it (the default is three quarters of that), or request more disk",
             )  # fmt: skip

@@ -11,11 +11,14 @@ from holdfast.spec.tree import Spec
 
 
 def check_schedule(spec: Spec) -> Iterator[Problem]:
-    """The cron expression and the time zone mean something, and only one kind of schedule is given."""
+    """The cron expression and the time zone are valid, and only one kind of schedule is given."""
     schedule = spec.schedule
     if schedule.cron is not None and schedule.every_minutes is not None:
         yield Problem(
-            "schedule.every_minutes", schedule.every_minutes, "stands beside schedule.cron", "keep one of the two"
+            "schedule.every_minutes",
+            schedule.every_minutes,
+            "is given together with schedule.cron",
+            "keep one of the two",
         )
     if schedule.cron is not None:
         try:

@@ -1,4 +1,4 @@
-"""The rule that no secret stands in a URL of the spec."""
+"""The rule that no URL of the spec contains a secret."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["carries_secret", "check_no_secrets_in_urls", "names_secret"]
 
 
 def check_no_secrets_in_urls(spec: Spec) -> Iterator[Problem]:
-    """Credentials never stand in a spec."""
+    """No URL of the spec contains credentials."""
     registry = spec.serving.model_registry
     urls = [
         ("store", spec.store),
@@ -28,6 +28,6 @@ def check_no_secrets_in_urls(spec: Spec) -> Iterator[Problem]:
             yield Problem(
                 field,
                 HIDDEN,
-                "carries credentials or a query",
+                "contains credentials or a query",
                 "remove them; credentials come from the environment",
             )

@@ -1,4 +1,4 @@
-"""Rules of `serving`, and of the store that it reads from."""
+"""Rules of `serving`, and of `store`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from holdfast.spec.tree import Spec
 
 
 def check_store(spec: Spec) -> Iterator[Problem]:
-    """The store is one that exists."""
+    """The store has a supported scheme."""
     if spec.store is not None and not re.match(r"file:///|s3://[^/]", spec.store):
         shown = "(hidden)" if carries_secret(spec.store) else spec.store
-        yield Problem("store", shown, "is neither file:/// nor s3://", "write file:///path or s3://bucket/prefix")
+        yield Problem("store", shown, "is neither file:/// nor s3://", "use file:///path or s3://bucket/prefix")
 
 
 def check_serving(spec: Spec) -> Iterator[Problem]:
-    """KServe finds the weights in a bucket, and its pods ask for something that exists."""
+    """KServe finds the weights in a bucket, and its pods request resources that exist."""
     kserve = spec.serving.kserve
     if kserve is None:
         return
     if spec.store is not None and spec.store.startswith("file:"):
         yield Problem(
-            "serving.kserve", "(given)", f"could not read from store = {spec.store}", "use a store in S3, or remove it"
+            "serving.kserve", "(given)", f"cannot read from store = {spec.store}", "use a store in S3, or remove it"
         )
     if kserve.accelerators and spec.cluster.accelerator == "cpu":
         yield Problem(
-            "serving.kserve.accelerators", kserve.accelerators, "does not go with cluster.accelerator: cpu",
+            "serving.kserve.accelerators", kserve.accelerators, "is not possible with cluster.accelerator: cpu",
             "use 0, or name an accelerator",
         )  # fmt: skip
     if kserve.min_replicas > kserve.max_replicas:
@@ -39,4 +39,4 @@ def check_serving(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
     for name in ("cpu", "memory"):
         if not amount(getattr(kserve, name)):
-            yield Problem(f"serving.kserve.{name}", getattr(kserve, name), "is nothing", "ask for more than zero")
+            yield Problem(f"serving.kserve.{name}", getattr(kserve, name), "requests nothing", "request more than zero")

@@ -10,12 +10,12 @@ from holdfast.spec.tree import Spec
 
 
 def check_collector_address(spec: Spec) -> Iterator[Problem]:
-    """In a pod, figures that are served are served at an address that somebody outside reaches. Asked of specs that run
-    in pods, which a spec does not say of itself."""
+    """In a pod, metrics are served at an address that can be reached from outside. This rule is only for specs that run
+    in pods, which the spec itself does not state."""
     telemetry = spec.telemetry
     if telemetry.metrics_port is not None and _is_loopback(telemetry.metrics_host):
         yield Problem(
-            "telemetry.metrics_host", telemetry.metrics_host, "is inside of the pod, where no Prometheus is "
+            "telemetry.metrics_host", telemetry.metrics_host, "is inside the pod, where Prometheus cannot reach it "
             f"(telemetry.metrics_port: {telemetry.metrics_port})", "use 0.0.0.0, or remove telemetry.metrics_port",
         )  # fmt: skip
 

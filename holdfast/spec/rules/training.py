@@ -9,7 +9,7 @@ from holdfast.spec.rules.multiples import nearest_multiples
 from holdfast.spec.training import KEEPING
 from holdfast.spec.tree import Spec
 
-MOST_INCREMENTS = 10_000  # of a ramp: each is a row of a table in every rank
+MOST_INCREMENTS = 10_000  # of a ramp; each is a row of a table in every rank
 
 
 def check_batch_size(spec: Spec) -> Iterator[Problem]:
@@ -19,14 +19,15 @@ def check_batch_size(spec: Spec) -> Iterator[Problem]:
         yield Problem(
             "parallel.processes",
             spec.parallel.processes,
-            f"{spec.world_size} ranks cannot be split into groups of tensor x pipeline x context = {model_ranks}",
+            f"gives {spec.world_size} ranks, which do not split into groups of tensor x pipeline x context = "
+            f"{model_ranks}",
             f"make processes x nodes a multiple of {model_ranks}",
         )
         return
     if spec.training.determinism == "elastic":
         yield from _check_grains(spec)
         return
-    if spec.parallel.auto:  # the planner looks at no layout that does not
+    if spec.parallel.auto:  # the planner considers only layouts that divide it
         return
     unit = spec.training.micro_batch * spec.data_parallel_size
     if spec.training.global_batch % unit:
@@ -58,34 +59,34 @@ def _check_grains(spec: Spec) -> Iterator[Problem]:
 
 
 def check_local_tiers(spec: Spec) -> Iterator[Problem]:
-    """A disk that is to keep copies has a path."""
+    """Copies on a disk need a path."""
     disk = spec.checkpoint.disk
     if disk.every_steps is not None and disk.path is None:
         yield Problem(
-            "checkpoint.disk.path", None, "is needed by checkpoint.disk.every_steps",
+            "checkpoint.disk.path", None, "is required by checkpoint.disk.every_steps",
             "name a folder on a disk of the nodes, such as /scratch/holdfast",
         )  # fmt: skip
     if disk.path is not None and (not disk.path.startswith("/") or ".." in disk.path.split("/")):
-        yield Problem("checkpoint.disk.path", disk.path, "is no absolute path", "use one that begins with /")
+        yield Problem("checkpoint.disk.path", disk.path, "is not an absolute path", "use a path that begins with /")
 
 
 def check_elastic_determinism(spec: Spec) -> Iterator[Problem]:
-    """Sums that do not depend on the number of ranks are the torch engine's."""
+    """Only the torch engine has sums that do not depend on the number of ranks."""
     if spec.training.determinism == "elastic" and spec.parallel.engine != "torch":
         yield Problem(
-            "training.determinism", "elastic", f"is not there for parallel.strategy: {spec.parallel.strategy}",
+            "training.determinism", "elastic", f"is not supported with parallel.strategy: {spec.parallel.strategy}",
             "use parallel.strategy: ddp or fsdp, or training.determinism: exact",
         )  # fmt: skip
 
 
 def check_batch_ramp(spec: Spec) -> Iterator[Problem]:
-    """A ramp of the batch has whole increments, each of which divides over the ranks as the whole batch does."""
+    """A ramp of the batch has whole increments, and each divides over the ranks like the global batch."""
     training, ramp = spec.training, spec.training.batch_ramp
     field = "training.batch_ramp"
     if ramp.start is None or ramp.increment is None:
         if ramp.start is not None or ramp.increment is not None:
             given, missing = ("start", "increment") if ramp.increment is None else ("increment", "start")
-            yield Problem(f"{field}.{missing}", None, f"is needed by {field}.{given}", f"add it, or remove {given}")
+            yield Problem(f"{field}.{missing}", None, f"is required by {field}.{given}", f"add it, or remove {given}")
         return
     growth = training.global_batch - ramp.start
     if growth <= 0 or growth % ramp.increment:
@@ -98,11 +99,11 @@ def check_batch_ramp(spec: Spec) -> Iterator[Problem]:
     if growth // ramp.increment > min(ramp.steps, MOST_INCREMENTS):
         yield Problem(
             f"{field}.increment", ramp.increment,
-            f"makes {growth // ramp.increment} increments in {ramp.steps} steps",
-            f"use a larger one: at most one a step, and {MOST_INCREMENTS} in all",
+            f"gives {growth // ramp.increment} increments in {ramp.steps} steps",
+            f"use a larger increment, for at most one increment per step and {MOST_INCREMENTS} in all",
         )  # fmt: skip
     elastic = training.determinism == "elastic"
-    if spec.parallel.auto and not elastic:  # the planner looks at no layout that it does not divide over
+    if spec.parallel.auto and not elastic:  # the planner considers only layouts that divide it
         return
     unit = training.micro_batch * (1 if elastic else max(1, spec.data_parallel_size))
     for name, value in (("start", ramp.start), ("increment", ramp.increment)):
@@ -119,11 +120,11 @@ def check_batch_ramp(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
     unable: tuple[tuple[str, object, bool, str], ...] = (
         ("parallel.strategy", spec.parallel.strategy, spec.parallel.engine == "deepspeed",
-         "accumulates a number of micro-batches that DeepSpeed is told once"),
+         "sets the number of accumulated micro-batches only once (DeepSpeed)"),
         ("parallel.pipeline", spec.parallel.pipeline, spec.parallel.pipeline > 1,
-         "has a schedule that is made for one number of micro-batches"),
+         "has a schedule for a fixed number of micro-batches"),
         ("data.shuffle.kind", spec.data.shuffle.kind, spec.data.shuffle.kind == "blocks",
-         "deals samples to the rows of a batch, whose number it must know"),
+         "distributes samples over a fixed number of rows of a batch"),
     )  # fmt: skip
     for other, value_of_it, is_used, why in unable:
         if is_used:
@@ -131,47 +132,46 @@ def check_batch_ramp(spec: Spec) -> Iterator[Problem]:
 
 
 def check_learning_rate_scaling(spec: Spec) -> Iterator[Problem]:
-    """A learning rate that follows the batch says which batch it is meant for."""
+    """A learning rate that scales with the batch names the batch for which it is set."""
     schedule = spec.training.schedule
     if schedule.scaling != "none" and schedule.base_batch is None:
         yield Problem(
-            "training.schedule.base_batch", None, f"is needed by training.schedule.scaling: {schedule.scaling}",
-            "name the global batch that training.optimizer.learning_rate is meant for",
+            "training.schedule.base_batch", None, f"is required by training.schedule.scaling: {schedule.scaling}",
+            "name the global batch for which training.optimizer.learning_rate is set",
         )  # fmt: skip
     if schedule.scaling == "none" and schedule.base_batch is not None:
         yield Problem(
-            "training.schedule.base_batch", schedule.base_batch, "means nothing without training.schedule.scaling",
+            "training.schedule.base_batch", schedule.base_batch, "has no effect without training.schedule.scaling",
             "use scaling: linear or sqrt, or remove it",
         )  # fmt: skip
 
 
 def check_compression(spec: Spec) -> Iterator[Problem]:
-    """Gradients are compressed between whole replicas, whose sums have one order and no errors of their own."""
+    """Gradients are compressed only between whole replicas, whose sums have a fixed order and no additional errors."""
     training, parallel = spec.training, spec.parallel
     if training.gradient_compression == "none":
         return
     field, kind = "training.gradient_compression", training.gradient_compression
     if parallel.strategy != "ddp" or parallel.tensor * parallel.pipeline * parallel.context * parallel.expert > 1:
         yield Problem(
-            field, kind, "is there for whole replicas only: what is sharded or cut sends parts of gradients",
+            field, kind, "is only for whole replicas, because sharded or split models send parts of gradients",
             "use parallel.strategy: ddp without other degrees, or none",
         )  # fmt: skip
     if training.determinism == "elastic":
         yield Problem(
-            field, kind, "rounds sums of ranks, so that their number shows, and training.determinism is elastic",
+            field, kind, "rounds sums of ranks, so bits depend on their number, and training.determinism is elastic",
             "use none, or training.determinism: exact",
         )  # fmt: skip
     if kind in KEEPING and (training.precision == "fp16" or training.anomalies.action == "skip"):
         because = "precision: fp16" if training.precision == "fp16" else "anomalies.action: skip"
         yield Problem(
-            field, kind, f"keeps what it left out of a gradient, and training.{because} would have it keep what is not "
-            "finite",
+            field, kind, f"keeps the error of each gradient, and training.{because} could make it infinite or NaN",
             "use fp16, bf16 or none; or bf16 arithmetic and anomalies.action: rewind",
         )  # fmt: skip
 
 
 def check_optimizer(spec: Spec) -> Iterator[Problem]:
-    """LAMB takes norms of whole tensors, which the torch engine sums over the ranks where all have parts of all."""
+    """LAMB needs norms of whole tensors. The torch engine sums them if every rank has a part of every tensor."""
     parallel = spec.parallel
     if spec.training.optimizer.kind != "lamb":
         return
@@ -183,19 +183,19 @@ def check_optimizer(spec: Spec) -> Iterator[Problem]:
     for field, value in unable.items():
         if value is not None:
             yield Problem(
-                "training.optimizer.kind", "lamb", f"is not there for parallel.{field}: {value}",
+                "training.optimizer.kind", "lamb", f"is not supported with parallel.{field}: {value}",
                 "use adamw, or parallel.strategy: ddp or fsdp without pipeline and offload",
             )  # fmt: skip
 
 
 def check_anomalies(spec: Spec) -> Iterator[Problem]:
-    """Updates are held back by the torch engine; the words about anomalies go together."""
+    """Only the torch engine can discard an update."""
     anomalies = spec.training.anomalies
     if anomalies.action != "stop" and spec.parallel.engine != "torch":
         yield Problem(
             "training.anomalies.action", anomalies.action,
-            f"is not there for parallel.strategy: {spec.parallel.strategy}, because DeepSpeed applies an update before "
-            "anybody can hold it back",
+            f"is not supported with parallel.strategy: {spec.parallel.strategy}, because DeepSpeed applies an update "
+            "before it can be discarded",
             "use parallel.strategy: ddp or fsdp, or training.anomalies.action: stop",
         )  # fmt: skip
 
@@ -212,7 +212,7 @@ def check_warmup(spec: Spec) -> Iterator[Problem]:
 
 
 def check_preferences(spec: Spec) -> Iterator[Problem]:
-    """Preferences are measured against weights that are there, and by the torch engine on whole or sharded models."""
+    """Preferences need reference weights, the torch engine, and whole or sharded models."""
     preference = spec.training.preference
     if spec.data.kind != "preferences":
         if preference.beta != type(preference).model_fields["beta"].default:
@@ -225,12 +225,12 @@ def check_preferences(spec: Spec) -> Iterator[Problem]:
         yield Problem(
             "model.init_from", None, "is missing, and preferences are measured against those weights", "name them"
         )
-    yield from _plain_layout(spec, "learns no preferences", "another data.kind")
+    yield from _plain_layout(spec, "does not support preferences", "another data.kind")
 
 
 def check_adapters(spec: Spec) -> Iterator[Problem]:
-    """Adapters are to weights that are there, of a dense model that is whole or sharded; and nothing says how they are
-    where there are none."""
+    """Adapters need weights to start from, and a dense model that is whole or sharded. Without a rank no other field of
+    `training.lora` is set."""
     lora, fields = spec.training.lora, type(spec.training.lora).model_fields
     if lora.rank is None:
         for name in ("alpha", "rslora", "targets"):
@@ -240,16 +240,16 @@ def check_adapters(spec: Spec) -> Iterator[Problem]:
         return
     if spec.model.init_from is None:
         yield Problem(
-            "model.init_from", None, "is missing, and training.lora makes adapters to those weights",
+            "model.init_from", None, "is missing, and training.lora trains adapters for those weights",
             "name them, or remove training.lora",
         )  # fmt: skip
     if len(set(lora.targets)) < len(lora.targets):
         yield Problem("training.lora.targets", lora.targets, "names a matrix twice", "name each once")
-    yield from _plain_layout(spec, "trains no adapters", "no training.lora")
+    yield from _plain_layout(spec, "does not support adapters", "no training.lora")
 
 
 def _plain_layout(spec: Spec, why: str, otherwise: str) -> Iterator[Problem]:
-    """A dense model, whole or sharded, and the torch engine; what else there is is refused with `why`."""
+    """The model is dense, whole or sharded, and the engine is torch. Everything else is refused with `why`."""
     if spec.model.experts > 1:
         yield Problem("model.experts", spec.model.experts, why, f"use 1, or {otherwise}")
     if spec.parallel.engine != "torch":

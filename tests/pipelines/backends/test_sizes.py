@@ -95,5 +95,5 @@ def test_variables_and_annotations_that_no_engine_takes_are_refused_everywhere()
     spec(cluster={"environment": {"PROMPT": "x" * 131_000}})
     for field in ("annotations", "steps"):
         found = {"a": "x" * 125_000, "b": "x" * 125_000}
-        with pytest.raises(SpecError, match="longer than Kubernetes takes"):
+        with pytest.raises(SpecError, match="longer than Kubernetes allows"):
             spec(cluster={field: {"annotations": found} if field == "steps" else found})
