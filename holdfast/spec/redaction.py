@@ -1,8 +1,8 @@
-"""Secrets in texts: names and forms that mark a secret, and texts with the secrets removed.
+"""Secrets in texts: names and forms that mark a secret, and removal of secrets from texts.
 
-Promises time that grows linearly with the text, that JSON which was well-formed stays so, and that redacting twice
-changes nothing. Patterns are kept narrow enough that digests, run ids, store keys and token counts survive. Leaves a
-secret without a telling name or form to the people who know it, unless a variable with a telling name holds it.
+- Time grows linearly with the text. Well-formed JSON stays well-formed. Redacting twice changes nothing.
+- Patterns are narrow enough to keep digests, run ids, store keys and token counts.
+- A secret without a known name or form is not recognized, unless a variable with such a name holds it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from urllib.parse import quote
 
 HIDDEN = "(hidden)"
-MIN_VALUE = 6  # characters of a variable's value that is removed wherever it occurs
-MOST = 8192  # characters of one secret
-MAX_WORD = 64  # characters of a text whose redacted form is remembered
+MIN_VALUE = 6  # minimum length of a variable's value that is removed wherever it occurs
+MOST = 8192  # maximum characters of one secret
+MAX_WORD = 64  # maximum characters of a text whose redacted form is cached
 
 # --- names ---
 
@@ -28,7 +28,7 @@ _ALWAYS = re.compile(
     r"(?:^|_)(?:db|database|postgres(?:ql)?|pg|my_?sql|maria_?db|mongo(?:_?db)?|redis|amqp|rabbitmq|broker|celery)_?"
     r"(?:url|uri)$"
 )
-_ABOUT = re.compile(  # what says something about a secret, and is none
+_ABOUT = re.compile(  # names that describe a secret, and are not secrets
     r"_(?:file|path|dir|folder|name|names|ref|refs|type|types|length|len|count|counts|size|version|policy|mode|enabled|"
     r"ttl|expir[a-z]*|url|uri|host|port|endpoint|sock|field|fields|header|prefix|limit|kind|format|provider|class|"
     r"manager|store|required|optional|algorithm)$"
@@ -41,27 +41,27 @@ _STRONG = re.compile(
 )
 _WEAK = re.compile(r"(?:^|_)(?:[a-z]*token|auth|pw|pat|sas|sig|signature|creds?|key|webhook)$")
 _STAGE = re.compile(r"_(?:prod|dev|test|staging|old|new|[0-9]+)$")
-_OF_TEXT = re.compile(  # words before `token` that make it one of a tokenizer
+_OF_TEXT = re.compile(  # words before `token` that mean a token of a tokenizer
     r"bos|eos|pad|unk|unknown|mask|sep|cls|stop|end|start|begin|special|added|next|prev|previous|last|first"
     r"|per|each|image|audio|video|byte|control|fim|max|min|num|n|reserved|text|of|target|input|output|every"
     r"|sub|word|draft|bad|empty|blank|this|that"
 )
-_OF_DATA = re.compile(  # words before `KEY` that make it none of a lock
+_OF_DATA = re.compile(  # words before `KEY` that mean a data key, not a secret
     r"cache|sort|partition|primary|foreign|public|store|object|row|group|order|dict|host|map"
 )
 _HEADERS = re.compile(r"authorization$|cookie2?$")
-_PARTS = (  # every secret's name has one of them
+_PARTS = (  # every name of a secret contains one of them
     "pass", "pwd", "pw", "secret", "cred", "token", "key", "auth", "bearer", "jwt", "cookie", "pat", "sas", "sig",
     "dsn", "webhook", "connection", "url", "uri", "code",
 )  # fmt: skip
-_IN_QUERY = frozenset(("key", "code", "auth", "pass", "pw"))  # of a URL
+_IN_QUERY = frozenset(("key", "code", "auth", "pass", "pw"))  # names in the query of a URL
 
 
 @lru_cache(4096)
 def _strength(name: str) -> int:
-    """How surely a name is that of a secret: 2 for certain, 1 likely, 0 not at all."""
+    """How likely a name is that of a secret: 2 certain, 1 likely, 0 not."""
     words = _STAGE.sub("", _SPLIT.sub("_", name[-200:]).strip("_").lower())
-    if words in ("pwd", "oldpwd"):  # of shells: the folder
+    if words in ("pwd", "oldpwd"):  # in shells: the current folder
         return 0 if name.isupper() else 1
     about = _ABOUT.search(words) is not None
     if _ALWAYS.search(words) or (not about and _STRONG.search(words)):
@@ -77,7 +77,7 @@ def _is_likely(name: str, before: str, last: str) -> bool:
 
 
 def names_secret(name: str) -> bool:
-    """Whether a variable or a key has a name that says that its value is a secret."""
+    """Whether the name of a variable or a key means that its value is a secret."""
     return _strength(name) > 0
 
 
@@ -86,7 +86,7 @@ def names_secret(name: str) -> bool:
 _NO_SPACE = r"(?:[^\s@:\"'\\<>]|:(?!//)|\\[^\s\"']|\\{0,8}[\"'](?!\\*[\s,:;}\])\"']|$))"
 _USER = re.compile(
     r"(?<=://)(?:"
-    r"[^\s/?#:@\"'\\\[\]<>]{0,256}:(?!//|\d{1,5}(?:[/?#\s\"'\\,;)\]}]|$))"  # a port and no password
+    r"[^\s/?#:@\"'\\\[\]<>]{0,256}:(?!//|\d{1,5}(?:[/?#\s\"'\\,;)\]}]|$))"  # a port, not a password
     rf"(?:{_NO_SPACE}{{1,256}}+[ ]){{0,3}}{_NO_SPACE}{{0,512}}+@(?:{_NO_SPACE}{{0,256}}+@){{0,8}}"
     r"|[^/?#\s'\"\\@:\[\]<>]{1,512}@"
     r"|@)"
@@ -163,7 +163,7 @@ _BLOCK = re.compile(
 )
 _PROSE = re.compile(r"(?i)(?:secrets|credentials?|^pass)$")
 _OUTER = re.compile(r"\\*\"(?=\s{0,4}(?:[,:}\]]|$))")
-_SENTENCE = re.compile(  # how one goes on after a name and a colon
+_SENTENCE = re.compile(  # the first word of a sentence after a name and a colon
     r"(?:is|are|was|were|has|have|had|not|no|must|cannot|can|may|should|does|do|did|the|a|an|at|by|in|of|on|to|for|from|"
     r"with|without|wrong|missing|invalid|required|unknown|expired|denied|expected|unexpected|empty|given|set|use|please|"
     r"needs?|allowed|refused|value|text|use|looks|carries|it|this|that)[.?!]?$"
@@ -172,21 +172,25 @@ _CALL = re.compile(r"[A-Za-z_][\w.]{0,100}\(")
 _REST = re.compile(r"[^\r\n\"'\\]*")
 _LINE = re.compile(r"(?m)(?:^|[\"']|\\n)[ \t]{0,40}(?:- )?[\w.\-]{1,100}[ \t]{0,4}:[ \t]{0,4}\Z")
 _KIND_OF_KEY = re.compile(r"(?i)(?:^|\W)(?:api|access|secret|private|account|auth) $")
-_PLACEHOLDERS = re.compile(  # values that are words of every text: removing them would hide nothing
+_PLACEHOLDERS = re.compile(  # common words as values; removing them would hide nothing
     r"password|passwd|secret|secrets|changeme|default|example|testing|minioadmin|hidden|localhost|postgres"
     r"|holdfast|holdfast-secrets|username|token|string"
 )
 
 
 def _looks_random(value: str) -> bool:
-    """Whether a value is no word: long enough, and of more than letters of one case."""
+    """Whether a value is not a word: it is long enough, and is not only letters of one case."""
     return len(value) >= 8 and (any(c.isdigit() for c in value) or value.lower() != value != value.capitalize())
 
 
 def redact(text: str, values: tuple[str, ...] | None = None) -> str:
-    """`text` without user names and passwords in URLs, without the values of what has a secret's name, without what has
-    the form of a known kind of key, and without the values of this process's variables that have a secret's name
-    (`values`: instead of these)."""
+    """`text` without secrets:
+
+    - user names and passwords in URLs
+    - the value after the name of a secret
+    - text in the form of a known kind of key
+    - the values of this process's variables with the name of a secret, or `values` instead of these
+    """
     for value in secret_values() if values is None else values:
         if value in text:
             text = _without(text, value)
@@ -194,7 +198,7 @@ def redact(text: str, values: tuple[str, ...] | None = None) -> str:
 
 
 def redact_record(value: Any) -> Any:
-    """What a JSON document is made of, without secrets."""
+    """A JSON value without secrets."""
     values = secret_values()
 
     def without(one: Any, name: str = "") -> Any:
@@ -216,7 +220,7 @@ def _redacted(text: str) -> str:
         text = _SCP.sub(lambda found: f"{HIDDEN}@{found[0].rpartition('@')[2]}", text)
     lower = text.lower()
 
-    def has(*words: str) -> bool:  # so that a line without any of them costs next to nothing
+    def has(*words: str) -> bool:  # a quick check, so that a line without any of them costs almost nothing
         return any(word in lower for word in words)
 
     if has("hook", "azure", "telegram", "googleapis"):
@@ -240,7 +244,7 @@ def _redacted(text: str) -> str:
     return _WANDB.sub(rf"\g<1>{HIDDEN}", text) if has("wandb") else text
 
 
-_redacted_word = lru_cache(maxsize=4096)(_redacted)  # sources, writers, names: few, and in every event of a run
+_redacted_word = lru_cache(maxsize=4096)(_redacted)  # sources, writers and names: few values, in every event of a run
 
 
 def _option(found: re.Match[str]) -> str:
@@ -252,7 +256,7 @@ def _option(found: re.Match[str]) -> str:
 
 
 def _without(text: str, value: str) -> str:
-    """`text` without `value`; a value of letters alone is removed only as a word."""
+    """`text` without `value`. A value of letters only is removed only as a whole word."""
     if value.isalpha():
         return re.sub(rf"(?<![A-Za-z0-9]){re.escape(value)}(?![A-Za-z0-9])", HIDDEN, text)
     return text.replace(value, HIDDEN)
@@ -273,20 +277,20 @@ def _without_private_keys(text: str) -> str:
 
 @dataclass(frozen=True)
 class _Named:
-    """A secret's name in a text."""
+    """The name of a secret in a text."""
 
     name: str
-    mark: str  # that closes the name where it is quoted
+    mark: str  # closes the name if it is quoted
     separator: str  # "=", ":" or the like
     strength: int
 
     @property
     def is_header(self) -> bool:
-        """Whether its value is a whole line."""
+        """Whether its value is the whole line."""
         return _HEADERS.search(self.name.lower()) is not None
 
 
-_Hidden = tuple[int, int, str]  # from where to where, and what to put there
+_Hidden = tuple[int, int, str]  # start, end, and replacement
 
 
 def _without_named(text: str) -> str:
@@ -310,7 +314,7 @@ def _without_named(text: str) -> str:
 
 
 def _strength_here(text: str, found: re.Match[str]) -> int:
-    """How surely a name is that of a secret which is so only where it stands: in a query, or after another word."""
+    """How likely a name is that of a secret because of its position: in a query, or after another word."""
     name, before = found[1].lower(), text[max(0, found.start() - 9) : found.start()]
     if name == "pass":
         return 2 if found[1].isupper() else 1
@@ -319,7 +323,7 @@ def _strength_here(text: str, found: re.Match[str]) -> int:
 
 
 def _is_pair(text: str, found: re.Match[str]) -> bool:
-    """Whether a name and what follows its comma are a pair, as headers and options are, and not items of a list."""
+    """Whether a name and the text after its comma are a pair (a header or an option), and not items of a list."""
     opened = _OPENS.match(text, found.end())
     if not found[2] or not opened or text[found.start() - 1 : found.start()] != found[2][-1]:
         return False
@@ -328,7 +332,7 @@ def _is_pair(text: str, found: re.Match[str]) -> bool:
 
 
 def _quoted(text: str, at: int, named: _Named) -> _Hidden | None:
-    """A value in quotes; None where there is nothing to hide."""
+    """A value in quotes. None if it needs no hiding."""
     opened = _OPENS.match(text, at)
     assert opened is not None
     start, end = opened.end(), _closing(text, opened.end(), len(opened[1]), opened[2])
@@ -338,7 +342,7 @@ def _quoted(text: str, at: int, named: _Named) -> _Hidden | None:
 
 
 def _bare(text: str, at: int, named: _Named) -> _Hidden | None:
-    """A value without quotes; None where there is nothing to hide."""
+    """A value without quotes. None if it needs no hiding."""
     if (block := _BLOCK.match(text, at)) and named.separator == ":":
         return at, block.end(), HIDDEN + ("\n" if "\n" in block[0] else "")
     scheme = _SCHEME.match(text, at)
@@ -358,7 +362,7 @@ def _bare(text: str, at: int, named: _Named) -> _Hidden | None:
 
 
 def _is_plain(value: str, named: _Named, has_scheme: bool, is_line: bool) -> bool:
-    """Whether a bare value is none to hide: nothing, a reference, a number of tokens, a word of a sentence, a call."""
+    """Whether a bare value needs no hiding: nothing, a reference, a number of tokens, a word of a sentence, a call."""
     if _NOTHING.match(value) or _REFERENCE.match(value):
         return True
     if _PROSE.search(named.name) and not _looks_random(value):
@@ -376,16 +380,16 @@ def _is_number(value: str) -> bool:
 
 
 def _begins_line(text: str, at: int) -> bool:
-    """Whether nothing but one name stands in the line, or the quoted text, before `at`, as in YAML."""
+    """Whether only one name is before `at` in the line or the quoted text, as in YAML."""
     return _LINE.search(text[max(0, at - 160) : at]) is not None
 
 
 def _closing(text: str, start: int, depth: int, mark: str) -> int:
-    """Where the quoted text that begins at `start` ends: before its mark, which stands behind `depth` backslashes, or
-    with the line."""
+    """The end of the quoted text that begins at `start`: before its closing mark, which follows `depth` backslashes, or
+    the end of the line."""
     line = text.find("\n", start, start + MOST)
     last = line if line >= 0 else min(len(text), start + MOST)
-    if mark == "'" and (outer := _OUTER.search(text, start, last)):  # the end of a JSON text that this one stands in
+    if mark == "'" and (outer := _OUTER.search(text, start, last)):  # the end of the JSON text around this one
         last = outer.start()
     at = start
     while (at := text.find(mark, at, last)) >= 0:
@@ -401,11 +405,11 @@ def _closing(text: str, start: int, depth: int, mark: str) -> int:
     return last
 
 
-# --- what stands in variables ---
+# --- values of variables ---
 
 
 def secret_values(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """The values of variables that have a secret's name, and the passwords of those that hold a URL, longest first."""
+    """The values of variables with the name of a secret, and the passwords in variables with a URL, longest first."""
     if environment is None:
         return _values_of_process()
     found: set[str] = set()
@@ -421,10 +425,10 @@ _known: tuple[object, tuple[str, ...]] = (None, ())
 
 
 def _values_of_process() -> tuple[str, ...]:
-    """`secret_values` of this process. Computed again only when a variable has changed: each text of each event needs
-    them, and `os.environ` decodes all of its names and values whenever it is read."""
-    global _known  # noqa: PLW0603 - one tuple, replaced whole, so that threads need no lock
-    raw = vars(os.environ).get("_data")  # the undecoded variables: a dictionary that compares in a microsecond
+    """`secret_values` of this process, computed again only when a variable changes. Each text of each event needs them,
+    and `os.environ` decodes all of its names and values at every read."""
+    global _known  # noqa: PLW0603 - one tuple, replaced as a whole, so threads need no lock
+    raw = vars(os.environ).get("_data")  # the undecoded variables: a dictionary that is compared in a microsecond
     now = dict(os.environ if raw is None else raw)
     before, values = _known
     if before != now:
@@ -448,8 +452,12 @@ _WORD = re.compile(r"(?=[^\d]*\d)[A-Za-z0-9_=-]{16,}")
 
 
 def carries_secret(url: str) -> bool:
-    """Whether a URL or a remote place has a password, a user (that of ssh://git@host is none), a query or a fragment
-    such as a signature's, or what has the form of a secret. A `?` that is part of a path's pattern is none."""
+    """Whether a URL or a remote location contains credentials:
+
+    - a password, or a user (the user of ssh://git@host does not count)
+    - a query or a fragment, such as a signature (a `?` in the pattern of a path does not count)
+    - text in the form of a secret
+    """
     scheme, separator, rest = url.partition("://")
     if not separator:
         return any(char in url for char in ":=-_.") and "\n" not in url and _redacted(url) != url
@@ -466,15 +474,15 @@ def carries_secret(url: str) -> bool:
 
 
 class StreamRedactor:
-    """Redacts a text that comes in pieces: whole lines at a time, and a private key across its lines."""
+    """Redacts a text that arrives in pieces. It redacts whole lines, and a private key across its lines."""
 
     def __init__(self) -> None:
         self._values = secret_values()
-        self._kept = ""  # of a line that has not ended
-        self._key = 0  # lines of a private key that may still follow
+        self._kept = ""  # the beginning of a line without its end
+        self._key = 0  # maximum number of lines of a private key that may follow
 
     def add(self, text: str) -> str:
-        """Take more text; what is complete by now, redacted."""
+        """Add text. Returns the complete part, redacted."""
         text = self._kept + text
         end = max(text.rfind("\n"), text.rfind("\r", 0, -1)) + 1
         if not end and len(text) > 8 * MOST:
@@ -483,17 +491,17 @@ class StreamRedactor:
         return self._lines(whole)
 
     def rest(self) -> str:
-        """What is left, of a line that has not ended."""
+        """The rest: a line without its end."""
         text, self._kept = self._kept, ""
         return self._lines(text)
 
     def line(self, text: str) -> str:
-        """A whole line, whether or not its end is there."""
+        """A whole line, with or without its line end."""
         return self._lines(text)
 
     @property
     def waiting(self) -> bool:
-        """Whether a line has begun and not ended."""
+        """Whether the last line has no end yet."""
         return bool(self._kept)
 
     def _lines(self, text: str) -> str:
