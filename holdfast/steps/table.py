@@ -32,11 +32,11 @@ class Parameter:
 PARAMETERS = {
     parameter.name: parameter
     for parameter in (
-        Parameter("spec", {}, "The spec: the fields that are not the defaults, as JSON."),
+        Parameter("spec", {}, "The spec, as JSON. Fields with default values can be left out."),
         Parameter("overrides", [], 'Fields of the spec to change: a JSON list such as ["training.steps=50"].'),
-        Parameter("store", "", "Root of the store. Empty takes the spec's, else HOLDFAST_STORE."),
-        Parameter("salt", "", "Anything here makes another run of the same inputs."),
-        Parameter("replan", False, "Go on although the plan is not that of the attempts before."),
+        Parameter("store", "", "Root of the store. If empty: the store of the spec, or else HOLDFAST_STORE."),
+        Parameter("salt", "", "Any text here starts a different run with the same inputs."),
+        Parameter("replan", False, "Continue although the plan differs from that of earlier attempts."),
         Parameter("steps", 0, "Optimizer steps.", field="training.steps"),
         Parameter("learning_rate", 0.0, "Peak learning rate.", field="training.optimizer.learning_rate"),
         Parameter("layers", 0, "Decoder layers.", field="model.layers"),
@@ -101,21 +101,21 @@ STEPS = {
         ),
         Step(
             "divide",
-            "Divide the sources of a spec among workers, and make the tokenizer.",
+            "Divide the sources of a spec among workers, and create the tokenizer.",
             outputs=("division", "shares"),
             items="shares",
             message="division {}",
         ),
         Step(
             "tokenise",
-            "Tokenise one share of the sources of a spec.",
+            "Tokenize one share of the sources of a spec.",
             inputs=("division", "share"),
             item="share",
             shared_memory=True,
         ),
         Step(
             "preprocess",
-            "Turn the sources of a spec into a dataset of packed tokens, and say where its training can be watched.",
+            "Convert the sources of a spec to a dataset of packed tokens, and list links for monitoring the training.",
             inputs=("division", "salt", "trials"),
             optional=("division", "trials"),
             outputs=("dataset_id",),
@@ -126,7 +126,7 @@ STEPS = {
         ),
         Step(
             "train",
-            "Train the model that a spec describes; goes on from the newest checkpoint that verifies.",
+            "Train the model of a spec. Resumes from the newest checkpoint that verifies.",
             inputs=("salt", "replan", "dataset_id"),
             outputs=("run_id",),
             artifacts={"model": MODEL, "metrics": METRICS, "curves": HTML},
@@ -154,7 +154,7 @@ STEPS = {
         ),
         Step(
             "compare",
-            "Compare the trials of a sweep, and name the best: blessed or not_blessed.",
+            "Compare the trials of a sweep, and select the best: blessed or not_blessed.",
             inputs=("salt", "dataset_id", "trials"),
             outputs=("word", "winner", "changes"),
             artifacts={"comparison": MARKDOWN},
@@ -164,7 +164,7 @@ STEPS = {
         ),
         Step(
             EXIT_HANDLER,
-            "Say what happened, why, and where the logs are; also when the DAG failed.",
+            "Report what happened, why, and where the logs are. Also runs if the DAG failed.",
             inputs=("salt", "trials"),
             optional=("trials",),  # of a sweep
             artifacts={"summary": MARKDOWN},
