@@ -32,12 +32,11 @@ AVOIDED_ON_PAGES = (*AVOIDED, "asked", "is there", "are there")
 
 # How often the words may occur, for each folder. Lower a number when you rewrite; never raise one.
 CEILINGS: dict[str, int] = {
-    "holdfast": 6, "holdfast/checkpoint": 205, "holdfast/components": 241, "holdfast/corpus": 38,
-    "holdfast/dataset": 16, "holdfast/exchange": 58, "holdfast/health": 33, "holdfast/launch": 368,
-    "holdfast/model": 29, "holdfast/pages": 24, "holdfast/pipelines": 524, "holdfast/planning": 35,
-    "holdfast/rendering": 3, "holdfast/runtime": 38, "holdfast/scoring": 13, "holdfast/serving": 19,
-    "holdfast/simulation": 25, "holdfast/spec": 80, "holdfast/steps": 11, "holdfast/store": 76,
-    "holdfast/telemetry": 121, "holdfast/tracking": 32, "pages": 33,
+    "holdfast": 3, "holdfast/checkpoint": 55, "holdfast/components": 101, "holdfast/corpus": 17, "holdfast/dataset":
+    3, "holdfast/exchange": 49, "holdfast/health": 15, "holdfast/launch": 167, "holdfast/model": 13,
+    "holdfast/pages": 13, "holdfast/pipelines": 342, "holdfast/planning": 15, "holdfast/rendering": 1,
+    "holdfast/runtime": 5, "holdfast/scoring": 2, "holdfast/serving": 14, "holdfast/simulation": 5, "holdfast/spec":
+    13, "holdfast/steps": 1, "holdfast/store": 34, "holdfast/telemetry": 54, "holdfast/tracking": 9, "pages": 3,
 }  # fmt: skip
 
 MAX_WORDS = 30  # of a sentence on a page
