@@ -101,7 +101,7 @@ class HealthCheck(Section):
     before: Literal["auto", "always", "never"] = runtime_field(
         "auto",
         "When every rank is checked before an attempt. `auto`: if the job has several nodes with accelerators, and "
-        "after a launch that failed because of a node.",
+        "after a launch whose failure is attributed to a node.",
     )
     seconds: float = runtime_field(4.0, "Time for the probes that can use any amount of it, in seconds.", gt=0, le=600)
     on_failure: Literal["nothing", "label"] = runtime_field(
@@ -318,8 +318,8 @@ class Cluster(Section):
     )
     slice: str | None = runtime_field(
         None,
-        "Part of an accelerator for evaluate, instead of a whole one: a MIG profile such as `1g.10gb`, `shared` for a "
-        "GPU that is shared by time slicing or MPS (nvidia), or a partition such as `cpx_nps4` (amd).",
+        "Part of an accelerator for evaluate, instead of a whole one. With nvidia: a MIG profile such as `1g.10gb`, or "
+        "`shared` for a GPU that is shared by time slicing or MPS. With amd: a partition such as `cpx_nps4`.",
         pattern=r"^[a-z0-9]([a-z0-9._-]{0,38}[a-z0-9])?$",
     )
     prices: Prices = Field(default_factory=Prices, description="What the machines cost.")

@@ -114,7 +114,7 @@ class Preference(Section):
     """Direct preference optimization (`data.kind: preferences`): the model learns to prefer the chosen answer, relative
     to the frozen weights of `model.init_from`. See docs/fine-tuning.md."""
 
-    beta: float = Field(0.1, gt=0, description="Strength of the pull toward those weights.")
+    beta: float = Field(0.1, gt=0, description="Strength of the pull toward the frozen weights.")
 
 
 class Training(Section):
@@ -171,8 +171,8 @@ class Training(Section):
     anomalies: Anomalies = Field(default_factory=Anomalies, description="What happens after a step that went wrong.")
     activation_checkpointing: Literal["none", "full", "selective"] = plan_field(
         "none",
-        "Recompute activations in the backward pass instead of keeping them: all of a layer (`full`), or all except "
-        "the results of matrix products and attention (`selective`). The bits are the same as with `none`.",
+        "Recompute activations in the backward pass instead of keeping them. `full`: all of a layer. `selective`: all "
+        "except the results of matrix products and attention. The bits are the same as with `none`.",
     )
     compile: bool = plan_field(False, "Compile the model with torch.compile.")
     log_every: int = runtime_field(10, "Steps between two progress lines.", ge=1)
