@@ -131,7 +131,7 @@ def test_mlflow_models_serve_answers_prompts_with_the_packed_code(
 ) -> None:
     finish()
     folder = packed(store, tmp_path / "work")
-    marker = folder / "code" / "holdfast" / "holdfast" / "model" / "generate.py"
+    marker = folder / "code" / "holdfast" / "model" / "generate.py"
     marker.write_text(
         marker.read_text().replace("def generate(", "print('packed code', flush=True)\n\n\ndef generate(")
     )
