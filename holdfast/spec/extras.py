@@ -17,6 +17,7 @@ EXTRAS = {
     "mlflow": "tracking", "psycopg": "tracking",
     "kfp": "pipelines", "kfp_server_api": "pipelines", "hera": "pipelines", "kubernetes": "pipelines",
     "jinja2": "pipelines", "huggingface_hub": "pipelines", "typer": "pipelines", "rich": "pipelines",
+    "jsonschema": "pipelines",
     "lm_eval": "tasks", "ray": "ray", "moto": "chaos",
 }  # fmt: skip
 

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from kubernetes.client import Configuration
 
 from holdfast.launch.kubernetes.client import Api
-from tests.kubernetes_schemas import FOLDER as CRDS
+from holdfast.launch.kubernetes.schemas import FOLDER as CRDS
 from tests.ports import free_port
 
 NAMESPACE = "training"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+from holdfast.launch.kubernetes.schemas import known_kinds
 from holdfast.pipelines.backends.argo.pods import SERVING_ACCOUNT
 from holdfast.pipelines.backends.pods import labels_of
 from holdfast.steps import STEPS
-from tests.kubernetes_schemas import known_kinds
 from tests.manifests.rendering import MANIFESTS, OVERLAYS, name_of, render, render_folder
 from tests.manifests.validation import is_custom, problems
 

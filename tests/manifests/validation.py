@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 from kubernetes import client
 
-from tests.kubernetes_schemas import FOLDER, validate
+from holdfast.launch.kubernetes.schemas import FOLDER, validate
 
 EVENTS = "github.com.argoproj.argo_events.pkg.apis.events.v1alpha1"
 # Not in the schemas of the Argo project that are published as JSON Schema.

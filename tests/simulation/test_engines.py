@@ -9,11 +9,11 @@ import jsonschema
 import pytest
 import yaml
 
+from holdfast.launch.kubernetes.schemas import known_kinds, validate
 from holdfast.simulation import POLICIES, ClusterModel, Job
 from holdfast.simulation.cluster import NodeGroup
 from holdfast.simulation.engines import Configuration, Engine, configuration
 from holdfast.spec.errors import SpecError
-from tests.kubernetes_schemas import known_kinds, validate
 
 ONE = ClusterModel(groups=(NodeGroup(name="H100", nodes=4),), quotas={"team-a": 2.5})
 TWO = ONE.model_copy(update={"groups": (*ONE.groups, NodeGroup(name="a100.spot", nodes=2, gpus=4))})

@@ -1,15 +1,14 @@
 """Check of objects for a cluster before they are sent.
 
 If an API server is reachable, it checks them in a dry run with strict fields: schemas and admission run, and nothing is
-created. Otherwise Hera's typed models check Argo's objects, and the rest is not checked. The result says which of the
-two was used.
+created. Otherwise the official schemas that come with Holdfast check them, as strictly, without admission. Kubernetes'
+own kinds, such as Job, have none. The result says which of the two was used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 from holdfast.launch.kubernetes.api_errors import ConflictError, WebhookAwayError
@@ -42,7 +41,7 @@ def validate(objects: Sequence[Object], namespace: str | None = None) -> Validat
     try:
         return _by_server(Api.of_this_process(namespace, patience=PATIENCE), ours)
     except (NoClusterError, ClusterUnreachableError):
-        return _by_models(ours)
+        return _by_schemas(ours)
 
 
 def _by_server(api: Api, objects: Sequence[Object]) -> Validated:
@@ -65,24 +64,17 @@ def _by_server(api: Api, objects: Sequence[Object]) -> Validated:
     return Validated(f"the API server {api.host}", problems, unseen, len(objects) - len(unseen))
 
 
-def _by_models(objects: Sequence[Object]) -> Validated:
-    from hera.workflows import models
-    from pydantic import ValidationError
+def _by_schemas(objects: Sequence[Object]) -> Validated:
+    from holdfast.launch.kubernetes import schemas
 
     problems, unseen = [], []
     for thing in objects:
-        model = getattr(models, thing["kind"], None) if thing["apiVersion"].startswith("argoproj.io/") else None
-        if model is None:
+        found = schemas.problems(thing)
+        if found is None:
             unseen.append(thing["kind"])
-            continue
-        try:
-            model.model_validate(thing)
-        except ValidationError as error:
-            problems += [
-                f"{thing['kind']} {_name(thing)}: {'.'.join(map(str, one['loc']))}: {one['msg']}"
-                for one in error.errors()
-            ]
-    by = f"the models of Hera {version('hera')}, since no API server can be reached"
+        else:
+            problems += [f"{thing['kind']} {_name(thing)}: {problem}" for problem in found]
+    by = "the schemas that come with Holdfast, because no API server can be reached"
     return Validated(by, problems, unseen, len(objects) - len(unseen))
 
 

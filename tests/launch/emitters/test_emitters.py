@@ -9,9 +9,9 @@ import pytest
 
 from holdfast.launch.emitters import has_key, key_secret, objects_for, render, training_job, volcano
 from holdfast.launch.interface import Job
+from holdfast.launch.kubernetes.schemas import validate
 from holdfast.runtime.secrets import NOT_FOR_RANKS
 from holdfast.spec import ExitCode, SpecError, parse_spec
-from tests.kubernetes_schemas import validate
 
 SPEC = """
 name: small

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from holdfast.launch.emitters import Target, objects_for, render, training_job
+from holdfast.launch.kubernetes.schemas import validate
 from holdfast.spec import SpecError, load_spec
-from tests.kubernetes_schemas import validate
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted(ROOT.glob("examples/cluster-*.yaml"))

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.launch import networks
 from holdfast.launch.emitters import objects_for
-from tests.kubernetes_schemas import validate
+from holdfast.launch.kubernetes.schemas import validate
 from tests.launch.emitters.test_emitters import KINDS, job, pods, pods_of
 
 FABRIC = (

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from holdfast.launch.kubernetes.schemas import validate
 from holdfast.pipelines.backends.argo.sweep import sweep_objects
 from holdfast.pipelines.backends.kubeflow.compile import sweep_ir
 from holdfast.pipelines.trials import MAX_TRIALS, grid
 from holdfast.spec import SpecError, load_spec
-from tests.kubernetes_schemas import validate_argo
 
 SPEC = load_spec(Path(__file__).parents[3] / "examples/quickstart.yaml")
 TRIALS = grid(SPEC, ["training.optimizer.learning_rate=1e-3,3e-3"])
@@ -34,7 +34,7 @@ def test_a_sweep_becomes_its_golden_file(target: str, render: Any) -> None:
 
 def test_the_sweep_fits_the_official_schema_of_argo() -> None:
     for thing in sweep_objects(SPEC, TRIALS):
-        validate_argo(thing)
+        validate(thing)
 
 
 def test_on_kubeflow_trials_share_the_dataset_run_at_once_and_end_in_one_comparison() -> None:

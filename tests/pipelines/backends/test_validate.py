@@ -32,24 +32,33 @@ def objects() -> list[dict[str, Any]]:
     return [*argo_objects(spec), *objects_for(training_job(spec, "run", 1, "s3://b"))]
 
 
-def test_without_a_server_heras_models_look_at_argos_objects_and_the_rest_is_named() -> None:
-    found = validate([*objects(), {"request": "to KFP"}])
-    assert found.by.startswith("the models of Hera")
-    assert (found.problems, found.unseen) == ([], ["PyTorchJob"])
-
-
-def test_every_kind_that_is_emitted_can_be_asked_of_a_server() -> None:
+def test_without_a_server_the_schemas_that_come_with_holdfast_check_every_custom_resource() -> None:
     spec = parse_spec(dump_spec(load_spec(SPEC)), ["serving.kserve.namespace=models"])
-    service = inference_service(spec, "s3://b/export", {})
-    assert validate([service]).unseen == ["InferenceService"]  # not passed over: a server would look at it
+    things = [*objects(), inference_service(spec, "s3://b/export", {})]
+    found = validate([*things, {"request": "to KFP"}, {"apiVersion": "batch/v1", "kind": "Job", "metadata": {}}])
+    assert found.by.startswith("the schemas that come with Holdfast")
+    assert (found.problems, found.unseen, found.checked) == ([], ["Job"], len(things))
 
 
-def test_a_field_of_a_wrong_type_is_named() -> None:
-    template = objects()[0]
-    template["spec"]["templates"][0]["container"]["args"] = "one word"
-    (problem,) = validate([template]).problems
-    assert problem.startswith("WorkflowTemplate holdfast-cluster-cpu: ")
-    assert "container.args" in problem
+@pytest.mark.parametrize(
+    ("kind", "path", "value", "named"),
+    [
+        ("WorkflowTemplate", "spec.templates.0.container.args", "one word", "spec.templates.0.container.args"),
+        ("PyTorchJob", "spec.runPolicies", {}, "runPolicies"),
+        ("InferenceService", "spec.predictor.model.storageUrl", "s3://b", "storageUrl"),
+    ],
+)
+def test_a_field_of_a_wrong_type_or_without_a_schema_is_named(kind: str, path: str, value: Any, named: str) -> None:
+    spec = parse_spec(dump_spec(load_spec(SPEC)), ["serving.kserve.namespace=models"])
+    things = [*objects(), inference_service(spec, "s3://b/export", {})]
+    thing = node = next(one for one in things if one["kind"] == kind)
+    *parents, last = path.split(".")
+    for part in parents:
+        node = node[int(part)] if part.isdigit() else node[part]
+    node[last] = value
+    (problem,) = validate([thing]).problems
+    assert problem.startswith(f"{kind} {thing['metadata']['name']}: ")
+    assert named in problem
 
 
 @pytest.mark.parametrize(("code", "said"), [(500, AWAY), (403, ROOM)], ids=["webhook", "quota"])

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
+from holdfast.launch.kubernetes.schemas import validate
 from holdfast.pipelines.backends.argo import argo_objects, argo_text, check, schedules, template_name
 from holdfast.spec import Spec, SpecError, load_spec, parse_spec
-from tests.kubernetes_schemas import validate_argo
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = sorted(ROOT.glob("examples/*.yaml"))
@@ -50,7 +50,7 @@ def test_what_an_example_becomes_fits_the_official_schema_and_itself(example: Pa
     for artifacts in ("true", "false"):
         found = argo_objects(load_spec(example, [NIGHTLY, f"cluster.argo_artifacts={artifacts}"]))
         for thing in found:
-            validate_argo(thing)
+            validate(thing)
         assert check(found) == []
 
 

@@ -1,7 +1,7 @@
 """A spec as a RayJob of KubeRay.
 
 Its form is that of ray-project/kuberay: ray-operator/config/crd/bases/ray.io_rayjobs.yaml (v1.7.0), against which
-it is held where that lies beside the other schemas; its rules beyond the schema are those of
+it is checked; its rules beyond the schema are those of
 ray-operator/controllers/ray/utils/validation.go.
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
+from holdfast.launch.kubernetes.schemas import validate
 from holdfast.pipelines.backends.ray.emit import SPEC, STOP_SECONDS
 from holdfast.pipelines.backends.ray.rayjob import rayjob, rayjob_text
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.spec import SpecError, load_spec, parse_spec
-from tests.kubernetes_schemas import known_kinds, validate
 
 EXAMPLES = sorted((Path(__file__).parents[4] / "examples").glob("cluster-*.yaml"))
 FITTING = (
@@ -63,7 +63,6 @@ def test_every_example_is_a_ray_job_whose_pods_are_restricted(example: Path) -> 
         assert template["metadata"]["labels"]["sidecar.istio.io/inject"] == "false"
 
 
-@pytest.mark.skipif(("ray.io/v1", "RayJob") not in known_kinds(), reason="no schema of RayJob among the others")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_passes_the_schema(example: Path) -> None:
     validate(made(example))

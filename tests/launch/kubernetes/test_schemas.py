@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 
 from holdfast.launch.emitters import objects_for, training_job
+from holdfast.launch.kubernetes.schemas import closed, known_kinds, validate
 from holdfast.spec import parse_spec
-from tests.kubernetes_schemas import closed, known_kinds, validate, validate_argo
 
 SPEC = "{name: a, data: {sources: [{uri: x}]}, cluster: {nodes: {min: 2, max: 2}}}"
 
@@ -107,9 +107,9 @@ def test_argo_objects_are_held_as_strictly() -> None:
         "metadata": {"name": "w"},
         "spec": {"entrypoint": "a", "templates": [template]},
     }
-    validate_argo(workflow)
+    validate(workflow)
     for wrong in ({"containr": {}}, {"retryStrategy": {"limt": 3}}, {"container": {}}, {"name": 3}):
         broken = copy.deepcopy(workflow)
         broken["spec"]["templates"][0] |= wrong
         with pytest.raises(jsonschema.ValidationError):
-            validate_argo(broken)
+            validate(broken)
