@@ -5,7 +5,6 @@ To accept a change: HOLDFAST_UPDATE_GOLDEN=1 pytest tests/pipelines/backends/tes
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,17 @@ from holdfast.pipelines.backends.argo.sweep import sweep_objects
 from holdfast.pipelines.backends.kubeflow.compile import sweep_ir
 from holdfast.pipelines.trials import MAX_TRIALS, grid
 from holdfast.spec import SpecError, load_spec
+from tests.golden_files import assert_golden, golden_of
 
 SPEC = load_spec(Path(__file__).parents[3] / "examples/quickstart.yaml")
 TRIALS = grid(SPEC, ["training.optimizer.learning_rate=1e-3,3e-3"])
-GOLDEN = Path(__file__).parent / "golden"
 
 
 @pytest.mark.parametrize(("target", "render"), [("kubeflow", sweep_ir), ("argo", sweep_objects)])
 def test_a_sweep_becomes_its_golden_file(target: str, render: Any) -> None:
-    documents = render(SPEC, TRIALS)
-    golden = GOLDEN / f"sweep-{target}.yaml"
-    if os.environ.get("HOLDFAST_UPDATE_GOLDEN"):
-        golden.write_text(yaml.safe_dump_all(documents), encoding="utf-8")
-    assert documents == list(yaml.safe_load_all(golden.read_text(encoding="utf-8")))
+    here = Path(__file__).parent
+    base, _ = golden_of(here / target / "golden")
+    assert_golden(yaml.safe_dump_all(render(SPEC, TRIALS)), here / f"golden/sweep-{target}.diff", base)
 
 
 def test_the_sweep_fits_the_official_schema_of_argo() -> None:

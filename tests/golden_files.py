@@ -1,0 +1,57 @@
+"""Golden files: one YAML file in full, and for each relative of it only what differs, one line a value.
+
+A change that all of them share shows once in a review. HOLDFAST_UPDATE_GOLDEN=1 accepts what was rendered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def golden_of(folder: Path, name: str = "quickstart", base: str = "quickstart") -> tuple[Path, Path | None]:
+    """The golden file of an example in `folder`, and the file that it is the difference from."""
+    full = folder / f"{base}.yaml"
+    return (full, None) if name == base else (folder / f"{name}.diff", full)
+
+
+def assert_golden(text: str, golden: Path, base: Path | None = None) -> None:
+    """The YAML `text` holds the data of the golden file, which without a `base` is YAML, and else the difference."""
+    found = list(yaml.safe_load_all(text))
+    if base:
+        text = difference(list(yaml.safe_load_all(base.read_text(encoding="utf-8"))), found)
+    if os.environ.get("HOLDFAST_UPDATE_GOLDEN"):
+        golden.write_text(text, encoding="utf-8")
+    accepted = golden.read_text(encoding="utf-8")
+    if base:
+        assert text.splitlines() == accepted.splitlines()
+    else:
+        assert found == list(yaml.safe_load_all(accepted))
+
+
+def difference(base: Any, other: Any) -> str:
+    """The values of `other` that `base` does not have (`+`), and the places that only `base` has (`-`)."""
+    before, after = dict(_values(base)), dict(_values(other))
+    changed = [f"+ {place} {value}\n" for place, value in after.items() if before.get(place) != value]
+    return "".join([*changed, *(f"- {place}\n" for place in sorted(before.keys() - after.keys()))])
+
+
+def _values(thing: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """Each place, as a JSON Pointer in which items with distinct names stand under these, with its value as JSON."""
+    if not isinstance(thing, dict | list) or not thing:
+        yield place or "/", json.dumps(thing, default=str)
+        return
+    if isinstance(thing, list):
+        names = [one.get("name") if isinstance(one, dict) else None for one in thing]
+        if None in names or len({*names}) < len(names):
+            names = [str(number) for number in range(len(thing))]
+        else:
+            yield f"{place}/*", json.dumps(names)  # their order
+        thing = {f"[{name}]": one for name, one in zip(names, thing, strict=True)}
+    for key in sorted(thing):
+        yield from _values(thing[key], f"{place}/{str(key).replace('~', '~0').replace('/', '~1')}")
