@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ from holdfast.store import Store, layout
 SPLITS: tuple[SplitName, ...] = ("train", "validation")
 
 
-def held_out(digests: NDArray, fraction: float) -> NDArray[np.bool_]:
+def held_out(digests: NDArray[Any], fraction: float) -> NDArray[np.bool_]:
     """Which documents are for validation: bool [n]. It depends only on the document's digest."""
     words = np.ascontiguousarray(digests).view("<u8").reshape(-1, 2)
     return (words[:, 1] >> np.uint64(11)) < np.uint64(int(fraction * 2**53))
@@ -41,7 +42,7 @@ class Choice:
     longer: NDArray[np.bool_]  # longer than a sample, into which it must fit whole
 
 
-def choose(index: NDArray, first: FirstOccurrences | None, validation_fraction: float, packed: int = 0) -> Choice:
+def choose(index: NDArray[Any], first: FirstOccurrences | None, validation_fraction: float, packed: int = 0) -> Choice:
     """The split of each document in the next part. `first` detects duplicates, and None keeps them. Conversations
     longer than `packed` tokens go into none."""
     kept = np.ones(len(index), dtype=bool) if first is None else first.take(len(index))
@@ -119,7 +120,7 @@ class TokenShardWriter:
         self._shards: list[Shard] = []
         self._tokens = self._documents = self._text_bytes = 0
 
-    def add(self, tokens: Tokens, index: NDArray, chosen: NDArray[np.bool_]) -> None:
+    def add(self, tokens: Tokens, index: NDArray[Any], chosen: NDArray[np.bool_]) -> None:
         """Append the selected documents of a part."""
         if not chosen.any():
             return
@@ -170,7 +171,7 @@ class PackedWriter(TokenShardWriter):
         self._filler = filler | UNCOUNTED | ENDS
         self._finished = False
 
-    def add(self, tokens: Tokens, index: NDArray, chosen: NDArray[np.bool_]) -> None:
+    def add(self, tokens: Tokens, index: NDArray[Any], chosen: NDArray[np.bool_]) -> None:
         """Append the selected conversations of a part, none longer than a sample."""
         ends = np.cumsum(index["tokens"])
         for number in np.flatnonzero(chosen).tolist():

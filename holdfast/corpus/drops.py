@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,7 +40,7 @@ class Drops:
         self._before = self._lines = 0  # lines of the file before this piece, and in it so far
         self._ended = True
 
-    def add(self, piece: Piece, part: Part, ends: bool, duplicates: NDArray, longer: NDArray) -> None:
+    def add(self, piece: Piece, part: Part, ends: bool, duplicates: NDArray[Any], longer: NDArray[Any]) -> None:
         """Add the next part. `ends` is true for the last part of its piece. The two bool [n] mark documents dropped
         as duplicates, and as longer than a sample."""
         if self._ended:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,13 +61,13 @@ class FirstOccurrences:
 
 
 @contextlib.contextmanager
-def first_occurrences(parts: Iterable[NDArray]) -> Iterator[FirstOccurrences]:
+def first_occurrences(parts: Iterable[NDArray[Any]]) -> Iterator[FirstOccurrences]:
     """Process the digests (16 bytes each, [n]) of all parts of a corpus, in order."""
     with temporary_folder("duplicates") as name:
         folder = Path(name)
         digests = folder / "digests"
         documents = 0
-        last: NDArray | None = None  # it goes to the disk only if another chunk follows
+        last: NDArray[Any] | None = None  # it goes to the disk only if another chunk follows
         for chunk in _chunks(parts):
             if last is not None:
                 _spread(digests, last, 0)
@@ -82,7 +83,7 @@ def first_occurrences(parts: Iterable[NDArray]) -> Iterator[FirstOccurrences]:
         yield FirstOccurrences(folder, documents)
 
 
-def repeats(digests: NDArray) -> Flags:
+def repeats(digests: NDArray[Any]) -> Flags:
     """Which of the digests (16 bytes each, [n]) came before: bool [n]. In memory."""
     words = np.ascontiguousarray(digests).view("<u8").reshape(-1, 2)
     low, high = words[:, 0], words[:, 1]
@@ -93,9 +94,9 @@ def repeats(digests: NDArray) -> Flags:
     return repeated
 
 
-def _chunks(parts: Iterable[NDArray]) -> Iterator[NDArray]:
+def _chunks(parts: Iterable[NDArray[Any]]) -> Iterator[NDArray[Any]]:
     """The digests in chunks of CHUNK, and a last chunk with the rest."""
-    held: list[NDArray] = []
+    held: list[NDArray[Any]] = []
     size = 0
     for part in parts:
         rest = part
@@ -111,13 +112,13 @@ def _chunks(parts: Iterable[NDArray]) -> Iterator[NDArray]:
         yield np.concatenate(held)
 
 
-def _records(digests: NDArray, places: NDArray) -> NDArray:
+def _records(digests: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
     records = np.empty(len(digests), dtype=RECORD)
     records["digest"], records["place"] = digests, places
     return records
 
 
-def _spread(folder: Path, records: NDArray, depth: int) -> None:
+def _spread(folder: Path, records: NDArray[Any], depth: int) -> None:
     """Append the records to the files of a folder, by byte `depth` of their digests, in order."""
     folder.mkdir(exist_ok=True)
     bytes_ = np.ascontiguousarray(records["digest"]).view(np.uint8).reshape(-1, DIGEST_BYTES)[:, depth]
@@ -146,7 +147,7 @@ def _drop_repeats(folder: Path, spread: Path, depth: int) -> None:
         path.unlink()
 
 
-def _drop(folder: Path, places: NDArray) -> None:
+def _drop(folder: Path, places: NDArray[Any]) -> None:
     numbers = places // np.uint64(RANGE)
     for number in np.unique(numbers).tolist():
         with _dropped_file(folder, number).open("ab") as file:

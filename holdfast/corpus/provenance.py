@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +68,9 @@ def documents(spec: Spec, dataset_id: str, spans: Sequence[Span], store: Store) 
     return found
 
 
-def _document_positions(spec: Spec, units: UnitReader) -> Iterator[tuple[Piece, NDArray, NDArray, NDArray]]:
+def _document_positions(
+    spec: Spec, units: UnitReader
+) -> Iterator[tuple[Piece, NDArray[Any], NDArray[Any], NDArray[Any]]]:
     """For each piece: the piece, the index of its documents, the numbers of its training documents, and each one's
     first token position in its source."""
     cleaning, packed = spec.data.cleaning, sample_tokens(spec)
@@ -91,7 +94,7 @@ def _document_positions(spec: Spec, units: UnitReader) -> Iterator[tuple[Piece, 
             yield piece, index, numbers, starts
 
 
-def _place(piece: Piece, entry: NDArray) -> str:
+def _place(piece: Piece, entry: NDArray[Any]) -> str:
     """The location of a document of a piece, from its entry in the unit's index."""
     file, at = piece.files[int(entry["file"])], int(entry["at"])
     return place(file, at, before(file, piece.range) if at else 0)

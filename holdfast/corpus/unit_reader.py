@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
@@ -35,12 +35,12 @@ class UnitReader:
         self._settings = job.settings
         self.rebuilt: set[int] = set()  # numbers of the pieces that were made again
 
-    def digests(self) -> Iterator[NDArray]:
+    def digests(self) -> Iterator[NDArray[Any]]:
         """The document digests of every part, without reading the tokens."""
         for _, index in self.indexes():
             yield index["digest"]
 
-    def indexes(self) -> Iterator[tuple[Piece, NDArray]]:
+    def indexes(self) -> Iterator[tuple[Piece, NDArray[Any]]]:
         """The index of every part, with its piece, without reading the tokens."""
         for piece, found, _ in self._all(read_index, lambda found: found[1]):
             yield piece, found[0]

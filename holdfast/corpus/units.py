@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from itertools import islice, pairwise
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
@@ -86,7 +87,7 @@ class Drop:
 class Part:
     """Some documents in order: their index, their tokens, and the records dropped between them."""
 
-    index: NDArray  # of INDEX
+    index: NDArray[Any]  # of INDEX
     tokens: Tokens
     records: int  # read from the piece up to the end of this part, including dropped ones
     lines: int  # its last line or row, as `records` counts
@@ -267,7 +268,7 @@ def read_part(store: Store, key: str, number: int) -> Part | None:
     return parse_part(store.get(name)) if store.stat(name) is not None else None
 
 
-def read_index(store: Store, key: str, number: int) -> tuple[NDArray, bool] | None:
+def read_index(store: Store, key: str, number: int) -> tuple[NDArray[Any], bool] | None:
     """The index of a part of a unit without its tokens, and whether it is the last part. None if it is missing or
     damaged."""
     name = _part_key(key, number)
