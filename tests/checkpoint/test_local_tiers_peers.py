@@ -59,12 +59,11 @@ def begin(url: str, folder: Path, number: int, peers: int = 1, near: tuple[int, 
     return in_ranks(NODES, _gang, url, folder, peers, number, list(near), root)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_what_a_node_had_in_memory_is_had_from_its_neighbour_when_the_node_is_lost(lost: int, tmp_path: Path) -> None:
+def test_what_a_node_had_in_memory_is_had_from_its_neighbour_when_the_node_is_lost(tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'store'}"
     begin(url, tmp_path, 1, root=1)
     assert begin(url, tmp_path, 2, near=(2, 3, 4)) == [(1, True)] * NODES
-    shutil.rmtree(tmp_path / f"node-{lost}")
+    shutil.rmtree(tmp_path / "node-0")  # with rank 0
     assert begin(url, tmp_path, 3) == [(4, True)] * NODES
 
 
@@ -196,7 +195,7 @@ def test_a_handshake_ends_after_its_seconds_however_its_bytes_drip(
     assert not _is_open(end)
 
 
-@pytest.mark.parametrize("at", [0, 31, 32, 63])
+@pytest.mark.parametrize("at", [0, 63])
 def test_who_answers_with_another_proof_is_left(at: int, served: tuple[Endpoint, Tier]) -> None:
     endpoint, _ = served
     end, theirs = opened(endpoint)
@@ -267,7 +266,7 @@ class Middle:
 
 
 @pytest.mark.parametrize("side", ["asks", "answers"])
-@pytest.mark.parametrize("at", [0, 70, 110, 180, 400, 1500])
+@pytest.mark.parametrize("at", [0, 110, 400, 1500])
 def test_a_bit_that_is_changed_on_the_way_is_noticed(at: int, side: str, served: tuple[Endpoint, Tier]) -> None:
     endpoint, place = served
     data = bytes(range(250)) * 12
@@ -285,7 +284,7 @@ def test_a_bit_that_is_changed_on_the_way_is_noticed(at: int, side: str, served:
         middle.close()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_whatever_a_peer_says_ends_its_connection_at_most(
     seed: int, served: tuple[Endpoint, Tier], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,14 +11,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from holdfast.corpus import divide, identify, prepare, tokenise
+from holdfast.corpus import identify, prepare
 from holdfast.corpus.chat import ChatEncoder, ChatTemplate, ConversationError, conversation_text
 from holdfast.dataset import Dataset
 from holdfast.dataset.marks import ENDS, ID, UNCOUNTED
 from holdfast.spec import Spec
 from holdfast.spec.errors import DataError, MissingError
-from holdfast.store import Store, open_store
-from tests.corpus.conftest import tree
+from holdfast.store import Store
 
 CHATML = (
     "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -176,26 +175,6 @@ def test_every_conversation_lies_whole_in_one_sample_and_only_answers_count(
     assert dataset.chat_template == CHATML
     with pytest.raises(DataError, match="packed into samples of 120 tokens, and 64 are asked for"):
         dataset.training(64, 4, seed=0)
-
-
-def test_many_machines_make_the_bytes_of_one_and_the_name_follows_template_and_context(
-    make_chat: Callable[..., Spec], store: Store, tmp_path: Path
-) -> None:
-    spec = make_chat([question(number, number % 40) for number in range(60)])
-    alone = prepare(spec, store)
-    other = open_store(f"file://{tmp_path / 'other'}")
-    divided = divide(spec, other, 3)
-    for share in reversed(divided.shares):
-        tokenise(spec, other, divided.division, share)
-    joined = prepare(spec, other, division=divided.division)
-    assert joined.dataset_id == alone.dataset_id == identify(spec)
-    assert tree(other, f"datasets/{joined.dataset_id}/") == tree(store, f"datasets/{alone.dataset_id}/")
-    names = {
-        alone.dataset_id,
-        identify(spec.model_copy(update={"model": spec.model.model_copy(update={"context": 99})})),
-    }
-    (tmp_path / "model" / "chat_template.jinja").write_text(MARKED)
-    assert len(names | {identify(spec)}) == 3
 
 
 def test_what_is_no_conversation_or_too_long_is_named_or_counted(make_chat: Callable[..., Spec], store: Store) -> None:

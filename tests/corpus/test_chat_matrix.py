@@ -14,9 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from holdfast.corpus.chat import ChatEncoder, ChatTemplate, ConversationError, conversation_text
-from holdfast.corpus.encode import exact_offsets
 from holdfast.corpus.pairs import pair_text
-from holdfast.corpus.records import Flaw, _json_record
 from holdfast.dataset.marks import ENDS, ID, UNCOUNTED
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>", "sep_token": "<|sep|>"}
@@ -223,16 +221,6 @@ def test_the_first_word_of_an_answer_counts_where_its_token_begins_before_it(sty
         assert text.strip() == f"{word}<|im_end|>"
 
 
-def test_a_blank_before_an_answer_does_not_count_whatever_the_offsets() -> None:
-    exact = json.loads(exact_offsets(tokenizer_json("trimmed")))
-    assert exact["post_processor"]["trim_offsets"] is False
-    spaced = (
-        "{% for m in messages %}{{ '<|im_start|> ' }}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    )
-    ours = encoded("trimmed", spaced, {"messages": [{"role": "assistant", "content": "<|im_end|> <|eot|>"}]})
-    assert ((ours & UNCOUNTED) == 0).tolist() == [False, False, True, True, True]
-
-
 @pytest.mark.parametrize("key", ["tools", "documents"])
 @pytest.mark.parametrize("form", ["text", "list of texts"])
 def test_json_text_is_parsed(key: str, form: str) -> None:
@@ -277,10 +265,3 @@ def test_marks_inside_what_a_filter_changes_are_refused() -> None:
     cut = "{% set x %}{% generation %}{{ ' ' + messages[1].content }}{% endgeneration %}{% endset %}{{ x | trim }}"
     with pytest.raises(ConversationError, match="changes text after"):
         encoded("none", cut, CONVERSATIONS[0])
-
-
-def test_a_record_with_wrong_tools_is_named_and_counted() -> None:
-    raw = json.dumps(tool_talk(tools="get_weather")).encode()
-    flaw = _json_record(raw, "text", "chat")
-    assert isinstance(flaw, Flaw)
-    assert flaw.reason == "bad_conversation"

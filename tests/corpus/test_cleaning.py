@@ -96,12 +96,6 @@ def test_repetition_is_that_of_the_lines_of_the_texts() -> None:
     )
 
 
-def test_a_conversation_that_normalisation_would_break_is_learned_from(make_chat: Callable[..., Spec], store) -> None:
-    broken = talk(BREAKING)
-    made = run(make_chat([question(number, 3) for number in range(20)] + [broken]), store)
-    assert (sum(made.documents.values()), made.dropped) == (21, {})
-
-
 def test_a_bad_conversation_is_named_by_its_line(make_chat: Callable[..., Spec], store, caplog) -> None:
     records = [question(number, 3) for number in range(20)]
     records[7:7] = [{"messages": [{"role": "user", "content": "nobody answers"}]}]

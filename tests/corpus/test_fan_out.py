@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from holdfast.corpus import divide, duplicates, identify, prepare, tokenise, units
 from holdfast.corpus.duplicates import first_occurrences
 from holdfast.corpus.shard_plan import load
 from holdfast.dataset import Dataset
-from holdfast.spec import Spec, dump_spec, run_id
+from holdfast.spec import Spec, run_id
 from holdfast.spec.errors import DataError, MissingError
-from holdfast.store import Store, layout, open_store
+from holdfast.store import Store, open_store
 from tests.corpus.conftest import MakeSpec, prose, tree, write_jsonl
 
 
@@ -156,67 +152,6 @@ def test_a_file_with_another_time_but_the_same_bytes_is_the_file_that_was_listed
     shutil.rmtree(tmp_path / "corpus")
     with pytest.raises(MissingError, match="is not on this machine"):
         tokenise(spec, store, divided.division, "0/2")
-
-
-HALTS = """
-import os, signal, sys
-from holdfast.corpus import units
-from holdfast.steps.adapters import main
-from holdfast.components.tokenise.entrypoint import body
-make = units._make_part
-made = []
-def make_part(*arguments):
-    made.append(make(*arguments))
-    if len(made) == 2:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return made[-1]
-units._make_part = make_part
-sys.exit(main("tokenise", body))
-"""  # once it has tokenised its second unit, before that is written
-
-
-@pytest.mark.drill
-def test_a_worker_that_is_killed_costs_the_unit_it_was_at(tmp_path, make_spec: MakeSpec) -> None:
-    texts = [prose(number, 1500) for number in range(100)]
-    write_jsonl(tmp_path / "0.jsonl", [f"{line} {texts[line % 100]}" for line in range(2700)])  # four units
-    spec = make_spec(tmp_path / "*.jsonl", workers=1)
-    file = tmp_path / "spec.yaml"
-    file.write_text(dump_spec(spec))
-    undisturbed = open_store(f"file://{tmp_path / 'alone'}")
-    expected = prepare(spec, undisturbed)
-    store = open_store(f"file://{tmp_path / 'store'}")
-
-    def verb(step: str, *more: str, python: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        program = python or ("-m", f"holdfast.components.{step}")
-        command = [sys.executable, *program, f"--spec={file}", f"--store={store.url}", *more]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def said(process: subprocess.Popen[str]) -> dict:
-        out, err = process.communicate()
-        assert process.returncode == 0, err
-        return json.loads(out)
-
-    division = said(verb("divide"))["division"]
-    of_victim = load(store, division, spec.data, (0, 2))
-    keys = [layout.unit(piece.key(of_victim.job(spec.data).settings), "000000") for piece in of_victim.pieces]
-
-    def finished() -> int:
-        return sum(store.stat(key) is not None for key in keys)
-
-    victim = verb("tokenise", f"--division={division}", "--share=0/2", python=("-c", HALTS))
-    other = verb("tokenise", f"--division={division}", "--share=1/2")
-    while not finished() or psutil.Process(victim.pid).status() != psutil.STATUS_STOPPED:
-        assert victim.poll() is None
-        time.sleep(0.005)
-    victim.send_signal(signal.SIGKILL)
-    victim.communicate()
-    kept = finished()
-    assert kept == 1 < len(keys)
-    assert said(other)["units_reused"] == 0
-    assert said(verb("tokenise", f"--division={division}", "--share=0/2"))["units_reused"] == kept
-    joined = said(verb("preprocess", f"--division={division}"))
-    assert (joined["dataset_id"], joined["units_reused"]) == (expected.dataset_id, joined["units"])
-    assert dataset_of(store, expected.dataset_id) == dataset_of(undisturbed, expected.dataset_id)
 
 
 @pytest.mark.parametrize(("chunk", "sorted_", "range_"), [(50, 20, 64), (50, 5, 1), (7, 1, 13), (5000, 20, 64)])

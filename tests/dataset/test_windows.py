@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
@@ -20,9 +18,9 @@ from tests.dataset.conftest import DATASET_ID, Meter, Write
 CONTEXT = 16
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
-    count=st.integers(1, 1000), rows=st.integers(1, 40), block=st.integers(1, 60), window=st.integers(1, 6),
+    count=st.integers(1, 500), rows=st.integers(1, 20), block=st.integers(1, 60), window=st.integers(1, 6),
     seed=st.integers(0, 2**32),
 )  # fmt: skip
 def test_every_sample_comes_once_in_each_epoch(count: int, rows: int, block: int, window: int, seed: int):
@@ -100,43 +98,12 @@ def test_weights_keep_exact_shares_and_every_source_its_epochs(store, write: Wri
     assert len({tuple(row >= 20_000 for row in step) for step in firsts.reshape(-1, 4).tolist()}) > 4
 
 
-READER = f"""
-import sys
-from pathlib import Path
-from holdfast.dataset import Dataset
-from holdfast.spec.data import Shuffle
-from holdfast.store import open_store
-
-url, cache, first, last, steps = sys.argv[1:]
-shuffle = Shuffle(kind="blocks", block_tokens={8 * PIECE_BYTES // 2}, window=2)
-batches = Dataset.open(open_store(url), {DATASET_ID!r}, Path(cache)).training(4096, 8, 0, None, shuffle)
-for step in range(int(steps)):
-    batches.batch(step, slice(int(first), int(last)))
-"""
-
-
 def test_of_an_epoch_a_node_of_two_reads_its_share(bucket: Store, proxy, write: Write, tmp_path):
-    blocks = 33
-    tokens = blocks * 8 * PIECE_BYTES // 2
+    """That processes of a node fetch a piece once: test_remote.py."""
+    tokens = 33 * 8 * PIECE_BYTES // 2
     write([np.arange(tokens) % 50_000], shard_tokens=tokens // 5, to=bucket)
-    corpus, steps = tokens * 2, tokens // 4096 // 8
-    for node in range(2):
-        meter = Meter(proxy)
-        ranks = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    READER,
-                    bucket.url,
-                    str(tmp_path / f"node-{node}"),
-                    str(first),
-                    str(first + 2),
-                    str(steps),
-                ]
-            )
-            for first in (node * 4, node * 4 + 2)  # two processes of a node share its cache
-        ]
-        assert [rank.wait() for rank in ranks] == [0, 0]
-        proxy.heal()
-        assert 0.5 < meter.bytes / corpus < 0.67, (node, meter.bytes / corpus)
+    shuffle, meter = Shuffle(kind="blocks", block_tokens=8 * PIECE_BYTES // 2, window=2), Meter(proxy)
+    batches = Dataset.open(bucket, DATASET_ID, tmp_path).training(4096, 8, 0, None, shuffle)
+    for step in range(tokens // 4096 // 8):
+        batches.batch(step, slice(4, 8))
+    assert 0.5 < meter.bytes / (tokens * 2) < 0.67

@@ -171,33 +171,3 @@ def start_node(store: Store, spec: Spec, number: int, home: Path, **variables: s
         command, env={**environment, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
-
-
-@pytest.mark.drill
-@pytest.mark.skipif(not os.environ.get("HOLDFAST_LONG_DRILL"), reason="takes minutes: set HOLDFAST_LONG_DRILL=1")
-def test_ten_thousand_short_steps_on_loaded_cores_raise_no_alarm(tmp_path: Path) -> None:
-    small = (
-        "model.layers=1",
-        "model.hidden=16",
-        "model.context=8",
-        "training.global_batch=2",
-        "training.micro_batch=1",
-    )
-    knobs = (
-        *small,
-        "training.micro_batch=1",
-        "parallel.processes=2",
-        "training.steps=10000",
-        "training.log_every=1000",
-    )
-    spec, store = tiny_spec(*knobs, "checkpoint.every_steps=500"), new_store(tmp_path / "store")
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
-    try:
-        train_once(spec, store.url, tmp_path / "home", seconds=900)
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
-    events = read_events(store, run_id(spec, DATASET_ID))
-    assert [event.code for event in events if isinstance(event, LaunchEnded)] == [ExitCode.OK]
-    assert not [event for event in events if isinstance(event, HangDetected)]

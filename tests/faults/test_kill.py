@@ -72,20 +72,12 @@ def test_kill_9_of_anything_at_any_moment_changes_no_bit_on_s3(seed, tmp_path, s
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize(
-    "layout",
-    [
-        # Tensor groups under SIGKILL: test_experts.py. Every engine and offload after a stop: test_engines.py.
-        ("parallel.pipeline=2", "training.micro_batch=1"),
-        ("parallel.strategy=zero3", "parallel.offload=parameters"),
-    ],
-    ids=["tied stages", "DeepSpeed with offload"],
-)
-def test_kill_9_changes_no_bit_where_the_model_is_divided_or_offloaded(layout, tmp_path):
-    spec = tiny_spec(*COMMON, *layout)
+def test_kill_9_changes_no_bit_where_the_state_is_offloaded(tmp_path):
+    """Every engine, mesh and offload after a stop: tests/train/test_engines.py, test_mesh.py, test_experts.py."""
+    spec = tiny_spec(*COMMON, "parallel.strategy=zero3", "parallel.offload=parameters")
     quiet, struck = new_store(tmp_path / "quiet"), new_store(tmp_path / "struck")
     train_once(spec, quiet.url, tmp_path / "quiet-home")
-    diary = train_through(spec, struck, tmp_path / "struck-home", random_deeds(len(layout), STEPS, ranks=2))
+    diary = train_through(spec, struck, tmp_path / "struck-home", random_deeds(2, STEPS, ranks=2))
     assert outcome(struck, spec)[1] == outcome(quiet, spec)[1], diary
 
 

@@ -1,5 +1,5 @@
-"""Faults of processes and store in one training, in an order that a seed decides: no bit changes, at 1 and 2 ranks, on
-a folder and on S3, where the store has faults of its own. And a gang stands still while another takes over."""
+"""Faults of processes and store in one training, in an order that a seed decides: no bit changes. And a gang stands
+still while another takes over."""
 
 from __future__ import annotations
 
@@ -44,13 +44,8 @@ ELSEWHERE = (
     "pipeline-killed",
     "clock-jumped",
 )  # here is only the train step, whose history is put in order by the clock
-LAYOUTS = {
-    "1 rank": (["rank-killed", "rank-told-to-leave", "node-killed"], ("parallel.processes=1", "training.steps=200")),
-    "2 ranks, S3": (
-        [name for name, fault in FAULTS.items() if name not in ELSEWHERE and not fault.refused()],
-        ("parallel.processes=2", "parallel.strategy=fsdp", "training.steps=300"),
-    ),
-}
+ALL = sorted(name for name, fault in FAULTS.items() if name not in ELSEWHERE and not fault.refused())
+TWO = ("parallel.processes=2", "parallel.strategy=fsdp")
 
 
 def through(spec: Spec, store: Store, home: Path, faults: list[str], seed: int, proxy: FaultyProxy | None) -> None:
@@ -78,24 +73,26 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "WORKER", HELD)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_faults_in_a_seeded_order_change_no_bit(
-    layout: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    faults, overrides = LAYOUTS[layout]
-    spec = tiny_spec(*KNOBS, *overrides)
-    calm = new_store(tmp_path / "calm")
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A store with an undisturbed run of 100 steps."""
+    folder = tmp_path_factory.mktemp("calm")
+    store = new_store(folder / "store")
+    train_once(tiny_spec(*KNOBS, *TWO, "training.steps=100"), store.url, folder / "home")
+    return store
+
+
+def test_all_faults_in_a_seeded_order_change_no_bit(tmp_path: Path, s3_endpoint: str, s3_url: str) -> None:
+    spec = tiny_spec(*KNOBS, *TWO, "training.steps=300")
+    calm, stormy = new_store(tmp_path / "calm"), open_store(s3_url)
     train_once(spec, calm.url, tmp_path / "calm-home")
-    if "S3" in layout:
-        endpoint, url = request.getfixturevalue("s3_endpoint"), request.getfixturevalue("s3_url")
-        stormy = open_store(url)
-        write_dataset(stormy)
-        with FaultyProxy(endpoint, seed=3) as proxy:
-            through(spec, stormy, tmp_path / "home", sorted(faults), 3, proxy)
-    else:
-        stormy = new_store(tmp_path / "stormy")
-        through(spec, stormy, tmp_path / "home", faults, 4, None)
+    write_dataset(stormy)
+    with FaultyProxy(s3_endpoint, seed=3) as proxy:
+        through(spec, stormy, tmp_path / "home", ALL, 3, proxy)
     assert outcome(stormy, spec)[1] == outcome(calm, spec)[1]
+    ended = [event for event in read_events(stormy, run_id(spec, DATASET_ID)) if isinstance(event, RankEnded)]
+    if "memory-limit" in ALL:
+        assert ExitCode.OUT_OF_MEMORY in [event.code for event in ended], "a rank without memory says so"
 
 
 def require_same_state(spec: Spec, *stores: Store) -> None:
@@ -104,10 +101,8 @@ def require_same_state(spec: Spec, *stores: Store) -> None:
     assert len({result.state_digest for result in results if result is not None}) == 1 and None not in results
 
 
-def test_a_clock_that_jumps_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = tiny_spec(*KNOBS, "parallel.processes=2", "training.steps=120")
-    calm, stormy = new_store(tmp_path / "calm"), new_store(tmp_path / "stormy")
-    train_once(spec, calm.url, tmp_path / "calm-home")
+def test_a_clock_that_jumps_changes_no_bit(calm: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, stormy = tiny_spec(*KNOBS, *TWO, "training.steps=100"), new_store(tmp_path / "stormy")
     told: list[Event] = []  # as long as the clock is wrong
 
     class Waits(Clock):
@@ -130,23 +125,11 @@ def test_a_clock_that_jumps_changes_no_bit(tmp_path: Path, monkeypatch: pytest.M
     require_same_state(spec, calm, stormy)
 
 
-def test_a_rank_that_gets_no_more_memory_says_so_and_the_command_given_again_changes_no_bit(tmp_path: Path) -> None:
-    spec = tiny_spec(*KNOBS, "parallel.processes=2", "training.steps=80")
-    calm, stormy = new_store(tmp_path / "calm"), new_store(tmp_path / "stormy")
-    train_once(spec, calm.url, tmp_path / "calm-home")
-    through(spec, stormy, tmp_path / "home", ["memory-limit"], 5, None)
-    ended = [event for event in read_events(stormy, run_id(spec, DATASET_ID)) if isinstance(event, RankEnded)]
-    assert ExitCode.OUT_OF_MEMORY in [event.code for event in ended]
-    assert outcome(stormy, spec)[1] == outcome(calm, spec)[1]
-
-
 @pytest.mark.skipif(bool(disk.refused()), reason=disk.refused())
 def test_a_training_without_a_byte_of_disk_says_so_and_the_command_given_again_changes_no_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    calm: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = tiny_spec(*KNOBS, "parallel.processes=2", "training.steps=80")
-    calm, stormy = new_store(tmp_path / "calm"), new_store(tmp_path / "stormy")
-    train_once(spec, calm.url, tmp_path / "calm-home")
+    spec, stormy = tiny_spec(*KNOBS, *TWO, "training.steps=100"), new_store(tmp_path / "stormy")
     held = Held(stormy, run_id(spec, DATASET_ID), tmp_path / "unused", lambda: True)
 
     def ended() -> list[StepEnded]:
@@ -186,11 +169,9 @@ def standing_still(root: psutil.Process) -> Iterator[None]:
 
 
 def test_a_gang_that_stood_still_while_another_machine_took_its_run_over_ends_and_changes_no_bit(
-    tmp_path: Path,
+    calm: Store, tmp_path: Path
 ) -> None:
-    spec = tiny_spec(*KNOBS, "parallel.processes=2", "training.steps=100")
-    calm, store = new_store(tmp_path / "calm"), new_store(tmp_path / "store")
-    train_once(spec, calm.url, tmp_path / "calm-home")
+    spec, store = tiny_spec(*KNOBS, *TWO, "training.steps=100"), new_store(tmp_path / "store")
     held = held_at(12, spec, store, tmp_path / "one")
     frozen = start_training(spec, store.url, tmp_path / "one", environment=held.variables, module=HELD_TRAINING)
     try:

@@ -73,14 +73,6 @@ def test_a_store_that_misbehaves_in_many_ways_changes_no_bit(tmp_path, s3_url, p
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("first", range(3))
-def test_a_store_that_misbehaves_often_in_three_ways_changes_no_bit(first, tmp_path, s3_url, proxy, undisturbed):
-    faults = [proxy.inject(fault, times=None, chance=0.07) for fault in list(FAULTS.values())[first::3]]
-    assert disturbed(s3_url, tmp_path, proxy) == undisturbed
-    assert all(fault.hits > 3 for fault in faults)
-
-
-@pytest.mark.drill
 @pytest.mark.parametrize("fault", SILENCES.values(), ids=SILENCES)
 def test_a_store_that_falls_silent_changes_no_bit(fault, tmp_path, s3_url, proxy, undisturbed):
     injected = [proxy.inject(fault, path=place, times=1) for place in ("checkpoints/", "packs/", "attempts/")]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,50 +21,38 @@ def keys(store: Store, prefix: str = "") -> list[str]:
 
 
 def test_what_is_put_is_read_back(store: Store) -> None:
-    store.put("a/b.bin", b"0123456789")
-    assert store.get("a/b.bin") == b"0123456789"
+    for content in (b"long content", b"new"):
+        store.put("a/b.bin", content)
+        assert store.get("a/b.bin") == content
 
 
-def test_put_replaces(store: Store) -> None:
-    store.put("k", b"long content")
-    store.put("k", b"new")
-    assert store.get("k") == b"new"
-
-
-@pytest.mark.parametrize(
-    ("data", "content"),
-    [
+def test_every_kind_of_buffer_is_written_as_its_bytes(store: Store) -> None:
+    kinds: list[tuple[Any, bytes]] = [
         (b"", b""),
         (bytearray(b"abc"), b"abc"),
         (memoryview(b"abcdef")[2:4], b"cd"),
         ([b"ab", bytearray(b"cd"), memoryview(b"ef"), b""], b"abcdef"),
         ((b"",), b""),
         (memoryview(b"abcdefgh").cast("I"), b"abcdefgh"),
-    ],
-    ids=["empty", "bytearray", "slice", "several", "empty sequence", "of integers"],
-)
-def test_every_kind_of_buffer_is_written_as_its_bytes(store: Store, data: object, content: bytes) -> None:
-    store.put("put", data)  # type: ignore[arg-type]
-    assert store.put_if_absent("absent", data)  # type: ignore[arg-type]
-    store.compare_and_swap("swapped", data, None)  # type: ignore[arg-type]
-    assert [store.get(key) for key in ("put", "absent", "swapped")] == [content] * 3
+    ]
+    for number, (data, content) in enumerate(kinds):
+        store.put("put", data)
+        assert store.put_if_absent(f"absent{number}", data)
+        store.compare_and_swap(f"swapped{number}", data, None)
+        assert [store.get(key) for key in ("put", f"absent{number}", f"swapped{number}")] == [content] * 3
 
 
-@pytest.mark.parametrize(
-    ("start", "length", "expected"),
-    [(0, None, b"0123456789"), (0, 4, b"0123"), (3, 4, b"3456"), (7, None, b"789"), (9, 1, b"9"), (10, None, b""),
-     (10, 0, b""), (0, 0, b""), (0, 10, b"0123456789")],
-)  # fmt: skip
-def test_a_range_is_exactly_the_bytes_asked_for(store: Store, start: int, length: int | None, expected: bytes) -> None:
-    store.put("k", b"0123456789")
-    assert store.get("k", start, length) == expected
-
-
-@pytest.mark.parametrize(("start", "length"), [(0, 11), (8, 3), (10, 1), (11, None), (11, 0), (100, 1)])
-def test_a_range_beyond_the_end_is_bad_data_and_says_the_size(store: Store, start: int, length: int | None) -> None:
-    store.put("k", b"0123456789")
-    with pytest.raises(DataError, match="k: has 10 bytes"):
-        store.get("k", start, length)
+def test_a_range_is_exactly_the_bytes_asked_for_and_beyond_the_end_bad_data_that_says_the_size(store: Store) -> None:
+    content = b"0123456789"
+    store.put("k", content)
+    for start, length in ((0, None), (0, 4), (3, 4), (7, None), (9, 1), (10, None), (10, 0), (0, 0), (0, 10)):
+        assert store.get("k", start, length) == content[start : None if length is None else start + length]
+    for start, length in ((0, 11), (8, 3), (10, 1), (11, None), (11, 0), (100, 1)):
+        with pytest.raises(DataError, match="k: has 10 bytes"):
+            store.get("k", start, length)
+    for start, length in ((-1, None), (0, -1)):
+        with pytest.raises(ValueError, match="negative"):
+            store.get("k", start, length)
 
 
 def test_read_into_fills_the_target_and_nothing_else(store: Store) -> None:
@@ -129,24 +119,17 @@ def test_of_many_reads_the_first_that_fails_is_said_and_no_more_are_begun(store:
         store.read_many([Read("k", 0, memoryview(bytearray(9))), Read("k", 9, memoryview(bytearray(9)), refuse)])
 
 
-@pytest.mark.parametrize("operation", ["get", "range", "nothing", "read_into", "get_versioned", "download"])
-def test_reading_what_is_absent_is_a_missing_error_that_names_the_key(
-    store: Store, tmp_path: Path, operation: str
-) -> None:
-    with pytest.raises(MissingError, match="no/such"):
-        match operation:
-            case "get":
-                store.get("no/such")
-            case "range":
-                store.get("no/such", 2, 3)
-            case "nothing":
-                store.get("no/such", 0, 0)
-            case "read_into":
-                store.read_into("no/such", 0, memoryview(bytearray(1)))
-            case "get_versioned":
-                store.get_versioned("no/such")
-            case "download":
-                store.download("no/such", tmp_path / "there")
+def test_reading_what_is_absent_is_a_missing_error_that_names_the_key(store: Store, tmp_path: Path) -> None:
+    for read in (
+        lambda: store.get("no/such"),
+        lambda: store.get("no/such", 2, 3),
+        lambda: store.get("no/such", 0, 0),
+        lambda: store.read_into("no/such", 0, memoryview(bytearray(1))),
+        lambda: store.get_versioned("no/such"),
+        lambda: store.download("no/such", tmp_path / "there"),
+    ):
+        with pytest.raises(MissingError, match="no/such"):
+            read()
     assert not (tmp_path / "there").exists()
 
 
@@ -246,7 +229,7 @@ def test_delete_removes_and_may_be_repeated(store: Store) -> None:
     assert store.put_if_absent("folder/k", b"2")
 
 
-@pytest.mark.parametrize("size", [0, 1, 100_000])
+@pytest.mark.parametrize("size", [0, 100_000])
 def test_files_are_uploaded_and_downloaded(store: Store, tmp_path: Path, size: int) -> None:
     content = os.urandom(size)
     (tmp_path / "source").write_bytes(content)
@@ -285,7 +268,7 @@ def test_large_objects_survive_every_way_in_and_out(store: Store, small_parts: i
     assert store.get("uploaded", 3) == content[3:]
 
 
-@pytest.mark.parametrize("size", [0, 1, 12 * 2**20 + 17])
+@pytest.mark.parametrize("size", [0, 12 * 2**20 + 17])
 def test_an_object_is_written_while_its_bytes_are_made(store: Store, small_parts: int, size: int) -> None:
     content = os.urandom(size)
     asked: list[int] = []
@@ -323,34 +306,25 @@ def test_what_the_maker_of_an_object_raises_reaches_the_caller_and_nothing_is_wr
     assert keys(store) == []
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["", "/a", "a/", "a//b", "..", "a/../b", "./a", "a/.", ".hidden", "a/.hidden", "a\\b", "a\nb", "a\0b", "x" * 201,
-     "/".join(["x" * 100] * 10)],
-)  # fmt: skip
-def test_keys_that_could_leave_the_root_or_hide_are_refused(store: Store, key: str, tmp_path: Path) -> None:
-    for operation in (
-        lambda: store.put(key, b""),
-        lambda: store.put_if_absent(key, b""),
-        lambda: store.compare_and_swap(key, b"", None),
-        lambda: store.get(key),
-        lambda: store.get(key, 0, 0),
-        lambda: store.get_versioned(key),
-        lambda: store.stat(key),
-        lambda: store.delete(key),
-        lambda: store.upload(tmp_path, key),
-        lambda: store.download(key, tmp_path / "x"),
-        lambda: store.local_path(key),
-    ):
+def test_keys_that_could_leave_the_root_or_hide_are_refused(store: Store, tmp_path: Path) -> None:
+    keys = ["", "/a", "a/", "a//b", "..", "a/../b", "./a", "a/.", ".hidden", "a/.hidden", "a\\b", "a\nb", "a\0b",
+            "x" * 201, "/".join(["x" * 100] * 10)]  # fmt: skip
+    operations: tuple[Callable[[str], object], ...] = (
+        lambda key: store.put(key, b""),
+        lambda key: store.put_if_absent(key, b""),
+        lambda key: store.compare_and_swap(key, b"", None),
+        store.get,
+        lambda key: store.get(key, 0, 0),
+        store.get_versioned,
+        store.stat,
+        store.delete,
+        lambda key: store.upload(tmp_path, key),
+        lambda key: store.download(key, tmp_path / "x"),
+        store.local_path,
+    )
+    for key, operation in product(keys, operations):
         with pytest.raises(ValueError, match="key"):
-            operation()
-
-
-def test_negative_ranges_are_refused(store: Store) -> None:
-    store.put("k", b"1")
-    for start, length in ((-1, None), (0, -1)):
-        with pytest.raises(ValueError, match="negative"):
-            store.get("k", start, length)
+            operation(key)
 
 
 def test_the_url_opens_the_same_store_again(store: Store) -> None:

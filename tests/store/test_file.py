@@ -9,7 +9,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ import pytest
 
 from holdfast.spec.errors import AccessDeniedError, NoSpaceError, StoreUnreachableError
 from holdfast.store import ConflictError, Store, open_store
-from holdfast.store import file as file_module
 
 OLD, NEW = b"old content", b"new and longer content" * 1000
 STEPS = ("open", "write", "fsync", "close", "replace", "link", "mkdir")
@@ -234,34 +232,12 @@ def test_an_object_cannot_be_a_folder_too(store: Store) -> None:
     assert store.stat("a/b") is None
 
 
-def test_a_file_system_without_hard_links_is_refused_with_the_remedy(
-    store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(file_module.os, "link", refuse)
-    with pytest.raises(AccessDeniedError, match=r"hard links.*s3://"):
-        store.put_if_absent("k", b"1")
-    assert unfinished(root) == []
-
-
 def test_a_path_with_spaces_and_letters_of_all_kinds_round_trips(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/große Läufe%20")
     store.put("schlüssel/ü.json", b"1")
     again = open_store(store.url)
     assert [info.key for info in again.list("schl")] == ["schlüssel/ü.json"]
     shutil.rmtree(tmp_path / "große Läufe ")
-
-
-def test_opening_the_file_store_loads_nothing_heavy() -> None:
-    heavy = ("boto3", "botocore", "torch", "mlflow", "kfp", "numpy", "pyarrow", "tokenizers", "dvc")
-    code = (
-        "import sys, holdfast.spec, holdfast.store; holdfast.store.open_store('file:///x');"
-        f"print([name for name in {heavy!r} if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("operation", ["put", "put_if_absent"])

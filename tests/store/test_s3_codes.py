@@ -91,12 +91,11 @@ def test_an_unknown_code_is_classified_by_its_status() -> None:
         assert meaning_of(status, "New") is permanent.get(status, Meaning.TRANSIENT)
 
 
-@pytest.mark.parametrize("code", ["BadDigest", "XAmzContentChecksumMismatch"])
-def test_a_body_that_arrived_damaged_is_sent_again_a_few_times(proxied: Store, proxy: FaultyProxy, code: str) -> None:
-    proxy.inject(answer(400, code), method="PUT", times=3)
+def test_a_body_that_arrived_damaged_is_sent_again_a_few_times(proxied: Store, proxy: FaultyProxy) -> None:
+    proxy.inject(answer(400, "BadDigest"), method="PUT", times=3)
     proxied.put("k", b"1")
     assert proxied.get("k") == b"1"
-    fault = proxy.inject(answer(400, code), method="PUT", times=None)
+    fault = proxy.inject(answer(400, "BadDigest"), method="PUT", times=None)
     with pytest.raises(StoreRefusedError, match=r"damaged 4 times.*AWS_REQUEST_CHECKSUM_CALCULATION"):
         proxied.put("k", b"2")
     assert fault.hits == 4
@@ -106,10 +105,8 @@ def test_a_body_that_arrived_damaged_is_sent_again_a_few_times(proxied: Store, p
     ("status", "code", "text"),
     [
         (400, "MissingContentMD5", "Missing required header for this request: Content-Md5."),
-        (400, "InvalidRequest", "Missing required header for this request: Content-MD5"),
-        (400, "InvalidArgument", "Invalid argument."),
-        (400, "MalformedXML", ""),
         (405, "MethodNotAllowed", ""),
+        (501, "NotImplemented", ""),
     ],
 )
 def test_objects_are_deleted_one_by_one_where_the_request_for_several_is_refused(
@@ -126,8 +123,9 @@ def test_objects_are_deleted_one_by_one_where_the_request_for_several_is_refused
     assert [info.key for info in proxied.list("")] == ["warm"]
 
 
-@pytest.mark.parametrize("path", ["partNumber=2", "uploadId"])
-@pytest.mark.parametrize(("status", "code"), [(404, "NoSuchUpload"), (400, "InvalidPart")])
+@pytest.mark.parametrize(
+    ("path", "status", "code"), [("partNumber=2", 404, "NoSuchUpload"), ("uploadId", 400, "InvalidPart")]
+)
 def test_an_upload_that_the_server_lost_is_sent_again(
     proxied: Store, proxy: FaultyProxy, large: bytes, status: int, code: str, path: str
 ) -> None:

@@ -48,11 +48,7 @@ def refuse(proxy: FaultyProxy, key: str, status: int, code: str, times: int | No
     ("status", "code", "operations"),
     [  # the code of an answer is read in one place: every operation meets one of each status
         (400, "ExpiredToken", 6),
-        (400, "ExpiredTokenException", 1),
-        (400, "TokenRefreshRequired", 1),
-        (400, "RequestExpired", 1),
         (400, "InvalidToken", 1),
-        (403, "InvalidTokenId", 1),
         (403, "InvalidAccessKeyId", 1),
         (403, "AccessDenied", 6),
     ],

@@ -7,7 +7,6 @@ import pytest
 from holdfast.pipelines.chaos.proxy import (
     FaultyProxy,
     Reply,
-    answer,
 )
 from holdfast.spec.errors import (
     AccessDeniedError,
@@ -30,14 +29,6 @@ def test_many_objects_are_deleted_with_few_requests(store: Store, proxy: FaultyP
     store.delete_many([*keys, "never/there"])
     assert len(proxy.requests) - before == 1
     assert list(store.list("many/")) == []
-
-
-def test_a_server_that_deletes_one_by_one_only_is_asked_so(store: Store, proxy: FaultyProxy) -> None:
-    for key in ("a", "b"):
-        store.put(key, b"1")
-    proxy.inject(answer(501, "NotImplemented"), method="POST", path="delete", times=None)
-    store.delete_many(["a", "b"])
-    assert [info.key for info in store.list("")] == ["warm"]
 
 
 @pytest.mark.parametrize(("code", "error"), [("AccessDenied", AccessDeniedError), ("InternalError", None)])

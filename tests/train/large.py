@@ -31,7 +31,7 @@ from tests.train.tiny_run import DATASET_ID, VOCABULARY, tiny_spec, write_datase
 
 RUN = "8888777766665555"
 STEP = 12
-MODEL = {"layers": 10, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "context": 16}
+MODEL = {"layers": 6, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "context": 16}
 MODEL |= json.loads(os.environ.get("HOLDFAST_LARGE", "{}"))
 SPEC = tiny_spec(*(f"model.{name}={value}" for name, value in MODEL.items()))
 SHAPES = parameter_shapes(SPEC.model, VOCABULARY)

@@ -129,20 +129,6 @@ def test_what_a_driver_refuses_is_left_out_and_said_and_the_rest_is_told(
     assert ("Not Supported" in meter.unknown) == (refused == "millijoules")
 
 
-@pytest.mark.usefixtures("driver")
-def test_a_call_that_a_driver_does_not_have_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    import pynvml
-
-    asked = pynvml._nvmlGetFunctionPointer
-    old = {"nvmlDeviceGetMemoryInfo_v2": "nvmlOfALaterDriver"}
-    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer", lambda name: asked(old.get(name, name)))
-    monkeypatch.delattr(pynvml, "nvmlDeviceGetTemperature")
-    meter = Meter(GPU)
-    assert meter.missing_metrics.keys() == {"memory_used", "memory_total", "celsius"}
-    assert "Not Found" in meter.missing_metrics["memory_used"]
-    assert meter.read().watts == USUAL["milliwatts"] / 1000
-
-
 def test_an_accelerator_that_is_lost_costs_nothing_but_its_figures(driver: Driver) -> None:
     meter = Meter(GPU)
     driver.tell(**dict.fromkeys(USUAL, -15))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -131,22 +130,3 @@ def test_no_number_of_ranks_shows_under_elastic_determinism_and_no_interruption(
             for strategy, *more in kinds
         ]
     assert found["one"] == found["several"]
-
-
-@pytest.mark.slow
-def test_a_run_that_is_stopped_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    store = new_store(tmp_path / "store")
-    layouts = [
-        asked(2, "ddp", "exact", "training.precision=fp16"),
-        asked(2, "fsdp", "exact"),
-        asked(2, "ddp", "exact", "parallel.tensor=2"),
-        asked(2, "ddp", "exact", *MIXTURE, "parallel.expert=2"),
-    ]
-    calm: Runs = [(layout, f"calm {layout}", None) for layout in layouts]
-    stopped: Runs = [(layout, f"stopped {layout}", 2) for layout in layouts]
-    assert train_in_ranks(2, store.url, tmp_path / "first", calm + stopped) == [""] * 4 + ["PreemptedError"] * 4
-    resumed: Runs = [(layout, salt, None) for layout, salt, _ in stopped]
-    assert train_in_ranks(2, store.url, tmp_path / "second", resumed) == [""] * 4
-    for layout in layouts:
-        spec = tiny_spec(*layout)
-        assert trained(store, spec, f"stopped {layout}") == trained(store, spec, f"calm {layout}")

@@ -1,4 +1,4 @@
-"""A model of 8 GB passes from its checkpoint to a registered version in a cgroup of 2 GiB, as a step's pod has them."""
+"""A model of 5 GB passes from its checkpoint to a registered version in a cgroup of 2 GiB, as a step's pod has them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def in_it(entry: Path, *arguments: str, **environment: str) -> dict[str, int]:
 
 @pytest.mark.drill
 @pytest.mark.timeout(3000)
-def test_a_pod_of_2_gib_exports_and_registers_8_gb(tmp_path: Path) -> None:
+def test_a_pod_of_2_gib_exports_and_registers_5_gb(tmp_path: Path) -> None:
     if shutil.disk_usage(tmp_path).free < 3 * BYTES:
         pytest.skip(f"{3 * BYTES} bytes of disk are needed for the checkpoint and the export")
     home, temporary = tmp_path / "home", tmp_path / "tmp"
@@ -79,7 +79,7 @@ def test_a_pod_of_2_gib_exports_and_registers_8_gb(tmp_path: Path) -> None:
         sizes = {info.key: info.size for info in open_store(url).list(layout.run(RUN, "export/"))}
         shards = {key: size for key, size in sizes.items() if key.endswith(".safetensors")}
         print(f"peaks of resident memory in MiB: export {made['peak']}, register {registered['peak']}")
-        assert sum(shards.values()) > 8 * 10**9
+        assert sum(shards.values()) > 5 * 10**9
         assert len(shards) == 2
         assert registered["version"] == 1
         assert read["same"] == 1
@@ -91,7 +91,7 @@ def test_a_pod_of_2_gib_exports_and_registers_8_gb(tmp_path: Path) -> None:
 @pytest.mark.drill
 @pytest.mark.timeout(1200)
 def test_an_export_into_a_bucket_holds_a_few_parts_and_no_shard(s3_url: str, tmp_path: Path) -> None:
-    model = {"HOLDFAST_LARGE": json.dumps({"layers": 4, "hidden": 2048, "ffn": 7168}), "HOLDFAST_HOME": str(tmp_path)}
+    model = {"HOLDFAST_LARGE": json.dumps({"layers": 3, "hidden": 2048, "ffn": 7168}), "HOLDFAST_HOME": str(tmp_path)}
 
     def done(what: str) -> dict[str, int]:
         command = [sys.executable, "-m", "tests.train.large", what, s3_url]
@@ -104,7 +104,7 @@ def test_an_export_into_a_bucket_holds_a_few_parts_and_no_shard(s3_url: str, tmp
     written, made = done("checkpoint"), done("export")
     shards = [info.size for info in open_store(s3_url).list(EXPORTS) if info.key.endswith(".safetensors")]
     print(f"MiB: a shard of {shards[0] // 2**20}, resident memory {made['before']} before and {made['peak']} at most")
-    assert written["bytes"] > 8 * 10**8
+    assert written["bytes"] > 6 * 10**8
     assert len(shards) == 1
     assert made["peak"] - made["before"] < 512  # eight parts of 32 MiB, a slab of rows, and what reading it needs
     assert done("load")["same"] == 1

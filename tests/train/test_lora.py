@@ -35,7 +35,7 @@ from holdfast.spec.errors import DataError
 from holdfast.spec.training import Lora
 from holdfast.store import Store, layout, local_folder
 from tests.checkpoint.ranks import in_ranks
-from tests.train.ranks import Runs, identity_of, join, train_in_ranks, trained
+from tests.train.ranks import identity_of, join, train_in_ranks, trained
 from tests.train.test_reference import END, STEPS, global_batch
 from tests.train.test_worker import write_weights
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
@@ -186,19 +186,6 @@ def store(tmp_path_factory: pytest.TempPathFactory, asked: tuple[str, ...]) -> S
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(store: Store, asked: tuple[str, ...]) -> None:
     spec = tiny_spec(*asked)
     assert trained(store, spec, "killed") == trained(store, spec)
-
-
-@pytest.mark.drill
-def test_ranks_that_leave_are_followed_by_others_with_the_same_bits(tmp_path: Path, asked: tuple[str, ...]) -> None:
-    store = new_store(tmp_path / "store")
-    layouts = {each: (*asked, "parallel.processes=2", f"parallel.strategy={each}") for each in ("ddp", "fsdp")}
-    first: Runs = [(each, name, None) for name, each in layouts.items()]
-    stopped: Runs = [(each, f"{name} stopped", 4) for name, each in layouts.items()]
-    assert train_in_ranks(2, store.url, tmp_path / "1", [*first, *stopped]) == ["", "", *["PreemptedError"] * 2]
-    again: Runs = [(each, salt, None) for each, salt, _ in stopped]
-    assert train_in_ranks(2, store.url, tmp_path / "2", again) == ["", ""]
-    for name, each in layouts.items():
-        assert trained(store, tiny_spec(*each), f"{name} stopped") == trained(store, tiny_spec(*each), name)
 
 
 def test_a_checkpoint_has_adapters_and_their_moments_and_names_its_base(store: Store, asked: tuple[str, ...]) -> None:
