@@ -16,8 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.planted.bug import Bug
-from tests.planted.bugs import BUGS
+from tests.planted.bug import BUGS, Bug
 
 ROOT = Path(__file__).parents[2]
 FAILED, PASSED = 1, 0  # pytest's codes; any other means that it could not run

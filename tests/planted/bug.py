@@ -1,8 +1,15 @@
-"""What a planted bug is."""
+"""The bugs that are planted: small mistakes of the kind that people make, each with the tests that must notice.
+
+They are listed in bugs/*.txt. `file` and `test` hold for all bugs below them, until the next `file` or `test`. `bug`
+says what would go wrong. Lines with - are replaced by lines with +.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).with_name("bugs")
 
 
 @dataclass(frozen=True)
@@ -14,3 +21,26 @@ class Bug:
     new: str
     tests: str  # paths for pytest, by spaces
     why: str
+
+
+def read_bugs(text: str) -> list[Bug]:
+    """The bugs of a list."""
+    found: list[Bug] = []
+    said = {"file": "", "test": "", "bug": ""}
+    lines: dict[str, list[str]] = {"-": [], "+": []}
+    for line in [*text.splitlines(), "bug"]:
+        word, _, rest = line.partition(" ")
+        if word in said and lines["-"]:
+            old, new = ("\n".join(lines[sign]) for sign in "-+")
+            found.append(Bug(said["file"], old, new, said["test"], said["bug"]))
+            lines = {"-": [], "+": []}
+        if word in lines:
+            lines[word].append(rest)
+        elif word in said:
+            said[word] = rest
+        elif word not in ("", "#"):
+            raise ValueError(f"{line!r} is no line of a list of bugs; begin it with file, test, bug, -, + or #")
+    return found
+
+
+BUGS = [bug for path in sorted(FOLDER.glob("*.txt")) for bug in read_bugs(path.read_text(encoding="utf-8"))]

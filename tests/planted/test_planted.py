@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.planted.__main__ import copy_of_the_tree, is_caught, misfits
-from tests.planted.bug import Bug
-from tests.planted.bugs import BUGS
+from tests.planted.bug import BUGS, Bug
 
 
 def test_each_planted_bug_still_applies() -> None:
@@ -24,12 +23,16 @@ def test_a_bug_whose_text_is_gone_or_stands_twice_is_refused(tmp_path: Path) -> 
     ]
 
 
-def test_a_bug_is_caught_or_survives_in_a_copy_and_leaves_it_sound(tmp_path: Path) -> None:
+def test_a_bug_is_caught_or_survives_and_leaves_the_tree_sound(tmp_path: Path) -> None:
+    sound = "import math\n\ndef half(x):\n    return math.floor(x / 2)\n"
+    (tmp_path / "a.py").write_text(sound)
+    (tmp_path / "test_a.py").write_text("from a import half\n\ndef test_half():\n    assert half(6) == 3\n")
+    assert is_caught(Bug("a.py", "x / 2", "x / 3", "test_a.py", "a third"), tmp_path)
+    assert not is_caught(Bug("a.py", "math\n", "math as math\n", "test_a.py", "nothing"), tmp_path)
+    assert (tmp_path / "a.py").read_text() == sound
+
+
+def test_the_copy_of_the_tree_has_what_git_tracks_and_no_more(tmp_path: Path) -> None:
     tree = copy_of_the_tree(tmp_path)
-    test = "tests/train/test_schedule.py"
-    sound = (tree / "holdfast/components/train/schedule.py").read_text()
-    (caught,) = [bug for bug in BUGS if "the first step would learn nothing" in bug.why]
-    harmless = Bug(caught.file, "import math\n", "import math as math\n", test, "nothing")
-    assert is_caught(caught, tree)
-    assert not is_caught(harmless, tree)
-    assert (tree / "holdfast/components/train/schedule.py").read_text() == sound
+    assert (tree / "components").is_symlink() and (tree / "holdfast/spec/plan.py").is_file()
+    assert not (tree / ".git").exists() and not (tree / ".venv").exists()
