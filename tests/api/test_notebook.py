@@ -1,4 +1,4 @@
-"""The example notebook: its cells are run one after another, as a reader does."""
+"""The example notebook: its cells are run one after another, as a reader does, with a small spec."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import empty_mlflow
+from tests.whole.small import environment, write_corpus, write_spec
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -17,11 +20,16 @@ ROOT = Path(__file__).parents[2]
 def test_every_cell_of_the_example_notebook_runs(tmp_path: Path) -> None:
     notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))
     assert not any(cell.get("outputs") for cell in notebook["cells"]), "commit it without outputs"
-    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    cells = "\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
+    shown = "examples/quickstart.yaml"
+    assert cells.count(shown) == 1
+    write_corpus(tmp_path)
+    empty_mlflow.place(tmp_path / "home")
+    cells = cells.replace(shown, os.fspath(write_spec(tmp_path)))
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join(cells)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+        [sys.executable, "-c", cells],
+        cwd=tmp_path, env=environment(tmp_path / "home", PYTHONPATH=str(ROOT)), capture_output=True, text=True,
+        check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "blessed" in done.stdout

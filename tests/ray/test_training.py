@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import sys
 
 import psutil
@@ -13,6 +14,7 @@ from tests.faults.nodes import HELD
 from tests.ray.cluster import RayCluster
 from tests.ray.conftest import STEPS, Calm
 from tests.whole import small
+from tests.whole.listeners import listening, unix_listeners
 from tests.whole.submitting import until
 
 STRETCH = 60  # steps that a gang computes before it stands still until something happens to it
@@ -36,7 +38,7 @@ class Disturbed:
         """Wait until a gang that was not seen yet has saved, with the bits of the calm one. The step it is at."""
         self._allowed += STRETCH
         small.hold(self._folder, self._allowed)
-        step = until(self._saved_by_another_gang, 300)
+        step = until(self._saved_by_another_gang, 600)
         assert step < STEPS, "it was over before it could be disturbed"
         self._attempt = self._attempt_of(step)
         assert self.place.digest(self.run, step) == self.calm.digest(step)
@@ -68,9 +70,17 @@ class Disturbed:
         return read_manifest(self.place.store, self.run, step).attempt
 
 
-def test_a_killed_rank_a_killed_launcher_and_a_lost_node_cost_launches_and_no_bit(ray: RayCluster, calm: Calm) -> None:
+def test_what_is_killed_and_a_lost_node_cost_launches_and_what_is_cancelled_goes_on_and_no_bit_changes(
+    ray: RayCluster, calm: Calm
+) -> None:
     run = Disturbed(ray, calm, "kills")
     run.goes_on()
+    # The ranks listen on the addresses of their nodes alone. Ray's own processes are left out: who reaches those may
+    # run code, as Ray says itself (docs/security.md).
+    addresses, sockets = listening(run.ranks), unix_listeners(run.ranks)
+    assert addresses, "ranks of two nodes listen somewhere"
+    assert {address for address, _ in addresses if not ipaddress.ip_address(address).is_loopback} == set()
+    assert {name for name in sockets if not name.startswith("/")} == set()
     run.ranks[0].kill()
     until(lambda: run.launches, 300)
     assert run.launches == [ExitCode.KILLED]
@@ -84,22 +94,14 @@ def test_a_killed_rank_a_killed_launcher_and_a_lost_node_cost_launches_and_no_bi
     ray.nodes.remove(lost)
     lost.kill_raylet()
     ray.add_node()
-    run.ends_as_the_calm_one()
-    first, *killed, last = run.launches
-    # Ray may place the next one on the node that it has not missed yet.
-    assert killed and {first, *killed} == {ExitCode.KILLED}
-    assert last == ExitCode.OK
-
-
-def test_a_run_that_was_cancelled_and_one_whose_driver_was_killed_go_on_when_they_are_resumed(
-    ray: RayCluster, calm: Calm
-) -> None:
-    run = Disturbed(ray, calm, "resumed")
     before = run.goes_on()
     run.place.holdfast("cancel", run.run)
     assert run.place.wait(run.run)["state"] == "CANCELED"
     assert before <= run.place.newest(run.run) < STEPS
-    assert run.launches == [ExitCode.PREEMPTED]
+    first, *killed, last = run.launches
+    # Ray may place the next one on the node that it has not missed yet.
+    assert killed and {first, *killed} == {ExitCode.KILLED}
+    assert last == ExitCode.PREEMPTED
     run.place.holdfast("resume", run.run)
     run.goes_on()
     ranks, (driver,) = run.ranks, ray.drivers(run.run)
@@ -108,6 +110,7 @@ def test_a_run_that_was_cancelled_and_one_whose_driver_was_killed_go_on_when_the
     assert run.place.wait(run.run)["state"] == "FAILED"
     run.place.holdfast("resume", run.run)
     run.ends_as_the_calm_one()
+    assert run.launches[-1] == ExitCode.OK
 
 
 def test_nothing_of_a_job_is_left(ray: RayCluster, calm: Calm) -> None:

@@ -10,6 +10,9 @@ from tests.slurm.cluster import SlurmCluster
 from tests.whole import small
 from tests.whole.submitting import Submitter, until
 
+# Of a run on this machine, as many processes as on the two nodes of the cluster: the same plan, and so the same bits.
+LIKE_TWO_NODES = ("--set", "parallel.processes=2", "--set", "training.micro_batch=2")
+
 
 class Place(Submitter):
     """A folder that the nodes see: corpus, spec, store, logs."""

@@ -1,5 +1,5 @@
-"""The compiled pipeline as the forms of the KFP UI start it: with their defaults, with one field changed, and again
-while it still runs. Its store is a bucket, as on a cluster."""
+"""The compiled pipeline as the form of the KFP UI starts it, with one field changed, and again while it still runs. Its
+store is a bucket, as on a cluster."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def test_runs_from_the_form_that_overlap_train_once_and_show_where_everything_is
     compile_pipeline(spec, tmp_path / "pipeline.yaml")
     store = open_store(s3_url)
 
-    one, other = Started(tmp_path, "one"), Started(tmp_path, "other")  # as a recurring run fires while one still runs
+    # As a recurring run fires while one still runs.
+    one, other = (Started(tmp_path, name, steps=6) for name in ("one", "other"))
     first, second = one.ended(), other.ended()
     assert first.keys() >= {"preprocess", "train", "evaluate", "register"}
     run_id = first["train"]
@@ -91,7 +92,4 @@ def test_runs_from_the_form_that_overlap_train_once_and_show_where_everything_is
 
     assert run_id in one.artifact("curves")
     assert "<polyline" in one.artifact("curves")
-
-    changed = Started(tmp_path, "changed", steps=6).ended()
-    assert (changed["preprocess"], changed["train"] != run_id) == (first["preprocess"], True)
-    assert json.loads(store.get(layout.result(changed["train"])))["step"] == 6
+    assert json.loads(store.get(layout.result(run_id)))["step"] == 6

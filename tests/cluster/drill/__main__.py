@@ -1,9 +1,9 @@
 """`python -m tests.cluster.drill --minutes 20` on an emulated cluster; with `--namespace NAME --spec SPEC` in one of a
 real one. Ends with 1 at the first difference.
 
-First the training runs undisturbed. Then the same training runs again and again while things are killed under it: once
-with each fault in turn, then with several at random, until the time is over. After each run the digest of its last
-state must be that of the first, and the objects of the namespace must be those of before.
+First the training runs undisturbed. Then the same training runs again and again while things are killed under it: each
+fault happens once, `--together` of them in a training, then several at random, until the time is over. After each run
+the digest of its last state must be that of the first, and the objects of the namespace must be those of before.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Drill:
         self._digest = ""
         self.done = 0
 
-    def run(self, minutes: float, only: Sequence[str] = ()) -> None:
-        """The calm run and then the others. Raises DrillError."""
+    def run(self, minutes: float, only: Sequence[str] = (), together: int = 1) -> None:
+        """The calm run and then the others, first with `together` faults each. Raises DrillError."""
         end = time.monotonic() + minutes * 60
         names = [name for name in self._place.faults if not only or name in only]
         self._tell(f"before: {len(self._before)} objects; faults: {', '.join(names)}")
@@ -46,7 +46,7 @@ class Drill:
         self._tell(f"calm: state {self._digest}, {self._seconds:.1f} s of training")
         turn = list(names)
         while turn or time.monotonic() < end:
-            faults = [turn.pop(0)] if turn else self._random.choices(names, k=self._random.randint(1, 3))
+            faults, turn = turn[:together] or self._random.choices(names, k=self._random.randint(1, 3)), turn[together:]
             self.done += 1
             self._disturb(faults)
             self._tell(f"{self.done}: {', '.join(faults)}: the same state, nothing left")
@@ -89,13 +89,13 @@ class Drill:
                 place.launch(salt)
             if place.training() and begun is None:
                 first = begun = time.monotonic()
-                moment = self._moment()
+                moment = self._moment(len(faults))
             if waiting and begun is not None and time.monotonic() - begun >= moment:
                 hit = place.faults[waiting[0]]()
                 if hit:
                     self._tell(f"  {waiting[0]}: {hit}")
                     waiting.pop(0)
-                    begun, moment = time.monotonic(), self._moment()
+                    begun, moment = time.monotonic(), self._moment(len(faults))
             time.sleep(0.05)
         if begun is not None and (waiting or not faults):
             self._seconds = time.monotonic() - first
@@ -103,9 +103,10 @@ class Drill:
         self._check_nothing_left(name)
         return digest, waiting
 
-    def _moment(self) -> float:
-        """Seconds from when ranks run to the next fault: most of them while it trains, some while it begins."""
-        return self._random.uniform(0.0, 0.6) * self._seconds
+    def _moment(self, faults: int) -> float:
+        """Seconds from when ranks run, or from the fault before, to the next of so many in a training: most of them
+        while it trains, some while it begins."""
+        return self._random.uniform(0.0, 0.6) * self._seconds / max(faults, 1)
 
     def _check_nothing_left(self, name: str) -> None:
         end = time.monotonic() + SETTLE_SECONDS
@@ -125,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="how long to go on; each fault is tried once first")
     parser.add_argument("--seed", type=int, help="of what is killed when; printed when it is not given")
     parser.add_argument("--fault", action="append", default=[], metavar="NAME", help="only this one; may be repeated")
+    parser.add_argument("--together", type=int, default=1, help="how many of them happen in one training at first")
     real = parser.add_argument_group("in a real namespace")
     real.add_argument("--namespace", help="of the launcher; the jobs are made where cluster.namespace says")
     real.add_argument("--kubeconfig", type=Path, help="default: as kubectl finds it")
@@ -148,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             with tempfile.TemporaryDirectory(prefix="drill-") as folder, EmulatedPlace(Path(folder)) as place:
                 drill = Drill(place, seed)
-                drill.run(arguments.minutes, arguments.fault)
+                drill.run(arguments.minutes, arguments.fault, arguments.together)
         else:
             if arguments.spec is None:
                 parser.error("--namespace needs --spec")
@@ -158,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             with NamespacePlace(arguments) as namespace:
                 drill = Drill(namespace, seed)
-                drill.run(arguments.minutes, arguments.fault)
+                drill.run(arguments.minutes, arguments.fault, arguments.together)
     except DrillError as error:
         print(f"DIFFERENCE (seed {seed}): {error}", flush=True)
         return 1

@@ -91,7 +91,7 @@ def drill(*arguments: str, **more: str) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("assets", ["", pytest.param(os.environ.get("KUBEBUILDER_ASSETS", ""), marks=needs_assets)])
 def test_every_fault_of_the_emulated_cluster_costs_no_bit_and_leaves_nothing(assets) -> None:
-    drill("--minutes", "0", "--seed", "7", KUBEBUILDER_ASSETS=assets)
+    drill("--minutes", "0", "--seed", "7", "--together", "3", KUBEBUILDER_ASSETS=assets)
 
 
 @pytest.mark.drill
@@ -131,7 +131,7 @@ cluster: {{nodes: {{min: 2, max: 2}}, ttl_minutes: 0, restarts: {{budget: 100, b
 """
         )
         where = ["--namespace", "training", "--kubeconfig", str(admin), "--spec", str(spec)]
-        drill("--minutes", "0", "--seed", "3", "--nodes", *where)
+        drill("--minutes", "0", "--seed", "3", "--together", "3", "--nodes", *where)
 
 
 def test_a_pod_that_its_replica_set_replaced_is_not_left_behind() -> None:

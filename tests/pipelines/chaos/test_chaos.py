@@ -32,7 +32,7 @@ SPEC = """
 name: small
 data: {{sources: [{{uri: "{text}"}}], tokenizer: {{vocabulary: 300}}, validation_fraction: 0.2}}
 model: {{layers: 1, hidden: 32, heads: 2, context: 16}}
-training: {{steps: 400, global_batch: 64, micro_batch: 2}}
+training: {{steps: 400, global_batch: 8, micro_batch: 2}}
 parallel: {{processes: 2}}
 evaluation: {{max_tokens: 1000, max_perplexity: 1.0e6}}
 """
@@ -186,7 +186,7 @@ def test_a_whole_pipeline_survives_faults_of_its_processes_and_its_store_and_com
     faults = "pipeline-killed,command-killed,store-full"  # all others: tests/faults/test_mixtures.py...
     if not disk.refused():
         faults += ",disk-full"  # ...where only the training is on the disk
-    arguments = ["chaos", str(spec), "--seed", "5", "--steps", "250", "--faults", faults, "--json"]
+    arguments = ["chaos", str(spec), "--seed", "5", "--steps", "120", "--faults", faults, "--json"]
     told = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert told.exit_code == ExitCode.OK, told.output
     result = json.loads(told.stdout)

@@ -14,20 +14,24 @@ import yaml
 from typer.testing import CliRunner
 
 from holdfast.pipelines.cli import app
+from tests import warm
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = str(ROOT / "examples/quickstart.yaml")
 HEAVY = {"torch", "kfp", "mlflow", "tokenizers", "pyarrow", "dvc", "boto3"}
 
 
-def holdfast(home: Path, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def holdfast(
+    home: Path, *arguments: str, cwd: Path | None = None, installed: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """The command; with `installed` in an interpreter that has imported nothing, by the name that is on the path."""
     environment = {**os.environ, "HOLDFAST_HOME": str(home), "COLUMNS": "200", "NO_COLOR": "1"}
     for name in ("HOLDFAST_STORE", "MLFLOW_TRACKING_URI"):
         environment.pop(name, None)
-    return subprocess.run(
-        [str(Path(sys.executable).with_name("holdfast")), *arguments],
-        env=environment, cwd=cwd, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    if installed:
+        command = [str(Path(sys.executable).with_name("holdfast")), *arguments]
+        return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False)
+    return warm.run([sys.executable, "-m", "holdfast.pipelines.cli", *arguments], environment, cwd)
 
 
 def imports_of(commands: list[list[str]], modules: set[str], environment: dict[str, str]) -> dict[str, list[str]]:
@@ -47,7 +51,7 @@ def imports_of(commands: list[list[str]], modules: set[str], environment: dict[s
 
 
 def test_help_teaches_with_an_example(tmp_path: Path) -> None:
-    done = holdfast(tmp_path, "--help")
+    done = holdfast(tmp_path, "--help", installed=True)
     assert done.returncode == 0
     assert "holdfast run examples/quickstart.yaml" in done.stdout
     assert "(10 bad spec, 11 bad data, 12 diverged," in done.stdout, "the exit codes are one paragraph"
@@ -138,7 +142,7 @@ def test_a_misspelt_key_gets_a_suggestion(tmp_path: Path) -> None:
 
 def test_a_refusal_imports_nothing_that_takes_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
-    done = holdfast(tmp_path, "validate", QUICKSTART, "--set", "training.stesp=4")
+    done = holdfast(tmp_path, "validate", QUICKSTART, "--set", "training.stesp=4", installed=True)
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines() if "|" in line}
     assert "pydantic" in imported
     assert not imported & {"torch", "numpy", "mlflow", "kfp", "hera", "deepspeed", "ray", "boto3", "kubernetes"}
@@ -185,9 +189,8 @@ def test_without_deepspeed_a_strategy_of_it_is_refused_before_anything_is_done(
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['deepspeed'] = None\n")  # as if not installed
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     changes = ("data.sources=[{uri: text.txt}]", "parallel.strategy=zero2")
-    done = holdfast(
-        tmp_path, "run", QUICKSTART, *[word for change in changes for word in ("--set", change)], cwd=tmp_path
-    )
+    overrides = [word for change in changes for word in ("--set", change)]
+    done = holdfast(tmp_path, "run", QUICKSTART, *overrides, cwd=tmp_path, installed=True)
     assert done.returncode == 15, done.stdout + done.stderr
     assert "parallel.strategy: zero2 needs DeepSpeed" in done.stderr
     assert "pip install 'holdfast[deepspeed]'" in done.stderr

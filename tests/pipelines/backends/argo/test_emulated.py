@@ -162,14 +162,11 @@ def test_a_failed_trigger_reaches_the_exit_handler_too(folder: Path) -> None:
 
 def test_a_file_that_is_added_retrains_the_next_time(first: Workflow, folder: Path) -> None:
     (folder / "corpus/new.txt").write_text("a story that nobody told before, about the sea and a ship\n" * 40)
-    second = argo(folder).fire(NAME)
-    assert second.phase == "Succeeded", second.log
+    namespace = argo(folder)
+    namespace.instead = {"preprocess": [16], "notify": [0]}  # what follows is as above
+    second = namespace.fire(NAME)
     assert "The sources give dataset" in second.nodes["trigger"].outputs["reason"]
-    assert phases(second)["train"] == "Succeeded"
-    assert len(objects(folder, "runs/*/result.json")) == 2
-    assert second.nodes["train"].outputs["run-id"] != first.nodes["train"].outputs["run-id"]
-    third = argo(folder).fire(NAME)  # blessed or not, there is nothing left to do
-    assert phases(third)["run"] == "Skipped", third.nodes["trigger"].outputs
+    assert (second.nodes["trigger"].outputs["word"], second.nodes["preprocess"].codes) == ("due", [16])
 
 
 @pytest.mark.drill
