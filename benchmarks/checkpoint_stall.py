@@ -41,9 +41,9 @@ def rank_main(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from holdfast.checkpoint import Attempt, Checkpointer, Retention, claim_attempt
-    from holdfast.components.train.assignment import Assignment
-    from holdfast.components.train.engine import build_engine
-    from holdfast.components.train.weights import SeededState
+    from holdfast.engines.assignment import Assignment
+    from holdfast.engines.interface import build_engine
+    from holdfast.engines.weights import SeededState
     from holdfast.launch.device import join_gang
     from holdfast.runtime.gang import Gang
     from holdfast.spec import parse_spec

@@ -21,12 +21,12 @@ from holdfast.checkpoint import claim_attempt
 from holdfast.checkpoint.compress import Compression
 from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.components.preprocess import run as preprocess
-from holdfast.components.train.assignment import Assignment
-from holdfast.components.train.engine import Engine, build_engine
-from holdfast.components.train.randomness import make_deterministic
-from holdfast.components.train.schedule import learning_rate
-from holdfast.components.train.weights import SeededState
 from holdfast.dataset import Batches, Dataset
+from holdfast.engines.assignment import Assignment
+from holdfast.engines.interface import Engine, build_engine
+from holdfast.engines.weights import SeededState
+from holdfast.rank.randomness import make_deterministic
+from holdfast.rank.schedule import learning_rate
 from holdfast.spec import load_spec
 from holdfast.store import Store, layout, open_store
 

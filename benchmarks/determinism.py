@@ -29,10 +29,10 @@ def rank(pipe: Connection, level: str, strategy: str, number: int, ranks: int, m
     import torch
     import torch.distributed as dist
 
-    from holdfast.components.train.assignment import Assignment
-    from holdfast.components.train.engine import build_engine
-    from holdfast.components.train.randomness import make_deterministic
-    from holdfast.components.train.weights import SeededState
+    from holdfast.engines.assignment import Assignment
+    from holdfast.engines.interface import build_engine
+    from holdfast.engines.weights import SeededState
+    from holdfast.rank.randomness import make_deterministic
     from holdfast.spec import load_spec
 
     spec = load_spec(SPEC, [

@@ -15,8 +15,8 @@ import os
 import torch
 
 from benchmarks._living import Living
-from holdfast.components.train.assignment import Assignment
-from holdfast.components.train.engines.torch.engine import TorchEngine
+from holdfast.engines.assignment import Assignment
+from holdfast.engines.torch.engine import TorchEngine
 from holdfast.pipelines.measure import calibrate
 from holdfast.pipelines.view.planning import print_calibration
 from holdfast.planning import Accelerator, Architecture, Layout, memory, practice_here

@@ -42,7 +42,7 @@ def ranks_of(parent: int) -> dict[str, psutil.Process]:
     found = {}
     for process in psutil.Process(parent).children(recursive=True):
         try:
-            if "holdfast.components.train.worker" in process.cmdline()[1:4]:
+            if "holdfast.rank.worker" in process.cmdline()[1:4]:
                 found[process.environ().get("RANK", "")] = process
         except psutil.Error:
             continue

@@ -28,7 +28,7 @@ WARM = 10  # steps left out of the measurement, of either kind
 
 def bare_rank(steps: int, batches: Path, out: Path) -> None:
     """One rank of the bare loop: forward, backward, clip, AdamW. Nothing else."""
-    from holdfast.components.train.engines.torch.optimizers import decay_groups
+    from holdfast.engines.torch.optimizers import decay_groups
     from holdfast.model.decoder import Decoder
     from holdfast.model.initialise import initialise
     from holdfast.spec import load_spec

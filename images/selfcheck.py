@@ -100,10 +100,10 @@ def _modules(kind: str) -> tuple[str, ...]:
     from holdfast.steps import STEPS
 
     if kind == "train":
-        return ("holdfast.components.train.worker", "holdfast.components.evaluate.entrypoint")
+        return ("holdfast.rank.worker", "holdfast.components.evaluate.entrypoint")
     steps = tuple(f"holdfast.components.{step}.entrypoint" for step in STEPS)
     if kind == "ray":
-        return (*steps, "holdfast.components.train.worker", "holdfast.pipelines.backends.ray.driver")
+        return (*steps, "holdfast.rank.worker", "holdfast.pipelines.backends.ray.driver")
     return steps
 
 

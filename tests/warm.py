@@ -29,7 +29,7 @@ from holdfast.tracking.connection import quiet_mlflow
 TRAININGS = ("holdfast.components.train", "tests.faults.held_training")
 _OF_A_GANG = (
     local.WRAPPER, "torch.distributed.run", agent.MODULE,
-    "holdfast.components.train.worker", "tests.faults.held_worker",
+    "holdfast.rank.worker", "tests.faults.held_worker",
 )  # fmt: skip
 _IMPORTED = (
     __name__, "holdfast.components.train.entrypoint", "holdfast.components.register", "holdfast.steps.adapters",

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from holdfast.planning.stages import StageCosts
     from holdfast.spec import Spec
 
-MACHINE = "holdfast.components.train.calibrate"
-STAGES = "holdfast.components.train.stage_costs"
+MACHINE = "holdfast.rank.measure.calibrate"
+STAGES = "holdfast.rank.measure.stage_costs"
 LONGEST = 1800.0  # seconds; a machine with two cores takes about one minute
 REPETITIONS = 7
 SHOWN = 15  # lines of output

@@ -202,8 +202,8 @@ def test_training_goes_on_from_imported_weights_as_from_init_from(tmp_path: Path
 
 def _deepspeed_saves(rank: int, size: int, folder: Path) -> tuple[StateDigest, int]:
     """Train a little with ZeRO, let DeepSpeed itself save; the digest of this rank's part of the state."""
-    from holdfast.components.train.engine import build_engine
-    from holdfast.components.train.weights import SeededState
+    from holdfast.engines.interface import build_engine
+    from holdfast.engines.weights import SeededState
 
     join(folder, rank, size, always=True)
     assignment = tiny_assignment(*overrides("zero1", processes=size))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from holdfast.checkpoint.agent.client import AgentClient
 from holdfast.checkpoint.agent.protocol import Save
-from holdfast.components.train import worker
 from holdfast.launch.exit_report import FOLDER_VARIABLE
+from holdfast.rank import worker
 
 
 def main() -> None:

@@ -10,9 +10,9 @@ import time
 import psutil
 import torch.distributed as dist
 
-from holdfast.components.train import worker
 from holdfast.dataset import Prefetcher
 from holdfast.dataset.batches import Batches
+from holdfast.rank import worker
 
 
 def main() -> None:

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from holdfast.components.train import rank_setup, worker
-from holdfast.components.train.preemption import PreemptionSignal
+from holdfast.rank import setup as rank_setup
+from holdfast.rank import worker
+from holdfast.rank.preemption import PreemptionSignal
 from holdfast.telemetry import phases
 
 MEMORY = 1 << 28  # bytes; only addresses, as nobody writes there

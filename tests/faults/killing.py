@@ -16,8 +16,8 @@ from unittest.mock import patch
 import psutil
 
 from holdfast.checkpoint import open_checkpoint
-from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.result import TrainingResult, read_result
+from holdfast.engines.assignment import Assignment
 from holdfast.pipelines.chaos import processes
 from holdfast.pipelines.chaos.processes import AGENT, TORCHRUN, ranks_of, running
 from holdfast.spec import Spec, run_id

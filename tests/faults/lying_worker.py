@@ -7,8 +7,8 @@ import os
 
 import torch
 
-from holdfast.components.train import worker
-from holdfast.components.train.engines.torch.engine import TorchEngine
+from holdfast.engines.torch.engine import TorchEngine
+from holdfast.rank import worker
 
 
 def main() -> None:

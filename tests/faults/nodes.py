@@ -29,7 +29,7 @@ from tests.train.ranks import identity_of, launch
 PATIENCE = 180.0  # seconds for whatever has to come; a busy machine starts a rank in a minute
 
 E = TypeVar("E", AttemptBegan, Progress)
-PLAIN, HELD = "holdfast.components.train.worker", "tests.faults.held_worker"
+PLAIN, HELD = "holdfast.rank.worker", "tests.faults.held_worker"
 HOLDS = "HOLDFAST_TEST_HOLDS"  # where its ranks find the number
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.components.train import worker
+from holdfast.rank import worker
 from holdfast.store.file import FileStore
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint import read_manifest
-from holdfast.components.train.assignment import Assignment
+from holdfast.engines.assignment import Assignment
 from holdfast.spec import ExitCode, Spec, run_id
 from holdfast.store import Store, open_store
 from tests.faults.history import require_sound_history

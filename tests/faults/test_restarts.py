@@ -25,7 +25,7 @@ OVERRIDES = ("checkpoint.keep_last=1",)
 
 def start(store: Store, spec: Spec, number: int, home: Path, how: str = "", **more: str) -> subprocess.Popen[str]:
     """Start the command of a rank; `how` makes it an odd one."""
-    program = ["tests.faults.odd_worker", how] if how else ["holdfast.components.train.worker"]
+    program = ["tests.faults.odd_worker", how] if how else ["holdfast.rank.worker"]
     command = [sys.executable, "-m", *program, "--run-id", run_id(spec, DATASET_ID), "--launch", str(number)]
     environment = {**os.environ, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
     return warm.popen([*command, "--store", store.url], stderr=subprocess.PIPE, text=True, env={**environment, **more})

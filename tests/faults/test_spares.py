@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.train.assignment import Assignment
+from holdfast.engines.assignment import Assignment
 from holdfast.store import open_store
 from tests.faults.history import require_sound_history
 from tests.faults.nodes import Nodes

@@ -7,13 +7,14 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from holdfast.components.train import step, worker
+from holdfast.components.train import step
 from holdfast.components.train.entrypoint import body
 from holdfast.launch.interface import Job
+from holdfast.rank import worker
 from holdfast.steps.adapters import main as step_main
 from tests.health import sick
 
-PLAIN, SICK = "holdfast.components.train.worker", "tests.health.sick_train"
+PLAIN, SICK = "holdfast.rank.worker", "tests.health.sick_train"
 _plain = step.training_job
 
 

@@ -118,7 +118,7 @@ def test_the_steps_run_and_two_processes_train_the_same_bits_in_one_pod_and_in_t
         port = str(free.getsockname()[1])
     worker = [
         "-m",
-        "holdfast.components.train.worker",
+        "holdfast.rank.worker",
         "--run-id",
         run_id,
         "--launch",
@@ -147,7 +147,7 @@ def test_deepspeed_trains_in_the_training_image(shared: Path) -> None:
     run_id = run(shared, LIGHT, "python", "-c", CLAIM, prepared["dataset_id"], "parallel.strategy=zero1").strip()
     worker = [
         "-m",
-        "holdfast.components.train.worker",
+        "holdfast.rank.worker",
         "--run-id",
         run_id,
         "--launch",
@@ -166,7 +166,7 @@ from pathlib import Path
 from holdfast.launch.launches import claim_launch
 from holdfast.spec import load_spec, run_id
 from holdfast.store import open_store
-from holdfast.components.train.assignment import Assignment
+from holdfast.engines.assignment import Assignment
 dataset, *more = sys.argv[1:]
 spec = load_spec(Path("spec.yaml"), ["parallel.processes=2", "training.micro_batch=2", *more])
 identity = run_id(spec, dataset, "apart" + "".join(more))

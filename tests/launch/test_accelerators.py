@@ -9,10 +9,10 @@ from typing import get_args
 import pytest
 import torch
 
-from holdfast.components.train.plan import CHANGES_BITS
 from holdfast.launch import networks
 from holdfast.launch.accelerators import ACCELERATORS, backend_of, slice_resource, training_image
 from holdfast.launch.device import local_device
+from holdfast.rank.plan import CHANGES_BITS
 from holdfast.spec import parse_spec
 from holdfast.spec.cluster import Cluster
 from holdfast.spec.errors import MissingError

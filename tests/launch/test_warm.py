@@ -161,11 +161,11 @@ def test_nothing_is_forked_beside_a_thread(tmp_path: Path):
 
 LATE = """
 import sys
-import holdfast.components.train.worker
-from holdfast.components.train.randomness import make_deterministic
+import holdfast.rank.worker
+from holdfast.rank.randomness import make_deterministic
 before = set(sys.modules)
 make_deterministic("exact", 1)
-import holdfast.components.train.engines.torch.engine
+import holdfast.engines.torch.engine
 print(*sorted(set(sys.modules) - before))
 """
 

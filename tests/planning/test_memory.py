@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks._living import Living
-from holdfast.components.train.assignment import Assignment
-from holdfast.components.train.engines.torch.engine import TorchEngine
+from holdfast.engines.assignment import Assignment
+from holdfast.engines.torch.engine import TorchEngine
 from holdfast.model.decoder import Decoder
 from holdfast.model.initialise import parameter_count
 from holdfast.planning import (

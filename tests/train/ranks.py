@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from holdfast.components.train.assignment import Assignment
-from holdfast.components.train.engine import Engine
+from holdfast.engines.assignment import Assignment
+from holdfast.engines.interface import Engine
 from holdfast.launch.launches import claim_launch
 from holdfast.model.imported import weights_digest
 from holdfast.spec import Spec, run_id
@@ -33,7 +33,7 @@ def join(folder: Path, rank: int, size: int, always: bool) -> None:
     """Join one process group for all runs of this process, as torchrun's ranks do for one."""
     import torch.distributed as dist
 
-    from holdfast.components.train import rank_setup
+    from holdfast.rank import setup as rank_setup
 
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), OMP_NUM_THREADS="1",
@@ -46,8 +46,8 @@ def join(folder: Path, rank: int, size: int, always: bool) -> None:
 
 def started(spec: Assignment, end: int = 0) -> Engine:
     """An engine with the state before the first step; `end` is the end-of-text token. A collective call."""
-    from holdfast.components.train.engine import build_engine
-    from holdfast.components.train.weights import SeededState
+    from holdfast.engines.interface import build_engine
+    from holdfast.engines.weights import SeededState
 
     engine = build_engine(spec, VOCABULARY, end)
     SeededState(spec.model, spec.training.seed).fill(engine.boxes())
@@ -56,8 +56,8 @@ def started(spec: Assignment, end: int = 0) -> Engine:
 
 
 def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan: bool, number: int) -> list[str]:
-    from holdfast.components.train.preemption import PreemptionSignal
-    from holdfast.components.train.worker import work
+    from holdfast.rank.preemption import PreemptionSignal
+    from holdfast.rank.worker import work
     from holdfast.runtime.gang import Gang
     from holdfast.spec.errors import HoldfastError
     from tests.train.tiny_run import tiny_spec

@@ -16,9 +16,9 @@ import torch
 
 from holdfast.checkpoint import open_checkpoint, read_manifest
 from holdfast.checkpoint.retention import Retention, checkpoint_steps
-from holdfast.components.train.anomalies import Anomalies
-from holdfast.components.train.engines.torch.optimizers import optimizer_of, update
-from holdfast.components.train.engines.torch.scaling import LossScale
+from holdfast.engines.torch.optimizers import optimizer_of, update
+from holdfast.engines.torch.scaling import LossScale
+from holdfast.rank.anomalies import Anomalies
 from holdfast.runtime.gang import noticing_lost_peers
 from holdfast.spec.errors import DivergedError, LostPeerError
 from holdfast.spec.training import Anomalies as Settings
@@ -49,8 +49,8 @@ EVERY = ("checkpoint.every_steps=1", "checkpoint.keep_last=20")
 def plant(rank: int, size: int, url: str, folder: Path, runs: Runs, killed_after: int | None = None) -> list[str]:
     """Train with an infinite gradient, on the last rank alone, in one batch, and a loss far too high in another. Rank 0
     dies when the progress line of step `killed_after` appears."""
-    from holdfast.components.train.engines.torch.engine import TorchEngine
-    from holdfast.components.train.randomness import stream_seed
+    from holdfast.engines.torch.engine import TorchEngine
+    from holdfast.rank.randomness import stream_seed
 
     computed: Any = TorchEngine._forward_backward
 

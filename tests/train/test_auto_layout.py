@@ -8,8 +8,8 @@ import pytest
 
 from holdfast.checkpoint import newest_segments
 from holdfast.components.train import run
-from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.auto_layout import resolve_layout
+from holdfast.engines.assignment import Assignment
 from holdfast.launch.launches import claim_launch, read_endings, record_ending
 from holdfast.planning import calibration
 from holdfast.planning.fields import with_fields

@@ -15,10 +15,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.checkpoint import open_checkpoint, read_manifest
-from holdfast.components.train.assignment import Assignment
-from holdfast.components.train.engine import Engine
-from holdfast.components.train.engines.torch.compression import largest
 from holdfast.dataset.marks import ID, UNCOUNTED
+from holdfast.engines.assignment import Assignment
+from holdfast.engines.interface import Engine
+from holdfast.engines.torch.compression import largest
 from holdfast.model.decoder import IGNORED, Decoder, document_ids
 from holdfast.model.initialise import initialise
 from holdfast.spec import Spec
@@ -140,7 +140,7 @@ KINDS = {
 
 def _steps(rank: int, size: int, folder: Path) -> tuple[dict[str, Seen], dict[str, Seen]]:
     """Losses and norms of some steps with each kind: of the engine, and of a plain loop."""
-    from holdfast.components.train.randomness import make_deterministic
+    from holdfast.rank.randomness import make_deterministic
 
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=False)

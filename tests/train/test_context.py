@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.components.train.mesh import Mesh
+from holdfast.engines.mesh import Mesh
 from holdfast.model.decoder import Decoder
 from holdfast.model.initialise import initialise
 from holdfast.spec.model import Model
@@ -51,7 +51,7 @@ def _compared(rank: int, size: int, folder: Path) -> dict[str, tuple[int, float,
     """How far a rank's logits, and the gradients that all ranks have together, are from those of whole sequences."""
     import torch.distributed as dist
 
-    from holdfast.components.train.engines.torch.context import SequenceShard, apply_context_parallel
+    from holdfast.engines.torch.context import SequenceShard, apply_context_parallel
 
     join(folder, rank, size, always=True)
     generator = torch.Generator().manual_seed(5)

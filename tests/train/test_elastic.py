@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from holdfast.checkpoint import read_manifest
-from holdfast.components.train.engines.torch.elastic import GradientSums, _Bucket
-from holdfast.components.train.grid import Grid, PartialSums, root
+from holdfast.engines.grid import Grid, PartialSums, root
+from holdfast.engines.torch.elastic import GradientSums, _Bucket
 from holdfast.spec.errors import SpecError
 from holdfast.store import open_store
 from tests.checkpoint.ranks import in_ranks

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.components.train.energy_meter import Meter
-from holdfast.components.train.observers import METER_SECONDS, SystemMetrics
-from holdfast.components.train.phase_timer import PhaseTimeReporter
+from holdfast.rank.measure.energy_meter import Meter
+from holdfast.rank.measure.phase_timer import PhaseTimeReporter
+from holdfast.rank.observers import METER_SECONDS, SystemMetrics
 from holdfast.telemetry.accelerators import Figures
 from holdfast.telemetry.channel import PIPE
 from holdfast.telemetry.event_log import PipeEvents
@@ -25,7 +25,7 @@ GPU = torch.device("cuda", 0)
 ASKS = """
 import types, torch
 torch.cuda.get_device_properties = lambda _device: types.SimpleNamespace(uuid="12-34")
-from holdfast.components.train.energy_meter import Meter
+from holdfast.rank.measure.energy_meter import Meter
 meter = Meter(torch.device("cuda", 0))
 assert not meter.unknown and not meter.missing_metrics, (meter.unknown, meter.missing_metrics)
 print(meter.read().model_dump_json())

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from holdfast.components.train.engine import Engine
-from holdfast.components.train.engines.torch import engine as engine_module
-from holdfast.components.train.engines.torch.elastic import TreeReduceScatter
-from holdfast.components.train.engines.torch.engine import TorchEngine
-from holdfast.components.train.grid import Grid
-from holdfast.components.train.mesh import Mesh
-from holdfast.components.train.preemption import PreemptionSignal
-from holdfast.components.train.rank_setup import meet
+from holdfast.engines.grid import Grid
+from holdfast.engines.interface import Engine
+from holdfast.engines.mesh import Mesh
+from holdfast.engines.torch import engine as engine_module
+from holdfast.engines.torch.elastic import TreeReduceScatter
+from holdfast.engines.torch.engine import TorchEngine
 from holdfast.launch.device import MEETING_VARIABLE
+from holdfast.rank.preemption import PreemptionSignal
+from holdfast.rank.setup import meet
 from tests.train.ranks import started
 from tests.train.test_anomalies import LAMB
 from tests.train.test_elastic import ALL_GRIDS, by_definition, values
@@ -142,7 +142,7 @@ def test_a_shard_of_gradients_is_the_sum_of_the_grains_alone_where_the_last_roun
     """Some ranks compute a spare grain in the last round; what they send of it is never added."""
     received: list[torch.Tensor] = []
     monkeypatch.setattr(
-        "holdfast.components.train.engines.torch.elastic.dist.all_to_all_single",
+        "holdfast.engines.torch.elastic.dist.all_to_all_single",
         lambda output, _, group: output.copy_(received.pop(0)),
     )
     group: Any = None

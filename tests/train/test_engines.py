@@ -24,8 +24,8 @@ from holdfast.checkpoint import (
     digest_of,
     read_manifest,
 )
-from holdfast.components.train.engine import Engine
-from holdfast.components.train.weights import SeededState
+from holdfast.engines.interface import Engine
+from holdfast.engines.weights import SeededState
 from holdfast.model.initialise import parameter_shapes
 from holdfast.runtime.gang import Gang
 from holdfast.spec import Spec, run_id
@@ -108,7 +108,7 @@ def test_deepspeed_asks_no_compiler(tmp_path: Path) -> None:
 
 
 def _without_a_compiler(rank: int, size: int, folder: Path) -> list[object]:
-    from holdfast.components.train.engine import build_engine
+    from holdfast.engines.interface import build_engine
 
     started: list[object] = []
     sys.addaudithook(lambda event, given: started.append(given[0]) if event == "subprocess.Popen" else None)
@@ -170,8 +170,8 @@ def test_what_lies_with_the_host_is_weights_and_not_what_computes_with_them(tmp_
 def _places(rank: int, size: int, folder: Path) -> tuple[object, ...]:
     """The devices of weights and of tables, and whether weights are pinned, without offload and with it, where ranks
     compute on a device like meta."""
-    from holdfast.components.train.engines.torch.parallelize import device_mesh, parallelize
-    from holdfast.components.train.mesh import Mesh
+    from holdfast.engines.mesh import Mesh
+    from holdfast.engines.torch.parallelize import device_mesh, parallelize
     from holdfast.model.decoder import Decoder
 
     join(folder, rank, size, always=True)
@@ -197,8 +197,8 @@ def test_a_state_goes_from_engine_to_engine_bit_for_bit(tmp_path: Path) -> None:
 
 def _hand_on(rank: int, size: int, url: str, folder: Path) -> list[str]:
     """Save a random state with one engine, and what each further engine has loaded of it; the digests."""
-    from holdfast.components.train.engine import build_engine
-    from holdfast.components.train.randomness import make_deterministic
+    from holdfast.engines.interface import build_engine
+    from holdfast.rank.randomness import make_deterministic
 
     join(folder, rank, size, always=True)
     make_deterministic("exact", 1)
@@ -250,8 +250,8 @@ def test_zero_loads_and_saves_its_own_shards_without_a_tensor_larger_than_one_pa
 def _load_and_save(rank: int, size: int, folder: Path) -> tuple[int, int, int, dict[str, int], list[float]]:
     """The bytes of the whole state, of this rank's part and of the largest parameter; the bytes of the largest tensor
     that loading and saving make, by strategy; and the loss of the first step with each."""
-    from holdfast.components.train.engine import build_engine
-    from holdfast.components.train.randomness import make_deterministic
+    from holdfast.engines.interface import build_engine
+    from holdfast.rank.randomness import make_deterministic
 
     join(folder, rank, size, always=True)
     make_deterministic("exact", 1)

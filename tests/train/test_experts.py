@@ -21,7 +21,7 @@ from holdfast.checkpoint import (
     open_checkpoint,
     read_manifest,
 )
-from holdfast.components.train.mesh import Mesh
+from holdfast.engines.mesh import Mesh
 from holdfast.model.experts import CORRECTION
 from holdfast.model.initialise import initial_tensor
 from holdfast.planning import ACCELERATORS, Architecture, memory, practice_here
@@ -213,7 +213,7 @@ TAKEN_OVER = {
 
 def _take_over(rank: int, size: int, url: str, folder: Path) -> tuple[dict[str, str], dict[str, int]]:
     """The digest of what each layout has loaded of what each layout has saved; elements of weights here."""
-    from holdfast.components.train.engine import build_engine
+    from holdfast.engines.interface import build_engine
 
     join(folder, rank, size, always=True)
     store, gang = open_store(url), Gang()
@@ -279,8 +279,8 @@ def _biases_were_moved(store: Store, overrides: tuple[str, ...], salt: str) -> N
 def test_experts_with_too_much_to_do_are_preferred_less_whatever_computes_a_layer_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from holdfast.components.train.engines.recompute import recompute
-    from holdfast.components.train.engines.torch.balance import Balance
+    from holdfast.engines.recompute import recompute
+    from holdfast.engines.torch.balance import Balance
     from holdfast.spec.model import Routing
     from tests.model.tiny_model import decoder, shape
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.components.train.assignment import Assignment
-from holdfast.components.train.engines.torch.fp8 import Fp8Linear, convert_to_fp8, quantised
 from holdfast.dataset.marks import ID
+from holdfast.engines.assignment import Assignment
+from holdfast.engines.torch.fp8 import Fp8Linear, convert_to_fp8, quantised
 from holdfast.model.decoder import Decoder, Linear
 from holdfast.model.initialise import initialise
 from holdfast.spec.errors import MissingError
@@ -122,16 +122,16 @@ def test_the_linear_layers_of_a_decoder_are_replaced_and_nothing_else() -> None:
 
 
 def test_a_machine_without_fp8_is_refused_with_what_to_do() -> None:
-    from holdfast.components.train.engine import build_engine
+    from holdfast.engines.interface import build_engine
 
     with pytest.raises(MissingError, match=r"8\.9.*this device is cpu.*training\.precision=bf16"):
         build_engine(fp8_assignment(), VOCABULARY, END)
 
 
 def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> list[Any]:
-    from holdfast.components.train.engines.torch import fp8
-    from holdfast.components.train.mesh import Mesh
-    from holdfast.components.train.randomness import make_deterministic
+    from holdfast.engines.mesh import Mesh
+    from holdfast.engines.torch import fp8
+    from holdfast.rank.randomness import make_deterministic
 
     fp8.require_fp8 = lambda device: None  # a CPU's kernel is slow and exact
     folder.mkdir(exist_ok=True)

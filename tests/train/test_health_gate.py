@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.train.health_gate import health_check_request
 from holdfast.health import Report
+from holdfast.rank.health_gate import health_check_request
 from holdfast.spec import ExitCode, run_id
 from holdfast.store import Store, layout
 from holdfast.store.sequence import read_record, records

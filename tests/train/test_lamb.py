@@ -68,7 +68,7 @@ def plain_loop(dtype: torch.dtype) -> list[Any]:
 
 
 def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> list[Any]:
-    from holdfast.components.train.randomness import make_deterministic
+    from holdfast.rank.randomness import make_deterministic
 
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=False)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.checkpoint import TensorBox
-from holdfast.components.train import weights
-from holdfast.components.train.engines.layout import TensorLayout, flat_boxes, share_out
-from holdfast.components.train.weights import ImportedState, SeededState
+from holdfast.engines import weights
+from holdfast.engines.layout import TensorLayout, flat_boxes, share_out
+from holdfast.engines.weights import ImportedState, SeededState
 from holdfast.model.hugging_face import open_weights
 from holdfast.model.initialise import initial_tensor, parameter_shapes
 from tests.checkpoint.ranks import in_ranks

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from holdfast.checkpoint import TensorBox, open_checkpoint, read_manifest
 from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.components.train.export import export
-from holdfast.components.train.weights import MOMENTS
 from holdfast.dataset import Dataset
+from holdfast.engines.weights import MOMENTS
 from holdfast.model.decoder import Linear
 from holdfast.model.hugging_face import load_exported
 from holdfast.model.imported import weights_digest
@@ -109,10 +109,10 @@ def reference(base: Path) -> list[Any]:
 
 
 def _steps(rank: int, size: int, folder: Path, base: Path, runs: list[tuple[str, ...]]) -> list[Any]:
-    from holdfast.components.train.engine import build_engine
-    from holdfast.components.train.randomness import make_deterministic
-    from holdfast.components.train.weights import ImportedState
     from holdfast.dataset.batches import Rows
+    from holdfast.engines.interface import build_engine
+    from holdfast.engines.weights import ImportedState
+    from holdfast.rank.randomness import make_deterministic
 
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=True)

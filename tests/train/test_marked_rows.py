@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
-from holdfast.components.train.engines.loss import counted_tokens, micro_batches
 from holdfast.dataset.marks import ENDS, NO_TOKEN, UNCOUNTED
 from holdfast.model.decoder import IGNORED
+from holdfast.objectives.next_token import counted_tokens, micro_batches
 from holdfast.scoring.score import score
 from tests.model.tiny_model import decoder, export, shape
 

@@ -27,9 +27,9 @@ from holdfast.checkpoint import (
     digest_of,
     read_manifest,
 )
-from holdfast.components.train.engines.torch.pipeline import given_layers, split_layers
-from holdfast.components.train.mesh import Mesh
-from holdfast.components.train.weights import SeededState
+from holdfast.engines.mesh import Mesh
+from holdfast.engines.torch.pipeline import given_layers, split_layers
+from holdfast.engines.weights import SeededState
 from holdfast.runtime.gang import Gang
 from holdfast.spec import run_id
 from holdfast.spec.model import Model
@@ -245,7 +245,7 @@ def test_any_layout_takes_over_the_state_of_any_other_bit_for_bit(tmp_path: Path
 
 def _take_over(rank: int, size: int, url: str, folder: Path) -> dict[str, str]:
     """The digest of what each layout has loaded of what each layout has saved."""
-    from holdfast.components.train.engine import build_engine
+    from holdfast.engines.interface import build_engine
 
     join(folder, rank, size, always=True)
     store, gang = open_store(url), Gang()
@@ -293,7 +293,7 @@ def test_a_vocabulary_that_does_not_divide_is_cut_all_the_same(tmp_path: Path) -
 
 
 def _first_loss(rank: int, size: int, folder: Path, overrides: tuple[str, ...]) -> float:
-    from holdfast.components.train.engine import build_engine
+    from holdfast.engines.interface import build_engine
 
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=False)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from holdfast.checkpoint import Attempt
-from holdfast.components.train.batch_digest import BatchDigest
-from holdfast.components.train.engine import StepOutput
-from holdfast.components.train.observers import FinishedStep, History
+from holdfast.engines.interface import StepOutput
+from holdfast.rank.batch_digest import BatchDigest
+from holdfast.rank.observers import FinishedStep, History
 from holdfast.runtime.gang import Gang
 from holdfast.spec.errors import DivergedError
 from holdfast.store import Store, layout, open_store

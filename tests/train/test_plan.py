@@ -11,11 +11,11 @@ import torch
 from holdfast.checkpoint import list_attempts, read_manifest
 from holdfast.checkpoint.attempts import read_attempt
 from holdfast.components.train import run
-from holdfast.components.train.plan import plan_of as plan_here
-from holdfast.components.train.plan import require_one_plan
 from holdfast.components.train.result import read_result
 from holdfast.launch.device import device_name
 from holdfast.launch.launches import newest_launch, read_endings
+from holdfast.rank.plan import plan_of as plan_here
+from holdfast.rank.plan import require_one_plan
 from holdfast.runtime.environment import IMAGE_VARIABLE
 from holdfast.spec import ExitCode
 from holdfast.spec.errors import PlanChangedError

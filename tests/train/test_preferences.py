@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from holdfast.checkpoint import TensorBox
-from holdfast.components.train.engines.loss import micro_batches
-from holdfast.components.train.engines.preference import counted_pairs, preference_loss
 from holdfast.dataset.marks import ENDS, ID, UNCOUNTED
 from holdfast.model.decoder import IGNORED, Decoder
 from holdfast.model.initialise import initialise
 from holdfast.model.lora import add_adapters, is_adapter
+from holdfast.objectives.next_token import micro_batches
+from holdfast.objectives.preference import counted_pairs, preference_loss
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import join
 from tests.train.test_lora import adapters, part
@@ -121,9 +121,9 @@ def start_of(name: str) -> Tensor:
 
 
 def _steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> list[Any]:
-    from holdfast.components.train.engine import build_engine
-    from holdfast.components.train.randomness import make_deterministic
-    from holdfast.components.train.weights import SeededState
+    from holdfast.engines.interface import build_engine
+    from holdfast.engines.weights import SeededState
+    from holdfast.rank.randomness import make_deterministic
 
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=True)

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from holdfast.checkpoint import Attempt
-from holdfast.components.train import profile
-from holdfast.components.train.engine import StepOutput
-from holdfast.components.train.observers import FinishedStep
-from holdfast.components.train.profile import Profiler
+from holdfast.engines.interface import StepOutput
+from holdfast.rank.measure import profile
+from holdfast.rank.measure.profile import Profiler
+from holdfast.rank.observers import FinishedStep
 from holdfast.spec.errors import PreemptedError, SpecError
 from holdfast.store import Store, layout, open_store
 from holdfast.telemetry import read_events, recording

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.components.train.engines.recompute import recompute
 from holdfast.dataset.marks import ID
+from holdfast.engines.recompute import recompute
 from holdfast.model.decoder import Decoder
 from holdfast.model.initialise import initialise
 from tests.checkpoint.ranks import in_ranks

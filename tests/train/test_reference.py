@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.components.train.randomness import stream_seed
 from holdfast.dataset.marks import ID, UNCOUNTED
 from holdfast.model.decoder import IGNORED, Decoder, document_ids
 from holdfast.model.initialise import initialise
+from holdfast.rank.randomness import stream_seed
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import join, started
 from tests.train.tiny_run import VOCABULARY, tiny_assignment, tiny_spec
@@ -72,7 +72,7 @@ def reference(*overrides: str, ignored: bool = True, micro_batch: int = 8, dtype
 
 
 def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]], ignored: bool) -> list[Any]:
-    from holdfast.components.train.randomness import make_deterministic
+    from holdfast.rank.randomness import make_deterministic
 
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=any("=zero" in each for run in runs for each in run))

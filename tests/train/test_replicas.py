@@ -10,7 +10,7 @@ import torch
 
 from holdfast.checkpoint import read_manifest
 from holdfast.checkpoint.retention import checkpoint_steps
-from holdfast.components.train.replicas import suspected
+from holdfast.rank.replicas import suspected
 from holdfast.runtime.gang import Gang
 from holdfast.spec import ExitCode, run_id
 from holdfast.spec.errors import HoldfastError
@@ -29,9 +29,9 @@ def _train_with_a_bad_rank(
     rank: int, size: int, url: str, folder: Path, knobs: tuple[str, ...] = ()
 ) -> tuple[int, str]:
     """Rank 1 flips one bit of one weight in the fourth step; how this rank ended."""
-    from holdfast.components.train.engines.torch.engine import TorchEngine
-    from holdfast.components.train.preemption import PreemptionSignal
-    from holdfast.components.train.worker import work
+    from holdfast.engines.torch.engine import TorchEngine
+    from holdfast.rank.preemption import PreemptionSignal
+    from holdfast.rank.worker import work
 
     sound, steps = TorchEngine.step, []
 

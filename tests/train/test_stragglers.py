@@ -14,8 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.components.train.rank_setup import computed_rows
-from holdfast.components.train.stragglers import (
+from holdfast.rank.measure.stragglers import (
     LASTING,
     LEAST,
     PATIENCE,
@@ -26,6 +25,7 @@ from holdfast.components.train.stragglers import (
     Comparison,
     Slow,
 )
+from holdfast.rank.setup import computed_rows
 from holdfast.runtime import heartbeat
 from holdfast.spec import run_id
 from holdfast.store import open_store
@@ -185,9 +185,9 @@ SLOW_FROM = 5
 def _train_with_a_slow_rank(rank: int, size: int, url: str, folder: Path, slow: str, overrides: list[str]) -> None:
     """From some step on, rank 1 takes a quarter of a second longer in one phase of each step, by clocks that go on in
     no other way: what is slow does not depend on the machine."""
-    from holdfast.components.train.engines.torch.engine import TorchEngine
-    from holdfast.components.train.hang_reporting import enable_watchdog
     from holdfast.dataset import Prefetcher
+    from holdfast.engines.torch.engine import TorchEngine
+    from holdfast.rank.hang_reporting import enable_watchdog
 
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
     now = time.monotonic()

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from holdfast.checkpoint import Attempt, Checkpointer, Retention, digest_of, read_manifest
-from holdfast.components.train.engines.deepspeed import swap
-from holdfast.components.train.engines.deepspeed.swap import SwapFiles
-from holdfast.components.train.weights import SeededState
+from holdfast.engines.deepspeed import swap
+from holdfast.engines.deepspeed.swap import SwapFiles
+from holdfast.engines.weights import SeededState
 from holdfast.runtime.exits import code_of
 from holdfast.runtime.gang import Gang
 from holdfast.spec.errors import ExitCode, HoldfastError, SpecError, UnhealthyNodeError
@@ -40,7 +40,7 @@ def overrides(folder: Path | None, processes: int, strategy: str = "zero3", offl
 @pytest.fixture(scope="module")
 def compiled() -> None:
     """DeepSpeed's asynchronous I/O, compiled once for this machine."""
-    asked = "from holdfast.components.train.engines.deepspeed.aio import load_async_io; load_async_io(print)"
+    asked = "from holdfast.engines.deepspeed.aio import load_async_io; load_async_io(print)"
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     if shutil.which("g++") is None or not Path("/usr/include/libaio.h").exists():
         pytest.skip("g++ or libaio-dev is not installed, so DeepSpeed's operators cannot be compiled")
@@ -109,7 +109,7 @@ def test_weights_that_a_disk_did_not_keep_end_the_step(tmp_path: Path) -> None:
 
 def _lose_weights(rank: int, size: int, folder: Path) -> int:
     """How many weights are in files and nowhere else once the layers of an engine have used them."""
-    from holdfast.components.train.engine import build_engine
+    from holdfast.engines.interface import build_engine
 
     join(folder, rank, size, always=True)
     engine: Any = build_engine(
@@ -146,9 +146,9 @@ def test_a_state_in_several_swap_files_goes_from_engine_to_engine_bit_for_bit(tm
 def _hand_on(rank: int, size: int, url: str, folder: Path) -> tuple[list[str], list[float], int]:
     """The digests of a state that several engines have handed on, the losses that DeepSpeed's with swap files have had
     with it, and how many groups of one were in files."""
-    from holdfast.components.train.engine import build_engine
-    from holdfast.components.train.engines.deepspeed import config
-    from holdfast.components.train.randomness import make_deterministic
+    from holdfast.engines.deepspeed import config
+    from holdfast.engines.interface import build_engine
+    from holdfast.rank.randomness import make_deterministic
 
     config.SUB_GROUP = 300_000  # type: ignore[misc]
     join(folder, rank, size, always=True)
@@ -230,7 +230,7 @@ def test_what_a_disk_did_not_keep_is_noticed(tmp_path: Path) -> None:
 
 def test_swap_files_of_ranks_that_live_are_left_alone(tmp_path: Path) -> None:
     living = (
-        "import sys; from holdfast.components.train.engines.deepspeed.swap import SwapFiles\n"
+        "import sys; from holdfast.engines.deepspeed.swap import SwapFiles\n"
         "swap = SwapFiles(sys.argv[1], 'other'); print(swap.folder.name, flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", living, str(tmp_path)]
@@ -313,9 +313,10 @@ def test_whatever_ends_a_rank_that_has_an_engine_closes_it(tmp_path: Path) -> No
 
 def _end_early(rank: int, size: int, url: str, folder: Path) -> tuple[int, int]:
     """How often the engines of a training and of a replay were closed, which end before their first step."""
-    from holdfast.components.train import rank_setup, worker
     from holdfast.components.train.audit import replay_rank
-    from holdfast.components.train.preemption import PreemptionSignal
+    from holdfast.rank import setup as rank_setup
+    from holdfast.rank import worker
+    from holdfast.rank.preemption import PreemptionSignal
 
     join(folder, rank, size, always=False)
     store, spec = open_store(url), tiny_spec()
@@ -334,7 +335,7 @@ def test_an_engine_that_cannot_be_built_leaves_no_swap_files(tmp_path: Path) -> 
 
 
 def _fail_to_build(_rank: int, _size: int, swap: Path) -> list[str]:
-    from holdfast.components.train.engines.deepspeed import engine
+    from holdfast.engines.deepspeed import engine
 
     def fail(_: object) -> None:
         assert len(left(swap)) == 1
@@ -348,7 +349,7 @@ def _fail_to_build(_rank: int, _size: int, swap: Path) -> list[str]:
 
 @pytest.mark.usefixtures("compiled")
 def test_what_cannot_be_compiled_says_what_is_missing(tmp_path: Path) -> None:
-    asked = "from holdfast.components.train.engines.deepspeed.aio import load_async_io; load_async_io(print)"
+    asked = "from holdfast.engines.deepspeed.aio import load_async_io; load_async_io(print)"
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", asked], env=environment, check=False, capture_output=True, text=True)
     assert "MissingError" in done.stderr and "libaio-dev" in done.stderr

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from holdfast.checkpoint import Attempt
-from holdfast.components.train.batch_digest import BatchDigest
-from holdfast.components.train.energy_meter import Meter
-from holdfast.components.train.engine import StepOutput
-from holdfast.components.train.observers import FinishedStep, History, Progress
-from holdfast.components.train.phase_timer import PhaseTimeReporter
-from holdfast.components.train.throughput import Throughput
+from holdfast.engines.interface import StepOutput
 from holdfast.model.initialise import flops_per_token
 from holdfast.planning import ACCELERATORS
 from holdfast.planning.hardware import by_device
+from holdfast.rank.batch_digest import BatchDigest
+from holdfast.rank.measure.energy_meter import Meter
+from holdfast.rank.measure.phase_timer import PhaseTimeReporter
+from holdfast.rank.measure.throughput import Throughput
+from holdfast.rank.observers import FinishedStep, History, Progress
 from holdfast.runtime.gang import Gang
 from holdfast.telemetry import events, phases
 from holdfast.telemetry.channel import PIPE
@@ -116,7 +116,7 @@ def test_progress_tells_the_figures_and_a_rank_accounts_for_all_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PIPE, str(tmp_path / "pipe"))
-    monkeypatch.setattr("holdfast.components.train.phase_timer.SECONDS", 0.0)
+    monkeypatch.setattr("holdfast.rank.measure.phase_timer.SECONDS", 0.0)
     spec = tiny_assignment("telemetry.peak_tflops=1")
     throughput = Throughput.of(spec, VOCABULARY, 1, "")
     history = History(spec, Attempt("run", 1), 0, BatchDigest(Gang(), speaks=True), throughput=throughput)

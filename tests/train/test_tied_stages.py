@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from holdfast.checkpoint import TensorBox, digest_of
-from holdfast.components.train.engine import Engine
-from holdfast.components.train.engines.torch.tied import TIED
-from holdfast.components.train.mesh import Mesh
-from holdfast.components.train.replicas import require_equal_replicas
-from holdfast.components.train.weights import SeededState
+from holdfast.engines.interface import Engine
+from holdfast.engines.mesh import Mesh
+from holdfast.engines.torch.tied import TIED
+from holdfast.engines.weights import SeededState
+from holdfast.rank.replicas import require_equal_replicas
 from holdfast.runtime.gang import Gang
 from holdfast.spec.errors import HoldfastError
 from tests.checkpoint.ranks import in_ranks
@@ -66,7 +66,7 @@ def _require_one_matrix(folder: Path, names: list[str]) -> None:
 
 
 def _train(rank: int, size: int, folder: Path, layouts: list[tuple[str, ...]]) -> list[Found]:
-    from holdfast.components.train.engine import build_engine
+    from holdfast.engines.interface import build_engine
 
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=False)

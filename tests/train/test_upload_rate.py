@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.retention import checkpoint_steps
-from holdfast.components.train.worker import upload_rate
+from holdfast.rank.worker import upload_rate
 from holdfast.store import open_store
 from tests.checkpoint.saving import RUN, checkpointer, state, whole
 from tests.train.tiny_run import tiny_assignment

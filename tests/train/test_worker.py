@@ -15,10 +15,10 @@ import torch
 
 from holdfast.checkpoint import open_checkpoint
 from holdfast.checkpoint.retention import checkpoint_steps
-from holdfast.components.train.rank_setup import batches
 from holdfast.dataset import Dataset
 from holdfast.launch.exit_report import FOLDER_VARIABLE, node_exit_of, read_ranks
 from holdfast.model.initialise import initial_tensor, parameter_shapes
+from holdfast.rank.setup import batches
 from holdfast.runtime.gang import Gang
 from holdfast.spec import ExitCode, run_id
 from holdfast.store import Store, open_store
@@ -39,7 +39,7 @@ from tests.train.tiny_run import (
 
 def start(store: Store, identity: str, number: int, home: Path) -> subprocess.Popen[str]:
     """Start a rank of a launch, as torchrun does."""
-    command = [sys.executable, "-m", "holdfast.components.train.worker", "--run-id", identity]
+    command = [sys.executable, "-m", "holdfast.rank.worker", "--run-id", identity]
     command += ["--launch", str(number), "--store", store.url]
     environment = {**os.environ, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
     return warm.popen(command, stderr=subprocess.PIPE, text=True, env=environment)
@@ -154,7 +154,7 @@ def test_of_several_ranks_the_one_that_refuses_the_weights_says_why_the_gang_end
     number, identity = launch(store, spec), identity_of(spec)
     write_weights(folder, store, seed=98)
     command = [sys.executable, "-m", "holdfast.launch.torchrun", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "holdfast.components.train.worker", "--run-id", identity]
+    command += ["-m", "holdfast.rank.worker", "--run-id", identity]
     command += ["--launch", str(number), "--store", store.url]
     environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     gang = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)

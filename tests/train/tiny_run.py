@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from holdfast.components.train.assignment import Assignment
 from holdfast.dataset import manifest
 from holdfast.dataset.shards import DTYPES, block_digests, shard_digest
+from holdfast.engines.assignment import Assignment
 from holdfast.spec import Spec, dump_spec, parse_spec
 from holdfast.store import Store, layout, open_store
 from tests import empty_mlflow, warm

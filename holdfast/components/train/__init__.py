@@ -1,6 +1,6 @@
 """The train step: launches the gang, follows it, restarts it, and exports the trained model.
 
-The pipeline calls `run`. The ranks run `holdfast.components.train.worker`.
+The pipeline calls `run`. The ranks run `holdfast.rank.worker`.
 """
 
 from __future__ import annotations

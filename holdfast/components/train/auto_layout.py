@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.checkpoint import newest_segments
-from holdfast.components.train.assignment import Assignment
+from holdfast.engines.assignment import Assignment
 from holdfast.launch import Ending
 from holdfast.launch.launches import newest_launch, read_ending, read_launch
 from holdfast.planning.auto import Proposal, best, layout_fields

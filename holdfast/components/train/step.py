@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING
 from holdfast.checkpoint import list_attempts, newest_segments, read_manifest
 from holdfast.checkpoint.attempts import attempt_began
 from holdfast.checkpoint.lineage import newest_step
-from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.auto_layout import ran_out_of_memory, recovery_advice, resolve_layout
 from holdfast.components.train.export import export
-from holdfast.components.train.health_gate import health_check_request
 from holdfast.components.train.result import TrainingResult, read_result
 from holdfast.dataset import Dataset
+from holdfast.engines.assignment import Assignment
 from holdfast.launch import Ending, Job, Launcher, choose_launcher, supervise
 from holdfast.launch.emitters import training_job
 from holdfast.launch.launches import (
@@ -41,6 +40,7 @@ from holdfast.model.exported import require_intact
 from holdfast.model.imported import weights_digest
 from holdfast.model.initialise import parameter_count
 from holdfast.planning.auto import next_plan
+from holdfast.rank.health_gate import health_check_request
 from holdfast.runtime.environment import cache_dir, in_step_pod, log_dir
 from holdfast.runtime.shutdown import request_shutdown
 from holdfast.scoring import require_tasks

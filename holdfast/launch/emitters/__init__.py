@@ -52,7 +52,7 @@ def training_job(
     leaving_nodes: frozenset[str] = frozenset(),
 ) -> Job:
     """The job that trains a run, as its launcher starts it for a launch that is recorded in the store."""
-    worker = ["-m", "holdfast.components.train.worker", "--run-id", run_id, "--launch", str(launch), "--store", store]
+    worker = ["-m", "holdfast.rank.worker", "--run-id", run_id, "--launch", str(launch), "--store", store]
     return Job(
         name=f"holdfast-{run_id}-{launch}",
         run_id=run_id,

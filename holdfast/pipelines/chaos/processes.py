@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import psutil
 
-WORKER = "holdfast.components.train.worker"
+WORKER = "holdfast.rank.worker"
 TORCHRUN = "holdfast.launch.torchrun"
 AGENT = "holdfast.launch.node.agent"
 PIPELINE = "holdfast.pipelines.backends.local.worker"

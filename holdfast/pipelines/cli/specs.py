@@ -168,7 +168,7 @@ def identity(spec: SpecFile, overrides: Overrides = None, salt: Salt = "", as_js
 
 def _deepspeed(spec: Spec) -> str:
     """What the DeepSpeed engine is given. Raises SpecError for another engine."""
-    from holdfast.components.train.engines.deepspeed.config import deepspeed_config
+    from holdfast.engines.deepspeed.config import deepspeed_config
     from holdfast.spec.errors import Problem, SpecError
 
     if spec.parallel.engine != "deepspeed":

@@ -58,7 +58,7 @@ def settings(**more: object) -> Cluster:
 def job(launch: int = 1, **more: object) -> Job:
     """One launch of the run."""
     name = f"holdfast-{RUN}-{launch}"
-    command = ["-m", "holdfast.components.train.worker", "--store", "s3://bucket/prefix"]
+    command = ["-m", "holdfast.rank.worker", "--store", "s3://bucket/prefix"]
     return Job(name, RUN, launch, command, 1, 1, 5.0, settings(**more))
 
 

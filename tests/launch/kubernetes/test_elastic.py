@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.train.assignment import Assignment
+from holdfast.engines.assignment import Assignment
 from holdfast.launch.kubernetes import KubernetesLauncher
 from holdfast.launch.launches import read_endings
 from holdfast.spec import ExitCode, run_id

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.checkpoint import list_attempts
 from holdfast.components.train import step
-from holdfast.components.train.assignment import Assignment
+from holdfast.engines.assignment import Assignment
 from holdfast.launch.kubernetes import KubernetesLauncher
 from holdfast.launch.launches import read_endings
 from holdfast.spec import ExitCode, Spec, run_id

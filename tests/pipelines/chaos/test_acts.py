@@ -161,7 +161,7 @@ def test_a_machine_that_gives_no_disk_says_why(monkeypatch: pytest.MonkeyPatch) 
 RANK = """
 import subprocess
 says = "import time; print('there', flush=True); time.sleep(60)"
-subprocess.run([sys.executable, "-c", says, "holdfast.components.train.worker"], env={"RANK": "0"})
+subprocess.run([sys.executable, "-c", says, "holdfast.rank.worker"], env={"RANK": "0"})
 """
 
 

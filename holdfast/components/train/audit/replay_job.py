@@ -16,8 +16,8 @@ from typing import Any
 from holdfast.checkpoint import Manifest, list_attempts, read_manifest
 from holdfast.checkpoint.attempts import read_attempt
 from holdfast.checkpoint.lineage import counted_steps, newest_step
-from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.step import GangError
+from holdfast.engines.assignment import Assignment
 from holdfast.launch.interface import Job
 from holdfast.launch.launches import read_launch
 from holdfast.launch.local import LocalLauncher

@@ -20,24 +20,24 @@ from typing import Any, cast
 import torch
 
 from holdfast.checkpoint import Checkpointer, open_checkpoint
-from holdfast.components.train.anomalies import Anomalies, Scalars
-from holdfast.components.train.assignment import Assignment
-from holdfast.components.train.batch_digest import BatchDigest
-from holdfast.components.train.checkpoint_policy import CheckpointPolicy
-from holdfast.components.train.engine import build_engine
-from holdfast.components.train.loop import train
-from holdfast.components.train.observers import FinishedStep
-from holdfast.components.train.plan import plan_of, require_one_plan
-from holdfast.components.train.preemption import PreemptionSignal
-from holdfast.components.train.randomness import make_deterministic
-from holdfast.components.train.rank_setup import batches
-from holdfast.components.train.weights import require_left_out_taken
-from holdfast.components.train.worker import first_state, speaks
 from holdfast.dataset import Dataset, Prefetcher
+from holdfast.engines.assignment import Assignment
+from holdfast.engines.interface import Scalars, build_engine
+from holdfast.engines.weights import require_left_out_taken
 from holdfast.launch.device import join_gang, local_device
 from holdfast.launch.exit_report import RankRecord
 from holdfast.launch.launches import read_launch
 from holdfast.launch.parent_death import die_with_parent
+from holdfast.rank.anomalies import Anomalies
+from holdfast.rank.batch_digest import BatchDigest
+from holdfast.rank.checkpoint_policy import CheckpointPolicy
+from holdfast.rank.loop import train
+from holdfast.rank.observers import FinishedStep
+from holdfast.rank.plan import plan_of, require_one_plan
+from holdfast.rank.preemption import PreemptionSignal
+from holdfast.rank.randomness import make_deterministic
+from holdfast.rank.setup import batches
+from holdfast.rank.worker import first_state, speaks
 from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.exits import exit_code_of
 from holdfast.runtime.gang import Gang, noticing_lost_peers

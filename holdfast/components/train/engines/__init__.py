@@ -1,1 +1,0 @@
-"""Training engines, one folder each, behind the Protocol in `holdfast.components.train.engine`."""

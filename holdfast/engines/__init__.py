@@ -1,0 +1,1 @@
+"""Training engines behind one interface: one process and gangs with torch, ZeRO with DeepSpeed."""

@@ -1,0 +1,84 @@
+"""Assignment of a launch: the resolved values that its ranks receive, and no more.
+
+The launcher writes it once into its launch record, from a checked spec, and ranks use it unchanged. It contains nothing
+about schedules, gates or registries, so these cannot stop a rank.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+from holdfast.engines.grid import Grid
+from holdfast.spec import Spec
+from holdfast.spec.cluster import COLLECTIVE_TIMEOUT_MINUTES
+from holdfast.spec.data import Shuffle
+from holdfast.spec.model import Model
+from holdfast.spec.telemetry import Telemetry
+from holdfast.spec.training import Checkpoint, Parallel, Training
+
+
+class Assignment(BaseModel):
+    """One run as its ranks see it. Each field comes from the spec."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run_id: str
+    dataset_id: str
+    model: Model
+    training: Training
+    parallel: Parallel
+    checkpoint: Checkpoint
+    telemetry: Telemetry = Telemetry()
+    accelerator: str
+    nodes: int
+    collective_timeout_minutes: float = COLLECTIVE_TIMEOUT_MINUTES
+    document_masks: bool
+    preferences: bool = False  # rows are pairs of answers
+    shuffle: Shuffle
+    source_weights: tuple[float, ...] | None  # of the mixture; None reads the sources in order
+    health_seconds: float | None = None  # limit of the health check before training; None: no check
+    health_reason: str = ""  # why there is a health check
+    first_weights: str = ""  # digest of the weights of model.init_from, as in the run id
+
+    @classmethod
+    def of(cls, spec: Spec, run_id: str, dataset_id: str, first_weights: str = "") -> Assignment:
+        """The assignment of a spec."""
+        weights = [source.weight for source in spec.data.sources]
+        return cls(
+            run_id=run_id,
+            dataset_id=dataset_id,
+            model=spec.model,
+            training=spec.training,
+            parallel=spec.parallel,
+            checkpoint=spec.checkpoint,
+            telemetry=spec.telemetry,
+            accelerator=spec.cluster.accelerator,
+            nodes=spec.cluster.nodes.max,
+            collective_timeout_minutes=spec.cluster.collective_timeout_minutes,
+            document_masks=spec.data.document_masks,
+            preferences=spec.data.kind == "preferences",
+            shuffle=spec.data.shuffle,
+            source_weights=None if None in weights else tuple(weight for weight in weights if weight is not None),
+            first_weights=first_weights,
+        )
+
+    def grid(self, ranks: int, size: int | None = None) -> Grid | None:
+        """The division of a global batch (of `size` samples, if not the full size) among ranks under elastic
+        determinism. None under another mode. Raises SpecError for more ranks than grains."""
+        if self.training.determinism != "elastic":
+            return None
+        return Grid((size or self.training.global_batch) // self.training.micro_batch, ranks)
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether even a single rank needs a process group: for DeepSpeed, elastic sums and offload."""
+        parallel = self.parallel
+        elastic = self.training.determinism == "elastic"
+        return parallel.engine == "deepspeed" or elastic or parallel.offload != "none"
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches that one rank computes per step."""
+        ranks = self.parallel.processes * self.nodes
+        replicas = ranks // (self.parallel.tensor * self.parallel.pipeline * self.parallel.context)
+        return self.training.global_batch // (self.training.micro_batch * replicas)

@@ -1,0 +1,1 @@
+"""Objectives: what a training step minimizes."""

@@ -1,0 +1,1 @@
+"""One process of a gang: set-up, the training loop, and what watches it."""

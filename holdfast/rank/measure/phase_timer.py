@@ -1,0 +1,102 @@
+"""Phase timer: reports the time that a rank spends in each phase as events every few seconds.
+
+The goodput ledger (`telemetry/ledger.py`) is computed from them. Every moment of the process is reported once. Nothing
+waits for a device except for steps that are finished. A killed rank leaves at most a minute unreported in a gang of up
+to a hundred ranks.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import Counter
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from holdfast.rank.measure.energy_meter import Meter
+from holdfast.rank.observers import FinishedStep
+from holdfast.spec.errors import PreemptedError
+from holdfast.telemetry import emit, phases
+from holdfast.telemetry.events import TimeSpent
+from holdfast.telemetry.phases import Lap
+
+SECONDS = 5.0  # between two events of a new rank...
+SHARE, MOST_SECONDS = 0.1, 60.0  # ...and later this share of the rank's age, up to this limit
+RANKS_A_SECOND = 2  # of a large gang that report per second
+
+
+class PhaseTimeReporter:
+    """An observer that reports how this rank spends its time. As a context manager it reports the rest when the rank
+    ends."""
+
+    def __init__(self, rank: int, world: int, step: int, device: torch.device, meter: Meter) -> None:
+        """Immediately reports the time before the process's first step, which follows `step`. From here on it
+        measures the time of an accelerator separately, and `meter` reports its figures."""
+        if device.type == "cuda":
+            phases.measure_by(_mark)
+        self._rank, self._step = rank, step
+        self._least, self._began = max(SECONDS, world / RANKS_A_SECOND), time.monotonic()
+        self._meter, self._metered = meter, False
+        self._laps: list[Lap] = [phases.lap()]
+        self._last_report = 0.0
+        self._tell()
+
+    def on_step(self, finished: FinishedStep) -> None:
+        """See Observer."""
+        now = time.monotonic()
+        if now - self._last_report >= max(self._least, min(MOST_SECONDS, SHARE * (now - self._began))):
+            self._tell()  # without this step, which the device may not have finished
+        self._laps.append(finished.lap)
+        self._step = finished.step
+
+    def on_save(self, step: int) -> Mapping[str, str]:  # noqa: ARG002
+        """See Observer."""
+        return {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._laps.append(phases.lap())
+        self._tell(last=True, failed=error is not None and not isinstance(error, PreemptedError))
+
+    def _tell(self, *, last: bool = False, failed: bool = False) -> None:
+        spent: Counter[str] = Counter()
+        for lap in self._laps:
+            # After a failure a device may block forever in a collective with lost peers, so it is not waited for.
+            spent.update(lap.host if failed else lap.seconds)
+        self._laps, self._last_report = [], time.monotonic()
+        told = {name: round(value, 6) for name, value in spent.items() if value > 0}
+        read = self._meter.read().model_dump(exclude_none=True)
+        if not self._metered:
+            read.pop("joules", None)  # time before the first report is longer than the meter's measurement
+        event = TimeSpent(
+            rank=self._rank,
+            step=self._step,
+            seconds=told,
+            peak_memory=peak_memory(),
+            last=last,
+            failed=failed,
+            **read,
+        )
+        self._metered = True
+        emit(event)
+
+
+def _mark() -> phases.Stamp:
+    """A timing mark on the accelerator that waits for nothing."""
+    event: Any = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def peak_memory() -> int:
+    """Peak memory of this rank in bytes: of its accelerator, or else of the process."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_reserved())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

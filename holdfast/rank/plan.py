@@ -1,0 +1,77 @@
+"""Plan of this gang: the environment of each rank, and a check that all ranks compute alike."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import re
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import torch
+
+from holdfast.engines.assignment import Assignment
+from holdfast.launch.device import device_name
+from holdfast.runtime.environment import IMAGE_VARIABLE
+from holdfast.spec.errors import PlanChangedError
+from holdfast.spec.plan import MISSING, Plan, Value, free_under, settings_of
+
+log = logging.getLogger("holdfast.train")
+
+# Variables that are known to change which kernels run, how they split their work, or the order of sums.
+CHANGES_BITS = re.compile(
+    r"OMP_(NUM_THREADS|DYNAMIC|SCHEDULE)|KMP_DETERMINISTIC_REDUCTION|OPENBLAS_(NUM_THREADS|CORETYPE)"
+    r"|MKL_(?!VERBOSE)\w+|(DNNL|ONEDNN)_(MAX_CPU_ISA|CPU_ISA_HINTS|DEFAULT_FPMATH_MODE)|ATEN_CPU_CAPABILITY"
+    r"|CUBLAS_WORKSPACE_CONFIG|CUBLASLT_WORKSPACE_SIZE|NVIDIA_TF32_OVERRIDE|DISABLE_ADDMM_CUDA_LT"
+    r"|TORCH_(ALLOW_TF32_CUBLAS_OVERRIDE|BLAS_PREFER_\w+|COMPILE_DISABLE)|TORCHDYNAMO_DISABLE"
+    r"|TORCHINDUCTOR_(MAX_AUTOTUNE\w*|FREEZING|EMULATE_PRECISION_CASTS)|PYTORCH_TUNABLEOP_(ENABLED|TUNING)"
+    r"|NCCL_(ALGO|PROTO|NTHREADS|(MIN|MAX)_(N?CHANNELS|CTAS)|NVLS_ENABLE|COLLNET_ENABLE|BUFFSIZE|NET|IB_DISABLE)|FI_PROVIDER"
+    r"|ROCBLAS_\w+|HIPBLASLT_\w+|MIOPEN_FIND_\w+|HSA_OVERRIDE_GFX_VERSION|HCCL_(ALGO|DETERMINISTIC)"
+)
+ODD_RANKS_SHOWN = 8
+
+
+def plan_of(assignment: Assignment, device: torch.device) -> Plan:
+    """The plan as this rank determines it. Call it once torch is set up and the gang has formed, because it includes
+    the number of ranks."""
+    parallel = assignment.parallel
+    nodes = int(os.environ.get("WORLD_SIZE", "1")) // parallel.processes
+    settings = settings_of(assignment.training, parallel, assignment.accelerator, nodes)
+    free = free_under(assignment.training.determinism)
+    return Plan(settings=settings, surroundings=_surroundings(device, parallel.engine), free=free)
+
+
+def require_one_plan(plans: Sequence[Plan], determinism: str) -> None:
+    """Refuse a gang whose ranks do not compute alike, because after a restart ranks may change places. `plans` are
+    in rank order. Raises PlanChangedError with each odd rank and its differences. Under determinism `off` it only
+    logs a warning."""
+    odd = {rank: found for rank, plan in enumerate(plans) if (found := plans[0].differences(plan, "on rank 0", "here"))}
+    if not odd:
+        return
+    said = "; ".join(f"rank {rank}: {', '.join(found)}" for rank, found in list(odd.items())[:ODD_RANKS_SHOWN])
+    message = f"{len(odd)} of {len(plans)} ranks compute in another way than rank 0 ({said})"
+    if determinism != "off":
+        raise PlanChangedError(
+            f"{message}, and training.determinism: {determinism} promises bits. Make the nodes alike, for instance by "
+            "cluster.node_selector, or set training.determinism: off"
+        )
+    log.warning("%s", message)
+
+
+def _surroundings(device: torch.device, engine: str) -> dict[str, Value]:
+    found: dict[str, Value] = {
+        "device": device_name(device),
+        "image": os.environ.get(IMAGE_VARIABLE) or MISSING,
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "version of Python": ".".join(platform.python_version_tuple()[:2]),
+        "version of torch": torch.__version__,
+    }
+    if engine == "deepspeed":
+        found["version of DeepSpeed"] = version("deepspeed")
+    if device.type == "cuda":
+        found["version of CUDA"] = torch.version.cuda or f"ROCm {torch.version.hip}"
+        found["version of cuDNN"] = torch.backends.cudnn.version()
+        found["version of NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    variables = sorted(name for name in os.environ if CHANGES_BITS.fullmatch(name))
+    return found | {f"variable {name}": os.environ[name] for name in variables}

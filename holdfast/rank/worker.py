@@ -1,0 +1,346 @@
+"""One rank of the gang: it reads its launch, joins the gang, loads the newest state, and trains.
+
+torchrun starts one on every accelerator. The launch's record in the store holds everything that a rank needs. A formed
+gang claims an attempt. A gang that forms again under the same launch claims another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from functools import cache, partial
+
+import numpy.ma  # noqa: F401 - numpy.median would, in each rank after it was forked
+import torch
+import torch._inductor.config  # use_deterministic_algorithms would import it in each rank after the fork
+
+import holdfast.engines.torch.engine  # noqa: F401 - likewise build_engine
+from holdfast.checkpoint import Attempt, Checkpointer, Manifest, Retention, claim_attempt, newest_segments
+from holdfast.checkpoint.local_tiers.tier_set import TierSet
+from holdfast.dataset import Dataset, Prefetcher
+from holdfast.engines.assignment import Assignment
+from holdfast.engines.interface import Engine, Scalars
+from holdfast.engines.mesh import Mesh
+from holdfast.engines.weights import (
+    AdaptedState,
+    FirstState,
+    ImportedState,
+    SeededState,
+    require_left_out_taken,
+)
+from holdfast.launch.device import device_name
+from holdfast.launch.exit_report import RankRecord
+from holdfast.launch.launches import read_launch
+from holdfast.launch.parent_death import die_with_parent
+from holdfast.model.imported import require_weights
+from holdfast.rank.anomalies import Anomalies
+from holdfast.rank.batch_digest import BatchDigest
+from holdfast.rank.checkpoint_policy import CheckpointPolicy, failures_before
+from holdfast.rank.hang_reporting import enable_watchdog
+from holdfast.rank.health_gate import check_health
+from holdfast.rank.loop import train
+from holdfast.rank.measure.energy_meter import Meter
+from holdfast.rank.measure.phase_timer import PhaseTimeReporter
+from holdfast.rank.measure.profile import Profiler
+from holdfast.rank.measure.throughput import Throughput
+from holdfast.rank.observers import History, Observer, Progress
+from holdfast.rank.preemption import PreemptionSignal
+from holdfast.rank.randomness import make_deterministic
+from holdfast.rank.setup import (
+    agree_on_plan,
+    batches,
+    build,
+    compare_stragglers,
+    meet,
+    throughput_of,
+)
+from holdfast.runtime.environment import cache_dir
+from holdfast.runtime.exits import code_of, exit_code_of
+from holdfast.runtime.gang import Gang, noticing_lost_peers
+from holdfast.runtime.logs import configure_logging
+from holdfast.spec import ExitCode
+from holdfast.spec.errors import (
+    BadReaderError,
+    PreemptedError,
+    UnhealthyNodeError,
+    WrongArithmeticError,
+)
+from holdfast.spec.plan import Plan, require_plan
+from holdfast.store import Store, open_store
+from holdfast.telemetry import emit, phases, recording
+from holdfast.telemetry.channel import set_source
+from holdfast.telemetry.events import AttemptBegan, RankEnded
+from holdfast.telemetry.serving import showing_metrics
+
+log = logging.getLogger("holdfast.train")
+
+
+def work(
+    store: Store,
+    run_id: str,
+    launch: int,
+    leave: PreemptionSignal,
+    on_formed: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Run one rank of launch number `launch` until the run is trained. `on_formed` receives the attempt number once the
+    gang has formed."""
+    phases.enter("start", 0)
+    launched = read_launch(store, run_id, launch)
+    spec, replan = Assignment.model_validate(launched["assignment"]), bool(launched["replan"])
+    make_deterministic(spec.training.determinism, spec.parallel.threads)
+    dataset = Dataset.open(store, spec.dataset_id, cache_dir())
+    phases.enter("meet")
+    with ExitStack() as built:
+        with leave.meeting():
+            device, gang = meet(spec, leave)
+            plan = agree_on_plan(spec, device, gang)
+            check_health(store, spec, device, gang, launch)
+            attempt = gang.from_rank_0(lambda: claim(store, spec, launch, gang.size, plan, replan), Attempt)
+            engine = built.enter_context(closing(build(spec, dataset)))  # it may own files
+        set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched["claimed"])
+        on_formed(attempt.number)
+        leave.raise_if_stopping("before the state was loaded")
+
+        phases.enter("restore")
+
+        def accept(manifest: Manifest) -> None:
+            require_plan(manifest.segments, plan, spec.training.determinism, replan)  # it may not be the newest
+            require_left_out_taken(manifest.tensors, engine.boxes())
+
+        first = cache(lambda: first_state(spec, dataset.vocabulary))
+        if frozen := engine.frozen():
+            first().fill(frozen)
+        checkpointer = Checkpointer(
+            store,
+            attempt,
+            Retention.of(spec.checkpoint, spec.training.anomalies),
+            describe={
+                "dataset_id": dataset.dataset_id,
+                "layout": engine.layout,
+                "base": {"location": spec.model.init_from, "digest": spec.first_weights} if frozen else None,
+                "random": {"scheme": "keyed by step", "seed": spec.training.seed},
+            },
+            plan=plan,
+            max_lag_steps=spec.checkpoint.lag_steps,
+            same_bits=spec.training.determinism != "off",
+            compress=spec.checkpoint.compression == "lossless",
+            upload_rate=upload_rate(spec),
+            gang=gang,
+            near=near_tiers(store, attempt, gang, spec),
+        )
+        start = checkpointer.restore(engine.boxes(), lambda boxes: first().fill(boxes), accept)
+        engine.restored(start, checkpointer.scalars)
+        leave.raise_if_stopping(f"with the state of step {start} loaded")
+        cadence = CheckpointPolicy(
+            spec.checkpoint,
+            start=start,
+            steps=spec.training.steps,
+            gang=gang,
+            failures=failures_before(store, attempt, gang.size) if gang.rank == 0 else None,
+        )
+        training, rows = batches(spec, dataset, gang)
+        anomalies = Anomalies(
+            spec.training.anomalies,
+            device,
+            checkpointer.scalars,
+            go_back=partial(state_after, first, checkpointer, engine),
+            where=partial(dataset.where, training) if gang.rank == 0 else None,
+        )
+        throughput = throughput_of(spec, dataset, device, gang) if gang.rank == 0 else None
+        fed, meter = BatchDigest(gang, speaks=speaks(spec, gang)), Meter(device)
+        history = History(
+            spec,
+            attempt,
+            start,
+            fed,
+            keep=gang.rank == 0,
+            throughput=throughput,
+            on_anomaly=anomalies.report,
+            meter=meter,
+        )
+        checkpointer.on_commit = history.committed
+        observers: list[Observer] = [history, *compare_stragglers(spec, gang, rows)]
+        if throughput is not None:
+            observers.append(Progress(spec, history, start, throughput))
+        begun = (
+            nullcontext()
+            if throughput is None
+            else _attempt_span(spec, attempt, gang.size, start, device, throughput, meter)
+        )
+        accounts, profiler = (
+            PhaseTimeReporter(gang.rank, gang.size, start, device, meter),
+            Profiler(store, attempt, active=gang.rank == 0),
+        )
+        # In-flight saves at the end hold a finite state that is equal on all replicas.
+        with begun, accounts, profiler, closing(checkpointer), _leaving():
+            if checkpointer.near_start is not None:  # no checkpoint yet
+                checkpointer.save(start, engine.saved(), checkpointer.near_start.scalars)
+            with Prefetcher(training, rows, start, stop=spec.training.steps) as ahead:
+                train(
+                    spec, engine, fed.record(ahead), checkpointer, cadence, anomalies, [*observers, accounts, profiler],
+                    leave, gang,
+                )  # fmt: skip
+            if start == spec.training.steps:  # an earlier attempt died between its last commit and the collection
+                checkpointer.collect_garbage(start)
+            checkpointer.drop_local_tiers()
+
+
+@contextmanager
+def _leaving() -> Iterator[None]:
+    """Enter the `leave` phase when the context ends in any way. Staged copies are handed over next, and the process
+    that ends this rank waits for that."""
+    try:
+        yield
+    finally:
+        phases.enter("leave")
+
+
+@contextmanager
+def _attempt_span(
+    spec: Assignment,
+    attempt: Attempt,
+    world: int,
+    start: int,
+    device: torch.device,
+    throughput: Throughput,
+    meter: Meter,
+) -> Iterator[None]:
+    """Report that the attempt began, and serve its metrics where the spec enables that."""
+    began = AttemptBegan(
+        attempt=attempt.number,
+        world=world,
+        step=start,
+        steps=spec.training.steps,
+        host=socket.gethostname(),
+        device=str(device),
+        peak_flops=throughput.peak,
+        mfu_unavailable=throughput.unknown,
+        accelerator=device_name(device),
+        energy_unavailable=meter.unknown,
+        missing_metrics=meter.missing_metrics,
+    )
+    log.info("%s", began.text)
+    if began.mfu_unavailable:
+        log.info("no MFU: %s", began.mfu_unavailable)
+    with showing_metrics(spec.telemetry, spec.run_id):
+        emit(began)
+        yield
+
+
+def upload_rate(spec: Assignment) -> float | None:
+    """This rank's share of the checkpoint upload rate of its host, in bytes per second. None means unlimited."""
+    rate = spec.checkpoint.upload_mib_per_second
+    return None if rate is None else rate * 2**20 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def near_tiers(store: Store, attempt: Attempt, gang: Gang, spec: Assignment) -> TierSet | None:
+    """The local checkpoint tiers of this gang, or None if the spec has none. A collective call."""
+    memory, disk = spec.checkpoint.memory, spec.checkpoint.disk
+    every = {"memory": memory.every_steps, "disk": disk.every_steps}
+    due = {name: steps for name, steps in every.items() if steps is not None}
+    return TierSet(store, attempt, gang, due, disk.path, memory.peers) if due else None
+
+
+def claim(store: Store, spec: Assignment, launch: int, world_size: int, plan: Plan, replan: bool) -> Attempt:
+    """Claim an attempt for this gang. Raises PlanChangedError, without a claim, if the run may not continue under the
+    gang's plan. Earlier attempts are then not fenced off."""
+    changes = require_plan(newest_segments(store, spec.run_id), plan, spec.training.determinism, replan)
+    if changes:
+        log.warning("the plan changes, and with it the last bits of what follows: %s", "; ".join(changes))
+    return claim_attempt(
+        store,
+        spec.run_id,
+        launch=launch,
+        world_size=world_size,
+        plan=plan.model_dump(mode="json"),
+        fingerprint=plan.fingerprint,
+    )
+
+
+def speaks(spec: Assignment, gang: Gang) -> bool:
+    """Whether this rank reports its rows. Of ranks that receive the same rows, one does."""
+    return spec.grid(gang.size) is not None or Mesh.of(spec.parallel, gang.size).counts(gang.rank)
+
+
+def first_state(spec: Assignment, vocabulary: int) -> FirstState:
+    """The state before the first step, according to the spec. Raises DataError if the weights differ from those in the
+    run's identity."""
+    seeded = SeededState(spec.model, spec.training.seed)
+    if spec.model.init_from is None:
+        return seeded
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # one rank checks for all ranks that read the same disk
+        require_weights(spec.model.init_from, spec.first_weights)
+    return AdaptedState(ImportedState(spec.model.init_from, spec.model, vocabulary), seeded)
+
+
+def state_after(first: Callable[[], FirstState], checkpointer: Checkpointer, engine: Engine, step: int) -> Scalars:
+    """Load the state after `step` steps into the engine, from a checkpoint or the first state. Returns its scalars. A
+    collective call. Raises what `Checkpointer.load` raises."""
+    phases.enter("restore")
+    scalars: Scalars = {}
+    if step:
+        scalars = checkpointer.load(step, engine.boxes())
+    else:
+        checkpointer.wait_for_staging()
+        first().fill(engine.boxes())
+    engine.restored(step, scalars)
+    phases.enter("check")
+    return scalars
+
+
+@contextmanager
+def _reporting_end() -> Iterator[None]:
+    """Report how this rank ends: on rank 0, and on a rank that is a cause rather than a consequence."""
+    rank, code, reason = int(os.environ.get("RANK", "0")), ExitCode.OK, ""
+    try:
+        yield
+    except BaseException as error:
+        code, reason = code_of(error), str(error) or type(error).__name__
+        raise
+    finally:
+        if rank == 0 or code not in (ExitCode.OK, ExitCode.LOST_PEER, ExitCode.TERMINATED, ExitCode.PREEMPTED):
+            emit(RankEnded(rank=rank, code=code, host=socket.gethostname(), reason=reason))
+
+
+def main() -> None:
+    """Entry point of a rank."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--launch", required=True, type=int)
+    parser.add_argument("--store", required=True)
+    arguments = parser.parse_args()
+    die_with_parent()
+    configure_logging()
+    leave = PreemptionSignal()
+    record = RankRecord()
+    enable_watchdog()
+    leave.listen()
+    blames_node = False
+
+    def body() -> None:
+        nonlocal blames_node
+        store, run_id, launch = open_store(arguments.store), arguments.run_id, arguments.launch
+        told = recording(store, run_id, f"rank {os.environ.get('RANK', '0')}", launch=launch)
+        try:
+            with told, _reporting_end(), noticing_lost_peers():  # of the collectives of training
+                work(store, run_id, launch, leave, record.formed)
+        except (BadReaderError, WrongArithmeticError, UnhealthyNodeError) as error:
+            blames_node = not isinstance(error, BadReaderError) or error.here
+            raise
+
+    code = exit_code_of(body)
+    if leave.wanted and code not in (ExitCode.OK, PreemptedError.exit_code):
+        code = ExitCode.TERMINATED if code == ExitCode.LOST_PEER else code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    record.ended(code, blames_node)
+    os._exit(code)  # process groups with a lost peer can block the interpreter's normal exit
+
+
+if __name__ == "__main__":
+    main()
