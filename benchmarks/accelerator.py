@@ -212,7 +212,7 @@ def memory_of(arguments: argparse.Namespace) -> dict[str, Any]:
         with Living([box.data for box in engine.boxes()]) as living:
             engine.step(rows, 1e-4)
         peak, reserved = living.peak, 0
-    plan = sum(terms.values()) - terms["fragmentation"]
+    plan = sum(size for name, size in terms.items() if name != "fragmentation" and "driver" not in name)
     return {"peak": peak, "reserved": reserved, "planned": plan, "planned_over_peak": plan / peak, "terms": terms}
 
 
