@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from holdfast.launch.parent_death import VARIABLE as PARENT
+from holdfast.launch.processes import PARENT_VARIABLE as PARENT
 
 STEPS = 10  # of a window
 LAYERS, HEAD = 8, 64

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from holdfast.launch import local
-from holdfast.launch.warm import WarmServer
+from holdfast.launch.local import launcher as local
+from holdfast.launch.processes import WarmServer
 
 
 class KeptServer(WarmServer):

@@ -20,15 +20,16 @@ from typing import Any
 
 from sqlalchemy.orm import configure_mappers
 
-from holdfast.launch import local, warm
+from holdfast.launch import processes
 from holdfast.launch.accelerators import ACCELERATORS
+from holdfast.launch.local import launcher
 from holdfast.launch.node import agent
-from holdfast.launch.warm import WarmServer
+from holdfast.launch.processes import WarmServer
 from holdfast.tracking.connection import quiet_mlflow
 
 TRAININGS = ("holdfast.components.train", "tests.faults.held_training")
 _OF_A_GANG = (
-    local.WRAPPER, "torch.distributed.run", agent.MODULE,
+    launcher.WRAPPER, "torch.distributed.run", agent.MODULE,
     "holdfast.rank.worker", "tests.faults.held_worker",
 )  # fmt: skip
 _IMPORTED = (
@@ -116,7 +117,7 @@ def main() -> None:
     sys.argv = command
     if not hasattr(sys.modules.get(module), "__path__"):
         sys.modules.pop(module, None)  # else runpy warns that it runs twice
-    warm._present([sys.executable, "-m", *command], dict(os.environ))
+    processes._present([sys.executable, "-m", *command], dict(os.environ))
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
@@ -126,7 +127,7 @@ def main() -> None:
 
 def _fork_the_server_of_launches() -> None:
     """What a launcher's `WarmServer.spawn` imports is there: its first server is forked now, one after it spawned."""
-    warm._present([sys.executable, "-c", warm._SERVE], dict(os.environ))
+    processes._present([sys.executable, "-c", processes._SERVE], dict(os.environ))
     forked = [WarmServer.fork(_OF_A_GANG)]
     spawn = WarmServer.spawn
 

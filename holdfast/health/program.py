@@ -14,8 +14,8 @@ from pathlib import Path
 from holdfast.health.examine import examine, require_health
 from holdfast.launch.accelerators import ACCELERATORS
 from holdfast.launch.device import join_gang, local_device
-from holdfast.launch.exit_report import RankRecord
-from holdfast.launch.parent_death import die_with_parent
+from holdfast.launch.exits import RankRecord
+from holdfast.launch.processes import die_with_parent
 from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.exits import exit_code_of
 from holdfast.runtime.gang import Gang, noticing_lost_peers

@@ -5,7 +5,7 @@
 
 from holdfast.launch.choose import choose_launcher
 from holdfast.launch.interface import Ending, Job, Launcher
-from holdfast.launch.local import LocalLauncher
-from holdfast.launch.supervise import supervise
+from holdfast.launch.local.launcher import LocalLauncher
+from holdfast.launch.supervisor import supervise
 
 __all__ = ["Ending", "Job", "Launcher", "LocalLauncher", "choose_launcher", "supervise"]

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from holdfast.launch.interface import Launcher
-from holdfast.launch.local import LocalLauncher
-from holdfast.launch.spares import require_no_spares
+from holdfast.launch.local.launcher import LocalLauncher
+from holdfast.spec.cluster import Cluster
 from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.extras import require_package
 from holdfast.spec.tree import Spec
@@ -34,7 +34,7 @@ def choose_launcher(spec: Spec, logs: Path) -> Launcher:
 
         return KubernetesLauncher(spec.cluster)
     if name == "slurm":
-        from holdfast.launch.slurm import SlurmLauncher
+        from holdfast.launch.slurm.launcher import SlurmLauncher
 
         require_no_spares(spec.cluster, "Slurm")
         require_engine(spec)
@@ -72,3 +72,17 @@ def require_this_machine(spec: Spec) -> None:
     if spec.cluster.spares:
         log.info("cluster.spares: %d would stand by on a cluster; here is one machine", spec.cluster.spares)
     require_engine(spec)
+
+
+def spares_refused(cluster: Cluster, where: str) -> list[Problem]:
+    """The problems with spares on `where`, whose nodes meet once for each launch."""
+    if not cluster.spares:
+        return []
+    remedy = "remove it, or run on Kubernetes with cluster.job: pytorchjob"
+    return [Problem("cluster.spares", cluster.spares, f"cannot be on {where}, whose nodes meet once a launch", remedy)]
+
+
+def require_no_spares(cluster: Cluster, where: str) -> None:
+    """Raises SpecError if `cluster` has spares, which `where` does not support."""
+    if found := spares_refused(cluster, where):
+        raise SpecError(found, where)

@@ -79,3 +79,13 @@ class Launcher(Protocol):
     def stop(self) -> None:
         """Tell the running job to save and leave. Returns immediately. Callable from any thread, also when nothing
         runs."""
+
+
+def pods_of(cluster: Cluster) -> int:
+    """The largest number of nodes of a job: those that train, and the spares."""
+    return cluster.nodes.max + cluster.spares
+
+
+def changes_members(cluster: Cluster) -> bool:
+    """Whether a gang that lost a node continues within its launch: with fewer nodes, or with a spare."""
+    return cluster.nodes.min < cluster.nodes.max or bool(cluster.spares)

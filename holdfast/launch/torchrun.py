@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from holdfast.checkpoint.agent.protocol import VARIABLE
-from holdfast.launch.exit_report import (
+from holdfast.launch.exits import (
     FOLDER_VARIABLE,
     RankExit,
     as_exit_code,
@@ -39,8 +39,7 @@ from holdfast.launch.node.events import NodeEvents
 from holdfast.launch.node.output import CLOSE_SECONDS, TAKE_SECONDS, Place, RankOutput
 from holdfast.launch.node.spot_notice import SpotNoticeWatch
 from holdfast.launch.node.watchdog import Watchdog
-from holdfast.launch.parent_death import die_with_parent, lead_children
-from holdfast.launch.warm import WarmServer
+from holdfast.launch.processes import WarmServer, die_with_parent, lead_children
 from holdfast.runtime import sealing
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec.errors import ExitCode

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.launch.accelerators import ACCELERATORS
-from holdfast.launch.parent_death import VARIABLE as PARENT
+from holdfast.launch.processes import PARENT_VARIABLE as PARENT
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec.errors import HoldfastError, Problem, SpecError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.launch.exit_report import FOLDER_VARIABLE
+from holdfast.launch.exits import FOLDER_VARIABLE
 from holdfast.launch.node.stacks import STACK_SIGNAL, STACKS
 from holdfast.runtime import heartbeat
 from holdfast.telemetry import phases

@@ -34,9 +34,9 @@ from holdfast.engines.weights import (
     require_left_out_taken,
 )
 from holdfast.launch.device import device_name
-from holdfast.launch.exit_report import RankRecord
+from holdfast.launch.exits import RankRecord
 from holdfast.launch.launches import read_launch
-from holdfast.launch.parent_death import die_with_parent
+from holdfast.launch.processes import die_with_parent
 from holdfast.model.imported import require_weights
 from holdfast.rank.anomalies import Anomalies
 from holdfast.rank.batch_digest import BatchDigest

@@ -1,10 +1,11 @@
-"""This machine's address for the other nodes of a job, and listeners that are bound only to it."""
+"""This machine's address for the other nodes of a job, listeners that are bound only to it, and free ports."""
 
 from __future__ import annotations
 
 import ipaddress
 import logging
 import os
+import random
 import socket
 from collections.abc import Iterator
 
@@ -14,6 +15,8 @@ log = logging.getLogger("holdfast.runtime")
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # the interface of the job, if set
 BACKLOG = 4096
+PORTS = range(20_000, 32_000)  # below Linux's default range for outgoing connections, so none takes one meanwhile
+TRIES = 100
 
 
 def interface_address() -> str | None:
@@ -50,6 +53,21 @@ def listen_as(host: str, port: int) -> socket.socket:
         return socket.create_server(("", port), family=family, backlog=BACKLOG, dualstack_ipv6=dual)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=BACKLOG)
+
+
+def free_port() -> int:
+    """A free port for a listener that starts later, such as the ranks' meeting address.
+
+    It is chosen at random, so that two concurrent callers get different ports. Raises OSError.
+    """
+    for port in random.SystemRandom().sample(PORTS, TRIES):
+        with socket.socket() as candidate:
+            try:
+                candidate.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"{TRIES} ports of {PORTS.start}-{PORTS.stop - 1} are all in use: the ranks have nowhere to meet")
 
 
 def _own_addresses(host: str) -> Iterator[str]:

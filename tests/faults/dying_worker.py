@@ -10,7 +10,7 @@ from pathlib import Path
 
 from holdfast.checkpoint.agent.client import AgentClient
 from holdfast.checkpoint.agent.protocol import Save
-from holdfast.launch.exit_report import FOLDER_VARIABLE
+from holdfast.launch.exits import FOLDER_VARIABLE
 from holdfast.rank import worker
 
 

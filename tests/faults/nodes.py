@@ -15,8 +15,8 @@ from typing import Any, Self, TypeVar
 
 import psutil
 
-from holdfast.launch.exit_report import FILE_VARIABLE
-from holdfast.launch.parent_death import VARIABLE as PARENT
+from holdfast.launch.exits import FILE_VARIABLE
+from holdfast.launch.processes import PARENT_VARIABLE as PARENT
 from holdfast.spec import Spec
 from holdfast.store import Store
 from holdfast.telemetry import read_events

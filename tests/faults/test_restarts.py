@@ -13,7 +13,7 @@ import pytest
 from holdfast.checkpoint import list_attempts, open_checkpoint
 from holdfast.checkpoint.attempts import read_attempt
 from holdfast.checkpoint.retention import checkpoint_steps
-from holdfast.launch.exit_report import FOLDER_VARIABLE
+from holdfast.launch.exits import FOLDER_VARIABLE
 from holdfast.spec import ExitCode, Spec, run_id
 from holdfast.store import Store, layout
 from tests import warm

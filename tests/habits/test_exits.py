@@ -20,7 +20,7 @@ KNOWN = {
     "holdfast/launch/node/output.py": "redacts lines itself",
     "holdfast/store/durable.py": "objects of the store",
     "holdfast/telemetry/channel.py": "events, whose texts are redacted when they are made",
-    "holdfast/launch/warm.py": "standard error of a process whose output a launcher reads and redacts",
+    "holdfast/launch/processes.py": "standard error of a process whose output a launcher reads and redacts",
     "holdfast/components/notify/webhook.py": "redacts the record itself",
     "holdfast/runtime/step_cli.py": "the result of a step: an id or a word; standard output is redacted",
     "holdfast/runtime/logs.py": "the formatters of all log records: they redact",
@@ -68,7 +68,7 @@ def test_rich_consoles_are_made_in_one_place() -> None:
 def test_launch_logs_hold_no_secret(tmp_path: Path) -> None:
     import io
 
-    from holdfast.launch.local import _keep
+    from holdfast.launch.local.launcher import _keep
 
     tail: deque[str] = deque(maxlen=9)
     _keep(io.StringIO(f"rank 0: {SECRET}\nloss 3.2\n"), tmp_path / "log", tail)

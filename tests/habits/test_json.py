@@ -12,7 +12,7 @@ ELSEWHERE = {
     "holdfast/checkpoint/catalogue.py": "part of an index, under its digest",
     "holdfast/checkpoint/root.py": "the root, whose digest is over the exact text",
     "holdfast/checkpoint/tree.py": "part of a node, under its digest",
-    "holdfast/launch/warm.py": "a message of the parent process",
+    "holdfast/launch/processes.py": "a message of the parent process",
     "holdfast/corpus/chat.py": "records of a corpus",
     "holdfast/corpus/cleaning.py": "records of a corpus",
     "holdfast/corpus/encode.py": "a tokenizer that was made here",

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 import torch
 
-from holdfast.launch import networks
+from holdfast.launch import accelerators
 from holdfast.launch.accelerators import ACCELERATORS, backend_of, slice_resource, training_image
 from holdfast.launch.device import local_device
 from holdfast.rank.plan import CHANGES_BITS
@@ -50,8 +50,8 @@ def test_a_slice_has_the_name_of_its_device_plugin() -> None:
 
 
 def test_the_rules_know_the_networks_of_the_table() -> None:
-    assert {kind: tuple(found) for kind, found in networks.NETWORKS.items()} == NETWORKS
-    assert set(networks.POD_INTERFACE) == set(NETWORKS) == set(ACCELERATORS) - {"tpu"}
+    assert {kind: tuple(found) for kind, found in accelerators.NETWORKS.items()} == NETWORKS
+    assert set(accelerators.POD_INTERFACE) == set(NETWORKS) == set(ACCELERATORS) - {"tpu"}
     words = set(get_args(get_args(Cluster.model_fields["network"].annotation)[0]))
     assert words == {name for found in NETWORKS.values() for name in found}
 
@@ -59,7 +59,7 @@ def test_the_rules_know_the_networks_of_the_table() -> None:
 def test_what_decides_between_networks_is_recorded_in_the_plan() -> None:
     """Another network may be another algorithm, and so another order of sums."""
     deciding = {"NCCL_NET", "FI_PROVIDER"}
-    for found in networks.NETWORKS.values():
+    for found in accelerators.NETWORKS.values():
         for variables in found.values():
             assert all(CHANGES_BITS.fullmatch(name) for name in deciding & set(variables))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.launch import Ending
-from holdfast.launch.exit_report import (
+from holdfast.launch.exits import (
     FOLDER_VARIABLE,
     RankRecord,
     as_exit_code,
@@ -55,7 +55,7 @@ def test_signals_are_codes_as_a_shell_reports_them() -> None:
 
 def in_process(code: str, rank: int) -> None:
     """Run some Python as a process of a rank."""
-    text = f"from holdfast.launch.exit_report import RankRecord; record = RankRecord(); {code}"
+    text = f"from holdfast.launch.exits import RankRecord; record = RankRecord(); {code}"
     environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
     subprocess.run([sys.executable, "-c", text], env=environment, check=False)
 

@@ -8,17 +8,17 @@ from typing import TextIO, cast
 
 import pytest
 
-from holdfast.launch import launch_log
-from holdfast.launch.launch_log import LaunchLog
-from holdfast.launch.local import _keep
+from holdfast.launch import reporting
+from holdfast.launch.local.launcher import _keep
+from holdfast.launch.reporting import LaunchLog
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds that a test reaches soon."""
-    monkeypatch.setattr(launch_log, "FULL_BYTES", 4000)
-    monkeypatch.setattr(launch_log, "HEAD_BYTES", 500)
-    monkeypatch.setattr(launch_log, "TAIL_BYTES", 1500)
+    monkeypatch.setattr(reporting, "FULL_BYTES", 4000)
+    monkeypatch.setattr(reporting, "HEAD_BYTES", 500)
+    monkeypatch.setattr(reporting, "TAIL_BYTES", 1500)
 
 
 def test_what_a_rank_prints_keeps_its_beginning_and_its_end_and_says_what_was_cut(tmp_path: Path) -> None:

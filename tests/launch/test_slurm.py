@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.launch.exit_report import NodeExit, RankExit
+from holdfast.launch.exits import NodeExit, RankExit
 from holdfast.launch.interface import Ending, Job
-from holdfast.launch.slurm import _ending, _environment
-from holdfast.launch.slurm_environment import own_job, without_job, without_step
+from holdfast.launch.slurm.environment import own_job, without_job, without_step
+from holdfast.launch.slurm.launcher import _ending, _environment
 from holdfast.spec import ExitCode
 from holdfast.spec.cluster import Cluster
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from holdfast.launch import Ending, Job, supervise
-from holdfast.launch.supervise import PATIENCE
+from holdfast.launch.supervisor import PATIENCE
 from holdfast.spec import ExitCode
 from holdfast.spec.cluster import Cluster, Restarts
 from holdfast.spec.errors import StoreUnreachableError, TerminatedError

@@ -12,7 +12,7 @@ from kubernetes.client import Configuration
 from holdfast.launch.kubernetes.client import Api
 from holdfast.launch.kubernetes.follow import Follower
 from holdfast.launch.kubernetes.kinds import KINDS
-from holdfast.launch.waiting import WaitReport
+from holdfast.launch.reporting import WaitReport
 from holdfast.telemetry.channel import add_listener
 from holdfast.telemetry.events import LaunchPending
 

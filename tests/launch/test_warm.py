@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.launch.warm import WarmServer
+from holdfast.launch.processes import WarmServer
 from tests.faults.nodes import PATIENCE
 
 CHILD = "tests.launch.child"
@@ -119,7 +119,7 @@ def test_it_collects_nothing_of_what_was_imported_which_would_copy_it(server):
 
 MAKER = f"""
 import os, sys
-from holdfast.launch.warm import WarmServer
+from holdfast.launch.processes import WarmServer
 server = WarmServer.fork([{CHILD!r}])
 server.start({CHILD!r}, ["wait"], os.environ).wait()
 """
@@ -146,7 +146,7 @@ def test_nothing_is_forked_beside_a_thread(tmp_path: Path):
     (tmp_path / "threaded.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
-    code = "from holdfast.launch.warm import WarmServer\nWarmServer.fork(['threaded'])"
+    code = "from holdfast.launch.processes import WarmServer\nWarmServer.fork(['threaded'])"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -15,9 +15,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.launch.exit_report import FOLDER_VARIABLE, RankRecord
+from holdfast.launch.exits import FOLDER_VARIABLE, RankRecord
 from holdfast.launch.node.output import CLOSE_SECONDS, RankOutput
-from holdfast.launch.parent_death import die_with_parent
+from holdfast.launch.processes import die_with_parent
 
 WAITS = ("wait", "ignore", "save", "peer", "parent")
 SECONDS = 600  # until one that nobody ends ends

@@ -16,7 +16,7 @@ import torch
 from holdfast.checkpoint import open_checkpoint
 from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.dataset import Dataset
-from holdfast.launch.exit_report import FOLDER_VARIABLE, node_exit_of, read_ranks
+from holdfast.launch.exits import FOLDER_VARIABLE, node_exit_of, read_ranks
 from holdfast.model.initialise import initial_tensor, parameter_shapes
 from holdfast.rank.setup import batches
 from holdfast.runtime.gang import Gang

@@ -10,11 +10,15 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from holdfast.launch import networks
-from holdfast.launch.accelerators import ACCELERATORS, taint_of, training_image
-from holdfast.launch.exit_report import FILE_VARIABLE
-from holdfast.launch.interface import LEAVE_MARGIN, Job
-from holdfast.launch.spares import changes_members, pods_of
+from holdfast.launch.accelerators import (
+    ACCELERATORS,
+    network_variables,
+    pod_network_variables,
+    taint_of,
+    training_image,
+)
+from holdfast.launch.exits import FILE_VARIABLE
+from holdfast.launch.interface import LEAVE_MARGIN, Job, changes_members, pods_of
 from holdfast.runtime import sealing
 from holdfast.runtime.environment import CACHE_VARIABLE, IMAGE_VARIABLE, cache_gib
 from holdfast.runtime.secrets import NOT_FOR_RANKS
@@ -134,7 +138,7 @@ def environment(job: Job) -> dict[str, str]:
     """The variables of every rank. Those of the spec override those of the accelerator."""
     return {
         **ACCELERATORS[job.cluster.accelerator].environment,
-        **networks.variables(job.cluster.accelerator, job.cluster.network),
+        **network_variables(job.cluster.accelerator, job.cluster.network),
         **job.cluster.environment,
         **job.environment,
         "OMP_NUM_THREADS": str(job.threads),
@@ -191,7 +195,7 @@ def _pod(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any]:
     cluster = job.cluster
     volumes, mounts = _volumes(job)
     given = {CACHE_VARIABLE: cache_gib(cluster.resources.ephemeral_storage)}
-    given |= networks.pod_variables(cluster.accelerator, cluster.network)
+    given |= pod_network_variables(cluster.accelerator, cluster.network)
     variables = (
         given
         | environment(job)

@@ -15,8 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.launch.emitters.pod import Owner, command, kueue_labels, metadata, pod_template
-from holdfast.launch.interface import NODE_RANK_VARIABLE, Job
-from holdfast.launch.spares import changes_members, pods_of
+from holdfast.launch.interface import NODE_RANK_VARIABLE, Job, changes_members, pods_of
 
 LAST_CALL_SECONDS = 10  # to wait for nodes beyond the minimum; later ones still join
 PORT = 23456  # port of the operator's service of a worker

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.launch.exit_report import RankExit, parse_exit_report, root_cause
+from holdfast.launch.exits import RankExit, parse_exit_report, root_cause
 from holdfast.launch.kubernetes.client import Object
 from holdfast.spec.errors import ExitCode
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from holdfast.launch.emitters import LAUNCH_LABEL, RUN_LABEL
-from holdfast.launch.exit_report import root_cause
+from holdfast.launch.exits import root_cause
 from holdfast.launch.interface import Ending
 from holdfast.launch.kubernetes import classify, pod_events
 from holdfast.launch.kubernetes.client import PODS, Api, Object
@@ -20,7 +20,7 @@ from holdfast.launch.kubernetes.kinds import Kind, Status, is_held
 from holdfast.launch.kubernetes.output import LogFollower, last_lines
 from holdfast.launch.kubernetes.pod_events import PodEvents
 from holdfast.launch.kubernetes.watch import Mirror
-from holdfast.launch.waiting import WaitReport
+from holdfast.launch.reporting import WaitReport
 from holdfast.spec.errors import ExitCode
 
 log = logging.getLogger("holdfast.launch")

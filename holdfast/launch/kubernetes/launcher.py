@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from holdfast.launch.emitters import LAUNCH_LABEL, RUN_LABEL, has_key, key_secret, objects_for
-from holdfast.launch.interface import Ending, Job
+from holdfast.launch.interface import Ending, Job, changes_members
 from holdfast.launch.kubernetes.api_errors import ConflictError
 from holdfast.launch.kubernetes.client import SECRETS, Api, Object, Resource
 from holdfast.launch.kubernetes.configuration import NAMESPACE_VARIABLE, own_namespace
@@ -23,7 +23,6 @@ from holdfast.launch.kubernetes.kinds import KINDS, Kind
 from holdfast.launch.kubernetes.lease import RunLease
 from holdfast.launch.kubernetes.node_labels import label_unhealthy
 from holdfast.launch.kubernetes.owner import POD_VARIABLE, Pipeline, find_own_pod, find_pipeline
-from holdfast.launch.spares import changes_members
 from holdfast.spec.cluster import Cluster
 from holdfast.spec.errors import (
     AccessDeniedError,

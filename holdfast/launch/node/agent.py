@@ -23,9 +23,8 @@ from pathlib import Path
 from holdfast.checkpoint.agent import service
 from holdfast.checkpoint.agent.buffers import SharedMemory
 from holdfast.checkpoint.agent.protocol import Connection, Drain, Drained, Watch
-from holdfast.launch.parent_death import VARIABLE as PARENT
-from holdfast.launch.parent_death import die_with_parent
-from holdfast.launch.warm import WarmProcess, WarmServer
+from holdfast.launch.processes import PARENT_VARIABLE as PARENT
+from holdfast.launch.processes import WarmProcess, WarmServer, die_with_parent
 from holdfast.runtime.logs import configure_logging
 from holdfast.spec.errors import NoSpaceError
 

@@ -15,7 +15,7 @@ import time
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
-from holdfast.launch.exit_report import as_exit_code
+from holdfast.launch.exits import as_exit_code
 from holdfast.launch.node.fast_exit_agent import FastExitAgent
 from holdfast.launch.node.spare_rendezvous import announce_trained
 from holdfast.spec.errors import ExitCode

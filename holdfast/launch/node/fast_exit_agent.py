@@ -29,7 +29,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.launcher import api
 
-from holdfast.launch.exit_report import FOLDER_VARIABLE, mark_as_left
+from holdfast.launch.exits import FOLDER_VARIABLE, mark_as_left
 from holdfast.launch.node.stacks import STACK_SECONDS, stacks_of
 from holdfast.runtime.heartbeat import SUFFIX, HeartbeatReader
 from holdfast.telemetry.phases import PHASES

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from holdfast.launch.exit_report import RankExit
+from holdfast.launch.exits import RankExit
 from holdfast.runtime.secrets import StreamRedactor
 from holdfast.runtime.threads import join_within
 from holdfast.store import open_store

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.launch.exit_report import RankExit
+from holdfast.launch.exits import RankExit
 from holdfast.launch.node.events import NodeEvents
 from holdfast.launch.node.hang_consensus import HangConsensus, HangDecision
 from holdfast.launch.node.hangs import ACROSS_NODES, Hang, Watched, judge

@@ -20,13 +20,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from holdfast.launch import networks
-from holdfast.launch.accelerators import ACCELERATORS
-from holdfast.launch.exit_report import NodeExit, parse_exit_report, root_cause
+from holdfast.launch.accelerators import ACCELERATORS, network_variables
+from holdfast.launch.exits import NodeExit, parse_exit_report, root_cause
 from holdfast.launch.interface import LEAVE_MARGIN, Ending, Job
-from holdfast.launch.launch_log import LaunchLog
 from holdfast.launch.ray.node import Node
 from holdfast.launch.ray.placement_group import GangReservation, fits, nodes_of, options_of
+from holdfast.launch.reporting import LaunchLog
 from holdfast.runtime import sealing
 from holdfast.runtime.environment import make_folder
 from holdfast.runtime.node import NODE_NAME
@@ -225,7 +224,7 @@ def _environment(job: Job, count: int, address: str, port: int, rank: int, key: 
     """The variables of a node's ranks in addition to their machine's. The only secret is the key of the launch."""
     return {
         **ACCELERATORS[job.cluster.accelerator].environment,
-        **networks.variables(job.cluster.accelerator, job.cluster.network),
+        **network_variables(job.cluster.accelerator, job.cluster.network),
         **job.cluster.environment,
         **job.environment,
         "OMP_NUM_THREADS": str(job.threads),

@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from holdfast.launch.waiting import WaitReport
+from holdfast.launch.reporting import WaitReport
 
 log = logging.getLogger("holdfast.launch")
 

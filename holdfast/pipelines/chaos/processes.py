@@ -12,7 +12,7 @@ WORKER = "holdfast.rank.worker"
 TORCHRUN = "holdfast.launch.torchrun"
 AGENT = "holdfast.launch.node.agent"
 PIPELINE = "holdfast.pipelines.backends.local.worker"
-SERVER = "holdfast.launch.warm"  # forks the torchrun of every launch but the first
+SERVER = "holdfast.launch.processes"  # forks the torchrun of every launch but the first
 
 
 def ranks_of(root: psutil.Process) -> dict[int, psutil.Process]:

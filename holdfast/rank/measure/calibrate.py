@@ -25,7 +25,7 @@ from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import build_engine
 from holdfast.engines.weights import SeededState
 from holdfast.launch.device import join_gang, local_device
-from holdfast.launch.parent_death import die_with_parent
+from holdfast.launch.processes import die_with_parent
 from holdfast.planning.calibration import Calibration, Machine, Point, Rates, Step, write
 from holdfast.planning.hardware import Collective
 from holdfast.rank.plan import device_name

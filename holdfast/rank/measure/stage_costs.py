@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.launch.parent_death import die_with_parent
+from holdfast.launch.processes import die_with_parent
 from holdfast.planning.stages import StageCosts
 from holdfast.spec import Spec
 

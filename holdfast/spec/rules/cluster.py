@@ -11,7 +11,7 @@ from holdfast.spec.rules.pods import STEP_PODS
 from holdfast.spec.training import KEEPING
 from holdfast.spec.tree import Spec
 
-# The networks that the collectives of an accelerator support (holdfast.launch.networks sets their variables).
+# The networks that the collectives of an accelerator support (holdfast.launch.accelerators sets their variables).
 NETWORKS = {
     "cpu": ("ethernet",),
     "nvidia": ("ethernet", "infiniband", "roce", "efa"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.launch.emitters import objects_for, training_job
-from holdfast.launch.exit_report import parse_exit_report
+from holdfast.launch.exits import parse_exit_report
 from holdfast.spec import ExitCode, parse_spec
 from tests import warm
 from tests.ports import LAUNCH_KEY, free_port

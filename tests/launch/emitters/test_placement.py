@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.launch import networks
+from holdfast.launch import accelerators
 from holdfast.launch.emitters import objects_for
 from holdfast.launch.kubernetes.schemas import validate
 from tests.launch.emitters.test_emitters import KINDS, job, pods, pods_of
@@ -61,7 +61,7 @@ def test_all_of_it_together_fits_the_official_schemas(kind: str, scheduler: str)
 @pytest.mark.parametrize("network", ["infiniband", "roce"])
 @pytest.mark.parametrize("accelerator", ["nvidia", "amd"])
 def test_collectives_over_remote_memory_access_never_fall_back_to_sockets(accelerator: str, network: str) -> None:
-    assert networks.variables(accelerator, network) == {"NCCL_NET": "IB"}
+    assert accelerators.network_variables(accelerator, network) == {"NCCL_NET": "IB"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

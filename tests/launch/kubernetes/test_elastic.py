@@ -77,7 +77,7 @@ def test_those_that_are_left_go_on_and_take_the_lost_node_in_when_it_is_back(
 
 KILLED = "import os; os.kill(os.getpid(), 9)"
 RECLAIMED = """
-from holdfast.launch.exit_report import node_exit_of, write_exit_report
+from holdfast.launch.exits import node_exit_of, write_exit_report
 write_exit_report(node_exit_of((), [204], reclaimed="the cloud takes it back"))
 raise SystemExit(204)
 """

@@ -9,8 +9,8 @@ import threading
 import time
 from pathlib import Path
 
-from holdfast.launch.exit_report import RankRecord
-from holdfast.launch.parent_death import die_with_parent
+from holdfast.launch.exits import RankRecord
+from holdfast.launch.processes import die_with_parent
 from holdfast.spec import ExitCode
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from holdfast.launch.node.agent import AgentKeeper
-from holdfast.launch.warm import WarmProcess, WarmServer
+from holdfast.launch.processes import WarmProcess, WarmServer
 from tests.faults.nodes import PATIENCE
 from tests.launch.node.agent_of_files import content
 

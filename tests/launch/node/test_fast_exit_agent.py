@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.launch.exit_report import FOLDER_VARIABLE, RankExit, read_ranks
+from holdfast.launch.exits import FOLDER_VARIABLE, RankExit, read_ranks
 from holdfast.launch.node import fast_exit_agent
 from holdfast.launch.node.fast_exit_agent import SAVING_SECONDS, end_survivors, wait_for_end
-from holdfast.launch.warm import WarmServer
+from holdfast.launch.processes import WarmServer
 from holdfast.runtime import heartbeat
 from holdfast.spec.errors import ExitCode
 from holdfast.telemetry.phases import PHASES

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.launch.exit_report import node_exit_of
+from holdfast.launch.exits import node_exit_of
 from holdfast.launch.launches import avoided_nodes, leaving_nodes, was_reclaimed
 from holdfast.launch.node.events import NodeEvents
 from holdfast.launch.node.output import Place

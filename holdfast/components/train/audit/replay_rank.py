@@ -25,9 +25,9 @@ from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import Scalars, build_engine
 from holdfast.engines.weights import require_left_out_taken
 from holdfast.launch.device import join_gang, local_device
-from holdfast.launch.exit_report import RankRecord
+from holdfast.launch.exits import RankRecord
 from holdfast.launch.launches import read_launch
-from holdfast.launch.parent_death import die_with_parent
+from holdfast.launch.processes import die_with_parent
 from holdfast.rank.anomalies import Anomalies
 from holdfast.rank.batch_digest import BatchDigest
 from holdfast.rank.checkpoint_policy import CheckpointPolicy

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from holdfast.launch.parent_death import VARIABLE as PARENT
-from holdfast.launch.parent_death import die_with_parent
+from holdfast.launch.processes import PARENT_VARIABLE as PARENT
+from holdfast.launch.processes import die_with_parent
 from holdfast.runtime.logs import configure_logging
 from holdfast.steps.adapters import main as run_step
 

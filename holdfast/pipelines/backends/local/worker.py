@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from holdfast.launch.parent_death import VARIABLE as PARENT
+from holdfast.launch.processes import PARENT_VARIABLE as PARENT
 from holdfast.pipelines.backends.interface import SKIPPED
 from holdfast.pipelines.runner import Execution, Handle, Node, Runner, plan
 from holdfast.pipelines.step_process import StepProcess

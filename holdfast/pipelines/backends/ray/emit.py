@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.launch.spares import require_no_spares
+from holdfast.launch.choose import require_no_spares
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root, with_absolute_paths
 from holdfast.runtime.environment import store_url

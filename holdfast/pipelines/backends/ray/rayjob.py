@@ -15,11 +15,11 @@ from typing import Any
 import yaml
 
 from holdfast.launch.accelerators import ray_image
+from holdfast.launch.choose import spares_refused
 from holdfast.launch.emitters import training_job
 from holdfast.launch.emitters.pod import kueue_labels, labels, pod_template, withheld
-from holdfast.launch.exit_report import FILE_VARIABLE
+from holdfast.launch.exits import FILE_VARIABLE
 from holdfast.launch.interface import Job
-from holdfast.launch.spares import spares_refused
 from holdfast.pipelines.backends.pods import resources_of
 from holdfast.pipelines.backends.ray.emit import PREFIX, RayOrder
 from holdfast.pipelines.backends.request import RunRequest

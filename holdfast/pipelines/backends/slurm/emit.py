@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.launch.accelerators import ACCELERATORS
+from holdfast.launch.choose import require_no_spares
 from holdfast.launch.emitters import training_job
 from holdfast.launch.interface import Job
-from holdfast.launch.spares import require_no_spares
 from holdfast.pipelines.backends.pods import resources_of
 from holdfast.pipelines.backends.request import ORDER_DIGITS, RunRequest, build_request
 from holdfast.pipelines.documents import as_yaml

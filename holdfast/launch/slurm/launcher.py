@@ -20,9 +20,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.launch import networks
-from holdfast.launch.accelerators import ACCELERATORS
-from holdfast.launch.exit_report import (
+from holdfast.launch.accelerators import ACCELERATORS, network_variables
+from holdfast.launch.exits import (
     FILE_VARIABLE,
     NodeExit,
     as_exit_code,
@@ -31,10 +30,10 @@ from holdfast.launch.exit_report import (
     root_cause,
 )
 from holdfast.launch.interface import LEAVE_MARGIN, Ending, Job
-from holdfast.launch.launch_log import LaunchLog
-from holdfast.launch.ports import free_port
-from holdfast.launch.slurm_environment import own_job, without_step
+from holdfast.launch.reporting import LaunchLog
+from holdfast.launch.slurm.environment import own_job, without_step
 from holdfast.runtime import sealing
+from holdfast.runtime.addresses import free_port
 from holdfast.runtime.environment import make_folder
 from holdfast.runtime.secrets import StreamRedactor, for_ranks
 from holdfast.spec.errors import ClusterUnreachableError, ExitCode, Problem, SpecError
@@ -155,7 +154,7 @@ def _environment(job: Job, hosts: Sequence[str], endings: Path) -> dict[str, str
     return {
         **for_ranks(without_step(os.environ)),
         **ACCELERATORS[job.cluster.accelerator].environment,
-        **networks.variables(job.cluster.accelerator, job.cluster.network),
+        **network_variables(job.cluster.accelerator, job.cluster.network),
         **job.cluster.environment,
         **job.environment,
         "OMP_NUM_THREADS": str(job.threads),

@@ -6,14 +6,14 @@ import socket
 
 import pytest
 
-from holdfast.launch import ports
+from holdfast.runtime import addresses
 
 
 def test_it_is_none_that_a_connection_could_be_given_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = ports.free_port()
+    port = addresses.free_port()
     with socket.create_server(("", 0)) as given, socket.create_server(("", port)):
-        assert port < ports.PORTS.stop <= given.getsockname()[1]
-        monkeypatch.setattr(ports, "PORTS", range(port, port + 1))
-        monkeypatch.setattr(ports, "TRIES", 1)
+        assert port < addresses.PORTS.stop <= given.getsockname()[1]
+        monkeypatch.setattr(addresses, "PORTS", range(port, port + 1))
+        monkeypatch.setattr(addresses, "TRIES", 1)
         with pytest.raises(OSError, match="have nowhere to meet"):
-            ports.free_port()
+            addresses.free_port()

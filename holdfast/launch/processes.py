@@ -1,4 +1,4 @@
-"""Warm-start processes, forked from a server that has imported their modules once.
+"""Processes that die with their parent, and a server that forks them after it has imported their modules once.
 
 Importing torch takes longer than a small gang needs to train; a fork takes milliseconds. A forked process equals a
 spawned one: its own environment, title, session, standard streams, signals and exit status, and the same bits. So the
@@ -24,15 +24,35 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, Self
 
-from holdfast.launch.parent_death import VARIABLE as PARENT
-from holdfast.launch.parent_death import die_with
-
+PARENT_VARIABLE = "HOLDFAST_PARENT"  # the parent's process id: the kernel does not report a death before the request
+_PR_SET_PDEATHSIG = 1
 _MESSAGE = 1 << 20  # bytes of a request: arguments and environment
 _STATUS = struct.Struct("i")
 # Not `-m`: the package imports this module first, and the interpreter warns about that.
 _SERVE = f"from {__name__} import main; main()"
 _ROOM = " " * 4096  # padding of the command line, which forked processes overwrite with their own
 _FOR_CHILDREN = (signal.SIGINT, signal.SIGTERM)  # signals for the processes that the server started, not for itself
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Get a signal when the parent dies, if HOLDFAST_PARENT holds its process id."""
+    if (parent := os.environ.get(PARENT_VARIABLE)) is not None:
+        die_with(int(parent), number)
+
+
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Get a signal when the parent, given by its process id, dies or has died."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the request
+        os.kill(os.getpid(), number)
+
+
+def lead_children() -> None:
+    """Have the children of this process die with it, if it dies with its own parent."""
+    if PARENT_VARIABLE in os.environ:
+        os.environ[PARENT_VARIABLE] = str(os.getpid())
 
 
 class WarmProcess:
@@ -244,8 +264,8 @@ class _Serving:
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
         os.chdir(folder)
-        if PARENT in environment:
-            environment[PARENT] = str(server)
+        if PARENT_VARIABLE in environment:
+            environment[PARENT_VARIABLE] = str(server)
         own = dict(sorted(environment.items(), key=lambda item: os.environ.get(item[0]) == item[1]))
         os.environ.clear()
         os.environ.update(environment)

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TextIO
 
 from holdfast.launch.accelerators import ACCELERATORS
-from holdfast.launch.exit_report import FILE_VARIABLE, as_exit_code, parse_exit_report
+from holdfast.launch.exits import FILE_VARIABLE, as_exit_code, parse_exit_report
 from holdfast.launch.interface import LEAVE_MARGIN, Ending, Job
-from holdfast.launch.launch_log import LaunchLog
-from holdfast.launch.parent_death import VARIABLE as PARENT
-from holdfast.launch.warm import WarmProcess, WarmServer
+from holdfast.launch.processes import PARENT_VARIABLE as PARENT
+from holdfast.launch.processes import WarmProcess, WarmServer
+from holdfast.launch.reporting import LaunchLog
 from holdfast.runtime.environment import home, make_folder
 from holdfast.runtime.locks import NO_LOCKS, no_locks
 from holdfast.runtime.secrets import StreamRedactor, for_ranks

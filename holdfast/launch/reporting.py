@@ -1,4 +1,4 @@
-"""Log file of one launch, of bounded size.
+"""What a launcher records: the log file of a launch, of bounded size, and what it waits for.
 
 A line is in the file when `write` returns. A file that would exceed FULL_BYTES keeps its beginning and its end, with a
 line between them that says how many bytes were cut. The file is then replaced: follow it by name (`tail -F`). The store
@@ -7,15 +7,24 @@ also has each rank's output, with a separate bound (`store.log_stream`).
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+
+from holdfast.telemetry import emit
+from holdfast.telemetry.events import LaunchPending
+
+log = logging.getLogger("holdfast.launch")
 
 FULL_BYTES = 64 * 2**20  # size at which the file is cut
 HEAD_BYTES, TAIL_BYTES = 8 * 2**20, 24 * 2**20  # bytes that are kept
 NOTICE_BYTES = 100  # longest notice between them
+AGAIN_SECONDS = 60.0  # between two records of a reason to wait that alternates with others
 _CUT = re.compile(rb"^\[holdfast: (\d+) bytes of this log were cut here\]\n", re.MULTILINE)
 
 
@@ -74,3 +83,31 @@ class LaunchLog:
         self._file.close()
         self._file = self._path.open("ab", buffering=0)
         self._size = self._file.tell()
+
+
+class WaitReport:
+    """Recorder of reasons to wait. A reason that alternates with others is recorded once a minute, with a count."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._current = ""
+        self._recorded: dict[str, tuple[float, int]] = {}  # its time, and how often the reason came back since
+
+    def record(self, reason: str) -> None:
+        """Record that the launcher now waits for this."""
+        if reason == self._current:
+            return
+        self._current, now = reason, self._clock()
+        self._recorded = {each: (at, n) for each, (at, n) in self._recorded.items() if n or now - at < AGAIN_SECONDS}
+        at, count = self._recorded.get(reason, (now - AGAIN_SECONDS, 0))
+        if now - at < AGAIN_SECONDS:
+            self._recorded[reason] = (at, count + 1)
+            return
+        self._recorded[reason] = (now, 0)
+        log.warning("waiting: %s", reason)
+        emit(LaunchPending(reason=reason, count=count + 1))
+
+    def end(self) -> None:
+        """Note that the launcher no longer waits: the next reason is recorded immediately."""
+        self._current = ""
+        self._recorded.clear()

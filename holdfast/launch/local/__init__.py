@@ -1,0 +1,1 @@
+"""Launcher on this machine."""
