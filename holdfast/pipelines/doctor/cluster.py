@@ -1,12 +1,18 @@
-"""A cluster for the checks: the launcher's client, the spec, and the served resources."""
+"""The cluster of a run, and checks of what it serves: API server, custom resources, settings, claims, controller."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from holdfast.launch.kubernetes.client import Api
+from holdfast.launch.kubernetes.configuration import NoClusterError
+from holdfast.pipelines.backends.kubeflow.engine import CONFIG_MAP, engine_retries
 from holdfast.pipelines.doctor.findings import Finding
 from holdfast.spec import Spec
+from holdfast.spec.cluster import SECRETS, SETTINGS
+from holdfast.spec.errors import AccessDeniedError, ExitCode, HoldfastError
 
 # The accounts of steps: those of manifests/base, and KFP's in a profile and without profiles.
 LAUNCHERS = ("holdfast-launcher", "default-editor", "pipeline-runner")
@@ -52,3 +58,206 @@ class Cluster:
         """
         make = f"kubectl apply -n {self.namespace} -f {manifest}" if manifest else "create it"
         return Finding(check, "fail" if needed else "warn", message, f"{make}, or name another one in {field}")
+
+
+# Check that the API server responds and accepts the credentials.
+
+REACH_CHECK = "api server"
+PATIENCE = 3.0  # seconds; a person waits for the result
+
+
+def reach(namespace: str | None) -> tuple[Finding, Api | None]:
+    """The finding, and the client if the server responds."""
+    try:
+        api = Api.of_this_process(namespace, patience=PATIENCE)
+    except NoClusterError as error:
+        remedy = "set KUBECONFIG, or run this in a pod; then everything else is checked too"
+        return Finding(REACH_CHECK, "warn", str(error), remedy), None
+    try:
+        version = api.read("/version") or {}
+    except AccessDeniedError as error:
+        remedy = "renew your credentials: kubectl auth whoami"
+        return Finding(REACH_CHECK, "fail", f"{api.host} refuses you: {error}", remedy, error.exit_code), None
+    except HoldfastError as error:
+        remedy = "check the address: kubectl cluster-info"
+        return Finding(REACH_CHECK, "fail", f"{api.host} cannot be reached: {error}", remedy, error.exit_code), None
+    return Finding(REACH_CHECK, "ok", f"{api.host} answers, version {version.get('gitVersion', 'unknown')}"), api
+
+
+# Check that the custom resources that Holdfast may use are served at its version.
+
+TRAINING_OPERATOR = "https://www.kubeflow.org/docs/components/trainer/legacy-v1/installation/"
+PYTORCHJOBS = "pytorchjobs.kubeflow.org"
+VOLCANO_QUEUES = "queues.scheduling.volcano.sh"
+KUEUE_QUEUES = "localqueues.kueue.x-k8s.io"
+
+
+@dataclass(frozen=True)
+class CustomResource:
+    """A custom resource that Holdfast may use."""
+
+    name: str  # in kubectl's notation
+    version: str
+    what: str  # software that serves it
+    remedy: str
+    scheduler: str = ""  # cluster.scheduler that needs it
+    job: str = ""  # cluster.job that needs it
+
+    @property
+    def group(self) -> str:
+        """Its API group."""
+        return self.name.partition(".")[2]
+
+    @property
+    def plural(self) -> str:
+        """Its plural name in URL paths."""
+        return self.name.partition(".")[0]
+
+    def needed(self, cluster: Cluster) -> bool:
+        """Whether a run requires it."""
+        if self.job:
+            return cluster.job == self.job
+        return cluster.scheduler == self.scheduler if self.scheduler else True
+
+
+CUSTOM_RESOURCES = (
+    CustomResource(
+        PYTORCHJOBS, "v1", "Kubeflow training operator", f"install it: {TRAINING_OPERATOR}", job="pytorchjob"
+    ),
+    CustomResource(
+        "workflows.argoproj.io", "v1alpha1", "Argo Workflows",
+        "install Kubeflow Pipelines, which brings it, or Argo Workflows itself",
+    ),
+    CustomResource("trainjobs.trainer.kubeflow.org", "v1alpha1", "Kubeflow Trainer 2", "install it", job="trainjob"),
+    CustomResource("jobs.batch.volcano.sh", "v1alpha1", "Volcano", "install Volcano", job="volcano"),
+    CustomResource(VOLCANO_QUEUES, "v1beta1", "Volcano", "install Volcano", scheduler="volcano"),
+    CustomResource(KUEUE_QUEUES, "v1beta2", "Kueue", "install Kueue, or a newer one", scheduler="kueue"),
+)  # fmt: skip
+
+
+def check_custom_resources(cluster: Cluster) -> Iterator[Finding]:
+    """One finding for each resource that the spec needs. Served ones are recorded for the following checks."""
+    for wanted in CUSTOM_RESOURCES:
+        if not (cluster.everything or wanted.needed(cluster)):
+            continue
+        listed = cluster.api.read(f"/apis/{wanted.group}/{wanted.version}")
+        if listed and any(found["name"] == wanted.plural for found in listed["resources"]):
+            cluster.served.add(wanted.name)
+            yield Finding(wanted.name, "ok", f"{wanted.what} serves {wanted.group}/{wanted.version}")
+            continue
+        group = cluster.api.read(f"/apis/{wanted.group}")
+        others = [version["version"] for version in group["versions"]] if group else []
+        message = f"{wanted.what}: {wanted.group}/{wanted.version} is not served"
+        if wanted.version in others:
+            message = f"{wanted.what}: {wanted.group}/{wanted.version} has no {wanted.plural}"
+        elif others:
+            message += f" (only {', '.join(others)})"
+        yield Finding(wanted.name, "fail" if wanted.needed(cluster) else "warn", message, wanted.remedy)
+
+
+# Check that the ConfigMap and the Secrets of a run exist and have the required keys. No value is ever printed.
+
+SETTINGS_CHECK, SECRET_NAME = "settings", "secrets"
+KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+
+
+def check_settings(cluster: Cluster) -> Iterator[Finding]:
+    """Check the ConfigMap, then each Secret."""
+    spec = cluster.spec
+    settings = spec.cluster.settings if spec else SETTINGS
+    environment = spec.cluster.environment if spec else {}
+    found = cluster.api.read(f"{_path(cluster)}/configmaps/{settings}") if settings else None
+    values: dict[str, Any] = {**((found or {}).get("data") or {}), **environment}
+    yield _settings(cluster, settings, found is not None, values)
+    named = spec.cluster.secrets if spec else (SECRETS,)
+    secrets = {name: cluster.api.read(f"{_path(cluster)}/secrets/{name}") for name in named}
+    for name, secret in secrets.items():
+        if secret is None and name != SECRETS:
+            remedy = f"kubectl create secret generic {name} -n {cluster.namespace} --from-env-file=FILE"
+            yield Finding(SECRET_NAME, "fail", f"namespace {cluster.namespace} has no Secret {name!r}", remedy)
+    keys = {key for secret in secrets.values() if secret for key in secret.get("data") or {}}
+    missing = [key for key in KEYS if key not in keys and key not in values]
+    if missing:
+        yield Finding(
+            SECRET_NAME, "warn",
+            f"{' and '.join(missing)} are in no Secret of {cluster.namespace}: pods need an identity of the cloud",
+            f"kubectl create secret generic {SECRETS} -n {cluster.namespace} --from-env-file=secrets.env, or give the "
+            "service accounts an identity (manifests/components/workload-identity)",
+        )  # fmt: skip
+    else:
+        yield Finding(SECRET_NAME, "ok", f"the keys of S3 are in {', '.join(name for name in named if secrets[name])}")
+
+
+def _settings(cluster: Cluster, name: str | None, there: bool, values: dict[str, Any]) -> Finding:
+    spec = cluster.spec
+    missing = [] if "HOLDFAST_STORE" in values or (spec and spec.store) else ["HOLDFAST_STORE"]
+    missing += [] if "MLFLOW_TRACKING_URI" in values else ["MLFLOW_TRACKING_URI"]
+    where = f"ConfigMap {name}" if name else "cluster.environment"
+    if missing:
+        about = f"lacks {' and '.join(missing)}" if there or not name else "is not there"
+        remedy = (
+            f"{where} of namespace {cluster.namespace}: copy manifests/overlays/profile/settings.yaml, and apply it"
+        )
+        message = f"{where} {about}: steps would end with code {int(ExitCode.BAD_SPEC)} before they begin"
+        return Finding(SETTINGS_CHECK, "fail", message, remedy)
+    if not str(values["MLFLOW_TRACKING_URI"]).startswith(("http", "databricks", "postgresql", "mysql", "mssql")):
+        remedy = f"write the address of a server into {where}, such as http://mlflow:5000"
+        return Finding(SETTINGS_CHECK, "fail", f"MLFLOW_TRACKING_URI in {where} is no server", remedy)
+    return Finding(SETTINGS_CHECK, "ok", f"{where} says where the store and MLflow are")
+
+
+def _path(cluster: Cluster) -> str:
+    return f"/api/v1/namespaces/{cluster.namespace}"
+
+
+# Check that the volume claims of a spec exist, are bound, and can be mounted by all pods of a run concurrently.
+
+CLAIMS_CHECK = "claims"
+
+
+def check_claims(cluster: Cluster) -> Iterator[Finding]:
+    """One finding for each claim."""
+    volumes = cluster.spec.cluster.volumes if cluster.spec else ()
+    for name in dict.fromkeys(volume.claim for volume in volumes):
+        found = cluster.api.read(f"/api/v1/namespaces/{cluster.namespace}/persistentvolumeclaims/{name}")
+        look = f"kubectl describe -n {cluster.namespace} pvc {name}"
+        if found is None:
+            message = f"namespace {cluster.namespace} has no PersistentVolumeClaim {name!r}"
+            yield Finding(CLAIMS_CHECK, "fail", message, "make it, or name another in cluster.volumes")
+            continue
+        phase, modes = found.get("status", {}).get("phase", "Pending"), found["spec"].get("accessModes", [])
+        if phase == "Lost":
+            yield Finding(CLAIMS_CHECK, "fail", f"{name} is Lost", look)
+        elif not {"ReadWriteMany", "ReadOnlyMany"} & set(modes):
+            message = f"{name} is {' and '.join(modes)}: pods on two nodes cannot mount it at once"
+            yield Finding(CLAIMS_CHECK, "warn", message, "use a claim with ReadWriteMany, or S3")
+        elif phase != "Bound":
+            yield Finding(CLAIMS_CHECK, "warn", f"{name} is {phase}: it may wait for its first pod, or for ever", look)
+        else:
+            yield Finding(CLAIMS_CHECK, "ok", f"{name} is bound")
+
+
+# Check the retries of the engine below Kubeflow Pipelines in its controller's configuration.
+#
+# Holdfast's Argo templates set their retries explicitly and use no default of the controller.
+
+CONTROLLER_CHECK = "controller"
+PLACE = "kubeflow"
+
+
+def check_controller(cluster: Cluster) -> Iterator[Finding]:
+    """One finding for each controller ConfigMap that exists."""
+    for place in dict.fromkeys([PLACE, cluster.namespace]):
+        settings = cluster.api.read(f"/api/v1/namespaces/{place}/configmaps/{CONFIG_MAP}")
+        if settings is None:
+            continue
+        try:
+            retries = engine_retries(settings.get("data") or {})
+        except ValueError as error:
+            yield Finding(
+                CONTROLLER_CHECK, "warn", f"{place}: {error}", f"kubectl edit -n {place} configmap {CONFIG_MAP}"
+            )
+            continue
+        whole = retries.failures and retries.errors
+        remedy = "" if whole else f"kubectl edit -n {place} configmap {CONFIG_MAP}: retryPolicy: Always"
+        yield Finding(CONTROLLER_CHECK, "ok" if whole else "warn", f"{place}: {retries.text}", remedy)

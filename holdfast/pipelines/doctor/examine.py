@@ -7,32 +7,8 @@ from contextlib import suppress
 from typing import TypeVar
 
 from holdfast.launch.kubernetes.client import Api
-from holdfast.pipelines.doctor import (
-    accelerators,
-    claims,
-    custom_resources,
-    gang_scheduling,
-    images,
-    kueue_queue,
-    mlflow,
-    network_policies,
-    permissions,
-    places,
-    pod_admission,
-    pod_placement,
-    priority_class,
-    quota,
-    ray,
-    retries,
-    service_accounts,
-    settings,
-    slurm,
-    volcano_actions,
-    volcano_queue,
-)
-from holdfast.pipelines.doctor import store as object_store
-from holdfast.pipelines.doctor.api_server import reach
-from holdfast.pipelines.doctor.cluster import LAUNCHERS, Cluster
+from holdfast.pipelines.doctor import cluster, permissions, pods, ray, scheduling, slurm, storage
+from holdfast.pipelines.doctor.cluster import LAUNCHERS, Cluster, reach
 from holdfast.pipelines.doctor.findings import Finding
 from holdfast.runtime.environment import store_url, tracking_uri
 from holdfast.spec import Spec
@@ -42,27 +18,27 @@ Where = TypeVar("Where")
 
 # Served resources must be known before checks of their objects.
 CHECKS: dict[str, Callable[[Cluster], Iterator[Finding]]] = {
-    "custom resources": custom_resources.check,
-    "gang scheduling": gang_scheduling.check,
-    "volcano actions": volcano_actions.check,
-    "volcano queue": volcano_queue.check,
-    "kueue queue": kueue_queue.check,
-    "permissions": permissions.check,
-    "service accounts": service_accounts.check,
-    "priority class": priority_class.check,
-    pod_placement.CAPABILITIES: pod_placement.capabilities,
-    pod_placement.DEVICES: pod_placement.devices,
-    pod_placement.TOPOLOGY: pod_placement.hypernodes,
-    pod_placement.QUOTA: pod_placement.quota,
-    "settings": settings.check,
-    "pod admission": pod_admission.check,
-    "quota": quota.check,
-    "claims": claims.check,
-    "network policies": network_policies.check,
-    "accelerators": accelerators.check,
-    "places": places.check,
-    "images": images.check,
-    "controller": retries.check,
+    "custom resources": cluster.check_custom_resources,
+    "gang scheduling": scheduling.check_gang_scheduling,
+    "volcano actions": scheduling.check_volcano_actions,
+    "volcano queue": scheduling.check_volcano_queue,
+    "kueue queue": scheduling.check_kueue_queue,
+    "permissions": permissions.check_permissions,
+    "service accounts": permissions.check_service_accounts,
+    "priority class": scheduling.check_priority_class,
+    pods.CAPABILITIES: pods.capabilities,
+    pods.DEVICES: pods.devices,
+    pods.TOPOLOGY: pods.hypernodes,
+    pods.QUOTA: pods.quota,
+    "settings": cluster.check_settings,
+    "pod admission": pods.check_pod_admission,
+    "quota": pods.check_quota,
+    "claims": cluster.check_claims,
+    "network policies": permissions.check_network_policies,
+    "accelerators": pods.check_accelerators,
+    "places": scheduling.check_places,
+    "images": pods.check_images,
+    "controller": cluster.check_controller,
 }
 
 
@@ -84,13 +60,13 @@ def examine(
     """
     if backend == "slurm":
         yield from _looked("slurm", lambda _: slurm.check(spec, store or store_url(spec)), None)
-        yield from object_store.check(store or store_url(spec), on_cluster=False)
-        yield from mlflow.check(tracking_uri(), on_cluster=False, spec=spec)
+        yield from storage.check_store(store or store_url(spec), on_cluster=False)
+        yield from storage.check_mlflow(tracking_uri(), on_cluster=False, spec=spec)
         return
     if backend == "ray":
         yield from _looked("ray", lambda _: ray.check(spec, store, store or store_url(spec)), None)
-        yield from object_store.check(store or store_url(spec), on_cluster=False)
-        yield from mlflow.check(tracking_uri(), on_cluster=False, spec=spec)
+        yield from storage.check_store(store or store_url(spec), on_cluster=False)
+        yield from storage.check_mlflow(tracking_uri(), on_cluster=False, spec=spec)
         return
     finding, api = reach(namespace or (spec.cluster.namespace if spec else None))
     yield finding
@@ -99,8 +75,8 @@ def examine(
         cluster = Cluster(api, spec, service_account or _account(api, kubeflow), kubeflow, everything)
         for name, check in CHECKS.items():
             yield from _looked(name, check, cluster)
-    yield from object_store.check(store or store_url(spec), on_cluster=api is not None)
-    yield from mlflow.check(tracking_uri(), on_cluster=api is not None, spec=spec)
+    yield from storage.check_store(store or store_url(spec), on_cluster=api is not None)
+    yield from storage.check_mlflow(tracking_uri(), on_cluster=api is not None, spec=spec)
 
 
 def _account(api: Api, kubeflow: bool) -> str:

@@ -9,7 +9,7 @@ import yaml
 
 from holdfast.pipelines import doctor
 from holdfast.pipelines.doctor import permissions
-from holdfast.pipelines.doctor.custom_resources import CUSTOM_RESOURCES
+from holdfast.pipelines.doctor.cluster import CUSTOM_RESOURCES
 from tests.pipelines.doctor.cluster import (
     ACCOUNT,
     ACTIONS,

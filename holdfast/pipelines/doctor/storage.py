@@ -1,18 +1,49 @@
-"""Check that MLflow responds, that the pods of a run can reach it, and that this machine may write its artifacts."""
+"""Checks of the object store and of MLflow."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 
 from holdfast.pipelines.doctor.findings import TIMEOUT, Finding
 from holdfast.runtime.secrets import redact
 from holdfast.spec import Spec
-from holdfast.spec.errors import HoldfastError
+from holdfast.spec.errors import HoldfastError, StoreRefusedError
+from holdfast.store import open_store
 
-NAME = "mlflow"
+# Check that the store responds and supports conditional writes, on which everything else relies.
+
+STORE_CHECK = "store"
 
 
-def check(uri: str, *, on_cluster: bool, spec: Spec | None = None) -> Iterator[Finding]:
+def check_store(url: str, *, on_cluster: bool) -> Iterator[Finding]:
+    """One finding about the store at `url`."""
+    try:
+        store = open_store(url, deadline=TIMEOUT)
+        key = f"doctor/{secrets.token_hex(8)}"
+        store.put_if_absent(key, b"doctor")  # a store without conditional writes refuses the first one
+        store.delete(key)
+    except StoreRefusedError as error:
+        remedy = "two attempts could overwrite each other: use a server that holds If-None-Match and If-Match"
+        yield Finding(STORE_CHECK, "fail", str(error), remedy, error.exit_code)
+        return
+    except HoldfastError as error:
+        remedy = "check HOLDFAST_STORE, AWS_ENDPOINT_URL and credentials that may get, put, list and delete objects"
+        yield Finding(STORE_CHECK, "fail", f"{error}", remedy, error.exit_code)
+        return
+    if on_cluster and url.startswith("file:"):
+        remedy = "set HOLDFAST_STORE=s3://bucket/prefix, or mount the same folder into every pod (cluster.volumes)"
+        yield Finding(STORE_CHECK, "warn", f"{store.url} is a folder of this machine: pods do not see it", remedy)
+    else:
+        yield Finding(STORE_CHECK, "ok", f"{store.url} answers and holds conditional writes")
+
+
+# Check that MLflow responds, that the pods of a run can reach it, and that this machine may write its artifacts.
+
+MLFLOW_CHECK = "mlflow"
+
+
+def check_mlflow(uri: str, *, on_cluster: bool, spec: Spec | None = None) -> Iterator[Finding]:
     """Findings about the MLflow at `uri` and the experiment of `spec` in it. A missing local file is not created."""
     from holdfast.tracking.preflight import require_address, require_usable
 
@@ -22,12 +53,16 @@ def check(uri: str, *, on_cluster: bool, spec: Spec | None = None) -> Iterator[F
         if spec is not None:
             require_usable(spec, uri)
     except HoldfastError as error:
-        yield Finding(NAME, "fail", str(error), "mend it before a training is paid for", error.exit_code)
+        yield Finding(MLFLOW_CHECK, "fail", str(error), "mend it before a training is paid for", error.exit_code)
         return
     if not uri.startswith("http"):
         remedy = "set MLFLOW_TRACKING_URI to a server that the pods reach"
         message = f"{shown} is a file of this machine: pods do not see it"
-        yield Finding(NAME, "warn", message, remedy) if on_cluster else Finding(NAME, "ok", f"{shown}, local")
+        yield (
+            Finding(MLFLOW_CHECK, "warn", message, remedy)
+            if on_cluster
+            else Finding(MLFLOW_CHECK, "ok", f"{shown}, local")
+        )
         return
     yield from _server(uri, shown)
 
@@ -41,9 +76,9 @@ def _server(uri: str, shown: str) -> Iterator[Finding]:
             found = client.search_experiments(max_results=1)
     except HoldfastError as error:
         remedy = f"check MLFLOW_TRACKING_URI, its credentials, and the server: curl {shown}/health"
-        yield Finding(NAME, "fail", f"{shown}: {_said(error, uri)}", remedy, error.exit_code)
+        yield Finding(MLFLOW_CHECK, "fail", f"{shown}: {_said(error, uri)}", remedy, error.exit_code)
         return
-    yield Finding(NAME, "ok", f"{shown} answers")
+    yield Finding(MLFLOW_CHECK, "ok", f"{shown} answers")
     if found:
         yield from _artifacts(uri, found[0].artifact_location)
 
@@ -61,7 +96,7 @@ def _artifacts(uri: str, location: str) -> Iterator[Finding]:
     except HoldfastError as error:
         said = _said(error, uri)
         yield Finding(
-            NAME, "warn", f"artifacts lie in {redact(location)}, which clients write themselves: {said}",
+            MLFLOW_CHECK, "warn", f"artifacts lie in {redact(location)}, which clients write themselves: {said}",
             "give runs credentials for it, or start the server with --serve-artifacts; metrics do not need it",
         )  # fmt: skip
 

@@ -1,0 +1,337 @@
+"""Checks of a run's pods: admission, placement, quota, images and accelerators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+from holdfast.launch.accelerators import ACCELERATORS, training_image
+from holdfast.launch.emitters import objects_for, training_job
+from holdfast.launch.kubernetes.client import Object
+from holdfast.pipelines.doctor.cluster import SERVICE_ACCOUNTS, Cluster
+from holdfast.pipelines.doctor.findings import Finding
+from holdfast.runtime.step_runner import IMAGE
+from holdfast.spec import Spec
+from holdfast.spec.cluster import amount
+from holdfast.spec.errors import ExitCode, HoldfastError
+from holdfast.spec.rules.precision import FP8_CAPABILITY
+
+# Check that the API server admits the pods of a run, by a dry run for a rank and for a step.
+#
+# It covers admission: pod security of the namespace, quotas and limits, service accounts, priority classes, and the
+# fields. Nothing is created.
+
+POD_ADMISSION_CHECK = "pod admission"
+
+
+def check_pod_admission(cluster: Cluster) -> Iterator[Finding]:
+    """One finding for a rank, and one for the launcher's pod as Argo would create it."""
+    if cluster.spec is None:
+        return
+    for what, pod in (("a rank", rank_pod(cluster.spec)), ("the step train", step_pod(cluster.spec, cluster.launcher))):
+        path = f"/api/v1/namespaces/{cluster.namespace}/pods?dryRun=All&fieldValidation=Strict"
+        pod["metadata"]["namespace"] = cluster.namespace
+        try:
+            cluster.api.ask(path, pod)
+        except HoldfastError as error:
+            yield _refused(cluster, what, str(error))
+        else:
+            yield Finding(POD_ADMISSION_CHECK, "ok", f"{cluster.namespace} takes the pod of {what}")
+
+
+def _refused(cluster: Cluster, what: str, said: str) -> Finding:
+    if "violates PodSecurity" in said:
+        level = said.partition("violates PodSecurity")[2].split('"')[1]
+        named = cluster.spec.cluster.capabilities if cluster.spec else ()
+        needed = "privileged" if any(f'"{one}"' in said for one in named) else "baseline"  # which allows none of them
+        remedy = (
+            f"what the spec adds does not fit the level {level}: remove it, or kubectl label namespace "
+            f"{cluster.namespace} pod-security.kubernetes.io/enforce={needed} --overwrite"
+        )
+    elif "exceeded quota" in said or "must specify" in said:
+        remedy = f"kubectl describe -n {cluster.namespace} resourcequota,limitrange; ask for less, or raise it"
+    elif "serviceaccount" in said and "not found" in said:
+        remedy = (
+            f"kubectl apply -n {cluster.namespace} -f {SERVICE_ACCOUNTS}, or name an account of "
+            f"kubectl get serviceaccounts -n {cluster.namespace}"
+        )
+    elif "cannot create resource" in said:
+        return Finding(
+            POD_ADMISSION_CHECK, "warn", f"could not ask for {what}: {said}", "ask an administrator to run this command"
+        )
+    else:
+        remedy = "change the field it names"
+    return Finding(POD_ADMISSION_CHECK, "fail", f"the pod of {what} is refused: {said}", remedy, ExitCode.UNSCHEDULABLE)
+
+
+def rank_pod(spec: Spec) -> dict[str, Any]:
+    """A pod of the training job, from the launcher's object."""
+    job = objects_for(training_job(spec, "doctor", 1, spec.store or "s3://bucket/prefix"))
+    template = _template(job)
+    return _pod("holdfast-doctor-rank", template.get("metadata", {}), template["spec"])
+
+
+def _template(node: Any) -> dict[str, Any]:
+    """The first pod template below `node`."""
+    waiting = [node]
+    while waiting:
+        found = waiting.pop(0)
+        if isinstance(found, dict):
+            inner = found.get("template")
+            if isinstance(inner, dict) and "containers" in inner.get("spec", {}):
+                return inner
+            waiting += found.values()
+        elif isinstance(found, list):
+            waiting += found
+    raise AssertionError("the training job has no pods")
+
+
+def step_pod(spec: Spec, account: str) -> dict[str, Any]:
+    """The train step's pod, from Argo's template, with the account that steps have there."""
+    from holdfast.pipelines.backends.argo import argo_objects
+
+    workflow = argo_objects(spec)[0]["spec"]
+    step = next(one for one in workflow["templates"] if one["name"] == "train")
+    spec_of_pod = {
+        "containers": [{"name": "main", **step["container"]}],
+        "restartPolicy": "Never",
+        "securityContext": workflow["securityContext"],
+        "serviceAccountName": account,
+        "volumes": [*workflow["volumes"], *step.get("volumes", [])],
+    }
+    for name in ("nodeSelector", "tolerations"):
+        if found := step.get(name) or workflow.get(name):
+            spec_of_pod[name] = found
+    return _pod("holdfast-doctor-step", step.get("metadata", {}), spec_of_pod)
+
+
+def _pod(name: str, metadata: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, **kept}, "spec": spec}
+
+
+# Check that the pods of a run can be placed: namespace admission, devices, HyperNodes and Kueue quota.
+#
+# Four checks with separate rights to read. Each runs only if the spec uses the feature.
+
+CAPABILITIES, DEVICES, TOPOLOGY, QUOTA = "capabilities", "devices", "topology", "kueue quota"
+ENFORCE = "pod-security.kubernetes.io/enforce"
+HYPERNODES = "/apis/topology.volcano.sh/v1alpha1/hypernodes"
+
+
+def capabilities(cluster: Cluster) -> Iterator[Finding]:
+    """Check that the namespace is `privileged` if the spec adds capabilities; lower pod security levels allow none of
+    them.
+    """
+    asked = ", ".join(cluster.spec.cluster.capabilities) if cluster.spec else ""
+    if not asked:
+        return
+    namespace = cluster.api.read(f"/api/v1/namespaces/{cluster.namespace}") or {}
+    level = namespace.get("metadata", {}).get("labels", {}).get(ENFORCE, "privileged")
+    if level == "privileged":
+        yield Finding(CAPABILITIES, "ok", f"{cluster.namespace} admits pods with {asked}")
+        return
+    message = f"{cluster.namespace} enforces the pod security standard {level}, which refuses pods with {asked}"
+    remedy = (
+        "remove cluster.capabilities (they have no effect for a process that is not root) and raise LimitMEMLOCK of "
+        f"the nodes' container runtime, or let the namespace enforce privileged: docs/placement.md ({ENFORCE})"
+    )
+    yield Finding(CAPABILITIES, "fail", message, remedy)
+
+
+def devices(cluster: Cluster) -> Iterator[Finding]:
+    """Check that some node has enough of every extended resource that a pod of the job requests."""
+    asked = _extended(cluster.spec) if cluster.spec else {}
+    if not asked:
+        return
+    nodes = (cluster.api.read("/api/v1/nodes") or {}).get("items", [])
+    for name, count in asked.items():
+        most = max((_allocatable(node, name) for node in nodes), default=0)
+        if most >= amount(count):
+            yield Finding(DEVICES, "ok", f"nodes have up to {most} of {name}, each pod takes {count}")
+        else:
+            message = f"no node has {count} of {name}: the most is {most}"
+            remedy = f"install its device plugin, ask for less, or wait for a node: kubectl get nodes -o wide ({name})"
+            yield Finding(DEVICES, "warn", message, remedy)  # an autoscaler may add one
+
+
+def hypernodes(cluster: Cluster) -> Iterator[Finding]:
+    """Check that Volcano has HyperNodes for the spec's placement."""
+    if cluster.spec is None or cluster.scheduler != "volcano":
+        return
+    topology = cluster.spec.cluster.topology
+    if topology.placement == "any":
+        return
+    found = (cluster.api.read(HYPERNODES) or {}).get("items", [])
+    tiers = sorted({int(one["spec"]["tier"]) for one in found})
+    if tiers and tiers[0] <= topology.tier:
+        yield Finding(TOPOLOGY, "ok", f"there are {len(found)} HyperNodes of the tiers {tiers}")
+        return
+    message = (
+        f"no HyperNode has a tier of at most {topology.tier}: the tiers are {tiers}"
+        if tiers
+        else "there are no HyperNodes, so Volcano knows no neighbours"
+    )
+    remedy = "describe the racks: manifests/components/volcano-topology is an example"
+    yield Finding(TOPOLOGY, "fail" if topology.placement == "require" else "warn", message, remedy)
+
+
+def quota(cluster: Cluster) -> Iterator[Finding]:
+    """Check that the ClusterQueue covers all resources of the job; Kueue never admits a job with others."""
+    if cluster.spec is None or cluster.scheduler != "kueue":
+        return
+    root = "/apis/kueue.x-k8s.io/v1beta2"
+    local = cluster.api.read(f"{root}/namespaces/{cluster.namespace}/localqueues/{cluster.queue}")
+    if local is None:  # another check reports it
+        return
+    name = local["spec"]["clusterQueue"]
+    queue = cluster.api.read(f"{root}/clusterqueues/{name}")
+    if queue is None:
+        yield Finding(QUOTA, "fail", f"there is no ClusterQueue {name}", "name another LocalQueue, or create it")
+        return
+    covered = {one for group in queue["spec"].get("resourceGroups", []) for one in group["coveredResources"]}
+    missing = sorted({"cpu", "memory", *_extended(cluster.spec)} - covered)
+    if missing:
+        remedy = f"add them to coveredResources and to each flavor of ClusterQueue {name}"
+        yield Finding(QUOTA, "fail", f"ClusterQueue {name} has no quota of {', '.join(missing)}", remedy)
+    else:
+        yield Finding(QUOTA, "ok", f"ClusterQueue {name} has a quota of everything that the pods ask for")
+
+
+def _extended(spec: Spec) -> dict[str, str]:
+    accelerator = ACCELERATORS[spec.cluster.accelerator].resource
+    own = {accelerator: str(spec.parallel.processes)} if accelerator else {}
+    return own | dict(spec.cluster.resources.extended)
+
+
+def _allocatable(node: Object, resource: str) -> int:
+    return int(amount(str(node.get("status", {}).get("allocatable", {}).get(resource, "0"))))
+
+
+# Check that the namespace's quotas allow the whole gang: a pod that quota refuses never becomes visible.
+
+QUOTA_CHECK = "quota"
+
+
+def check_quota(cluster: Cluster) -> Iterator[Finding]:
+    """One finding for each quota that is too small for all ranks together."""
+    if cluster.spec is None:
+        return
+    asked = cluster.spec.cluster
+    wanted = _wanted(rank_pod(cluster.spec), asked.nodes.min + asked.spares)
+    found = cluster.api.read(f"/api/v1/namespaces/{cluster.namespace}/resourcequotas") or {"items": []}
+    short = False
+    for quota in found["items"]:
+        hard, used = quota.get("spec", {}).get("hard", {}), quota.get("status", {}).get("used", {})
+        for resource, needed in wanted.items():
+            if resource not in hard or needed <= amount(str(hard[resource])) - amount(str(used.get(resource, "0"))):
+                continue
+            short = True
+            never = needed > amount(str(hard[resource]))
+            message = (
+                f"{quota['metadata']['name']} allows {hard[resource]} of {resource}, {used.get(resource, '0')} of it "
+                f"are in use, and the ranks ask for {_text(needed)}"
+            )
+            remedy = f"kubectl edit -n {cluster.namespace} resourcequota {quota['metadata']['name']}, or ask for less"
+            yield Finding(QUOTA_CHECK, "fail" if never else "warn", message, remedy)
+    if not short:
+        yield Finding(
+            QUOTA_CHECK, "ok", f"{len(found['items'])} quotas in {cluster.namespace}, with room for the ranks"
+        )
+
+
+def _wanted(pod: dict[str, Any], nodes: int) -> dict[str, Decimal]:
+    """The total requests of the ranks, by the names in quotas."""
+    found = {"pods": Decimal(nodes)}
+    for kind in ("requests", "limits"):
+        for name, value in pod["spec"]["containers"][0]["resources"].get(kind, {}).items():
+            found[f"{kind}.{name}"] = amount(str(value)) * nodes
+            if kind == "requests" and name in ("cpu", "memory"):
+                found[name] = found[f"{kind}.{name}"]
+    return found
+
+
+def _text(value: Decimal) -> str:
+    return f"{value:f}" if value < 2**20 else f"{value / 2**30:.1f}Gi"
+
+
+# Check that every node can pull the images of a run, and that the pull Secrets exist.
+
+IMAGES_CHECK = "images"
+PULL_KINDS = ("kubernetes.io/dockerconfigjson", "kubernetes.io/dockercfg")
+
+
+def check_images(cluster: Cluster) -> Iterator[Finding]:
+    """One finding for each image and for each pull secret."""
+    if cluster.spec is None:
+        return
+    wanted = cluster.spec.cluster
+    for image in dict.fromkeys([IMAGE, wanted.image or training_image(wanted.accelerator)]):
+        registry, _, rest = image.partition("/")
+        tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
+        if not rest or not ("." in registry or ":" in registry or registry == "localhost"):
+            message = f"{image} names no registry: only nodes on which it was loaded have it"
+            remedy = (
+                "push the images, and name them: --image for the steps, cluster.image for the ranks (docs/images.md)"
+            )
+            yield Finding(IMAGES_CHECK, "warn", message, remedy)
+        elif "@" not in image and tag in ("", "latest"):
+            yield Finding(IMAGES_CHECK, "warn", f"{image} changes under its name", "name a version, or better a digest")
+        else:
+            yield Finding(IMAGES_CHECK, "ok", f"{image} names a registry and a version")
+    for name in wanted.pull_secrets:
+        found = cluster.api.read(f"/api/v1/namespaces/{cluster.namespace}/secrets/{name}")
+        if found is None or found.get("type") not in PULL_KINDS:
+            about = "is not there" if found is None else f"is of type {found.get('type')}"
+            remedy = f"kubectl create secret docker-registry {name} -n {cluster.namespace} --docker-server=..."
+            yield Finding(IMAGES_CHECK, "fail", f"pull secret {name} in {cluster.namespace} {about}", remedy)
+
+
+# Check that enough nodes have the accelerators that every rank of a spec requests.
+
+ACCELERATORS_CHECK = "accelerators"
+
+
+def check_accelerators(cluster: Cluster) -> Iterator[Finding]:
+    """Count the nodes with the accelerators of one gang node, and check whether they support the spec's precision."""
+    spec = cluster.spec
+    resource = ACCELERATORS[spec.cluster.accelerator].resource if spec else None
+    if spec is None or not resource:
+        return
+    each, nodes = spec.parallel.processes, spec.cluster.nodes.min
+    listed = cluster.api.read("/api/v1/nodes") or {"items": []}
+    chosen = [
+        node for node in listed["items"]
+        if spec.cluster.node_selector.items() <= (node.get("metadata", {}).get("labels") or {}).items()
+    ]  # fmt: skip
+    having = [
+        node for node in chosen if amount(str(node.get("status", {}).get("allocatable", {}).get(resource, "0"))) >= each
+    ]
+    if spec.training.precision == "fp8" and (old := [node for node in having if _knows_no_fp8(node)]):
+        names = ", ".join(str(node["metadata"].get("name")) for node in old[:3]) + (" …" if len(old) > 3 else "")
+        message = f"{len(old)} of {len(having)} nodes that fit cluster.node_selector know no fp8 ({names})"
+        remedy = "choose nodes with compute capability 8.9 or more (Ada, Hopper, Blackwell) by cluster.node_selector"
+        yield Finding(ACCELERATORS_CHECK, "warn", message, f"{remedy}, or take training.precision: bf16")
+    if len(having) >= nodes:
+        yield Finding(
+            ACCELERATORS_CHECK,
+            "ok",
+            f"{len(having)} nodes offer {each} {resource} or more; the gang begins with {nodes}",
+        )
+        return
+    message = (
+        f"{len(having)} of {len(chosen)} nodes that fit cluster.node_selector offer {each} {resource}; the gang needs "
+        f"{nodes} of them"
+    )
+    remedy = f"install the device plugin of {resource}, add nodes, or change cluster.nodes and parallel.processes"
+    yield Finding(
+        ACCELERATORS_CHECK, "warn", message, f"{remedy}; a cluster that adds nodes on demand may have them later"
+    )
+
+
+def _knows_no_fp8(node: dict[str, Any]) -> bool:
+    """Whether NVIDIA's feature discovery labels show a device without fp8; False without labels."""
+    labels = node.get("metadata", {}).get("labels") or {}
+    major, minor = (labels.get(f"nvidia.com/gpu.compute.{part}", "") for part in ("major", "minor"))
+    return major.isdigit() and minor.isdigit() and (int(major), int(minor)) < FP8_CAPABILITY

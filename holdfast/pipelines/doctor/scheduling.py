@@ -1,0 +1,193 @@
+"""Checks of the scheduler that a spec names: gang scheduling, queues and priorities."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from holdfast.pipelines.doctor.cluster import KUEUE_QUEUES, PYTORCHJOBS, TRAINING_OPERATOR, VOLCANO_QUEUES, Cluster
+from holdfast.pipelines.doctor.findings import Finding
+
+# Check that the training operator starts the pods of a job all together or not at all.
+
+GANG_SCHEDULING_CHECK = "gang scheduling"
+LABEL = "control-plane=kubeflow-training-operator"
+OPTION = "--gang-scheduler-name=volcano"
+
+
+def check_gang_scheduling(cluster: Cluster) -> Iterator[Finding]:
+    """Check the gang scheduler in the operator's arguments."""
+    if PYTORCHJOBS not in cluster.served:
+        return
+    found = cluster.api.read("/apis/apps/v1/deployments", labelSelector=LABEL)
+    if not found or not found["items"]:
+        remedy = f"install the training operator: {TRAINING_OPERATOR}"
+        yield Finding(GANG_SCHEDULING_CHECK, "warn", f"no deployment carries {LABEL}", remedy)
+        return
+    operator = found["items"][0]
+    container = operator["spec"]["template"]["spec"]["containers"][0]
+    words = " ".join([*container.get("command", []), *container.get("args", [])])
+    named = re.search(r"--gang-scheduler-name[= ](\S+)", words)
+    scheduler = named[1] if named else "none"
+    about = f"{container['image']} schedules gangs with {scheduler}"
+    needed = cluster.scheduler == "volcano" and cluster.job == "pytorchjob"
+    if scheduler == "volcano" or not (needed or VOLCANO_QUEUES in cluster.served):
+        yield Finding(GANG_SCHEDULING_CHECK, "ok", about)
+        return
+    arguments = "/spec/template/spec/containers/0/args"
+    there = bool(container.get("args"))
+    patch = {"op": "add", "path": f"{arguments}/-" if there else arguments, "value": OPTION if there else [OPTION]}
+    where = f"-n {operator['metadata']['namespace']} deployment/{operator['metadata']['name']}"
+    yield Finding(
+        GANG_SCHEDULING_CHECK, "fail" if needed else "warn",
+        f"{about}: half of a job may start, and wait for the other half",
+        f"kubectl patch {where} --type json -p '{json.dumps([patch], separators=(',', ':'))}'",
+    )  # fmt: skip
+
+
+# Check that Volcano's scheduler may preempt jobs for more important ones. Its defaults do not allow that.
+
+VOLCANO_ACTIONS_CHECK = "volcano actions"
+PLACE, MAP = "volcano-system", "volcano-scheduler-configmap"
+
+
+def check_volcano_actions(cluster: Cluster) -> Iterator[Finding]:
+    """Check the actions in the scheduler's settings."""
+    import yaml
+
+    if VOLCANO_QUEUES not in cluster.served:
+        return
+    found = cluster.api.read(f"/api/v1/namespaces/{PLACE}/configmaps/{MAP}")
+    if found is None:
+        message = f"{PLACE} has no {MAP}: the scheduler's actions are unknown"
+        yield Finding(VOLCANO_ACTIONS_CHECK, "warn", message, "look where Volcano is installed: kubectl get pods -A")
+        return
+    settings = yaml.safe_load(found["data"].get("volcano-scheduler.conf", "")) or {}
+    actions = [action.strip() for action in str(settings.get("actions", "")).split(",")]
+    missing = [action for action in ("preempt", "reclaim") if action not in actions]
+    if not missing:
+        yield Finding(VOLCANO_ACTIONS_CHECK, "ok", f"actions are {', '.join(actions)}")
+        return
+    message = f"actions are {', '.join(actions)}: without {' and '.join(missing)}, priorities displace nothing"
+    wanted = ", ".join([*(action for action in actions if action != "backfill"), *missing, "backfill"])
+    yield Finding(
+        VOLCANO_ACTIONS_CHECK,
+        "warn",
+        message,
+        f'kubectl edit -n {PLACE} configmap {MAP}, and write actions: "{wanted}"',
+    )
+
+
+# Check that the Volcano queue of a run exists and is open.
+
+VOLCANO_QUEUE_CHECK = "volcano queue"
+
+
+def check_volcano_queue(cluster: Cluster) -> Iterator[Finding]:
+    """Check the spec's queue, otherwise Volcano's default; without a spec, the one of the manifests."""
+    if VOLCANO_QUEUES not in cluster.served or cluster.scheduler not in ("", "volcano"):
+        return
+    wanted = cluster.queue or ("default" if cluster.spec else "holdfast")
+    queue = cluster.api.read(f"/apis/scheduling.volcano.sh/v1beta1/queues/{wanted}")
+    if queue is None:
+        manifest = "manifests/components/volcano/queues.yaml" if wanted in ("holdfast", "holdfast-idle") else ""
+        yield cluster.absent(
+            VOLCANO_QUEUE_CHECK,
+            f"there is no Volcano queue {wanted!r}",
+            cluster.scheduler == "volcano",
+            manifest=manifest,
+            field="cluster.queue",
+        )
+    elif (state := queue.get("status", {}).get("state", "Open")) != "Open":
+        yield Finding(VOLCANO_QUEUE_CHECK, "warn", f"{wanted} is {state}", f"vcctl queue operate -a open -n {wanted}")
+    else:
+        yield Finding(VOLCANO_QUEUE_CHECK, "ok", f"{wanted} is open")
+
+
+# Check that the Kueue LocalQueue of a run exists and admits workloads.
+
+KUEUE_QUEUE_CHECK = "kueue queue"
+
+
+def check_kueue_queue(cluster: Cluster) -> Iterator[Finding]:
+    """Check the spec's queue, otherwise that of the manifests."""
+    if KUEUE_QUEUES not in cluster.served or cluster.scheduler not in ("", "kueue"):
+        return
+    wanted, needed = cluster.queue or "holdfast", cluster.scheduler == "kueue"
+    queue = cluster.api.read(f"/apis/kueue.x-k8s.io/v1beta2/namespaces/{cluster.namespace}/localqueues/{wanted}")
+    if queue is None:
+        manifest = "manifests/components/kueue/queues.yaml" if wanted == "holdfast" else ""
+        yield cluster.absent(
+            KUEUE_QUEUE_CHECK,
+            f"namespace {cluster.namespace} has no LocalQueue {wanted!r}",
+            needed,
+            manifest=manifest,
+            field="cluster.queue",
+        )
+        return
+    conditions = {each["type"]: each for each in queue.get("status", {}).get("conditions", [])}
+    active = conditions.get("Active", {"status": "True"})
+    if active["status"] != "True":
+        message = f"{wanted} admits nothing: {active.get('message', 'inactive')}"
+        look = f"kubectl describe -n {cluster.namespace} localqueue {wanted}"
+        yield Finding(KUEUE_QUEUE_CHECK, "fail" if needed else "warn", message, look)
+    else:
+        yield Finding(KUEUE_QUEUE_CHECK, "ok", f"{wanted} leads to ClusterQueue {queue['spec']['clusterQueue']}")
+
+
+# Check that the priority class of a run exists. Kueue has a separate kind of priority class.
+
+PRIORITY_CLASS_CHECK = "priority class"
+
+
+def check_priority_class(cluster: Cluster) -> Iterator[Finding]:
+    """Check the spec's class; with `everything`, by default that of the manifests."""
+    named = cluster.spec.cluster.priority_class if cluster.spec else None
+    if not named and not cluster.everything:
+        return
+    wanted = named or "holdfast-standard"
+    if cluster.scheduler == "kueue":
+        path, kind = "/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses", "WorkloadPriorityClass"
+        manifest = "manifests/components/kueue/priorities.yaml"
+    else:
+        path, kind = "/apis/scheduling.k8s.io/v1/priorityclasses", "PriorityClass"
+        manifest = "manifests/base/priority-classes.yaml"
+    if cluster.api.read(f"{path}/{wanted}") is None:
+        known = wanted in ("holdfast-low", "holdfast-standard", "holdfast-high")
+        yield cluster.absent(
+            PRIORITY_CLASS_CHECK, f"there is no {kind} {wanted!r}", bool(named), manifest=manifest if known else "",
+            field="cluster.priority_class",
+        )  # fmt: skip
+    else:
+        yield Finding(PRIORITY_CLASS_CHECK, "ok", f"{kind} {wanted} is there")
+
+
+# Check that Kueue, or node labels, define the topology levels of a spec's placement.
+#
+# `pod_placement` checks Volcano's.
+
+PLACES_CHECK = "places"
+TOPOLOGIES = "/apis/kueue.x-k8s.io/v1beta2/topologies"
+
+
+def check_places(cluster: Cluster) -> Iterator[Finding]:
+    """One finding if the spec prefers or requires a placement."""
+    if cluster.spec is None or cluster.scheduler == "volcano" or cluster.spec.cluster.topology.placement == "any":
+        return
+    wish = cluster.spec.cluster.topology
+    needed = wish.placement == "require"
+    if cluster.scheduler == "kueue":
+        found = (cluster.api.read(TOPOLOGIES) or {"items": []})["items"]
+        levels = {level["nodeLabel"] for one in found for level in one["spec"].get("levels", [])}
+        there, what = (
+            wish.level in levels,
+            f"{len(found)} Topologies, with the levels {', '.join(sorted(levels)) or 'none'}",
+        )
+        remedy = f"add {wish.level} to a Topology of Kueue (manifests/components/kueue), or name another level"
+    else:
+        nodes = (cluster.api.read("/api/v1/nodes") or {"items": []})["items"]
+        labelled = [node for node in nodes if wish.level in (node.get("metadata", {}).get("labels") or {})]
+        there, what = bool(labelled), f"{len(labelled)} of {len(nodes)} nodes carry the label {wish.level}"
+        remedy = f"label the nodes, or name another cluster.topology.level: kubectl get nodes -L {wish.level}"
+    yield Finding(PLACES_CHECK, "ok" if there else "fail" if needed else "warn", what, "" if there else remedy)
