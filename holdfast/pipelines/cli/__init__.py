@@ -1,4 +1,4 @@
-"""The command `holdfast`, by groups of commands. Importing it imports nothing heavy: a command does when it runs."""
+"""The command `holdfast`, in groups of commands. Importing it is quick: heavy imports happen when a command runs."""
 
 from holdfast.pipelines.cli.entry import app, main
 

@@ -1,4 +1,4 @@
-"""The commands that look into what a run computed: the batch of a step, and where two runs part."""
+"""Commands that inspect or repeat what a run computed: `batch`, `diff`, `fork` and `replay`."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from holdfast.store import Store
 
 RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="The id of a run, its beginning, or its name.", show_default=False)
+    str, typer.Argument(metavar="RUN", help="A run: its id, a prefix of the id, or its name.", show_default=False)
 ]
 
 
 def batch(
     run: RunName,
-    step: Annotated[int, typer.Argument(metavar="STEP", help="As in the history: the first is 1.", show_default=False)],
+    step: Annotated[int, typer.Argument(metavar="STEP", help="A step; the first one is 1.", show_default=False)],
     micro_batch: Annotated[
-        int | None, typer.Option("--micro-batch", help="Only this micro-batch of the global batch, from 0.")
+        int | None, typer.Option("--micro-batch", help="Show one micro-batch of the global batch; the first is 0.")
     ] = None,
-    text: Annotated[bool, typer.Option("--text", help="What each row says, too.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Also print the text of each row.")] = False,
     store: StoreRoot = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show what a step was trained on: its rows, and the documents, files and lines that they come from.
+    """Show the data that a step was trained on: its rows, and their documents, files and lines.
 
-    Nothing of it was recorded: a batch follows from the dataset, the seed and the step. Files are named where the
-    sources are as they were when the dataset was made.
+    A batch needs no record: it follows from the dataset, the seed and the step. Files and lines are named only if the
+    sources are unchanged since the dataset was made.
 
     Example: holdfast batch 3f2a 1200 --micro-batch 3 --text
     """
@@ -52,17 +52,19 @@ def batch(
 
 def diff(
     one: RunName,
-    other: Annotated[str, typer.Argument(metavar="RUN", help="The run to compare it with.", show_default=False)],
+    other: Annotated[str, typer.Argument(metavar="RUN", help="The run to compare with.", show_default=False)],
     store: StoreRoot = "",
     other_store: Annotated[
-        str, typer.Option(metavar="URL", help="Where the second run is, if not where the first is.", show_default=False)
+        str,
+        typer.Option(metavar="URL", help="Store of the second run. Default: that of the first.", show_default=False),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Say where two runs part, to the bit: the first step, and the tensor and the element in the nearest checkpoints.
+    """Show where two runs diverge, to the bit: the first step, and the tensor and element in the nearest checkpoints.
 
-    Ends with 0 when they are equal as far as both go, and with 6 when they differ. What is compared of each step is
-    what no interruption changes: loss, gradient norm, learning rate, tokens, and state digests where both have them.
+    Of each step it compares what no interruption changes: loss, gradient norm, learning rate, tokens, samples, and
+    state digests if both runs have them. Also prints the differences between the two specs. Ends with 0 if the runs
+    are equal as far as both go, and with 6 if they differ.
 
     Example: holdfast diff 3f2a 9b1c
     """
@@ -86,14 +88,15 @@ def diff(
 
 def fork(
     run: RunName,
-    to: Annotated[int, typer.Option("--to", metavar="STEP", help="One of its checkpoints.", show_default=False)],
+    to: Annotated[int, typer.Option("--to", metavar="STEP", help="Step of a checkpoint.", show_default=False)],
     overrides: Overrides = None,
     store: StoreRoot = "",
     as_json: AsJson = False,
 ) -> None:
-    """Make a new run that shares the past of another up to a step; with --set it goes on otherwise from there.
+    """Create a new run that starts from a checkpoint of another run. With --set it continues differently from there.
 
-    No tensor is copied: the new run begins with the bytes of the other one's checkpoint, which is pinned for it.
+    Prints the id of the new run, and the command that continues it. No tensor is copied: the new run starts from the
+    bytes of the other run's checkpoint, which is pinned for it.
 
     Example: holdfast fork 3f2a --to 1200 --set training.optimizer.learning_rate=1.0e-4
     """
@@ -106,8 +109,8 @@ def fork(
         print_json(made)
         return
     elsewhere = f" --store {store}" if store else ""
-    out(f"run {made.run_id} begins from step {made.step} of run {made.parent}, whose checkpoint is pinned for it")
-    out(f"to go on: holdfast resume {made.run_id}{elsewhere}")
+    out(f"run {made.run_id} starts from step {made.step} of run {made.parent}; that checkpoint is pinned for it")
+    out(f"to continue: holdfast resume {made.run_id}{elsewhere}")
 
 
 def replay(
@@ -115,42 +118,44 @@ def replay(
         str,
         typer.Argument(
             metavar="[RUN]",
-            help="The id of a run, its beginning, or its name. With --sample alone: those that changed --within hours.",
+            help="A run: its id, a prefix of the id, or its name. Default with --sample: all runs that changed "
+            "--within the last hours.",
             show_default=False,
         ),
     ] = "",
     steps: Annotated[
-        str, typer.Option(metavar="A-B", help="The first and the last step, or one.", show_default=False)
+        str, typer.Option(metavar="A-B", help="First and last step, or a single step.", show_default=False)
     ] = "",
     sample: Annotated[
-        int, typer.Option(min=1, help="So many stretches that no sample had yet.", show_default=False)
+        int,
+        typer.Option(min=1, help="Number of stretches to draw that no earlier sample computed.", show_default=False),
     ] = 0,
-    seed: Annotated[int | None, typer.Option(help="What draws the sample.", show_default="drawn, and printed")] = None,
-    longest: Annotated[int, typer.Option(min=1, help="Steps of a stretch of the sample, at most.")] = 100,
-    within: Annotated[float, typer.Option(min=0.0, help="Hours, for a sample of all runs.")] = 24.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sample.", show_default="random, and printed")] = None,
+    longest: Annotated[int, typer.Option(min=1, help="Maximum number of steps in a stretch.")] = 100,
+    within: Annotated[float, typer.Option(min=0.0, help="Hours, for a sample without RUN.")] = 24.0,
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="Also where this machine computes in another way than the run's.")
+        bool, typer.Option("--anyway", help="Replay even if this machine computes differently from the run's.")
     ] = False,
     store: StoreRoot = "",
     as_json: AsJson = False,
 ) -> None:
-    """Compute steps of a run again, here, and compare them bit by bit with what the run recorded.
+    """Compute steps of a run again on this machine, and compare them bit for bit with the run's records.
 
-    It begins from the checkpoint before the first of them, with as many ranks as the run had. --steps changes nothing
-    in the store; --sample draws stretches from a checkpoint to the next, and writes under the run what it found. Ends
-    with 0 when all is the same, with 6 when a step differs, and names the first; with 18 where this machine is unlike
-    that of the run.
+    It starts from the checkpoint before the first step, with as many ranks as the run had. --steps changes nothing in
+    the store. --sample draws stretches, each from one checkpoint to the next, and writes its findings under the run.
+    Ends with 0 if all figures are the same. Ends with 6 if a step differs, and names the first one. Ends with 18 if
+    this machine does not match that of the run.
 
     Example: holdfast replay 3f2a --steps 1200-1220
     """
     if bool(steps) == bool(sample):
-        raise typer.BadParameter("give one of --steps A-B and --sample N")
+        raise typer.BadParameter("use either --steps A-B or --sample N")
     if sample:
         if anyway:
-            raise typer.BadParameter("what differs then proves nothing: not with --sample", param_hint="--anyway")
+            raise typer.BadParameter("not with --sample: a difference would prove nothing", param_hint="--anyway")
         _sampled(run, sample, seed, longest, within, store, as_json)
     if not run:
-        raise typer.BadParameter("--steps are those of one run: name it", param_hint="RUN")
+        raise typer.BadParameter("--steps needs one run; name it", param_hint="RUN")
     from holdfast.components.train.audit.replay_job import replay_steps
     from holdfast.pipelines.view.audit import print_replayed, steps_done
     from holdfast.pipelines.view.catalog import find_run
@@ -203,5 +208,5 @@ def spec_of(store: Store, record: RunRecord) -> Spec:
     from holdfast.spec import Spec
 
     if not record.spec:
-        raise MissingError(f"run {record.run_id}: {store.url} does not say what was asked for: it was never trained")
+        raise MissingError(f"run {record.run_id}: {store.url} has no spec of it, because it was never trained")
     return Spec.model_validate(record.spec)

@@ -1,4 +1,4 @@
-"""`holdfast calibrate`: what the planner's figures are on the machine at hand, and how far its predictions are off."""
+"""`holdfast calibrate`: measures this machine for the planner, and the error of the planner's predictions."""
 
 from __future__ import annotations
 
@@ -12,28 +12,34 @@ from holdfast.pipelines.cli.options import AsJson, out, print_json
 if TYPE_CHECKING:
     from holdfast.planning.calibration import Calibration
 
-MEASURED = ("cpu", "nvidia", "amd")  # kinds of accelerators whose work torch waits for in a way that is known here
+MEASURED = ("cpu", "nvidia", "amd")  # kinds of accelerators that the measurement can synchronize with
 
 
 def calibrate(
     ranks: Annotated[
         int | None,
         typer.Option(
-            min=1, max=1024, help="Ranks that work at once. Default on a CPU: a core each.", show_default=False
+            min=1, max=1024, help="Concurrent ranks. Default on a CPU: one for each core.", show_default=False
         ),
     ] = None,
     accelerator: Annotated[
-        str, typer.Option("--accelerator", "-a", metavar="KIND", help="cpu, nvidia or amd.")
+        str, typer.Option("--accelerator", "-a", metavar="KIND", help="Kind of accelerator: cpu, nvidia, amd.")
     ] = "cpu",
     file: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Default: calibration.json in HOLDFAST_HOME.", show_default=False),
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="File to write. Default: calibration.json in HOLDFAST_HOME.",
+            show_default=False,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure collectives, products and steps on this machine, and keep them for `holdfast plan --calibration`.
+    """Measure collectives, matrix products and training steps on this machine for `holdfast plan --calibration`.
 
-    Prints each prediction beside what was measured. Let nothing else run meanwhile: it takes a minute or two.
+    Writes a calibration file, and prints each prediction next to its measurement. It takes one or two minutes. Run
+    nothing else meanwhile.
 
     Example: holdfast calibrate --ranks 2
     """
@@ -46,7 +52,7 @@ def calibrate(
     if accelerator not in MEASURED:
         raise typer.BadParameter(f"{accelerator}: use one of {', '.join(MEASURED)}", param_hint="--accelerator")
     if ranks is None and accelerator != "cpu":
-        raise typer.BadParameter("say how many accelerators this machine has", param_hint="--ranks")
+        raise typer.BadParameter("give the number of accelerators of this machine", param_hint="--ranks")
     found = measure(ranks or len(os.sched_getaffinity(0)), accelerator)
     path = file or calibration.default_path()
     calibration.write(found, path)
@@ -54,7 +60,7 @@ def calibrate(
         print_json(_as_json(found, path))
         return
     print_calibration(found)
-    out(f"kept in {path}; to plan with it: holdfast plan SPEC --calibration {path}")
+    out(f"written to {path}; to plan with it: holdfast plan SPEC --calibration {path}")
 
 
 def _as_json(found: Calibration, path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`holdfast chaos`: the promise, proved on a spec of yours."""
+"""`holdfast chaos`: trains your spec with and without faults, and compares the bits."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ if TYPE_CHECKING:
 
 def chaos(
     spec: SpecFile,
-    seed: Annotated[int | None, typer.Option(help="Of the schedule. Default: drawn, and printed.")] = None,
-    minutes: Annotated[float, typer.Option(help="Go on with further storms until so many have passed.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the schedule. Default: random, and printed.")] = None,
+    minutes: Annotated[float, typer.Option(help="Repeat the faulty run until these minutes are over.")] = 0.0,
     steps: Annotated[
-        int | None, typer.Option(min=10, help="That each run trains. Default: the spec's, 60 at most.")
+        int | None, typer.Option(min=10, help="Steps of each run. Default: those of the spec, at most 60.")
     ] = None,
-    faults: Annotated[str, typer.Option(metavar="A,B", help="Only these. Default: all; see docs/chaos.md.")] = "",
+    faults: Annotated[str, typer.Option(metavar="A,B", help="Faults to use. Default: all; see docs/chaos.md.")] = "",
     overrides: Overrides = None,
     store: StoreRoot = "",
     as_json: AsJson = False,
 ) -> None:
-    """Train a spec twice on this machine, calm and under faults, and compare the bits.
+    """Train a spec twice on this machine, undisturbed and under faults, and compare the bits.
 
-    Every fault happens once, in an order and at steps that the seed decides; each must be survived. Ends with 0 when
-    all were and the two models are the same to the last bit, with 6 when they differ, and names where.
+    The run must survive every fault. Each fault happens once, in an order and at steps that the seed decides. Prints
+    the schedule, each fault, the goodput and the result. Ends with 0 if every fault was survived and both models have
+    the same bits. Ends with 6 if the bits differ, and names the first difference.
 
     Example: holdfast chaos examples/quickstart.yaml
     """
@@ -41,7 +42,7 @@ def chaos(
         spec, overrides or (), steps or min(checked.training.steps, compare.STEPS),
         compare.draw_seed() if seed is None else seed, minutes, compare.known_faults(faults), store,
     )  # fmt: skip
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing of the runs may stay behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up, as Ctrl-C does
     with Teller(asked, to_stderr=as_json) as teller:
         try:
             compare.run_with_faults(asked, teller.tell)

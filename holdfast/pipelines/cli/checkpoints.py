@@ -1,4 +1,4 @@
-"""`holdfast checkpoints`: what is there, whether it is whole, where two differ, what is kept, and moving them."""
+"""`holdfast checkpoints`: list, verify, compare, pin, collect, export and import checkpoints."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Checkpoints of runs: list, verify, compare, keep, move.",
+    help="List, verify, compare, pin, delete, export and import checkpoints of runs.",
 )
 
 RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="The id of a run, its beginning, or its name.", show_default=False)
+    str, typer.Argument(metavar="RUN", help="A run: its id, a prefix of the id, or its name.", show_default=False)
 ]
 AtStep = Annotated[
     str,
     typer.Argument(
-        metavar="RUN[@STEP]", help="A run, and one of its checkpoints; the newest where none is named.",
+        metavar="RUN[@STEP]", help="A run, and the step of a checkpoint. Default: the newest one.",
         show_default=False,
     ),
 ]  # fmt: skip
-Pinner = Annotated[str, typer.Option("--as", metavar="NAME", help="Who holds it; several may, each by its name.")]
+Pinner = Annotated[str, typer.Option("--as", metavar="NAME", help="Owner of the pin. Each owner has a separate pin.")]
 
 
 class Target(StrEnum):
-    """What a checkpoint can become."""
+    """Formats that a checkpoint can be exported to."""
 
     HF = "hf"
     DCP = "dcp"
 
 
 class Origin(StrEnum):
-    """What a state can come from."""
+    """Formats that a state can be imported from."""
 
     HF = "hf"
     DCP = "dcp"
@@ -55,7 +55,9 @@ class Origin(StrEnum):
 
 @app.command("list")
 def list_(run: RunName, store: StoreRoot = "", as_json: AsJson = False) -> None:
-    """List the checkpoints of a run: when, how large, what was new in each, and why it is kept.
+    """List the checkpoints of a run, oldest first.
+
+    Prints for each one its step, age, size and attempt, how much of it was new, and why it is kept.
 
     Example: holdfast checkpoints list 3f2a
     """
@@ -73,7 +75,9 @@ def list_(run: RunName, store: StoreRoot = "", as_json: AsJson = False) -> None:
 
 @app.command()
 def show(checkpoint: AtStep, store: StoreRoot = "", as_json: AsJson = False) -> None:
-    """Show one checkpoint: its tensors, the layout that wrote it, the segments of the run, its digest.
+    """Show one checkpoint: its size, digest, layout, segments and tensors.
+
+    The layout is the one that wrote the checkpoint. The segments are those of the run up to it.
 
     Example: holdfast checkpoints show 3f2a@1200
     """
@@ -88,10 +92,10 @@ def show(checkpoint: AtStep, store: StoreRoot = "", as_json: AsJson = False) -> 
 
 @app.command()
 def verify(checkpoint: AtStep, store: StoreRoot = "", as_json: AsJson = False) -> None:
-    """Read every byte of a checkpoint, or of all those of a run, and check it; fine beside a run that goes on.
+    """Read and check every byte of a checkpoint, or of all checkpoints of a run.
 
-    The models that were exported from them are read as well. Ends with 13 when something is damaged, and names the
-    object and the tensor.
+    Also checks the models that were exported from them. It may run while the run trains. Prints a line for each
+    checkpoint. Ends with 13 if something is damaged, and names the object and the tensor.
 
     Example: holdfast checkpoints verify 3f2a
     """
@@ -129,13 +133,17 @@ def diff(
     other: AtStep,
     store: StoreRoot = "",
     other_store: Annotated[
-        str, typer.Option(metavar="URL", help="Where OTHER is, if not where ONE is.", show_default=False)
+        str,
+        typer.Option(
+            metavar="URL", help="Store of the second checkpoint. Default: that of the first.", show_default=False
+        ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Say where two checkpoints differ, to the bit: which tensors, the first element, its values, and how far apart.
+    """Show where two checkpoints differ, to the bit.
 
-    Ends with 0 when they are equal, and with 6 when they differ.
+    Prints for each differing tensor the first differing element, both values, and their distance in units of the last
+    place. Ends with 0 if the checkpoints are equal, and with 6 if they differ.
 
     Example: holdfast checkpoints diff 3f2a@1200 9b1c@1200
     """
@@ -156,11 +164,13 @@ def diff(
 @app.command()
 def pin(
     checkpoint: AtStep,
-    reason: Annotated[str, typer.Option(help="Why, for whoever finds the pin.", show_default=False)] = "",
+    reason: Annotated[str, typer.Option(help="Reason, which `list` shows.", show_default=False)] = "",
     name: Pinner = "person",
     store: StoreRoot = "",
 ) -> None:
-    """Keep a checkpoint for as long as it is pinned, whatever retention says.
+    """Keep a checkpoint until its last pin is removed, regardless of retention.
+
+    Prints the command that removes the pin.
 
     Example: holdfast checkpoints pin 3f2a@1200 --reason "the figures of the paper"
     """
@@ -169,14 +179,14 @@ def pin(
     opened = open_chosen(store)
     identity, step = _at(opened, checkpoint)
     pinned(opened, identity, step, name, reason)
-    out(
-        f"step {step} of run {identity} is pinned by {name}; to let it go: holdfast checkpoints unpin {identity}@{step}"
-    )
+    out(f"step {step} of run {identity} is pinned by {name}; to unpin it: holdfast checkpoints unpin {identity}@{step}")
 
 
 @app.command()
 def unpin(checkpoint: AtStep, name: Pinner = "person", store: StoreRoot = "") -> None:
-    """Take a pin away; the next collection decides anew.
+    """Remove a pin from a checkpoint.
+
+    If nothing else keeps the checkpoint, the next collection deletes it.
 
     Example: holdfast checkpoints unpin 3f2a@1200
     """
@@ -191,11 +201,13 @@ def unpin(checkpoint: AtStep, name: Pinner = "person", store: StoreRoot = "") ->
 @app.command()
 def gc(
     run: RunName,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what it would delete; delete nothing.")] = False,
     store: StoreRoot = "",
     as_json: AsJson = False,
 ) -> None:
-    """Delete now what retention does not keep, as the run itself does after a save; fine beside it.
+    """Delete immediately what retention does not keep.
+
+    A run does the same after its saves. `gc` may run at the same time. Prints the deleted steps, objects and bytes.
 
     Example: holdfast checkpoints gc 3f2a --dry-run
     """
@@ -215,15 +227,17 @@ def gc(
 def export(
     checkpoint: AtStep,
     destination: Annotated[
-        str, typer.Argument(metavar="FOLDER", help="Where to: a folder, or s3://… with --to hf.", show_default=False)
+        str, typer.Argument(metavar="FOLDER", help="Destination: a folder, or s3://… with --to hf.", show_default=False)
     ],
     to: Annotated[
-        Target, typer.Option(help="hf: the model for transformers. dcp: all of the state for torch's `dcp.load`.")
+        Target, typer.Option(help="hf: the model, for transformers. dcp: the whole state, for torch's `dcp.load`.")
     ] = Target.HF,
     store: StoreRoot = "",
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint for other software, in bounded memory.
+    """Write a checkpoint in a format of other software.
+
+    The files are written to FOLDER, with bounded memory.
 
     Example: holdfast checkpoints export 3f2a@1200 model/ --to hf
     """
@@ -237,7 +251,7 @@ def export(
     with found.marked(), bytes_read("written", quiet=as_json) as progress:
         if to is Target.DCP:
             if "://" in destination:
-                raise typer.BadParameter(f"{destination}: dcp writes into a folder of this machine")
+                raise typer.BadParameter(f"{destination}: --to dcp writes only to a folder of this machine")
             export_dcp(found, Path(destination), progress)
         else:
             spec, dataset = _described(opened, found.manifest.run_id, found.manifest.dataset_id)
@@ -251,21 +265,24 @@ def export(
 @app.command("import")
 def import_(
     spec: SpecFile,
-    source: Annotated[str, typer.Argument(metavar="FOLDER", help="What to take in.", show_default=False)],
+    source: Annotated[str, typer.Argument(metavar="FOLDER", help="State to import.", show_default=False)],
     origin: Annotated[
         Origin,
         typer.Option(
-            "--from", help="hf: weights. dcp: torch's distributed checkpoint. deepspeed: a universal checkpoint."
+            "--from",
+            help="hf: weights in the Hugging Face layout; FOLDER may be s3://…. dcp: a distributed checkpoint of "
+            "torch. deepspeed: a universal checkpoint.",
         ),
     ],
-    step: Annotated[int, typer.Option(min=0, help="Optimizer steps that the state has behind it.")] = 0,
+    step: Annotated[int, typer.Option(min=0, help="Optimizer steps that made the state.")] = 0,
     overrides: Overrides = None,
     store: StoreRoot = "",
     as_json: AsJson = False,
 ) -> None:
-    """Make the state of other software the first checkpoint of a run of a spec, which then goes on from it.
+    """Import a state of other software as the first checkpoint of a run of a spec.
 
-    Nothing of the source is executed. The run has a name of its own, made of what was taken in.
+    Prints the run id, and the command that continues the run from that state. The id depends on the imported bits, so
+    the run differs from one that starts from the spec's seed. No code of the source is executed.
 
     Example: holdfast checkpoints import spec.yaml llama-1b/ --from hf
     """
@@ -282,15 +299,15 @@ def import_(
         found = exchange.DistributedCheckpoint(Path(source))
     else:
         found = exchange.UniversalCheckpoint(Path(source))
-    with bytes_read("taken in", quiet=as_json) as progress:
+    with bytes_read("imported", quiet=as_json) as progress:
         told = exchange.import_checkpoint(made.spec, made.dataset_id, found, made.store, step=step, progress=progress)
     if as_json:
         print_json(told)
         return
-    what = "weights and moments" if told.moments else "weights; the optimizer begins at zero"
-    out(f"run {told.run_id} {'has' if told.again else 'begins with'} {source} as its step {told.step} ({what})")
+    what = "weights and moments" if told.moments else "weights; the moments start at zero"
+    out(f"run {told.run_id} {'already has' if told.again else 'starts with'} {source} as its step {told.step} ({what})")
     repeated = [word for each in overrides or () for word in ("--set", each)] + (["--store", store] if store else [])
-    out(f"to go on: {shlex.join(['holdfast', 'run', str(spec), *repeated, '--salt', told.salt])}")
+    out(f"to continue: {shlex.join(['holdfast', 'run', str(spec), *repeated, '--salt', told.salt])}")
 
 
 def _described(store: Store, identity: str, dataset_id: str) -> tuple[Spec, Dataset]:
@@ -303,26 +320,25 @@ def _described(store: Store, identity: str, dataset_id: str) -> tuple[Spec, Data
     record = read_run(store, identity)
     if record is None or not record.spec:
         raise MissingError(
-            f"run {identity}: {store.url} does not say of which model it is, because it was never trained; export it "
-            "with --to dcp"
+            f"run {identity}: {store.url} has no spec of it, because it was never trained; export it with --to dcp"
         )
     return Spec.model_validate(record.spec), Dataset.open(store, dataset_id, cache_dir())
 
 
 def _all_of(run: str) -> str:
-    """The name of a run, of which no single step may be named here. Raises BadParameter."""
+    """The same name of a run. Raises BadParameter if it has a step."""
     name, at, _ = run.partition("@")
     if at:
         raise typer.BadParameter(
-            f"{run!r} names one checkpoint, and this is about all those of a run: write {name}; `holdfast checkpoints "
-            f"show {run}` shows the one",
+            f"{run!r} names one checkpoint, but this command takes a run: write {name}. To show the checkpoint: "
+            f"holdfast checkpoints show {run}",
             param_hint="RUN",
         )
     return run
 
 
 def _run_id(store: Store, wanted: str) -> str:
-    """The run that a person means. Raises MissingError."""
+    """The id of the run that `wanted` names. Raises MissingError."""
     from holdfast.checkpoint.retention import checkpoint_times
     from holdfast.pipelines.view.catalog import find_run
 
@@ -330,7 +346,7 @@ def _run_id(store: Store, wanted: str) -> str:
 
 
 def _at(store: Store, checkpoint: str) -> tuple[str, int]:
-    """The run and the step that RUN[@STEP] means."""
+    """The run and the step that RUN[@STEP] names."""
     identity = _run_id(store, checkpoint.partition("@")[0])
     return identity, _step(store, identity, checkpoint)
 

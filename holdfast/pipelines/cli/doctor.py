@@ -1,4 +1,4 @@
-"""The commands about what Holdfast runs on: `doctor` and `version`."""
+"""Commands about the environment of Holdfast: `doctor` and `version`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,44 @@ from holdfast.pipelines.cli.options import AsJson, Overrides, StoreRoot, out, pr
 
 def doctor(
     spec: Annotated[
-        Path | None, typer.Argument(metavar="[SPEC]", help="Check for what this spec asks for.", show_default=False)
+        Path | None, typer.Argument(metavar="[SPEC]", help="Check the needs of this spec.", show_default=False)
     ] = None,
     namespace: Annotated[
-        str, typer.Option("--namespace", "-n", help="Default: the spec's, else the current one.", show_default=False)
+        str,
+        typer.Option(
+            "--namespace",
+            "-n",
+            help="Namespace to check. Default: the spec's, else the current one.",
+            show_default=False,
+        ),
     ] = "",
     store: StoreRoot = "",
     backend: Annotated[
         str,
-        typer.Option("--backend", "-b", metavar="NAME", help="slurm, ray; all others: Kubernetes.", show_default=False),
+        typer.Option(
+            "--backend",
+            "-b",
+            metavar="NAME",
+            show_default=False,
+            help="slurm or ray: check that. Any other backend, and the default: check Kubernetes.",
+        ),
     ] = "",
     service_account: Annotated[
-        str, typer.Option("--service-account", help="That of the train step; default: the one that is there.")
+        str,
+        typer.Option(
+            "--service-account", help="Service account of the train step. Default: the first known one that exists."
+        ),
     ] = "",
     all_: Annotated[
-        bool, typer.Option("--all", help="Look also at what the spec does not need: all that Holdfast can use.")
+        bool, typer.Option("--all", help="Also check what Holdfast can use and the spec does not need.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Check a cluster, the store and MLflow for what a run would miss, and say how to mend it.
+    """Check a cluster, the store and MLflow for what a run needs, and show how to fix what is missing.
+
+    Prints one finding for each check. Ends with 0 if no check failed, else with the code of the first
+    failure.
 
     Example: holdfast doctor examples/gpu.yaml --namespace holdfast
     """
@@ -49,7 +67,7 @@ def doctor(
 
 
 def version(as_json: AsJson = False) -> None:
-    """Print the version.
+    """Print the version of Holdfast.
 
     Example: holdfast version --json
     """

@@ -1,7 +1,7 @@
-"""The command `holdfast`: what a person types, and the exit codes that a script reads.
+"""The command `holdfast`: its subcommands, and their exit codes.
 
-Promises a quick start (nothing heavy is imported before a command needs it), errors without a traceback, and the code
-of the table for each of them. Leaves the work to the modules it calls.
+Promises a quick start (heavy imports happen only in the command that needs them), errors without a traceback, and an
+exit code of the table for each error. Leaves the work to the modules it calls.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ from holdfast.spec.errors import ExitCode, HoldfastError, SpecError
 from holdfast.spec.extras import missing_package
 
 EPILOG = (
-    "Exit codes: 0 done; 1 a bug; 2 wrong command line; 3 the model was not blessed; 4 not due; 5 trials of a sweep"
-    " failed; 6 what was compared differs; 7 another champion meanwhile: run it again; 10-19 permanent (10 bad spec,"
-    " 11 bad"
-    " data, 12 diverged, 13 a checkpoint is damaged,"
-    " 15 not found, 16 access denied), 20 out of memory; 128 and above: the same command may succeed (130 and 143"
-    " interrupted, 204 interrupted with a checkpoint saved, 203 store unreachable, 205 no space)."
+    "Exit codes: 0 done; 1 a bug; 2 wrong command line; 3 the model is not blessed; 4 no retraining is due; 5 trials"
+    " of a sweep failed; 6 the bits differ; 7 the champion changed: run the same command again; 10-19 permanent (10"
+    " bad spec, 11 bad data, 12 diverged, 13 a checkpoint is damaged, 15 not found, 16 access denied); 20 out of"
+    " memory; 128 and above: the same command may succeed (130 and 143 interrupted, 204 interrupted with a checkpoint"
+    " saved, 203 store unreachable, 205 no space)."
 )
 
 app = typer.Typer(
@@ -63,14 +62,14 @@ def holdfast(
         bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """LLM training runs that survive anything: one file in, a registered model out.
+    """LLM training pipelines that resume bit for bit after a failure: one spec file in, a registered model out.
 
     Try it:  [bold]holdfast run examples/quickstart.yaml[/bold]
     """
 
 
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
-    "Runs, wherever they run": {
+    "Runs on any backend": {
         "run": submit.run, "sweep": sweep.sweep, "submit": submit.submit, "runs": runs.runs, "show": runs.show,
         "status": runs.status, "logs": runs.logs, "cancel": runs.cancel, "resume": submit.resume, "list": runs.list_,
         "ledger": monitoring.ledger, "cost": monitoring.cost, "profile": monitoring.profile, "watch": monitoring.watch,
@@ -95,12 +94,14 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
 for panel, commands in PANELS.items():
     for name, command in commands.items():
         app.command(name, rich_help_panel=panel)(command)
-app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel="Runs, wherever they run")
+app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel="Runs on any backend")
 
 
 def _flowing(text: str) -> str:
-    """A docstring whose paragraphs fill the terminal, wherever its lines end: the help would break them there, too.
-    What is indented stays as it is."""
+    """The docstring with each paragraph on one line, so that the terminal decides the line breaks.
+
+    Indented lines stay. Without this, the help would keep the line breaks of the source.
+    """
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(re.sub(r"\n(?! )", " ", paragraph) for paragraph in paragraphs)
 
@@ -111,7 +112,7 @@ for each in [*app.registered_commands, *checkpoints.app.registered_commands]:
 
 
 def main() -> None:
-    """The console command. With `--json`, standard output is one JSON document also when it fails."""
+    """The console command. With `--json`, standard output is one JSON document, also after a failure."""
     prepare_streams()
     watch_reader()
     give_home()
@@ -120,14 +121,14 @@ def main() -> None:
         try:
             if not as_json:
                 app()
-            code = app(standalone_mode=False)  # a wrong command line is raised, too
+            code = app(standalone_mode=False)  # a wrong command line raises, too
             sys.exit(code if isinstance(code, int) else int(ExitCode.OK))
-        finally:  # not at the interpreter's end, which would take a reader that has left for a failure
+        finally:  # at the interpreter's end, a closed pipe would count as a failure
             sys.stdout.flush()
     except HoldfastError as error:
         _refuse(error, as_json)
     except ReaderGoneError:
-        sys.exit(int(ExitCode.OK))  # the reader of the output has enough
+        sys.exit(int(ExitCode.OK))  # the reader of the output has closed the pipe
     except KeyboardInterrupt:
         sys.exit(int(ExitCode.INTERRUPTED))
     except Exception as error:  # noqa: BLE001 - the last resort of a command
@@ -147,7 +148,7 @@ def main() -> None:
 
 
 def _refuse(error: HoldfastError, as_json: bool) -> NoReturn:
-    """Say what Holdfast itself has found, and end with its code."""
+    """Print an error of Holdfast, and end with its code."""
     outlive_reader()
     if as_json:
         print_json(_as_json(error, error.exit_code))
@@ -157,7 +158,7 @@ def _refuse(error: HoldfastError, as_json: bool) -> NoReturn:
 
 
 def _as_json(error: Exception, code: ExitCode) -> dict[str, Any]:
-    """What a script is told of a failure: of a spec that is refused, every problem by itself."""
+    """A failure as JSON. For a refused spec it has each problem separately."""
     told: dict[str, Any] = {"code": int(code), "name": code.name, "retryable": code.retryable}
     told["message"] = redact(error.format_message() if hasattr(error, "format_message") else str(error))
     told["problems"] = [asdict(problem) for problem in error.problems] if isinstance(error, SpecError) else []
@@ -165,13 +166,13 @@ def _as_json(error: Exception, code: ExitCode) -> dict[str, Any]:
 
 
 def _leave(code: ExitCode) -> NoReturn:
-    """End with `code` although standard output takes nothing any more: what is left of the output is dropped."""
+    """End with `code` although standard output cannot be written. The rest of the output is dropped."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(int(code))
 
 
 def _crash_report() -> str:
-    """The file with the traceback; the traceback itself where no file can be written."""
+    """The path of a file with the traceback, or the traceback itself if no file can be written."""
     told = redact(traceback.format_exc())
     try:
         folder = home() / "logs"

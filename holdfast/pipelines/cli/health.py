@@ -1,4 +1,4 @@
-"""`holdfast health`: is this machine sound? Its ranks are probed and compared, as those of a run are at its start."""
+"""`holdfast health`: probes and compares the ranks of this machine, as a run does at its start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def health(
     spec: Annotated[
         Path | None,
-        typer.Argument(metavar="[SPEC]", help="Probe the accelerator and the ranks of this spec.", show_default=False),
+        typer.Argument(metavar="[SPEC]", help="Use the accelerator and ranks of this spec.", show_default=False),
     ] = None,
     processes: Annotated[
         int | None,
@@ -27,7 +27,7 @@ def health(
             min=1,
             max=1024,
             show_default=False,
-            help="Ranks, one for each accelerator. Default: those of the spec, else 2.",
+            help="Number of ranks, one for each accelerator. Default: that of the spec, else 2.",
         ),
     ] = None,
     accelerator: Annotated[
@@ -36,21 +36,20 @@ def health(
             "--accelerator",
             "-a",
             metavar="KIND",
-            help="cpu, nvidia, amd, … Default: the spec's, else cpu.",
+            help="Kind of accelerator: cpu, nvidia, amd, … Default: the spec's, else cpu.",
             show_default=False,
         ),
     ] = "",
-    seconds: Annotated[
-        float, typer.Option(min=0.1, max=600, help="For the probes that take what they are given.")
-    ] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0.1, max=600, help="Time for the compute and memory probes.")] = 5.0,
     store: StoreRoot = "",
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Probe this machine and say what is wrong with it: arithmetic, speed, memory, links, disk, store, clock, faults.
+    """Check this machine: arithmetic, speed, memory, links, disk, store, clock, hardware faults.
 
-    Each rank is compared with its peers, and with its accelerator's usual speed where that is known. Ends with 0 when
-    nothing failed and with 210 when something did; with 208 where bits differ and nothing tells whose are wrong.
+    Compares each rank with its peers, and with the usual speed of its accelerator if that is known. Prints the rates of
+    each rank, and each problem. Ends with 0 if nothing failed, and with 210 if something failed. Ends with 208 if bits
+    differ and the wrong rank is unknown.
 
     Example: holdfast health examples/gpu.yaml --seconds 10
     """  # fmt: skip
@@ -62,7 +61,7 @@ def health(
     kind = accelerator or (checked.cluster.accelerator if checked else "cpu")
     report, code, why = _examined(checked, ranks, kind, seconds, _store(store, checked))
     if report is None:
-        err(f"error: the health check did not end: {why}")
+        err(f"error: the health check did not finish: {why}")
     else:
         out(report.model_dump_json(indent=2) if as_json else print_report(report))
     raise typer.Exit(code)
@@ -76,7 +75,7 @@ def _store(chosen: str, spec: Spec | None) -> str:
 
 
 def _examined(spec: Spec | None, ranks: int, kind: str, seconds: float, store: str) -> tuple[Report | None, int, str]:
-    """The report of a gang on this machine; its exit code, and the last words of one that made no report."""
+    """The report of a gang on this machine, its exit code, and without a report the end of its log."""
 
     from holdfast.health import Report
     from holdfast.launch import Job, LocalLauncher

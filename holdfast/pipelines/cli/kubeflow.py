@@ -1,6 +1,6 @@
-"""The commands that only Kubeflow has: `upload` and `schedule`.
+"""Commands that only Kubeflow has: `upload` and `schedule`.
 
-Nothing heavy is imported before a command runs. Where and as whom is the environment's: see docs/kubeflow.md.
+Heavy imports happen when a command runs. The environment sets the server and the credentials: see docs/kubeflow.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Store = Annotated[
     str,
     typer.Option(
-        "--store", metavar="URL", help="Root of the store, s3://bucket/prefix. Default: the spec's, else "
+        "--store", metavar="URL", help="Root of the store: s3://bucket/prefix. Default: `store` of the spec, else "
         "HOLDFAST_STORE of the pods.", show_default=False,
     ),
 ]  # fmt: skip
@@ -50,7 +50,9 @@ def upload(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Put the pipeline of a spec on the KFP server: a new version if its content is new.
+    """Upload the pipeline of a spec to the KFP server. Starts no run.
+
+    New content becomes a new version; the same content is never uploaded twice. Prints the version and its link.
 
     Example: holdfast upload examples/cluster-cpu.yaml --endpoint http://localhost:8888
     """
@@ -65,29 +67,32 @@ def upload(
     if as_json:
         print_json({"pipeline": checked.name, **asdict(made), "link": link})
         return
-    out(f"{checked.name} {made.version}: {'uploaded' if made.created else 'is there already'}\n  {link}")
+    out(f"{checked.name} {made.version}: {'uploaded' if made.created else 'exists already'}\n  {link}")
 
 
 def schedule(
     spec: Annotated[
-        Path | None, typer.Argument(metavar="SPEC", help="The spec file; not for --list.", show_default=False)
+        Path | None, typer.Argument(metavar="SPEC", help="The spec: a YAML file. Not with --list.", show_default=False)
     ] = None,
     overrides: Overrides = None,
-    list_: Annotated[bool, typer.Option("--list", help="Show all schedules, and change nothing.")] = False,
-    pause: Annotated[bool, typer.Option("--pause", help="Start nothing more until this is called without it.")] = False,
-    delete: Annotated[bool, typer.Option("--delete", help="Remove it. What is running goes on.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="Print all schedules, and change nothing.")] = False,
+    pause: Annotated[bool, typer.Option("--pause", help="Start no run until a call without --pause.")] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Remove the schedule. Active runs continue.")] = False,
     store: Store = "",
     image: Image = "",
     service_account: ServiceAccount = "",
     controller_timezone: Annotated[
-        str, typer.Option(help="Time zone that KFP's scheduler counts in: its CRON_SCHEDULE_TIMEZONE.")
+        str, typer.Option(help="Time zone of KFP's scheduler: its CRON_SCHEDULE_TIMEZONE.")
     ] = "UTC",
     endpoint: Endpoint = "",
     namespace: Namespace = "",
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a spec on Kubeflow again and again, as its `schedule` says. Changing it never ends a run.
+    """Run a spec periodically on Kubeflow, as its section `schedule` sets.
+
+    Creates the schedule, or replaces it if the spec has changed. Prints its times and its link. Changing a schedule never
+    ends a run.
 
     Example: holdfast schedule examples/cluster-cpu.yaml --set schedule.cron='0 3 * * 1'
     """
@@ -95,7 +100,7 @@ def schedule(
     from holdfast.pipelines.backends.request import build_request
 
     if sum((list_, pause, delete)) > 1 or list_ == (spec is not None):
-        raise typer.BadParameter("give a SPEC, alone or with one of --pause and --delete; or --list alone")
+        raise typer.BadParameter("use SPEC alone, SPEC with either --pause or --delete, or --list alone")
     if spec is None:
         _list(_connect(endpoint, namespace), as_json)
         return
@@ -109,16 +114,10 @@ def schedule(
         if as_json:
             print_json({"pipeline": checked.name, "paused": paused, "removed": removed, "kept": kept})
         else:
-            out(
-                f"{checked.name}: {'paused' if paused else 'is paused already'}"
-                if pause
-                else f"{checked.name}: deleted"
-            )
+            out(f"{checked.name}: {'paused' if paused else 'paused already'}" if pause else f"{checked.name}: deleted")
             _say_former(removed if pause else (), kept)
         return
-    schedules.trigger_of(
-        checked, controller_timezone
-    )  # a schedule that KFP cannot keep is refused before anything else
+    schedules.trigger_of(checked, controller_timezone)  # refuses a schedule that KFP cannot keep, before anything else
     wanted = build_request(checked, store=store, service_account=service_account, image=image)
     server = _connect(endpoint, namespace, dry_run)
     made = schedules.schedule(server, wanted, controller_timezone=controller_timezone)
@@ -127,7 +126,7 @@ def schedule(
     if as_json:
         print_json(made)
     else:
-        out(f"{checked.name}: {made.when}{'' if made.created else ' (was there already)'}\n  {made.link}")
+        out(f"{checked.name}: {made.when}{'' if made.created else ' (exists already)'}\n  {made.link}")
         _say_former(made.removed, made.kept)
 
 
@@ -144,11 +143,11 @@ def _connect(endpoint: str, namespace: str, dry_run: bool = False) -> Server:
 
 
 def _shown(server: Server, as_json: bool) -> bool:
-    """Whether this was a dry run, whose requests are then printed."""
+    """Whether this is a dry run. Its requests are then printed."""
     if not server.dry:
         return False
     if server.offline:
-        err("no Kubeflow Pipelines is known here: these are the requests to one that has nothing yet")
+        err("no KFP server is configured: these are the requests to an empty server")
     if as_json:
         print_json(server.requests)
     elif server.requests:
@@ -162,7 +161,7 @@ def _say_former(removed: Sequence[str], kept: Sequence[str]) -> None:
     if removed:
         out(f"  removed {len(removed)} former schedule{'s' if len(removed) > 1 else ''}")
     if kept:
-        out(f"  {len(kept)} former one stays, disabled, until its runs have ended; the next call removes it")
+        out(f"  {len(kept)} former stay disabled until their runs have ended; the next call removes them")
 
 
 def _list(server: Server, as_json: bool) -> None:
@@ -173,7 +172,7 @@ def _list(server: Server, as_json: bool) -> None:
         print_json(found)
         return
     if not found:
-        out(f"no schedules on {server.host}; make one with `holdfast schedule SPEC`")
+        out(f"no schedules on {server.host}; create one with `holdfast schedule SPEC`")
         raise typer.Exit(int(ExitCode.OK))
     for entry in found:
         state = "enabled" if entry.enabled else "paused"

@@ -1,4 +1,4 @@
-"""The commands about models: what is registered, who is champion, what a model says."""
+"""Commands about models: registered versions, the champion, serving, and generated text."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def models(store: StoreRoot = "", as_json: AsJson = False) -> None:
-    """List the registered models: every version, its aliases, the run it came from, its figures on held-out text.
+    """List the registered models: every version, with its aliases, run, and metrics on held-out text.
 
-    A version that the store has not registered is shown as foreign, with the reason, and never used.
+    A version that this store has not registered is listed as foreign, with the reason. It is never used.
 
     Example: holdfast models
     """
@@ -37,7 +37,7 @@ def models(store: StoreRoot = "", as_json: AsJson = False) -> None:
     from holdfast.runtime.environment import mlflow_is_there
     from holdfast.tracking import registered
 
-    found = registered(open_chosen(store)) if mlflow_is_there() else ()  # a look at an MLflow makes none
+    found = registered(open_chosen(store)) if mlflow_is_there() else ()  # listing must not create an MLflow database
     if as_json:
         print_json([{**asdict(version), "aliases": list(aliases)} for version, aliases in found])
         return
@@ -51,7 +51,10 @@ def promote(
     store: StoreRoot = "",
     as_json: AsJson = False,
 ) -> None:
-    """Make a version of a registered model its champion, the one that is served and that new models must beat.
+    """Make a version of a registered model its champion.
+
+    The champion is the version that is served, and that new models must beat. Prints the champion, and updates the
+    systems that serve the model.
 
     Example: holdfast promote quickstart/3
     """
@@ -70,7 +73,9 @@ def rollback(
     store: StoreRoot = "",
     as_json: AsJson = False,
 ) -> None:
-    """Make the champion before the present one champion again.
+    """Restore the previous champion of a registered model.
+
+    Prints the champion, and updates the systems that serve the model.
 
     Example: holdfast rollback quickstart
     """
@@ -88,9 +93,10 @@ def serve(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Do for the champion what the spec's `serving` says: serve it with KServe, enter it in the Model Registry.
+    """Serve the champion as the spec's section `serving` sets: with KServe, and in the Model Registry.
 
-    Fine to repeat. Registering, promoting and rolling back do it by themselves.
+    Prints the InferenceService and the entry in the registry. You can repeat it. Registration, `promote` and `rollback`
+    do the same automatically.
 
     Example: holdfast serve examples/cluster-cpu.yaml --set serving.kserve.namespace=models
     """
@@ -124,10 +130,13 @@ def serve(
 
 
 def ui(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 5000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free port.")] = 5000,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
 ) -> None:
-    """Open MLflow's UI on the runs and models of this machine. End it with Ctrl-C.
+    """Serve MLflow's UI for the runs and models of this machine. Ctrl-C ends it.
+
+    Prints its address, and the file with its password. If MLFLOW_TRACKING_URI names a server, it prints that address and
+    ends.
 
     Example: holdfast ui --port 0
     """
@@ -143,14 +152,18 @@ def generate(
             help="A run, a registered model (name, name@alias, name/version) or a folder.", show_default=False
         ),
     ],
-    prompt: Annotated[str, typer.Argument(help="What the text begins with.", show_default=False)],
-    tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
+    prompt: Annotated[str, typer.Argument(help="Beginning of the text.", show_default=False)],
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 100,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0 always takes the most likely token.")
+    ] = 0.8,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
     store: StoreRoot = "",
     as_json: AsJson = False,
 ) -> None:
-    """Let a model go on with a prompt.
+    """Generate text with a model.
+
+    Prints the prompt and its continuation.
 
     Example: holdfast generate quickstart@champion "def main("
     """
@@ -169,8 +182,7 @@ def generate(
 
 
 def _follow(champion: Champion, store: Store, as_json: bool) -> None:
-    """Tell of the new champion, and let what serves the model serve it. That the alias has moved stands, whatever comes
-    of it."""
+    """Print the new champion, and update the systems that serve the model. If that fails, the alias has still moved."""
     from holdfast.serving import publish, settings_of
 
     try:
@@ -185,7 +197,7 @@ def _follow(champion: Champion, store: Store, as_json: bool) -> None:
     except HoldfastError as error:
         if as_json:
             print_json({"champion": champion, "published": None, "not_served": str(error)})
-        err(f"error: version {champion.version} is the champion, and is not served yet: {error}\nwhen that is mended: "
+        err(f"error: version {champion.version} is the champion, and is not served yet: {error}\nwhen that is fixed: "
             "holdfast serve SPEC")  # fmt: skip
         raise typer.Exit(int(error.exit_code)) from None
 

@@ -1,4 +1,4 @@
-"""The commands that show a run as it trains, and what it did with its time."""
+"""Commands that show the progress, the time and the cost of a run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import typer
 
 from holdfast.pipelines.cli.options import AsJson, StoreRoot, open_chosen, out, print_json
 
-WATCH_SECONDS = 2.0  # between two looks at what is told
-ASK_SECONDS = 10.0  # between two questions to the backend of a run that does not train yet
+WATCH_SECONDS = 2.0  # between two reads of the events
+ASK_SECONDS = 10.0  # between two queries to the backend while the run does not train yet
 
 RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run's id, its beginning, or a name.", show_default=False)
+    str, typer.Argument(metavar="RUN", help="A run: its id, a prefix of the id, or its name.", show_default=False)
 ]
 
 
 def ledger(run: RunArgument, store: StoreRoot = "", as_json: AsJson = False) -> None:
-    """Show what every rank of a run did with every second: how much of it computed steps that the run kept, and where
-    the rest went.
+    """Show how every rank of a run spent every second.
+
+    Prints the goodput: the share of the time that computed steps which the run kept. For the rest it prints the seconds
+    and the share of each class, such as saves, restarts and lost steps.
 
     Example: holdfast ledger 3f2a
     """
@@ -44,20 +46,22 @@ def ledger(run: RunArgument, store: StoreRoot = "", as_json: AsJson = False) -> 
 def cost(
     run: RunArgument,
     hour: Annotated[
-        float | None, typer.Option("--hour", min=0, help="Price of an accelerator's hour.", show_default=False)
+        float | None, typer.Option("--hour", min=0, help="Price of an accelerator-hour.", show_default=False)
     ] = None,
     kilowatt_hour: Annotated[
         float | None, typer.Option("--kilowatt-hour", min=0, help="Price of a kilowatt-hour.", show_default=False)
     ] = None,
     carbon: Annotated[
         float | None,
-        typer.Option("--carbon", min=0, help="Grams of carbon dioxide of a kilowatt-hour.", show_default=False),
+        typer.Option("--carbon", min=0, help="Grams of carbon dioxide for a kilowatt-hour.", show_default=False),
     ] = None,
     store: StoreRoot = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show what a run took, and what it cost up to now: accelerator-hours, energy where the machine tells it, and money
-    by the prices of its spec (`cluster.prices`) or those given here. What it will cost: holdfast plan.
+    """Show the accelerator-hours, the energy and the cost of a run up to now.
+
+    Energy is shown if the machine meters it. The cost uses the prices of the spec (`cluster.prices`), or those given
+    here. A figure that is not known is printed with the reason. For the expected cost, use `holdfast plan`.
 
     Example: holdfast cost 3f2a --hour 2.5
     """
@@ -86,8 +90,10 @@ def cost(
 
 
 def _backend_lines(run: str, store: str) -> tuple[list[str], bool]:
-    """What keeps a run from training, as its backend says, and whether it has ended. A run of this machine says that
-    itself; a backend that cannot be asked says nothing."""
+    """What keeps a run from training, by its backend, and whether it has ended.
+
+    Empty for a run of this machine, which reports that itself, and for a backend that cannot be reached.
+    """
     from holdfast.pipelines.cli.run_lookup import find_backend
     from holdfast.spec.errors import HoldfastError
 
@@ -104,15 +110,17 @@ def _backend_lines(run: str, store: str) -> tuple[list[str], bool]:
 
 def report(
     run: RunArgument,
-    follow: Annotated[bool, typer.Option("--follow", help="Write it anew until the training ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Rewrite the page until the training ends.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Where to. Default: a file under HOLDFAST_HOME.", show_default=False),
+        typer.Option("--output", "-o", help="File to write. Default: one under HOLDFAST_HOME.", show_default=False),
     ] = None,
     store: StoreRoot = "",
 ) -> None:
-    """Write the page of a training: its figures, curves, and what its ranks did with their time, up to now. With
-    --follow a browser that shows the file shows it as it grows. Ctrl-C ends the following alone.
+    """Write the page of a training: figures, curves and the time of its ranks, up to now.
+
+    The page is one HTML file. Prints its path, and that of the evaluation's report if it exists. With --follow, a browser
+    that shows the file reloads it while the run trains. Ctrl-C ends only the rewriting.
 
     Example: holdfast report 3f2a --follow
     """
@@ -134,7 +142,7 @@ def report(
             time.sleep(WATCH_SECONDS)
             page.write(follow=True)
         except KeyboardInterrupt:
-            page.write(follow=False)  # nobody writes it anew any more
+            page.write(follow=False)  # the last page no longer reloads
             return
 
 
@@ -142,13 +150,15 @@ def tensorboard(
     run: RunArgument,
     to: Annotated[
         Path | None,
-        typer.Option("--to", metavar="FOLDER", help="Default: one under HOLDFAST_HOME.", show_default=False),
+        typer.Option("--to", metavar="FOLDER", help="Default: a folder under HOLDFAST_HOME.", show_default=False),
     ] = None,
     store: StoreRoot = "",
     as_json: AsJson = False,
 ) -> None:
-    """Write a run as an event file that TensorBoard reads: every step up to its newest checkpoint, its evaluation, its
-    spec. Writing it again replaces it by what there is then.
+    """Write a run as an event file for TensorBoard.
+
+    The file has every step up to the newest checkpoint, the evaluation and the spec. A second call replaces it with the
+    current state. Prints the path, and the command that shows it.
 
     Example: holdfast tensorboard 3f2a --to logs/mine
     """
@@ -165,20 +175,22 @@ def tensorboard(
     if as_json:
         print_json({"run_id": found.run_id, "file": path})
     else:
-        out(f"{path}\nlook at it: tensorboard --logdir {shlex.quote(str(path.parent.parent))}")
+        out(f"{path}\nto view it: tensorboard --logdir {shlex.quote(str(path.parent.parent))}")
 
 
 def profile(
     run: RunArgument,
     steps: Annotated[
-        str, typer.Option(help="100-110, or 10 for the next ten that it computes.", show_default=False)
+        str, typer.Option(help="Steps to record: 100-110, or 10 for the next ten.", show_default=False)
     ] = "10",
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the trace, and print what took longest.")] = False,
     store: StoreRoot = "",
     as_json: AsJson = False,
 ) -> None:
-    """Have rank 0 of a run that trains, or will go on, record where the time of some steps goes (torch's profiler).
-    No bit of the run changes. The trace opens in https://ui.perfetto.dev.
+    """Record where the time of some steps goes, with torch's profiler on rank 0.
+
+    The run trains now, or will be resumed. No bit of it changes. `holdfast show` prints the path of the trace, which
+    opens in https://ui.perfetto.dev.
 
     Example: holdfast profile 3f2a --steps 100-110
     """
@@ -198,16 +210,17 @@ def profile(
         out(opened.get(table_key(key)).decode())
         out(f"trace: {place(opened, key)}")
     else:
-        out(f"asked of run {found.run_id}; `holdfast show {found.run_id[:8]}` says when it is there, and where")
+        out(f"requested from run {found.run_id}; `holdfast show {found.run_id[:8]}` shows the trace once it is saved")
 
 
 def watch(
     run: RunArgument,
-    once: Annotated[bool, typer.Option("--once", help="Print what is known now, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the current state, and end.")] = False,
     store: StoreRoot = "",
 ) -> None:
-    """Watch a run as it trains, wherever it does: loss, speed, ranks, saves and what happened. Ends with it; Ctrl-C
-    ends the watching alone.
+    """Watch a run while it trains, on any backend: loss, speed, ranks, saves and events.
+
+    The screen ends with the run. Ctrl-C ends only the screen.
 
     Example: holdfast watch 3f2a
     """

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and how commands speak."""
+"""Arguments and options that several commands share, and the output functions of all commands."""
 
 from __future__ import annotations
 
@@ -16,54 +16,68 @@ from holdfast.runtime.secrets import redact
 if TYPE_CHECKING:
     from holdfast.store import Store
 
-SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The spec file.", show_default=False)]
+SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The spec: a YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a field, such as training.steps=50. Repeat it for more.",
-        show_default=False,
+        "--set", metavar="KEY=VALUE", help="Override a field of the spec, such as training.steps=50. Repeat the "
+        "option for more fields.", show_default=False,
     ),
 ]  # fmt: skip
 StoreRoot = Annotated[
     str,
     typer.Option(
-        "--store", metavar="URL", help="file:///path, s3://bucket/prefix or a folder. Default: the spec's, "
-        "HOLDFAST_STORE, or a folder under HOLDFAST_HOME.", show_default=False,
+        "--store", metavar="URL", help="Root of the store: file:///path, s3://bucket/prefix or a folder. Default: "
+        "`store` of the spec, else HOLDFAST_STORE, else a folder under HOLDFAST_HOME.", show_default=False,
     ),
 ]  # fmt: skip
-Salt = Annotated[str, typer.Option(help="Go on with the run that --fresh started under this salt.", show_default=False)]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Begin anew, whatever was done before. Deletes nothing.")]
-Image = Annotated[str, typer.Option(help="Image of every step.", show_default=False)]
+Salt = Annotated[
+    str,
+    typer.Option(
+        help="Salt of the run id: another salt makes another run. The salt of a --fresh run continues that run.",
+        show_default=False,
+    ),
+]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Start a new run of the same spec, with a random salt. Deletes nothing.")
+]
+Image = Annotated[str, typer.Option(help="Container image of every step.", show_default=False)]
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for a script.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for scripts.")]
 Replan = Annotated[
     bool,
-    typer.Option("--replan", help="Go on although the plan is not that of the attempts before. See docs/running.md."),
+    typer.Option(
+        "--replan",
+        help="Continue the run under a plan that differs from that of its earlier attempts. See docs/running.md.",
+    ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the objects as YAML and send none of them.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the objects as YAML, and send nothing.")]
 Endpoint = Annotated[
     str,
     typer.Option(
-        "--endpoint", metavar="URL", help="Where KFP answers. Default: KFP_ENDPOINT, else the cluster we are in, else "
-        "that of the current kubectl context. Of Ray's Jobs API: default RAY_API_SERVER_ADDRESS.", show_default=False,
+        "--endpoint", metavar="URL", help="Address of the KFP API. Default: KFP_ENDPOINT, else the API of this pod's "
+        "cluster, else that of the current kubectl context. For Ray: address of the Jobs API; default: "
+        "RAY_API_SERVER_ADDRESS.", show_default=False,
     ),
 ]  # fmt: skip
 Namespace = Annotated[
     str,
     typer.Option(
-        "--namespace", "-n", help="Yours, where Kubeflow has several (default: KFP_NAMESPACE); of Argo's Workflows "
-        "(default: the current one).", show_default=False,
+        "--namespace", "-n", help="Kubeflow: your profile, if Kubeflow has several users; default: KFP_NAMESPACE. "
+        "Argo: namespace of the Workflows; default: the current one.", show_default=False,
     ),
 ]  # fmt: skip
 ServiceAccount = Annotated[
     str,
-    typer.Option(help="Service account of the pipeline's pods. Default: that of the installation.", show_default=False),
+    typer.Option(
+        help="Service account of the pipeline's pods. Default: the one of the installation.", show_default=False
+    ),
 ]  # fmt: skip
 
 
 def one_of_fresh_and_salt(fresh: bool, salt: str) -> str:
-    """The salt of a run: a new one for --fresh, else what --salt says. Raises BadParameter for both."""
+    """The salt of a run: a random one for --fresh, else the value of --salt. Raises BadParameter if both are given."""
     if fresh and salt:
         raise typer.BadParameter("--fresh draws a new salt; give one of --fresh and --salt")
     from secrets import token_hex
@@ -99,11 +113,11 @@ def _plain(value: Any) -> Any:
 
 
 def out(text: str) -> None:
-    """Print a result. On a terminal it is shown and never obeyed: a part of it may be from others."""
+    """Print a result. For a terminal, control sequences are removed, because parts of the text may be foreign."""
     sys.stdout.write((without_controls(text) if sys.stdout.isatty() else text) + "\n")
 
 
 def err(text: str) -> None:
-    """Print what is not the result: an error, or a note. It holds no secret."""
+    """Print an error or a note on standard error, without secrets."""
     text = redact(text)
     sys.stderr.write((without_controls(text) if sys.stderr.isatty() else text) + "\n")

@@ -78,7 +78,7 @@ def test_what_is_not_there_is_told_with_what_is(saved: Store, tmp_path: Path) ->
     assert f"{RUN}@6" in asked(saved, tmp_path, "show", f"{RUN}@last", code=2)
     for command in ("list", "gc"):
         told = " ".join(asked(saved, tmp_path, command, f"{RUN}@6", code=2).replace("│", " ").split())
-        assert f"write {RUN}; `holdfast checkpoints show {RUN}@6` shows the one" in told
+        assert f"write {RUN}. To show the checkpoint: holdfast checkpoints show {RUN}@6" in told
 
 
 def test_verify_names_the_object_and_the_tensor_and_ends_with_13(tmp_path: Path) -> None:

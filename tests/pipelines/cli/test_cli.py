@@ -73,7 +73,7 @@ def test_every_command_shows_an_example(command: str) -> None:
 
 
 def test_sentences_of_the_help_break_where_the_terminal_does(tmp_path: Path) -> None:
-    told = "each must be survived. Ends with 0 when all were and the two models are the same to the last bit"
+    told = "at steps that the seed decides. Prints the schedule, each fault, the goodput and the result."
     assert told in holdfast(tmp_path, "chaos", "--help").stdout
 
 
