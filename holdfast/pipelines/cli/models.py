@@ -135,8 +135,8 @@ def ui(
 ) -> None:
     """Serve MLflow's UI for the runs and models of this machine. Ctrl-C ends it.
 
-    Prints its address, and the file with its password. If MLFLOW_TRACKING_URI names a server, it prints that address and
-    ends.
+    Prints its address, and the file with its password. If MLFLOW_TRACKING_URI names a server, it prints that address
+    and ends.
 
     Example: holdfast ui --port 0
     """

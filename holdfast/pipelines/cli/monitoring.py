@@ -119,8 +119,8 @@ def report(
 ) -> None:
     """Write the page of a training: figures, curves and the time of its ranks, up to now.
 
-    The page is one HTML file. Prints its path, and that of the evaluation's report if it exists. With --follow, a browser
-    that shows the file reloads it while the run trains. Ctrl-C ends only the rewriting.
+    The page is one HTML file. Prints its path, and that of the evaluation's report if it exists. With --follow, a
+    browser that shows the file reloads it while the run trains. Ctrl-C ends only the rewriting.
 
     Example: holdfast report 3f2a --follow
     """
