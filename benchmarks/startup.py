@@ -51,7 +51,7 @@ def main() -> None:
             "help": (["--help"], 0),
             "a wrong spec": (["validate", str(SPEC), "--set", "training.stepz=1"], 10),
             "a run that is done": (["run", str(SPEC), *SHORT], 0),
-            "a hundred tokens of text": (["generate", "quickstart", "def main("], 0),
+            "a hundred tokens of text": (["models", "generate", "quickstart", "def main("], 0),
         }
         figures = []
         for label, (arguments, expected) in commands.items():

@@ -283,7 +283,7 @@ def submit(
     """Submit a spec to a backend and return the status of the run.
 
     Submitting the same spec again returns the existing run. `Run(...)` finds the run once its first step has begun. See
-    `holdfast submit --help`.
+    `holdfast run --help`.
     """
     from holdfast.pipelines.backends import SHARED_FOLDERS, SHARED_VOLUMES, open_backend
     from holdfast.pipelines.backends.record import keep_submission

@@ -8,7 +8,7 @@ from pydantic import StringConstraints
 
 from holdfast.spec.section import Section, runtime_field
 
-# A name that MLflow accepts, and that can be parsed from `holdfast generate NAME@ALIAS` and `NAME/VERSION`.
+# A name that MLflow accepts, and that can be parsed from `holdfast models generate NAME@ALIAS` and `NAME/VERSION`.
 RegistryName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_. -]{0,198}[A-Za-z0-9_])?$")]
 
 

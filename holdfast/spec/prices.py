@@ -9,7 +9,7 @@ from holdfast.spec.section import Section, runtime_field
 
 
 class Prices(Section):
-    """Prices, from which `holdfast plan`, `holdfast cost` and the reports compute the cost of a run."""
+    """Prices, from which `holdfast plan`, `holdfast show --cost` and the reports compute the cost of a run."""
 
     accelerator_hour: float | None = runtime_field(
         None,

@@ -51,8 +51,8 @@ INTRODUCTION = """\
 # The spec
 
 One YAML file describes a training run. This page lists every field. `python -m
-holdfast.spec.schema > docs/spec.md` generates it from the models in `holdfast/spec`. `holdfast schema` prints
-the same as JSON Schema, for editors.
+holdfast.spec.schema > docs/spec.md` generates it from the models in `holdfast/spec`. `holdfast validate --schema`
+prints the same as JSON Schema, for editors.
 
 The column *Run id* shows the effect of a change:
 

@@ -97,7 +97,7 @@ def require_registered(
     who = f"version {version.version} of {version.name!r} in {redact(uri)}"
     run_id = version.tags.get("holdfast.run_id", "")
     if not run_id:
-        raise ForeignVersionError(f"{who} was not made by Holdfast; promote one that was: `holdfast models` lists them")
+        raise ForeignVersionError(f"{who} was not made by Holdfast; promote one of `holdfast models list`")
     for store in stores:
         found = _record(store, version, run_id, uri)
         if found is not None:
@@ -110,7 +110,7 @@ def require_registered(
             "(--store, HOLDFAST_STORE, or registration.trusted_stores in a spec) if you trust it"
         )
     else:
-        remedy = "promote one that it has: `holdfast models` lists them; or run the spec of this one again"
+        remedy = "promote one that it has: `holdfast models list` lists them; or run the spec of this one again"
     raise ForeignVersionError(f"{who} is foreign: {here} has no registration of it; {remedy}")
 
 

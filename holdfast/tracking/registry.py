@@ -130,7 +130,7 @@ def rollback(model: str, stores: Stores, uri: str | None = None) -> Champion:
         former = None if current is None else current.tags.get(REPLACED_TAG, "")
         if former is None or not former.isdecimal():
             raise MissingError(
-                f"registered model {model!r} has no earlier champion; promote a version: `holdfast models` lists them"
+                f"registered model {model!r} has no earlier champion; promote one: `holdfast models list` lists them"
             )
         target = _named(client, uri, model, int(former), trusted)
         set_alias(client, model, CHAMPION, int(former))

@@ -111,7 +111,7 @@ def test_a_registered_run_is_summarised_with_figures_and_the_next_command(home: 
         "- registered: models:/story/3 as champion",
         f"- report: `{store.url}/{layout.verdict(RUN_ID, 'k-none', 'html')}`",
         f"- log: `{log}`",
-        '- next: `holdfast generate story@champion "Once upon a time"`',
+        '- next: `holdfast models generate story@champion "Once upon a time"`',
     ]
     recorded = json.loads(store.get(layout.run(RUN_ID, "summary.json")))
     assert recorded["status"] == "succeeded"

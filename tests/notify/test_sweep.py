@@ -68,7 +68,7 @@ def test_the_summary_has_the_best_trial_and_each_that_failed_with_its_cause(stor
     assert text.startswith(f"**story-sweep (sweep {sweep_id(RUNS)}): failed**")
     assert f"1 of 2 trials compared: best training.seed=1 (run {RUNS[0]}, loss 1.0000)" in text
     assert "training.seed=2: train failed (exit code 12): loss is NaN" in text
-    assert f"holdfast sweep --show {sweep_id(RUNS)}" in text
+    assert f"holdfast show {sweep_id(RUNS)}" in text
 
 
 def test_a_sweep_whose_trials_were_all_compared_succeeded(store: Store) -> None:

@@ -95,7 +95,7 @@ def test_what_is_killed_and_a_lost_node_cost_launches_and_what_is_cancelled_goes
     lost.kill_raylet()
     ray.add_node()
     before = run.goes_on()
-    run.place.holdfast("cancel", run.run)
+    run.place.holdfast("stop", run.run)
     assert run.place.wait(run.run)["state"] == "CANCELED"
     assert before <= run.place.newest(run.run) < STEPS
     first, *killed, last = run.launches

@@ -31,7 +31,7 @@ def test_the_whole_dag_runs_as_a_job_and_the_same_submission_again_is_that_run(c
     assert (again["created"], again["run"]["id"]) == (False, calm.made["run"]["id"])
     assert "trained, loss" in place.holdfast("logs", run, "--step", "train")
     assert "starting from step 0 of" in place.holdfast("logs", run, "--rank", "0")
-    assert calm.made["run"]["id"] in place.holdfast("list")
+    assert calm.made["run"]["id"] in place.holdfast("runs", "--backend", "ray")
 
 
 def test_shares_of_a_corpus_are_tasks_and_a_lost_process_and_a_lost_node_cost_their_own_work_only(
@@ -61,7 +61,7 @@ def test_shares_of_a_corpus_are_tasks_and_a_lost_process_and_a_lost_node_cost_th
     gates["preprocess"].unlink()
     ray.add_node()
     until(lambda: any((many.home / "store/datasets").glob("[0-9a-f]*/dataset.json")), 300)
-    many.holdfast("cancel", job)
+    many.holdfast("stop", job)
     assert many.wait(job)["state"] == "CANCELED", many.logs(job)
     began = {step["name"] for step in many.status(job)["steps"]}
     assert {"divide", "preprocess", *(f"tokenise-{share}-3" for share in range(3))} <= began

@@ -150,11 +150,13 @@ def test_a_version_that_this_store_has_not_registered_is_foreign_and_never_used(
         champion("story", store)
     with pytest.raises(ForeignVersionError):
         promote("story", number, store)
-    shown = CliRunner().invoke(app, ["models", "--store", store.url])
+    shown = CliRunner().invoke(app, ["models", "list", "--store", store.url])
     assert shown.exit_code == 0
     assert "foreign, not used: version 2 of 'story'" in " ".join(shown.output.split())
     for name in ("story@champion", f"story/{number}", "story"):
-        refused = CliRunner().invoke(app, ["generate", name, "x", "--store", store.url], catch_exceptions=True)
+        refused = CliRunner().invoke(
+            app, ["models", "generate", name, "x", "--store", store.url], catch_exceptions=True
+        )
         assert isinstance(refused.exception, ForeignVersionError)
     finish(OTHER)
     with pytest.raises(ForeignVersionError):

@@ -87,7 +87,7 @@ def test_a_champion_is_served_and_a_rollback_serves_the_one_before(
     assert cluster.sources == [exports[1]] * 2
     assert len(registry.entries["model_versions"]) == 1
 
-    gone_back = CliRunner().invoke(app, ["rollback", "story", "--store", s3_url])
+    gone_back = CliRunner().invoke(app, ["models", "rollback", "story", "--store", s3_url])
     assert gone_back.exit_code == 0, gone_back.output
     assert "InferenceService models/story serves it" in gone_back.output
     assert cluster.sources[2:] == exports[:1]
@@ -99,19 +99,19 @@ def test_a_champion_is_served_and_a_rollback_serves_the_one_before(
     assert champion("story", store).version == 1  # type: ignore[union-attr]
 
     cluster.away = True
-    refused = CliRunner().invoke(app, ["promote", "story/2", "--store", s3_url])
+    refused = CliRunner().invoke(app, ["models", "promote", "story/2", "--store", s3_url])
     assert refused.exit_code == 16
     assert "is the champion, and is not served yet" in refused.output
     assert champion("story", store).version == 2  # type: ignore[union-attr]
     cluster.away = False
     spec = tmp_path / "spec.yaml"
     spec.write_text(dump_spec(serving))
-    assert CliRunner().invoke(app, ["serve", str(spec), "--store", s3_url]).exit_code == 0
+    assert CliRunner().invoke(app, ["models", "serve", str(spec), "--store", s3_url]).exit_code == 0
     assert cluster.sources[3:] == exports[1:]
-    shown = CliRunner().invoke(app, ["serve", str(spec), "--store", s3_url, "--dry-run"])
+    shown = CliRunner().invoke(app, ["models", "serve", str(spec), "--store", s3_url, "--dry-run"])
     assert f"storageUri: {exports[1]}" in shown.output
     spec.write_text(dump_spec(made.spec(f"serving.model_registry={{url: '{registry.url}', author: me}}")))
-    shown = CliRunner().invoke(app, ["serve", str(spec), "--store", s3_url, "--dry-run"])
+    shown = CliRunner().invoke(app, ["models", "serve", str(spec), "--store", s3_url, "--dry-run"])
     assert "InferenceService" not in shown.output
     assert f"version 2 of story would be entered in {registry.url}" in shown.output
     assert len(cluster.sources) == 4

@@ -49,7 +49,7 @@ def test_a_run_that_the_controller_has_forgotten_is_told_by_the_accounting(
     assert states == dict.fromkeys(("preprocess", "train", "evaluate", "notify"), "SUCCEEDED")
     assert status["state"] == "SUCCEEDED"
     assert place.step(run, "register")["error"] == "evaluate says not_blessed"
-    assert [one["id"] for one in json.loads(place.holdfast("list", "--json"))] == [status["id"]]
+    assert [one["id"] for one in json.loads(place.holdfast("runs", "--backend", "slurm", "--json"))] == [status["id"]]
 
 
 def test_a_step_that_failed_is_told_with_its_exit_code_and_what_it_said(

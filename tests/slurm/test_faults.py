@@ -98,7 +98,7 @@ def test_a_run_that_was_cancelled_or_is_past_its_deadline_has_saved_and_goes_on_
     place = Place(slurm, tmp_path, "cluster.deadline_hours=1", held=40 + AHEAD, **LONG)
     run = str(place.submit()["run_id"])
     place.wait_for_step(run, 40)
-    assert "is being ended" in place.holdfast("cancel", run)
+    assert "is stopping" in place.holdfast("stop", run)
     status = place.wait(run)
     assert status["state"] == "CANCELED", f"{status}\n{place.logs()}"
     states = {step["name"]: step["state"] for step in status["steps"]}
@@ -106,7 +106,7 @@ def test_a_run_that_was_cancelled_or_is_past_its_deadline_has_saved_and_goes_on_
     assert states["evaluate"] == "CANCELED"
     assert "204" in place.step(run, "train")["error"]
     assert 40 <= place.newest(run) < STEPS
-    assert "has ended already" in place.holdfast("cancel", run)
+    assert "has ended already" in place.holdfast("stop", run)
 
     place.let(60 + AHEAD)
     place.holdfast("resume", run)

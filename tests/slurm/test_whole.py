@@ -40,7 +40,7 @@ def test_two_who_submit_the_same_at_once_get_one_chain(slurm: SlurmCluster, tmp_
         made = list(pool.map(lambda _: place.submit(), range(3)))
     assert sorted(one["created"] for one in made) == [False, False, True]
     assert len({one["run"]["id"] for one in made}) == 1
-    place.holdfast("cancel", made[0]["run_id"])
+    place.holdfast("stop", made[0]["run_id"])
     assert place.wait(made[0]["run_id"])["state"] == "CANCELED", place.logs()
 
 
@@ -50,7 +50,7 @@ def test_a_corpus_that_an_array_tokenises_is_the_same_dataset(
     place = Place(slurm, tmp_path, "data.fan_out=3")
     run = place.submit()["run_id"]
     until(lambda: list((tmp_path / "home/store/datasets").glob("[0-9a-f]*/dataset.json")), 600)
-    place.holdfast("cancel", run)
+    place.holdfast("stop", run)
     status = place.wait(run)
     assert "tokenise" in [step["name"] for step in status["steps"]], place.logs()
     assert len(list((tmp_path / "home/slurm").glob("*/tokenise-*_[012].log"))) == 3

@@ -65,11 +65,11 @@ class Submitter:
 
     def submit(self, *arguments: str) -> dict[str, Any]:
         """Submit the spec: what the command says in JSON."""
-        return dict(json.loads(self.holdfast("submit", str(self.spec), *self.sets, "--json", *arguments)))
+        return dict(json.loads(self.holdfast("run", str(self.spec), *self.sets, "--json", *arguments)))
 
     def status(self, run: str) -> dict[str, Any]:
-        """What `holdfast status` says, as JSON."""
-        return dict(json.loads(self.holdfast("status", run, "--json")))
+        """What `holdfast show` says, as JSON."""
+        return dict(json.loads(self.holdfast("show", run, "--steps", "--json")))
 
     def step(self, run: str, name: str) -> dict[str, Any]:
         """A step in that."""

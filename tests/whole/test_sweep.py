@@ -74,9 +74,9 @@ def test_a_trial_that_fails_is_named_and_the_others_are_compared(tmp_path: Path)
     child = by_name[f"small-{comparison['rows'][0]['run_id'][:8]}"]
     assert child.data.tags["mlflow.parentRunId"] == by_name["small-sweep"].info.run_id
 
-    status = holdfast(tmp_path, "small-sweep", "--json", command="status")
+    status = holdfast(tmp_path, "small-sweep", "--steps", "--json", command="show")
     assert json.loads(status.stdout)["state"] == "FAILED"
-    shown = holdfast(tmp_path, "--show", "small-sweep", "--json", command="sweep")
+    shown = holdfast(tmp_path, "small-sweep", "--json", command="show")
     assert json.loads(shown.stdout) == comparison
     assert "sweep" not in holdfast(tmp_path, command="runs").stdout  # its trials are runs, and it is none
     again = holdfast(tmp_path, "small-sweep", "--json", command="resume")  # what failed is tried again

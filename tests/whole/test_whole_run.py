@@ -159,12 +159,17 @@ def test_runs_show_and_generate_know_the_run(done: tuple[Path, subprocess.Comple
     table = holdfast(folder, command="runs").stdout
     assert run_id in table
     assert "80/80" in table
-    (row,) = [line for line in holdfast(folder, command="models").stdout.splitlines() if line.startswith("small")]
+    (row,) = [
+        line for line in holdfast(folder, "list", command="models").stdout.splitlines() if line.startswith("small")
+    ]
     assert row.split()[:4] == ["small", "1", "champion", run_id]
     page = holdfast(folder, run_id[:6], command="show").stdout
     assert run_id in page
     assert "steps: 80" in page
-    said = [holdfast(folder, name, "the ship", command="generate").stdout for name in (run_id[:6], "small@champion")]
+    said = [
+        holdfast(folder, "generate", name, "the ship", command="models").stdout
+        for name in (run_id[:6], "small@champion")
+    ]
     assert said[0].startswith("the ship")
     assert said[0] == said[1]
 
@@ -182,8 +187,11 @@ def test_400_kb_of_flipped_bits_are_named_by_every_command(
     weights.write_bytes(damaged)
     words = "model.safetensors: bytes 0 to"
     try:
-        for asked, command in ((["spec.yaml"], "run"), ([run_id], "generate"), (["small@champion"], "generate")):
-            said = holdfast(folder, *asked, *(["x"] if command == "generate" else []), command=command)
+        for asked in (
+            ["run", "spec.yaml"],
+            *(["models", "generate", name, "x"] for name in (run_id, "small@champion")),
+        ):
+            said = holdfast(folder, *asked[1:], command=asked[0])
             assert said.returncode == 11, said.stdout + said.stderr
             assert words in said.stderr
         other_name = holdfast(folder, "spec.yaml", "--set", "registration.model=other")
@@ -210,7 +218,7 @@ def test_after_the_home_was_moved_the_same_command_ends_as_before_and_a_worse_mo
     moved = {"HOLDFAST_HOME": str(folder / "moved")}
     try:
         assert holdfast(folder, "spec.yaml", **moved).returncode == 0
-        said = holdfast(folder, "small@champion", "the ship", command="generate", **moved)
+        said = holdfast(folder, "generate", "small@champion", "the ship", command="models", **moved)
         assert said.stdout.startswith("the ship"), said.stderr
         worse = holdfast(folder, "spec.yaml", "--set", "training.steps=1", "--set", "training.seed=11", **moved)
         assert worse.returncode == 3, worse.stdout + worse.stderr

@@ -211,8 +211,8 @@ def _oppose(
             if spec.evaluation.unscorable_champion == "refuse":
                 raise UnscorableChampionError(
                     f"the {who} could not be scored, so run {trained.run_id} was not compared with it: {error}. "
-                    "Restore what is missing, or promote another version (holdfast promote MODEL/VERSION), or judge "
-                    "without it: evaluation.unscorable_champion: ignore"
+                    "Restore what is missing, or promote another version (holdfast models promote MODEL/VERSION), or "
+                    "judge without it: evaluation.unscorable_champion: ignore"
                 ) from error
             note = f"The {who} could not be scored, so nothing was compared: {error}"
             log.warning("%s", note)

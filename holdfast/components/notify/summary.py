@@ -40,7 +40,7 @@ _REMEDIES: dict[int, str] = {
     ExitCode.USAGE: "correct the command line, then run it",
     ExitCode.CHAMPION_CHANGED: "run the same command again: the model is compared with the new champion",
     ExitCode.UNSCORABLE_CHAMPION: "restore the champion's model or promote another version, then run it again",
-    ExitCode.FOREIGN_VERSION: "promote a version that this store has registered (`holdfast models`), then run it again",
+    ExitCode.FOREIGN_VERSION: "promote a version of this store (`holdfast models list`), then run it again",
     ExitCode.BAD_SPEC: "correct the spec as the reason says, then run it",
     ExitCode.BAD_DATA: "correct the data or its part of the spec, then run it again",
     ExitCode.DIVERGED: (
@@ -288,7 +288,7 @@ def next_command(status: str, registration: dict[str, Any], exit_code: int | Non
     """The next action for a person, or an empty string. `known` is true if the reason of a failure is known."""
     if status == "succeeded":
         model = f"{registration['model']}@{registration['alias']}" if registration else ""
-        return f'holdfast generate {model} "Once upon a time"' if model else ""
+        return f'holdfast models generate {model} "Once upon a time"' if model else ""
     if exit_code in _REMEDIES:
         return _REMEDIES[exit_code]
     if exit_code is not None and 0 < exit_code < 128 and exit_code != ExitCode.CANCELLED:

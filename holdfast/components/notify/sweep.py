@@ -78,7 +78,7 @@ def run_sweep(
         happened=[*_lines(found, len(known or ())), *(line for done, _ in ended for line in done)],
         log=log_place,
         store=opened.url if opened else "",
-        next_command=f"holdfast sweep --show {identity}" if found else next_command(told, {}, _code(failure)),
+        next_command=f"holdfast show {identity}" if found else next_command(told, {}, _code(failure)),
         unknown=[*unknown, *(line for _, lines in ended for line in lines)],
         exit_code=code_of_end(told, _code(failure)),
         ended=time.time(),

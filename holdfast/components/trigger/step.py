@@ -122,7 +122,7 @@ def _failed(spec: Spec, store: Store, started: str, next_run: str) -> Condition 
         due=False,
         sentence=f"Run {next_run}, which these data and this spec give, failed at {failure.step} with code "
         f"{failure.exit_code} ({failure.reason}). It is not started again until the data, the spec or the code change; "
-        "`holdfast submit` starts it nevertheless.",
+        "`holdfast run` starts it nevertheless.",
     )
 
 

@@ -60,7 +60,7 @@ class SlurmLauncher:
         self._running = False
         self._job = own_job(os.environ)
         if not self._job:
-            remedy = "submit it: holdfast submit SPEC --backend slurm"
+            remedy = "submit it: holdfast run SPEC --backend slurm"
             raise SpecError([Problem("SLURM_JOB_ID", None, "is not set: this is no job of Slurm", remedy)], "Slurm")
 
     @contextmanager

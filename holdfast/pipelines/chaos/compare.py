@@ -161,7 +161,7 @@ def _trained(
     tell(f"{salt}: {asked.spec}, {asked.steps} steps")
     changes = _changes(asked)
     words = [word for each in changes for word in ("--set", each)]
-    command = [sys.executable, "-m", "holdfast.pipelines.cli", "run", str(asked.spec), *words]
+    command = [sys.executable, "-m", "holdfast.pipelines.cli", "run", str(asked.spec), "--backend", "local", *words]
     run = Run([*command, "--store", url, "--salt", salt], folder / "home", environment, folder / f"{salt}.log")
     folder.mkdir(parents=True, exist_ok=True)
     survived = run.go(planned, proxy, seed, tell)

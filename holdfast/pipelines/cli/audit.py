@@ -1,4 +1,4 @@
-"""Commands that inspect or repeat what a run computed: `batch`, `diff`, `fork` and `replay`."""
+"""Commands that inspect or repeat what a run computed: `holdfast audit`, and `fork`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from holdfast.pipelines.cli.options import AsJson, Overrides, StoreRoot, open_chosen, out, print_json
+from holdfast.pipelines.cli.options import AsJson, Overrides, RunName, StoreRoot, open_chosen, out, print_json
 from holdfast.spec.errors import ExitCode, MissingError
 
 if TYPE_CHECKING:
@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     from holdfast.spec import Spec
     from holdfast.store import Store
 
-RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run: its id, a prefix of the id, or its name.", show_default=False)
-]
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Inspect, compare and repeat what a run computed.",
+)
 
 
+@app.command()
 def batch(
     run: RunName,
     step: Annotated[int, typer.Argument(metavar="STEP", help="A step; the first one is 1.", show_default=False)],
@@ -35,7 +39,7 @@ def batch(
     A batch needs no record: it follows from the dataset, the seed and the step. Files and lines are named only if the
     sources are unchanged since the dataset was made.
 
-    Example: holdfast batch 3f2a 1200 --micro-batch 3 --text
+    Example: holdfast audit batch 3f2a 1200 --micro-batch 3 --text
     """
     from holdfast.corpus.batch import batch_of
     from holdfast.pipelines.view.audit import print_batch
@@ -50,6 +54,7 @@ def batch(
     print_batch(record.run_id, found, text)
 
 
+@app.command()
 def diff(
     one: RunName,
     other: Annotated[str, typer.Argument(metavar="RUN", help="The run to compare with.", show_default=False)],
@@ -66,7 +71,7 @@ def diff(
     state digests if both runs have them. Also prints the differences between the two specs. Ends with 0 if the runs
     are equal as far as both go, and with 6 if they differ.
 
-    Example: holdfast diff 3f2a 9b1c
+    Example: holdfast audit diff 3f2a 9b1c
     """
     from holdfast.checkpoint.tools import Side, find_divergence
     from holdfast.pipelines.view.audit import asked_differently, print_parting
@@ -113,6 +118,7 @@ def fork(
     out(f"to continue: holdfast resume {made.run_id}{elsewhere}")
 
 
+@app.command()
 def replay(
     run: Annotated[
         str,
@@ -146,7 +152,7 @@ def replay(
     Ends with 0 if all figures are the same. Ends with 6 if a step differs, and names the first one. Ends with 18 if
     this machine does not match that of the run.
 
-    Example: holdfast replay 3f2a --steps 1200-1220
+    Example: holdfast audit replay 3f2a --steps 1200-1220
     """
     if bool(steps) == bool(sample):
         raise typer.BadParameter("use either --steps A-B or --sample N")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.pipelines.cli.options import AsJson, Overrides, SpecFile, StoreRoot, open_chosen, out, print_json
+from holdfast.pipelines.cli.options import AsJson, Overrides, RunName, SpecFile, StoreRoot, open_chosen, out, print_json
 from holdfast.spec.errors import ExitCode, MissingError
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ app = typer.Typer(
     help="List, verify, compare, pin, delete, export and import checkpoints of runs.",
 )
 
-RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run: its id, a prefix of the id, or its name.", show_default=False)
-]
 AtStep = Annotated[
     str,
     typer.Argument(

@@ -1,4 +1,4 @@
-"""Commands about the environment of Holdfast: `doctor` and `version`."""
+"""`holdfast doctor`: checks of a cluster, the store and MLflow. Also the version of Holdfast."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.pipelines.cli.options import AsJson, Overrides, StoreRoot, out, print_json
+from holdfast.pipelines.cli.options import Overrides, StoreRoot, out
 
 
 def doctor(
@@ -64,17 +64,6 @@ def doctor(
     findings = list(doctor.examine(checked, namespace, store, backend, service_account, all_))
     out(json.dumps(doctor.as_json(findings), indent=2) if as_json else doctor.print_findings(findings))
     raise typer.Exit(int(doctor.exit_code(findings)))
-
-
-def version(as_json: AsJson = False) -> None:
-    """Print the version of Holdfast.
-
-    Example: holdfast version --json
-    """
-    if as_json:
-        print_json({"holdfast": installed()})
-        return
-    out(f"holdfast {installed()}")
 
 
 def installed() -> str:

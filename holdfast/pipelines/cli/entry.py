@@ -19,11 +19,24 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from holdfast.pipelines.cli import audit, checkpoints, doctor, kubeflow, models, monitoring, runs, specs, submit, sweep
+from holdfast.pipelines.cli import (
+    audit,
+    checkpoints,
+    compile_,
+    doctor,
+    kubeflow,
+    models,
+    monitoring,
+    run,
+    runs,
+    show,
+    specs,
+    sweep,
+)
 from holdfast.pipelines.cli.calibrate import calibrate
 from holdfast.pipelines.cli.chaos import chaos
 from holdfast.pipelines.cli.health import health
-from holdfast.pipelines.cli.options import err, out, print_json
+from holdfast.pipelines.cli.options import err, out, print_json, with_options
 from holdfast.pipelines.cli.plan import plan
 from holdfast.pipelines.cli.simulate import simulate
 from holdfast.pipelines.cli.trigger import trigger
@@ -70,31 +83,27 @@ def holdfast(
 
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Runs on any backend": {
-        "run": submit.run, "sweep": sweep.sweep, "submit": submit.submit, "runs": runs.runs, "show": runs.show,
-        "status": runs.status, "logs": runs.logs, "cancel": runs.cancel, "resume": submit.resume, "list": runs.list_,
-        "ledger": monitoring.ledger, "cost": monitoring.cost, "profile": monitoring.profile, "watch": monitoring.watch,
-        "report": monitoring.report, "tensorboard": monitoring.tensorboard,
+        "run": run.run, "sweep": sweep.sweep, "resume": run.resume, "runs": runs.runs, "show": show.show,
+        "watch": monitoring.watch, "logs": runs.logs, "stop": runs.stop, "fork": audit.fork,
+        "report": monitoring.report, "profile": monitoring.profile,
     },
-    "What a run computed": {"batch": audit.batch, "diff": audit.diff, "fork": audit.fork, "replay": audit.replay,},
-    "Specs": {
-        "validate": specs.validate, "schema": specs.schema, "compile": specs.compile_, "id": specs.identity,
-        "trigger": trigger,
-    },
-    "Models": {
-        "models": models.models, "promote": models.promote, "rollback": models.rollback, "serve": models.serve,
-        "generate": models.generate, "ui": models.ui,
-    },
+    "Specs": {"validate": specs.validate, "compile": compile_.compile_, "plan": plan, "trigger": trigger},
+    "Models": {"ui": models.ui},
     "Kubeflow": {"upload": kubeflow.upload, "schedule": kubeflow.schedule},
     "Clusters and this machine": {
-        "doctor": doctor.doctor, "health": health, "chaos": chaos, "plan": plan, "calibrate": calibrate,
-        "simulate": simulate,
-        "version": doctor.version,
+        "doctor": doctor.doctor, "health": health, "chaos": chaos, "calibrate": calibrate, "simulate": simulate,
     },
 }  # fmt: skip
+GROUPS: dict[str, tuple[str, typer.Typer]] = {
+    "checkpoints": ("Runs on any backend", checkpoints.app),
+    "audit": ("Runs on any backend", audit.app),
+    "models": ("Models", models.app),
+}
 for panel, commands in PANELS.items():
     for name, command in commands.items():
-        app.command(name, rich_help_panel=panel)(command)
-app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel="Runs on any backend")
+        app.command(name, rich_help_panel=panel)(with_options(command))
+for name, (panel, group) in GROUPS.items():
+    app.add_typer(group, name=name, rich_help_panel=panel)
 
 
 def _flowing(text: str) -> str:
@@ -106,7 +115,7 @@ def _flowing(text: str) -> str:
     return "\n\n".join(re.sub(r"\n(?! )", " ", paragraph) for paragraph in paragraphs)
 
 
-for each in [*app.registered_commands, *checkpoints.app.registered_commands]:
+for each in [one for some in (app, *(group for _, group in GROUPS.values())) for one in some.registered_commands]:
     assert each.callback is not None, each.name
     each.help = _flowing(each.callback.__doc__ or "")
 

@@ -91,8 +91,8 @@ def schedule(
 ) -> None:
     """Run a spec periodically on Kubeflow, as its section `schedule` sets.
 
-    Creates the schedule, or replaces it if the spec has changed. Prints its times and its link. Changing a schedule never
-    ends a run.
+    Creates the schedule, or replaces it if the spec has changed. Prints its times and its link. Changing a schedule
+    never ends a run.
 
     Example: holdfast schedule examples/cluster-cpu.yaml --set schedule.cron='0 3 * * 1'
     """

@@ -26,12 +26,21 @@ if TYPE_CHECKING:
     from holdfast.tracking import Champion
 
 
-def models(store: StoreRoot = "", as_json: AsJson = False) -> None:
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="List, promote, roll back, serve and try registered models.",
+)
+
+
+@app.command("list")
+def list_(store: StoreRoot = "", as_json: AsJson = False) -> None:
     """List the registered models: every version, with its aliases, run, and metrics on held-out text.
 
     A version that this store has not registered is listed as foreign, with the reason. It is never used.
 
-    Example: holdfast models
+    Example: holdfast models list
     """
     from holdfast.pipelines.view.report import print_models
     from holdfast.runtime.environment import mlflow_is_there
@@ -44,6 +53,7 @@ def models(store: StoreRoot = "", as_json: AsJson = False) -> None:
     print_models(found)
 
 
+@app.command()
 def promote(
     version: Annotated[
         str, typer.Argument(metavar="MODEL/VERSION", help="A registered model and its version.", show_default=False)
@@ -56,7 +66,7 @@ def promote(
     The champion is the version that is served, and that new models must beat. Prints the champion, and updates the
     systems that serve the model.
 
-    Example: holdfast promote quickstart/3
+    Example: holdfast models promote quickstart/3
     """
     from holdfast.tracking import promote as promoted
 
@@ -68,6 +78,7 @@ def promote(
     _follow(champion, opened, as_json)
 
 
+@app.command()
 def rollback(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A registered model.", show_default=False)],
     store: StoreRoot = "",
@@ -77,7 +88,7 @@ def rollback(
 
     Prints the champion, and updates the systems that serve the model.
 
-    Example: holdfast rollback quickstart
+    Example: holdfast models rollback quickstart
     """
     from holdfast.tracking import rollback as rolled_back
 
@@ -86,6 +97,7 @@ def rollback(
     _follow(champion, opened, as_json)
 
 
+@app.command()
 def serve(
     spec: SpecFile,
     overrides: Overrides = None,
@@ -98,7 +110,7 @@ def serve(
     Prints the InferenceService and the entry in the registry. You can repeat it. Registration, `promote` and `rollback`
     do the same automatically.
 
-    Example: holdfast serve examples/cluster-cpu.yaml --set serving.kserve.namespace=models
+    Example: holdfast models serve examples/cluster-cpu.yaml --set serving.kserve.namespace=models
     """
     from holdfast.pipelines.cli.options import print_yaml
     from holdfast.runtime.secrets import redact
@@ -145,6 +157,7 @@ def ui(
     raise typer.Exit(serve(host, port))
 
 
+@app.command()
 def generate(
     model: Annotated[
         str,
@@ -165,7 +178,7 @@ def generate(
 
     Prints the prompt and its continuation.
 
-    Example: holdfast generate quickstart@champion "def main("
+    Example: holdfast models generate quickstart@champion "def main("
     """
     from holdfast.pipelines.view.models import locate
 
@@ -198,7 +211,7 @@ def _follow(champion: Champion, store: Store, as_json: bool) -> None:
         if as_json:
             print_json({"champion": champion, "published": None, "not_served": str(error)})
         err(f"error: version {champion.version} is the champion, and is not served yet: {error}\nwhen that is fixed: "
-            "holdfast serve SPEC")  # fmt: skip
+            "holdfast models serve SPEC")  # fmt: skip
         raise typer.Exit(int(error.exit_code)) from None
 
 

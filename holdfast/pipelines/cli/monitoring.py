@@ -1,92 +1,27 @@
-"""Commands that show the progress, the time and the cost of a run."""
+"""Commands that show the progress of a run while it trains: `watch`, `report` and `profile`."""
 
 from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from holdfast.pipelines.cli.options import AsJson, StoreRoot, open_chosen, out, print_json
+from holdfast.pipelines.cli.options import (
+    AsJson,
+    BackendOptions,
+    RunName,
+    StoreRoot,
+    open_chosen,
+    out,
+    print_json,
+)
 
 WATCH_SECONDS = 2.0  # between two reads of the events
 ASK_SECONDS = 10.0  # between two queries to the backend while the run does not train yet
-
-RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run: its id, a prefix of the id, or its name.", show_default=False)
-]
-
-
-def ledger(run: RunArgument, store: StoreRoot = "", as_json: AsJson = False) -> None:
-    """Show how every rank of a run spent every second.
-
-    Prints the goodput: the share of the time that computed steps which the run kept. For the rest it prints the seconds
-    and the share of each class, such as saves, restarts and lost steps.
-
-    Example: holdfast ledger 3f2a
-    """
-    from holdfast.pipelines.view.catalog import find_run
-    from holdfast.pipelines.view.ledger import print_ledger
-    from holdfast.telemetry import read_events
-    from holdfast.telemetry.ledger import goes_on, ledger
-
-    opened = open_chosen(store)
-    found = find_run(opened, run).run_id
-    events = read_events(opened, found)
-    account = ledger(events, time.time() if goes_on(events) else None)
-    if as_json:
-        print_json({"run_id": found, **account.as_json()})
-        return
-    print_ledger(account)
-
-
-def cost(
-    run: RunArgument,
-    hour: Annotated[
-        float | None, typer.Option("--hour", min=0, help="Price of an accelerator-hour.", show_default=False)
-    ] = None,
-    kilowatt_hour: Annotated[
-        float | None, typer.Option("--kilowatt-hour", min=0, help="Price of a kilowatt-hour.", show_default=False)
-    ] = None,
-    carbon: Annotated[
-        float | None,
-        typer.Option("--carbon", min=0, help="Grams of carbon dioxide for a kilowatt-hour.", show_default=False),
-    ] = None,
-    store: StoreRoot = "",
-    as_json: AsJson = False,
-) -> None:
-    """Show the accelerator-hours, the energy and the cost of a run up to now.
-
-    Energy is shown if the machine meters it. The cost uses the prices of the spec (`cluster.prices`), or those given
-    here. A figure that is not known is printed with the reason. For the expected cost, use `holdfast plan`.
-
-    Example: holdfast cost 3f2a --hour 2.5
-    """
-    from holdfast.pipelines.view.catalog import find_run
-    from holdfast.pipelines.view.cost import lines
-    from holdfast.telemetry import read_events
-    from holdfast.telemetry.cost import cost as cost_of
-    from holdfast.telemetry.ledger import goes_on, ledger
-
-    opened = open_chosen(store)
-    found = find_run(opened, run)
-    spec = found.known_spec(opened)
-    events = read_events(opened, found.run_id)
-    account = ledger(events, time.time() if goes_on(events) else None)
-    asked = {"accelerator_hour": hour, "kilowatt_hour": kilowatt_hour, "carbon_per_kilowatt_hour": carbon}
-    spent = cost_of(spec, events, account)
-    prices = spent.prices.model_copy(update={name: price for name, price in asked.items() if price is not None})
-    spent = replace(spent, prices=prices)
-    if as_json:
-        print_json({"run_id": found.run_id, **spent.as_json()})
-        return
-    for line in lines(spent):
-        out(line)
-    for reason in spent.unknown:
-        out(f"not known: {reason}")
 
 
 def _backend_lines(run: str, store: str) -> tuple[list[str], bool]:
@@ -98,7 +33,7 @@ def _backend_lines(run: str, store: str) -> tuple[list[str], bool]:
     from holdfast.spec.errors import HoldfastError
 
     try:
-        target, there = find_backend(run, "", store, "", "")
+        target, there = find_backend(run, BackendOptions(store=store))
         found = None if target.name == "local" else target.status(there)
     except HoldfastError:
         return [], False
@@ -108,22 +43,42 @@ def _backend_lines(run: str, store: str) -> tuple[list[str], bool]:
     return [*lines, *([found.message] if found.message else [])], not found.unfinished
 
 
+class Format(StrEnum):
+    """Formats of a report."""
+
+    HTML = "html"
+    TENSORBOARD = "tensorboard"
+
+
 def report(
-    run: RunArgument,
+    run: RunName,
+    format_: Annotated[
+        Format, typer.Option("--format", help="html: one page. tensorboard: an event file for TensorBoard.")
+    ] = Format.HTML,
     follow: Annotated[bool, typer.Option("--follow", help="Rewrite the page until the training ends.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="File to write. Default: one under HOLDFAST_HOME.", show_default=False),
+        typer.Option(
+            "--output", "-o", help="The file of the page, or the folder of the event file. Default: under "
+            "HOLDFAST_HOME.", show_default=False,
+        ),
     ] = None,
     store: StoreRoot = "",
-) -> None:
-    """Write the page of a training: figures, curves and the time of its ranks, up to now.
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Write a report of a training up to now: metrics, curves and the time of its ranks.
 
-    The page is one HTML file. Prints its path, and that of the evaluation's report if it exists. With --follow, a
-    browser that shows the file reloads it while the run trains. Ctrl-C ends only the rewriting.
+    The report is one HTML file. Prints its path, and that of the evaluation's report if it exists. With --follow, a
+    browser that shows the file reloads it while the run trains; Ctrl-C ends only the rewriting. With --format
+    tensorboard, it writes an event file with every step up to the newest checkpoint, the evaluation and the spec.
 
     Example: holdfast report 3f2a --follow
     """
+    if format_ is Format.TENSORBOARD:
+        if follow:
+            raise typer.BadParameter("is only for --format html", param_hint="--follow")
+        _write_event_file(run, output, store, as_json)
+        return
     from holdfast.pipelines.view.catalog import find_run
     from holdfast.pipelines.view.page import TrainingPage
     from holdfast.pipelines.view.summary import report_place
@@ -134,9 +89,13 @@ def report(
     spec = found.known_spec(opened)
     page = TrainingPage(spec, found.run_id, opened, output or home() / "reports" / f"{found.run_id}.html")
     page.write(follow=follow)
-    out(f"training: {page.path}")
-    if place := report_place(opened, found):
-        out(f"evaluation: {place}")
+    place = report_place(opened, found)
+    if as_json:
+        print_json({"run_id": found.run_id, "training": page.path, "evaluation": place})
+    else:
+        out(f"training: {page.path}")
+        if place:
+            out(f"evaluation: {place}")
     while follow and page.goes_on:
         try:
             time.sleep(WATCH_SECONDS)
@@ -146,22 +105,7 @@ def report(
             return
 
 
-def tensorboard(
-    run: RunArgument,
-    to: Annotated[
-        Path | None,
-        typer.Option("--to", metavar="FOLDER", help="Default: a folder under HOLDFAST_HOME.", show_default=False),
-    ] = None,
-    store: StoreRoot = "",
-    as_json: AsJson = False,
-) -> None:
-    """Write a run as an event file for TensorBoard.
-
-    The file has every step up to the newest checkpoint, the evaluation and the spec. A second call replaces it with the
-    current state. Prints the path, and the command that shows it.
-
-    Example: holdfast tensorboard 3f2a --to logs/mine
-    """
+def _write_event_file(run: str, output: Path | None, store: str, as_json: bool) -> None:
     from holdfast.pipelines.view.catalog import find_run
     from holdfast.runtime.environment import home
     from holdfast.telemetry import read_history
@@ -169,7 +113,7 @@ def tensorboard(
 
     opened = open_chosen(store)
     found = find_run(opened, run)
-    folder = to or home() / "tensorboard" / f"{found.name}-{found.run_id}"
+    folder = output or home() / "tensorboard" / f"{found.name}-{found.run_id}"
     verdicts = [] if found.verdict is None else [found.verdict]
     path = write(folder, found.known_spec(opened), read_history(opened, found.run_id), verdicts)
     if as_json:
@@ -179,7 +123,7 @@ def tensorboard(
 
 
 def profile(
-    run: RunArgument,
+    run: RunName,
     steps: Annotated[
         str, typer.Option(help="Steps to record: 100-110, or 10 for the next ten.", show_default=False)
     ] = "10",
@@ -214,7 +158,7 @@ def profile(
 
 
 def watch(
-    run: RunArgument,
+    run: RunName,
     once: Annotated[bool, typer.Option("--once", help="Print the current state, and end.")] = False,
     store: StoreRoot = "",
 ) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict, is_dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from holdfast.pipelines.backends import BACKENDS, VARIABLE
 from holdfast.runtime.output import without_controls
 from holdfast.runtime.secrets import redact
 
 if TYPE_CHECKING:
+    from holdfast.spec import Spec
     from holdfast.store import Store
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The spec: a YAML file.", show_default=False)]
@@ -76,13 +80,83 @@ ServiceAccount = Annotated[
 ]  # fmt: skip
 
 
-def one_of_fresh_and_salt(fresh: bool, salt: str) -> str:
-    """The salt of a run: a random one for --fresh, else the value of --salt. Raises BadParameter if both are given."""
-    if fresh and salt:
-        raise typer.BadParameter("--fresh draws a new salt; give one of --fresh and --salt")
-    from secrets import token_hex
+BackendName = Annotated[
+    str,
+    typer.Option(
+        "--backend", "-b", metavar="NAME", envvar=VARIABLE, help=f"{', '.join(BACKENDS)}.", show_default=False
+    ),
+]
+RunName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run: its id, a prefix of the id, the backend's id, or its name.", show_default=False
+    ),
+]
 
-    return token_hex(4) if fresh else salt
+
+@dataclass(frozen=True)
+class SpecOptions:
+    """The spec of a command, and its overrides."""
+
+    path: SpecFile
+    overrides: Overrides = None
+
+    def load(self) -> Spec:
+        """Read and check the spec. Raises what `load_spec` raises."""
+        from holdfast.spec.load import load_spec
+
+        return load_spec(self.path, self.overrides or ())
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """The backend of a command, and where it and the store are."""
+
+    backend: BackendName = ""
+    store: StoreRoot = ""
+    endpoint: Endpoint = ""
+    namespace: Namespace = ""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run or a sweep is started."""
+
+    salt: Salt = ""
+    replan: Replan = False
+    image: Image = ""
+    service_account: ServiceAccount = ""
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with each field of its options classes as a separate option, for Typer."""
+    classes = {name: hint for name, hint in get_type_hints(command, include_extras=True).items() if is_dataclass(hint)}
+    hints = get_type_hints(command, include_extras=True)
+    parameters = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name not in classes:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        types = get_type_hints(classes[name], include_extras=True)
+        for field in fields(classes[name]):
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            parameters.append(
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[field.name]
+                )
+            )
+
+    @functools.wraps(command)
+    def collected(**given: Any) -> None:
+        made = {
+            name: kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+            for name, kind in classes.items()
+        }
+        command(**made, **given)
+
+    collected.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    collected.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return collected
 
 
 def open_chosen(store: str) -> Store:

@@ -1,4 +1,4 @@
-"""Output of `holdfast batch`, `holdfast diff` and `holdfast replay`."""
+"""Output of `holdfast audit batch`, `holdfast audit diff` and `holdfast audit replay`."""
 
 from __future__ import annotations
 

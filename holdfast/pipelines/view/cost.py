@@ -1,4 +1,4 @@
-"""Resources and cost of a run in the terminal: `holdfast cost`, and its lines in `holdfast show`."""
+"""Resources and cost of a run in the terminal: `holdfast show --cost`, and its lines in `holdfast show`."""
 
 from __future__ import annotations
 

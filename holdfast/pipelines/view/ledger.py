@@ -1,4 +1,4 @@
-"""Goodput ledger in the terminal: `holdfast ledger`, and its lines in `holdfast show`."""
+"""Goodput ledger in the terminal: `holdfast show --ledger`, and its lines in `holdfast show`."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from holdfast.telemetry.ledger import ledger
 
 POINTS = 400  # newest points of the curve
 NEWS = 8  # lines of recent events
-LEDGER_EVENTS = 50_000  # above this, `holdfast ledger` shows goodput instead
+LEDGER_EVENTS = 50_000  # above this, `holdfast show --ledger` shows goodput instead
 BARS = "▁▂▃▄▅▆▇█"
 HEAT = ("green", "green3", "yellow3", "dark_orange", "red")  # green: no rank waits for it; red: ranks always do
 WORKING = ("data", "forward", "backward", "pipeline", "optimizer")

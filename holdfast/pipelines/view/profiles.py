@@ -38,7 +38,7 @@ def wait_for_trace(store: Store, run_id: str, begun: float, silent: float = SILE
             raise MissingError(f"run {run_id} has ended without it; what was asked for waits for its next launch")
         if time.monotonic() - heard > silent:
             raise MissingError(
-                f"run {run_id} has told nothing for {silent:.0f} s; what was asked for stays, and `holdfast status "
+                f"run {run_id} has told nothing for {silent:.0f} s; what was asked for stays, and `holdfast show "
                 f"{run_id[:8]}` says whether it still trains"
             )
         time.sleep(POLL_SECONDS)

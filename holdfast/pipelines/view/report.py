@@ -1,4 +1,4 @@
-"""Tables of runs and models, and the page of one run: `holdfast runs`, `holdfast models`, `holdfast show`."""
+"""Tables of runs and models, and the page of one run: `holdfast runs`, `holdfast models list`, `holdfast show`."""
 
 from __future__ import annotations
 

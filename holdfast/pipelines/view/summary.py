@@ -86,7 +86,7 @@ def next_commands(store: Store, record: RunRecord) -> list[str]:
     prompts = record.spec.get("evaluation", {}).get("prompts") or ["Once upon a time"]
     prompt = " ".join(str(prompts[0]).split()) or "Once upon a time"
     where = [] if open_store(store_url()).url == store.url else ["--store", store.url]
-    commands = (["generate", short, prompt, *where], ["show", short, *where], ["ui"])
+    commands = (["models", "generate", short, prompt, *where], ["show", short, *where], ["ui"])
     return [shlex.join(["holdfast", *command]) for command in commands]
 
 

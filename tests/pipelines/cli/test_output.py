@@ -32,8 +32,8 @@ def shell(script: str, home: Path, *command: str) -> subprocess.CompletedProcess
 @pytest.mark.parametrize(
     "script",
     [
-        '"$@" schema | head -1', '"$@" --help | true', '"$@" schema | true', '"$@" version >&-',
-        '"$@" version <&- 2>&-', '"$@" runs --json | true',
+        '"$@" validate --schema | head -1', '"$@" --help | true', '"$@" validate --schema | true', '"$@" --version >&-',
+        '"$@" --version <&- 2>&-', '"$@" runs --json | true',
     ],
 )  # fmt: skip
 def test_a_reader_that_leaves_and_a_closed_stream_are_no_failure(tmp_path: Path, script: str) -> None:

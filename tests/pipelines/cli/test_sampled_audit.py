@@ -35,12 +35,12 @@ def test_a_sample_takes_each_stretch_once_tells_a_difference_and_no_other_machin
     assert stretches(store, identity, 100) == every
     assert [each.last for each in stretches(store, identity, 3)] == [3, 7, 11]
 
-    first = holdfast("replay", "--sample", "2", "--seed", "7", "--json")  # of all runs
+    first = holdfast("audit", "replay", "--sample", "2", "--seed", "7", "--json")  # of all runs
     assert first.exit_code == ExitCode.OK, first.output
     told = json.loads(first.stdout)
     assert (told["equal"], told["audit"]["seed"], told["audit"]["left"]) == (True, 7, 1)
     assert {each.stretch for each in read_audits(store, identity)} == set(every) - set(stretches(store, identity, 100))
-    second = holdfast("replay", identity, "--sample", "2", "--seed", "7")
+    second = holdfast("audit", "replay", identity, "--sample", "2", "--seed", "7")
     assert second.exit_code == ExitCode.OK
     assert "seed 7: 1 computed again, 0 refused, 0 left" in second.stdout
     assert [each.stretch for each in read_audits(store, identity)] == every
@@ -49,7 +49,7 @@ def test_a_sample_takes_each_stretch_once_tells_a_difference_and_no_other_machin
 
     change_step(store, identity, 3)
     store.delete(layout.audit(identity, 0, 4, 1))
-    third = holdfast("replay", "--sample", "1")
+    third = holdfast("audit", "replay", "--sample", "1")
     assert third.exit_code == ExitCode.MISMATCH, third.output
     assert "step 3 is not what the run recorded" in third.stdout
     (event,) = differences(store, identity)
@@ -59,12 +59,12 @@ def test_a_sample_takes_each_stretch_once_tells_a_difference_and_no_other_machin
     assert "1 of them differ" in shown
     assert event.text in shown
     assert json.loads(holdfast("show", identity, "--json").stdout)["audits"][0]["first"] == 3
-    assert holdfast("replay", "--sample", "1").exit_code == ExitCode.OK, "a stretch is told once"
+    assert holdfast("audit", "replay", "--sample", "1").exit_code == ExitCode.OK, "a stretch is told once"
 
     be_of_another_machine(store, identity)
     for info in store.list(layout.audits(identity)):
         store.delete(info.key)
-    fourth = holdfast("replay", "--sample", "3")
+    fourth = holdfast("audit", "replay", "--sample", "3")
     assert fourth.exit_code == ExitCode.PLAN_CHANGED, fourth.output
     assert "cannot be computed again here (code 18)" in fourth.stdout
     assert "device: another CPU" in fourth.stdout
@@ -76,7 +76,7 @@ def test_a_sample_takes_each_stretch_once_tells_a_difference_and_no_other_machin
     "arguments", [(), ("--sample", "1", "--steps", "3"), ("--steps", "3"), ("--sample", "1", "--anyway")]
 )
 def test_a_replay_is_of_steps_of_a_run_or_of_a_sample(arguments: tuple[str, ...]) -> None:
-    assert holdfast("replay", *arguments).exit_code == ExitCode.USAGE
+    assert holdfast("audit", "replay", *arguments).exit_code == ExitCode.USAGE
 
 
 def differences(store: Store, identity: str) -> list[AuditDiffers]:

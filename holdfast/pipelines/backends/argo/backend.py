@@ -118,7 +118,7 @@ class Argo:
         if not shown:
             raise MissingError(
                 f"{status.name}: there is no log of {step or 'any step'}: it has not begun, or its pod is gone; the "
-                "artifact repository keeps logs, and `holdfast status` shows the steps"
+                "artifact repository keeps logs, and `holdfast show --steps` has the steps"
             )
 
     def cancel(self, run: str) -> tuple[RunStatus, bool]:
@@ -179,7 +179,7 @@ class Argo:
         if not fitting:
             raise MissingError(
                 f"{wanted!r}: no Workflow in namespace {self._api.namespace} has that id or name; "
-                "`holdfast list --backend argo` shows all of them"
+                "`holdfast runs --backend argo` shows all of them"
             )
         return max(fitting, key=_made)
 

@@ -57,7 +57,7 @@ def find_run(server: Server, wanted: str) -> Any:
         require_one_run(wanted, (run.run_id for run in found))
     if not found:
         raise MissingError(
-            f"{wanted!r}: no run on {server.host} has that id or name; `holdfast submit` prints both, and the UI lists "
+            f"{wanted!r}: no run on {server.host} has that id or name; `holdfast run` prints both, and the UI lists "
             "all runs"
         )
     newest = max(found, key=lambda run: (run.created_at, run.run_id))
@@ -141,7 +141,7 @@ def logs(
         what = f"step {step}" if step else "any step"
         raise MissingError(
             f"{run.display_name}: there is no log of {what}: it has not begun, or its pod is gone and KFP keeps no "
-            f"logs; `holdfast status` shows the steps{f' (the answer was: {answer})' if answer else ''}"
+            f"logs; `holdfast show --steps` has the steps{f' (the answer was: {answer})' if answer else ''}"
         )
 
 

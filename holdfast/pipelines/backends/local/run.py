@@ -163,7 +163,7 @@ def worker_request(request: RunRequest) -> worker.Request:
 
 
 def keep_here(request: RunRequest, log: Path, outcomes: Path) -> None:
-    """Record in the store which process of which machine makes the run or sweep, for `holdfast status` and similar."""
+    """Record in the store which process of which machine makes the run or sweep, for `holdfast show` and similar."""
     pid = os.getpid()
     record = replace(
         record_of(request, "local", request.run_id),
@@ -210,7 +210,7 @@ def _conclude(
 
 
 def keep_outcomes(log: Path, outcomes: Iterable[Outcome]) -> None:
-    """Keep the outcomes of the steps next to the log, for `holdfast status` of an ended run."""
+    """Keep the outcomes of the steps next to the log, for `holdfast show` of an ended run."""
     with suppress(OSError):  # the log has them too
         kept = ", ".join(one.as_json().decode() for one in outcomes)
         _kept(log).write_text(f"[{kept}]", encoding="utf-8")

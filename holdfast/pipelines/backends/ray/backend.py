@@ -121,7 +121,7 @@ class Ray:
         require_one_run(wanted, (keys[one] for one in fitting))
         if not fitting:
             raise MissingError(
-                f"{wanted!r}: the Ray at {self._jobs.address} knows no such run; `holdfast list --backend ray` shows "
+                f"{wanted!r}: the Ray at {self._jobs.address} knows no such run; `holdfast runs --backend ray` shows "
                 "all that it knows, and `holdfast show` what the store has"
             )
         return max(fitting, key=lambda one: (one.unfinished, _number(one)))

@@ -172,7 +172,7 @@ class Slurm:
         require_one_run(wanted, (one.key for one in fitting))
         if not fitting:
             raise MissingError(
-                f"{wanted!r}: Slurm knows no run of yours with that id; `holdfast list --backend slurm` shows all that "
+                f"{wanted!r}: Slurm knows no run of yours with that id; `holdfast runs --backend slurm` shows all that "
                 "it knows, and `holdfast show` what the store has"
             )
         return next((one for one in fitting if one.unfinished), fitting[-1])

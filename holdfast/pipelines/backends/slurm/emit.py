@@ -181,7 +181,7 @@ def jobs_of(request: RunRequest) -> list[dict[str, Any]]:
 
 
 def slurm_text(spec: Spec) -> str:
-    """The jobs that `holdfast submit --backend slurm` sends for a spec, as YAML."""
+    """The jobs that `holdfast run --backend slurm` sends for a spec, as YAML."""
     return as_yaml(*jobs_of(build_request(spec, shared_folders=True)))
 
 

@@ -255,7 +255,7 @@ def test_the_listing_has_only_what_holdfast_made_the_newest_first(server: ApiSer
 
 
 def test_a_run_that_is_not_there_is_said_with_the_command_that_lists(argo: Argo) -> None:
-    with pytest.raises(MissingError, match="holdfast list --backend argo"):
+    with pytest.raises(MissingError, match="holdfast runs --backend argo"):
         argo.status("nothing")
 
 

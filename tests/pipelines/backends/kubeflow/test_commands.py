@@ -60,24 +60,24 @@ def test_from_upload_to_cancel(there: KubeflowServer, spec: Path) -> None:
         r"small \d{4}-\d\d-\d\d-(\w{7,8}-(dirty-)?)?[0-9a-f]{16}: uploaded\n  http://\S+/#/pipelines/details/\S+\n",
         holdfast("upload", spec).output,
     )
-    assert ": is there already" in holdfast("upload", spec).output
-    submitted = holdfast("submit", spec).output
+    assert ": exists already" in holdfast("upload", spec).output
+    submitted = holdfast("run", spec, "--backend", "kubeflow").output
     # No run id: what the pods find on their volume is not known here.
     assert re.match(rf"small [0-9a-f]{{8}}: submitted\n  {there.endpoint}/#/runs/details/{UUID}\n", submitted)
-    assert "is there already, PENDING" in holdfast("submit", spec).output
+    assert "exists already, PENDING" in holdfast("run", spec, "--backend", "kubeflow").output
     (kfp_run_id,) = there.runs
-    run_id = re.findall(r"holdfast status (\S+)", submitted)[0]
+    run_id = re.findall(r"holdfast show (\S+)", submitted)[0]
     there.progress(kfp_run_id, "RUNNING", {"preprocess": "SUCCEEDED", "train": "SUCCEEDED"})
     there.logs = {(kfp_run_id, "preprocess"): b"done\n", (kfp_run_id, "train"): b"step 1\n"}
-    told = holdfast("status", run_id).output
+    told = holdfast("show", run_id, "--steps").output
     assert told.startswith("small ")
     assert re.search(r"preprocess +SUCCEEDED +7\.0 s", told)
     assert re.search(r"train +SUCCEEDED", told)
     assert holdfast("logs", run_id).output == "[preprocess] done\n[train] step 1\n"
     assert holdfast("logs", run_id, "--step", "train").output == "step 1\n"
-    assert "is being ended" in holdfast("cancel", run_id).output
+    assert "is stopping" in holdfast("stop", run_id).output
     there.progress(kfp_run_id, "FAILED", {"preprocess": "SUCCEEDED", "train": "SUCCEEDED"})
-    assert "has ended already, CANCELED" in holdfast("cancel", run_id).output
+    assert "has ended already, CANCELED" in holdfast("stop", run_id).output
 
 
 def test_status_and_show_know_a_run_by_what_was_printed_and_give_its_id_once_preprocess_has_it(
@@ -85,35 +85,35 @@ def test_status_and_show_know_a_run_by_what_was_printed_and_give_its_id_once_pre
 ) -> None:
     """As at a real KFP: `submit` printed an id that was none, and `show` of it found nothing."""
     at = ("--store", f"file://{tmp_path}/store")
-    submitted = holdfast("submit", spec, *at).output
+    submitted = holdfast("run", spec, "--backend", "kubeflow", *at).output
     (kfp_run_id,) = there.runs
     assert kfp_run_id in submitted
     assert not re.search(r"\b[0-9a-f]{16}\b", submitted)
     there.progress(kfp_run_id, "RUNNING", {"preprocess": "RUNNING"})
-    assert "\n  run " not in holdfast("status", kfp_run_id, *at).output
+    assert "\n  run " not in holdfast("show", kfp_run_id, "--steps", *at).output
     for printed in (kfp_run_id, kfp_run_id[:8], "small"):
         assert holdfast("show", printed, *at).exit_code == 0
     store, dataset = open_store(f"file://{tmp_path}/store"), "d" * 16
     store.put(layout.job(kfp_run_id, "preprocess"), Outcome("preprocess", 1, 1.0, result=dataset).as_json())
     known = run_id(load_spec(spec), dataset)
-    assert f"\n  run {known}\n" in holdfast("status", kfp_run_id, *at).output
+    assert f"\n  run {known}\n" in holdfast("show", kfp_run_id, "--steps", *at).output
     for printed in (kfp_run_id, known, "small"):
         assert holdfast("show", printed, *at).exit_code == 0
 
 
 def test_fresh_makes_another_run_and_its_salt_names_it_again(there: KubeflowServer, spec: Path) -> None:
-    holdfast("submit", spec)
-    fresh = holdfast("submit", spec, "--fresh").output
+    holdfast("run", spec, "--backend", "kubeflow")
+    fresh = holdfast("run", spec, "--backend", "kubeflow", "--fresh").output
     salt = re.search(r"--salt (\S+)", fresh)
     assert salt
     assert len(there.runs) == 2
-    assert "is there already" in holdfast("submit", spec, "--salt", salt[1]).output
-    assert holdfast("submit", spec, "--salt", "a", "--fresh").exit_code == 2
+    assert "exists already" in holdfast("run", spec, "--backend", "kubeflow", "--salt", salt[1]).output
+    assert holdfast("run", spec, "--backend", "kubeflow", "--salt", "a", "--fresh").exit_code == 2
 
 
 def test_a_schedule_is_made_listed_paused_changed_and_deleted(there: KubeflowServer, spec: Path) -> None:
     assert holdfast("schedule", spec).output.startswith("small: cron 0 0 3 * * 1\n")
-    assert "(was there already)" in holdfast("schedule", spec).output
+    assert "(exists already)" in holdfast("schedule", spec).output
     assert re.match(r"small +enabled +cron 0 0 3 \* \* 1\n", holdfast("schedule", "--list").output)
     assert holdfast("schedule", spec, "--pause").output == "small: paused\n"
     assert re.match(r"small +paused ", holdfast("schedule", "--list").output)
@@ -125,9 +125,9 @@ def test_a_schedule_is_made_listed_paused_changed_and_deleted(there: KubeflowSer
         assert holdfast("schedule", *arguments).exit_code == 2
 
 
-@pytest.mark.parametrize("command", ["upload", "submit", "schedule"])
+@pytest.mark.parametrize("command", ["upload", "run", "schedule"])
 def test_a_dry_run_needs_no_server_and_prints_yaml(spec: Path, command: str) -> None:
-    result = holdfast(command, spec, "--dry-run")
+    result = holdfast(command, spec, *(("--backend", "kubeflow") if command == "run" else ()), "--dry-run")
     assert result.exit_code == 0
     documents = list(yaml.safe_load_all(result.stdout))
     assert [document["method"] for document in documents] == ["POST"] * len(documents)
@@ -135,10 +135,10 @@ def test_a_dry_run_needs_no_server_and_prints_yaml(spec: Path, command: str) -> 
 
 
 def test_a_dry_run_with_a_server_says_what_would_change_there(there: KubeflowServer, spec: Path) -> None:
-    holdfast("submit", spec)
+    holdfast("run", spec, "--backend", "kubeflow")
     holdfast("schedule", spec)
     changes = list(there.changes)
-    assert holdfast("submit", spec, "--dry-run").stdout == "# nothing would be changed\n"
+    assert holdfast("run", spec, "--backend", "kubeflow", "--dry-run").stdout == "# nothing would be changed\n"
     paths = [found["path"] for found in yaml.safe_load_all(holdfast("schedule", spec, "--delete", "--dry-run").stdout)]
     assert [path.rpartition(":")[2] for path in paths[:1]] == ["disable"]
     assert there.changes == changes
@@ -151,9 +151,14 @@ def test_a_step_that_is_none_is_a_usage_error(there: KubeflowServer) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "code", "said"),
     [
-        (["status", "abc"], {}, 15, "KFP_ENDPOINT"),
-        (["status", "abc", "--endpoint", "http://127.0.0.1:9"], {}, 203, "does not answer"),
-        (["status", "abc"], {"KFP_ENDPOINT": "http://127.0.0.1:9", "KFP_TOKEN_FILE": "/nowhere"}, 15, "KFP_TOKEN_FILE"),
+        (["show", "--steps", "abc"], {}, 15, "KFP_ENDPOINT"),
+        (["show", "--steps", "abc", "--endpoint", "http://127.0.0.1:9"], {}, 203, "does not answer"),
+        (
+            ["show", "--steps", "abc"],
+            {"KFP_ENDPOINT": "http://127.0.0.1:9", "KFP_TOKEN_FILE": "/nowhere"},
+            15,
+            "KFP_TOKEN_FILE",
+        ),
     ],
 )
 def test_what_goes_wrong_has_a_code_and_no_traceback(
@@ -181,7 +186,7 @@ def test_the_training_job_alone_is_printed_for_its_system(spec: Path, target: st
 def test_compiled_for_slurm_a_spec_is_what_submit_sends(spec: Path) -> None:
     compiled = holdfast("compile", spec, "--target", "slurm")
     assert (compiled.exit_code, compiled.stdout.count("script: |")) == (0, 5)
-    assert compiled.stdout == holdfast("submit", spec, "--backend", "slurm", "--dry-run").stdout
+    assert compiled.stdout == holdfast("run", spec, "--backend", "slurm", "--dry-run").stdout
 
 
 def test_the_pipeline_can_be_printed_too(spec: Path) -> None:
@@ -192,4 +197,4 @@ def test_the_pipeline_can_be_printed_too(spec: Path) -> None:
 
 def test_a_version_to_promote_is_written_with_its_model() -> None:
     for wrong in ("small", "small/", "small/three", "/3"):
-        assert holdfast("promote", wrong).exit_code == 2
+        assert holdfast("models", "promote", wrong).exit_code == 2

@@ -1,4 +1,4 @@
-"""The commands that start a run, here or on a cluster, and go on with it."""
+"""The commands that start and resume a run or a sweep, on any backend."""
 
 from __future__ import annotations
 
@@ -12,25 +12,20 @@ import typer
 from holdfast.pipelines.backends import SHARED_FOLDERS, SHARED_VOLUMES, SWEEPING, open_backend
 from holdfast.pipelines.cli.options import (
     AsJson,
+    BackendOptions,
     DryRun,
-    Endpoint,
     Fresh,
-    Image,
-    Namespace,
-    Overrides,
     Replan,
-    Salt,
-    ServiceAccount,
-    SpecFile,
-    StoreRoot,
+    RunName,
+    RunOptions,
+    SpecOptions,
     err,
-    one_of_fresh_and_salt,
     open_chosen,
     out,
     print_json,
     print_yaml,
 )
-from holdfast.pipelines.cli.run_lookup import DEFAULT, BackendName, Run, open_recorded
+from holdfast.pipelines.cli.run_lookup import open_recorded
 from holdfast.spec.errors import ExitCode, MissingError
 
 if TYPE_CHECKING:
@@ -39,84 +34,80 @@ if TYPE_CHECKING:
     from holdfast.pipelines.trials import Trials
     from holdfast.spec import Spec
 
+DEFAULT = "local"
+
 
 def run(
-    spec: SpecFile, overrides: Overrides = None, store: StoreRoot = "", fresh: Fresh = False, salt: Salt = "",
-    replan: Replan = False,
+    spec: SpecOptions, where: BackendOptions, options: RunOptions, fresh: Fresh = False, dry_run: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Run a spec on this machine, from raw text to a registered model.
+    """Run a spec: on this machine, or with --backend on a cluster. It ends with a registered model.
 
-    The same command again goes on where it was, or answers at once when the work is done.
+    The same command resumes the run, or shows the result if the run has finished. On this machine it shows the progress
+    until the end. On a cluster it submits the run, and prints its link and the command that shows its state.
 
     Example: holdfast run examples/quickstart.yaml --set training.steps=50
     """
-    from holdfast.pipelines.backends.local.run import run_locally
+    from dataclasses import replace
+    from secrets import token_hex
 
-    if fresh and salt:
+    if fresh and options.salt:
         raise typer.BadParameter("--fresh draws a new salt; give one of --fresh and --salt")
-    again = shlex.join(["holdfast", *_without_salt(sys.argv[1:])])
-    code = run_locally(spec, overrides or (), store=store, fresh=fresh, salt=salt, replan=replan, again=again)
-    raise typer.Exit(int(code))
+    if fresh:
+        options = replace(options, salt=token_hex(4))
+    name = where.backend or DEFAULT
+    if name == "local" and not dry_run and not as_json:
+        from holdfast.pipelines.backends.local.run import run_locally
+
+        _require_options_of_this_machine(where, options)
+        again = shlex.join(["holdfast", *_without_salt(sys.argv[1:])])
+        code = run_locally(
+            spec.path, spec.overrides or (), store=where.store, salt=options.salt, replan=options.replan, again=again
+        )
+        raise typer.Exit(int(code))
+    submit(spec.load(), where, options, dry_run=dry_run, as_json=as_json)
 
 
 def submit(
-    spec: SpecFile, overrides: Overrides = None, backend: BackendName = "", store: StoreRoot = "", image: Image = "",
-    service_account: ServiceAccount = "", fresh: Fresh = False, salt: Salt = "", replan: Replan = False,
-    endpoint: Endpoint = "", namespace: Namespace = "", dry_run: DryRun = False, as_json: AsJson = False,
+    checked: Spec, where: BackendOptions, options: RunOptions, *, dry_run: bool, as_json: bool, trials: Trials = (),
+    at_once: int = 0,
 ) -> None:  # fmt: skip
-    """Run a spec on a cluster, and print where to watch it. The same again gives the run that is there.
-
-    Without --backend: Kubeflow.
-
-    Example: holdfast submit examples/cluster-cpu.yaml --backend argo
-    """
-    from holdfast.spec.load import load_spec
-
-    submit_order(
-        load_spec(spec, overrides or ()), backend or DEFAULT, store=store, salt=one_of_fresh_and_salt(fresh, salt),
-        image=image, service_account=service_account, replan=replan, endpoint=endpoint, namespace=namespace,
-        dry_run=dry_run, as_json=as_json,
-    )  # fmt: skip
-
-
-def submit_order(
-    checked: Spec, name: str, *, store: str, salt: str, image: str, service_account: str, replan: bool, endpoint: str,
-    namespace: str, dry_run: bool, as_json: bool, trials: Trials = (), at_once: int = 0,
-) -> None:  # fmt: skip
-    """Submit a spec, or a sweep over it, to the backend `name`, and say so; or print what would be sent."""
+    """Submit a spec, or a sweep over it, and print where it runs; or print what would be sent."""
     from holdfast.pipelines.backends.request import RunRequest, build_request
 
+    name = where.backend or DEFAULT
     if name == "local":
-        wanted = RunRequest(checked, store, salt, replan=replan, trials=trials)
+        _require_options_of_this_machine(where, options)
+        wanted = RunRequest(checked, where.store, options.salt, replan=options.replan, trials=trials)
     else:
         wanted = build_request(
-            checked, store=store, salt=salt, service_account=service_account, image=image, replan=replan,
-            shared_folders=name in SHARED_FOLDERS, shared_volumes=name in SHARED_VOLUMES, trials=trials,
-            at_once=at_once,
+            checked, store=where.store, salt=options.salt, service_account=options.service_account,
+            image=options.image, replan=options.replan, shared_folders=name in SHARED_FOLDERS,
+            shared_volumes=name in SHARED_VOLUMES, trials=trials, at_once=at_once,
         )  # fmt: skip
         if not wanted.run_id:
             err(
-                "note: the run id is known when preprocess has ended, and `holdfast status` shows it then; only a run "
+                "note: the run id is known when preprocess has ended, and `holdfast show` prints it then; only a run "
                 f"that has not ended counts as the same ({wanted.unread})"
             )
     if trials and name not in SWEEPING:
         raise typer.BadParameter(f"{name} runs no sweeps; use one of {', '.join(SWEEPING)}", param_hint="--backend")
-    target = _for_json(open_backend(name, store=store, endpoint=endpoint, namespace=namespace), as_json)
+    backend = open_backend(name, store=where.store, endpoint=where.endpoint, namespace=where.namespace)
+    target = _for_json(backend, as_json)
     if dry_run:
         objects = _print_objects(target, wanted)
         if objects and name in ("kubeflow", "argo"):
-            _say_validated(objects, wanted, namespace)
+            _say_validated(objects, wanted, where.namespace)
         return
-    made, created = _kept(target.submit(wanted), wanted, endpoint, namespace)
+    made, created = _kept(target.submit(wanted), wanted, where.endpoint, where.namespace)
     _say_submitted(made, created, wanted, as_json)
     raise typer.Exit(made.exit_code or int(ExitCode.OK))
 
 
-def resume(
-    run: Run, backend: BackendName = "", store: StoreRoot = "", replan: Replan = False, endpoint: Endpoint = "",
-    namespace: Namespace = "", as_json: AsJson = False,
-) -> None:  # fmt: skip
-    """Go on with a run that has stopped, from its newest checkpoint, where it was submitted or on another backend.
+def resume(run: RunName, where: BackendOptions, replan: Replan = False, as_json: AsJson = False) -> None:
+    """Resume a run or a sweep that has stopped, from its newest checkpoint.
+
+    It resumes where it was submitted, or on the backend that you name. A run that has not ended continues unchanged.
 
     Example: holdfast resume 3f2a
     """
@@ -124,24 +115,40 @@ def resume(
 
     from holdfast.pipelines.backends.record import find_record
 
-    opened = open_chosen(store)
+    opened = open_chosen(where.store)
     record = find_record(opened, run)
     if record is None:
         raise MissingError(
-            f"{run!r}: {opened.url} does not say how it was submitted; submit its spec again, which goes on with it"
+            f"{run!r}: {opened.url} does not say how it was submitted; run its spec again, which resumes it"
         )
-    asked = record if replan else record.accepted(opened)
-    if asked is not record:
-        err("note: the last submission was refused for its plan; going on with the one before (--replan: the last)")
-    wanted = replace(asked.request, replan=replan)  # what was allowed once is not allowed for ever
-    target = _for_json(open_recorded(backend or record.backend, store, endpoint, namespace, record), as_json)
-    made, created = _kept(target.resume(wanted), wanted, endpoint or record.endpoint, namespace or record.namespace)
+    last = record if replan else record.accepted(opened)
+    if last is not record:
+        err("note: the last submission was refused for its plan; resuming the one before it (--replan: the last one)")
+    wanted = replace(last.request, replan=replan)  # a permission counts once
+    target = _for_json(open_recorded(where, record), as_json)
+    made, created = _kept(
+        target.resume(wanted), wanted, where.endpoint or record.endpoint, where.namespace or record.namespace
+    )
     _say_submitted(made, created, wanted, as_json)
     raise typer.Exit(made.exit_code or int(ExitCode.OK))
 
 
+def _require_options_of_this_machine(where: BackendOptions, options: RunOptions) -> None:
+    """Refuse options that only a cluster has. Raises BadParameter."""
+    given = {
+        "--image": options.image, "--service-account": options.service_account, "--endpoint": where.endpoint,
+        "--namespace": where.namespace,
+    }  # fmt: skip
+    if unused := [name for name, value in given.items() if value]:
+        raise typer.BadParameter(
+            f"this machine has no use for it; add --backend with a cluster, such as --backend kubeflow, or leave out "
+            f"{', '.join(unused)}",
+            param_hint=unused[0],
+        )
+
+
 def _for_json(target: Backend, as_json: bool) -> Backend:
-    """The backend, which shows how a run of this machine goes where it disturbs no JSON."""
+    """The backend. With --json, a run of this machine shows its progress on standard error."""
     from holdfast.pipelines.backends.local.backend import Local
 
     if as_json and isinstance(target, Local):
@@ -170,14 +177,14 @@ def _say_submitted(made: RunStatus, created: bool, wanted: RunRequest, as_json: 
         print_json({"run": made, "created": created, "run_id": known, "salt": wanted.salt})
         return
     if made.backend == "local":
-        return  # the terminal has said everything
-    out(f"{made.name}: {'submitted' if created else f'is there already, {made.state}'}")
+        return  # the terminal has shown everything
+    out(f"{made.name}: {'submitted' if created else f'exists already, {made.state}'}")
     from holdfast.runtime.environment import store_url
 
-    # The record of where it runs is in its store; another shell finds that one only if it is told.
+    # The record of where it runs is in its store, which another shell does not know.
     store = wanted.store or wanted.spec.store
     elsewhere = f" --store {store}" if store and store != store_url() else ""
-    out(f"  {made.link}\n  holdfast status {made.id}{elsewhere}")
+    out(f"  {made.link}\n  holdfast show {made.id}{elsewhere}")
     if wanted.salt:
         out(f"  to submit the same again: --salt {wanted.salt}")
 
@@ -192,7 +199,7 @@ def _print_objects(target: Backend, wanted: RunRequest) -> list[dict[str, Any]]:
 
 
 def _say_validated(objects: list[dict[str, Any]], wanted: RunRequest, namespace: str) -> None:
-    """Hold what would be sent, and what steps would make later, against the cluster."""
+    """Check what would be sent, and what steps would create later, against the cluster."""
     from holdfast.launch.emitters import objects_for, training_job
     from holdfast.pipelines.backends.validate import validate
     from holdfast.serving import inference_service
@@ -213,7 +220,7 @@ def _say_validated(objects: list[dict[str, Any]], wanted: RunRequest, namespace:
 
 
 def _without_salt(arguments: list[str]) -> list[str]:
-    """The command line without --fresh and --salt, which the advice on how to go on adds itself."""
+    """The command line without --fresh and --salt, which the advice on how to resume adds itself."""
     kept: list[str] = []
     skip = False
     for argument in arguments:

@@ -1,0 +1,227 @@
+"""`holdfast show`: one run or sweep, as a summary or in one of several views."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.pipelines.cli.options import AsJson, BackendOptions, RunName, err, open_chosen, out, print_json
+from holdfast.pipelines.cli.run_lookup import find_backend
+from holdfast.pipelines.cli.runs import note_unreadable
+from holdfast.spec.errors import MissingError
+
+if TYPE_CHECKING:
+    from holdfast.pipelines.backends.interface import RunStatus
+    from holdfast.pipelines.backends.progress import Reached
+    from holdfast.pipelines.view.catalog import RunRecord
+    from holdfast.store import Store
+
+PRICES = ("accelerator_hour", "kilowatt_hour", "carbon_per_kilowatt_hour")
+
+
+@dataclass(frozen=True)
+class ViewOptions:
+    """What `show` prints instead of the summary."""
+
+    steps: Annotated[bool, typer.Option("--steps", help="The state of each step at the backend, and progress.")] = False
+    ledger: Annotated[bool, typer.Option("--ledger", help="How every rank spent every second: the goodput.")] = False
+    cost: Annotated[bool, typer.Option("--cost", help="Accelerator-hours, energy and cost up to now.")] = False
+    spec: Annotated[bool, typer.Option("--spec", help="The summary with the whole spec, including defaults.")] = False
+    price: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help=f"With --cost: a price instead of that of the spec: {', '.join(PRICES)}. "
+            "Repeat it for more prices.", show_default=False,
+        ),
+    ] = None  # fmt: skip
+
+    def check(self) -> None:
+        """Refuse combinations. Raises BadParameter."""
+        chosen = [name for name in ("steps", "ledger", "cost", "spec") if getattr(self, name)]
+        if len(chosen) > 1:
+            raise typer.BadParameter(f"give one of {', '.join(f'--{name}' for name in chosen)}")
+        if self.price and not self.cost:
+            raise typer.BadParameter("is used only with --cost", param_hint="--price")
+
+
+def show(run: RunName, view: ViewOptions, where: BackendOptions, as_json: AsJson = False) -> None:
+    """Show a run: its state, steps, metrics, verdict, events, spec, and where everything is.
+
+    For a sweep it shows the comparison of the trials. --steps asks the backend, and needs no store. --ledger prints the
+    goodput: the share of the time that computed steps which the run kept. --cost uses the prices of the spec
+    (`cluster.prices`) or of --price; a figure that is not known is printed with the reason.
+
+    Example: holdfast show 3f2a
+    """
+    view.check()
+    if view.steps:
+        _print_status(run, where, as_json)
+    elif view.ledger:
+        _print_ledger(run, where.store, as_json)
+    elif view.cost:
+        _print_cost(run, where.store, view.price or [], as_json)
+    else:
+        _print_summary(run, where, view.spec, as_json)
+
+
+def _print_summary(run: str, where: BackendOptions, whole_spec: bool, as_json: bool) -> None:
+    from holdfast.pipelines.view.catalog import find_run
+    from holdfast.pipelines.view.report import accounts, print_run
+    from holdfast.telemetry.audit_records import read_audits
+
+    opened = open_chosen(where.store)
+    try:
+        record = find_run(opened, run)
+    except MissingError:
+        if _print_sweep(run, where, opened, as_json):
+            return
+        raise
+    note_unreadable([record])
+    if as_json:
+        parts = {"spec": record.spec, "verdict": record.verdict, "result": record.result}
+        audits = read_audits(opened, record.run_id)
+        print_json({**record.as_json(), **parts, "audits": audits, **accounts(record, opened)})
+        return
+    if status := _waiting(record, where):
+        _print_steps(status)
+    print_run(record, opened, whole_spec)
+
+
+def _waiting(record: RunRecord, where: BackendOptions) -> RunStatus | None:
+    """The status of a run of a cluster that has not ended, by its backend; None if it has ended or on an error."""
+    from holdfast.spec.errors import HoldfastError
+
+    if record.result is not None or record.stopped or record.submission.get("backend", "local") == "local":
+        return None
+    try:
+        backend, there = find_backend(record.run_id, replace(where, backend=""))
+        return backend.status(there)
+    except HoldfastError as error:
+        err(f"note: the state of the steps cannot be read ({error})")
+        return None
+
+
+def _print_sweep(wanted: str, where: BackendOptions, store: Store, as_json: bool) -> bool:
+    """Print the comparison of a sweep, or the steps of one without a comparison. Returns whether there is one."""
+    from holdfast.pipelines.backends.record import find_record
+    from holdfast.pipelines.view.console import SafeConsole
+    from holdfast.pipelines.view.sweep import find_comparison, print_comparison
+
+    try:
+        found = find_comparison(store, wanted)
+    except MissingError:
+        record = find_record(store, wanted)
+        if record is None or not record.trials:
+            return False
+        _print_status(wanted, where, as_json)
+        return True
+    if as_json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        print_comparison(SafeConsole(), found, store)
+    return True
+
+
+def _print_status(run: str, where: BackendOptions, as_json: bool) -> None:
+    target, there = find_backend(run, where)
+    found = target.status(there)
+    # Without --store, an endpoint belongs to an unknown store.
+    reached, code, run_id = _stored(run, where.store) if where.store or not where.endpoint else (None, None, "")
+    if found.exit_code is None and not found.unfinished:
+        found = replace(found, exit_code=code)
+    if as_json:
+        print_json({**asdict(found), "run_id": run_id, "progress": reached and asdict(reached)})
+        return
+    _print_steps(found, run_id, reached)
+
+
+def _print_steps(found: RunStatus, run_id: str = "", reached: Reached | None = None) -> None:
+    from holdfast.pipelines.view.terminal import duration
+
+    out(f"{found.name}: {found.state}")
+    if run_id and run_id not in found.name:
+        out(f"  run {run_id}")
+    for step in found.steps:
+        took = "" if step.seconds is None else duration(step.seconds)
+        out(f"  {step.name:<10}  {step.state:<9}  {took:>12}{'  ' + step.error if step.error else ''}")
+    if reached is not None and found.unfinished:
+        out(f"  {reached.text}")
+    for line in filter(None, (found.message, found.link)):
+        out(f"  {line}")
+
+
+def _stored(run: str, store: str) -> tuple[Reached | None, int | None, str]:
+    """Progress, exit code and run id, as far as the store has them. An unreachable store hides nothing else."""
+    from holdfast.pipelines.backends.progress import reached
+    from holdfast.pipelines.backends.record import find_record
+    from holdfast.spec.errors import HoldfastError
+
+    try:
+        opened = open_chosen(store)
+        record = find_record(opened, run)
+        if record is None or not record.run_id:
+            return None, None, ""
+        run_id = record.identity if record.identified or record.ran else ""
+        return reached(opened, record.identity), record.ending(opened).get("exit_code"), run_id
+    except HoldfastError as error:
+        err(f"note: the progress of the training cannot be read ({error})")
+        return None, None, ""
+
+
+def _print_ledger(run: str, store: str, as_json: bool) -> None:
+    from holdfast.pipelines.view.catalog import find_run
+    from holdfast.pipelines.view.ledger import print_ledger
+    from holdfast.telemetry import read_events
+    from holdfast.telemetry.ledger import goes_on, ledger
+
+    opened = open_chosen(store)
+    found = find_run(opened, run).run_id
+    events = read_events(opened, found)
+    account = ledger(events, time.time() if goes_on(events) else None)
+    if as_json:
+        print_json({"run_id": found, **account.as_json()})
+        return
+    print_ledger(account)
+
+
+def _print_cost(run: str, store: str, prices: list[str], as_json: bool) -> None:
+    from holdfast.pipelines.view.catalog import find_run
+    from holdfast.pipelines.view.cost import lines
+    from holdfast.telemetry import read_events
+    from holdfast.telemetry.cost import cost as cost_of
+    from holdfast.telemetry.ledger import goes_on, ledger
+
+    given = _prices(prices)
+    opened = open_chosen(store)
+    found = find_run(opened, run)
+    spec = found.known_spec(opened)
+    events = read_events(opened, found.run_id)
+    account = ledger(events, time.time() if goes_on(events) else None)
+    spent = cost_of(spec, events, account)
+    spent = replace(spent, prices=spent.prices.model_copy(update=given))
+    if as_json:
+        print_json({"run_id": found.run_id, **spent.as_json()})
+        return
+    for line in lines(spent):
+        out(line)
+    for reason in spent.unknown:
+        out(f"not known: {reason}")
+
+
+def _prices(given: list[str]) -> dict[str, Any]:
+    """The prices of `NAME=VALUE` items. Raises BadParameter."""
+    found: dict[str, Any] = {}
+    for one in given:
+        name, _, value = one.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = -1.0
+        if name not in PRICES or not 0 <= found[name] < float("inf"):
+            raise typer.BadParameter(
+                f"{one!r} is not NAME=VALUE with one of {', '.join(PRICES)} and a number from 0", param_hint="--price"
+            )
+    return found
