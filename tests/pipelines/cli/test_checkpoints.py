@@ -150,7 +150,7 @@ def test_what_is_exported_for_torch_is_imported_as_a_run_of_its_own(saved: Store
     told = json.loads(done.stdout)
     assert (told["step"], told["moments"], told["again"]) == (3, False, False)
     again = holdfast(tmp_path, *asked_for, "--store", store.url)
-    assert f"run {told['run_id']} has" in again.stdout
+    assert f"run {told['run_id']} already has" in again.stdout
     expected = f"holdfast run {spec} --set training.seed=5 --store {store.url} --salt {told['salt']}"  # the same run
     assert expected in " ".join(again.stdout.split())
     assert as_json(store, tmp_path, "show", told["run_id"])["state_digest"] == told["state_digest"]
