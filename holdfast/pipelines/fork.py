@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from holdfast.checkpoint.fork import fork_checkpoint
 from holdfast.pipelines.backends.record import Record, find_record
 from holdfast.pipelines.view.catalog import RunRecord
-from holdfast.spec import Spec, dump_spec, parse_spec, run_id
+from holdfast.spec import Spec, dump_spec, run_id
 from holdfast.spec.errors import MissingError, Problem, SpecError
 from holdfast.spec.training import KEEPING
 from holdfast.store import Store
@@ -44,7 +44,7 @@ def fork_run(store: Store, parent: RunRecord, step: int, overrides: Sequence[str
     if not parent.spec:
         raise MissingError(f"run {parent.run_id}: {store.url} does not say what was asked for: it was never trained")
     before = Spec.model_validate(parent.spec)
-    spec = parse_spec(dump_spec(before), overrides)
+    spec = before.with_overrides(overrides)
     _require_same_state(before, spec, step)
     salt, dataset_id = f"rewound-{parent.run_id}-{step}", _dataset_id(parent, before, spec)
     identity = run_id(spec, dataset_id, salt, _weights(spec))

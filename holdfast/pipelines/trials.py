@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from holdfast.spec import Spec, SpecError, dump_spec, parse_spec
+from holdfast.spec import Spec, SpecError, dump_spec
 from holdfast.spec.errors import Problem
 
 MAX_TRIALS = 64
@@ -45,7 +45,7 @@ def grid(spec: Spec, over: Sequence[str]) -> Trials:
 def _trial(spec: Spec, changes: Sequence[str]) -> str:
     """The spec of a trial. Its problems name --over."""
     try:
-        return dump_spec(parse_spec(dump_spec(spec), changes))
+        return dump_spec(spec.with_overrides(changes))
     except SpecError as error:
         problems = [replace(one, place="--over") if one.place == "--set" else one for one in error.problems]
         raise SpecError(problems, f"sweep, trial {', '.join(changes)}") from None

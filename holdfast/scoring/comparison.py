@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel
 
-from holdfast.spec import Spec, digest, dump_spec, parse_spec, run_id
+from holdfast.spec import Spec, digest, run_id
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import find_json
 
@@ -93,9 +93,8 @@ def trials_of(
     """The changes, spec and run id of each trial. Reads the first weights if the spec has any."""
     from holdfast.model.imported import weights_digest
 
-    text = dump_spec(spec)
     for changes in trials:
-        trial = parse_spec(text, changes)
+        trial = spec.with_overrides(changes)
         yield tuple(changes), trial, run_id(trial, dataset_id, salt, weights_digest(trial.model.init_from))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -44,6 +46,15 @@ class Spec(Section):
     registration: Registration = Field(default_factory=Registration, description="Where the model is registered.")
     serving: Serving = Field(default_factory=Serving, description="What happens to a registered model.")
     schedule: Retraining = Field(default_factory=Retraining, description="When the pipeline runs on a schedule.")
+
+    def with_overrides(self, overrides: Iterable[str] | Mapping[str, Any]) -> Spec:
+        """This spec with some fields changed, and checked as a whole. `overrides` are `field=value`, as in `--set`, or
+        values by field, such as `{"parallel.tensor": 2}`. Raises SpecError with every problem found."""
+        from holdfast.spec.load import parse_spec  # the rules need this class
+
+        if isinstance(overrides, Mapping):
+            overrides = [f"{field}={json.dumps(value)}" for field, value in overrides.items()]
+        return parse_spec(self.model_dump(mode="json"), overrides)
 
     @property
     def world_size(self) -> int:

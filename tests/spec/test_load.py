@@ -18,6 +18,7 @@ from holdfast.spec.load import MAX_BYTES
 from tests.spec.conftest import RIGHT, text_with
 
 EXAMPLES = sorted(Path(__file__).parents[2].glob("examples/*.yaml"))
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -401,3 +402,13 @@ def test_any_text_in_a_field_survives_the_round_trip(text: str) -> None:
         assert parse_spec(dump_spec(spec)) == spec
     else:
         assert not text.isprintable()
+
+
+def test_overrides_of_a_spec_are_checked_like_those_of_its_file() -> None:
+    spec = load_spec(QUICKSTART, ["training.steps=60"])
+    assert spec.with_overrides(["training.steps=60"]) == spec.with_overrides({"training.steps": 60}) == spec
+    with pytest.raises(SpecError, match=r"(?s)training\.steps.*parallel\.tensor") as caught:
+        spec.with_overrides({"training.steps": -1, "parallel.tensor": 0})
+    assert len(caught.value.problems) == 2
+    with pytest.raises(SpecError, match="global_batch"):  # a rule between fields
+        spec.with_overrides(["training.micro_batch=3"])

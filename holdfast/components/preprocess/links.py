@@ -17,7 +17,7 @@ from holdfast.launch.launches import newest_launch
 from holdfast.model.imported import weights_digest
 from holdfast.runtime.environment import tracking_uri
 from holdfast.runtime.secrets import redact
-from holdfast.spec import HoldfastError, Spec, dump_spec, parse_spec, run_id
+from holdfast.spec import HoldfastError, Spec, run_id
 from holdfast.store import Store, layout
 from holdfast.tracking import RunTracker
 
@@ -37,7 +37,7 @@ def links(
     lines = [f"Pods of the steps: {_code(f'kubectl -n {here} get {PODS} -l {WORKFLOW_LABEL}={workflow}')}"]
     for trial in trials:
         try:
-            lines += ["", *_of_run(parse_spec(dump_spec(spec), trial), dataset_id, salt, store, trial, here)]
+            lines += ["", *_of_run(spec.with_overrides(trial), dataset_id, salt, store, trial, here)]
         except HoldfastError as error:  # training reports it too, with its exit code
             log.warning("where the training can be watched is not known: %s", redact(str(error)))
             lines += ["", f"Not known: {_code(redact(str(error)))}"]

@@ -17,7 +17,7 @@ from holdfast.launch.launches import newest_launch, read_ending, read_launch
 from holdfast.planning.auto import Proposal, best, layout_fields
 from holdfast.planning.fields import with_fields
 from holdfast.runtime.environment import in_step_pod
-from holdfast.spec import Spec, rules
+from holdfast.spec import Spec
 from holdfast.spec.errors import ExitCode, Problem, SpecError
 from holdfast.spec.plan import Value, settings_of, stages_of
 from holdfast.spec.rules.parallel import CHOSEN
@@ -41,13 +41,14 @@ def resolve_layout(spec: Spec, identity: str, store: Store, vocabulary: int, *, 
         log.info("parallel: auto is %s: %.0f tokens/s, %.1f GB, by the figures of %s", chosen.layout,
                  chosen.speed.tokens_per_second, chosen.memory.total / 1e9, chosen.task.accelerator.name)  # fmt: skip
         return with_fields(spec, layout_fields(chosen.task, chosen.layout))
-    found = with_fields(spec, recorded | {"parallel.auto": False})
-    if problems := rules.problems(found):
-        why = "; ".join(f"{problem.field}: {problem.value} {problem.message}" for problem in problems)
+    try:
+        found = spec.with_overrides(recorded | {"parallel.auto": False})
+    except SpecError as error:
+        why = "; ".join(f"{problem.field}: {problem.value} {problem.message}" for problem in error.problems)
         what = f"was {_words(recorded)} until now, which does not go with the spec any more ({why})"
         raise SpecError(
             [Problem("parallel.auto", True, what, "go back to the former spec, or say --replan to plan anew")]
-        )
+        ) from None
     log.info("parallel: auto is what the run has recorded: %s", _words(recorded))
     return found
 

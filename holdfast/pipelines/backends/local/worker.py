@@ -141,7 +141,7 @@ class LocalSteps:
 
 def local_plan(spec: Spec, trials: Trials = ()) -> tuple[Node, ...]:
     """The nodes of the DAG on one machine, without fan-out: `data.workers` uses its cores."""
-    return plan(spec.model_copy(update={"data": spec.data.model_copy(update={"fan_out": 1})}), trials)
+    return plan(spec.with_overrides({"data.fan_out": 1}), trials)
 
 
 def run_dag(folder: Path, holders: Sequence[int] = ()) -> int:

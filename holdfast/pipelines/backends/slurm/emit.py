@@ -28,7 +28,7 @@ from holdfast.pipelines.table import START, SWEEP_EDGES, Edge, edges_of, inputs_
 from holdfast.pipelines.trials import text_of
 from holdfast.runtime.environment import home, store_url
 from holdfast.runtime.outcomes import EXIT_HANDLER, RUN_ID
-from holdfast.spec import Spec, SpecError, digest, dump_spec, parse_spec
+from holdfast.spec import Spec, SpecError, digest, dump_spec
 from holdfast.spec.cluster import amount
 from holdfast.spec.errors import Problem
 from holdfast.steps import PARAMETERS, STEPS, Step, producer_of
@@ -117,9 +117,9 @@ def _require_one_allocation(request: RunRequest, spec: Spec) -> None:
 
     All tasks of an array have the same allocation.
     """
-    text, wanted = dump_spec(spec), _allocation(spec)
+    wanted = _allocation(spec)
     for trial in request.trials:
-        changed = parse_spec(text, trial)
+        changed = spec.with_overrides(trial)
         if _allocation(changed) != wanted:
             remedy = "sweep over fields that do, or submit such trials as runs of their own"
             raise SpecError([Problem("--over", ", ".join(trial), "does not keep the job's size", remedy)], "sweep")
