@@ -104,8 +104,8 @@ def digest(boxes: Iterable[Any]) -> str:
 def train_exactly(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train to the last step with saves, from the newest checkpoint; ends by SIGKILL after a step if `kill`."""
     from holdfast.checkpoint import Checkpointer, Retention, claim_attempt
+    from holdfast.collectives import Gang
     from holdfast.components.train.weights import SeededState
-    from holdfast.runtime.gang import Gang
     from holdfast.store import open_store
 
     size = "tiny" if arguments.tiny else "small"

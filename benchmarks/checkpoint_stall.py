@@ -41,11 +41,11 @@ def rank_main(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from holdfast.checkpoint import Attempt, Checkpointer, Retention, claim_attempt
+    from holdfast.collectives import Gang
     from holdfast.engines.assignment import Assignment
     from holdfast.engines.interface import build_engine
     from holdfast.engines.weights import SeededState
     from holdfast.launch.device import join_gang
-    from holdfast.runtime.gang import Gang
     from holdfast.spec import parse_spec
     from holdfast.store import open_store
 

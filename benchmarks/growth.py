@@ -40,13 +40,12 @@ from holdfast.components.notify import summary
 from holdfast.launch import launches
 from holdfast.pipelines.backends.record import Record
 from holdfast.pipelines.cli import app
-from holdfast.runtime.outcomes import Outcome
 from holdfast.spec import Spec, dump_spec, parse_spec
+from holdfast.steps.outcomes import Outcome
+from holdfast.steps.step_logs import StepStream, local_job
 from holdfast.store import Store, layout, open_store
 from holdfast.store.log_stream import StreamWriter, stream_name
-from holdfast.store.run_metadata import write_run_metadata
 from holdfast.store.sequence import record_key
-from holdfast.store.step_logs import StepStream, local_job
 from holdfast.telemetry import emit, read_events, read_history
 from holdfast.telemetry.event_folding import fold_events
 from holdfast.telemetry.event_log import recording
@@ -61,6 +60,7 @@ from holdfast.telemetry.events import (
 )
 from holdfast.telemetry.history import segment
 from holdfast.telemetry.ledger import ledger
+from holdfast.telemetry.run_metadata import write_run_metadata
 from holdfast.tracking import connect
 
 TRAINED, RESTARTED = "a" * 16, "b" * 16  # the run of many commits; the one of many launches

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
-from holdfast.runtime.gang import Gang
+from holdfast.collectives import Gang
 from holdfast.spec.errors import BadReaderError, DataError, MissingError
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_json

@@ -19,7 +19,7 @@ from holdfast.checkpoint.pieces import piece_fails
 from holdfast.checkpoint.reader import Checkpoint, open_checkpoint, read_manifest
 from holdfast.checkpoint.root import UnfitError
 from holdfast.checkpoint.tree import Node
-from holdfast.runtime.gang import Gang
+from holdfast.collectives import Gang
 from holdfast.spec.errors import DataError, MissingError, NoCheckpointVerifiesError, StoreUnreachableError
 from holdfast.spec.plan import Segment
 from holdfast.store import Store, layout

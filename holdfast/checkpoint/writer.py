@@ -35,7 +35,7 @@ from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.reader import Checkpoint
 from holdfast.checkpoint.retention import Retention
 from holdfast.checkpoint.staging import Copy, Staging, free_buffers
-from holdfast.runtime.gang import Gang
+from holdfast.collectives import Gang
 from holdfast.spec.errors import (
     FencedError,
     HoldfastError,

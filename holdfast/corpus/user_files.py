@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal, overload
 
 from holdfast.corpus.files import bucket_store
+from holdfast.model.hub import hub_file, is_hub
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store.bounded_read import read_bounded, read_file_bounded
-from holdfast.store.hub import hub_file, is_hub
 from holdfast.store.payload import check_key
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from holdfast.collectives import Gang
 from holdfast.health import compute
 from holdfast.health.compute import settle_on
 from holdfast.health.measured import Link
-from holdfast.runtime.gang import Gang
 
 ALL_PAIRS = 16  # ranks
 REPETITIONS = 3

@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from holdfast.collectives import Gang, noticing_lost_peers
 from holdfast.health.examine import examine, require_health
 from holdfast.launch.accelerators import ACCELERATORS
 from holdfast.launch.device import join_gang, local_device
@@ -18,7 +19,6 @@ from holdfast.launch.exits import RankRecord
 from holdfast.launch.processes import die_with_parent
 from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.exits import exit_code_of
-from holdfast.runtime.gang import Gang, noticing_lost_peers
 from holdfast.runtime.logs import configure_logging
 from holdfast.spec import ExitCode
 from holdfast.store import open_store

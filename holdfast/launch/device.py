@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from holdfast.collectives import use_json_for_objects
 from holdfast.launch.accelerators import ACCELERATORS, backend_of
-from holdfast.runtime.addresses import listen_as
-from holdfast.runtime.gang import use_json_for_objects
+from holdfast.runtime.node import listen_as
 from holdfast.spec.cluster import COLLECTIVE_TIMEOUT_MINUTES as TIMEOUT_MINUTES
 from holdfast.spec.errors import MissingError
 

@@ -104,7 +104,7 @@ def read_hugging_face(where: Path | Files) -> Weights:
 
 def open_weights(location: str, cache_dir: Path) -> Weights:
     """Open `model.init_from`: a folder, or an s3:// or hf:// URL, whose files are copied once into `cache_dir`."""
-    from holdfast.store.hub import hub_folder, is_hub  # a served model has no store
+    from holdfast.model.hub import hub_folder, is_hub  # a served model has no store
 
     if is_hub(location):
         return read_hugging_face(hub_folder(location, ["*.safetensors", "*.json"]))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from holdfast.model.hub import hub_digests, is_hub
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import open_store
-from holdfast.store.hub import hub_digests, is_hub
 
 
 def is_weight_file(name: str) -> bool:

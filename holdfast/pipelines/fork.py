@@ -21,7 +21,7 @@ from holdfast.spec import Spec, dump_spec, run_id
 from holdfast.spec.errors import MissingError, Problem, SpecError
 from holdfast.spec.training import KEEPING
 from holdfast.store import Store
-from holdfast.store.run_metadata import write_run_metadata
+from holdfast.telemetry.run_metadata import write_run_metadata
 
 
 @dataclass(frozen=True)

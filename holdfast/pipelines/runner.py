@@ -24,9 +24,9 @@ from holdfast.pipelines.backends.interface import SKIPPED
 from holdfast.pipelines.table import START, SWEEP_EDGES, Edge, edges_of, inputs_of, start_of, steps_from
 from holdfast.pipelines.trials import Trials
 from holdfast.runtime.exits import code_of
-from holdfast.runtime.outcomes import EXIT_HANDLER, Outcome
 from holdfast.spec import ExitCode, Spec
 from holdfast.steps import STEPS, TRIAL, producer_of
+from holdfast.steps.outcomes import EXIT_HANDLER, Outcome
 from holdfast.steps.table import ENDS_ALL_TRIALS
 
 NOT_STARTED = "not begun, because the run was asked to stop"

@@ -12,7 +12,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from holdfast.runtime.gang import Gang
+from holdfast.collectives import Gang
 
 _MODULUS = 2**64
 

@@ -6,11 +6,11 @@ import logging
 
 import torch
 
+from holdfast.collectives import Gang
 from holdfast.engines.assignment import Assignment
 from holdfast.health.examine import examine, require_health
 from holdfast.health.measured import Report
 from holdfast.runtime.environment import cache_dir
-from holdfast.runtime.gang import Gang
 from holdfast.spec import Spec
 from holdfast.store import Store, layout
 from holdfast.store.sequence import record_key, take_next

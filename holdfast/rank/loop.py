@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.checkpoint import Checkpointer
+from holdfast.collectives import Gang
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import Engine, StepOutput
 from holdfast.rank.anomalies import Anomalies
@@ -23,7 +24,6 @@ from holdfast.rank.preemption import PreemptionSignal
 from holdfast.rank.randomness import stream_seed
 from holdfast.rank.replicas import require_equal_replicas, state_digest
 from holdfast.rank.schedule import learning_rate
-from holdfast.runtime.gang import Gang
 from holdfast.spec.errors import PreemptedError
 from holdfast.spec.sizes import BatchSizes
 from holdfast.telemetry import phases

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from holdfast.runtime.gang import Gang, PendingFlag
+from holdfast.collectives import Gang, PendingFlag
 from holdfast.spec.errors import TerminatedError
 
 

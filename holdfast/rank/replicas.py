@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.checkpoint import StateDigest, box_digests, digest_of, scalars_digest
+from holdfast.collectives import Gang
 from holdfast.engines.interface import Engine
-from holdfast.runtime.gang import Gang
 from holdfast.spec.errors import LostPeerError, WrongArithmeticError
 
 

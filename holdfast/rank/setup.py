@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from holdfast.collectives import Gang
 from holdfast.dataset import Batches, Dataset, Rows
 from holdfast.dataset.permutation import Indices
 from holdfast.engines.assignment import Assignment
@@ -17,7 +18,6 @@ from holdfast.rank.measure.stragglers import Stragglers
 from holdfast.rank.measure.throughput import Throughput
 from holdfast.rank.plan import plan_of, require_one_plan
 from holdfast.rank.preemption import PreemptionSignal
-from holdfast.runtime.gang import Gang
 from holdfast.spec.plan import Plan
 from holdfast.spec.sizes import BatchSizes
 from holdfast.telemetry import phases

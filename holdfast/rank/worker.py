@@ -22,6 +22,7 @@ import torch._inductor.config  # use_deterministic_algorithms would import it in
 import holdfast.engines.torch.engine  # noqa: F401 - likewise build_engine
 from holdfast.checkpoint import Attempt, Checkpointer, Manifest, Retention, claim_attempt, newest_segments
 from holdfast.checkpoint.local_tiers.tier_set import TierSet
+from holdfast.collectives import Gang, noticing_lost_peers
 from holdfast.dataset import Dataset, Prefetcher
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import Engine, Scalars
@@ -61,7 +62,6 @@ from holdfast.rank.setup import (
 )
 from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.exits import code_of, exit_code_of
-from holdfast.runtime.gang import Gang, noticing_lost_peers
 from holdfast.runtime.logs import configure_logging
 from holdfast.spec import ExitCode
 from holdfast.spec.errors import (

@@ -1,2 +1,1 @@
-"""The process side of a step: environment, arguments, logging, outcomes, exits. `spec` defines the meaning of a
-spec."""
+"""Small helpers around the operating system: environment, logging, exits, retries, locks, signals."""

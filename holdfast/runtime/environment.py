@@ -13,7 +13,6 @@ import pwd
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.runtime.outcomes import outcomes_folder
 from holdfast.runtime.secrets import redact
 from holdfast.spec.cluster import SETTINGS, amount
 from holdfast.spec.errors import Problem, SpecError
@@ -23,6 +22,7 @@ IMAGE_VARIABLE = "HOLDFAST_IMAGE"  # the image that a rank runs in, set by its p
 MLFLOW_PAGE = "HOLDFAST_MLFLOW_UI"
 CACHE_VARIABLE = "HOLDFAST_CACHE_GIB"
 DEFAULT_CACHE_GIB = "32"
+OUTCOMES = "HOLDFAST_OUTCOMES"  # the folder for outcomes of the steps, set by a runner on one machine
 
 
 def home() -> Path:
@@ -90,6 +90,12 @@ def tracking_page() -> str:
     """The URL of MLflow's UI for a browser: HOLDFAST_MLFLOW_UI, else the MLflow server; empty without a server."""
     given = os.environ.get(MLFLOW_PAGE) or (uri if (uri := tracking_uri()).startswith(("http:", "https:")) else "")
     return redact(given).rstrip("/")
+
+
+def outcomes_folder() -> Path | None:
+    """The folder that HOLDFAST_OUTCOMES names, if any."""
+    value = os.environ.get(OUTCOMES)
+    return Path(value) if value else None
 
 
 def in_step_pod() -> bool:

@@ -1,7 +1,7 @@
 """Adapters of a step: a command line, for Argo and for people, and a KFP component.
 
 Each is one call with the step's name and its body, a function of the checked spec, the store's URL and the step's
-inputs. The outcome is recorded (see `holdfast.runtime.step_runner`), and the process ends with an exit code of the
+inputs. The outcome is recorded (see `holdfast.steps.runner`), and the process ends with an exit code of the
 table. The exit handler's body gets the spec's text instead, which may be a refused one.
 """
 
@@ -19,22 +19,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.runtime.environment import require_shared_store, require_tracking_server, store_url
-from holdfast.runtime.outcomes import EXIT_HANDLER, outcomes_folder
+from holdfast.runtime.environment import outcomes_folder, require_shared_store, require_tracking_server, store_url
 from holdfast.runtime.retry import with_retries
-from holdfast.runtime.step_cli import add_common, overrides_of, publish, spec_and_store
-from holdfast.runtime.step_runner import run_step
 from holdfast.spec.engine_text import escape_tree, unescape, unescape_tree
 from holdfast.spec.errors import ExitCode, SpecError
 from holdfast.spec.json_parsing import parse_json_object
 from holdfast.spec.load import parse_spec
 from holdfast.spec.struct import from_struct, text_of
 from holdfast.spec.tree import Spec
+from holdfast.steps.command_line import add_common, overrides_of, publish, spec_and_store
+from holdfast.steps.jobs import recorder
+from holdfast.steps.outcomes import EXIT_HANDLER
 from holdfast.steps.parameter_overrides import changed_parameters
 from holdfast.steps.result import Artifact, StepResult
+from holdfast.steps.runner import run_step
+from holdfast.steps.step_logs import step_log
 from holdfast.steps.table import ENDS_ALL_TRIALS, FIELDS, PARAMETERS, PLACE, STEPS, TRIAL, producer_of
-from holdfast.store.jobs import recorder
-from holdfast.store.step_logs import step_log
 
 Body = Callable[..., StepResult]
 

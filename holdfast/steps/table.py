@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.runtime.outcomes import EXIT_HANDLER
 from holdfast.spec.errors import ExitCode
 from holdfast.spec.tree import Spec
+from holdfast.steps.outcomes import EXIT_HANDLER
 
 HTML, MARKDOWN, METRICS, DATASET, MODEL = "HTML", "Markdown", "Metrics", "Dataset", "Model"  # names in KFP's UI
 FILES = {HTML: "html", MARKDOWN: "md"}  # artifacts that are documents, and their file extensions

@@ -33,6 +33,6 @@ def open_store(url: str, *, deadline: float = 60.0) -> Store:
         from holdfast.store.file import FileStore
 
         return FileStore(Path(unquote(parts.path)), deadline=deadline)
-    from holdfast.store.s3 import S3Store
+    from holdfast.store.s3.store import S3Store
 
     return S3Store(parts.netloc, unquote(parts.path), deadline=deadline)

@@ -20,7 +20,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from holdfast.runtime.step_cli import report_progress
+from holdfast.steps.command_line import report_progress
 from holdfast.telemetry.events import VERSION, Event, PhaseProgress, Progress
 
 PIPE = "HOLDFAST_EVENTS"  # files, as in PATH, that every process on this machine appends its events to

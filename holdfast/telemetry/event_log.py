@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.runtime.exits import code_of
-from holdfast.runtime.threads import join_within
+from holdfast.runtime.shutdown import join_within
 from holdfast.spec.errors import ExitCode, HoldfastError, MissingError
 from holdfast.store import ObjectInfo, Store, layout
 from holdfast.store.parallel import in_parallel

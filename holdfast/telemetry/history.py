@@ -25,9 +25,9 @@ from holdfast.spec.errors import DataError, MissingError
 from holdfast.spec.json_parsing import parse_json, parse_json_lines
 from holdfast.store import Store, layout
 from holdfast.store.bounded_read import read_bounded
+from holdfast.store.commit_order import newest_of
 from holdfast.store.parallel import in_parallel
 from holdfast.store.sequence import records
-from holdfast.telemetry.lineage import newest_of
 
 log = logging.getLogger("holdfast.telemetry")
 

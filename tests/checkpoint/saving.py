@@ -17,7 +17,7 @@ from holdfast.checkpoint import (
     load_newest,
     open_checkpoint,
 )
-from holdfast.runtime.gang import Gang
+from holdfast.collectives import Gang
 from holdfast.spec.errors import BadReaderError
 from holdfast.store import Store, layout, open_store
 

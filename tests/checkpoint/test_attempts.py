@@ -17,8 +17,8 @@ from holdfast.checkpoint.attempts import read_attempt
 from holdfast.checkpoint.gc import Collector
 from holdfast.checkpoint.lineage import newest_step
 from holdfast.checkpoint.retention import Retention, checkpoint_steps
+from holdfast.collectives import Gang
 from holdfast.launch.launches import claim_launch
-from holdfast.runtime.gang import Gang
 from holdfast.spec import ExitCode, HoldfastError
 from holdfast.spec.errors import (
     AccessDeniedError,

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.checkpoint import Manifest, load_newest
 from holdfast.checkpoint.root import UnfitError, body_digest
-from holdfast.runtime.gang import Gang
+from holdfast.collectives import Gang
 from holdfast.spec.errors import DataError, NoCheckpointVerifiesError
 from holdfast.store import Store, layout
 from tests.checkpoint.ranks import in_ranks, process_group

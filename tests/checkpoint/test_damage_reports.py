@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.checkpoint import claim_attempt, load_newest
 from holdfast.checkpoint.retention import checkpoint_steps
-from holdfast.runtime.gang import Gang
+from holdfast.collectives import Gang
 from holdfast.spec.errors import BadReaderError, FencedError
 from holdfast.store import Store, layout
 from holdfast.store.interface import Read

@@ -12,9 +12,9 @@ import torch
 from torch import distributed as dist
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
+from holdfast import collectives as gangs
 from holdfast.checkpoint import StateDigest
-from holdfast.runtime import gang as gangs
-from holdfast.runtime.gang import Gang, is_lost_peer, use_json_for_objects
+from holdfast.collectives import Gang, is_lost_peer, use_json_for_objects
 from holdfast.spec.errors import DataError, ExitCode, FencedError, HoldfastError
 from tests.checkpoint.ranks import in_ranks, process_group
 

@@ -18,7 +18,7 @@ from holdfast.checkpoint.local_tiers.tier import TierLock, remove_stale
 from holdfast.checkpoint.local_tiers.tier_set import TierSet
 from holdfast.checkpoint.local_tiers.tier_writer import steps_in, whole_steps
 from holdfast.checkpoint.retention import checkpoint_steps
-from holdfast.runtime.gang import Gang
+from holdfast.collectives import Gang
 from holdfast.store import Store, layout
 from holdfast.store.file import FileStore
 from tests.checkpoint.saving import DESCRIBE, RUN, blank, names, same, save, state, whole

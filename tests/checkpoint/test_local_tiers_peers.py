@@ -22,7 +22,7 @@ from holdfast.checkpoint.local_tiers.channel import Channel
 from holdfast.checkpoint.local_tiers.peers import Endpoint, Neighbour, Remote, Server, _Answer
 from holdfast.checkpoint.local_tiers.tier import Tier
 from holdfast.checkpoint.local_tiers.tier_set import TierSet
-from holdfast.runtime.gang import Gang
+from holdfast.collectives import Gang
 from holdfast.spec.errors import HoldfastError, MissingError, StoreUnreachableError
 from holdfast.store import layout, open_store
 from tests.checkpoint.ranks import in_ranks, process_group

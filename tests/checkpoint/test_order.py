@@ -29,7 +29,7 @@ from holdfast.checkpoint.local_tiers.tier import Tier
 from holdfast.checkpoint.local_tiers.tier_writer import TierWriter, whole_steps
 from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.checkpoint.shard_writer import ShardWriter
-from holdfast.runtime.gang import Gang
+from holdfast.collectives import Gang
 from holdfast.spec.errors import BadReaderError, FencedError, StoreUnreachableError
 from holdfast.store import Store, layout, open_store
 from tests.checkpoint.breaking_store import BreakingStore, Killed

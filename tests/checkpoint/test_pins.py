@@ -16,7 +16,7 @@ from holdfast.checkpoint.load import load_step
 from holdfast.checkpoint.reader import Checkpoint
 from holdfast.checkpoint.retention import PinRecord, checkpoint_steps
 from holdfast.checkpoint.tools import collect_now, list_checkpoints
-from holdfast.runtime.gang import Gang
+from holdfast.collectives import Gang
 from holdfast.spec.errors import DataError, MissingError, StoreUnreachableError
 from holdfast.store import Store, layout, open_store
 from tests.checkpoint.breaking_store import BreakingStore

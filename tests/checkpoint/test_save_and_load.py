@@ -23,7 +23,7 @@ from holdfast.checkpoint import reader as reader_module
 from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.checkpoint.root import UnfitError
 from holdfast.checkpoint.staging import Copy
-from holdfast.runtime.gang import Gang
+from holdfast.collectives import Gang
 from holdfast.spec.errors import DivergedError, MissingError
 from holdfast.store import Store, layout
 from tests.checkpoint.breaking_store import BreakingStore

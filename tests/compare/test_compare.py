@@ -9,10 +9,10 @@ import pytest
 
 from holdfast.components.compare import compare
 from holdfast.components.compare.step import NoTrialEndedError
-from holdfast.runtime.outcomes import Outcome
 from holdfast.scoring import settings_key
 from holdfast.scoring.comparison import read_comparison
 from holdfast.spec import ExitCode, parse_spec, run_id
+from holdfast.steps.outcomes import Outcome
 from holdfast.store import Store, layout, open_store
 
 SPEC = parse_spec("{name: a, data: {sources: [{uri: x}]}}")

@@ -22,7 +22,7 @@ KNOWN = {
     "holdfast/telemetry/channel.py": "events, whose texts are redacted when they are made",
     "holdfast/launch/processes.py": "standard error of a process whose output a launcher reads and redacts",
     "holdfast/components/notify/webhook.py": "redacts the record itself",
-    "holdfast/runtime/step_cli.py": "the result of a step: an id or a word; standard output is redacted",
+    "holdfast/steps/command_line.py": "the result of a step: an id or a word; standard output is redacted",
     "holdfast/runtime/logs.py": "the formatters of all log records: they redact",
     "holdfast/simulation/learn.py": "numbers",
     "holdfast/spec/schema.py": "the schema",

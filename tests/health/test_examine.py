@@ -21,8 +21,8 @@ SICK = 1  # the rank
 
 def _examined(rank: int, size: int, folder: Path) -> list[tuple[str, str]]:
     """The report of each case as JSON, and what became of this rank after it."""
+    from holdfast.collectives import Gang
     from holdfast.health.examine import examine, require_health
-    from holdfast.runtime.gang import Gang
 
     os.environ["LOCAL_RANK"], os.environ["HOLDFAST_NODE_NAME"] = "0", f"node-{rank}"
     found = []
@@ -67,7 +67,7 @@ def test_a_slow_and_a_wrong_rank_are_named_and_a_sound_gang_is_not(tmp_path: Pat
 
 
 def _meet(rank: int, size: int, folder: Path) -> str:
-    from holdfast.runtime.gang import Gang
+    from holdfast.collectives import Gang
 
     with process_group(folder / "meeting", rank, size):
         gang, told = Gang(), ""

@@ -11,9 +11,9 @@ import pytest
 
 from holdfast.components.notify.ending import Ending, ending_of, headline_of
 from holdfast.components.notify.entrypoint import body
-from holdfast.runtime.outcomes import Outcome
+from holdfast.steps.jobs import outcome_of, recorder
+from holdfast.steps.outcomes import Outcome
 from holdfast.store import Store, layout, open_store
-from holdfast.store.jobs import outcome_of, recorder
 
 TEXT = "{name: story, data: {sources: [{uri: x}]}}"
 JOB, RUN_ID = "job-1", "fedcba9876543210"

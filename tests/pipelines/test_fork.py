@@ -16,7 +16,7 @@ from holdfast.pipelines.backends.record import find_record
 from holdfast.pipelines.cli import app
 from holdfast.spec import ExitCode
 from holdfast.store import Store, layout
-from holdfast.store.run_metadata import write_run_metadata
+from holdfast.telemetry.run_metadata import write_run_metadata
 from tests.train.ranks import identity_of, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec
 

@@ -13,10 +13,10 @@ import pytest
 from holdfast.pipelines.backends.kubeflow.compile import pipeline_ir, sweep_ir
 from holdfast.pipelines.runner import Execution, Runner, plan
 from holdfast.pipelines.trials import Trials, text_of
-from holdfast.runtime.outcomes import EXIT_HANDLER, Outcome
 from holdfast.spec import ExitCode, Spec, parse_spec
 from holdfast.spec.engine_text import unescape_tree
 from holdfast.steps import ARTIFACTS, PARAMETERS, STEPS
+from holdfast.steps.outcomes import EXIT_HANDLER, Outcome
 
 SPEC = parse_spec("{name: small, data: {sources: [{uri: 's3://bucket/x'}]}}")
 FAN_OUT = parse_spec("{name: small, data: {sources: [{uri: 's3://bucket/x'}], fan_out: 3}}")

@@ -1,10 +1,10 @@
-"""The gang of simulated ranks: the face of `runtime.gang.Gang`, over the scheduler instead of gloo."""
+"""The gang of simulated ranks: the face of `collectives.Gang`, over the scheduler instead of gloo."""
 
 from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from holdfast.runtime.gang import Gang
+from holdfast.collectives import Gang
 from holdfast.spec.errors import LostPeerError
 from tests.protocol.world import Process, World
 

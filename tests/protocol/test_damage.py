@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 
 from holdfast.checkpoint import Attempt, Checkpointer, Retention, load_newest
-from holdfast.runtime.gang import Gang
+from holdfast.collectives import Gang
 from holdfast.spec.errors import BadReaderError
 from holdfast.store import layout
 from tests.protocol.bucket import Bucket, MemoryStore

@@ -6,14 +6,14 @@ import socket
 
 import pytest
 
-from holdfast.runtime import addresses
+from holdfast.runtime import node
 
 
 def test_it_is_none_that_a_connection_could_be_given_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = addresses.free_port()
+    port = node.free_port()
     with socket.create_server(("", 0)) as given, socket.create_server(("", port)):
-        assert port < addresses.PORTS.stop <= given.getsockname()[1]
-        monkeypatch.setattr(addresses, "PORTS", range(port, port + 1))
-        monkeypatch.setattr(addresses, "TRIES", 1)
+        assert port < node.PORTS.stop <= given.getsockname()[1]
+        monkeypatch.setattr(node, "PORTS", range(port, port + 1))
+        monkeypatch.setattr(node, "TRIES", 1)
         with pytest.raises(OSError, match="have nowhere to meet"):
-            addresses.free_port()
+            node.free_port()

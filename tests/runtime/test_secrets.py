@@ -12,12 +12,12 @@ import time
 import pytest
 
 from holdfast.runtime.logs import configure_logging
-from holdfast.runtime.outcomes import Outcome
 from holdfast.runtime.output import redacted_output
 from holdfast.runtime.secrets import HIDDEN, StreamRedactor, redact, secret_values
 from holdfast.spec import redaction
 from holdfast.spec.errors import HoldfastError, Problem, SpecError
 from holdfast.spec.redaction import carries_secret, names_secret
+from holdfast.steps.outcomes import Outcome
 
 SECRET = "S3CR3Tvalue"
 PEM = f"-----BEGIN RSA PRIVATE KEY-----\nMIIE{SECRET}\nabcd==\n-----END RSA PRIVATE KEY-----\n"

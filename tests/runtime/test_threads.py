@@ -7,17 +7,17 @@ import time
 
 import pytest
 
-from holdfast.runtime import threads
+from holdfast.runtime import shutdown
 
 
 def test_it_is_waited_for_so_long_and_no_longer_than_it_lives() -> None:
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait, daemon=True)
     thread.start()
-    threads.join_within(thread, 0.25)
+    shutdown.join_within(thread, 0.25)
     assert thread.is_alive()
     ended.set()
-    threads.join_within(thread, 600.0)
+    shutdown.join_within(thread, 600.0)
     assert not thread.is_alive()
 
 
@@ -40,5 +40,5 @@ def test_a_process_that_stood_still_meanwhile_still_waits(monkeypatch: pytest.Mo
         join(self, timeout)
 
     monkeypatch.setattr(threading.Thread, "join", joined)
-    threads.join_within(thread, 600.0)
+    shutdown.join_within(thread, 600.0)
     assert not thread.is_alive()

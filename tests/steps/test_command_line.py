@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.runtime.step_cli import overrides_of, report_progress
 from holdfast.spec import ExitCode, Spec, SpecError, dump_spec, parse_spec
 from holdfast.spec.engine_text import VARIABLE, escape
 from holdfast.spec.errors import MissingError
 from holdfast.steps import Artifact, StepResult
 from holdfast.steps.adapters import main, parser_of
+from holdfast.steps.command_line import overrides_of, report_progress
+from holdfast.steps.jobs import outcomes_of
 from holdfast.store import layout, open_store
-from holdfast.store.jobs import outcomes_of
 
 SPEC = "{name: a, data: {sources: [{uri: x}]}}"
 

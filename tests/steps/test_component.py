@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.runtime.outcomes import OUTCOMES, STOP_FILE, Outcome, first_failure, read_outcomes, was_stopped
-from holdfast.runtime.step_runner import files_to_environment
+from holdfast.runtime.environment import OUTCOMES
 from holdfast.spec import ExitCode, dump_spec, parse_spec, run_id
 from holdfast.spec.engine_text import escape
-from holdfast.store.jobs import outcomes_of, recorder
+from holdfast.steps.jobs import outcomes_of, recorder
+from holdfast.steps.outcomes import STOP_FILE, Outcome, first_failure, read_outcomes, was_stopped
+from holdfast.steps.runner import files_to_environment
 
 SPEC = "{name: some, data: {sources: [{uri: 'x'}]}}"
 
@@ -160,7 +161,7 @@ def test_a_step_that_left_no_end_was_killed(tmp_path: Path, monkeypatch: pytest.
 LATE = """
 import shutil, sys
 from pathlib import Path
-from holdfast.runtime.step_runner import run_step
+from holdfast.steps.runner import run_step
 
 def body(begun):
     shutil.rmtree(sys.argv[1])

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.runtime.environment import OUTCOMES
 from holdfast.runtime.logs import plain
-from holdfast.runtime.outcomes import LOG_FILE, OUTCOMES
 from holdfast.spec.errors import ExitCode
 from holdfast.spec.tree import Spec
+from holdfast.steps import step_logs
 from holdfast.steps.adapters import main
+from holdfast.steps.outcomes import LOG_FILE
 from holdfast.steps.result import StepResult
-from holdfast.store import layout, open_store, step_logs
-from holdfast.store.step_logs import StepLogReader
+from holdfast.steps.step_logs import StepLogReader
+from holdfast.store import layout, open_store
 
 SPEC = "{name: a, data: {sources: [{uri: x}]}}"
 

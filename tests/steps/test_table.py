@@ -8,8 +8,8 @@ from importlib import import_module
 import pytest
 
 from holdfast.pipelines.table import EDGES, FAN_OUT_EDGES, SCHEDULED_START, steps_from
-from holdfast.runtime.outcomes import EXIT_HANDLER
 from holdfast.steps import PARAMETERS, STEPS, producer_of
+from holdfast.steps.outcomes import EXIT_HANDLER
 
 
 def test_every_step_is_on_the_way_or_at_the_end() -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.pipelines.chaos.proxy import FaultyProxy
-from holdfast.store import Store, open_store, parallel, retry
+from holdfast.store import Store, open_store, parallel
+from holdfast.store.s3 import errors
 
 DEADLINE = 60.0  # of which an attempt waits a third
 
@@ -23,7 +24,7 @@ def proxy(s3_url: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.fixture
 def proxied(proxy: FaultyProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Store:
     """A store behind the proxy that has done its first conditional write, and retries without long pauses."""
-    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.002)
+    monkeypatch.setattr(errors, "FIRST_PAUSE", 0.002)
     store = open_store(s3_url, deadline=DEADLINE)
     store.put_if_absent("warm", b"up")
     return store

@@ -14,9 +14,7 @@ from holdfast.spec.errors import (
     StoreRefusedError,
 )
 from holdfast.store import Store
-from holdfast.store.retry import RetryableError
-from holdfast.store.s3_codes import CODES, MEANINGS, Meaning, meaning_of
-from holdfast.store.s3_errors import explain
+from holdfast.store.s3.errors import CODES, MEANINGS, Meaning, RetryableError, explain, meaning_of
 
 TRANSIENT, REFUSED, DENIED = RetryableError, StoreRefusedError, AccessDeniedError
 REPLIES = [

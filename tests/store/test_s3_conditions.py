@@ -18,7 +18,8 @@ from holdfast.spec.errors import (
     ExitCode,
     StoreRefusedError,
 )
-from holdfast.store import ConflictError, Store, open_store, s3_conditions
+from holdfast.store import ConflictError, Store, open_store
+from holdfast.store.s3 import store as s3_store
 from tests.store.conftest import DEADLINE
 
 
@@ -167,7 +168,7 @@ def test_a_server_that_passed_is_remembered_by_what_it_calls_itself(
     proxy: FaultyProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def requests_of_a_first_claim(key: str) -> int:
-        monkeypatch.setattr(s3_conditions, "_known", set())  # as in a new process
+        monkeypatch.setattr(s3_store, "_known", set())  # as in a new process
         before = len(proxy.requests)
         assert open_store(s3_url).put_if_absent(key, b"mine")
         return len(proxy.requests) - before

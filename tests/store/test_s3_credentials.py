@@ -10,7 +10,8 @@ import pytest
 
 from holdfast.pipelines.chaos.proxy import FaultyProxy, answer
 from holdfast.spec.errors import AccessDeniedError, HoldfastError, StoreUnreachableError
-from holdfast.store import Store, open_store, retry, s3_clients
+from holdfast.store import Store, open_store
+from holdfast.store.s3 import errors, requests
 
 
 @pytest.fixture
@@ -20,8 +21,8 @@ def file(tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name)
     file = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
-    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(s3_clients, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(errors, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(requests, "LOOK_SECONDS", 0.0)
     write(file, "AKIAOLD")
     return file
 
@@ -81,8 +82,8 @@ def test_threads_that_are_refused_together_make_one_new_client(
     store = open_store(s3_url, deadline=10)
     store.put("k", b"0")
     made: list[int] = []
-    connect = s3_clients._connect
-    monkeypatch.setattr(s3_clients, "_connect", lambda deadline: made.append(1) or connect(deadline))
+    connect = requests._connect
+    monkeypatch.setattr(requests, "_connect", lambda deadline: made.append(1) or connect(deadline))
     refuse(proxy, "AKIAOLD", 400, "ExpiredToken")
     write(file, "AKIANEW")
     start = threading.Barrier(8)

@@ -24,7 +24,8 @@ from holdfast.spec.errors import (
     StoreRefusedError,
     StoreUnreachableError,
 )
-from holdfast.store import Store, open_store, retry
+from holdfast.store import Store, open_store
+from holdfast.store.s3 import errors
 from tests.conftest import CREDENTIALS
 from tests.store.conftest import DEADLINE
 
@@ -100,7 +101,7 @@ def test_a_silent_server_costs_an_attempt_not_the_operation(s3_url: str, proxy: 
 def test_the_deadline_ends_an_operation_that_never_succeeds(
     s3_url: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "LONGEST_ASKED", 2 * DEADLINE)
+    monkeypatch.setattr(errors, "LONGEST_ASKED", 2 * DEADLINE)
     store = open_store(s3_url, deadline=DEADLINE)
     proxy.inject(answer(503, "SlowDown"), times=2)
     proxy.inject(answer(503, "SlowDown", retry_after=3600), times=None)  # longer than is left
@@ -191,8 +192,8 @@ def test_no_message_or_name_shows_a_credential(store: Store, proxy: FaultyProxy)
 def test_what_a_server_repeats_of_a_request_is_not_shown(
     s3_url: str, proxy: FaultyProxy, status: int, error: type[HoldfastError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "FIRST_PAUSE", 3 * DEADLINE)  # there is no time for another attempt
-    monkeypatch.setattr(retry, "LONGEST_PAUSE", 3 * DEADLINE)
+    monkeypatch.setattr(errors, "FIRST_PAUSE", 3 * DEADLINE)  # there is no time for another attempt
+    monkeypatch.setattr(errors, "LONGEST_PAUSE", 3 * DEADLINE)
 
     def talkative(request, forward):
         text = "sent to https://user:hunter2@proxy/bucket?X-Amz-Signature=c0ffee&amp;x=1"
@@ -209,7 +210,7 @@ def test_what_a_server_repeats_of_a_request_is_not_shown(
 def test_a_server_that_asks_for_an_hour_does_not_get_it(
     store: Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "LONGEST_ASKED", 0.01)
+    monkeypatch.setattr(errors, "LONGEST_ASKED", 0.01)
     fault = proxy.inject(answer(503, "SlowDown", retry_after=3600), method="PUT", times=3)
     store.put("k", b"1")
     assert fault.hits == 3

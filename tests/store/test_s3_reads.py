@@ -22,7 +22,8 @@ from holdfast.spec.errors import (
     DataError,
     HoldfastError,
 )
-from holdfast.store import ConflictError, Store, open_store, s3_reads
+from holdfast.store import ConflictError, Store, open_store
+from holdfast.store.s3 import reads
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_a_range_beyond_the_end_is_not_repeated(store: Store, proxy: FaultyProxy
 
 
 def test_a_listing_of_many_pages_is_whole(store: Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_reads, "PAGE_KEYS", 3)
+    monkeypatch.setattr(reads, "PAGE_KEYS", 3)
     for number in range(10):
         store.put(f"many/{number}", b"")
     fault = proxy.inject(reset(), method="GET", path="continuation-token", skip=1)

@@ -23,8 +23,9 @@ from holdfast.spec.errors import (
     AccessDeniedError,
     StoreUnreachableError,
 )
-from holdfast.store import Store, open_store, parallel, s3_bodies
-from holdfast.store.s3_writes import part_bytes
+from holdfast.store import Store, open_store, parallel
+from holdfast.store.s3 import writes
+from holdfast.store.s3.writes import part_bytes
 from tests.store.conftest import DEADLINE
 
 
@@ -206,7 +207,7 @@ def test_a_large_body_goes_in_blocks_and_small_buffers_are_joined() -> None:
     content = os.urandom(5 * mib)
     cuts = [0, 1, 1, 5, 100_000, mib, 3 * mib + 7, 3 * mib + 8, 5 * mib]
     pieces = [memoryview(content)[start:end] for start, end in pairwise(cuts)]
-    sent = s3_bodies.Body(pieces)
+    sent = writes.Body(pieces)
     assert len(sent) == len(content)
     for _ in range(2):
         blocks = list(iter(lambda: bytes(sent.read(16384)), b""))
@@ -217,7 +218,7 @@ def test_a_large_body_goes_in_blocks_and_small_buffers_are_joined() -> None:
         sent.seek(0)
     sent.seek(-3, 2)
     assert bytes(sent.read()) == content[-3:]
-    assert bytes(s3_bodies.Body([]).read()) == b""
+    assert bytes(writes.Body([]).read()) == b""
 
 
 @pytest.mark.parametrize("off", [-1, 0, 1])

@@ -21,7 +21,8 @@ import yaml
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from holdfast.store import Read, open_store, parallel, s3_conditions
+from holdfast.store import Read, open_store, parallel
+from holdfast.store.s3 import store as s3_store
 
 WEED = shutil.which("weed")
 MANIFEST = Path(__file__).parents[2] / "manifests/overlays/kind/s3.yaml"
@@ -98,7 +99,7 @@ def test_of_sixteen_writers_at_once_one_wins_every_time(endpoint: str, monkeypat
         monkeypatch.setenv(name, value)
     client(endpoint).create_bucket(Bucket="holdfast")
     for _ in range(10):
-        monkeypatch.setattr(s3_conditions, "_known", set())  # as in a new process
+        monkeypatch.setattr(s3_store, "_known", set())  # as in a new process
         store = open_store(f"s3://holdfast/{uuid.uuid4().hex}")  # where no answer is remembered
         assert store.put_if_absent("claim", b"mine")
         assert not store.put_if_absent("claim", b"theirs")

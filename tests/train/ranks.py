@@ -56,9 +56,9 @@ def started(spec: Assignment, end: int = 0) -> Engine:
 
 
 def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan: bool, number: int) -> list[str]:
+    from holdfast.collectives import Gang
     from holdfast.rank.preemption import PreemptionSignal
     from holdfast.rank.worker import work
-    from holdfast.runtime.gang import Gang
     from holdfast.spec.errors import HoldfastError
     from tests.train.tiny_run import tiny_spec
 

@@ -16,10 +16,10 @@ import torch
 
 from holdfast.checkpoint import open_checkpoint, read_manifest
 from holdfast.checkpoint.retention import Retention, checkpoint_steps
+from holdfast.collectives import noticing_lost_peers
 from holdfast.engines.torch.optimizers import optimizer_of, update
 from holdfast.engines.torch.scaling import LossScale
 from holdfast.rank.anomalies import Anomalies
-from holdfast.runtime.gang import noticing_lost_peers
 from holdfast.spec.errors import DivergedError, LostPeerError
 from holdfast.spec.training import Anomalies as Settings
 from holdfast.spec.training import LossScale as LossScaling

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from holdfast.collectives import Gang
 from holdfast.rank.batch_digest import BatchDigest, samples_digest
-from holdfast.runtime.gang import Gang
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import join
 

@@ -11,10 +11,10 @@ import pytest
 
 from holdfast.checkpoint import Attempt, claim_attempt, read_manifest
 from holdfast.checkpoint.retention import checkpoint_steps
+from holdfast.collectives import Gang
 from holdfast.launch.launches import claim_launch, record_ending
 from holdfast.planning.failures import RANK_SECONDS_PER_FAILURE
 from holdfast.rank.checkpoint_policy import CheckpointPolicy, Failures, failures_before
-from holdfast.runtime.gang import Gang
 from holdfast.spec import ExitCode, run_id
 from holdfast.spec.training import Checkpoint
 from holdfast.store import Store, layout

@@ -24,10 +24,10 @@ from holdfast.checkpoint import (
     digest_of,
     read_manifest,
 )
+from holdfast.collectives import Gang
 from holdfast.engines.interface import Engine
 from holdfast.engines.weights import SeededState
 from holdfast.model.initialise import parameter_shapes
-from holdfast.runtime.gang import Gang
 from holdfast.spec import Spec, run_id
 from holdfast.store import Store, open_store
 from holdfast.telemetry import read_history

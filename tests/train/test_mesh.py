@@ -27,10 +27,10 @@ from holdfast.checkpoint import (
     digest_of,
     read_manifest,
 )
+from holdfast.collectives import Gang
 from holdfast.engines.mesh import Mesh
 from holdfast.engines.torch.pipeline import given_layers, split_layers
 from holdfast.engines.weights import SeededState
-from holdfast.runtime.gang import Gang
 from holdfast.spec import run_id
 from holdfast.spec.model import Model
 from holdfast.spec.plan import settings_of, stages_of

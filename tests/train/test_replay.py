@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.audit.replay_job import replay_steps
 from holdfast.checkpoint import read_manifest
-from holdfast.components.train.audit.replay_job import replay_steps
 from holdfast.spec.errors import DataError, PlanChangedError
 from holdfast.store import layout
 from tests.train.ranks import identity_of

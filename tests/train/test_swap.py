@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from holdfast.checkpoint import Attempt, Checkpointer, Retention, digest_of, read_manifest
+from holdfast.collectives import Gang
 from holdfast.engines.deepspeed import swap
 from holdfast.engines.deepspeed.swap import SwapFiles
 from holdfast.engines.weights import SeededState
 from holdfast.runtime.exits import code_of
-from holdfast.runtime.gang import Gang
 from holdfast.spec.errors import ExitCode, HoldfastError, SpecError, UnhealthyNodeError
 from holdfast.store import open_store
 from tests.checkpoint.ranks import in_ranks
@@ -313,7 +313,7 @@ def test_whatever_ends_a_rank_that_has_an_engine_closes_it(tmp_path: Path) -> No
 
 def _end_early(rank: int, size: int, url: str, folder: Path) -> tuple[int, int]:
     """How often the engines of a training and of a replay were closed, which end before their first step."""
-    from holdfast.components.train.audit import replay_rank
+    from holdfast.audit import replay_rank
     from holdfast.rank import setup as rank_setup
     from holdfast.rank import worker
     from holdfast.rank.preemption import PreemptionSignal

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from holdfast.checkpoint import Attempt
+from holdfast.collectives import Gang
 from holdfast.engines.interface import StepOutput
 from holdfast.model.initialise import flops_per_token
 from holdfast.planning import ACCELERATORS
@@ -18,7 +19,6 @@ from holdfast.rank.measure.energy_meter import Meter
 from holdfast.rank.measure.phase_timer import PhaseTimeReporter
 from holdfast.rank.measure.throughput import Throughput
 from holdfast.rank.observers import FinishedStep, History, Progress
-from holdfast.runtime.gang import Gang
 from holdfast.telemetry import events, phases
 from holdfast.telemetry.channel import PIPE
 from holdfast.telemetry.event_log import PipeEvents

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from holdfast.checkpoint import TensorBox, digest_of
+from holdfast.collectives import Gang
 from holdfast.engines.interface import Engine
 from holdfast.engines.mesh import Mesh
 from holdfast.engines.torch.tied import TIED
 from holdfast.engines.weights import SeededState
 from holdfast.rank.replicas import require_equal_replicas
-from holdfast.runtime.gang import Gang
 from holdfast.spec.errors import HoldfastError
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import join

@@ -15,11 +15,11 @@ import torch
 
 from holdfast.checkpoint import open_checkpoint
 from holdfast.checkpoint.retention import checkpoint_steps
+from holdfast.collectives import Gang
 from holdfast.dataset import Dataset
 from holdfast.launch.exits import FOLDER_VARIABLE, node_exit_of, read_ranks
 from holdfast.model.initialise import initial_tensor, parameter_shapes
 from holdfast.rank.setup import batches
-from holdfast.runtime.gang import Gang
 from holdfast.spec import ExitCode, run_id
 from holdfast.store import Store, open_store
 from tests import warm

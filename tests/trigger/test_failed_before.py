@@ -10,9 +10,9 @@ from holdfast.components.preprocess.entrypoint import body as preprocess
 from holdfast.components.trigger import Decision
 from holdfast.components.trigger.entrypoint import body
 from holdfast.corpus import identify
-from holdfast.runtime.outcomes import Outcome
 from holdfast.spec import Spec, dump_spec, parse_spec
 from holdfast.spec.errors import DataError, ExitCode
+from holdfast.steps.outcomes import Outcome
 from holdfast.store import Store, layout, open_store
 from tests import empty_mlflow
 

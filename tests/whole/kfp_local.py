@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from holdfast.runtime.outcomes import OUTCOMES
+from holdfast.runtime.environment import OUTCOMES
 from holdfast.steps import ARTIFACTS
 
 

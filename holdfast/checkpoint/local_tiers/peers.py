@@ -31,8 +31,8 @@ from holdfast.checkpoint.local_tiers.record import record_key
 from holdfast.checkpoint.local_tiers.tier import Tier, require_room, touch
 from holdfast.checkpoint.local_tiers.tier_writer import Step, prune
 from holdfast.checkpoint.shard_writer import writer_name
+from holdfast.collectives import Gang
 from holdfast.runtime import sealing
-from holdfast.runtime.gang import Gang
 from holdfast.spec.errors import DataError, HoldfastError, MissingError, StoreUnreachableError
 from holdfast.store import layout
 

@@ -33,7 +33,7 @@ from holdfast.checkpoint.manifest import Manifest, content_digest
 from holdfast.checkpoint.reader import Checkpoint
 from holdfast.checkpoint.shard_writer import writer_name
 from holdfast.checkpoint.tree import FANOUT, Children, Entry, Node
-from holdfast.runtime.gang import Gang
+from holdfast.collectives import Gang
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_json

@@ -23,7 +23,7 @@ from holdfast.checkpoint.local_tiers.tier import (
 )
 from holdfast.checkpoint.local_tiers.tier_loader import Found, TierLoader, record_start
 from holdfast.checkpoint.local_tiers.tier_writer import clear
-from holdfast.runtime.gang import Gang
+from holdfast.collectives import Gang
 from holdfast.store import Store
 
 TIERS: tuple[Literal["memory", "disk"], ...] = ("memory", "disk")  # the nearest first

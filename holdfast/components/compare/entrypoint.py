@@ -10,8 +10,8 @@ from holdfast.scoring.comparison import Comparison
 from holdfast.spec import Spec
 from holdfast.spec.json_parsing import parse_json
 from holdfast.steps import Artifact, StepResult
+from holdfast.steps.jobs import known_outcomes
 from holdfast.store import Store, open_store
-from holdfast.store.jobs import known_outcomes
 
 log = logging.getLogger("holdfast.compare")
 
@@ -40,7 +40,7 @@ def _mirror(spec: Spec, made: Comparison, store: Store) -> None:
     """Show the sweep in MLflow, as the parent of its trials. Without MLflow it logs a warning, because the store has
     the record."""
     from holdfast.tracking import TrackingUnavailable
-    from holdfast.tracking.sweep import SweepRun, mirror_sweep
+    from holdfast.tracking.sweep_runs import SweepRun, mirror_sweep
 
     best = made.best
     figures = {"best/loss": best.loss, "best/perplexity": best.perplexity, "best/training_loss": best.training_loss}

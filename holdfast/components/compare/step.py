@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.runtime.outcomes import KILLED, Outcome
 from holdfast.scoring import settings_key
 from holdfast.scoring.comparison import (
     BLESSED,
@@ -21,6 +20,7 @@ from holdfast.scoring.comparison import (
     trials_of,
 )
 from holdfast.spec import ExitCode, HoldfastError, Spec
+from holdfast.steps.outcomes import KILLED, Outcome
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_json_object
 

@@ -11,8 +11,8 @@ import os
 from typing import TYPE_CHECKING
 
 from holdfast.corpus import Divided, divide
-from holdfast.runtime.outcomes import RUN_ID
 from holdfast.scoring import require_tasks
+from holdfast.steps.outcomes import RUN_ID
 from holdfast.telemetry import recorded_step
 
 if TYPE_CHECKING:

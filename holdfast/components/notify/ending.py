@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from holdfast.runtime.outcomes import EXIT_HANDLER, Outcome, first_failure
 from holdfast.spec.errors import ExitCode
+from holdfast.steps.outcomes import EXIT_HANDLER, Outcome, first_failure
 
 Ending = Literal["succeeded", "failed", "cancelled"]
 Headline = Literal["registered", "not blessed", "nothing to do", "cancelled", "failed", "succeeded"]

@@ -9,25 +9,19 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from holdfast.components.notify import Summary, run
-from holdfast.components.notify.cleanup import clean_up_cluster
 from holdfast.components.notify.ending import ending_of, not_due
 from holdfast.components.notify.failures import first_failed_node
 from holdfast.components.notify.summary import nothing_to_do
-from holdfast.components.notify.sweep import run_sweep
-from holdfast.runtime.outcomes import (
-    LOG_FILE,
-    RUN_ID,
-    first_failure,
-    outcomes_folder,
-    run_of,
-    was_stopped,
-)
+from holdfast.components.notify.sweep_summary import run_sweep
+from holdfast.launch.kubernetes.run_cleanup import clean_up_cluster
+from holdfast.runtime.environment import outcomes_folder
 from holdfast.spec.errors import HoldfastError
 from holdfast.steps import Artifact, StepResult
+from holdfast.steps.job_collection import collect_jobs
+from holdfast.steps.jobs import DEADLINE, known_outcomes
+from holdfast.steps.outcomes import LOG_FILE, RUN_ID, first_failure, run_of, was_stopped
+from holdfast.steps.step_logs import local_job
 from holdfast.store import open_store
-from holdfast.store.job_collection import collect_jobs
-from holdfast.store.jobs import DEADLINE, known_outcomes
-from holdfast.store.step_logs import local_job
 
 log = logging.getLogger("holdfast.notify")
 

@@ -20,10 +20,10 @@ from holdfast.components.notify.ending import Headline, ending_of, headline_of
 from holdfast.components.notify.webhook import post
 from holdfast.runtime.environment import log_dir, store_url
 from holdfast.runtime.exits import code_in
-from holdfast.runtime.outcomes import Outcome
 from holdfast.runtime.secrets import redact, redact_record
 from holdfast.spec import HoldfastError, Spec, parse_spec
 from holdfast.spec.errors import DataError, ExitCode, MissingError
+from holdfast.steps.outcomes import Outcome
 from holdfast.store import Store, layout, open_store
 from holdfast.store.json_reading import read_json_object
 from holdfast.telemetry import emit, read_events, recording

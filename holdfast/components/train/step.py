@@ -49,13 +49,13 @@ from holdfast.spec.errors import DivergedError, MissingError, PreemptedError, Sp
 from holdfast.spec.plan import Plan, require_plan, settings_of
 from holdfast.spec.sizes import BatchSizes
 from holdfast.store import Store, layout
-from holdfast.store.run_metadata import write_run_metadata
 from holdfast.telemetry import emit, read_events, read_history, recorded_step
 from holdfast.telemetry.channel import show_in_argo
 from holdfast.telemetry.cost import cost
 from holdfast.telemetry.event_log import StoreEvents
 from holdfast.telemetry.events import Event, LaunchBegan, SaveCommitted
 from holdfast.telemetry.ledger import ledger
+from holdfast.telemetry.run_metadata import write_run_metadata
 from holdfast.telemetry.serving import show_traces, showing_metrics
 from holdfast.tracking import RunTracker, require_usable
 from holdfast.tracking.tracker import Status

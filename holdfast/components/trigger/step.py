@@ -25,13 +25,13 @@ from holdfast.dataset.manifest import load_manifest
 from holdfast.model.exported import require_intact
 from holdfast.model.imported import weights_digest
 from holdfast.runtime.environment import cache_dir
-from holdfast.runtime.outcomes import EXIT_HANDLER, first_failure
 from holdfast.scoring import Measured, key_against
 from holdfast.spec import DATA_PLANE_VERSION, Spec, digest, dump_spec, run_id
 from holdfast.spec.data import Tokenizer
 from holdfast.spec.errors import DataError, ExitCode, MissingError
+from holdfast.steps.jobs import outcomes_in
+from holdfast.steps.outcomes import EXIT_HANDLER, first_failure
 from holdfast.store import Store, layout, open_store
-from holdfast.store.jobs import outcomes_in
 from holdfast.store.json_reading import read_json_object
 from holdfast.tracking import Champion, champion, registration_key, trusted_stores
 from holdfast.tracking.registrations import described_run

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from holdfast.launch.exits import RankExit
 from holdfast.runtime.secrets import StreamRedactor
-from holdfast.runtime.threads import join_within
+from holdfast.runtime.shutdown import join_within
 from holdfast.store import open_store
 from holdfast.store.log_stream import CLOSE_SECONDS, DEADLINE
 from holdfast.telemetry.rank_logs import RankLog, new_stream

@@ -19,7 +19,7 @@ import ray
 
 from holdfast.launch.exits import FILE_VARIABLE, as_exit_code
 from holdfast.launch.processes import PARENT_VARIABLE as PARENT
-from holdfast.runtime.addresses import free_port
+from holdfast.runtime.node import free_port
 from holdfast.runtime.output import printed_by
 from holdfast.runtime.secrets import for_ranks
 from holdfast.runtime.temporary import temporary_folder

@@ -33,8 +33,8 @@ from holdfast.launch.interface import LEAVE_MARGIN, Ending, Job
 from holdfast.launch.reporting import LaunchLog
 from holdfast.launch.slurm.environment import own_job, without_step
 from holdfast.runtime import sealing
-from holdfast.runtime.addresses import free_port
 from holdfast.runtime.environment import make_folder
+from holdfast.runtime.node import free_port
 from holdfast.runtime.secrets import StreamRedactor, for_ranks
 from holdfast.spec.errors import ClusterUnreachableError, ExitCode, Problem, SpecError
 

@@ -29,11 +29,11 @@ from holdfast.pipelines.backends.interface import (
 )
 from holdfast.pipelines.table import EDGES, SCHEDULED_START, START, SWEEP_EDGES
 from holdfast.runtime.environment import store_url
-from holdfast.runtime.outcomes import EXIT_HANDLER, KILLED, Outcome, run_of
 from holdfast.spec import parse_spec
 from holdfast.spec.errors import DataError, ExitCode, HoldfastError, MissingError
+from holdfast.steps.jobs import outcomes_in
+from holdfast.steps.outcomes import EXIT_HANDLER, KILLED, Outcome, run_of
 from holdfast.store import Store, layout, open_store
-from holdfast.store.jobs import outcomes_in
 from holdfast.store.json_reading import read_json_object
 from holdfast.telemetry.event_log import newest_objects
 from holdfast.telemetry.events import AttemptBegan, LaunchPending, Progress, in_words

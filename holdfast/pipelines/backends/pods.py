@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from holdfast.launch.accelerators import ACCELERATORS, slice_resource, taint_of, training_image
 from holdfast.launch.emitters.pod import POD_FIELDS
 from holdfast.runtime.environment import CACHE_VARIABLE, cache_gib
-from holdfast.runtime.step_runner import IMAGE
 from holdfast.spec import Spec
 from holdfast.spec.cluster import EvaluatePod, StepPod, Toleration
 from holdfast.spec.engine_text import is_replaced_by_argo
 from holdfast.spec.errors import Problem, SpecError
 from holdfast.steps import Step
+from holdfast.steps.runner import IMAGE
 
 # Fields that the train step's launcher needs to own the training job for the pipeline run, and to find it again.
 FIELDS = {**POD_FIELDS, "HOLDFAST_WORKFLOW": "metadata.labels['workflows.argoproj.io/workflow']"}

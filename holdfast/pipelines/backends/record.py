@@ -25,12 +25,12 @@ from holdfast.spec import dump_spec, parse_spec, run_id
 from holdfast.spec.errors import DataError, ExitCode, HoldfastError, MissingError
 from holdfast.spec.json_parsing import parse_json
 from holdfast.spec.load import dump_written
+from holdfast.steps.jobs import outcome_of
 from holdfast.store import Store, layout, open_store
 from holdfast.store.bounded_read import read_bounded
-from holdfast.store.jobs import outcome_of
 from holdfast.store.json_reading import read_json_object
 from holdfast.store.parallel import in_parallel
-from holdfast.store.run_metadata import mark_name
+from holdfast.telemetry.run_metadata import mark_name
 
 RUNS, SWEEPS, FILE = "runs/", "sweeps/", "backend.json"
 LONGEST_ID = 128  # characters

@@ -1,6 +1,6 @@
 """Logs of steps on any backend: from the store, and from the engine only what the store lacks.
 
-The steps of all backends keep their logs in the store, live and after their pods are gone (`holdfast.store.step_logs`).
+The steps of all backends keep their logs in the store, live and after their pods are gone (`holdfast.steps.step_logs`).
 The engine has the log of a step that died before it could write one.
 """
 
@@ -21,9 +21,9 @@ from holdfast.pipelines.backends.interface import (
 from holdfast.pipelines.backends.record import Record
 from holdfast.runtime.logs import plain
 from holdfast.spec.errors import HoldfastError, MissingError
+from holdfast.steps.jobs import is_job
+from holdfast.steps.step_logs import StepLogReader, local_job
 from holdfast.store import Store
-from holdfast.store.jobs import is_job
-from holdfast.store.step_logs import StepLogReader, local_job
 
 POLL_SECONDS = 2.0
 WITHOUT_LOG = (PENDING, NOT_BEGUN, SKIPPED.upper())  # states of steps without output

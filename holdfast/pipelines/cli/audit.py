@@ -162,7 +162,7 @@ def replay(
         _sampled(run, sample, seed, longest, within, store, as_json)
     if not run:
         raise typer.BadParameter("--steps needs one run; name it", param_hint="RUN")
-    from holdfast.components.train.audit.replay_job import replay_steps
+    from holdfast.audit.replay_job import replay_steps
     from holdfast.pipelines.view.audit import print_replayed, steps_done
     from holdfast.pipelines.view.catalog import find_run
 
@@ -188,7 +188,7 @@ def _sampled(
 ) -> NoReturn:
     from secrets import randbits
 
-    from holdfast.components.train.audit.sampling import audit
+    from holdfast.audit.sampling import audit
     from holdfast.pipelines.view.audit import print_audit, steps_done
     from holdfast.pipelines.view.catalog import all_runs, find_run
 

@@ -68,9 +68,9 @@ def show(run: RunName, view: ViewOptions, where: BackendOptions, as_json: AsJson
 
 
 def _print_summary(run: str, where: BackendOptions, whole_spec: bool, as_json: bool) -> None:
+    from holdfast.audit.records import read_audits
     from holdfast.pipelines.view.catalog import find_run
     from holdfast.pipelines.view.report import accounts, print_run
-    from holdfast.telemetry.audit_records import read_audits
 
     opened = open_chosen(where.store)
     try:
@@ -107,8 +107,8 @@ def _waiting(record: RunRecord, where: BackendOptions) -> RunStatus | None:
 def _print_sweep(wanted: str, where: BackendOptions, store: Store, as_json: bool) -> bool:
     """Print the comparison of a sweep, or the steps of one without a comparison. Returns whether there is one."""
     from holdfast.pipelines.backends.record import find_record
+    from holdfast.pipelines.view.comparison import find_comparison, print_comparison
     from holdfast.pipelines.view.console import SafeConsole
-    from holdfast.pipelines.view.sweep import find_comparison, print_comparison
 
     try:
         found = find_comparison(store, wanted)

@@ -11,11 +11,11 @@ from holdfast.launch.emitters import objects_for, training_job
 from holdfast.launch.kubernetes.client import Object
 from holdfast.pipelines.doctor.cluster import SERVICE_ACCOUNTS, Cluster
 from holdfast.pipelines.doctor.findings import Finding
-from holdfast.runtime.step_runner import IMAGE
 from holdfast.spec import Spec
 from holdfast.spec.cluster import amount
 from holdfast.spec.errors import ExitCode, HoldfastError
 from holdfast.spec.rules.precision import FP8_CAPABILITY
+from holdfast.steps.runner import IMAGE
 
 # Check that the API server admits the pods of a run, by a dry run for a rank and for a step.
 #

@@ -17,9 +17,9 @@ from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.report import WIDE
 
 if TYPE_CHECKING:
+    from holdfast.audit.replay_job import ReplayResult
+    from holdfast.audit.sampling import Audit
     from holdfast.checkpoint.tools import Divergence
-    from holdfast.components.train.audit.replay_job import ReplayResult
-    from holdfast.components.train.audit.sampling import Audit
     from holdfast.corpus.batch import Batch, Passage
 
 SHOWN_FIELDS = 12  # differing fields of the specs; --json has all

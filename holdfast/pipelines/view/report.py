@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from holdfast.audit.records import read_audits
 from holdfast.dataset.manifest import find_manifest
 from holdfast.pages.accelerators import newest_figures
 from holdfast.pipelines.view.accelerators import lines as accelerator_lines
@@ -26,7 +27,6 @@ from holdfast.spec.plan import Segment, changes_in_words
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_json_object
 from holdfast.telemetry import Event, read_events
-from holdfast.telemetry.audit_records import read_audits
 from holdfast.telemetry.cost import cost
 from holdfast.telemetry.events import AttemptBegan, Progress
 from holdfast.telemetry.ledger import goes_on, ledger

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from holdfast.collectives import Gang
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import build_engine
 from holdfast.engines.weights import SeededState
@@ -29,7 +30,6 @@ from holdfast.launch.processes import die_with_parent
 from holdfast.planning.calibration import Calibration, Machine, Point, Rates, Step, write
 from holdfast.planning.hardware import Collective
 from holdfast.rank.plan import device_name
-from holdfast.runtime.gang import Gang
 from holdfast.spec import parse_spec
 
 SIZES = {"cpu": (2**12, 2**15, 2**18, 2**20, 2**22, 2**24), "": (2**16, 2**20, 2**23, 2**25, 2**27, 2**29)}

@@ -19,9 +19,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, median_low, pstdev
 
+from holdfast.collectives import Gang, PendingValues
 from holdfast.rank.observers import FinishedStep
 from holdfast.runtime import heartbeat
-from holdfast.runtime.gang import Gang, PendingValues
 from holdfast.runtime.node import node_name
 from holdfast.telemetry import emit
 from holdfast.telemetry.events import StragglerDetected

@@ -15,8 +15,8 @@ from typing import Self
 
 from holdfast.launch.kubernetes.configuration import load_configuration
 from holdfast.pipelines.paths import with_absolute_paths
-from holdfast.runtime.step_runner import IMAGE
 from holdfast.spec import dump_spec, load_spec
+from holdfast.steps.runner import IMAGE
 from tests.cluster.client import Client, path_of
 from tests.cluster.drill.place import DrillError, Ended
 from tests.cluster.objects import Object, StatusError

@@ -8,8 +8,8 @@ from pathlib import Path
 from holdfast.pipelines.backends.record import find_record, keep, record_of
 from holdfast.pipelines.backends.request import RunRequest, build_request
 from holdfast.pipelines.view.catalog import all_runs, find_run
-from holdfast.runtime.outcomes import Outcome
 from holdfast.spec import dump_spec, parse_spec, run_id
+from holdfast.steps.outcomes import Outcome
 from holdfast.store import layout, open_store
 
 SPEC = parse_spec("{name: small, store: 's3://bucket/prefix', data: {sources: [{uri: 'python:stdlib'}]}}")

@@ -9,7 +9,7 @@ import yaml
 
 from holdfast.pipelines.backends.argo import argo_objects
 from holdfast.pipelines.backends.argo.backend import Argo
-from holdfast.pipelines.backends.argo.sweep import sweep_objects
+from holdfast.pipelines.backends.argo.emit import sweep_objects
 from holdfast.pipelines.backends.kubeflow.compile import order_text, pipeline_text
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.backends.sizes import MAX_ARGUMENT

@@ -12,8 +12,8 @@ from holdfast.pipelines.backends.interface import RunStatus, StepStatus
 from holdfast.pipelines.backends.record import Record
 from holdfast.pipelines.backends.step_logs import job_of, step_lines
 from holdfast.spec.errors import ClusterUnreachableError, MissingError
+from holdfast.steps.step_logs import ShippedLog, local_job
 from holdfast.store import Store
-from holdfast.store.step_logs import ShippedLog, local_job
 
 RECORD = Record("argo", "small-1", "3f2a", "small", "", time.time(), job="uid-1")
 RUNNING = RunStatus("argo", "small-1", "small-1", "RUNNING", steps=(

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from holdfast.launch.kubernetes.schemas import validate
-from holdfast.pipelines.backends.argo.sweep import sweep_objects
+from holdfast.pipelines.backends.argo.emit import sweep_objects
 from holdfast.pipelines.backends.kubeflow.compile import sweep_ir
 from holdfast.pipelines.trials import MAX_TRIALS, grid
 from holdfast.spec import SpecError, load_spec

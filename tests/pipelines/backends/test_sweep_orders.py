@@ -16,7 +16,7 @@ from holdfast.pipelines.backends.kubeflow.backend import Kubeflow
 from holdfast.pipelines.backends.kubeflow.connection import Access
 from holdfast.pipelines.backends.record import find_record, record_of
 from holdfast.pipelines.backends.request import RunRequest
-from holdfast.pipelines.view.sweep import find_comparison
+from holdfast.pipelines.view.comparison import find_comparison
 from holdfast.spec import parse_spec
 from holdfast.store import open_store
 from tests.cluster.api import ApiServer

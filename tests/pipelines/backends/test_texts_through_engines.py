@@ -20,12 +20,11 @@ from pydantic import BaseModel
 from holdfast.launch.emitters import objects_for, training_job
 from holdfast.pipelines.backends.argo import argo_objects
 from holdfast.pipelines.backends.argo.backend import Argo
-from holdfast.pipelines.backends.argo.sweep import sweep_objects
+from holdfast.pipelines.backends.argo.emit import sweep_objects
 from holdfast.pipelines.backends.kubeflow.compile import order_text, pipeline_ir
 from holdfast.pipelines.backends.ray.emit import SPEC, RayOrder
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.backends.slurm.emit import Chain, options_of, script_of
-from holdfast.runtime.step_cli import overrides_of
 from holdfast.serving.kserve import inference_service
 from holdfast.spec import Spec, SpecError, dump_spec, parse_spec
 from holdfast.spec.engine_text import (
@@ -40,6 +39,7 @@ from holdfast.spec.engine_text import (
 )
 from holdfast.spec.load import dump_written, written_spec
 from holdfast.steps.adapters import parser_of
+from holdfast.steps.command_line import overrides_of
 from tests.cluster.container import expanded
 from tests.pipelines.backends.engines import (
     through_argo,

@@ -16,7 +16,7 @@ from holdfast.pipelines.view.catalog import all_runs, find_run, read_run, some_r
 from holdfast.spec.errors import MissingError
 from holdfast.store import Store, layout, open_store
 from holdfast.store.interface import ObjectInfo
-from holdfast.store.run_metadata import mark_name
+from holdfast.telemetry.run_metadata import mark_name
 from tests.protocol.bucket import Bucket, MemoryStore
 
 

@@ -5,8 +5,7 @@ reports it only at run time. `pods` has the pods, and `schedule` the schedule.
 """
 
 from holdfast.pipelines.backends.argo.check import check
-from holdfast.pipelines.backends.argo.emit import argo_objects, argo_text
-from holdfast.pipelines.backends.argo.schedule import cron_workflow, schedules
+from holdfast.pipelines.backends.argo.emit import argo_objects, argo_text, cron_workflow, schedules
 from holdfast.pipelines.backends.argo.template import template_name, workflow_template
 
 __all__ = [

@@ -15,8 +15,7 @@ from holdfast.launch.kubernetes.api_errors import ConflictError, TransientError
 from holdfast.launch.kubernetes.client import PODS, WORKFLOWS, Api, Object, Resource
 from holdfast.launch.kubernetes.output import text_lines
 from holdfast.pipelines.backends.argo.arguments import Arguments
-from holdfast.pipelines.backends.argo.emit import argo_objects
-from holdfast.pipelines.backends.argo.sweep import sweep_objects
+from holdfast.pipelines.backends.argo.emit import argo_objects, sweep_objects
 from holdfast.pipelines.backends.argo.template import labels, template_called, template_name, text_of
 from holdfast.pipelines.backends.explain import explained, known_of
 from holdfast.pipelines.backends.interface import (

@@ -37,11 +37,11 @@ from holdfast.pipelines.backends.pods import (
     resources_of,
     tolerations_of,
 )
-from holdfast.runtime.outcomes import EXIT_HANDLER
 from holdfast.spec import Spec
 from holdfast.spec.cluster import Toleration as Accepted
 from holdfast.spec.engine_text import double_dollars, escape_environment, is_replaced_by_argo
 from holdfast.steps import Step
+from holdfast.steps.outcomes import EXIT_HANDLER
 
 # Accounts of manifests/base. Only the train step may create jobs, and only the exit handler may end its leftover jobs.
 STEP_ACCOUNT, LAUNCHER_ACCOUNT, NOTIFY_ACCOUNT = "holdfast-step", "holdfast-launcher", "holdfast-notify"

@@ -53,11 +53,11 @@ from holdfast.pipelines.table import (
     start_of,
     steps_from,
 )
-from holdfast.runtime.outcomes import EXIT_HANDLER
 from holdfast.spec import Spec, digest
 from holdfast.spec.engine_text import escape
 from holdfast.spec.load import dump_written
 from holdfast.steps import FIELDS, PARAMETERS, STEPS, TRIAL, parameter_values, producer_of
+from holdfast.steps.outcomes import EXIT_HANDLER
 from holdfast.steps.table import FILES
 
 TRAIN, RETRAIN = "train-and-register", "retrain"

@@ -14,10 +14,10 @@ from kfp import dsl
 from kfp.dsl.pipeline_task import PipelineTask
 
 from holdfast.pipelines.backends.kubeflow.platform import place
-from holdfast.runtime.outcomes import EXIT_HANDLER
-from holdfast.runtime.step_runner import IMAGE
 from holdfast.spec import Spec
 from holdfast.steps import ARTIFACTS, PLACE, Step
+from holdfast.steps.outcomes import EXIT_HANDLER
+from holdfast.steps.runner import IMAGE
 
 SCHEME, URI = PLACE
 IN_A_BUCKET = "s3"

@@ -16,7 +16,7 @@ from holdfast.pipelines.backends.kubeflow.upload import in_namespace
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root
 from holdfast.runtime.environment import store_url
-from holdfast.store.jobs import outcomes_of
+from holdfast.steps.jobs import outcomes_of
 
 
 class Kubeflow:

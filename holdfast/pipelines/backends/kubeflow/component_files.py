@@ -16,10 +16,10 @@ import holdfast
 from holdfast.pipelines.backends.kubeflow.compile import quiet
 from holdfast.pipelines.backends.kubeflow.components import component_of, inputs_of
 from holdfast.pipelines.documents import as_yaml
-from holdfast.runtime.step_runner import IMAGE
 from holdfast.spec.cluster import Cluster
 from holdfast.spec.errors import MEANINGS, ExitCode
 from holdfast.steps import PARAMETERS, PLACE, STEPS, Step, producer_of
+from holdfast.steps.runner import IMAGE
 
 FOLDER = Path(holdfast.__file__).parent / "components"
 HEADER = "# Generated from the table of steps: python -m holdfast.pipelines.backends.kubeflow.component_files\n"

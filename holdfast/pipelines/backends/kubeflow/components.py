@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from kfp import dsl
 from kfp.dsl.base_component import BaseComponent
 
-from holdfast.runtime.outcomes import EXIT_HANDLER
-from holdfast.runtime.step_runner import IMAGE
 from holdfast.steps import COMMON, FIELDS, PARAMETERS, PLACE, STEPS, TRIAL, Step
+from holdfast.steps.outcomes import EXIT_HANDLER
+from holdfast.steps.runner import IMAGE
 
 _SOURCE = '''def {name}({signature}) -> {returns}:
     """{purpose}"""

@@ -19,11 +19,11 @@ from holdfast.pipelines.backends.pods import (
     resources_of,
     tolerations_of,
 )
-from holdfast.runtime.step_runner import MOUNTED_SECRETS, MOUNTED_SETTINGS
 from holdfast.spec import Spec
 from holdfast.spec.cluster import SECRETS, amount
 from holdfast.spec.engine_text import escape_environment
 from holdfast.steps import Step
+from holdfast.steps.runner import MOUNTED_SECRETS, MOUNTED_SETTINGS
 
 _KFP_MEMORY = re.compile(r"[0-9]+([KMGTP]i?)?")
 

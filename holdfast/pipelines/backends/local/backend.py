@@ -53,7 +53,7 @@ class Local:
     def submit(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Run `request` in the foreground and show it on the terminal. A run that has finished before is only shown."""
         from holdfast.pipelines.backends.local.run import finished, go_on, identified
-        from holdfast.pipelines.backends.local.sweep import run_sweep
+        from holdfast.pipelines.backends.local.trial_series import run_sweep
 
         if request.trials:
             return run_sweep(request, self.console)
@@ -132,7 +132,7 @@ def _status(found: RunRecord, record: Record | None) -> RunStatus:
 
 
 def _sweep_status(record: Record, store: Store) -> RunStatus:
-    from holdfast.pipelines.backends.local.sweep import sweep_status
+    from holdfast.pipelines.backends.local.trial_series import sweep_status
 
     return sweep_status(record, store)
 

@@ -18,10 +18,11 @@ from typing import Self
 
 from holdfast.pipelines.backends.local import worker
 from holdfast.pipelines.view.terminal import Board
-from holdfast.runtime.outcomes import LOG_FILE, OUTCOMES, RUN_ID, Outcome, read_outcomes
+from holdfast.runtime.environment import OUTCOMES
 from holdfast.runtime.temporary import holders_of
 from holdfast.spec import ExitCode
 from holdfast.steps import STEPS
+from holdfast.steps.outcomes import LOG_FILE, RUN_ID, Outcome, read_outcomes
 from holdfast.telemetry.channel import PIPE
 from holdfast.telemetry.event_log import PipeEvents
 from holdfast.telemetry.events import Progress

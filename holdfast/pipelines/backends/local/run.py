@@ -30,12 +30,12 @@ from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.summary import print_summary
 from holdfast.pipelines.view.terminal import Board
 from holdfast.runtime.environment import log_dir, make_folder, mlflow_is_there, store_url
-from holdfast.runtime.outcomes import KILLED, Outcome, read_outcomes
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec import ExitCode, Spec, load_spec, run_id
 from holdfast.spec.errors import AccessDeniedError, DataError, MissingError, NoSpaceError
 from holdfast.spec.json_parsing import parse_json
 from holdfast.spec.load import dump_written
+from holdfast.steps.outcomes import KILLED, Outcome, read_outcomes
 from holdfast.store import Store, open_store
 
 TAIL_LINES = 15

@@ -27,11 +27,12 @@ from holdfast.pipelines.backends.interface import SKIPPED
 from holdfast.pipelines.runner import Execution, Handle, Node, Runner, plan
 from holdfast.pipelines.step_process import StepProcess
 from holdfast.pipelines.trials import Trials, text_of
+from holdfast.runtime.environment import OUTCOMES
 from holdfast.runtime.logs import configure_logging
-from holdfast.runtime.outcomes import OUTCOMES, STOP_FILE, Outcome, read_outcomes
 from holdfast.runtime.secrets import StreamRedactor
 from holdfast.spec import Spec, parse_spec
 from holdfast.spec.json_parsing import parse_json
+from holdfast.steps.outcomes import STOP_FILE, Outcome, read_outcomes
 
 REQUEST = "request.json"
 OUTCOMES_FOLDER = "outcomes"

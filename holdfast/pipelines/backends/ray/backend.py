@@ -28,9 +28,9 @@ from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root
 from holdfast.runtime.environment import store_url
 from holdfast.runtime.logs import plain
-from holdfast.runtime.outcomes import Outcome
 from holdfast.spec.errors import ExitCode, MissingError
-from holdfast.store.jobs import outcomes_of
+from holdfast.steps.jobs import outcomes_of
+from holdfast.steps.outcomes import Outcome
 from holdfast.telemetry.events import in_words
 
 POLL_SECONDS = 2.0

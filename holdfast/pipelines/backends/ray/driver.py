@@ -28,12 +28,12 @@ from holdfast.pipelines.runner import Execution, Handle, Runner, plan
 from holdfast.pipelines.step_process import StepProcess
 from holdfast.runtime.environment import store_url
 from holdfast.runtime.logs import configure_logging
-from holdfast.runtime.outcomes import EXIT_HANDLER, Outcome
 from holdfast.spec import ExitCode, Spec, parse_spec
 from holdfast.spec.engine_text import restore_environment
 from holdfast.spec.json_parsing import parse_json_object
 from holdfast.steps import STEPS
-from holdfast.store.jobs import outcomes_of, recorder
+from holdfast.steps.jobs import outcomes_of, recorder
+from holdfast.steps.outcomes import EXIT_HANDLER, Outcome
 
 log = logging.getLogger("holdfast.ray")
 

@@ -14,10 +14,10 @@ from holdfast.launch.choose import require_no_spares
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root, with_absolute_paths
 from holdfast.runtime.environment import store_url
-from holdfast.runtime.outcomes import RUN_ID
 from holdfast.spec import Spec, digest, dump_spec
 from holdfast.spec.engine_text import escape_environment, escape_for_ray
 from holdfast.spec.errors import Problem, SpecError
+from holdfast.steps.outcomes import RUN_ID
 
 PREFIX = "holdfast"
 STORE_DIGITS = 6

@@ -41,11 +41,11 @@ from holdfast.pipelines.backends.slurm.states import NOT_KNOWN, as_told, state_o
 from holdfast.pipelines.paths import store_root
 from holdfast.runtime.environment import store_url
 from holdfast.runtime.logs import plain
-from holdfast.runtime.outcomes import EXIT_HANDLER, Outcome
 from holdfast.spec.errors import HoldfastError, MissingError
 from holdfast.steps import STEPS
+from holdfast.steps.jobs import outcomes_of
+from holdfast.steps.outcomes import EXIT_HANDLER, Outcome
 from holdfast.store import open_store
-from holdfast.store.jobs import outcomes_of
 
 POLL_SECONDS = 1.0
 STORE_SECONDS = 10.0  # for a chain's records in the store

@@ -9,8 +9,8 @@ from holdfast.pipelines.backends.slurm import client
 from holdfast.pipelines.backends.slurm.client import BatchJob
 from holdfast.pipelines.backends.slurm.emit import PREFIX, job_name
 from holdfast.pipelines.table import EDGES, FAN_OUT_START, START, SWEEP_EDGES, steps_from
-from holdfast.runtime.outcomes import EXIT_HANDLER
 from holdfast.steps import STEPS
+from holdfast.steps.outcomes import EXIT_HANDLER
 
 
 @dataclass(frozen=True)

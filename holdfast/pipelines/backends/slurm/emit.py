@@ -27,11 +27,11 @@ from holdfast.pipelines.paths import store_root, with_absolute_paths
 from holdfast.pipelines.table import START, SWEEP_EDGES, Edge, edges_of, inputs_of, start_of, steps_from
 from holdfast.pipelines.trials import text_of
 from holdfast.runtime.environment import home, store_url
-from holdfast.runtime.outcomes import EXIT_HANDLER, RUN_ID
 from holdfast.spec import Spec, SpecError, digest, dump_spec
 from holdfast.spec.cluster import amount
 from holdfast.spec.errors import Problem
 from holdfast.steps import PARAMETERS, STEPS, Step, producer_of
+from holdfast.steps.outcomes import EXIT_HANDLER, RUN_ID
 
 PREFIX = "holdfast"
 STORE_DIGITS = 6  # the same run in another store is another chain

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.pipelines.backends.interface import CANCELED, FAILED, PENDING, RUNNING, SKIPPED, SUCCEEDED, StepStatus
 from holdfast.pipelines.backends.slurm.client import AT_WORK, ENDING, NEVER_SATISFIED, WAITING, BatchJob
-from holdfast.runtime.outcomes import EXIT_HANDLER, Outcome
 from holdfast.spec.errors import ExitCode
+from holdfast.steps.outcomes import EXIT_HANDLER, Outcome
 from holdfast.telemetry.events import in_words
 
 NOT_KNOWN = "is not known to have begun, and Slurm has forgotten it"

@@ -28,12 +28,12 @@ from holdfast.pipelines.backends.slurm.emit import job_name, keep
 from holdfast.pipelines.backends.slurm.states import ended_as
 from holdfast.pipelines.table import RETRY
 from holdfast.runtime.logs import configure_logging
-from holdfast.runtime.outcomes import EXIT_HANDLER, Outcome
 from holdfast.spec.errors import ClusterUnreachableError, ExitCode, TerminatedError
 from holdfast.spec.json_parsing import parse_json, parse_json_object
 from holdfast.steps import STEPS, TRIAL
 from holdfast.steps.adapters import main as run_step
-from holdfast.store.jobs import outcomes_of, recorder
+from holdfast.steps.jobs import outcomes_of, recorder
+from holdfast.steps.outcomes import EXIT_HANDLER, Outcome
 
 log = logging.getLogger("holdfast.slurm")
 

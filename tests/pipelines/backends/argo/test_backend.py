@@ -15,9 +15,9 @@ from holdfast.pipelines.backends.argo import check
 from holdfast.pipelines.backends.argo.backend import NODE, NOT_AGAIN, WORKFLOW_LABEL, Argo
 from holdfast.pipelines.backends.argo.template import labels
 from holdfast.pipelines.backends.request import RunRequest
-from holdfast.runtime.outcomes import Outcome
 from holdfast.spec import parse_spec
 from holdfast.spec.errors import ClusterUnreachableError, MissingError
+from holdfast.steps.outcomes import Outcome
 from holdfast.store import layout, open_store
 from tests.cluster.api import ALLOWED, NAMESPACE, ApiServer, StatusError
 

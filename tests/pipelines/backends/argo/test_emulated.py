@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.pipelines.backends.argo import argo_objects
-from holdfast.pipelines.backends.argo.sweep import sweep_objects
+from holdfast.pipelines.backends.argo.emit import sweep_objects
 from holdfast.pipelines.paths import with_absolute_paths
 from holdfast.spec import Spec, load_spec
 from tests import empty_mlflow

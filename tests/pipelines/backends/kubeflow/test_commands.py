@@ -13,8 +13,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from holdfast.pipelines.cli import app
-from holdfast.runtime.outcomes import Outcome
 from holdfast.spec import load_spec, run_id
+from holdfast.steps.outcomes import Outcome
 from holdfast.store import layout, open_store
 from tests.kubeflow_server import KubeflowServer
 

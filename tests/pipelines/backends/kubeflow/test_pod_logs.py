@@ -14,8 +14,8 @@ from holdfast.pipelines.backends.kubeflow.pod_logs import RUN_LABEL, PodLogs
 from holdfast.pipelines.backends.kubeflow.submit import submit
 from holdfast.pipelines.backends.kubeflow.watch import logs
 from holdfast.pipelines.backends.request import RunRequest
-from holdfast.runtime.outcomes import Outcome
 from holdfast.spec.errors import MissingError
+from holdfast.steps.outcomes import Outcome
 from holdfast.store import layout, open_store
 from tests.cluster.api import ApiServer
 from tests.cluster.container import Printed

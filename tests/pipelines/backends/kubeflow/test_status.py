@@ -17,10 +17,10 @@ from holdfast.pipelines.backends.kubeflow.backend import Kubeflow
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
 from holdfast.pipelines.backends.kubeflow.submit import submit
 from holdfast.pipelines.backends.request import RunRequest
-from holdfast.runtime.outcomes import Outcome
 from holdfast.spec.errors import AccessDeniedError
+from holdfast.steps.jobs import recorder
+from holdfast.steps.outcomes import Outcome
 from holdfast.store import Store, layout, open_store
-from holdfast.store.jobs import recorder
 from holdfast.telemetry import emit, recording
 from holdfast.telemetry.events import LaunchPending, Progress
 from tests.cluster.api import ALLOWED, NAMESPACE, ApiServer

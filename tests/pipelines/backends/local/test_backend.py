@@ -18,9 +18,9 @@ from holdfast.pipelines.backends.local.run import keep_outcomes
 from holdfast.pipelines.backends.record import Record, find_record, process_start, record_of
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.view.catalog import all_runs
-from holdfast.runtime.outcomes import KILLED, Outcome
 from holdfast.spec import parse_spec
 from holdfast.spec.errors import MissingError
+from holdfast.steps.outcomes import KILLED, Outcome
 from holdfast.store import layout, open_store
 
 RUN_ID = "3f2a4b5c6d7e8f90"

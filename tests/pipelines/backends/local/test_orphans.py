@@ -13,7 +13,7 @@ from rich.console import Console
 
 from holdfast.pipelines.backends.local.follow import Signals, View, _wait_for_orphans
 from holdfast.pipelines.view.terminal import Board
-from holdfast.runtime.outcomes import Outcome
+from holdfast.steps.outcomes import Outcome
 from holdfast.telemetry.event_log import PipeEvents
 
 

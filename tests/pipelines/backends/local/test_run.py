@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from holdfast.pipelines.backends.local import run, sweep
+from holdfast.pipelines.backends.local import run, trial_series
 from holdfast.pipelines.backends.local.run import LocalRun, finished
 from holdfast.pipelines.backends.request import RunRequest
-from holdfast.runtime.outcomes import Outcome
 from holdfast.scoring import settings_key
 from holdfast.spec import ExitCode, parse_spec
 from holdfast.steps import STEPS
+from holdfast.steps.outcomes import Outcome
 from holdfast.store import layout, open_store
 from holdfast.tracking import registration_key
 from tests.exports import write_export
@@ -76,12 +76,12 @@ def test_a_finished_run_whose_summary_could_not_be_sent_has_succeeded_and_one_th
 def test_a_sweep_that_was_compared_has_succeeded_though_its_summary_could_not_be_sent(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep, "read_comparison", lambda *_: "compared")
-    monkeypatch.setattr(sweep, "print_comparison", lambda *_: None)
-    monkeypatch.setattr(sweep, "_code_of", lambda _: ExitCode.OK)
+    monkeypatch.setattr(trial_series, "read_comparison", lambda *_: "compared")
+    monkeypatch.setattr(trial_series, "print_comparison", lambda *_: None)
+    monkeypatch.setattr(trial_series, "_code_of", lambda _: ExitCode.OK)
     (log := tmp_path / "run.log").write_text("")
     names = ["preprocess", "compare", "register", "notify"]
     ends = [Outcome(name, 1, 0.0, 1.0, 1 if name == step else 0, "reason") for name in names]
     request = RunRequest(parse_spec("{name: a, data: {sources: [{uri: x}]}}"), tmp_path.as_uri(), run_id=RUN_ID)
-    ended = sweep._conclude(request, open_store(request.store), ends, 0, log, Console(file=io.StringIO()))
+    ended = trial_series._conclude(request, open_store(request.store), ends, 0, log, Console(file=io.StringIO()))
     assert (ended == ExitCode.OK) is (step == "notify")

@@ -12,7 +12,7 @@ from rich.console import Console
 from holdfast.pipelines.backends.local.follow import View
 from holdfast.pipelines.view import terminal
 from holdfast.pipelines.view.terminal import Board
-from holdfast.runtime.outcomes import Outcome
+from holdfast.steps.outcomes import Outcome
 from holdfast.telemetry import emit
 from holdfast.telemetry.channel import PIPE
 from holdfast.telemetry.event_log import PipeEvents

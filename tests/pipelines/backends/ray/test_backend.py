@@ -13,9 +13,9 @@ from holdfast.pipelines.backends.ray.backend import Ray
 from holdfast.pipelines.backends.ray.client import Jobs, RayJob
 from holdfast.pipelines.backends.ray.emit import RayOrder
 from holdfast.pipelines.backends.request import RunRequest
-from holdfast.runtime.outcomes import Outcome
 from holdfast.spec import ExitCode, SpecError, parse_spec
 from holdfast.spec.errors import ClusterUnreachableError, MissingError
+from holdfast.steps.outcomes import Outcome
 from holdfast.store import layout, open_store
 
 SPEC = "{name: small, data: {sources: [{uri: 's3://bucket/corpus'}]}}"

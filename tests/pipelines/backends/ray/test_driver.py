@@ -19,7 +19,7 @@ from holdfast.pipelines.backends.ray.driver import RaySteps
 from holdfast.pipelines.runner import Execution, Node, Runner
 from holdfast.spec import ExitCode, parse_spec
 from holdfast.steps import STEPS
-from holdfast.store.jobs import outcomes_of
+from holdfast.steps.jobs import outcomes_of
 
 SPEC = "{name: small, data: {sources: [{uri: 's3://bucket/corpus'}]}}"
 

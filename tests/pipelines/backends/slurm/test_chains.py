@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.pipelines.backends.slurm.backend import Slurm
 from holdfast.pipelines.backends.slurm.emit import folder_of, store_mark
-from holdfast.runtime.outcomes import Outcome
+from holdfast.steps.outcomes import Outcome
 from holdfast.store import layout, open_store
 
 JOB = "{number}|N/A|holdfast-{key}-{step}|{state}|None|0|0|1:00|tiny {key}-6|"

@@ -10,7 +10,7 @@ from holdfast.pipelines.backends.interface import ended_with
 from holdfast.pipelines.backends.slurm import client
 from holdfast.pipelines.backends.slurm.client import BatchJob
 from holdfast.pipelines.backends.slurm.states import ended_as, said_of, state_of, step_of, trials_of, whole_state
-from holdfast.runtime.outcomes import Outcome
+from holdfast.steps.outcomes import Outcome
 
 
 def job(state: str, reason: str = "", code: int = 0, restarts: int = 0) -> BatchJob:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.spec.errors import ExitCode
+from holdfast.steps.jobs import outcome_of
 from holdfast.store import open_store
-from holdfast.store.jobs import outcome_of
 
 # The step's own process, in which the import of what it does is something else.
 STEP = """

@@ -16,9 +16,8 @@ from holdfast.store import parallel as parts
 from holdfast.store.interface import WHOLE_BYTES, ConflictError, ObjectInfo
 from holdfast.store.parallel import in_parallel
 from holdfast.store.payload import filled, too_large, too_short
-from holdfast.store.retry import RetryableError
-from holdfast.store.s3_errors import no_such_bucket
-from holdfast.store.s3_requests import OutOfRangeError, PreconditionError, Requests, S3Client
+from holdfast.store.s3.errors import RetryableError, no_such_bucket
+from holdfast.store.s3.requests import OutOfRangeError, PreconditionError, Requests, S3Client
 
 BLOCK_BYTES = 2**20  # received per read
 PAGE_KEYS = 1000  # page size of a listing; S3's maximum

@@ -15,7 +15,7 @@ import tenacity
 
 from holdfast.components.train.step import GangError
 from holdfast.runtime import retry
-from holdfast.runtime.outcomes import OUTCOMES
+from holdfast.runtime.environment import OUTCOMES
 from holdfast.runtime.shutdown import on_shutdown_request, request_shutdown, shutdown_requested
 from holdfast.spec.cluster import Retries
 from holdfast.spec.errors import (
@@ -28,8 +28,8 @@ from holdfast.spec.errors import (
     StoreUnreachableError,
     TerminatedError,
 )
+from holdfast.steps.jobs import outcomes_of
 from holdfast.store import open_store
-from holdfast.store.jobs import outcomes_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -175,7 +175,7 @@ def test_sigterm_between_two_tries_ends_the_step_at_once(tmp_path: Path) -> None
 LATE = """
 import os, signal, sys
 from types import SimpleNamespace
-from holdfast.runtime.step_runner import run_step
+from holdfast.steps.runner import run_step
 
 def body(begun):
     begun("file:///nowhere")
@@ -195,8 +195,8 @@ def test_a_step_that_has_ended_keeps_its_code_when_it_is_asked_to_leave_too_late
 
 SLOW = """
 import sys, time
-from holdfast.runtime.step_runner import run_step
-from holdfast.store.jobs import recorder
+from holdfast.steps.runner import run_step
+from holdfast.steps.jobs import recorder
 
 def body(begun):
     begun(sys.argv[1])

@@ -19,12 +19,13 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from holdfast.runtime.outcomes import LOG_FILE, POD, outcomes_folder
-from holdfast.runtime.threads import join_within
+from holdfast.runtime.environment import outcomes_folder
+from holdfast.runtime.shutdown import join_within
 from holdfast.spec.errors import DataError, MissingError
+from holdfast.steps.jobs import is_job
+from holdfast.steps.outcomes import LOG_FILE, POD
 from holdfast.store import layout
 from holdfast.store.interface import ObjectInfo, Store
-from holdfast.store.jobs import is_job
 from holdfast.store.json_reading import read_json
 from holdfast.store.log_stream import (
     CLOSE_SECONDS,
@@ -76,7 +77,7 @@ def step_log(job: str, step: str, part: str, fallback: Callable[[], str]) -> Shi
 
 
 class ShippedLog:
-    """Keeps the log of a step in the store, by a thread. See `runtime.step_runner.StepLog`."""
+    """Keeps the log of a step in the store, by a thread. See `steps.runner.StepLog`."""
 
     def __init__(self, job: str, step: str, part: str, fallback: Callable[[], str]) -> None:
         stream = StepStream(

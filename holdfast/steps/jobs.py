@@ -1,7 +1,7 @@
 """The outcomes of the steps of one execution of the DAG, kept in the store: on a cluster, steps share nothing else.
 
 An unreachable store or a broken spec fails no step here; the log names what could not be kept.
-`holdfast.runtime.outcomes` defines an outcome.
+`holdfast.steps.outcomes` defines an outcome.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from holdfast.runtime.environment import store_url
-from holdfast.runtime.outcomes import Outcome, outcomes_folder, read_outcomes
+from holdfast.runtime.environment import outcomes_folder, store_url
 from holdfast.spec import parse_spec
 from holdfast.spec.errors import DataError, HoldfastError, MissingError
+from holdfast.steps.outcomes import Outcome, read_outcomes
 from holdfast.store import Store, layout, open_store
 from holdfast.store.json_reading import read_json
 from holdfast.store.parallel import in_parallel

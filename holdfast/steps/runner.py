@@ -19,15 +19,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol, TypeVar
 
-from holdfast.runtime.environment import give_home
+from holdfast.runtime.environment import give_home, outcomes_folder
 from holdfast.runtime.exits import exit_code_of
 from holdfast.runtime.logs import configure_logging, copied_records
-from holdfast.runtime.outcomes import EXIT_HANDLER, POD, Outcome, Recorder, outcomes_folder, was_stopped
 from holdfast.runtime.output import copied_output, prepare_streams, redacted_output
 from holdfast.runtime.shutdown import on_shutdown_request, request_shutdown
 from holdfast.spec.engine_text import restore_environment
 from holdfast.spec.errors import ExitCode, HoldfastError, TerminatedError
 from holdfast.spec.extras import missing_package
+from holdfast.steps.outcomes import EXIT_HANDLER, POD, Outcome, Recorder, was_stopped
 
 # <ConfigMap or Secret>/<key>: KFP mounts them whole, but has no envFrom.
 MOUNTED_SETTINGS, MOUNTED_SECRETS = Path("/etc/holdfast/settings"), Path("/etc/holdfast/secrets")

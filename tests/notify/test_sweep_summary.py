@@ -9,12 +9,12 @@ import pytest
 
 from holdfast.components.compare import compare
 from holdfast.components.notify.entrypoint import body
-from holdfast.runtime.outcomes import Outcome
 from holdfast.scoring import settings_key
 from holdfast.scoring.comparison import sweep_id
 from holdfast.spec import parse_spec, run_id
+from holdfast.steps.jobs import recorder
+from holdfast.steps.outcomes import Outcome
 from holdfast.store import Store, layout, open_store
-from holdfast.store.jobs import recorder
 
 TEXT = "{name: story, data: {sources: [{uri: x}]}}"
 TRIALS = [["training.seed=1"], ["training.seed=2"]]

@@ -30,14 +30,14 @@ from holdfast.pipelines.backends.local.run import (
 )
 from holdfast.pipelines.backends.record import Record
 from holdfast.pipelines.backends.request import RunRequest
+from holdfast.pipelines.view.comparison import print_comparison
 from holdfast.pipelines.view.console import SafeConsole
-from holdfast.pipelines.view.sweep import print_comparison
 from holdfast.pipelines.view.terminal import Board
 from holdfast.runtime.environment import log_dir, make_folder
-from holdfast.runtime.outcomes import EXIT_HANDLER, KILLED, Outcome, read_outcomes
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.scoring.comparison import Comparison, read_comparison, sweep_id, trials_of
 from holdfast.spec import ExitCode
+from holdfast.steps.outcomes import EXIT_HANDLER, KILLED, Outcome, read_outcomes
 from holdfast.store import Store
 
 UNFINISHED = "UNFINISHED"

@@ -86,7 +86,7 @@ def replay_steps(
         folder = Path(name)
         results, plan = folder / "rows.jsonl", folder / "plan.json"
         results.touch()
-        command = ["-m", "holdfast.components.train.audit.replay_rank", "--of", run_id, "--launch", str(launch)]
+        command = ["-m", "holdfast.audit.replay_rank", "--of", run_id, "--launch", str(launch)]
         command += ["--root", store.url, "--from-step", str(start), "--to-step", str(last), "--results", str(results)]
         if start:  # the ranks open it by its step, and its root may be replaced by then
             command += ["--state-digest", read_manifest(store, run_id, start).state_digest]

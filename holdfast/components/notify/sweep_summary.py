@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.components.notify.cleanup import clean_up_cluster
 from holdfast.components.notify.ending import compared, ending_of, headline_of
 from holdfast.components.notify.summary import (
     MAX_REASON,
@@ -22,12 +21,13 @@ from holdfast.components.notify.summary import (
     next_command,
     tell,
 )
+from holdfast.launch.kubernetes.run_cleanup import clean_up_cluster
 from holdfast.runtime.environment import store_url
-from holdfast.runtime.outcomes import Outcome, first_failure
 from holdfast.runtime.secrets import redact
 from holdfast.scoring.comparison import BLESSED, Comparison, read_comparison, sweep_id, sweep_name, trials_of
 from holdfast.spec import Spec, dump_spec
 from holdfast.spec.json_parsing import parse_json
+from holdfast.steps.outcomes import Outcome, first_failure
 from holdfast.store import Store, layout, open_store
 
 Trial = tuple[tuple[str, ...], Spec, str]  # overrides, spec, run

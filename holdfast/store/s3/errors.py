@@ -1,19 +1,25 @@
 """Classification of S3 failures: retryable, or an error that names the object and the remedy.
 
 No credential reaches a message: only the error's code, its kind and a redacted text are shown. Every exception of a
-request is classified here, also those that botocore does not declare. `s3_codes` has the codes.
+request is classified here, also those that botocore does not declare. The codes are a table below.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 import ssl
+from collections.abc import Callable
+from enum import Enum
 from http.client import HTTPException
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
 from urllib3.exceptions import HTTPError
 
+from holdfast.runtime import retry
 from holdfast.runtime.secrets import redact
 from holdfast.spec.errors import (
     AccessDeniedError,
@@ -21,9 +27,185 @@ from holdfast.spec.errors import (
     MissingError,
     NoSpaceError,
     StoreRefusedError,
+    StoreUnreachableError,
 )
-from holdfast.store.retry import RetryableError
-from holdfast.store.s3_codes import Meaning, meaning_of
+
+# Error codes of S3 servers, by the action that a client must take.
+#
+# One table covers Amazon S3, MinIO, Ceph RGW, SeaweedFS, Google's XML interface and Cloudflare R2. The code takes
+# precedence over the HTTP status, because servers send the same code with different statuses. A reply without a known
+# code is classified by its status.
+
+
+class Meaning(Enum):
+    """The action that a failed reply calls for."""
+
+    TRANSIENT = "send the request again until the deadline"
+    DAMAGED = "the body arrived damaged: send it again a few times"
+    EXPIRED = "read the credentials again, and wait for new ones until the deadline"
+    UNKNOWN_KEY = "read the credentials again; without new ones the key or token is wrong"
+    DENIED = "the credentials do not allow the operation"
+    CLOCK = "set the clock"
+    MISSING = "the object does not exist"
+    NO_BUCKET = "the bucket does not exist"
+    UPLOAD_LOST = "the multipart upload is gone: send the object again"
+    FULL = "free some space"
+    REGION = "use the region, or the address, of the bucket"
+    UNSUPPORTED = "the server lacks the operation or a header of it"
+    CHECKSUM = "the server wants another checksum"
+    CONDITION = "the condition of the request does not hold"
+    ARCHIVED = "restore the object first"
+    REFUSED = "the request is wrong"
+
+
+CODES: dict[Meaning, str] = {
+    Meaning.TRANSIENT: """
+        RequestTimeout RequestTimeoutException RequestTimedOut OperationTimedOut GatewayTimeout
+        InternalError InternalFailure InternalServerError ServerInternalError UnknownError BackendError
+        ServiceUnavailable ServiceUnavailableException Unavailable TemporarilyUnavailable BadGateway Busy ServerBusy
+        SlowDown SlowDownRead SlowDownWrite TooManyRequests TooManyRequestsException TooMuchConcurrency
+        Throttling ThrottlingException ThrottledException RequestThrottled RequestThrottledException
+        RequestLimitExceeded BandwidthLimitExceeded LimitExceededException ProvisionedThroughputExceededException
+        EC2ThrottledException PriorRequestNotComplete TransactionInProgressException RateLimitExceeded
+        rateLimitExceeded ReducedRedundancyLostObject
+        OperationAborted ConditionalRequestConflict ConcurrentModification ResourceConflict
+        ClientDisconnected XMinioServerNotInitialized XMinioBackendDown XMinioReadQuorum XMinioWriteQuorum
+        XMinioObjectReadQuorum XMinioObjectWriteQuorum
+    """,
+    Meaning.DAMAGED: """
+        BadDigest BadDigestException XAmzContentSHA256Mismatch XAmzContentChecksumMismatch ContentChecksumMismatch
+        ChecksumMismatch IncompleteBody
+    """,
+    Meaning.EXPIRED: "ExpiredToken ExpiredTokenException TokenRefreshRequired RequestExpired RequestExpiredException",
+    Meaning.UNKNOWN_KEY: """
+        InvalidAccessKeyId InvalidAccessKey InvalidToken InvalidTokenId InvalidClientTokenId
+        UnrecognizedClientException
+    """,
+    Meaning.DENIED: """
+        AccessDenied AccessDeniedException AccessForbidden Forbidden Unauthorized UnauthorizedAccess
+        SignatureDoesNotMatch InvalidSecurity NotSignedUp AccountProblem UserSuspended AllAccessDisabled
+        AuthFailure AuthorizationError MissingAuthenticationToken MissingSecurityHeader MissingSecurityElement
+        CredentialsNotSupported InvalidPayer UserProjectAccountProblem UserProjectAccessDenied
+    """,
+    Meaning.CLOCK: "RequestTimeTooSkewed RequestInTheFuture",
+    Meaning.MISSING: "NoSuchKey NoSuchVersion",
+    Meaning.NO_BUCKET: "NoSuchBucket",
+    Meaning.UPLOAD_LOST: "NoSuchUpload InvalidPart InvalidPartOrder",
+    Meaning.FULL: """
+        XMinioStorageFull XMinioAdminBucketQuotaExceeded XRustfsStorageFull InsufficientStorage QuotaExceeded
+        QuotaExceededException StorageFull InsufficientCapacity EntityStorageFull
+    """,
+    Meaning.REGION: """
+        PermanentRedirect TemporaryRedirect Redirect AuthorizationHeaderMalformed InvalidRegion
+        IllegalLocationConstraintException
+    """,
+    Meaning.UNSUPPORTED: "NotImplemented MethodNotAllowed XNotImplemented UnsupportedOperation",
+    Meaning.CHECKSUM: "MissingContentMD5 InvalidDigest MissingContentChecksum",
+    Meaning.CONDITION: "PreconditionFailed ConditionNotMet",
+    Meaning.ARCHIVED: "InvalidObjectState",
+    Meaning.REFUSED: """
+        InvalidRequest InvalidArgument InvalidRange InvalidURI InvalidBucketName InvalidObjectName KeyTooLong
+        KeyTooLongError MalformedXML EntityTooLarge EntityTooSmall ObjectTooLarge MetadataTooLarge
+        MissingContentLength MissingRequestBodyError MaxMessageLengthExceeded RequestHeaderSectionTooLarge
+        InvalidEncryptionAlgorithmError InvalidStorageClass InvalidBucketState InvalidRetentionPeriod
+        ObjectLocked WORMProtected XMinioInvalidObjectName XMinioObjectTampered XMinioParentIsObject
+    """,
+}
+MEANINGS = {code: meaning for meaning, codes in CODES.items() for code in codes.split()}
+
+TRANSIENT_STATUS = {408, 409, 425, 429, 499}
+_CHANGED_ON_THE_WAY = re.compile(
+    r"(?i)checksum.*(mismatch|(did|does) not match)|mismatch.*checksum|did not match the calc"
+)
+_VAGUE = {"InvalidRequest", "InvalidArgument"}  # servers use them for everything; only their text is specific
+
+
+def meaning_of(status: int, code: str, message: str = "") -> Meaning:
+    """The action for a reply with this status, code and text."""
+    if (code in _VAGUE or (code not in MEANINGS and status == 400)) and message:
+        if _CHANGED_ON_THE_WAY.search(message):
+            return Meaning.DAMAGED
+        if "content-md5" in message.lower():
+            return Meaning.CHECKSUM
+        if "checksum" in message.lower() or "x-amz-trailer" in message.lower():
+            return Meaning.UNSUPPORTED
+    return MEANINGS.get(code) or _by_status(status)
+
+
+def _by_status(status: int) -> Meaning:
+    if status in TRANSIENT_STATUS or (status >= 500 and status not in (501, 505, 507)):
+        return Meaning.TRANSIENT
+    if status in (401, 403):
+        return Meaning.DENIED
+    if status == 507:  # MinIO's and others' status for a full disk
+        return Meaning.FULL
+    if 300 <= status < 400:
+        return Meaning.REGION
+    return {404: Meaning.MISSING, 405: Meaning.UNSUPPORTED, 412: Meaning.CONDITION, 501: Meaning.UNSUPPORTED}.get(
+        status, Meaning.REFUSED
+    )
+
+
+# Retries of store requests under a deadline.
+#
+# Every operation ends: with its result, with the error of a permanent failure, or with StoreUnreachableError at the
+# deadline.
+
+log = logging.getLogger("holdfast.store")
+
+FIRST_PAUSE = 0.1  # seconds
+LONGEST_PAUSE = 5.0
+UNREACHABLE_REMEDY = "see whether the endpoint is up and reachable, then run the same command again"
+LONGEST_ASKED = 15.0  # the longest Retry-After that is respected: the deadline is ours
+
+Result = TypeVar("Result")
+
+
+class RetryableError(Exception):
+    """A failure that another attempt may not meet. Never leaves this package. `at_least`: seconds to wait at the
+    server's request. `remedy`: what a person does when no attempt succeeds."""
+
+    attempt = 1  # the number of the failed attempt
+
+    def __init__(self, message: str, at_least: float = 0.0, remedy: str = UNREACHABLE_REMEDY) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+        self.at_least = min(at_least, LONGEST_ASKED)
+
+
+def retried(action: Callable[[int], Result], what: str, deadline: float) -> Result:
+    """The result of `action(attempt)`, called again after every RetryableError for at most `deadline` seconds. `what`
+    names the operation and the key in the error."""
+
+    def numbered(attempt: int) -> Result:
+        try:
+            return action(attempt)
+        except RetryableError as failure:
+            failure.attempt = attempt
+            raise
+
+    def note(attempt: int, failure: BaseException) -> None:
+        log.log(logging.WARNING if attempt > 3 else logging.DEBUG, "%s: attempt %d: %s", what, attempt, failure)
+
+    try:
+        return retry.retried(
+            numbered,
+            _passes,
+            first=FIRST_PAUSE,
+            longest=LONGEST_PAUSE,
+            seconds=deadline,
+            at_least=lambda failure: getattr(failure, "at_least", 0.0),
+            note=note,
+        )
+    except RetryableError as failure:
+        raise StoreUnreachableError(
+            f"{what}: no success within {deadline:g} s, attempt {failure.attempt} failed: {failure}; {failure.remedy}"
+        ) from None
+
+
+def _passes(failure: BaseException) -> bool:
+    return isinstance(failure, RetryableError)
+
 
 # Failures of the connection, or of bytes in transit: the next attempt may not meet them.
 PASSING = (

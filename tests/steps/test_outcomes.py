@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.runtime.outcomes import Outcome, run_of
 from holdfast.spec import parse_spec, run_id
+from holdfast.steps.outcomes import Outcome, run_of
 
 SPEC = "{name: a, data: {sources: [{uri: x}]}}"
 DATASET_ID = "0123456789abcdef"

@@ -7,18 +7,17 @@ start if the folder has a `stop` file. A container on a cluster has no such fold
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from holdfast.runtime.environment import outcomes_folder
 from holdfast.runtime.secrets import redact
 from holdfast.spec.errors import ExitCode, HoldfastError
 from holdfast.spec.identity import run_id
 from holdfast.spec.json_parsing import parse_json
 from holdfast.spec.load import parse_spec
 
-OUTCOMES = "HOLDFAST_OUTCOMES"
 STOP_FILE = "stop"
 LOG_FILE = "HOLDFAST_LOG_FILE"  # the file for the output of the steps, which messages can name
 RUN_ID = "HOLDFAST_RUN_ID"  # the run that the pipeline makes, if known beforehand
@@ -68,12 +67,6 @@ def read_outcomes(folder: Path) -> list[Outcome]:
     """The outcomes in `folder`, in the order in which the steps started."""
     found = [parse_json(path.read_bytes(), Outcome, str(path)) for path in folder.glob("*.json")]
     return sorted(found, key=lambda outcome: outcome.started)
-
-
-def outcomes_folder() -> Path | None:
-    """The folder that HOLDFAST_OUTCOMES names, if any."""
-    value = os.environ.get(OUTCOMES)
-    return Path(value) if value else None
 
 
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pydantic import BaseModel
 
 from holdfast.spec.errors import DataError, MissingError
+from holdfast.steps.jobs import is_job, outcomes_in
+from holdfast.steps.step_logs import local_job
 from holdfast.store import layout
 from holdfast.store.interface import ObjectInfo, Store
-from holdfast.store.jobs import is_job, outcomes_in
 from holdfast.store.json_reading import read_json
-from holdfast.store.step_logs import local_job
 
 KEEP_SECONDS = 30 * 86_400.0
 LOOKS = 50  # jobs

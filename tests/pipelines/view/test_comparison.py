@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from holdfast.pipelines.view.sweep import print_comparison
+from holdfast.pipelines.view.comparison import print_comparison
 from holdfast.scoring.comparison import Comparison, Row
 from holdfast.store import open_store
 

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 
 from holdfast.checkpoint import Checkpointer, open_checkpoint
+from holdfast.collectives import Gang, noticing_lost_peers
 from holdfast.dataset import Dataset, Prefetcher
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import Scalars, build_engine
@@ -40,7 +41,6 @@ from holdfast.rank.setup import batches
 from holdfast.rank.worker import first_state, speaks
 from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.exits import exit_code_of
-from holdfast.runtime.gang import Gang, noticing_lost_peers
 from holdfast.runtime.logs import configure_logging
 from holdfast.spec.errors import DataError, PlanChangedError
 from holdfast.spec.plan import Plan

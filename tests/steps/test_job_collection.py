@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from holdfast.pipelines.backends.record import Record
-from holdfast.runtime.outcomes import Outcome
-from holdfast.store import Store, job_collection, layout
-from holdfast.store.job_collection import KEEP_SECONDS, LOOKS, collect_jobs
+from holdfast.steps import job_collection
+from holdfast.steps.job_collection import KEEP_SECONDS, LOOKS, collect_jobs
+from holdfast.steps.outcomes import Outcome
+from holdfast.store import Store, layout
 from tests.protocol.bucket import Bucket, MemoryStore
 
 THEN, LATER = 1e9, 1e9 + KEEP_SECONDS + 60

@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from holdfast.audit.records import AuditRecord, Stretch, audited_stretches, put_audit
+from holdfast.audit.replay_job import ReplayResult, replay_steps
 from holdfast.checkpoint import read_manifest
 from holdfast.checkpoint.lineage import counted_steps, newest_step
-from holdfast.components.train.audit.replay_job import ReplayResult, replay_steps
 from holdfast.components.train.step import GangError
 from holdfast.runtime.node import node_name
 from holdfast.spec import Spec
 from holdfast.spec.errors import DataError, ExitCode, MissingError, PlanChangedError
 from holdfast.store import Store
 from holdfast.telemetry import emit, recording
-from holdfast.telemetry.audit_records import AuditRecord, Stretch, audited_stretches, put_audit
 from holdfast.telemetry.events import AuditDiffers
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.audit.records import Stretch, read_audits
+from holdfast.audit.sampling import stretches
 from holdfast.checkpoint import read_manifest
-from holdfast.components.train.audit.sampling import stretches
 from holdfast.spec.errors import ExitCode
 from holdfast.store import Store, layout
 from holdfast.telemetry import read_events
-from holdfast.telemetry.audit_records import Stretch, read_audits
 from holdfast.telemetry.events import AuditDiffers
 from tests.kept_server import launches_of_one_server
 from tests.pipelines.cli.test_runs import holdfast

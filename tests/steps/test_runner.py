@@ -19,8 +19,8 @@ import torch
 from holdfast.runtime.environment import home, log_dir, store_url, tracking_uri
 from holdfast.runtime.exits import exit_code_of
 from holdfast.runtime.logs import configure_logging
-from holdfast.runtime.step_cli import add_common, publish, spec_and_store
 from holdfast.spec import ExitCode, SpecError, errors
+from holdfast.steps.command_line import add_common, publish, spec_and_store
 from holdfast.store import open_store
 from tests.spec.conftest import text_with
 
@@ -78,7 +78,7 @@ STEP = """
     import sys
     from argparse import ArgumentParser
     from holdfast.spec.errors import LostPeerError
-    from holdfast.runtime.step_cli import add_common, publish, spec_and_store
+    from holdfast.steps.command_line import add_common, publish, spec_and_store
     from holdfast.runtime.exits import exit_code_of
     from holdfast.runtime.logs import configure_logging
 
