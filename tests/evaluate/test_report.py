@@ -1,16 +1,13 @@
 """The report: whole, self-contained, safe against what it quotes, and small however long the run was."""
 
-import json
 import math
 import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
-import pytest
-
 from holdfast.components.evaluate.checks import checks, decide
 from holdfast.components.evaluate.report import draw
-from holdfast.pages.charts import Chart, Series, draw_chart, number, smooth, thin, ticks
+from holdfast.pages.charts import Chart, Series, draw_chart, smooth, thin
 from holdfast.scoring import Measured, Verdict
 from holdfast.scoring.verdict import Opponent, Sample
 from holdfast.spec import Spec
@@ -20,7 +17,6 @@ from holdfast.telemetry import emit, recording
 from holdfast.telemetry.channel import line_of
 from holdfast.telemetry.events import LaunchEnded
 from tests.evaluate import world
-from tests.spec.plans import two_segments
 from tests.telemetry.test_ledger import killed_once
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\"'&<b>"
@@ -98,19 +94,6 @@ def test_the_page_shows_verdict_curves_data_lineage_and_attempts(store: Store) -
         assert expected in text, expected
     assert read.tags.count("svg") == 4
     assert "Dropped: too short" not in text, "a reason that dropped nothing is not shown"
-
-
-def test_the_page_lists_the_plans_that_the_run_was_computed_under(store: Store) -> None:
-    store.put(layout.result(world.RUN), json.dumps({"segments": two_segments()}).encode())
-    _, read = page(store, verdict())
-    text = " ".join(read.texts)
-    for expected in (
-        "Its plan was changed 1 time",
-        "the first plan",
-        "parallel.strategy: ddp before, fsdp now",
-        "H100",
-    ):
-        assert expected in text, expected
 
 
 def test_nothing_is_loaded_and_nothing_runs(store: Store) -> None:
@@ -197,23 +180,6 @@ def test_thinning_keeps_ends_and_spikes() -> None:
 def test_smoothing_keeps_a_straight_line_and_both_ends() -> None:
     line = [(float(x), 2.0 * x) for x in range(500)]
     assert all(abs(after[1] - before[1]) < 1e-9 for before, after in zip(line, smooth(line), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0, 10, [0, 2, 4, 6, 8, 10]),
-        (0, 1e-3, [0, 0.0002, 0.0004, 0.0006, 0.0008, 0.001]),
-        (-1, 1, [-1, -0.5, 0, 0.5, 1]),
-    ],
-)
-def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(low, high) == expected
-
-
-def test_numbers_are_short() -> None:
-    shown = [number(value) for value in (0.0003, 3.21456, 9999, 12_500, 1_200_000, 3e9, 2e12)]
-    assert shown == ["0.0003", "3.215", "9999", "12.5k", "1.2M", "3G", "2T"]
 
 
 def test_what_lies_beside_the_claims_is_no_attempt(store: Store) -> None:

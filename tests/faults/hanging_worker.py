@@ -1,17 +1,15 @@
-"""A rank that hangs in a step: HOLDFAST_TEST_HANGS says which rank, in which step and how, "rank:step:how". `data`: its
-next batch does not come; `collective`: before its next batch it waits in one that no other rank calls;
-`stop`: it is stopped by a signal; `node`: and so is all that runs on its node."""
+"""A rank that hangs in a step: HOLDFAST_TEST_HANGS says which rank, in which step and how, "rank:step:how".
+`collective`: before its next batch it waits in one that no other rank calls; `node`: it is stopped by a signal, and so
+is all that runs on its node."""
 
 from __future__ import annotations
 
 import os
-import time
 
 import psutil
 import torch.distributed as dist
 
 from holdfast.dataset import Prefetcher
-from holdfast.dataset.batches import Batches
 from holdfast.rank import worker
 
 
@@ -24,31 +22,26 @@ def main() -> None:
 
 
 def _hang(step: int, how: str) -> None:
-    read, iterate = Batches.batch, Prefetcher.__iter__
-
-    def batch(self, number, rows):
-        while how == "data" and number == step:
-            time.sleep(1.0)
-        return read(self, number, rows)
+    iterate = Prefetcher.__iter__
 
     def batches(self):
         for number, rows in iterate(self):
             if how == "collective" and number == step:
                 dist.barrier()
-            if how in ("stop", "node") and number == step:
-                _stop(whole_node=how == "node")
+            if how == "node" and number == step:
+                _stop()
             yield number, rows
 
-    Batches.batch, Prefetcher.__iter__ = batch, batches
+    Prefetcher.__iter__ = batches
 
 
-def _stop(whole_node: bool) -> None:
+def _stop() -> None:
     mine = psutil.Process()
     server = mine.parent()
     assert server is not None
     torchrun = server.parent()
     assert torchrun is not None
     others = [torchrun, *(one for one in torchrun.children(recursive=True) if one.pid != mine.pid)]
-    for one in others if whole_node else ():
+    for one in others:
         one.suspend()
     mine.suspend()

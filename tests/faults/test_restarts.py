@@ -31,25 +31,15 @@ def start(store: Store, spec: Spec, number: int, home: Path, how: str = "", **mo
     return warm.popen([*command, "--store", store.url], stderr=subprocess.PIPE, text=True, env={**environment, **more})
 
 
-@pytest.mark.parametrize(
-    ("another_launch", "variables"),
-    [
-        (True, {}),
-        (False, {"TORCHELASTIC_RUN_ID": "run-1", "TORCHELASTIC_RESTART_COUNT": "0"}),  # the same agent, the same rank
-    ],
-    ids=["launcher", "torchrun"],
-)
-def test_an_old_rank_0_inside_a_sweep_deletes_nothing_that_the_new_gang_committed(
-    tmp_path: Path, another_launch: bool, variables: dict[str, str]
-) -> None:
+def test_an_old_rank_0_inside_a_collection_deletes_nothing_that_the_new_gang_committed(tmp_path: Path) -> None:
     store, spec = new_store(tmp_path / "store"), tiny_spec(*OVERRIDES)
     identity, first = run_id(spec, DATASET_ID), launch(store, spec)
-    variables = {**variables, FOLDER_VARIABLE: str(tmp_path)}
+    variables = {FOLDER_VARIABLE: str(tmp_path)}
     with start(store, spec, first, tmp_path / "home", f"pauses-in-{tmp_path}", **variables) as old:
         while not (tmp_path / "paused").exists():
             assert old.poll() is None
             time.sleep(0.02)
-        number = launch(store, spec) if another_launch else first
+        number = launch(store, spec)
         new = start(store, spec, number, tmp_path / "home", **variables)
         _, logged = new.communicate(timeout=300)
         assert new.returncode == ExitCode.OK, logged

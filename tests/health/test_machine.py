@@ -46,14 +46,6 @@ def test_a_disk_that_takes_nothing_is_a_note_and_no_rate(tmp_path: Path) -> None
     assert node.notes == [f"disk: {tmp_path / 'file' / 'folder'}: Not a directory"]
 
 
-def test_a_store_that_takes_nothing_is_a_note_and_no_rate(tmp_path: Path) -> None:
-    store = open_store(f"file://{tmp_path / 'store'}")
-    (tmp_path / "store").mkdir(exist_ok=True)
-    (tmp_path / "store" / "health").touch()
-    node = machine.disk_and_store(tmp_path / "disk", store, "health/")
-    assert "store" not in node.rates and node.notes[0].startswith("store: ")
-
-
 def test_an_answer_that_cannot_be_read_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_asked", lambda *_: ("No devices were found\n", ""))
     assert machine.counters("cuda", "0")[2] == ["counters: nvidia-smi answered 'No devices were found'"]
@@ -118,8 +110,3 @@ def test_the_driver_is_asked_for_one_device(tmp_path: Path, monkeypatch: pytest.
     found, versions, notes = machine.counters("cuda", "1234")
     assert found["uncorrected ECC errors"] == 2 and versions == {"NVIDIA driver": "570.124.06"}
     assert notes == ["counters: Xid: the kernel's log cannot be read here: No such file or directory"]
-
-
-def test_devices_without_such_counters_say_so() -> None:
-    assert machine.counters("cpu", "") == ({}, {}, [])
-    assert machine.counters("npu", "") == ({}, {}, ["counters: nothing here reads those of npu"])

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.health import Finding, Link, Measured, Report, judge
 from holdfast.health.examine import require_health
-from holdfast.health.verdict import FATAL, Limit, outliers, shown_rate
+from holdfast.health.verdict import FATAL, Limit, outliers
 from holdfast.spec.errors import LostPeerError, UnhealthyNodeError, WrongArithmeticError
 
 
@@ -147,21 +147,10 @@ def test_versions_that_differ_are_told_of_the_nodes_that_have_the_rarer_ones() -
     assert found[0].words == "rank 1 on node-1: versions: driver is 2, and 1 elsewhere"
 
 
-def test_what_failed_stands_before_what_is_only_told() -> None:
-    found = judge([*computing(100, 85, 50, 100, 100)])
-    assert [finding.severity for finding in found] == ["failed", "warned"]
-
-
 def test_the_spread_of_the_peers_decides_beside_the_share() -> None:
     limit = Limit(0.9, 0.5)
     assert [rank for rank, *_ in outliers({0: 100, 1: 100, 2: 100, 3: 40}, limit)] == [3]
     assert [rank for rank, *_ in outliers({0: 100, 1: 70, 2: 130, 3: 40}, limit)] == []
-
-
-def test_rates_are_told_in_units_for_people() -> None:
-    assert [shown_rate(4.12e14, "compute"), shown_rate(3.21e9, "link"), shown_rate(0, "disk")] == [
-        "412 TFLOP/s", "3.21 GB/s", "0 B/s",
-    ]  # fmt: skip
 
 
 def test_who_is_sick_who_may_be_and_who_is_not_are_told_apart() -> None:

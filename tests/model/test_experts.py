@@ -96,13 +96,6 @@ def test_no_token_is_dropped_and_its_gradient_is_that_of_each_token_by_itself(ev
         assert near(one, other, 18 * 3, atol=1e-4)  # tokens, and the choices of each
 
 
-def test_unevenness_is_one_for_equal_experts_and_more_where_some_have_all() -> None:
-    router = one_layer(mixture(top_k=1)).gate
-    chosen = torch.tensor([[0], [1], [2], [3], [4], [0], [0], [0], [0], [0]])
-    shares = torch.cat([torch.full((5, 5), 0.2), torch.eye(5)[:1].expand(5, 5)])
-    assert near(router._load(chosen, shares, 2).unevenness_B, torch.tensor([1.0, 5.0]), 5 + 5)  # tokens, then experts
-
-
 def test_balancing_adds_a_gradient_and_nothing_to_the_loss_in_training_alone_and_each_sequence_by_itself() -> None:
     plain, balanced = (decoder(mixture("qwen3_moe", balance=kind)) for kind in ("none", "auxiliary"))
     tokens, targets = TOKENS[:, :-1], TOKENS[:, 1:].clone()

@@ -75,11 +75,6 @@ def test_when_the_context_is_full_the_text_goes_on_from_its_later_half(length: i
         assert by_whole_forwards(lambda text: text[:size]) != by_whole_forwards(lambda text: text[-size:])
 
 
-def test_generation_goes_on_when_the_context_is_full() -> None:
-    tokens = take(decoder(shape()), [5], 100, temperature=1.0)
-    assert len(tokens) == 100
-
-
 def test_the_text_ends_with_the_end_of_text_and_does_not_show_it(tokenizer: Tokenizer) -> None:
     built = decoder(shape())
     greedy = take(built, tokenizer.encode("fox").ids, 1)[0]

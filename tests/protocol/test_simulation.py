@@ -30,9 +30,9 @@ def test_seeds_that_find_what_the_first_ones_do_not() -> None:
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("first", range(1000, 1000 + 500 * SEEDS, 500))
+@pytest.mark.parametrize("first", range(1000, 1000 + 250 * SEEDS, 250))
 def test_whatever_thousands_of_seeds_do_to_a_run_the_promises_hold(first: int) -> None:
-    require(range(first, first + 500))
+    require(range(first, first + 250))
 
 
 def test_a_seed_does_the_same_again() -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.protocol.crashes import OF_ONE, Crash, crash, points
 from tests.seeds import SEEDS
 
-PARTS = 8  # of all pairs: each is a test of a quarter of a minute on an idle core
+PARTS = 16  # of all pairs: each is a test of ten seconds on an idle core
 
 
 @pytest.mark.slow

@@ -60,20 +60,6 @@ def test_no_more_rows_go_through_the_layers_at_once_than_fit(monkeypatch: pytest
     assert score(built, [TOKENS], LENGTHS, document_masks=True) == whole
 
 
-def test_a_prompt_gives_logits_of_its_last_token_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    export(tmp_path, decoder(shape()))
-    built, tokenizer = load_exported(tmp_path)
-    head, seen = Decoder.head, []
-
-    def watched(self: Decoder, x: Tensor) -> Tensor:
-        seen.append(tuple(x.shape))
-        return head(self, x)
-
-    monkeypatch.setattr(Decoder, "head", watched)
-    assert generate(built, tokenizer, "the quick brown fox", tokens=3, seed=1)
-    assert set(seen) == {(1, 1, 32)}
-
-
 def test_weights_go_to_their_place_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = decoder(shape(tie_embeddings=False))
     export(tmp_path, built, max_shard_bytes=20_000)

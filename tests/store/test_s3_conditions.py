@@ -10,6 +10,7 @@ from holdfast.pipelines.chaos.proxy import (
     FaultyProxy,
     Reply,
     answer,
+    answer_after,
     hold,
     lose_reply,
     reset,
@@ -35,6 +36,17 @@ def test_a_claim_whose_reply_was_lost_is_still_ours(store: Store, proxy: FaultyP
     assert fault.hits == 1
     assert store.get("claim") == b"mine"
     assert not store.put_if_absent("claim", b"theirs")
+
+
+def test_a_412_that_answers_what_was_applied_is_a_write_of_ours(store: Store, proxy: FaultyProxy) -> None:
+    """As when something on the way repeats a conditional write of its own."""
+    applied = [
+        proxy.inject(answer_after(412, "PreconditionFailed"), method="PUT", path=key) for key in ("claim", "counter")
+    ]
+    assert store.put_if_absent("claim", b"mine")
+    version = store.compare_and_swap("counter", b"1", None)
+    assert store.get_versioned("counter") == (b"1", version)
+    assert [fault.hits for fault in applied] == [1, 1]
 
 
 def test_a_swap_whose_reply_was_lost_is_known_by_its_writer_not_its_content(

@@ -127,10 +127,9 @@ def asked(ranks: int, *more: str) -> tuple[str, ...]:
     return ("training.determinism=elastic", f"parallel.processes={ranks}", "training.steps=8", *more)
 
 
-LAYOUTS = {
-    f"{strategy} {precision}": (f"parallel.strategy={strategy}", f"training.precision={precision}")
-    for strategy in ("ddp", "fsdp")
-    for precision in ("fp32", "bf16")
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "ddp fp32": ("parallel.strategy=ddp",),
+    "fsdp bf16": ("parallel.strategy=fsdp", "training.precision=bf16"),
 }
 _MIXTURE = ("model.experts=4", "model.ffn=24")
 LAYOUTS |= {

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,11 +57,6 @@ def test_a_machine_without_the_driver_says_what_the_library_says() -> None:
     meter = Meter(GPU)
     assert "NVML" in meter.unknown
     assert meter.read() == Figures()
-
-
-def test_the_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert Meter(GPU).unknown == "install holdfast[nvml]"
 
 
 def test_the_binding_finds_the_driver_where_the_loader_does(library: Path, tmp_path: Path) -> None:
@@ -133,32 +127,6 @@ def test_an_accelerator_that_is_lost_costs_nothing_but_its_figures(driver: Drive
     meter = Meter(GPU)
     driver.tell(**dict.fromkeys(USUAL, -15))
     assert meter.read() == Figures()
-
-
-@pytest.mark.usefixtures("driver")
-@pytest.mark.parametrize("early", [True, False], ids=["when it is opened", "in mid-run"])
-@pytest.mark.parametrize(
-    ("answer", "opens"), [(lambda _gpu: "cold", True), (lambda: 71, False)], ids=["no number", "other arguments"]
-)
-def test_a_binding_that_answers_otherwise_costs_nothing_but_its_figures(
-    answer: Callable[..., object],
-    opens: bool,
-    early: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    import pynvml
-
-    def mismatch() -> None:
-        monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", lambda gpu, _kind: answer(gpu))
-
-    if early:
-        mismatch()
-    meter = Meter(GPU)
-    mismatch()
-    assert meter.now() == meter.read() == meter.now() == Figures()
-    assert "NVML does not tell it" in meter.unknown
-    assert len(caplog.records) == (0 if early and not opens else 1), "it is said once, of what had begun"
 
 
 def test_a_rank_tells_the_energy_of_the_seconds_that_it_tells(

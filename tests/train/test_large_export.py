@@ -91,7 +91,7 @@ def test_a_pod_of_2_gib_exports_and_registers_5_gb(tmp_path: Path) -> None:
 @pytest.mark.drill
 @pytest.mark.timeout(1200)
 def test_an_export_into_a_bucket_holds_a_few_parts_and_no_shard(s3_url: str, tmp_path: Path) -> None:
-    model = {"HOLDFAST_LARGE": json.dumps({"layers": 3, "hidden": 2048, "ffn": 7168}), "HOLDFAST_HOME": str(tmp_path)}
+    model = {"HOLDFAST_LARGE": json.dumps({"layers": 4, "hidden": 2048, "ffn": 7168}), "HOLDFAST_HOME": str(tmp_path)}
 
     def done(what: str) -> dict[str, int]:
         command = [sys.executable, "-m", "tests.train.large", what, s3_url]
@@ -104,7 +104,7 @@ def test_an_export_into_a_bucket_holds_a_few_parts_and_no_shard(s3_url: str, tmp
     written, made = done("checkpoint"), done("export")
     shards = [info.size for info in open_store(s3_url).list(EXPORTS) if info.key.endswith(".safetensors")]
     print(f"MiB: a shard of {shards[0] // 2**20}, resident memory {made['before']} before and {made['peak']} at most")
-    assert written["bytes"] > 6 * 10**8
+    assert written["bytes"] > 8 * 10**8
     assert len(shards) == 1
     assert made["peak"] - made["before"] < 512  # eight parts of 32 MiB, a slab of rows, and what reading it needs
     assert done("load")["same"] == 1

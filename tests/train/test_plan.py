@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from holdfast.checkpoint import list_attempts, read_manifest
-from holdfast.checkpoint.attempts import read_attempt
 from holdfast.components.train import run
 from holdfast.components.train.result import read_result
 from holdfast.launch.device import device_name
@@ -23,11 +22,6 @@ from holdfast.spec.plan import changes_in_words
 from tests.spec.plans import plan_of
 from tests.train.ranks import Runs, identity_of, train_in_ranks
 from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_assignment, tiny_spec
-
-# No clipping, because the norm is a sum over all parameters: how it is cut decides its last bit, and so all of them.
-# One micro-batch a rank of two, and two of one process: halves are exact, and a sum of two has one order.
-BASE = ("training.global_batch=8", "training.micro_batch=4", "training.clip_norm=null", "checkpoint.every_steps=100")
-
 
 CHANGING = (
     "OMP_NUM_THREADS", "OMP_DYNAMIC", "OMP_SCHEDULE", "KMP_DETERMINISTIC_REDUCTION", "OPENBLAS_NUM_THREADS",
@@ -69,40 +63,6 @@ def test_another_number_of_ranks_is_another_plan_but_for_an_elastic_run(
     two = plan_here(tiny_assignment(level, f"parallel.processes={processes}"), torch.device("cpu"))
     assert (one.fingerprint == two.fingerprint) is same
     assert bool(one.differences(two)) is not same
-
-
-def layout_of(strategy: str, processes: int) -> tuple[str, ...]:
-    return (*BASE, f"parallel.strategy={strategy}", f"parallel.processes={processes}")
-
-
-def train_by_layouts(store_url: str, folder: Path, layouts: list[tuple[str, int]]) -> None:
-    """Train one run under one layout after another: each is asked to leave after three steps."""
-    for number, (strategy, processes) in enumerate(layouts):
-        last = number == len(layouts) - 1
-        runs: Runs = [(layout_of(strategy, processes), "", None if last else 3 * number + 2)]
-        wanted = [""] if last else ["PreemptedError"]
-        assert (
-            train_in_ranks(processes, store_url, folder.with_name(f"{folder.name}{number}"), runs, replan=True)
-            == wanted
-        )
-
-
-@pytest.mark.drill
-def test_a_run_moves_between_engines_and_layouts_and_ends_with_the_bits_of_one_process(tmp_path: Path) -> None:
-    third = "zero1"
-    moved, alone = new_store(tmp_path / "moved"), new_store(tmp_path / "alone")
-    layouts = [("ddp", 2), ("fsdp", 2), (third, 2), ("ddp", 1)]
-    train_by_layouts(moved.url, tmp_path / "a", layouts)
-    train_by_layouts(alone.url, tmp_path / "b", [("ddp", 1)] * 2 + [(third, 1), ("ddp", 1)])
-    spec = tiny_spec(*layout_of("ddp", 1))
-    manifests = [read_manifest(store, identity_of(spec), spec.training.steps) for store in (moved, alone)]
-    assert manifests[0].state_digest == manifests[1].state_digest
-    segments = manifests[0].segments
-    assert [(segment.from_step, segment.attempt) for segment in segments] == [(0, 1), (3, 2), (6, 3), (9, 4)]
-    assert changes_in_words(segments)[1] == ["parallel.strategy: ddp before, fsdp now"]
-    assert "parallel.processes: 2 before, 1 now" in changes_in_words(segments)[3]
-    for segment in segments:
-        assert read_attempt(moved, identity_of(spec), segment.attempt)["fingerprint"] == segment.fingerprint
 
 
 @pytest.mark.slow

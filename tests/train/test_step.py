@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint import list_attempts
+from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.components.train import run
 from holdfast.components.train.step import _pass_on
 from holdfast.spec import ExitCode, run_id
@@ -20,7 +21,8 @@ from holdfast.telemetry.event_log import PipeEvents, StoreEvents, recording
 from holdfast.telemetry.events import Event, Progress, SaveCommitted, WarningIssued
 from tests.faults.killing import HELD_TRAINING, Output, followed, held_at
 from tests.faults.nodes import PATIENCE
-from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec
+from tests.train.ranks import train_in_ranks, trained
+from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec, train_once
 
 
 @pytest.mark.slow
@@ -54,7 +56,10 @@ def test_a_command_that_is_asked_to_leave_says_preempted_and_goes_on_when_it_is_
     assert code == ExitCode.PREEMPTED, printed
     assert "run the same command again" in printed
     assert store.stat(layout.result(run_id(spec, DATASET_ID))) is None
-    assert any(store.list(layout.run(run_id(spec, DATASET_ID), "checkpoints/step-")))
+    (saved,) = checkpoint_steps(store, run_id(spec, DATASET_ID))
+    assert f"resuming from step {saved}" in train_once(spec, store.url, tmp_path / "home")
+    assert train_in_ranks(1, store.url, tmp_path / "ranks", [(patient, "undisturbed", None)]) == [""]
+    assert trained(store, spec) == trained(store, spec, "undisturbed")
 
 
 GARBAGE = """

@@ -128,7 +128,7 @@ def named_in(windows: Iterator[list[list[float]]], most: int, ranks: int) -> lis
 STEPS_10_000 = 10_000 // WINDOW
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_on_cores_that_all_share_no_rank_is_named_in_ten_thousand_steps(seed: int) -> None:
     for ranks in (2, 4):
         assert named_in(alternating(random.Random(seed), ranks), STEPS_10_000, ranks) == []
@@ -152,18 +152,6 @@ def test_a_rank_that_is_1_3_times_as_slow_is_named_within_twenty_steps_and_no_ot
         named = named_in(slowed(random.Random(seed), 2 + seed % 3, calm, 1.3, 0.03), calm + 20, 2 + seed % 3)
         assert [rank for _, rank in named] == [1 + seed % 3]
         assert calm <= named[0][0] < calm + 20 // WINDOW
-
-
-def test_a_rank_is_named_again_and_again_when_it_is_slow_between_times_in_which_it_is_not() -> None:
-    def spells(rng: random.Random) -> Iterator[list[list[float]]]:
-        for n in count():
-            slow, works = n % 16 >= 12, [0.1 * rng.gauss(1, 0.03) for _ in range(2)]
-            works[n // 16 % 2] *= 1.3 if slow else 1.0
-            yield [[work] * len(WORK) for work in works]
-
-    for seed in range(10):  # as in benchmarks/hangs.py: 50 steps between two victims
-        named = named_in(spells(random.Random(seed)), 16 * 20, 2)
-        assert [(window // 16, rank) for window, rank in named] == [(n, n % 2) for n in range(20)]
 
 
 def test_on_shared_cores_a_rank_that_stays_slow_is_named_in_the_end() -> None:

@@ -20,7 +20,7 @@ from holdfast.engines.deepspeed import swap
 from holdfast.engines.deepspeed.swap import SwapFiles
 from holdfast.engines.weights import SeededState
 from holdfast.runtime.exits import code_of
-from holdfast.spec.errors import ExitCode, HoldfastError, SpecError, UnhealthyNodeError
+from holdfast.spec.errors import ExitCode, HoldfastError, MissingError, SpecError, UnhealthyNodeError
 from holdfast.store import open_store
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, identity_of, join, launch, train_in_ranks, trained
@@ -40,12 +40,22 @@ def overrides(folder: Path | None, processes: int, strategy: str = "zero3", offl
 @pytest.fixture(scope="module")
 def compiled() -> None:
     """DeepSpeed's asynchronous I/O, compiled once for this machine."""
-    asked = "from holdfast.engines.deepspeed.aio import load_async_io; load_async_io(print)"
-    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     if shutil.which("g++") is None or not Path("/usr/include/libaio.h").exists():
         pytest.skip("g++ or libaio-dev is not installed, so DeepSpeed's operators cannot be compiled")
-    done = subprocess.run([sys.executable, "-c", asked], env=environment, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert in_ranks(1, _compile) == [""]
+
+
+def _compile(rank: int, size: int, folder: Path | None = None) -> str:
+    """Where there is a `folder`, nothing is compiled yet, and there is no compiler."""
+    from holdfast.engines.deepspeed.aio import load_async_io
+
+    if folder is not None:
+        os.environ["TORCH_EXTENSIONS_DIR"] = os.environ["PATH"] = str(folder)
+    try:
+        load_async_io(print)
+    except MissingError as error:
+        return str(error)
+    return ""
 
 
 def left(folder: Path) -> list[str]:
@@ -56,33 +66,33 @@ def left(folder: Path) -> list[str]:
 @pytest.mark.usefixtures("compiled")
 def test_runs_with_swap_files_that_were_stopped_or_killed_have_the_bits_of_those_without_them(tmp_path: Path) -> None:
     store, swap = new_store(tmp_path / "store"), tmp_path / "swap"
-    asked = ("model.ffn=1536", "training.activation_checkpointing=full")
-    away = {offload: (*overrides(swap, 1, offload=offload), *asked) for offload in ("optimizer", "parameters_on_disk")}
+    wide = ("model.ffn=1536", "training.activation_checkpointing=full")
+    away = {offload: (*overrides(swap, 1, offload=offload), *wide) for offload in ("optimizer", "parameters_on_disk")}
     here = {
-        offload: (*overrides(None, 1, offload=in_memory), *asked)
+        offload: (*overrides(None, 1, offload=in_memory), *wide)
         for offload, in_memory in (("optimizer", "optimizer"), ("parameters_on_disk", "parameters"))
     }
+    weights, optimizer = away["parameters_on_disk"], away["optimizer"]
     runs: Runs = []
-    for offload, overriding in away.items():  # one run each, but for the salt
-        runs += [(here[offload], f"{offload} here", None), (overriding, f"{offload} away", None)]
-        runs += [(overriding, f"{offload} stopped", 2)]
-    assert train_in_ranks(1, store.url, tmp_path / "first", runs) == ["", "", "PreemptedError"] * 2
+    for offload, asked in away.items():  # one run each, but for the salt
+        runs += [(here[offload], f"{offload} here", None), (asked, f"{offload} away", None)]
+    assert train_in_ranks(1, store.url, tmp_path / "first", [*runs, (weights, "stopped", 2)]) == [""] * 4 + [
+        "PreemptedError"
+    ]
     assert left(swap) == []
-    for offload, weights in (("optimizer", 0), ("parameters_on_disk", 9)):
-        killed: Runs = [(away[offload], f"{offload} killed", 4)]
-        assert train_in_ranks(1, store.url, tmp_path / f"{offload} killed", killed, number=9) is None
+    for asked, salt, kept in ((optimizer, "killed optimizer", 0), (weights, "killed", 9)):
+        assert train_in_ranks(1, store.url, tmp_path / salt, [(asked, salt, 4)], number=9) is None
         assert len(left(swap)) == 1
-        assert len([*swap.rglob("*_param.tensor.swp")]) == weights
-    going_on: Runs = [(away[offload], f"{offload} {salt}", None) for offload in away for salt in ("stopped", "killed")]
-    refused: Runs = [(here[offload], f"{offload} killed", None) for offload in away]
-    ends = train_in_ranks(1, store.url, tmp_path / "second", going_on + refused)
-    assert ends == [""] * 4 + ["PlanChangedError"] * 2
+        assert len([*swap.rglob("*_param.tensor.swp")]) == kept
+    runs = [(weights, "stopped", None), (here["parameters_on_disk"], "killed", None), (weights, "killed", None)]
+    assert train_in_ranks(1, store.url, tmp_path / "second", runs) == ["", "PlanChangedError", ""]
     assert left(swap) == []
-    for offload, overriding in away.items():
-        undisturbed = trained(store, tiny_spec(*overriding), f"{offload} away")
-        assert trained(store, tiny_spec(*overriding), f"{offload} stopped") == undisturbed
-        assert trained(store, tiny_spec(*overriding), f"{offload} killed") == undisturbed
-        assert trained(store, tiny_spec(*here[offload]), f"{offload} here")["digest"] == undisturbed["digest"]
+    undisturbed = trained(store, tiny_spec(*weights), "parameters_on_disk away")
+    assert trained(store, tiny_spec(*weights), "stopped") == undisturbed
+    assert trained(store, tiny_spec(*weights), "killed") == undisturbed
+    for offload, asked in away.items():
+        digests = {trained(store, tiny_spec(*asked), f"{offload} {where}")["digest"] for where in ("here", "away")}
+        assert len(digests) == 1, offload
 
 
 @pytest.mark.slow
@@ -92,13 +102,11 @@ def test_a_run_with_weights_on_a_disk_has_the_bits_of_one_that_offloads_nothing(
     asked = (*WIDE, "training.precision=bf16", "training.clip_norm=null")
     here = (*overrides(None, 2, offload="none"), *asked)
     away = (*overrides(swap, 2, offload="parameters_on_disk"), *asked)
-    runs: Runs = [(here, "here", None), (away, "away", None), (away, "stopped", 2)]
-    assert train_in_ranks(2, store.url, tmp_path / "first", runs) == ["", "", "PreemptedError"]
-    assert train_in_ranks(2, store.url, tmp_path / "second", [(away, "stopped", None)]) == [""]
+    runs: Runs = [(here, "here", None), (away, "away", None)]
+    assert train_in_ranks(2, store.url, tmp_path / "ranks", runs) == ["", ""]
     assert left(swap) == []
-    undisturbed = trained(store, tiny_spec(*here), "here")
-    assert trained(store, tiny_spec(*away), "away")["digest"] == undisturbed["digest"]
-    assert trained(store, tiny_spec(*away), "stopped") == trained(store, tiny_spec(*away), "away")
+    digests = [trained(store, tiny_spec(*asked), name)["digest"] for asked, name in ((here, "here"), (away, "away"))]
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.slow
@@ -349,7 +357,5 @@ def _fail_to_build(_rank: int, _size: int, swap: Path) -> list[str]:
 
 @pytest.mark.usefixtures("compiled")
 def test_what_cannot_be_compiled_says_what_is_missing(tmp_path: Path) -> None:
-    asked = "from holdfast.engines.deepspeed.aio import load_async_io; load_async_io(print)"
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", asked], env=environment, check=False, capture_output=True, text=True)
-    assert "MissingError" in done.stderr and "libaio-dev" in done.stderr
+    (said,) = in_ranks(1, _compile, tmp_path)
+    assert "libaio-dev" in said
