@@ -122,7 +122,7 @@ class Run:
         output of one training rank, live or after its end: in `attempt`, in `launch`, or in the rank's newest process.
         """
         if rank is not None or attempt is not None or launch is not None:
-            from holdfast.pipelines.backends.rank_logs import goes_on, rank_lines
+            from holdfast.pipelines.backends.step_logs import goes_on, rank_lines
 
             running = (lambda: goes_on(*self._backend())) if follow else None
             return rank_lines(self._store, self.id, rank or 0, attempt=attempt, launch=launch, running=running)

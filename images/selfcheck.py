@@ -100,8 +100,8 @@ def _modules(kind: str) -> tuple[str, ...]:
     from holdfast.steps import STEPS
 
     if kind == "train":
-        return ("holdfast.rank.worker", "holdfast.components.evaluate.entrypoint")
-    steps = tuple(f"holdfast.components.{step}.entrypoint" for step in STEPS)
+        return ("holdfast.rank.worker", "holdfast.components.evaluate.__main__")
+    steps = tuple(f"holdfast.components.{step}.__main__" for step in STEPS)
     if kind == "ray":
         return (*steps, "holdfast.rank.worker", "holdfast.pipelines.backends.ray.driver")
     return steps

@@ -33,7 +33,7 @@ _OF_A_GANG = (
     "holdfast.rank.worker", "tests.faults.held_worker",
 )  # fmt: skip
 _IMPORTED = (
-    __name__, "holdfast.components.train.entrypoint", "holdfast.components.register", "holdfast.steps.adapters",
+    __name__, "holdfast.components.train.__main__", "holdfast.components.register", "holdfast.steps.adapters",
     "holdfast.pipelines.cli.entry", "tests.tracking.racer", *_OF_A_GANG,
 )  # fmt: skip
 _MATTERS_TO_IMPORTS = ("LD_", "PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "TORCH", "MALLOC", "GLIBC_")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from holdfast.corpus.chat import ChatEncoder, ChatTemplate
-from holdfast.dataset.marks import ID, UNCOUNTED
+from holdfast.dataset.vocabulary import ID, UNCOUNTED
 from holdfast.model.decoder import IGNORED, Decoder
 from holdfast.model.export import export_files, token_id
 from holdfast.model.initialise import initialise

@@ -44,7 +44,7 @@ from holdfast.runtime.exits import exit_code_of
 from holdfast.runtime.logs import configure_logging
 from holdfast.spec.errors import DataError, PlanChangedError
 from holdfast.spec.plan import Plan
-from holdfast.spec.sizes import BatchSizes
+from holdfast.spec.training import BatchSizes
 from holdfast.store import Store, open_store
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from holdfast.checkpoint.attempts import Attempt
-from holdfast.checkpoint.coverage import whole_coverage
+from holdfast.checkpoint.catalogue import whole_coverage
 from holdfast.checkpoint.fingerprint import scalars_digest
 from holdfast.checkpoint.index import MAX_INDEX_BYTES, Header
 from holdfast.checkpoint.manifest import Manifest

@@ -30,7 +30,7 @@ from holdfast.spec.errors import DataError, HoldfastError, MissingError
 from holdfast.store import Store, layout
 from holdfast.store.interface import ObjectInfo
 from holdfast.telemetry.event_folding import fold_events
-from holdfast.telemetry.history_folding import fold_history
+from holdfast.telemetry.history import fold_history
 
 T = TypeVar("T")
 _Sign = tuple[str, float]  # version, and when it was written by the store's clock

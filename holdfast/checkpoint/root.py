@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import Store, layout
-from holdfast.store.bounded_read import read_bounded
+from holdfast.store.json_reading import read_bounded
 
 FORMAT_VERSION = 2
 MAX_ROOT_BYTES = 1 << 28

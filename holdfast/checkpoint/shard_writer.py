@@ -22,9 +22,8 @@ from blake3 import blake3
 
 from holdfast.checkpoint.attempts import Attempt
 from holdfast.checkpoint.box import TensorBox, grid
-from holdfast.checkpoint.catalogue import Catalogue, TensorInfo, merged
+from holdfast.checkpoint.catalogue import Catalogue, TensorInfo, coverage_of, merged
 from holdfast.checkpoint.compress import Compression, Part
-from holdfast.checkpoint.coverage import coverage_of
 from holdfast.checkpoint.fingerprint import StateDigest, digest_of
 from holdfast.checkpoint.index import (
     BOX,

@@ -13,11 +13,11 @@ import numpy as np
 from holdfast.corpus.encode import load_tokenizer
 from holdfast.corpus.provenance import Document, documents
 from holdfast.dataset import Dataset
-from holdfast.dataset.marks import ENDS, ID, UNCOUNTED
+from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
 from holdfast.runtime.environment import cache_dir
 from holdfast.spec import Spec
 from holdfast.spec.errors import DataError, HoldfastError
-from holdfast.spec.sizes import BatchSizes
+from holdfast.spec.training import BatchSizes
 from holdfast.store import Store
 
 

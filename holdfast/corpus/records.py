@@ -13,10 +13,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, BinaryIO, Literal
 
-from holdfast.corpus.chat import ConversationError, conversation_text
-from holdfast.corpus.files import LFS_POINTER, CorruptFileError, SourceFile, is_lfs_pointer, opened
-from holdfast.corpus.formats import LFS_ADVICE, NOT_TEXT, advice
-from holdfast.corpus.pairs import pair_text
+from holdfast.corpus.chat import ConversationError, conversation_text, pair_text
+from holdfast.corpus.files import (
+    LFS_ADVICE,
+    LFS_POINTER,
+    NOT_TEXT,
+    CorruptFileError,
+    SourceFile,
+    advice,
+    is_lfs_pointer,
+    opened,
+)
 from holdfast.corpus.parquet_pages import largest_page
 from holdfast.runtime.secrets import redact
 from holdfast.spec.errors import DataError, HoldfastError

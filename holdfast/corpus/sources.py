@@ -20,8 +20,7 @@ from urllib.parse import urlsplit
 
 from blake3 import blake3
 
-from holdfast.corpus.files import SourceFile, bucket_store, digest_of, dvc_filesystem, local_stamp
-from holdfast.corpus.formats import advice, suffixes
+from holdfast.corpus.files import SourceFile, advice, bucket_store, digest_of, dvc_filesystem, local_stamp, suffixes
 from holdfast.corpus.listing import MAGIC, Listing, list_files
 from holdfast.dataset.manifest import LeftOut, Lineage
 from holdfast.spec.data import Data, Source

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import struct
+import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from itertools import islice, pairwise
 from typing import Any
@@ -20,7 +21,6 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from holdfast.corpus.chat import ChatEncoder, ChatTemplate, ConversationError
-from holdfast.corpus.cleaning import clean, texts
 from holdfast.corpus.encode import Encoder, LossyError
 from holdfast.corpus.files import CorruptFileError, SourceFile, here
 from holdfast.corpus.records import FILTERS, Flaw, Kind, Range, before, excerpt, place, records, row_groups
@@ -31,6 +31,81 @@ from holdfast.spec.data import Cleaning
 from holdfast.spec.errors import DataError
 from holdfast.spec.json_parsing import parse_json_object
 from holdfast.store import Store, layout
+
+# Cleaning of a document before tokenization, and reasons to drop it.
+#
+# Of a conversation or a pair, only the texts of messages are checked and normalized, never the JSON around them. Tools,
+# tool calls and tool results are data and stay unchanged.
+
+TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # keys of a message with its text
+DATA_ROLES = ("tool", "function", "ipython")  # roles of messages that a program wrote
+
+
+def clean(text: str, rules: Cleaning, kind: Kind = "text") -> str | Flaw:
+    """The normalized document (canonical JSON for conversations and pairs), or the reason to drop it."""
+    if kind == "text":
+        text = normalised(text, rules)
+        return _filtered([text], rules) or text
+    record = json.loads(text)
+    if rules.unicode != "none" and not text.isascii():
+        _rewrite(record, lambda value: normalised(value, rules))
+        text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))  # keys keep their order
+    return _filtered(list(texts(record)), rules) or text
+
+
+def normalised(text: str, rules: Cleaning) -> str:
+    """`text` in the Unicode form of the rules."""
+    return text if rules.unicode == "none" or text.isascii() else unicodedata.normalize(rules.unicode, text)
+
+
+def texts(record: Any) -> Iterator[str]:
+    """The texts of a conversation or a pair, in order."""
+    found: list[str] = []
+    _rewrite(record, lambda value: found.append(value) or value)  # type: ignore[func-returns-value]
+    yield from found
+
+
+def _rewrite(record: Any, change: Callable[[str], str]) -> None:
+    """Replace each text of a conversation or a pair by `change` of it."""
+    for key in ("messages", "prompt", "chosen", "rejected"):
+        value = record.get(key)
+        if isinstance(value, str):
+            record[key] = change(value)
+        for message in value if isinstance(value, list) else ():
+            if message["role"] not in DATA_ROLES:
+                _rewrite_message(message, change)
+
+
+def _rewrite_message(message: dict[str, Any], change: Callable[[str], str]) -> None:
+    for key in TEXTS:
+        value = message.get(key)
+        if isinstance(value, str):
+            message[key] = change(value)
+        for part in value if isinstance(value, list) else ():
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                part["text"] = change(part["text"])
+
+
+def _filtered(found: Sequence[str], rules: Cleaning) -> Flaw | None:
+    """The reason to drop a document of these texts, or None to keep it."""
+    size = sum(map(len, found))
+    if size < rules.min_characters:
+        detail = f"has {size} characters, fewer than data.cleaning.min_characters = {rules.min_characters}"
+        return Flaw("too_short", detail, excerpt("".join(found)))
+    if size > rules.max_characters:
+        detail = f"has {size} characters, more than data.cleaning.max_characters = {rules.max_characters}"
+        return Flaw("too_long", detail, excerpt(found[0]))
+    if rules.max_repetition < 1 and (share := repetition("\n".join(found))) > rules.max_repetition:
+        limit = f"data.cleaning.max_repetition = {rules.max_repetition}"
+        return Flaw("repetitive", f"repeats {share:.0%} of its lines, more than {limit}", excerpt(found[0]))
+    return None
+
+
+def repetition(text: str) -> float:
+    """The share of non-empty lines that repeat an earlier line."""
+    lines = [line for raw in text.splitlines() if (line := raw.strip())]
+    return 1 - len(set(lines)) / len(lines) if lines else 0.0
+
 
 UNIT_VERSION = 4  # raised when the same input would give other bytes
 

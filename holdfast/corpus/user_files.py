@@ -8,7 +8,7 @@ from typing import Literal, overload
 from holdfast.corpus.files import bucket_store
 from holdfast.model.hub import hub_file, is_hub
 from holdfast.spec.errors import DataError, MissingError
-from holdfast.store.bounded_read import read_bounded, read_file_bounded
+from holdfast.store.json_reading import read_bounded, read_file_bounded
 from holdfast.store.payload import check_key
 
 

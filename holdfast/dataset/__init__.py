@@ -3,9 +3,8 @@
 It needs only numpy. The preprocess step writes datasets. `manifest` and `shards` define the shared format.
 """
 
-from holdfast.dataset.batches import Batches, Rows
+from holdfast.dataset.batches import Batches, Prefetcher, Rows
 from holdfast.dataset.dataset import Dataset
 from holdfast.dataset.manifest import Manifest
-from holdfast.dataset.prefetch import Prefetcher
 
 __all__ = ["Batches", "Dataset", "Manifest", "Prefetcher", "Rows"]

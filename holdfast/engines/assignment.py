@@ -13,7 +13,7 @@ from holdfast.spec import Spec
 from holdfast.spec.cluster import COLLECTIVE_TIMEOUT_MINUTES
 from holdfast.spec.data import Shuffle
 from holdfast.spec.model import Model
-from holdfast.spec.telemetry import Telemetry
+from holdfast.spec.operations import Telemetry
 from holdfast.spec.training import Checkpoint, Parallel, Training
 
 

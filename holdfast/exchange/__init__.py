@@ -11,8 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from holdfast.exchange.hugging_face import HuggingFace, export_hugging_face
-from holdfast.exchange.import_checkpoint import ImportedCheckpoint, Source, import_checkpoint
-from holdfast.exchange.universal import UniversalCheckpoint
+from holdfast.exchange.import_checkpoint import ImportedCheckpoint, Source, UniversalCheckpoint, import_checkpoint
 
 if TYPE_CHECKING:
     from holdfast.exchange.dcp import DistributedCheckpoint, export_dcp

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 from holdfast.checkpoint import Checkpoint, TensorBox
 from holdfast.corpus.chat import read_settings, templates_beside
 from holdfast.dataset import Dataset
-from holdfast.model.base import Base
-from holdfast.model.export import ExportFile, Rows, export_files
+from holdfast.model.config import Base
+from holdfast.model.export import ExportFile, Rows, export_files, peft_files
 from holdfast.model.hugging_face import open_weights, require_fit
 from holdfast.model.imported import require_weights
 from holdfast.model.lora import adapter_shapes, merging_rows
-from holdfast.model.peft_files import peft_files
 from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.logs import log
 from holdfast.spec import Spec

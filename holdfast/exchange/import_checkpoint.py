@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -20,10 +21,11 @@ from holdfast.checkpoint.commit import Committer
 from holdfast.checkpoint.fingerprint import StateDigest
 from holdfast.checkpoint.retention import checkpoint_times
 from holdfast.checkpoint.shard_writer import ShardWriter
+from holdfast.exchange.torch_file import StoredTensor, file_inside, read_tensors
 from holdfast.model.initialise import parameter_shapes, trained
 from holdfast.spec import Spec, run_id
-from holdfast.spec.errors import DataError
-from holdfast.store import Store
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import Store, read_file_bounded
 
 WRITER_BYTES = 256 * 2**20  # of the state in memory at a time
 BOX_BYTES = WRITER_BYTES // 4
@@ -158,3 +160,57 @@ def _groups(boxes: Iterator[TensorBox]) -> Iterator[list[TensorBox]]:
             group, size = [], 0
     if group:
         yield group
+
+
+# DeepSpeed's universal checkpoints, as `ds_to_universal.py` writes them, as a source.
+#
+# Each parameter has a folder `zero/<name>/` with `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt`. They are read without
+# torch's loader (`torch_file`). So nothing is unpickled, and only the current rows of a tensor are in memory.
+
+_FILES = {"": "fp32.pt", MOMENTS[0]: "exp_avg.pt", MOMENTS[1]: "exp_avg_sq.pt"}
+
+
+class UniversalCheckpoint:
+    """See Source. It finds parameters by their canonical names, with or without the prefix `module.`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the folder of one step, or a folder whose `latest_universal` names it. Raises MissingError."""
+        latest = folder / "latest_universal"
+        if latest.is_file() and not (folder / "zero").is_dir():
+            named = read_file_bounded(latest, 4096).decode("utf-8", "replace").strip()
+            folder = file_inside(folder, named)
+        if not (folder / "zero").is_dir():
+            raise MissingError(
+                f"{folder}: has no folder `zero`; convert a DeepSpeed checkpoint first: "
+                "python -m deepspeed.checkpoint.ds_to_universal --input_folder … --output_folder …"
+            )
+        self.where, self._zero = str(folder), folder / "zero"
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """See Source."""
+        tensor = self._tensor(name)
+        return None if tensor is None else tuple(tensor.shape)
+
+    def boxes(self, name: str) -> Iterator[TensorBox]:
+        """See Source."""
+        tensor = self._tensor(name)
+        assert tensor is not None
+        for first, data in tensor.rows(BOX_BYTES):
+            yield TensorBox(name, tensor.shape, (first, *(0 for _ in tensor.shape[1:])) if tensor.shape else (), data)
+
+    def _tensor(self, name: str) -> StoredTensor | None:
+        """A tensor in its file, or None."""
+        moment = next((prefix for prefix in MOMENTS if name.startswith(prefix)), "")
+        weight = name.removeprefix(moment)
+        for parameter in (weight, f"module.{weight}"):
+            folder = self._zero / parameter
+            if (folder / _FILES[moment]).is_file():
+                break
+        else:
+            return None
+        path = file_inside(file_inside(self._zero, parameter), _FILES[moment])
+        read = read_tensors(path)
+        tensor = read.get("param") if isinstance(read, dict) else read
+        if tensor is None:
+            raise DataError(f"{path}: holds no tensor of numbers")
+        return tensor

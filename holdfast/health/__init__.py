@@ -4,7 +4,6 @@
 Neither `judge` nor this module imports torch. The launchers decide which nodes the next launch excludes.
 """
 
-from holdfast.health.measured import Finding, Link, Measured, Report
-from holdfast.health.verdict import judge
+from holdfast.health.verdict import Finding, Link, Measured, Report, judge
 
 __all__ = ["Finding", "Link", "Measured", "Report", "judge"]

@@ -17,10 +17,8 @@ import torch
 
 from holdfast.collectives import Gang
 from holdfast.health import compute, machine
-from holdfast.health.compute import exact_product_is_right, product_bits
-from holdfast.health.links import pair_links, ring_rate
-from holdfast.health.measured import Link, Measured, Probe, Report
-from holdfast.health.verdict import judge
+from holdfast.health.compute import exact_product_is_right, pair_links, product_bits, ring_rate
+from holdfast.health.verdict import Link, Measured, Probe, Report, judge
 from holdfast.launch.device import device_name
 from holdfast.runtime.node import node_name
 from holdfast.spec.errors import LostPeerError, UnhealthyNodeError, WrongArithmeticError

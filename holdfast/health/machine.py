@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.health.measured import Probe
+from holdfast.health.verdict import Probe
 from holdfast.spec.errors import HoldfastError
 from holdfast.store import Store
 

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.model.base import Base
-from holdfast.model.config import config
+from holdfast.model.config import Base, config
 from holdfast.model.published import published
 from holdfast.spec.errors import DataError
 from holdfast.spec.model import Model
+from holdfast.spec.training import Lora
 
 MAX_SHARD_BYTES = 5 * 10**9
 ITEM_BYTES = 4  # weights are exported in their training precision: fp32
@@ -158,3 +158,44 @@ def _once(data: bytes) -> Iterator[bytes]:
 def document_file(name: str, document: object) -> ExportFile:
     """A JSON file."""
     return _document(name, json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+# Adapters in the layout of `peft`: adapter_model.safetensors and adapter_config.json, generated in order.
+
+FOLDER = "adapter"  # within an export: `transformers` would treat a model next to adapter_config.json as its base
+PREFIX = "base_model.model."  # before a tensor's name in `transformers`
+HUB = "hf://"
+
+
+def peft_files(
+    shapes: Mapping[str, tuple[int, ...]], rows: Callable[[str], Iterator[Tensor]], lora: Lora, base: str
+) -> list[ExportFile]:
+    """The files of adapters with these shapes for the weights at `base` (see `model.init_from`). Their names begin
+    with FOLDER."""
+
+    def named(name: str) -> Iterator[Tensor]:
+        return rows(name.removeprefix(PREFIX))
+
+    name, _, revision = base.removeprefix(HUB).partition("@") if base.startswith(HUB) else (base, "", "")
+    config = {
+        "base_model_name_or_path": name,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "revision": revision or None,
+        "target_modules": sorted(lora.targets),
+        "task_type": "CAUSAL_LM",
+        "use_rslora": lora.rslora,
+    }
+    return [
+        document_file(f"{FOLDER}/adapter_config.json", config),
+        tensor_file(
+            f"{FOLDER}/adapter_model.safetensors", {PREFIX + each: shapes[each] for each in sorted(shapes)}, named
+        ),
+    ]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from holdfast.dataset.marks import ENDS, ID, UNCOUNTED
+from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
 from holdfast.model.decoder import IGNORED, numbered
 
 

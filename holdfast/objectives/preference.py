@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.dataset.marks import ENDS, UNCOUNTED
+from holdfast.dataset.vocabulary import ENDS, UNCOUNTED
 from holdfast.model.decoder import IGNORED, numbered
 
 

@@ -1,9 +1,7 @@
 """HTML pages, each one self-contained file: line charts, and the templates that hold all content."""
 
-from holdfast.pages.accounts import account_tiles, draw_time
-from holdfast.pages.charts import Chart, Series, draw_chart, number, points, smooth
-from holdfast.pages.render import render
-from holdfast.pages.training import draw_training
+from holdfast.pages.charts import Chart, Series, draw_chart, number, points, render, smooth
+from holdfast.pages.training import account_tiles, draw_time, draw_training
 
 __all__ = [
     "Chart",

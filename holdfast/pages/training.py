@@ -8,24 +8,56 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from markupsafe import Markup
+
 from holdfast.pages.accelerators import accelerator_charts, accelerator_rows
-from holdfast.pages.accounts import account_tiles, draw_time
-from holdfast.pages.charts import Chart, Series, draw_chart, number, points, smooth
-from holdfast.pages.render import render
+from holdfast.pages.charts import Chart, Series, draw_chart, draw_shares, number, points, render, smooth
 from holdfast.spec import Spec
 from holdfast.spec.errors import MissingError
-from holdfast.spec.sizes import BatchSizes
+from holdfast.spec.training import BatchSizes
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_json_object
 from holdfast.telemetry import Event, Row, read_history
-from holdfast.telemetry.cost import cost
+from holdfast.telemetry.cost import Cost, cost
 from holdfast.telemetry.events import AttemptBegan, Progress
 from holdfast.telemetry.history import PHASE_SECONDS
-from holdfast.telemetry.ledger import ledger
+from holdfast.telemetry.ledger import CLASSES, Class, Ledger, ledger
 from holdfast.telemetry.phases import STEP_PHASES
+
+# How a run spent its time, as a picture; its goodput, hours, energy and cost, as tiles at the top of a page.
+
+MOST_RANKS = 32  # ranks that get their own bar
+
+
+def draw_time(account: Ledger) -> Markup:
+    """Time spent by each rank, by class; above MOST_RANKS ranks, one bar for all."""
+    bars: list[tuple[str, Mapping[Class, float]]] = [("all ranks", account.seconds)]
+    if len(account.ranks) <= MOST_RANKS:
+        bars = [(f"rank {rank}", spent) for rank, spent in sorted(account.ranks.items())]
+    return draw_shares(bars, CLASSES, "s")
+
+
+def account_tiles(account: Ledger, spent: Cost) -> list[tuple[str, str, str]]:
+    """Title, value and unit of each known figure: goodput, hours, energy, carbon dioxide and cost."""
+    if not account.total:
+        return []
+    tiles = [
+        ("Goodput", f"{100 * account.goodput:.1f} %", "of all rank-seconds"),
+        ("Accelerator-hours", number(spent.hours), f"of {spent.accelerators} x {spent.accelerator or 'ranks'}"),
+    ]
+    if spent.kilowatt_hours is not None:
+        tiles.append(("Energy", number(spent.kilowatt_hours), f"kWh, metered in {100 * spent.metered:.0f} % of it"))
+    if spent.carbon is not None:
+        tiles.append(("Carbon dioxide", number(spent.carbon), "grams"))
+    if spent.price is not None:
+        each = spent.price_per_million_tokens
+        told = [spent.prices.currency, "" if each is None else f"{number(each)} a million tokens"]
+        tiles.append(("Cost", number(spent.price), ", ".join(filter(None, told))))
+    return tiles
+
 
 MEMORY = ("system.gpu_memory_bytes", "system.rank0_peak_memory_bytes")  # of the accelerator, otherwise of the process
 COLOURS = ("first", "second", "third", "fourth")

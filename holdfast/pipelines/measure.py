@@ -19,7 +19,7 @@ from holdfast.spec.errors import HoldfastError, Problem, SpecError
 
 if TYPE_CHECKING:
     from holdfast.planning.calibration import Calibration
-    from holdfast.planning.stages import StageCosts
+    from holdfast.planning.schedule import StageCosts
     from holdfast.spec import Spec
 
 MACHINE = "holdfast.rank.measure.calibrate"
@@ -59,7 +59,7 @@ def stage_costs(spec: Spec, vocabulary: int) -> StageCosts:
 
     Raises SpecError for a spec without a pipeline, and MeasureError with the process's output.
     """
-    from holdfast.planning.stages import StageCosts
+    from holdfast.planning.schedule import StageCosts
 
     if spec.parallel.pipeline == 1:
         what, remedy = "has no stages that could be balanced", "add --set parallel.pipeline=2, or more"

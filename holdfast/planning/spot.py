@@ -11,8 +11,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from holdfast.planning.failures import RANK_SECONDS_PER_FAILURE, best_interval, goodput, lasts
-from holdfast.planning.run_estimate import HOUR, RESTART_SECONDS, stall_of
+from holdfast.planning.run_estimate import (
+    HOUR,
+    RANK_SECONDS_PER_FAILURE,
+    RESTART_SECONDS,
+    best_interval,
+    goodput,
+    lasts,
+    stall_of,
+)
 from holdfast.planning.search import Candidate
 
 SHOWN = 4  # steps from no spot node to all: 0, 1/4, 1/2, 3/4, 1

@@ -20,7 +20,7 @@ from statistics import median
 from holdfast.checkpoint import Attempt, list_attempts
 from holdfast.collectives import Gang, PendingFlag
 from holdfast.launch.launches import ENDINGS, read_endings
-from holdfast.planning.failures import RANK_SECONDS_PER_FAILURE, best_interval
+from holdfast.planning.run_estimate import RANK_SECONDS_PER_FAILURE, best_interval
 from holdfast.spec.errors import ExitCode
 from holdfast.spec.training import Checkpoint
 from holdfast.store import Store

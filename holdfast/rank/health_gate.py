@@ -9,7 +9,7 @@ import torch
 from holdfast.collectives import Gang
 from holdfast.engines.assignment import Assignment
 from holdfast.health.examine import examine, require_health
-from holdfast.health.measured import Report
+from holdfast.health.verdict import Report
 from holdfast.runtime.environment import cache_dir
 from holdfast.spec import Spec
 from holdfast.store import Store, layout

@@ -25,7 +25,7 @@ from holdfast.rank.randomness import stream_seed
 from holdfast.rank.replicas import require_equal_replicas, state_digest
 from holdfast.rank.schedule import learning_rate
 from holdfast.spec.errors import PreemptedError
-from holdfast.spec.sizes import BatchSizes
+from holdfast.spec.training import BatchSizes
 from holdfast.telemetry import phases
 
 

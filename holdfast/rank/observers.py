@@ -27,7 +27,7 @@ from holdfast.rank.batch_digest import BatchDigest
 from holdfast.rank.measure.energy_meter import Meter
 from holdfast.rank.measure.throughput import Throughput
 from holdfast.spec.errors import DivergedError
-from holdfast.spec.sizes import BatchSizes
+from holdfast.spec.training import BatchSizes
 from holdfast.telemetry import Row, emit, events, segment
 from holdfast.telemetry.history import PHASE_SECONDS
 from holdfast.telemetry.phases import Lap

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from holdfast.spec.sizes import BatchSizes
-from holdfast.spec.training import Training
+from holdfast.spec.training import BatchSizes, Training
 
 
 def learning_rate(training: Training, step: int) -> float:

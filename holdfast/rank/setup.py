@@ -19,7 +19,7 @@ from holdfast.rank.measure.throughput import Throughput
 from holdfast.rank.plan import plan_of, require_one_plan
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.spec.plan import Plan
-from holdfast.spec.sizes import BatchSizes
+from holdfast.spec.training import BatchSizes
 from holdfast.telemetry import phases
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from holdfast.scoring.measured import Measured
-from holdfast.scoring.verdict import Verdict, key_against, reached_against, settings_key
+from holdfast.scoring.verdict import Measured, Verdict, key_against, reached_against, settings_key
 
 if TYPE_CHECKING:
     from holdfast.spec.operations import Task

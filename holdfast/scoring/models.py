@@ -16,9 +16,9 @@ from holdfast.model.decoder import Decoder
 from holdfast.model.exported import exported_files
 from holdfast.model.files import TOKENIZER_BYTES, read_bytes
 from holdfast.model.hugging_face import load_exported
-from holdfast.scoring.measured import Measured
 from holdfast.scoring.score import Tokens, retokenise, rewindow, score
 from holdfast.scoring.tasks import TaskFiles, score_tasks
+from holdfast.scoring.verdict import Measured
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import Store, open_store
 from holdfast.telemetry import ConsoleProgress

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.corpus.encode import load_tokenizer, settled
-from holdfast.dataset.marks import ENDS, ID, UNCOUNTED
+from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
 from holdfast.model.decoder import Decoder, document_ids, numbered
-from holdfast.scoring.measured import Measured
+from holdfast.scoring.verdict import Measured
 from holdfast.spec.errors import DataError
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from holdfast.model.decoder import Decoder
 from holdfast.model.generate import generate
 from holdfast.rendering.process import Template
 from holdfast.runtime.temporary import temporary_folder
-from holdfast.scoring.measured import TaskScore
 from holdfast.scoring.score import ACTIVATION_BYTES, LOGITS_BYTES
+from holdfast.scoring.verdict import TaskScore
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.spec.identity import digest
 from holdfast.spec.operations import Task

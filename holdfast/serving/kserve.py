@@ -12,7 +12,7 @@ from holdfast.launch.kubernetes.client import Api, Resource
 from holdfast.spec import Spec
 from holdfast.spec.engine_text import double_dollars
 from holdfast.spec.errors import AccessDeniedError, MissingError, Problem, SpecError
-from holdfast.spec.serving import Kserve
+from holdfast.spec.operations import Kserve
 
 API = Resource("serving.kserve.io", "v1beta1", "inferenceservices")
 MANAGER = "holdfast"

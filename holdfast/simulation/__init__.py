@@ -4,9 +4,8 @@ A result is a pure function of (cluster, jobs, policy, seed). Bounds that no pol
 Needs neither torch nor a cluster. `pipelines.view` draws the results.
 """
 
-from holdfast.simulation.cluster import ClusterModel, load_cluster
+from holdfast.simulation.cluster import ClusterModel, Job, load_cluster, synthetic_jobs
 from holdfast.simulation.engine import simulate
-from holdfast.simulation.jobs import Job, synthetic_jobs
 from holdfast.simulation.outcome import Bounds, Outcome, bounds
 from holdfast.simulation.policies import POLICIES, Policy
 

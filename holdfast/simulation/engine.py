@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from holdfast.simulation.cluster import DAY, HOUR, ClusterModel, NodeGroup, part_of_day
-from holdfast.simulation.jobs import Job
+from holdfast.simulation.cluster import DAY, HOUR, ClusterModel, Job, NodeGroup, part_of_day
 from holdfast.simulation.machine import Machine, Placement
 from holdfast.simulation.outcome import Outcome, Totals
 

@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 import yaml
 
-from holdfast.simulation.cluster import ClusterModel
-from holdfast.simulation.jobs import Job
+from holdfast.simulation.cluster import ClusterModel, Job
 from holdfast.spec.errors import Problem, SpecError
 
 Engine = Literal["kueue", "volcano"]

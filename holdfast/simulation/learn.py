@@ -12,9 +12,8 @@ import sys
 
 import numpy as np
 
-from holdfast.simulation.cluster import ClusterModel, NodeGroup
+from holdfast.simulation.cluster import ClusterModel, NodeGroup, synthetic_jobs
 from holdfast.simulation.engine import simulate
-from holdfast.simulation.jobs import synthetic_jobs
 from holdfast.simulation.policies import Learned
 
 CANDIDATES, BEST = 24, 6

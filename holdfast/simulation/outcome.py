@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from holdfast.simulation.cluster import HOUR, ClusterModel, part_of_day
-from holdfast.simulation.jobs import Job
+from holdfast.simulation.cluster import HOUR, ClusterModel, Job, part_of_day
 from holdfast.simulation.machine import Machine
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from holdfast.simulation.cluster import DAY
-from holdfast.simulation.jobs import Job
+from holdfast.simulation.cluster import DAY, Job
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import read_file_bounded
 

@@ -11,10 +11,8 @@ from pydantic import Field
 from holdfast.spec.cluster import Cluster
 from holdfast.spec.data import Data
 from holdfast.spec.model import Model
-from holdfast.spec.operations import Evaluation, Registration, Retraining
+from holdfast.spec.operations import Evaluation, Registration, Retraining, Serving, Telemetry
 from holdfast.spec.section import Section, runtime_field
-from holdfast.spec.serving import Serving
-from holdfast.spec.telemetry import Telemetry
 from holdfast.spec.training import Checkpoint, Parallel, Training
 
 SPEC_VERSION = 1

@@ -1,6 +1,6 @@
 """Steps of the DAG: their table, their results, and their adapters.
 
-A step's folder has a typed `run()`, which is authoritative, and an `entrypoint.py`, which calls it and reports the
+A step's folder has a typed `run()`, which is authoritative, and a `__main__.py`, which calls it and reports the
 result. The rest is derived from the table: the command line and KFP component (`adapters`), the Argo template, and the
 terminal line.
 """

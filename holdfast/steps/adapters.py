@@ -21,11 +21,10 @@ from typing import Any, Protocol
 
 from holdfast.runtime.environment import outcomes_folder, require_shared_store, require_tracking_server, store_url
 from holdfast.runtime.retry import with_retries
-from holdfast.spec.engine_text import escape_tree, unescape, unescape_tree
+from holdfast.spec.engine_text import escape_tree, from_struct, text_of, unescape, unescape_tree
 from holdfast.spec.errors import ExitCode, SpecError
 from holdfast.spec.json_parsing import parse_json_object
 from holdfast.spec.load import parse_spec
-from holdfast.spec.struct import from_struct, text_of
 from holdfast.spec.tree import Spec
 from holdfast.steps.command_line import add_common, overrides_of, publish, spec_and_store
 from holdfast.steps.jobs import recorder

@@ -4,10 +4,9 @@ Code above it does not know which one it uses. `layout` defines the keys.
 """
 
 from holdfast.store import layout
-from holdfast.store.bounded_read import open_regular, read_bounded, read_file_bounded
-from holdfast.store.folder import local_folder
 from holdfast.store.interface import ConflictError, Data, ObjectInfo, Read, Store, TooLargeError
-from holdfast.store.open import open_store
+from holdfast.store.json_reading import open_regular, read_bounded, read_file_bounded
+from holdfast.store.open import local_folder, open_store
 from holdfast.store.throttle import Throttle, throttled
 
 __all__ = [

@@ -32,6 +32,8 @@ from holdfast.spec.errors import (
 from holdfast.store.durable import (
     COPY_BYTES,
     FILE_MODE,
+    Content,
+    Stream,
     copy,
     fill,
     free_bytes,
@@ -58,7 +60,6 @@ from holdfast.store.payload import (
     views,
     window,
 )
-from holdfast.store.stream import Content, Stream
 
 HIDDEN = ".holdfast"
 

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 from holdfast.spec.errors import BadReaderError, DataError
 from holdfast.spec.json_parsing import JsonObject, parse_json, parse_json_object
-from holdfast.store.bounded_read import read_bounded
 from holdfast.store.interface import ObjectInfo, Store
+from holdfast.store.json_reading import read_bounded
 
 PAGE = 1000  # objects in a page of a listing
 FIVE_DIGITS = 10**5  # below it the keys of all records lie in the order of their numbers

@@ -22,8 +22,7 @@ from holdfast.spec.errors import ExitCode, HoldfastError, MissingError
 from holdfast.store import ObjectInfo, Store, layout
 from holdfast.store.parallel import in_parallel
 from holdfast.telemetry.channel import add_listener, emit, events_in, set_source
-from holdfast.telemetry.event_condensing import MOST, condense
-from holdfast.telemetry.event_folding import is_fold
+from holdfast.telemetry.event_folding import MOST, condense, is_fold
 from holdfast.telemetry.events import Event, StepBegan, StepEnded, WarningIssued
 from holdfast.telemetry.serving import show_traces
 

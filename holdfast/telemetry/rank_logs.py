@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import Store, layout
-from holdfast.store.log_stream import LogStream, StreamWriter, stream_name
+from holdfast.store.json_reading import read_json
+from holdfast.store.log_stream import DESCRIPTION, LogStream, StreamReader, StreamWriter, stream_name
 
 
 class RankStream(LogStream):
@@ -37,3 +40,85 @@ class RankLog(StreamWriter[RankStream]):
     def __init__(self, opened: Callable[[], Store], run_id: str, stream: RankStream) -> None:
         """See StreamWriter."""
         super().__init__(opened, layout.rank_log(run_id, stream.rank), stream)
+
+
+# Reading the output of a rank of a run, live and after its death, from the store (`rank_logs`).
+
+POLL_SECONDS = 2.0
+_STREAM = re.compile(r"/logs/rank-(\d{5,})/((\d{6,})-[^/]+)/")
+
+
+def rank_streams(store: Store, run_id: str, rank: int) -> list[RankStream]:
+    """The processes of a rank whose output is kept, oldest first."""
+    found: dict[str, RankStream] = {}
+    for info in store.list(layout.rank_log(run_id, rank)):
+        if (match := _STREAM.search(info.key)) and match[2] not in found:
+            found[match[2]] = _described(store, run_id, rank, match[2], int(match[3]))
+    return [found[name] for name in sorted(found)]
+
+
+def ranks_with_logs(store: Store, run_id: str) -> list[int]:
+    """The ranks of a run with any output in the store."""
+    keys = (info.key for info in store.list(layout.rank_log(run_id)))
+    return sorted({int(match[1]) for key in keys if (match := _STREAM.search(key))})
+
+
+def rank_lines(
+    store: Store,
+    run_id: str,
+    rank: int,
+    *,
+    attempt: int | None = None,
+    launch: int | None = None,
+    running: Callable[[], bool] | None = None,
+    poll_seconds: float = POLL_SECONDS,
+) -> Iterator[str]:
+    """The output lines of a rank: in an attempt, in a launch, or, without either, in its newest process.
+
+    With `running`, continues into later processes while it returns that the run runs; for an attempt, until its process
+    has ended. Raises MissingError without any output; with `running` it waits for some first.
+    """
+    following: dict[str, StreamReader] = {}
+    while True:
+        goes_on = running is not None and running()  # queried first: later output is read again
+        streams = rank_streams(store, run_id, rank)
+        fitting = [one for one in streams if attempt in (None, one.attempt) and launch in (None, one.launch)]
+        if attempt is None and launch is None and not following:
+            fitting = fitting[-1:]
+        elif attempt is None and launch is None:
+            fitting = [one for one in fitting if one.name >= min(following)]
+        for one in fitting:
+            reader = StreamReader(store, layout.rank_log(run_id, rank, one.name))
+            yield from following.setdefault(one.name, reader).new_lines()
+        ended = attempt is not None and bool(fitting) and all(one.ended is not None for one in fitting)
+        if not goes_on or ended:
+            break
+        time.sleep(poll_seconds)
+    if not following:
+        raise MissingError(_nothing(store, run_id, rank, streams, attempt, launch))
+    for read in following.values():
+        yield from read.rest()
+
+
+def _described(store: Store, run_id: str, rank: int, name: str, launch: int) -> RankStream:
+    try:
+        return read_json(store, layout.rank_log(run_id, rank, name, DESCRIPTION), RankStream)
+    except (MissingError, DataError):  # not written yet
+        return RankStream(name=name, rank=rank, launch=launch)
+
+
+def _nothing(
+    store: Store, run_id: str, rank: int, streams: list[RankStream], attempt: int | None, launch: int | None
+) -> str:
+    if streams:
+        there = ", ".join(_of(one) for one in streams)
+        asked = f"attempt {attempt}" if attempt is not None else f"launch {launch}"
+        return f"run {run_id}: nothing that rank {rank} printed in {asked} is kept; there is {there}"
+    if ranks := ranks_with_logs(store, run_id):
+        several = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+        return f"run {run_id}: nothing that rank {rank} printed is kept; there is something of {several}"
+    return f"run {run_id}: no rank has printed anything yet, or its log could not be written (see its step's log)"
+
+
+def _of(stream: RankStream) -> str:
+    return f"launch {stream.launch}" + ("" if stream.attempt is None else f" attempt {stream.attempt}")

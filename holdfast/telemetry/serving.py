@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
-from holdfast.spec.telemetry import Telemetry
+from holdfast.spec.operations import Telemetry
 from holdfast.telemetry.channel import add_listener
 
 if TYPE_CHECKING:

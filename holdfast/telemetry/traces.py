@@ -8,25 +8,158 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 
+from blake3 import blake3
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.trace import (
-    NonRecordingSpan,
-    SpanContext,
-    Status,
-    StatusCode,
-    TraceFlags,
-    set_span_in_context,
+from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags, set_span_in_context
+
+from holdfast.spec.errors import ExitCode
+from holdfast.telemetry.events import (
+    AttemptBegan,
+    CheckpointQuarantined,
+    Event,
+    HangDetected,
+    LaunchBegan,
+    LaunchEnded,
+    RankEnded,
+    RunEnded,
+    SaveCommitted,
+    SaveFailed,
+    StepBegan,
+    StepEnded,
+    StragglerDetected,
+    TimeSpent,
+    WarningIssued,
+    in_words,
 )
 
-from holdfast.telemetry.events import Event
-from holdfast.telemetry.spans import Span, Spans, span_id, trace_id
+# A run as nested spans, from its events: steps of the DAG, launches, attempts and saves.
+#
+# The same thing is the same span for every observer. Ids follow from the run's id and from the subject of the span, so
+# the spans of several processes, and of several tries, are one trace. `traces` sends them.
+
+Value = str | int | float
+RUN = "run"  # the key of the outermost span
+NOTED = (HangDetected, StragglerDetected, SaveFailed, CheckpointQuarantined, WarningIssued, RankEnded)
+
+
+@dataclass
+class Span:
+    """An interval of work; times in Unix seconds."""
+
+    name: str
+    key: str  # its subject: the same for the same thing in the same run
+    parent: str  # the key of the enclosing span; empty for the outermost
+    begin: float
+    end: float = 0.0
+    attributes: dict[str, Value] = field(default_factory=dict)
+    error: str = ""  # how it failed; empty if it did not
+    notes: list[tuple[float, str, str]] = field(default_factory=list)  # time, kind of event, text
+
+
+def trace_id(run_id: str) -> int:
+    """The trace id of a run: 128 bits."""
+    return int.from_bytes(blake3(f"trace {run_id}".encode()).digest(16))
+
+
+def span_id(run_id: str, key: str) -> int:
+    """The id of a span of a run: 64 bits."""
+    return int.from_bytes(blake3(f"span {run_id} {key}".encode()).digest(8))
+
+
+class Spans:
+    """Makes spans of events in their order."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Span] = {}
+        self._step = RUN  # the key of the train step that encloses launches
+        self._began: float | None = None
+        self._launch = self._attempt = ""  # the keys of the newest ones
+
+    def take(self, event: Event) -> list[Span]:
+        """The spans that have ended with `event`."""
+        self._began = event.time if self._began is None else self._began
+        return list(self._take(event))
+
+    def _take(self, event: Event) -> Iterator[Span]:
+        if isinstance(event, StepBegan):
+            key = f"step {event.name} {event.writer}"
+            self._open[key] = Span(event.name, key, RUN, event.time)
+            if event.name == "train":
+                self._step = key
+        elif isinstance(event, StepEnded):
+            key = f"step {event.name} {event.writer}"
+            told: dict[str, Value] = {"holdfast.result": event.result} if event.result else {}
+            yield from self._close(key, event.time, _failure(event.code, event.reason), {**told, **_code(event.code)})
+        elif isinstance(event, LaunchBegan):
+            self._launch = f"launch {event.launch}"
+            if self._launch not in self._open:  # a launcher that takes one over continues its span
+                about: dict[str, Value] = {
+                    "holdfast.job": event.job,
+                    "holdfast.nodes": event.nodes,
+                    "holdfast.ranks": event.nodes * event.processes,
+                }
+                self._open[self._launch] = Span(self._launch, self._launch, self._step, event.time, attributes=about)
+        elif isinstance(event, LaunchEnded):
+            yield from self._close(self._attempt, event.time)
+            key = f"launch {event.launch}"
+            yield from self._close(key, event.time, _failure(event.code, event.detail), _code(event.code))
+        elif isinstance(event, AttemptBegan):
+            yield from self._close(self._attempt, event.time)
+            self._attempt = f"attempt {event.attempt}"
+            told = {"holdfast.world": event.world, "holdfast.step": event.step, "holdfast.device": event.device}
+            self._open[self._attempt] = Span(
+                self._attempt, self._attempt, self._launch or RUN, event.time, attributes=told
+            )
+        elif isinstance(event, SaveCommitted):
+            saved = {
+                "holdfast.step": event.step,
+                "holdfast.bytes": event.bytes or 0,
+                "holdfast.stall_seconds": event.stall_seconds,
+            }
+            parent = f"attempt {event.attempt}"
+            yield Span(
+                "save", f"save {event.attempt} {event.step}", parent, event.time - event.seconds, event.time, {**saved}
+            )
+        elif isinstance(event, TimeSpent):
+            if event.last and event.rank == 0:
+                yield from self._close(f"attempt {event.attempt}", event.time, "failed" if event.failed else "")
+        elif isinstance(event, RunEnded):
+            error = "" if event.status == "succeeded" else f"{event.status}: {event.reason}"
+            began = event.time if self._began is None else self._began
+            yield Span("run", RUN, "", began, event.time, {"holdfast.status": event.status}, error)
+        if isinstance(event, NOTED) and (within := self._open.get(self._attempt) or self._open.get(self._launch)):
+            within.notes.append((event.time, event.kind, event.text))
+
+    def _close(
+        self, key: str, when: float, error: str = "", attributes: dict[str, Value] | None = None
+    ) -> Iterator[Span]:
+        if (span := self._open.pop(key, None)) is not None:
+            span.end, span.error = when, error
+            span.attributes |= attributes or {}
+            yield span
+
+
+def spans(events: Iterable[Event]) -> list[Span]:
+    """All spans of a run that have ended."""
+    made = Spans()
+    return [span for event in events for span in made.take(event)]
+
+
+def _failure(code: int, reason: str) -> str:
+    return "" if code in (ExitCode.OK, ExitCode.PREEMPTED) else f"{in_words(code)}: {reason}".rstrip(": ")
+
+
+def _code(code: int) -> dict[str, Value]:
+    return {"holdfast.exit_code": code}
+
 
 CLOSE_SECONDS = 5.0  # limit for the last spans, if no variable bounds a request
 TIMEOUTS = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")

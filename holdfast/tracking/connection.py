@@ -7,25 +7,65 @@ credentials in its text.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast.runtime.environment import home, make_folder, tracking_uri
 from holdfast.runtime.locks import NO_LOCKS, lock_within, no_locks
 from holdfast.runtime.secrets import redact
 from holdfast.spec.errors import ExitCode, HoldfastError, HungError, SpecError
 from holdfast.tracking.artifacts import bounded
-from holdfast.tracking.bounded_client import bounded_client
 from holdfast.tracking.failures import is_bug, meaning
 from holdfast.tracking.preflight import require_address
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+
+# An MLflow client whose calls always end, even when the server only sends a byte now and then.
+#
+# MLflow's timeout bounds the silence between two bytes, and its sessions have no public hook for a deadline. So each
+# call of the client runs in a thread, and the caller waits no longer than the total time of all its tries.
+
+TIMEOUT, RETRIES = "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+SPARE_SECONDS = 30.0  # allowance for the pauses between tries, and a call of several requests
+
+_inside = threading.local()
+
+
+def total_seconds() -> float:
+    """The time limit of a call, all tries included; twice the settings of MLflow, for calls of two requests."""
+    return 2 * float(os.environ[TIMEOUT]) * (1 + int(os.environ[RETRIES])) + SPARE_SECONDS
+
+
+@functools.cache
+def bounded_client() -> type[MlflowClient]:
+    """The class of MLflow's client, with calls that end. They raise TimeoutError."""
+    from mlflow import MlflowClient
+
+    class BoundedClient(MlflowClient):
+        def __getattribute__(self, name: str) -> Any:
+            found = super().__getattribute__(name)
+            if name.startswith("_") or not callable(found) or getattr(_inside, "call", False):
+                return found
+            return functools.partial(_call, found)
+
+    return BoundedClient
+
+
+def _call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run() -> Any:
+        _inside.call = True  # nested calls of the method need no further thread
+        return method(*args, **kwargs)
+
+    return bounded(run, f"MLflow's {method.__name__}", total_seconds())
+
 
 _TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 # MLflow reads these when it is imported or at each request; a person's settings stay.

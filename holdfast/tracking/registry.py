@@ -17,8 +17,8 @@ from holdfast.runtime.environment import tracking_uri
 from holdfast.spec.errors import ForeignVersionError, MissingError
 from holdfast.store import Store, layout
 from holdfast.store.sequence import newest, read_record
-from holdfast.tracking.conflicts import write_missing
 from holdfast.tracking.connection import connect, registry_uri, translated
+from holdfast.tracking.failures import write_missing
 from holdfast.tracking.registrations import registration_key, registry_name, require_registered
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint import Attempt, StateDigest, TensorBox, digest_of
-from holdfast.checkpoint import coverage as coverage_module
-from holdfast.checkpoint.catalogue import TensorInfo
+from holdfast.checkpoint import catalogue as coverage_module
+from holdfast.checkpoint.catalogue import TensorInfo, coverage_of, whole_coverage
 from holdfast.checkpoint.commit import Committer
-from holdfast.checkpoint.coverage import coverage_of, whole_coverage
 from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.spec.errors import DataError

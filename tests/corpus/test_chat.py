@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from holdfast.corpus import identify, prepare
 from holdfast.corpus.chat import ChatEncoder, ChatTemplate, ConversationError, conversation_text
 from holdfast.dataset import Dataset
-from holdfast.dataset.marks import ENDS, ID, UNCOUNTED
+from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
 from holdfast.spec import Spec
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import Store

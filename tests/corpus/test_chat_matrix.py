@@ -13,9 +13,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from holdfast.corpus.chat import ChatEncoder, ChatTemplate, ConversationError, conversation_text
-from holdfast.corpus.pairs import pair_text
-from holdfast.dataset.marks import ENDS, ID, UNCOUNTED
+from holdfast.corpus.chat import ChatEncoder, ChatTemplate, ConversationError, conversation_text, pair_text
+from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>", "sep_token": "<|sep|>"}
 OTHERS = ["<|im_start|>", "<|start|>", "<|end|>", "<|eot|>", "[INST]", "[/INST]", "<start_of_turn>", "<end_of_turn>"]

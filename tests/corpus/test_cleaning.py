@@ -10,10 +10,9 @@ import pytest
 
 from holdfast.components.preprocess import run
 from holdfast.corpus import identify
-from holdfast.corpus.chat import conversation_text
-from holdfast.corpus.cleaning import clean
-from holdfast.corpus.pairs import pair_text
+from holdfast.corpus.chat import conversation_text, pair_text
 from holdfast.corpus.records import Flaw
+from holdfast.corpus.units import clean
 from holdfast.spec import Spec
 from holdfast.spec.data import Cleaning
 from tests.corpus.conftest import MakeSpec

@@ -11,10 +11,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from holdfast.components.preprocess import run
-from holdfast.corpus.chat import ChatEncoder, ChatTemplate, ConversationError
-from holdfast.corpus.pairs import pair_text
+from holdfast.corpus.chat import ChatEncoder, ChatTemplate, ConversationError, pair_text
 from holdfast.dataset import Dataset
-from holdfast.dataset.marks import ENDS, ID, UNCOUNTED
+from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
 from holdfast.spec import parse_spec
 from holdfast.spec.errors import DataError
 from holdfast.store import Store

@@ -13,8 +13,8 @@ from blake3 import blake3
 
 from holdfast.dataset import Batches, Dataset, Prefetcher
 from holdfast.dataset.batches import LOOKAHEAD
+from holdfast.dataset.dataset import WindowShuffle
 from holdfast.dataset.mixture import UniformOrder, WeightedOrder, block_quotas
-from holdfast.dataset.windows import WindowShuffle
 from holdfast.spec.errors import DataError
 from holdfast.store import Store
 from tests.dataset.conftest import DATASET_ID, Write

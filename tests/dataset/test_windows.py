@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.dataset import Dataset
+from holdfast.dataset.dataset import WindowShuffle
 from holdfast.dataset.remote import PIECE_BYTES
-from holdfast.dataset.windows import WindowShuffle
 from holdfast.spec.data import Shuffle
 from holdfast.store import Store
 from tests.dataset.conftest import DATASET_ID, Meter, Write

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.components.train import step
-from holdfast.components.train.entrypoint import body
+from holdfast.components.train.__main__ import body
 from holdfast.launch.interface import Job
 from holdfast.steps.adapters import main
 from tests.faults.nodes import HELD, HOLDS, PLAIN

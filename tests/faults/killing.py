@@ -18,8 +18,8 @@ import psutil
 from holdfast.checkpoint import open_checkpoint
 from holdfast.components.train.result import TrainingResult, read_result
 from holdfast.engines.assignment import Assignment
-from holdfast.pipelines.chaos import processes
-from holdfast.pipelines.chaos.processes import AGENT, TORCHRUN, ranks_of, running
+from holdfast.pipelines.chaos import faults
+from holdfast.pipelines.chaos.faults import AGENT, TORCHRUN, ranks_of, running
 from holdfast.spec import Spec, run_id
 from holdfast.store import Store
 from holdfast.telemetry import read_history
@@ -70,7 +70,7 @@ def find_victim(launcher: psutil.Process, name: str) -> psutil.Process | None:
     number = int(name.removeprefix("rank"))
     if (rank := ranks_of(launcher).get(number)) is not None:
         return rank
-    with patch.object(processes, "WORKER", HELD):
+    with patch.object(faults, "WORKER", HELD):
         return ranks_of(launcher).get(number)
 
 

@@ -15,13 +15,12 @@ import psutil
 import pytest
 
 from holdfast.components.train.result import read_result
-from holdfast.pipelines.chaos import disk, fault_run, processes
+from holdfast.pipelines.chaos import disk, fault_run, faults
 from holdfast.pipelines.chaos import faults as catalogue
 from holdfast.pipelines.chaos.clock import Clock
 from holdfast.pipelines.chaos.disk import Disk
 from holdfast.pipelines.chaos.fault_run import Run, schedule
-from holdfast.pipelines.chaos.faults import FAULTS
-from holdfast.pipelines.chaos.processes import ranks_of
+from holdfast.pipelines.chaos.faults import FAULTS, ranks_of
 from holdfast.pipelines.chaos.proxy import FaultyProxy
 from holdfast.spec import ExitCode, Spec, dump_spec, run_id
 from holdfast.store import Store, open_store
@@ -70,7 +69,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes some milliseconds here: what lasts is shorter, too."""
     for name in ("FREEZE_SECONDS", "SLOW_SECONDS", "AWAY_SECONDS"):
         monkeypatch.setattr(catalogue, name, 0.3)
-    monkeypatch.setattr(processes, "WORKER", HELD)
+    monkeypatch.setattr(faults, "WORKER", HELD)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ KNOWN = {
     "holdfast/store/durable.py": "objects of the store",
     "holdfast/telemetry/channel.py": "events, whose texts are redacted when they are made",
     "holdfast/launch/processes.py": "standard error of a process whose output a launcher reads and redacts",
-    "holdfast/components/notify/webhook.py": "redacts the record itself",
+    "holdfast/components/notify/summary.py": "redacts the record itself",
     "holdfast/steps/command_line.py": "the result of a step: an id or a word; standard output is redacted",
     "holdfast/runtime/logs.py": "the formatters of all log records: they redact",
     "holdfast/simulation/learn.py": "numbers",

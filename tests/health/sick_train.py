@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.components.train import step
-from holdfast.components.train.entrypoint import body
+from holdfast.components.train.__main__ import body
 from holdfast.launch.interface import Job
 from holdfast.rank import worker
 from holdfast.steps.adapters import main as step_main

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from holdfast.health.measured import Report
+from holdfast.health.verdict import Report
 from holdfast.launch import Job, LocalLauncher
 from holdfast.spec.cluster import Cluster
 from holdfast.spec.errors import ExitCode, HoldfastError

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.components.notify.__main__ import body
 from holdfast.components.notify.ending import Ending, ending_of, headline_of
-from holdfast.components.notify.entrypoint import body
 from holdfast.steps.jobs import outcome_of, recorder
 from holdfast.steps.outcomes import Outcome
 from holdfast.store import Store, layout, open_store

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from holdfast.components.notify.failures import first_failed_node
+from holdfast.components.notify.ending import first_failed_node
 
 NODES = [
     {"templateName": "evaluate", "message": "Error (exit code 15)", "finishedAt": "2026-11-20T12:00:02Z"},

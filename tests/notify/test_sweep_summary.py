@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.components.compare import compare
-from holdfast.components.notify.entrypoint import body
+from holdfast.components.notify.__main__ import body
 from holdfast.scoring import settings_key
 from holdfast.scoring.comparison import sweep_id
 from holdfast.spec import parse_spec, run_id

@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 
 from holdfast.planning import ACCELERATORS, Candidate, Layout, calibration
-from holdfast.planning.auto import Proposal, accelerator_of, best, declared_task, layout_fields, next_plan
-from holdfast.planning.fields import layout_of, with_fields
+from holdfast.planning.auto import (
+    Proposal,
+    accelerator_of,
+    best,
+    declared_task,
+    layout_fields,
+    layout_of,
+    next_plan,
+    with_fields,
+)
 from holdfast.spec import Spec, SpecError, dump_spec, parse_spec, rules, run_id
 from holdfast.spec.rules.parallel import CHOSEN
 from tests.planning.test_calibration import measured

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from holdfast.pipelines.cli import app
 from holdfast.planning import Architecture, Candidate, Layout, Task, accelerator
-from holdfast.planning.fields import fields_of, refused
+from holdfast.planning.auto import fields_of, refused
 from holdfast.planning.search import layouts, search
 from holdfast.spec import SpecError, load_spec
 

@@ -23,8 +23,7 @@ from holdfast.planning import (
     memory,
     practice_here,
 )
-from holdfast.planning.auto import task_of
-from holdfast.planning.fields import fields_of, layout_of, with_fields
+from holdfast.planning.auto import fields_of, layout_of, task_of, with_fields
 from holdfast.planning.memory import PAPER, Memory, layer_activations
 from holdfast.spec import Spec, parse_spec
 from holdfast.spec.model import Model

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.planning import Architecture, Task, accelerator, estimate_run, reasons, search
 from holdfast.planning.auto import task_of
-from holdfast.planning.failures import best_interval, goodput, lasts
+from holdfast.planning.run_estimate import best_interval, goodput, lasts
 from holdfast.planning.search import layouts
 from holdfast.spec import load_spec
 

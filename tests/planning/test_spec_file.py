@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.pipelines.spec_file import write_fields
+from holdfast.pipelines.documents import write_fields
 
 HEAD = "name: a\nstore: s3://b/c\ndata: {sources: [{uri: x}]}\n"
 

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from holdfast.pipelines.cli import app
 from holdfast.planning import Architecture, Candidate, Layout, Task, accelerator, estimate_run, spot
-from holdfast.planning.failures import RANK_SECONDS_PER_FAILURE
-from holdfast.planning.run_estimate import RESTART_SECONDS, stall_of
+from holdfast.planning.run_estimate import RANK_SECONDS_PER_FAILURE, RESTART_SECONDS, stall_of
 from holdfast.planning.spot import Mix, break_even, in_words, mix
 from tests.planning.test_command import SMALL, SPEC
 

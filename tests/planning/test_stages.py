@@ -21,8 +21,7 @@ from holdfast.pipelines.cli import app
 from holdfast.pipelines.measure import STAGES, MeasureError, stage_costs
 from holdfast.planning.auto import Proposal
 from holdfast.planning.layout import Layout
-from holdfast.planning.schedule import timeline
-from holdfast.planning.stages import StageCosts, split
+from holdfast.planning.schedule import StageCosts, split, timeline
 from holdfast.spec import SpecError, load_spec
 from tests.faults.nodes import PATIENCE
 from tests.train.tiny_run import SPEC

@@ -16,7 +16,7 @@ import pytest
 import requests
 
 from holdfast.components.register import run
-from holdfast.components.register.package import describe_model, requirements
+from holdfast.components.register.publish import describe_model, requirements
 from holdfast.model.exported import read_record
 from holdfast.model.generate import generate
 from holdfast.model.hugging_face import load_exported

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from kubernetes.client import Configuration
 
-from holdfast.components.notify import webhook
+from holdfast.components.notify import summary
 from holdfast.launch.kubernetes import client as kubernetes
 from holdfast.pipelines.backends.kubeflow import connection
 from holdfast.runtime import deadlines
@@ -36,7 +36,7 @@ CLIENTS: dict[str, Callable[[str], object]] = {
     "kubernetes": kubernetes_api,
     "kubeflow": kubeflow,
     "model registry": registry,
-    "webhook": lambda url: webhook.post(url, {"text": "x"}),
+    "webhook": lambda url: summary.post(url, {"text": "x"}),
     "mlflow": lambda url: preflight._on_server(url, "story"),
 }
 
@@ -49,8 +49,8 @@ def test_a_server_that_drips_keeps_no_client(client: str, reply: str, monkeypatc
         monkeypatch.setattr(module, "FIRST_PAUSE" if module is not connection else "PAUSE", 0.01)
     monkeypatch.setattr(model_registry, "TRIES", 2)
     monkeypatch.setattr(connection, "TRIES", 2)
-    monkeypatch.setattr(webhook, "TOTAL", SECONDS)
-    monkeypatch.setattr(webhook, "TRIES", 2)
+    monkeypatch.setattr(summary, "TOTAL", SECONDS)
+    monkeypatch.setattr(summary, "TRIES", 2)
     monkeypatch.setattr(preflight, "SECONDS", SECONDS)
     with dripping(REPLIES[reply]) as url:
         try:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kfp.compiler.pipeline_spec_builder import to_protobuf_value
 
 from holdfast.spec import Spec, SpecError, digest, dump_spec, parse_spec, run_id, strict_yaml
+from holdfast.spec.engine_text import from_struct, text_of, to_struct
 from holdfast.spec.fields import leaves
 from holdfast.spec.load import dump_written, written_spec
-from holdfast.spec.struct import from_struct, text_of, to_struct
 
 BASE = {"name": "x", "data": {"sources": [{"uri": "a"}]}}
 TEXTS = (

@@ -313,7 +313,7 @@ def test_on_a_cluster_the_summary_names_the_run_the_failed_step_and_its_own_word
     record(url, Outcome("train", 7, 3.0, 4.0, 12, reason="loss is NaN at step 7; lower the learning rate"))
     code = (
         "from types import SimpleNamespace as Some\n"
-        "from holdfast.pipelines.backends.kubeflow.components import component_of\n"
+        "from holdfast.pipelines.backends.kubeflow.component_files import component_of\n"
         f"component_of('notify').python_func(spec={SPEC!r}, store={url!r}, job={JOB!r}, "
         "status=Some(state='FAILED', error_message='a pod failed'), summary=Some(path='summary.md', metadata={}))"
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from holdfast.pipelines.backends.record import Record
-from holdfast.steps import job_collection
-from holdfast.steps.job_collection import KEEP_SECONDS, LOOKS, collect_jobs
+from holdfast.steps import step_logs
 from holdfast.steps.outcomes import Outcome
+from holdfast.steps.step_logs import KEEP_SECONDS, LOOKS, collect_jobs
 from holdfast.store import Store, layout
 from tests.protocol.bucket import Bucket, MemoryStore
 
@@ -84,6 +84,6 @@ def test_of_very_many_jobs_an_exit_handler_looks_at_a_few(store: Store, monkeypa
     for number in range(3 * LOOKS):
         leave(store, f"job-{number}")
     assert len(collect_jobs(store, "", LATER)) == LOOKS
-    monkeypatch.setattr(job_collection, "LOOKS", 1000)
+    monkeypatch.setattr(step_logs, "LOOKS", 1000)
     assert len(collect_jobs(store, "", LATER)) == 2 * LOOKS
     assert jobs(store) == set()

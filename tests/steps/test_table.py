@@ -41,7 +41,7 @@ def test_a_condition_looks_at_a_word() -> None:
     "step", [step for step in STEPS.values() if step.name != EXIT_HANDLER], ids=lambda one: one.name
 )
 def test_the_body_of_a_step_takes_what_the_table_says(step) -> None:
-    body = import_module(f"holdfast.components.{step.name}.entrypoint").body
+    body = import_module(f"holdfast.components.{step.name}.__main__").body
     assert {*inspect.signature(body).parameters} == {
         "spec",
         "url",

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.store import Store, layout, open_store
 from holdfast.telemetry import event_log, read_events
-from holdfast.telemetry.event_condensing import condense
+from holdfast.telemetry.event_folding import condense
 from holdfast.telemetry.event_log import StoreEvents
 from holdfast.telemetry.events import Progress, SaveCommitted, StragglerDetected, TimeSpent
 from holdfast.telemetry.ledger import ledger

@@ -12,8 +12,7 @@ from holdfast.spec.errors import DataError
 from holdfast.store import Store, layout
 from holdfast.store.sequence import record_key
 from holdfast.telemetry import read_history, segment
-from holdfast.telemetry.history import HistoryFollower, MetricSegment, cover, segments_of
-from holdfast.telemetry.history_folding import FOLD, fold_history
+from holdfast.telemetry.history import FOLD, HistoryFollower, MetricSegment, cover, fold_history, segments_of
 from tests.checkpoint.breaking_store import BreakingStore, Killed
 from tests.telemetry.histories import commit, write_segment
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.spec.telemetry import Telemetry
+from holdfast.spec.operations import Telemetry
 from holdfast.telemetry import emit
 from holdfast.telemetry.events import (
     AttemptBegan,

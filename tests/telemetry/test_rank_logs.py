@@ -9,8 +9,7 @@ import pytest
 from holdfast.spec.errors import MissingError, StoreUnreachableError
 from holdfast.store import Store, layout, log_stream
 from holdfast.store.log_stream import PIECE_BYTES
-from holdfast.telemetry.rank_logs import RankLog, new_stream
-from holdfast.telemetry.rank_reader import rank_lines, rank_streams, ranks_with_logs
+from holdfast.telemetry.rank_logs import RankLog, new_stream, rank_lines, rank_streams, ranks_with_logs
 
 RUN = "0123456789abcdef"
 

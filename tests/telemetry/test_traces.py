@@ -15,8 +15,7 @@ from holdfast.spec.errors import ExitCode
 from holdfast.telemetry import traces
 from holdfast.telemetry.events import Event, RunEnded, SaveCommitted, WarningIssued
 from holdfast.telemetry.serving import COLLECTORS, PROTOCOLS, show_traces
-from holdfast.telemetry.spans import RUN, span_id, spans, trace_id
-from holdfast.telemetry.traces import TIMEOUTS
+from holdfast.telemetry.traces import RUN, TIMEOUTS, span_id, spans, trace_id
 from tests.ports import free_port
 from tests.telemetry.collector import Collector, collecting
 from tests.telemetry.test_ledger import at, killed_once

@@ -14,7 +14,7 @@ from mlflow.exceptions import MlflowException
 from holdfast.components.register import run as register
 from holdfast.store import Store
 from holdfast.tracking import RunTracker, champion, connect, rollback, versions
-from holdfast.tracking.conflicts import write_missing
+from holdfast.tracking.failures import write_missing
 from tests import warm
 from tests.register.conftest import Finish, finish, finish_in
 from tests.registered import register_version

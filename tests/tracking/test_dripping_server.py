@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from holdfast.spec.errors import ExitCode
-from holdfast.tracking import bounded_client
+from holdfast.tracking import connection
 from holdfast.tracking.connection import TrackingUnavailable, connect, translated
 from tests.dripping import REPLIES, dripping
 
 
 @pytest.mark.parametrize("reply", ["headers", "body"])
 def test_a_call_ends_though_the_server_drips(reply: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_client, "total_seconds", lambda: 1.0)
+    monkeypatch.setattr(connection, "total_seconds", lambda: 1.0)
     with dripping(REPLIES[reply]) as url, pytest.raises(TrackingUnavailable, match="did not end within 1 s") as caught:
         client = connect(url)
         with translated(url):
@@ -21,6 +21,6 @@ def test_a_call_ends_though_the_server_drips(reply: str, monkeypatch: pytest.Mon
 
 
 def test_a_call_has_the_time_of_all_its_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(bounded_client.TIMEOUT, "7")
-    monkeypatch.setenv(bounded_client.RETRIES, "1")
-    assert bounded_client.total_seconds() == 58
+    monkeypatch.setenv(connection.TIMEOUT, "7")
+    monkeypatch.setenv(connection.RETRIES, "1")
+    assert connection.total_seconds() == 58

@@ -12,7 +12,7 @@ from holdfast.components.train.auto_layout import resolve_layout
 from holdfast.engines.assignment import Assignment
 from holdfast.launch.launches import claim_launch, read_endings, record_ending
 from holdfast.planning import calibration
-from holdfast.planning.fields import with_fields
+from holdfast.planning.auto import with_fields
 from holdfast.spec import ExitCode, HoldfastError, Spec, SpecError, run_id
 from tests.planning.test_calibration import measured
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_spec

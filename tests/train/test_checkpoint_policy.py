@@ -13,7 +13,7 @@ from holdfast.checkpoint import Attempt, claim_attempt, read_manifest
 from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.collectives import Gang
 from holdfast.launch.launches import claim_launch, record_ending
-from holdfast.planning.failures import RANK_SECONDS_PER_FAILURE
+from holdfast.planning.run_estimate import RANK_SECONDS_PER_FAILURE
 from holdfast.rank.checkpoint_policy import CheckpointPolicy, Failures, failures_before
 from holdfast.spec import ExitCode, run_id
 from holdfast.spec.training import Checkpoint

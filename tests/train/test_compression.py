@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.checkpoint import open_checkpoint, read_manifest
-from holdfast.dataset.marks import ID, UNCOUNTED
+from holdfast.dataset.vocabulary import ID, UNCOUNTED
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import Engine
 from holdfast.engines.torch.compression import largest

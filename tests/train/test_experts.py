@@ -26,7 +26,7 @@ from holdfast.engines.mesh import Mesh
 from holdfast.model.experts import CORRECTION
 from holdfast.model.initialise import initial_tensor
 from holdfast.planning import ACCELERATORS, Architecture, memory, practice_here
-from holdfast.planning.fields import layout_of
+from holdfast.planning.auto import layout_of
 from holdfast.spec import SpecError, run_id
 from holdfast.spec.training import Parallel
 from holdfast.store import Store, open_store

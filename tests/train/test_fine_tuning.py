@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from holdfast.checkpoint import open_checkpoint, read_manifest
 from holdfast.components.train.export import export
 from holdfast.dataset import Dataset
-from holdfast.dataset.marks import ID
+from holdfast.dataset.vocabulary import ID
 from holdfast.model.hugging_face import load_exported
 from holdfast.store import Store, layout, local_folder, open_store
 from tests.train.ranks import Runs, identity_of, train_in_ranks, trained

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.dataset.marks import ID
+from holdfast.dataset.vocabulary import ID
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.torch.fp8 import Fp8Linear, convert_to_fp8, quantised
 from holdfast.model.decoder import Decoder, Linear

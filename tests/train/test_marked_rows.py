@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
-from holdfast.dataset.marks import ENDS, NO_TOKEN, UNCOUNTED
+from holdfast.dataset.vocabulary import ENDS, NO_TOKEN, UNCOUNTED
 from holdfast.model.decoder import IGNORED
 from holdfast.objectives.next_token import counted_tokens, micro_batches
 from holdfast.scoring.score import score

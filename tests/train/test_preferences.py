@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from holdfast.checkpoint import TensorBox
-from holdfast.dataset.marks import ENDS, ID, UNCOUNTED
+from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
 from holdfast.model.decoder import IGNORED, Decoder
 from holdfast.model.initialise import initialise
 from holdfast.model.lora import add_adapters, is_adapter

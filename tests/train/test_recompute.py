@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.dataset.marks import ID
+from holdfast.dataset.vocabulary import ID
 from holdfast.engines.recompute import recompute
 from holdfast.model.decoder import Decoder
 from holdfast.model.initialise import initialise

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.dataset.marks import ID, UNCOUNTED
+from holdfast.dataset.vocabulary import ID, UNCOUNTED
 from holdfast.model.decoder import IGNORED, Decoder, document_ids
 from holdfast.model.initialise import initialise
 from holdfast.rank.randomness import stream_seed

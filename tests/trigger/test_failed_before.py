@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.preprocess.entrypoint import body as preprocess
+from holdfast.components.preprocess.__main__ import body as preprocess
 from holdfast.components.trigger import Decision
-from holdfast.components.trigger.entrypoint import body
+from holdfast.components.trigger.__main__ import body
 from holdfast.corpus import identify
 from holdfast.spec import Spec, dump_spec, parse_spec
 from holdfast.spec.errors import DataError, ExitCode

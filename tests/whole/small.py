@@ -19,14 +19,14 @@ HELD_STEP = """import glob, sys
 found = []
 
 def hold(event, arguments):
-    imported = event == "import" and arguments[0] == "holdfast.components.train.entrypoint"
+    imported = event == "import" and arguments[0] == "holdfast.components.train.__main__"
     if imported and not found and glob.glob({after!r}):
         found.append(arguments[0])
         from tests.faults import held_training
         held_training.step.training_job = held_training.held_job
 
 if "train" in sys.orig_argv:  # the interpreter of the step: of Slurm's
-    hold("import", ["holdfast.components.train.entrypoint"])
+    hold("import", ["holdfast.components.train.__main__"])
 else:  # its process may be forked from this one
     sys.addaudithook(hold)
 """

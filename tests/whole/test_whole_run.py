@@ -18,7 +18,7 @@ from holdfast.pipelines.backends.kubeflow.compile import compile_pipeline
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import with_absolute_paths
 from holdfast.spec import load_spec
-from holdfast.telemetry.spans import trace_id
+from holdfast.telemetry.traces import trace_id
 from tests import empty_mlflow
 from tests.telemetry.collector import Collector, collecting
 from tests.whole.small import ROOT, environment, held, hold, holdfast, objects, only, start, write_corpus, write_spec

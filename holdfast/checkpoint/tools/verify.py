@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from holdfast.checkpoint.damage_reports import DamageError
 from holdfast.checkpoint.fingerprint import StateDigest, digest_of, scalars_digest
 from holdfast.checkpoint.reader import Checkpoint, open_checkpoint
-from holdfast.checkpoint.tools.parts import parts_of
+from holdfast.checkpoint.tools.difference import parts_of
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import Store, layout
 

@@ -1,9 +1,69 @@
 """`python -m holdfast.components.compare --spec S --dataset-id D --trials JSON`: compares the trials of a sweep."""
 
+from __future__ import annotations
+
+import json
+import logging
 import sys
 
-from holdfast.components.compare.entrypoint import body
+from holdfast.components.compare.step import compare
+from holdfast.scoring.comparison import Comparison
+from holdfast.spec import Spec
+from holdfast.spec.json_parsing import parse_json
+from holdfast.steps import Artifact, StepResult
 from holdfast.steps.adapters import main
+from holdfast.steps.jobs import known_outcomes
+from holdfast.store import Store, open_store
+
+# Entry point of the compare step in a DAG, and its artifacts.
+
+log = logging.getLogger("holdfast.compare")
+
+
+def body(spec: Spec, url: str, *, dataset_id: str, trials: str, salt: str, job: str) -> StepResult:
+    """Compare the trials of the execution `job`. `trials` is a JSON list of lists of overrides. The result has the
+    outcome, run and overrides of the best trial."""
+    made = compare(
+        spec,
+        dataset_id,
+        parse_json(trials, list[list[str]], "--trials"),
+        open_store(url),
+        salt,
+        known_outcomes(job, store=url),
+    )
+    best = made.best
+    _mirror(spec, made, open_store(url))
+    for one in made.failed:
+        log.warning("not compared: %s", one.text)
+    log.info("sweep %s: %d trials compared, %d failed", made.sweep_id, len(made.rows), len(made.failed))
+    result = {"word": best.word, "winner": best.run_id, "changes": list(best.changes)}
+    return StepResult(result, {"comparison": Artifact(made.markdown)})
+
+
+def _mirror(spec: Spec, made: Comparison, store: Store) -> None:
+    """Show the sweep in MLflow, as the parent of its trials. Without MLflow it logs a warning, because the store has
+    the record."""
+    from holdfast.tracking import TrackingUnavailable
+    from holdfast.tracking.sweep_runs import SweepRun, mirror_sweep
+
+    best = made.best
+    figures = {"best/loss": best.loss, "best/perplexity": best.perplexity, "best/training_loss": best.training_loss}
+    shown = SweepRun(
+        sweep_id=made.sweep_id,
+        name=made.name,
+        runs=[*(row.run_id for row in made.rows), *(one.run_id for one in made.failed)],
+        tags={
+            "holdfast.dataset_id": made.dataset_id, "holdfast.best_run_id": best.run_id, "holdfast.verdict": best.word,
+            "holdfast.best_changes": json.dumps(best.changes),
+        },
+        metrics={**figures, "trials/compared": len(made.rows), "trials/failed": len(made.failed)},
+        files={"comparison.md": made.markdown, "comparison.json": made.model_dump_json(indent=1)},
+    )  # fmt: skip
+    try:
+        mirror_sweep(spec, shown, store)
+    except TrackingUnavailable as error:
+        log.warning("the comparison is not in MLflow for now, it is safe in the store: %s", error)
+
 
 if __name__ == "__main__":
     sys.exit(main("compare", body))

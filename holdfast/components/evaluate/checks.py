@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from holdfast.scoring.measured import Measured, TaskScore
-from holdfast.scoring.verdict import Check, Opponent, Word
+from holdfast.scoring.verdict import Check, Measured, Opponent, TaskScore, Word
 from holdfast.spec.operations import Evaluation, Task
 
 

@@ -25,7 +25,7 @@ from holdfast.spec import ExitCode, HoldfastError, Spec, digest, dump_spec
 from holdfast.spec.errors import ChampionChangedError, MissingError
 from holdfast.spec.json_parsing import parse_json_object
 from holdfast.store import Store, layout
-from holdfast.store.bounded_read import read_bounded
+from holdfast.store.json_reading import read_bounded
 from holdfast.tracking import (
     Champion,
     Registration,
@@ -35,8 +35,8 @@ from holdfast.tracking import (
     registration_key,
     trusted_stores,
 )
-from holdfast.tracking.conflicts import write_missing
 from holdfast.tracking.connection import translated
+from holdfast.tracking.failures import write_missing
 from holdfast.tracking.lineage import dvc_revisions, git_commit, whole_tags
 from holdfast.tracking.registrations import content_digest, read_registration
 from holdfast.tracking.registry import CHALLENGER, CHAMPION, all_versions, set_alias

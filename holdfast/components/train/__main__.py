@@ -1,9 +1,33 @@
 """`python -m holdfast.components.train --spec SPEC --dataset-id D`: trains a run to its last step."""
 
+from __future__ import annotations
+
 import sys
 
-from holdfast.components.train.entrypoint import body
+from holdfast.components.train import run
+from holdfast.pages import draw_training
+from holdfast.spec import Spec
+from holdfast.steps import Artifact, StepResult
 from holdfast.steps.adapters import main
+from holdfast.store import open_store
+from holdfast.telemetry import read_events
+
+# Entry point of the train step in a DAG, and its artifacts.
+
+
+def body(spec: Spec, url: str, *, dataset_id: str, salt: str, replan: bool) -> StepResult:
+    """Train on a dataset from preprocess. The result is `TrainingResult`."""
+    store = open_store(url)
+    result = run(spec, dataset_id, store, salt, replan=replan)
+    lineage = {"run_id": result.run_id, "dataset_id": dataset_id, "checkpoint": result.checkpoint}
+    figures = {name: getattr(result, name) for name in ("step", "tokens", "parameters", "attempts")}
+    shown = {
+        "model": Artifact(key=result.export, metadata=lineage),
+        "metrics": Artifact(metadata={"training_loss": result.loss, **figures}),
+        "curves": Artifact(draw_training(spec, result.run_id, store, read_events(store, result.run_id))),
+    }
+    return StepResult(result.model_dump(mode="json"), shown)
+
 
 if __name__ == "__main__":
     sys.exit(main("train", body))

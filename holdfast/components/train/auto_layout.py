@@ -14,8 +14,7 @@ from holdfast.checkpoint import newest_segments
 from holdfast.engines.assignment import Assignment
 from holdfast.launch import Ending
 from holdfast.launch.launches import newest_launch, read_ending, read_launch
-from holdfast.planning.auto import Proposal, best, layout_fields
-from holdfast.planning.fields import with_fields
+from holdfast.planning.auto import Proposal, best, layout_fields, with_fields
 from holdfast.runtime.environment import in_step_pod
 from holdfast.spec import Spec
 from holdfast.spec.errors import ExitCode, Problem, SpecError

@@ -47,7 +47,7 @@ from holdfast.scoring import require_tasks
 from holdfast.spec import ExitCode, HoldfastError, Spec, run_id
 from holdfast.spec.errors import DivergedError, MissingError, PreemptedError, SpecError, TerminatedError
 from holdfast.spec.plan import Plan, require_plan, settings_of
-from holdfast.spec.sizes import BatchSizes
+from holdfast.spec.training import BatchSizes
 from holdfast.store import Store, layout
 from holdfast.telemetry import emit, read_events, read_history, recorded_step
 from holdfast.telemetry.channel import show_in_argo

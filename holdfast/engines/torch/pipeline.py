@@ -30,7 +30,7 @@ from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwar
 from torch.distributed.tensor import DTensor
 
 from holdfast.model.decoder import Decoder
-from holdfast.planning.stages import split
+from holdfast.planning.schedule import split
 from holdfast.spec.model import Model
 
 STAGES_EACH = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}  # stages per rank

@@ -103,7 +103,7 @@ _NEEDS_KEY = """# The nodes know each other by a key, which no launcher makes he
 def _check(spec: Spec, target: str) -> None:
     """Refuse what the target cannot do, also if `cluster.job` names another one. Raises SpecError."""
     from holdfast.spec import rules
-    from holdfast.spec.rules.telemetry import check_collector_address
+    from holdfast.spec.rules.operations import check_collector_address
 
     if target not in get_args(Target):
         raise SpecError([Problem("--target", target, "is not known", f"use one of {', '.join(get_args(Target))}")])

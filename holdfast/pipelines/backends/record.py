@@ -27,8 +27,7 @@ from holdfast.spec.json_parsing import parse_json
 from holdfast.spec.load import dump_written
 from holdfast.steps.jobs import outcome_of
 from holdfast.store import Store, layout, open_store
-from holdfast.store.bounded_read import read_bounded
-from holdfast.store.json_reading import read_json_object
+from holdfast.store.json_reading import read_bounded, read_json_object
 from holdfast.store.parallel import in_parallel
 from holdfast.telemetry.run_metadata import mark_name
 

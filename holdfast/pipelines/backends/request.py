@@ -10,12 +10,11 @@ from typing import Any
 from holdfast.pipelines.trials import Trials
 from holdfast.scoring.comparison import sweep_id, sweep_name, trials_of
 from holdfast.spec import Spec, SpecError, dump_spec, run_id
-from holdfast.spec.engine_text import escape_tree
+from holdfast.spec.engine_text import escape_tree, to_struct
 from holdfast.spec.errors import HoldfastError, MissingError, Problem
 from holdfast.spec.identity import digest
 from holdfast.spec.load import written_spec
-from holdfast.spec.rules.telemetry import check_collector_address
-from holdfast.spec.struct import to_struct
+from holdfast.spec.rules.operations import check_collector_address
 
 ORDER_DIGITS = 8
 

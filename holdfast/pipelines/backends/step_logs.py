@@ -9,21 +9,39 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from holdfast.pipelines.backends.interface import (
-    NOT_BEGUN,
-    PENDING,
-    SKIPPED,
-    UNFINISHED,
-    Backend,
-    RunStatus,
-    is_step,
-)
+from holdfast.pipelines.backends.interface import NOT_BEGUN, PENDING, SKIPPED, UNFINISHED, Backend, RunStatus, is_step
 from holdfast.pipelines.backends.record import Record
 from holdfast.runtime.logs import plain
 from holdfast.spec.errors import HoldfastError, MissingError
 from holdfast.steps.jobs import is_job
 from holdfast.steps.step_logs import StepLogReader, local_job
 from holdfast.store import Store
+from holdfast.telemetry import rank_logs
+
+# Logs of single ranks. On every backend the ranks keep them in the store, so all backends share this code.
+
+
+def rank_lines(
+    store: Store,
+    run_id: str,
+    rank: int,
+    *,
+    attempt: int | None = None,
+    launch: int | None = None,
+    running: Callable[[], bool] | None = None,
+) -> Iterator[str]:
+    """The log lines of a rank, for a person. See `rank_reader.rank_lines`."""
+    lines = rank_logs.rank_lines(store, run_id, rank, attempt=attempt, launch=launch, running=running)
+    return (text for line in lines for text in plain(line).splitlines() or [""])
+
+
+def goes_on(backend: Backend, run: str) -> bool:
+    """Whether a run is unfinished according to its backend, and so may still print."""
+    try:
+        return backend.status(run).unfinished
+    except MissingError:
+        return False
+
 
 POLL_SECONDS = 2.0
 WITHOUT_LOG = (PENDING, NOT_BEGUN, SKIPPED.upper())  # states of steps without output

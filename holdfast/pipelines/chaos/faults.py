@@ -7,21 +7,124 @@ had no target. The caller checks whether the run survives.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import random
 import signal
+import socket
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import psutil
 
-from holdfast.pipelines.chaos import disk, network
+from holdfast.pipelines.chaos import disk
 from holdfast.pipelines.chaos.clock import Clock
 from holdfast.pipelines.chaos.disk import Disk
-from holdfast.pipelines.chaos.processes import AGENT, PIPELINE, TORCHRUN, largest, launcher_of, ranks_of, running
 from holdfast.pipelines.chaos.proxy import Act, FaultyProxy, answer, flip, lose_reply, reset, slow, truncate
 from holdfast.spec import ExitCode
+
+# Cut network connections between ranks: both ends of each connection of a rank to its peers are closed.
+#
+# A connection is shut down through a copy of its descriptor (pidfd_getfd(2), Linux 5.6). The kernel allows that for
+# traceable processes of the same user, such as this process's descendants. Some containers forbid the call.
+
+_PIDFD_GETFD = 438  # on every architecture
+
+
+def refused() -> str:
+    """Why no connection can be cut here; empty if it is possible."""
+    one, other = socket.socketpair()
+    with one, other, subprocess.Popen(["sleep", "60"], stdin=one.fileno()) as child:  # a parent may always copy
+        try:
+            _taken(child.pid, 0).close()
+        except (AttributeError, OSError) as error:
+            return f"this kernel gives no copy of a socket of another process (pidfd_getfd): {error}"
+        finally:
+            child.kill()
+    return ""
+
+
+def cut(process: psutil.Process, peers: Iterable[psutil.Process]) -> int:
+    """Shut down the connections of `process` to its peers. Returns their number. Raises psutil.Error and OSError."""
+    theirs = {each.laddr for peer in peers for each in _connections(peer)}
+    number = 0
+    for each in _connections(process):
+        if each.raddr in theirs:
+            with contextlib.suppress(OSError), _taken(process.pid, each.fd) as connection:  # it ended meanwhile
+                connection.shutdown(socket.SHUT_RDWR)
+                number += 1
+    return number
+
+
+def _connections(process: psutil.Process) -> list[Any]:
+    return [each for each in process.net_connections("tcp") if each.status == psutil.CONN_ESTABLISHED]
+
+
+def _taken(pid: int, descriptor: int) -> socket.socket:
+    """A copy of a socket of another process. Raises OSError."""
+    process = os.pidfd_open(pid)
+    try:
+        copy = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, descriptor, 0)
+        if copy < 0:
+            raise OSError(number := ctypes.get_errno(), os.strerror(number))
+        return socket.socket(fileno=copy)
+    finally:
+        os.close(process)
+
+
+# Lookup of a run's processes on this machine by role, among the descendants of the process that started it.
+
+WORKER = "holdfast.rank.worker"
+TORCHRUN = "holdfast.launch.torchrun"
+AGENT = "holdfast.launch.node.agent"
+PIPELINE = "holdfast.pipelines.backends.local.worker"
+SERVER = "holdfast.launch.processes"  # forks the torchrun of every launch but the first
+
+
+def ranks_of(root: psutil.Process) -> dict[int, psutil.Process]:
+    """The training ranks below a process, by number."""
+    found = {}
+    for process, command in _below(root):
+        if WORKER in command and TORCHRUN not in command:
+            with contextlib.suppress(psutil.Error, KeyError, ValueError):
+                found[int(process.environ()["RANK"])] = process
+    return dict(sorted(found.items()))
+
+
+def running(root: psutil.Process, module: str) -> psutil.Process | None:
+    """The descendant that was started with `-m module`; merely importing it does not count."""
+    return next((process for process, command in _below(root) if ("-m", module) in pairwise(command)), None)
+
+
+def launcher_of(root: psutil.Process) -> psutil.Process | None:
+    """The process of the train step, which launches the gang."""
+    torchrun = running(root, TORCHRUN)
+    with contextlib.suppress(psutil.Error):
+        parent = None if torchrun is None else torchrun.parent()
+        return parent.parent() if parent and any(SERVER in word for word in parent.cmdline()) else parent
+    return None
+
+
+def largest(root: psutil.Process) -> psutil.Process | None:
+    """The descendant with the most memory, which the kernel would kill first without free memory."""
+    sizes = []
+    for process, _ in _below(root):
+        with contextlib.suppress(psutil.Error):
+            sizes.append((process.memory_info().rss, process.pid, process))
+    return max(sizes)[2] if sizes else None
+
+
+def _below(root: psutil.Process) -> Iterator[tuple[psutil.Process, list[str]]]:
+    with contextlib.suppress(psutil.Error):
+        for process in root.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                yield process, process.cmdline()
+
 
 FREEZE_SECONDS = 3.0
 SLOW_SECONDS = 4.0
@@ -119,7 +222,7 @@ def _cut_network(scene: Scene) -> str:
         return ""
     rank = scene.rng.choice(list(ranks))
     with contextlib.suppress(psutil.Error):  # one of them ended meanwhile
-        number = network.cut(ranks[rank], [process for other, process in ranks.items() if other != rank])
+        number = cut(ranks[rank], [process for other, process in ranks.items() if other != rank])
         return f"{number} connections between rank {rank} and its peers end" if number else ""
     return ""
 
@@ -213,7 +316,7 @@ FAULTS: Mapping[str, Fault] = {
     "rank-told-to-leave": Fault("SIGTERM to a rank: the gang saves and leaves", _signal_rank(signal.SIGTERM)),
     "rank-frozen": Fault("SIGSTOP to a rank, and SIGCONT some seconds later", _freeze),
     "rank-slow": Fault("a rank has half of its time for some seconds", _slow_rank),
-    "network-cut": Fault("the connections of a rank to its peers end", _cut_network, ranks=2, refused=network.refused),
+    "network-cut": Fault("the connections of a rank to its peers end", _cut_network, ranks=2, refused=refused),
     "clock-jumped": Fault("the clock of the run goes an hour forward, and back", _jump),
     "agent-killed": Fault(
         "SIGKILL to the checkpoint agent", lambda scene: _killed(running(scene.command, AGENT), "the checkpoint agent")

@@ -171,8 +171,8 @@ def watch(
     from rich.live import Live
 
     from holdfast.pipelines.view.catalog import find_run
-    from holdfast.pipelines.view.console import SafeConsole
     from holdfast.pipelines.view.live import Screen
+    from holdfast.pipelines.view.terminal import SafeConsole
     from holdfast.telemetry.event_log import StoreEvents
 
     opened, console = open_chosen(store), SafeConsole()

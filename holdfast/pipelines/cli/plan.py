@@ -80,8 +80,7 @@ def plan(
     Example: holdfast plan examples/cluster-h100.yaml --gpus 64 --accelerator H100
     """
     from holdfast.pipelines.view.planning import print_plan
-    from holdfast.planning.auto import task_of
-    from holdfast.planning.fields import fields_of, refused
+    from holdfast.planning.auto import fields_of, refused, task_of
     from holdfast.spec.load import load_spec
 
     checked = load_spec(spec, overrides or [])
@@ -128,7 +127,7 @@ def plan(
 
 
 def _write(spec: Path, fields: dict[str, Any], *, check: bool, quiet: bool) -> None:
-    from holdfast.pipelines.spec_file import write_fields
+    from holdfast.pipelines.documents import write_fields
 
     written = write_fields(spec, fields, check=check)
     if not quiet:
@@ -196,7 +195,7 @@ def _vocabulary(spec: Spec, quiet: bool) -> int:
 
 def _search(spec: Spec, task: Task, count: int) -> Found:
     from holdfast.planning import search
-    from holdfast.planning.fields import refused
+    from holdfast.planning.auto import refused
 
     return search(task, lambda layout: not refused(spec, task, layout), count)
 
@@ -266,7 +265,7 @@ def _mixes(found: Spot) -> dict[str, Any]:
 
 def _of(candidate: Candidate) -> dict[str, Any]:
     from holdfast.planning import estimate_run, reasons
-    from holdfast.planning.fields import fields_of
+    from holdfast.planning.auto import fields_of
 
     memory, speed = candidate.memory, candidate.speed
     return {

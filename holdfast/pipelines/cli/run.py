@@ -152,7 +152,7 @@ def _for_json(target: Backend, as_json: bool) -> Backend:
     from holdfast.pipelines.backends.local.backend import Local
 
     if as_json and isinstance(target, Local):
-        from holdfast.pipelines.view.console import SafeConsole
+        from holdfast.pipelines.view.terminal import SafeConsole
 
         target.console = SafeConsole(stderr=True)
     return target

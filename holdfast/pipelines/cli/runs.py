@@ -168,7 +168,7 @@ def _kept(run: str, store: str) -> tuple[Store | None, Record | None]:
 
 
 def _print_rank(run: str, rank: RankOptions, where: BackendOptions, follow: bool) -> None:
-    from holdfast.pipelines.backends.rank_logs import goes_on, rank_lines
+    from holdfast.pipelines.backends.step_logs import goes_on, rank_lines
     from holdfast.pipelines.view.catalog import find_run
 
     opened = open_chosen(where.store)

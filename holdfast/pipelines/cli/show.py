@@ -108,7 +108,7 @@ def _print_sweep(wanted: str, where: BackendOptions, store: Store, as_json: bool
     """Print the comparison of a sweep, or the steps of one without a comparison. Returns whether there is one."""
     from holdfast.pipelines.backends.record import find_record
     from holdfast.pipelines.view.comparison import find_comparison, print_comparison
-    from holdfast.pipelines.view.console import SafeConsole
+    from holdfast.pipelines.view.terminal import SafeConsole
 
     try:
         found = find_comparison(store, wanted)
@@ -189,7 +189,7 @@ def _print_ledger(run: str, store: str, as_json: bool) -> None:
 
 def _print_cost(run: str, store: str, prices: list[str], as_json: bool) -> None:
     from holdfast.pipelines.view.catalog import find_run
-    from holdfast.pipelines.view.cost import lines
+    from holdfast.pipelines.view.ledger import cost_lines
     from holdfast.telemetry import read_events
     from holdfast.telemetry.cost import cost as cost_of
     from holdfast.telemetry.ledger import goes_on, ledger
@@ -205,7 +205,7 @@ def _print_cost(run: str, store: str, prices: list[str], as_json: bool) -> None:
     if as_json:
         print_json({"run_id": found.run_id, **spent.as_json()})
         return
-    for line in lines(spent):
+    for line in cost_lines(spent):
         out(line)
     for reason in spent.unknown:
         out(f"not known: {reason}")

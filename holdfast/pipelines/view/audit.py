@@ -13,8 +13,8 @@ from rich.table import Table
 
 from holdfast.pipelines.view.catalog import RunRecord
 from holdfast.pipelines.view.checkpoints import print_difference
-from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.report import WIDE
+from holdfast.pipelines.view.terminal import SafeConsole
 
 if TYPE_CHECKING:
     from holdfast.audit.replay_job import ReplayResult

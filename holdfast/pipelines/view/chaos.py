@@ -13,9 +13,8 @@ from holdfast.pipelines.chaos.compare import Chaos, FaultRun
 from holdfast.pipelines.chaos.fault_run import Planned, Survived
 from holdfast.pipelines.chaos.faults import FAULTS
 from holdfast.pipelines.view.checkpoints import print_difference
-from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.report import WIDE
-from holdfast.pipelines.view.terminal import duration
+from holdfast.pipelines.view.terminal import SafeConsole, duration
 
 if TYPE_CHECKING:
     from rich.status import Status

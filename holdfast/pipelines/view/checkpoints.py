@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.report import WIDE, ago
+from holdfast.pipelines.view.terminal import SafeConsole
 from holdfast.spec.plan import changes_in_words
 
 if TYPE_CHECKING:

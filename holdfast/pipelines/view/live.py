@@ -15,9 +15,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.pipelines.view.accelerators import lines as accelerator_lines
 from holdfast.pipelines.view.ledger import lines as ledger_lines
 from holdfast.pipelines.view.terminal import duration
+from holdfast.pipelines.view.throughput import lines as accelerator_lines
 from holdfast.pipelines.view.throughput import throughput
 from holdfast.telemetry.events import (
     AttemptBegan,

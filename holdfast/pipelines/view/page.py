@@ -11,7 +11,7 @@ from holdfast.spec import Spec
 from holdfast.spec.errors import MissingError
 from holdfast.store import Store
 from holdfast.telemetry import Event
-from holdfast.telemetry.event_condensing import MOST, condense
+from holdfast.telemetry.event_folding import MOST, condense
 from holdfast.telemetry.event_log import StoreEvents
 from holdfast.telemetry.history import HistoryFollower
 from holdfast.telemetry.ledger import goes_on

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from holdfast.pipelines.view.console import SafeConsole
-from holdfast.pipelines.view.terminal import duration
+from holdfast.pipelines.view.terminal import SafeConsole, duration
 from holdfast.planning import estimate_run, reasons
-from holdfast.planning.fields import layout_of
+from holdfast.planning.auto import layout_of
 from holdfast.planning.schedule import timeline as drawn
 from holdfast.planning.search import MARGIN
 from holdfast.planning.spot import in_words
@@ -19,7 +18,7 @@ from holdfast.planning.spot import in_words
 if TYPE_CHECKING:
     from holdfast.planning import Candidate, Found, Spot, Task
     from holdfast.planning.calibration import Calibration
-    from holdfast.planning.stages import StageCosts
+    from holdfast.planning.schedule import StageCosts
     from holdfast.spec import Spec
 
 GB = 1e9

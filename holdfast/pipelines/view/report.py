@@ -14,25 +14,62 @@ from rich.table import Table
 from holdfast.audit.records import read_audits
 from holdfast.dataset.manifest import find_manifest
 from holdfast.pages.accelerators import newest_figures
-from holdfast.pipelines.view.accelerators import lines as accelerator_lines
 from holdfast.pipelines.view.catalog import RunRecord
-from holdfast.pipelines.view.console import SafeConsole
-from holdfast.pipelines.view.cost import lines as cost_lines
+from holdfast.pipelines.view.ledger import cost_lines
 from holdfast.pipelines.view.ledger import lines as ledger_lines
 from holdfast.pipelines.view.summary import drops, figures, model_place, next_commands, outcome, reasons, report_place
+from holdfast.pipelines.view.terminal import SafeConsole
+from holdfast.pipelines.view.throughput import lines as accelerator_lines
 from holdfast.pipelines.view.throughput import throughput
-from holdfast.pipelines.view.timeline import timeline
 from holdfast.runtime.environment import log_dir
 from holdfast.spec.plan import Segment, changes_in_words
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_json_object
-from holdfast.telemetry import Event, read_events
+from holdfast.telemetry import read_events
 from holdfast.telemetry.cost import cost
-from holdfast.telemetry.events import AttemptBegan, Progress
+from holdfast.telemetry.events import AttemptBegan, Event, Progress, SaveCommitted
 from holdfast.telemetry.ledger import goes_on, ledger
 
 if TYPE_CHECKING:
     from holdfast.tracking import Champion
+
+# Timeline of a run for `holdfast show`, one line per event.
+
+
+def timeline(events: Sequence[Event]) -> Iterator[tuple[str, str, str]]:
+    """Time, source and text of the notable `events` (in order), and at the end the latest progress.
+
+    Consecutive saved checkpoints share one line.
+    """
+    saved: list[SaveCommitted] = []
+    for event in events:
+        if isinstance(event, SaveCommitted) and (not saved or event.attempt == saved[0].attempt):
+            saved.append(event)
+        elif event.notable:
+            yield from _saves(saved)
+            saved = [event] if isinstance(event, SaveCommitted) else []
+            if not saved:
+                yield _when(event), event.source, event.text
+    yield from _saves(saved)
+    spoken = [event for event in events if not event.silent]
+    if spoken and not spoken[-1].notable:
+        yield _when(spoken[-1]), spoken[-1].source, spoken[-1].text
+
+
+def _saves(saved: Sequence[SaveCommitted]) -> Iterator[tuple[str, str, str]]:
+    if len(saved) == 1:
+        yield _when(saved[0]), saved[0].source, saved[0].text
+    elif saved:
+        waited = sum(event.stall_seconds for event in saved)
+        text = (
+            f"saved {len(saved)} checkpoints, steps {saved[0].step} to {saved[-1].step}; training waited {waited:.2f} s"
+        )
+        yield _when(saved[-1]), saved[-1].source, text
+
+
+def _when(event: Event) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(event.time))
+
 
 WIDE = 120  # columns when the output is not a terminal, so nothing is truncated in a file or pipe
 

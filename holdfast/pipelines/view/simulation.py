@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from holdfast.pipelines.view.console import SafeConsole
-from holdfast.pipelines.view.terminal import duration
+from holdfast.pipelines.view.terminal import SafeConsole, duration
 
 if TYPE_CHECKING:
     from holdfast.simulation import Bounds, ClusterModel, Job, Outcome

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
-from holdfast.runtime.output import outlive_reader
+from holdfast.runtime.output import outlive_reader, without_controls
 
 if TYPE_CHECKING:
     from rich.status import Status
+
+# Console of the views: rich's, safe for foreign text.
+#
+# Control characters and escape sequences in such text do not reach the terminal.
+
+
+class SafeConsole(Console):
+    """A console that never interprets control characters in text."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """See Console."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(without_controls(segment.text), segment.style)
+
 
 PLAIN_INTERVAL = 10.0  # seconds between progress lines without a terminal
 _STOPPED = "[yellow]■[/yellow]"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.launch.processes import die_with_parent
-from holdfast.planning.stages import StageCosts
+from holdfast.planning.schedule import StageCosts
 from holdfast.spec import Spec
 
 if TYPE_CHECKING:  # torch takes seconds to import, in which this process would outlive its parent

@@ -29,7 +29,6 @@ from holdfast.spec.rules.data import (
     check_text_field,
     check_tokenizer,
 )
-from holdfast.spec.rules.evaluation import check_evaluation
 from holdfast.spec.rules.model import (
     check_experts,
     check_heads,
@@ -37,6 +36,7 @@ from holdfast.spec.rules.model import (
     check_rope,
     check_stage_count,
 )
+from holdfast.spec.rules.operations import check_evaluation, check_schedule, check_serving, check_store
 from holdfast.spec.rules.parallel import (
     check_auto_layout,
     check_context_parallel,
@@ -59,10 +59,7 @@ from holdfast.spec.rules.pods import (
     check_step_pods,
     check_text_sizes,
 )
-from holdfast.spec.rules.precision import check_fp8, check_precision
-from holdfast.spec.rules.schedule import check_schedule
 from holdfast.spec.rules.secrets import check_no_secrets_in_urls
-from holdfast.spec.rules.serving import check_serving, check_store
 from holdfast.spec.rules.training import (
     check_adapters,
     check_anomalies,
@@ -70,9 +67,11 @@ from holdfast.spec.rules.training import (
     check_batch_size,
     check_compression,
     check_elastic_determinism,
+    check_fp8,
     check_learning_rate_scaling,
     check_local_tiers,
     check_optimizer,
+    check_precision,
     check_preferences,
     check_warmup,
 )

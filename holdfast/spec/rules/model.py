@@ -6,8 +6,16 @@ from collections.abc import Iterator
 
 from holdfast.spec.errors import Problem
 from holdfast.spec.model import LEAST_HIDDEN, MIXTURES, Routing
-from holdfast.spec.rules.multiples import nearest_multiples
 from holdfast.spec.tree import Spec
+
+# The nearest multiples of a unit, for remedies.
+
+
+def nearest_multiples(value: int, unit: int, least: int = 1) -> str:
+    """The multiples of `unit` below and above `value`, at least `least`, nearest first: "384 or 396"."""
+    below = value // unit * unit
+    choices = [choice for choice in (below, below + unit) if choice >= least]
+    return " or ".join(str(choice) for choice in sorted(choices, key=lambda choice: abs(choice - value)))
 
 
 def check_heads(spec: Spec) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from math import lcm
 
 from holdfast.spec.errors import Problem
 from holdfast.spec.model import MIXTURES
-from holdfast.spec.rules.multiples import nearest_multiples
+from holdfast.spec.rules.model import nearest_multiples
 from holdfast.spec.section import Section
 from holdfast.spec.tree import Spec
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from holdfast.spec.errors import DataError, MissingError, StoreRefusedError
 from holdfast.spec.json_parsing import parse_json_object
 from holdfast.store import parallel as parts
+from holdfast.store.durable import Content, Stream
 from holdfast.store.file import whole_file
 from holdfast.store.interface import STALE_SECONDS, WHOLE_BYTES, ConflictError, Data, ObjectInfo, Read
 from holdfast.store.parallel import in_parallel, read_many
@@ -37,7 +38,6 @@ from holdfast.store.payload import (
 from holdfast.store.s3.reads import Reads
 from holdfast.store.s3.requests import PreconditionError, Requests
 from holdfast.store.s3.writes import WRITER, Write, Writes, write_of
-from holdfast.store.stream import Content, Stream
 
 COMPARE_BYTES = 8 * 2**20
 DIGEST = "holdfast-blake3"  # metadata of conditional writes

@@ -9,7 +9,7 @@ import torch
 
 from holdfast.checkpoint import Manifest, TensorBox, open_checkpoint
 from holdfast.checkpoint.tools import verify
-from holdfast.checkpoint.tools.parts import parts_of
+from holdfast.checkpoint.tools.difference import parts_of
 from holdfast.store import Store, layout
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.saving import RUN, checkpointer, names, pack_of, save, state

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from holdfast.components.notify.entrypoint import body
+from holdfast.components.notify.__main__ import body
 from holdfast.launch.kubernetes import KubernetesLauncher, lease
 from holdfast.launch.kubernetes.client import Api
 from holdfast.launch.kubernetes.lease import HeldError, RunLease

@@ -18,8 +18,7 @@ from holdfast.launch import Ending, Job, LocalLauncher, supervise
 from holdfast.launch.node.output import Place, RankOutput
 from holdfast.spec.cluster import Cluster, Restarts
 from holdfast.store import Store, layout, open_store
-from holdfast.telemetry.rank_logs import RankStream
-from holdfast.telemetry.rank_reader import rank_lines, rank_streams
+from holdfast.telemetry.rank_logs import RankStream, rank_lines, rank_streams
 from tests.faults.nodes import PATIENCE
 from tests.launch.launched import launched
 from tests.launch.worker import CLOSING

@@ -20,9 +20,7 @@ from holdfast.pipelines.chaos import disk
 from holdfast.pipelines.chaos.clock import Clock
 from holdfast.pipelines.chaos.disk import Disk
 from holdfast.pipelines.chaos.fault_run import Planned, Run
-from holdfast.pipelines.chaos.faults import FAULTS, LIMIT_SECONDS, Scene, _unlimitable
-from holdfast.pipelines.chaos.network import cut, refused
-from holdfast.pipelines.chaos.processes import PIPELINE
+from holdfast.pipelines.chaos.faults import FAULTS, LIMIT_SECONDS, PIPELINE, Scene, _unlimitable, cut, refused
 from holdfast.telemetry.channel import line_of
 from holdfast.telemetry.events import Progress
 

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.components.train.result import TrainingResult
-from holdfast.pipelines.chaos import compare, disk, processes
+from holdfast.pipelines.chaos import compare, disk, faults
 from holdfast.pipelines.chaos import faults as catalogue
 from holdfast.pipelines.chaos.fault_run import ChaosError, Planned, Run, Survived, schedule
 from holdfast.pipelines.chaos.faults import FAULTS
@@ -173,7 +173,7 @@ def followed(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return go(run, planned, *given, told)
 
     monkeypatch.setattr(Run, "go", led)
-    monkeypatch.setattr(processes, "WORKER", HELD)
+    monkeypatch.setattr(faults, "WORKER", HELD)
 
 
 @pytest.mark.drill

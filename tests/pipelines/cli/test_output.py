@@ -13,8 +13,7 @@ import pytest
 from rich.markup import escape
 
 from holdfast.pipelines.cli import options
-from holdfast.pipelines.view.console import SafeConsole
-from holdfast.pipelines.view.terminal import Board
+from holdfast.pipelines.view.terminal import Board, SafeConsole
 from holdfast.runtime import environment
 from holdfast.runtime.output import prepare_streams, without_controls
 from holdfast.spec.errors import SpecError
@@ -46,7 +45,7 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
     program.write_text(
         "import sys, time\n"
         "from holdfast.runtime.output import prepare_streams, watch_reader\n"
-        "from holdfast.pipelines.view.console import SafeConsole\n"
+        "from holdfast.pipelines.view.terminal import SafeConsole\n"
         "from holdfast.pipelines.view.terminal import Board\n"
         "prepare_streams(); watch_reader()\n"
         "with Board(SafeConsole()) as board:\n"

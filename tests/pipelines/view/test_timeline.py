@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.pipelines.view.catalog import RunRecord
-from holdfast.pipelines.view.report import print_run
-from holdfast.pipelines.view.timeline import timeline
+from holdfast.pipelines.view.report import print_run, timeline
 from holdfast.store import open_store
 from holdfast.telemetry import emit, read_events, recording
 from holdfast.telemetry.events import AttemptBegan, LaunchEnded, Progress, SaveCommitted

@@ -19,9 +19,8 @@ from holdfast.pipelines.backends.interface import FAILED, PENDING, RUNNING, RunS
 from holdfast.pipelines.backends.kubeflow.connection import Server
 from holdfast.pipelines.backends.kubeflow.nodes import Tasks
 from holdfast.spec import parse_spec
-from holdfast.spec.engine_text import unescape_tree
+from holdfast.spec.engine_text import text_of, unescape_tree
 from holdfast.spec.errors import ExitCode, HoldfastError
-from holdfast.spec.struct import text_of
 from holdfast.steps.parameter_overrides import changed_parameters
 
 PATIENCE = 3.0  # seconds for a request to Kubernetes

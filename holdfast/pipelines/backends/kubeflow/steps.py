@@ -16,16 +16,15 @@ from kfp import components, dsl
 from kfp.dsl.base_component import BaseComponent
 from kfp.dsl.pipeline_task import PipelineTask
 
-from holdfast.pipelines.backends.kubeflow import artifacts
+from holdfast.pipelines.backends.kubeflow import platform
 from holdfast.pipelines.backends.kubeflow.component_files import FOLDER
 from holdfast.pipelines.backends.kubeflow.platform import pipeline_config, place
 from holdfast.pipelines.table import RETRY
 from holdfast.pipelines.trials import PARAMETERS as SWEEP_PARAMETERS
 from holdfast.pipelines.trials import Trials, text_of
 from holdfast.spec import Spec
-from holdfast.spec.engine_text import escape, escape_tree
+from holdfast.spec.engine_text import escape, escape_tree, to_struct
 from holdfast.spec.load import load_spec, parse_spec, written_spec
-from holdfast.spec.struct import to_struct
 from holdfast.steps import COMMON, FIELDS, PARAMETERS, STEPS, Parameter, parameter_values
 
 DEFAULT_SPEC = "{name: training, data: {sources: [{uri: 'python:stdlib'}]}}"
@@ -60,7 +59,7 @@ class Pipeline:
 
     def show_artifacts(self, preprocess: PipelineTask, train: PipelineTask) -> None:
         """Show the dataset and the model with their own addresses in the UI."""
-        artifacts.show_artifacts(preprocess, train, self._spec, self._image)
+        platform.show_artifacts(preprocess, train, self._spec, self._image)
 
 
 @cache

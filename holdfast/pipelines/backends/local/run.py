@@ -26,9 +26,8 @@ from holdfast.pipelines.backends.record import Record, keep, process_start, reco
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root, with_absolute_paths
 from holdfast.pipelines.view.catalog import RunRecord, read_run
-from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.summary import print_summary
-from holdfast.pipelines.view.terminal import Board
+from holdfast.pipelines.view.terminal import Board, SafeConsole
 from holdfast.runtime.environment import log_dir, make_folder, mlflow_is_there, store_url
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec import ExitCode, Spec, load_spec, run_id

@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.pop(PARENT, None)
     configure_logging()
     step = argv[0]
-    return int(run_step(step, import_module(f"holdfast.components.{step}.entrypoint").body, argv[1:]))
+    return int(run_step(step, import_module(f"holdfast.components.{step}.__main__").body, argv[1:]))
 
 
 if __name__ == "__main__":

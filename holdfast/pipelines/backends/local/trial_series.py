@@ -31,8 +31,7 @@ from holdfast.pipelines.backends.local.run import (
 from holdfast.pipelines.backends.record import Record
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.view.comparison import print_comparison
-from holdfast.pipelines.view.console import SafeConsole
-from holdfast.pipelines.view.terminal import Board
+from holdfast.pipelines.view.terminal import Board, SafeConsole
 from holdfast.runtime.environment import log_dir, make_folder
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.scoring.comparison import Comparison, read_comparison, sweep_id, trials_of

@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     step = argv[0]
     if STEPS[step].launches:
         os.environ[LAUNCHER] = "ray"
-    return int(run_step(step, import_module(f"holdfast.components.{step}.entrypoint").body, argv[1:]))
+    return int(run_step(step, import_module(f"holdfast.components.{step}.__main__").body, argv[1:]))
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def _worked(step: str, words: Sequence[str], until: float | None) -> int:
     signal.signal(signal.SIGTERM, _terminated)
     try:
         with _asked_to_leave(until):
-            return int(run_step(step, import_module(f"holdfast.components.{step}.entrypoint").body, words))
+            return int(run_step(step, import_module(f"holdfast.components.{step}.__main__").body, words))
     except TerminatedError as error:
         log.warning("%s: %s", step, error)
         return int(error.exit_code)

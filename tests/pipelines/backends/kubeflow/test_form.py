@@ -19,9 +19,8 @@ from holdfast.pipelines.backends.kubeflow.submit import experiment
 from holdfast.pipelines.backends.kubeflow.upload import Uploaded, upload
 from holdfast.pipelines.cli import app
 from holdfast.spec import Spec, parse_spec, run_id
-from holdfast.spec.engine_text import unescape_tree
+from holdfast.spec.engine_text import from_struct, unescape_tree
 from holdfast.spec.load import written_spec
-from holdfast.spec.struct import from_struct
 from holdfast.steps import parameter_values
 from holdfast.steps.parameter_overrides import changed_parameters
 from tests.kubeflow_server import KubeflowServer, checked

@@ -1,0 +1,124 @@
+"""Rules of `evaluation`, `serving`, `store`, `telemetry` and `schedule`."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator
+from zoneinfo import ZoneInfo, available_timezones
+
+from holdfast.spec.cluster import amount
+from holdfast.spec.cron import CronError, expand
+from holdfast.spec.errors import Problem
+from holdfast.spec.rules.secrets import carries_secret
+from holdfast.spec.tree import Spec
+
+# Rules of `evaluation`.
+
+
+def check_evaluation(spec: Spec) -> Iterator[Problem]:
+    """Fields for a comparison or for samples are not given without one. No task is listed twice."""
+    evaluation = spec.evaluation
+    if evaluation.champion_tolerance and evaluation.versus_champion != "not_worse":
+        yield Problem(
+            "evaluation.champion_tolerance", evaluation.champion_tolerance,
+            f"is not used by versus_champion: {evaluation.versus_champion}", "remove it, or use not_worse",
+        )  # fmt: skip
+    questions = [(task.uri, task.metric) for task in evaluation.tasks]
+    for index, question in enumerate(questions):
+        if question in questions[:index]:
+            yield Problem(
+                f"evaluation.tasks.{index}.uri", question[0], f"is listed twice with the metric {question[1]}",
+                "keep one of them, because results are identified by task and metric",
+            )  # fmt: skip
+    for name in ("sample_tokens", "temperature"):
+        value = getattr(evaluation, name)
+        if not evaluation.prompts and value != type(evaluation).model_fields[name].default:
+            yield Problem(
+                f"evaluation.{name}", value, "is not used without prompts", "remove it, or give evaluation.prompts"
+            )
+
+
+# Rules of `serving`, and of `store`.
+
+
+def check_store(spec: Spec) -> Iterator[Problem]:
+    """The store has a supported scheme."""
+    if spec.store is not None and not re.match(r"file:///|s3://[^/]", spec.store):
+        shown = "(hidden)" if carries_secret(spec.store) else spec.store
+        yield Problem("store", shown, "is neither file:/// nor s3://", "use file:///path or s3://bucket/prefix")
+
+
+def check_serving(spec: Spec) -> Iterator[Problem]:
+    """KServe finds the weights in a bucket, and its pods request resources that exist."""
+    kserve = spec.serving.kserve
+    if kserve is None:
+        return
+    if spec.store is not None and spec.store.startswith("file:"):
+        yield Problem(
+            "serving.kserve", "(given)", f"cannot read from store = {spec.store}", "use a store in S3, or remove it"
+        )
+    if kserve.accelerators and spec.cluster.accelerator == "cpu":
+        yield Problem(
+            "serving.kserve.accelerators", kserve.accelerators, "is not possible with cluster.accelerator: cpu",
+            "use 0, or name an accelerator",
+        )  # fmt: skip
+    if kserve.min_replicas > kserve.max_replicas:
+        yield Problem(
+            "serving.kserve.min_replicas", kserve.min_replicas, f"is above max_replicas = {kserve.max_replicas}",
+            f"use at most {kserve.max_replicas}",
+        )  # fmt: skip
+    for name in ("cpu", "memory"):
+        if not amount(getattr(kserve, name)):
+            yield Problem(f"serving.kserve.{name}", getattr(kserve, name), "requests nothing", "request more than zero")
+
+
+# Rules of `telemetry`.
+
+
+def check_collector_address(spec: Spec) -> Iterator[Problem]:
+    """In a pod, metrics are served at an address that can be reached from outside. This rule is only for specs that run
+    in pods, which the spec itself does not state."""
+    telemetry = spec.telemetry
+    if telemetry.metrics_port is not None and _is_loopback(telemetry.metrics_host):
+        yield Problem(
+            "telemetry.metrics_host", telemetry.metrics_host, "is inside the pod, where Prometheus cannot reach it "
+            f"(telemetry.metrics_port: {telemetry.metrics_port})", "use 0.0.0.0, or remove telemetry.metrics_port",
+        )  # fmt: skip
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+# Rules of `schedule`.
+
+
+def check_schedule(spec: Spec) -> Iterator[Problem]:
+    """The cron expression and the time zone are valid, and only one kind of schedule is given."""
+    schedule = spec.schedule
+    if schedule.cron is not None and schedule.every_minutes is not None:
+        yield Problem(
+            "schedule.every_minutes",
+            schedule.every_minutes,
+            "is given together with schedule.cron",
+            "keep one of the two",
+        )
+    if schedule.cron is not None:
+        try:
+            expand(schedule.cron)
+        except CronError as error:
+            yield Problem("schedule.cron", schedule.cron, str(error), error.remedy)
+    try:
+        ZoneInfo(schedule.timezone)
+    except (KeyError, ValueError, OSError):
+        from difflib import get_close_matches
+
+        close = get_close_matches(schedule.timezone, sorted(available_timezones()), 1)
+        yield Problem(
+            "schedule.timezone", schedule.timezone, "is not an IANA time zone",
+            f"did you mean {close[0]!r}?" if close else "use a name such as 'Europe/Berlin'",
+        )  # fmt: skip
