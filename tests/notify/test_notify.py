@@ -20,6 +20,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from holdfast.components.notify import run
+from holdfast.components.notify import summary as notify_summary
 from holdfast.spec import ExitCode, parse_spec
 from holdfast.store import Store, layout, open_store
 from holdfast.telemetry import emit, read_events, recording
@@ -35,8 +36,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("HOLDFAST_STORE", "HOLDFAST_WEBHOOK", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(summary, "TIMEOUT", 120.0)
-    monkeypatch.setattr(summary, "TOTAL", 300.0)
+    monkeypatch.setattr(notify_summary, "TIMEOUT", 120.0)
+    monkeypatch.setattr(notify_summary, "TOTAL", 300.0)
     return tmp_path / "home"
 
 
@@ -254,9 +255,9 @@ def test_the_webhook_gets_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_webhook_in_trouble_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summary, "PAUSE", 0.0)
+    monkeypatch.setattr(notify_summary, "PAUSE", 0.0)
     with listening(500, 503, 200) as hook:
-        assert summary.post(hook.url, {"text": "hello"})
+        assert notify_summary.post(hook.url, {"text": "hello"})
     assert len(hook.bodies) == 3
 
 
@@ -265,7 +266,7 @@ def test_a_webhook_that_refuses_is_logged_without_its_url(
     status: int, tries: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    monkeypatch.setattr(summary, "PAUSE", 0.0)
+    monkeypatch.setattr(notify_summary, "PAUSE", 0.0)
     with listening(status) as hook:
         monkeypatch.setenv("HOLDFAST_WEBHOOK", hook.url)
         run("FAILED", SPEC)
@@ -277,8 +278,8 @@ def test_a_webhook_that_refuses_is_logged_without_its_url(
 def test_a_webhook_that_hangs_is_left_after_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(summary, "TIMEOUT", 0.2)
-    monkeypatch.setattr(summary, "PAUSE", 0.0)
+    monkeypatch.setattr(notify_summary, "TIMEOUT", 0.2)
+    monkeypatch.setattr(notify_summary, "PAUSE", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts, nobody answers
         monkeypatch.setenv("HOLDFAST_WEBHOOK", f"http://127.0.0.1:{silent.getsockname()[1]}/{SECRET}")
         run("FAILED", SPEC)
@@ -290,7 +291,7 @@ def test_a_webhook_that_hangs_is_left_after_a_bounded_time(
 def test_a_webhook_that_is_no_web_address_is_refused_quietly(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(summary, "PAUSE", 0.0)
+    monkeypatch.setattr(notify_summary, "PAUSE", 0.0)
     monkeypatch.setenv("HOLDFAST_WEBHOOK", url)
     run("FAILED", SPEC)
     assert "HOLDFAST_WEBHOOK" in caplog.text
