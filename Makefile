@@ -30,7 +30,9 @@ lint: $(VENV)/.dev  ## Check style, types and import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Tests start many processes. Where PYTHONDONTWRITEBYTECODE is set, each would compile the library again.
 unit: $(VENV)/.dev  ## Run the tests
+	$(BIN)/python -m compileall -q holdfast
 	$(BIN)/pytest -n 4
 
 drill: $(VENV)/.dev  ## Run what takes long: faults again and again, sweeps

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from holdfast.pipelines.cli import app
 from holdfast.pipelines.paths import with_absolute_paths
 from holdfast.spec import load_spec
 from tests.cluster.rehearsal import rehearse
@@ -23,19 +23,8 @@ EXAMPLE = ROOT / "examples" / "cluster-cpu.yaml"
 @pytest.mark.parametrize("target", ["kfp", "argo", "pytorchjob", "trainjob", "slurm"])
 def test_the_example_compiles_for_every_target_it_can_have(target: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [
-        sys.executable,
-        "-m",
-        "holdfast.pipelines.cli",
-        "compile",
-        str(EXAMPLE),
-        "--target",
-        target,
-        "-o",
-        str(out),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, ["compile", str(EXAMPLE), "--target", target, "--output", str(out)])
+    assert done.exit_code == 0, done.output
     assert "s3://holdfast/store" in out.read_text()
 
 

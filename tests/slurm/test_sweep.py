@@ -77,7 +77,7 @@ def test_a_sweep_that_is_requeued_in_part_and_cancelled_and_resumed_ends_in_the_
     ]  # fmt: skip
     best = next(iter(local["rows"]))["run_id"]
     assert [path.parent.parent.name for path in tmp_path.glob("home/store/runs/*/registrations/*.json")] == [best]
-    assert "starting from step" in place.holdfast("logs", identity, "--step", "train-2")
+    assert "resuming from step" in place.holdfast("logs", identity, "--step", "train-2")
     assert sweep(place, "--over", OVER)["created"] is False
     table = place.holdfast("show", "small-sweep")
     assert best in table

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -73,37 +72,11 @@ class World:
         reader.start()
         return process, output, reader
 
-    def pod_process(self, rank: int) -> psutil.Process:
-        """torchrun of a node's pod."""
-        pods = [pod for pod in self.cluster.objects.all("pods") if pod["metadata"]["name"].endswith(f"-worker-{rank}")]
-        return psutil.Process(self.cluster.kubelet.processes[pods[-1]["metadata"]["uid"]].pid)
-
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     with Emulation(tmp_path / "cluster") as cluster:
         yield World(cluster, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_pod_killed_in_training_costs_a_restart_of_the_gang_and_no_bit(world, undisturbed) -> None:
-    world.held.hold(10)
-    process, output, reader = world.launch()
-    output.wait_for_step(8)
-    for child in world.pod_process(1).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # it dies with the one that forked it
-            child.kill()
-    world.held.hold(STEPS)
-    code = process.wait(PATIENCE)
-    reader.join()
-    assert code == 0, "".join(output.lines)
-    assert comparable(world.store, world.spec) == undisturbed
-    assert [number for number, _ in list_attempts(world.store, world.run_id)] == [1, 2]
-    endings = read_endings(world.store, world.run_id)
-    assert endings[1]["code"] in (ExitCode.KILLED, ExitCode.LOST_PEER) and endings[2]["code"] == 0, endings
-    assert "on node node-" in endings[1]["detail"]
-    assert world.cluster.jobs() == [f"holdfast-{world.run_id}-2"]  # kept for a while, by its own time to live
-    assert world.cluster.objects.all("leases") == []
 
 
 @pytest.mark.slow

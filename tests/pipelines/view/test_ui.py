@@ -21,6 +21,7 @@ from holdfast.pipelines.view.ui import password_of
 from holdfast.spec.errors import AccessDeniedError, ExitCode, HoldfastError
 from holdfast.store import open_store
 from holdfast.tracking import champion, connect, require_usable
+from tests import empty_mlflow
 from tests.tracking import made
 
 WRITES = (  # what makes another model the champion
@@ -48,7 +49,8 @@ def get(url: str, password: str = "", method: str = "GET", body: object = None) 
 def test_the_ui_answers_who_has_the_password_and_nobody_else_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    database = f"sqlite:///{tmp_path / 'a-secret-name.db'}"
+    empty_mlflow.place(tmp_path)
+    database = f"sqlite:///{(tmp_path / 'mlflow.db').rename(tmp_path / 'a-secret-name.db')}"
     environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path), "MLFLOW_TRACKING_URI": database}
     command = [sys.executable, "-m", "holdfast.pipelines.cli", "ui", "--port", "0"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:

@@ -72,6 +72,21 @@ def test_a_finished_run_whose_summary_could_not_be_sent_has_succeeded_and_one_th
     assert (ended == ExitCode.OK) is (step == "notify")
 
 
+@pytest.mark.parametrize(
+    ("code", "ends", "words"),
+    [(204, ExitCode.PREEMPTED, "train saved a checkpoint and left"), (None, ExitCode.KILLED, "")],
+)
+def test_a_killed_process_of_the_pipeline_is_named_with_what_its_step_did(
+    code: int | None, ends: ExitCode, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, _ = registered_run(tmp_path, monkeypatch, "")
+    (log := tmp_path / "run.log").write_text("")
+    said = io.StringIO()
+    outcomes = [Outcome("preprocess", 1, 0.0, 1.0, 0), Outcome("train", 1, 0.0, 1.0, code)]
+    assert run._conclude(wanted, Console(file=said, width=300), outcomes, log, [], True, "holdfast run") == ends
+    assert run.WORKER_KILLED in said.getvalue() and words in said.getvalue()
+
+
 @pytest.mark.parametrize("step", ["preprocess", "compare", "register", "notify"])
 def test_a_sweep_that_was_compared_has_succeeded_though_its_summary_could_not_be_sent(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
