@@ -56,10 +56,8 @@ def write_corpus(folder: Path, documents: int = 40) -> None:
 
 
 def write_spec(folder: Path, **sections: dict[str, Any]) -> Path:
-    """The spec in `folder`, with fields of some sections replaced."""
-    spec = {
-        name: {**value, **sections.get(name, {})} if isinstance(value, dict) else value for name, value in SPEC.items()
-    }
+    """The spec in `folder`, with fields of some sections replaced, or added."""
+    spec = {**SPEC, **{name: {**SPEC.get(name, {}), **fields} for name, fields in sections.items()}}
     path = folder / "spec.yaml"
     path.write_text(yaml.safe_dump(spec, sort_keys=False))
     return path

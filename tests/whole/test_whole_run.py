@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -21,6 +23,8 @@ from holdfast.spec import load_spec
 from holdfast.telemetry.traces import trace_id
 from tests import empty_mlflow
 from tests.telemetry.collector import Collector, collecting
+from tests.whole.attacks import attack
+from tests.whole.listeners import family, listening, open_to_others, shared_files, unix_listeners
 from tests.whole.small import ROOT, environment, held, hold, holdfast, objects, only, start, write_corpus, write_spec
 
 PATIENCE = 300.0  # seconds
@@ -43,7 +47,8 @@ def done(
     """A folder in which the small spec ran to its end, and what the command said."""
     folder = tmp_path_factory.mktemp("whole")
     write_corpus(folder)
-    write_spec(folder, training={"steps": 80}, checkpoint={"every_steps": 5, "grace_seconds": 300})
+    training, checkpoint = {"steps": 80, "micro_batch": 2}, {"every_steps": 5, "grace_seconds": 300}
+    write_spec(folder, training=training, checkpoint=checkpoint, parallel={"processes": 2})
     sent = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_EXPORTER_OTLP_TIMEOUT": "120"}
     return folder, holdfast(folder, "spec.yaml", **sent)
 
@@ -142,17 +147,6 @@ def test_a_second_call_answers_at_once_and_imports_nothing_heavy(
     assert len(objects(folder, "runs/*/attempts/??????.json")) == 1
 
 
-def test_another_bound_evaluates_again_without_training(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    folder, _ = done
-    strict = holdfast(folder, "spec.yaml", "--set", "evaluation.max_perplexity=1.0001")
-    assert strict.returncode == 3, strict.stdout + strict.stderr
-    assert "not blessed" in strict.stdout
-    assert "perplexity" in strict.stdout
-    assert only(folder, "runs/*/summary.json")["verdict"] == "not_blessed"
-    assert len(objects(folder, "runs/*/attempts/??????.json")) == 1
-    assert len(objects(folder, "runs/*/registrations/*.json")) == 1
-
-
 def test_runs_show_and_generate_know_the_run(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, _ = done
     run_id = only(folder, "runs/*/result.json")["run_id"]
@@ -187,10 +181,7 @@ def test_400_kb_of_flipped_bits_are_named_by_every_command(
     weights.write_bytes(damaged)
     words = "model.safetensors: bytes 0 to"
     try:
-        for asked in (
-            ["run", "spec.yaml"],
-            *(["models", "generate", name, "x"] for name in (run_id, "small@champion")),
-        ):
+        for asked in (["run", "spec.yaml"], ["models", "generate", "small@champion", "x"]):
             said = holdfast(folder, *asked[1:], command=asked[0])
             assert said.returncode == 11, said.stdout + said.stderr
             assert words in said.stderr
@@ -230,77 +221,80 @@ def test_after_the_home_was_moved_the_same_command_ends_as_before_and_a_worse_mo
             shutil.rmtree(worse_run)  # tests below compare every run that is there
 
 
-WORKER = "holdfast.pipelines.backends.local.worker"
-
-
+@dataclass(frozen=True)
 class Disturbed:
-    """Another run of the small spec, in the same store, whose training waits for what is done to it."""
+    """Another run of the spec, in the same store: strangers attack it, a person stops it, and it goes on."""
 
-    def __init__(self, folder: Path, site: Path) -> None:
-        self.folder, self._site = folder, site
-        self._known = {path.parent for path in objects(folder, "runs/*/run.json")}
-        self._held = held(site, 0)
-
-    @property
-    def run(self) -> Path | None:
-        """Its folder in the store, once there is one."""
-        found = {path.parent for path in objects(self.folder, "runs/*/run.json")} - self._known
-        return found.pop() if found else None
-
-    def disturb(
-        self, saved: int, strike: Callable[[subprocess.Popen[str]], object], *arguments: str
-    ) -> tuple[int, str]:
-        """The command, struck once that step is saved; its code, and what it printed. All that it started ends."""
-        before = self._saved()  # one that is told to leave may have gone on beyond the step it waited at
-        hold(self._site, saved + BEYOND_A_SAVE)
-        with start(self.folder, "spec.yaml", *arguments, **self._held) as process:
-            deadline = time.monotonic() + PATIENCE
-            while self._saved() < saved or self._saved() <= before:
-                assert process.poll() is None, process.communicate()
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            family = psutil.Process(process.pid).children(recursive=True)
-            strike(process)
-            stdout, stderr = process.communicate(timeout=PATIENCE)
-            assert psutil.wait_procs(family, timeout=PATIENCE)[1] == []  # whatever was left alone saves and leaves
-        assert self.run is not None and not (self.run / "result.json").exists()
-        return process.returncode, stdout + stderr
-
-    def _saved(self) -> int:
-        """The newest checkpoint's step."""
-        run = self.run
-        steps = [] if run is None else [int(path.stem.rpartition("-")[2]) for path in run.glob("checkpoints/*.json")]
-        return max(steps, default=0)
-
-    def require_same_bits(self, *arguments: str) -> None:
-        """The command given again, undisturbed, ends with the bits of the other run."""
-        done = holdfast(self.folder, "spec.yaml", *arguments)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert self.run is not None
-        runs = [json.loads((each / "result.json").read_text()) for each in (self.run, *self._known)]
-        assert len({result["run_id"] for result in runs}) == len(runs)
-        for what in ("dataset_id", "state_digest"):
-            assert len({result[what] for result in runs}) == 1
+    run: Path  # its folder in the store
+    addresses: set[tuple[str, int]]  # what its processes opened
+    sockets: set[str]
+    files: set[Path]
+    mark: Path  # there once something of a stranger was executed
+    code: int
+    output: str
+    again: subprocess.CompletedProcess[str]
 
 
-def kill_worker(process: subprocess.Popen[str]) -> None:
-    """Kill the process of a command that runs the pipeline."""
-    family = psutil.Process(process.pid).children(recursive=True)
-    next(one for one in family if WORKER in one.cmdline() and "python" in one.name()).kill()
+@pytest.fixture(scope="module")
+def disturbed(
+    tmp_path_factory: pytest.TempPathFactory, done: tuple[Path, subprocess.CompletedProcess[str]]
+) -> Disturbed:
+    (folder, _), site = done, tmp_path_factory.mktemp("site")
+    known = {path.parent for path in objects(folder, "runs/*/run.json")}
+
+    def runs() -> set[Path]:
+        return {path.parent for path in objects(folder, "runs/*/run.json")} - known
+
+    def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
+        hold(site, step + BEYOND_A_SAVE)
+        deadline = time.monotonic() + PATIENCE
+        while not any((run / f"checkpoints/step-{step:09d}.json").exists() for run in runs()):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    with start(folder, "spec.yaml", "--fresh", **held(site, 0)) as process:
+        wait_for_step(process, 5)
+        members = family(psutil.Process(process.pid))
+        addresses, sockets, files = listening(members), unix_listeners(members), shared_files(members)
+        files = {path for path in files if not path.is_relative_to(folder)}  # of the home and the store: by the umask
+        strangers = attack({port for _, port in addresses}, site / "executed")
+        wait_for_step(process, 15)
+        for stranger in strangers:
+            stranger.close()
+        process.send_signal(signal.SIGINT)
+        output = "".join(process.communicate(timeout=PATIENCE))
+        assert psutil.wait_procs(members, timeout=PATIENCE)[1] == []
+    (run,) = runs()
+    assert json.loads((run / "summary.json").read_text())["status"] == "cancelled"
+    again = holdfast(folder, "spec.yaml", "--salt", json.loads((run / "run.json").read_text())["salt"])
+    return Disturbed(run, addresses, sockets, files, site / "executed", process.returncode, output, again)
 
 
-def test_a_signal_saves_and_says_how_to_go_on_and_what_is_killed_then_costs_no_bit(
-    tmp_path: Path, done: tuple[Path, subprocess.CompletedProcess[str]]
+def test_a_gang_on_one_machine_listens_on_loopback_alone(disturbed: Disturbed) -> None:
+    assert disturbed.addresses, "two ranks that meet over gloo listen somewhere"
+    assert {address for address, _ in disturbed.addresses if not ipaddress.ip_address(address).is_loopback} == set()
+
+
+def test_sockets_and_temporary_files_of_a_run_are_reached_by_its_user_alone(disturbed: Disturbed) -> None:
+    assert {name for name in disturbed.sockets if not name.startswith("/") or open_to_others(Path(name))} == set()
+    assert {path for path in disturbed.files if open_to_others(path)} == set()
+
+
+def test_a_signal_saves_and_says_how_to_go_on(disturbed: Disturbed) -> None:
+    assert disturbed.code == 204, disturbed.output
+    assert "a checkpoint is saved" in disturbed.output
+    salt = json.loads((disturbed.run / "run.json").read_text())["salt"]
+    assert f"holdfast run spec.yaml --salt {salt}" in disturbed.output
+
+
+def test_strangers_at_every_port_execute_nothing_and_the_run_ends_with_the_bits_of_an_undisturbed_one(
+    disturbed: Disturbed, done: tuple[Path, subprocess.CompletedProcess[str]]
 ) -> None:
-    run = Disturbed(done[0], tmp_path)
-    code, printed = run.disturb(5, lambda process: process.send_signal(signal.SIGINT), "--fresh")
-    assert code == 204, printed
-    assert "a checkpoint is saved" in printed
-    assert run.run is not None
-    assert json.loads((run.run / "summary.json").read_text())["status"] == "cancelled"
-    salt = json.loads((run.run / "run.json").read_text())["salt"]
-    assert f"holdfast run spec.yaml --salt {salt}" in printed
-    # The other processes of a command: pipelines/chaos/test_chaos.py and faults/test_mixtures.py.
-    code, printed = run.disturb(15, kill_worker, "--salt", salt)
-    assert (code, "the process that runs the pipeline was killed" in printed) == (204, True), printed
-    run.require_same_bits("--salt", salt)
+    assert not disturbed.mark.exists()
+    assert disturbed.again.returncode == 0, disturbed.again.stdout + disturbed.again.stderr
+    assert len(list(disturbed.run.glob("attempts/??????.json"))) == 2, "only the signal ended an attempt"
+    first, second = (json.loads(path.read_text()) for path in objects(done[0], "runs/*/result.json"))
+    assert first["run_id"] != second["run_id"]
+    for what in ("dataset_id", "state_digest"):
+        assert first[what] == second[what]
