@@ -9,8 +9,6 @@ import random
 import socket
 from collections.abc import Iterator
 
-import psutil
-
 NODE_NAME = "HOLDFAST_NODE_NAME"  # set in the pod of a rank, and on Ray
 _VARIABLES = (NODE_NAME, "SLURMD_NODENAME")
 
@@ -32,6 +30,8 @@ TRIES = 100
 
 def interface_address() -> str | None:
     """The IPv4 address of the interface that GLOO_SOCKET_IFNAME names; None if this machine has no such interface."""
+    import psutil
+
     name = os.environ.get(INTERFACE_VARIABLE, "").split(",")[0]
     for address in psutil.net_if_addrs().get(name, []):
         if address.family == socket.AF_INET:
@@ -84,6 +84,8 @@ def free_port() -> int:
 def _own_addresses(host: str) -> Iterator[str]:
     """The addresses of `host` that this machine has, IPv4 first. Skips a name that means this machine only on itself,
     such as a loopback address in /etc/hosts: other nodes do not know it."""
+    import psutil
+
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

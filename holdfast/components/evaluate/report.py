@@ -16,7 +16,7 @@ from typing import Any
 
 from holdfast.checkpoint import list_attempts
 from holdfast.dataset import Manifest
-from holdfast.pages import Chart, Series, account_tiles, charts, draw_chart, draw_time, number, points, smooth
+from holdfast.pages import Chart, Series, account_tiles, draw_chart, draw_time, number, points, render, smooth
 from holdfast.scoring.verdict import Measured, Verdict
 from holdfast.spec.load import dump_spec
 from holdfast.spec.plan import Segment, changes_in_words
@@ -38,7 +38,7 @@ def draw(spec: Spec, verdict: Verdict, manifest: Manifest, store: Store) -> str:
     result = _json(store, layout.result(verdict.run_id)) or {}
     attempts, events = _attempts(store, verdict.run_id, history), read_events(store, verdict.run_id)
     account = ledger(events)
-    return charts(
+    return render(
         "report.html",
         name=spec.name,
         spec=spec,

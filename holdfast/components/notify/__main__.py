@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from holdfast.components.notify import Summary, run
-from holdfast.components.notify.ending import ending_of, first_failed_node, not_due
+from holdfast.components.notify.ending import end_jobs_left, ending_of, first_failed_node, not_due
 from holdfast.components.notify.summary import nothing_to_do
 from holdfast.components.notify.sweep_summary import run_sweep
-from holdfast.launch.kubernetes.run_cleanup import clean_up_cluster
 from holdfast.runtime.environment import outcomes_folder
 from holdfast.spec.errors import HoldfastError
 from holdfast.steps import Artifact, StepResult
@@ -59,7 +58,7 @@ def body(
     # try no longer matters.
     failure = None if ended_well else first_failure(outcomes)
     run_id = os.environ.get(RUN_ID) or run_of(outcomes, spec, overrides, salt)
-    done, unknown = clean_up_cluster(spec, overrides, run_id)
+    done, unknown = end_jobs_left(spec, overrides, run_id)
     summary = run(
         ending,
         spec,

@@ -7,9 +7,10 @@ of a Workflow. Neither shows a verdict.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from holdfast.runtime.environment import in_step_pod
 from holdfast.spec.errors import DataError, ExitCode
 from holdfast.spec.json_parsing import parse_json_value
 from holdfast.steps.outcomes import EXIT_HANDLER, Outcome, first_failure
@@ -110,3 +111,13 @@ def _decoded(text: str) -> list[Any]:
             except DataError:
                 return []
     return value if isinstance(value, list) else []
+
+
+def end_jobs_left(spec: str, overrides: Sequence[str], run_id: str) -> tuple[list[str], list[str]]:
+    """Sentences about the jobs on the cluster that were ended, and about what remains unknown. Both lists are empty
+    outside a step's pod, or without a run."""
+    if not run_id or not in_step_pod():
+        return [], []
+    from holdfast.launch.kubernetes.run_cleanup import end_jobs_of_run
+
+    return end_jobs_of_run(spec, overrides, run_id)

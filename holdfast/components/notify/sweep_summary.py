@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.components.notify.ending import compared, ending_of, headline_of
+from holdfast.components.notify.ending import compared, end_jobs_left, ending_of, headline_of
 from holdfast.components.notify.summary import (
     MAX_REASON,
     Summary,
@@ -21,7 +21,6 @@ from holdfast.components.notify.summary import (
     next_command,
     tell,
 )
-from holdfast.launch.kubernetes.run_cleanup import clean_up_cluster
 from holdfast.runtime.environment import store_url
 from holdfast.runtime.secrets import redact
 from holdfast.scoring.comparison import BLESSED, Comparison, read_comparison, sweep_id, sweep_name, trials_of
@@ -58,7 +57,7 @@ def run_sweep(
     opened = attempt(lambda: open_store(store or store_url(checked)), unknown)
     known = attempt(lambda: _known(checked, trials, salt, outcomes), unknown) if checked else None
     identity = sweep_id([run for _, _, run in known]) if known else ""
-    ended = [clean_up_cluster(dump_spec(one), (), run) for _, one, run in known or ()]
+    ended = [end_jobs_left(dump_spec(one), (), run) for _, one, run in known or ()]
     found = attempt(lambda: read_comparison(opened, identity), unknown) if opened and compared(outcomes) else None
     failure = None if ending_of(status) == "succeeded" and found is None else first_failure(outcomes)
     if failure is None and found is not None and found.failed:  # the outcomes of the execution cannot be read

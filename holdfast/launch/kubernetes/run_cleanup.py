@@ -1,4 +1,4 @@
-"""Cleanup of training jobs that an ended DAG left on the cluster: see `launch.kubernetes.orphaned_jobs`.
+"""Cleanup of training jobs that an ended DAG left on the cluster: see `orphaned_jobs`.
 
 It raises no expected error. The report of the DAG includes the result.
 """
@@ -9,7 +9,10 @@ import logging
 import os
 from collections.abc import Sequence
 
-from holdfast.runtime.environment import in_step_pod
+from holdfast.launch.kubernetes.client import Api
+from holdfast.launch.kubernetes.lease import HeldError
+from holdfast.launch.kubernetes.orphaned_jobs import end_orphaned_jobs
+from holdfast.launch.kubernetes.owner import POD_VARIABLE, find_own_pod
 from holdfast.runtime.secrets import redact
 from holdfast.spec import HoldfastError, parse_spec
 
@@ -18,16 +21,8 @@ API_PATIENCE = 20.0  # seconds for retries of a request: the summary matters mor
 log = logging.getLogger("holdfast.notify")
 
 
-def clean_up_cluster(spec: str, overrides: Sequence[str], run_id: str) -> tuple[list[str], list[str]]:
-    """Sentences about the jobs that it ended, and about what remains unknown. Both lists are empty outside a step's
-    pod, or without a run."""
-    if not run_id or not in_step_pod():
-        return [], []
-    from holdfast.launch.kubernetes.client import Api
-    from holdfast.launch.kubernetes.lease import HeldError
-    from holdfast.launch.kubernetes.orphaned_jobs import end_orphaned_jobs
-    from holdfast.launch.kubernetes.owner import POD_VARIABLE, find_own_pod
-
+def end_jobs_of_run(spec: str, overrides: Sequence[str], run_id: str) -> tuple[list[str], list[str]]:
+    """Sentences about the jobs that it ended, and about what remains unknown. Only for the pod of a step."""
     try:
         cluster = parse_spec(spec, overrides).cluster
         home = Api.of_this_process(patience=API_PATIENCE)
