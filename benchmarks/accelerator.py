@@ -103,7 +103,7 @@ def digest(boxes: Iterable[Any]) -> str:
 
 def train_exactly(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train to the last step with saves, from the newest checkpoint; ends by SIGKILL after a step if `kill`."""
-    from holdfast.checkpoint import Checkpointer, Retention, claim_attempt
+    from holdfast.checkpoint import Checkpointer, Retention, SaveOptions, claim_attempt
     from holdfast.collectives import Gang
     from holdfast.components.train.weights import SeededState
     from holdfast.store import open_store
@@ -118,7 +118,7 @@ def train_exactly(arguments: argparse.Namespace) -> dict[str, Any]:
     attempt = claim_attempt(store, arguments.run_id, launch=arguments.launch)
     saver = Checkpointer(
         store, attempt, Retention(2), describe={"dataset_id": "none", "layout": engine.layout, "random": {}}, gang=gang,
-        max_lag_steps=SAVE_EVERY,
+        options=SaveOptions(max_lag_steps=SAVE_EVERY),
     )  # fmt: skip
     began = saver.restore(engine.boxes(), SeededState(spec.model, 0).fill)
     engine.restored(began)

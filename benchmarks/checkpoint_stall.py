@@ -40,7 +40,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     """One rank: windows with and without a save, in turn."""
     import torch.distributed as dist
 
-    from holdfast.checkpoint import Attempt, Checkpointer, Retention, claim_attempt
+    from holdfast.checkpoint import Attempt, Checkpointer, Retention, SaveOptions, claim_attempt
     from holdfast.collectives import Gang
     from holdfast.engines.assignment import Assignment
     from holdfast.engines.interface import build_engine
@@ -68,7 +68,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     engine = build_engine(spec, 2048, 0)
     saver = Checkpointer(
         store, attempt, Retention(2), describe={"dataset_id": "none", "layout": engine.layout, "random": {}}, gang=gang,
-        max_lag_steps=3 * STEPS,
+        options=SaveOptions(max_lag_steps=3 * STEPS),
     )  # fmt: skip
     engine.restored(saver.restore(engine.boxes(), SeededState(spec.model, 0).fill))
     size = sum(box.data.numel() * box.data.element_size() for box in engine.saved())

@@ -287,13 +287,13 @@ def submit(
     """
     from holdfast.pipelines.backends import SHARED_FOLDERS, SHARED_VOLUMES, open_backend
     from holdfast.pipelines.backends.record import keep_submission
-    from holdfast.pipelines.backends.request import build_request
+    from holdfast.pipelines.backends.request import RunRequest, identify_request
 
     checked = _spec(spec, overrides)
     target = open_backend(backend, store=store, endpoint=endpoint, namespace=namespace)
-    request = build_request(
-        checked, store=store, salt=salt, service_account=service_account, image=image, replan=replan,
-        shared_folders=backend in SHARED_FOLDERS, shared_volumes=backend in SHARED_VOLUMES,
+    request = RunRequest(checked, store, salt, service_account=service_account, image=image, replan=replan)
+    request = identify_request(
+        request, shared_folders=backend in SHARED_FOLDERS, shared_volumes=backend in SHARED_VOLUMES,
     )  # fmt: skip
     status, _ = target.submit(request)
     keep_submission(status, request, endpoint, namespace, store or checked.store or store_url())

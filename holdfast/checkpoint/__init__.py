@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.manifest import Manifest
     from holdfast.checkpoint.reader import Checkpoint, open_checkpoint, read_manifest
     from holdfast.checkpoint.retention import Pin, Retention, list_pins, pin, unpin
-    from holdfast.checkpoint.writer import Checkpointer
+    from holdfast.checkpoint.writer import Checkpointer, SaveOptions
 
 __all__ = [
     "Attempt",
@@ -27,6 +27,7 @@ __all__ = [
     "Manifest",
     "Pin",
     "Retention",
+    "SaveOptions",
     "StateDigest",
     "TensorBox",
     "box_digests",
@@ -51,7 +52,7 @@ _PARTS = {
     "manifest": ("Manifest",),
     "retention": ("Pin", "Retention", "list_pins", "pin", "unpin"),
     "reader": ("Checkpoint", "open_checkpoint", "read_manifest"),
-    "writer": ("Checkpointer",),
+    "writer": ("Checkpointer", "SaveOptions"),
 }
 _PART_OF = {name: part for part, names in _PARTS.items() for name in names}
 

@@ -66,6 +66,16 @@ class _PendingSave:
     committed: bool = True  # whether it becomes a checkpoint, or only local tiers keep it
 
 
+@dataclass(frozen=True)
+class SaveOptions:
+    """How checkpoints are saved."""
+
+    max_lag_steps: int = 0  # while the store takes no checkpoint, saves continue so far beyond the newest one
+    same_bits: bool = True  # whether another attempt that committed a step must have committed the same bits
+    compress: bool = False  # lossless, where it saves space
+    upload_rate: float | None = None  # bytes a second at most, unless a caller waits for the save
+
+
 class Checkpointer:
     """Saves the boxes of a gang. `restore`, `load` and `drop_local_tiers` are collective; nothing else talks to other
     ranks."""
@@ -78,25 +88,17 @@ class Checkpointer:
         *,
         describe: dict[str, Any],
         plan: Plan | None = None,
-        max_lag_steps: int = 0,
-        same_bits: bool = True,
-        on_commit: Callable[[int], None] = lambda _: None,
+        options: SaveOptions = SaveOptions(),
         gang: Gang | None = None,
-        compress: bool = False,
-        upload_rate: float | None = None,
         near: TierSet | None = None,
     ) -> None:
         """`describe` holds the manifest fields that do not change (dataset_id, layout...). `plan` is the plan of this
-        gang. It becomes a new segment of the run unless the loaded checkpoint has the same plan. While the store takes
-        no checkpoint, saves continue up to `max_lag_steps` beyond the newest one. With `same_bits`, any other attempt
-        that committed a step must have committed the same bits. `on_commit(step)` may be set later; rank 0 calls it
-        from another thread when a step is committed. `gang`: the ranks that save (default: a new one). `compress`:
-        lossless, where it saves space. `upload_rate`: bytes a second at most, unless a caller waits for the save.
-        `near`: the local tiers."""
+        gang. It becomes a new segment of the run unless the loaded checkpoint has the same plan. `gang`: the ranks that
+        save (default: a new one). `near`: the local tiers. Set `on_commit` to a function of the step: rank 0 calls it
+        from another thread when the step is committed."""
         self._store, self._attempt, self._retention = store, attempt, retention
-        self._describe, self._plan, self._same_bits = describe, plan, same_bits
-        self._compress, self._upload_rate, self._near = compress, upload_rate, near
-        self._max_lag_steps, self.on_commit = max_lag_steps, on_commit
+        self._describe, self._plan, self._options, self._near = describe, plan, options, near
+        self.on_commit: Callable[[int], None] = lambda _: None
         self._gang = gang or Gang()
         self._loaded: Manifest | None = None
         self.near_start: Record | None = None  # record of the loaded local-tier step, which is not a checkpoint yet
@@ -300,10 +302,10 @@ class Checkpointer:
                 history=loaded.history if loaded else (),
                 start=loaded.step if loaded else 0,
                 root=self._near.root if self._near is not None and self.near_start is not None else None,
-                same_bits=self._same_bits,
+                same_bits=self._options.same_bits,
                 retention=self._retention,
-                compress=self._compress,
-                upload_rate=self._upload_rate,
+                compress=self._options.compress,
+                upload_rate=self._options.upload_rate,
                 near=self._near.tiers if self._near is not None else (),
                 neighbour=self._near.neighbour if self._near is not None else None,
             )
@@ -406,14 +408,14 @@ class Checkpointer:
 
     def _lags(self, step: int) -> bool:
         """Whether a save is pending and `step` is too far ahead of the newest commit."""
-        return self._gang.rank == 0 and bool(self._pending) and step - self._committed > self._max_lag_steps
+        return self._gang.rank == 0 and bool(self._pending) and step - self._committed > self._options.max_lag_steps
 
     def _raise_or_retry(self, step: int) -> None:
         """Raise the failures of earlier saves, unless this step may retry them. The caller holds `_changed`."""
         if self._fatal is not None:
             raise self._fatal
         for failed, failure in sorted(self._failures.items()):
-            if self._gang.rank == 0 and step - self._committed > self._max_lag_steps:
+            if self._gang.rank == 0 and step - self._committed > self._options.max_lag_steps:
                 raise failure
             del self._failures[failed]
             if self._gang.rank != 0:

@@ -20,7 +20,7 @@ import torch
 import torch._inductor.config  # use_deterministic_algorithms would import it in each rank after the fork
 
 import holdfast.engines.torch.engine  # noqa: F401 - likewise build_engine
-from holdfast.checkpoint import Attempt, Checkpointer, Manifest, Retention, claim_attempt, newest_segments
+from holdfast.checkpoint import Attempt, Checkpointer, Manifest, Retention, SaveOptions, claim_attempt, newest_segments
 from holdfast.checkpoint.local_tiers.tier_set import TierSet
 from holdfast.collectives import Gang, noticing_lost_peers
 from holdfast.dataset import Dataset, Prefetcher
@@ -126,10 +126,12 @@ def work(
                 "random": {"scheme": "keyed by step", "seed": spec.training.seed},
             },
             plan=plan,
-            max_lag_steps=spec.checkpoint.lag_steps,
-            same_bits=spec.training.determinism != "off",
-            compress=spec.checkpoint.compression == "lossless",
-            upload_rate=upload_rate(spec),
+            options=SaveOptions(
+                max_lag_steps=spec.checkpoint.lag_steps,
+                same_bits=spec.training.determinism != "off",
+                compress=spec.checkpoint.compression == "lossless",
+                upload_rate=upload_rate(spec),
+            ),
             gang=gang,
             near=near_tiers(store, attempt, gang, spec),
         )

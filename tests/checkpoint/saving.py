@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import fields
 from itertools import count
 from typing import Any
 
@@ -13,6 +14,7 @@ from holdfast.checkpoint import (
     Checkpoint,
     Checkpointer,
     Retention,
+    SaveOptions,
     TensorBox,
     load_newest,
     open_checkpoint,
@@ -87,7 +89,8 @@ def checkpointer(
 ) -> Checkpointer:
     """A checkpointer of attempt `number`."""
     retention = Retention(keep_last, keep_every, keep_days)
-    return Checkpointer(store, Attempt(RUN, number), retention, describe=DESCRIBE, **more)
+    options = SaveOptions(**{one.name: more.pop(one.name) for one in fields(SaveOptions) if one.name in more})
+    return Checkpointer(store, Attempt(RUN, number), retention, describe=DESCRIBE, options=options, **more)
 
 
 def save(writer: Checkpointer, step: int, boxes: list[TensorBox] | None = None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.checkpoint import Checkpointer, Retention, TensorBox, claim_attempt, open_checkpoint, packing
+from holdfast.checkpoint import Checkpointer, Retention, SaveOptions, TensorBox, claim_attempt, open_checkpoint, packing
 from holdfast.checkpoint import compress as compress_module
 from holdfast.checkpoint.agent.store_writer import spare_threads
 from holdfast.checkpoint.codec import Codec
@@ -53,7 +53,7 @@ def saved(store: Store, saver: Checkpointer, step: int) -> int:
 @pytest.fixture
 def saver(store: Store) -> Checkpointer:
     attempt = claim_attempt(store, RUN)
-    return Checkpointer(store, attempt, Retention(keep_last=1), describe=DESCRIBE, compress=True)
+    return Checkpointer(store, attempt, Retention(keep_last=1), describe=DESCRIBE, options=SaveOptions(compress=True))
 
 
 def codecs(store: Store, step: int, name: str) -> set[Codec]:
@@ -159,7 +159,9 @@ def test_no_difference_is_taken_from_what_the_checkpoint_before_did_not_need(
 ) -> None:
     monkeypatch.setattr(packing, "PACK_BYTES", 2**18)  # no pack has anything of both tensors
     attempt = claim_attempt(folder_store, RUN)
-    writer = Checkpointer(folder_store, attempt, Retention(keep_last=1), describe=DESCRIBE, compress=True)
+    writer = Checkpointer(
+        folder_store, attempt, Retention(keep_last=1), describe=DESCRIBE, options=SaveOptions(compress=True)
+    )
     torch.manual_seed(0)
     weight, zeros = torch.randn(300, 400) * 0.02, torch.zeros(300, 400)
     for step, tensor in ((1, weight), (2, zeros), (3, weight * (1 + 1e-6))):  # collected in between: the pack of step 1
@@ -181,7 +183,13 @@ def test_no_difference_is_taken_from_a_pack_that_is_gone(store: Store) -> None:
 def test_what_differences_are_taken_from_is_read_a_range_at_a_time(folder_store: Store) -> None:
     torch.manual_seed(0)
     weight = torch.randn(2000, 1000) * 0.02  # 31 pieces
-    saver = Checkpointer(folder_store, claim_attempt(folder_store, RUN), Retention(3), describe=DESCRIBE, compress=True)
+    saver = Checkpointer(
+        folder_store,
+        claim_attempt(folder_store, RUN),
+        Retention(3),
+        describe=DESCRIBE,
+        options=SaveOptions(compress=True),
+    )
     for step in (1, 2):
         saver.save(step, whole({"w": weight * (1 + 1e-6 * step)}), {})
         saver.wait()

@@ -10,16 +10,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from html import unescape
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
 
-from holdfast.components.notify import run
+from holdfast.components import notify
+from holdfast.components.notify import PipelineExit, Summary
 from holdfast.components.notify import summary as notify_summary
 from holdfast.spec import ExitCode, parse_spec
 from holdfast.store import Store, layout, open_store
@@ -71,6 +73,12 @@ class Webhook:
         self.server = HTTPServer(("127.0.0.1", 0), Handler)
         self.port = self.server.server_port
         self.url = f"http://127.0.0.1:{self.port}/services/{SECRET}"
+
+
+def run(
+    status: str, spec: str = "", store: str = "", run_id: str = "", *, overrides: Sequence[str] = (), **of_end: Any
+) -> Summary:
+    return notify.run(PipelineExit(status, **of_end), spec, store, run_id, overrides=overrides)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from holdfast.components.notify import Summary, run
-from holdfast.components.notify.ending import end_jobs_left, ending_of, first_failed_node, not_due
+from holdfast.components.notify.ending import PipelineExit, end_jobs_left, ending_of, first_failed_node, not_due
 from holdfast.components.notify.summary import nothing_to_do
 from holdfast.components.notify.sweep_summary import run_sweep
 from holdfast.runtime.environment import outcomes_folder
@@ -49,31 +49,24 @@ def body(
         return _done(nothing_to_do(spec, overrides, reason), job)
     log_place = os.environ.get(LOG_FILE) or (f"holdfast logs {job}" if job and not outcomes_folder() else "")
     if trials:
-        summary = run_sweep(
-            ending, trials, spec, store, outcomes, overrides=overrides, salt=salt,
-            failed_step=node, message=message or said, log_place=log_place,
-        )  # fmt: skip
-        return _done(summary, job)
+        end = PipelineExit(ending, node, message or said, log_place=log_place, outcomes=outcomes)
+        return _done(run_sweep(end, trials, spec, store, overrides=overrides, salt=salt), job)
     # A step's own message is better than the cluster's message about its pod. After a success, the record of a killed
     # try no longer matters.
     failure = None if ended_well else first_failure(outcomes)
     run_id = os.environ.get(RUN_ID) or run_of(outcomes, spec, overrides, salt)
     done, unknown = end_jobs_left(spec, overrides, run_id)
-    summary = run(
+    end = PipelineExit(
         ending,
-        spec,
-        store,
-        run_id,
-        overrides=overrides,
-        done=done,
-        unknown=unknown,
         failed_step=failure.step if failure else node,
         message=failure.reason if failure else message or said,
         exit_code=failure.exit_code if failure else None,
         log_place=log_place,
         outcomes=outcomes,
+        done=done,
+        unknown=unknown,
     )
-    return _done(summary, job)
+    return _done(run(end, spec, store, run_id, overrides=overrides), job)
 
 
 def _done(summary: Summary, job: str = "") -> StepResult:

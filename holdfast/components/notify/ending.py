@@ -8,6 +8,7 @@ of a Workflow. Neither shows a verdict.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from holdfast.runtime.environment import in_step_pod
@@ -29,6 +30,20 @@ _SUCCEEDED = frozenset({"succeeded", "success", "complete", "completed", "cached
 _CANCELLED = frozenset({"cancelled", "canceled", "cancelling", "canceling", "stopped"})
 MOST_INTERRUPTIONS = 3  # tries before the last one; this often, nodes were reclaimed and no person cancelled
 _SHUT_DOWN = "shutdown with strategy"  # Argo's message for nodes of a stopped Workflow; its phase is Failed
+
+
+@dataclass(frozen=True)
+class PipelineExit:
+    """How an execution of the DAG ended, as its engine and its steps report it."""
+
+    status: str  # the engine's, in any case
+    failed_step: str = ""
+    message: str = ""  # of the failed step
+    exit_code: int | None = None  # of the failed step; None: the one in `message`
+    log_place: str = ""  # location of its log; empty: this machine's newest log of the run
+    outcomes: Sequence[Outcome] = ()  # the records of the steps
+    done: Sequence[str] = ()  # what the exit handler did
+    unknown: Sequence[str] = ()  # what it could not determine
 
 
 def ending_of(word: str, outcomes: Iterable[Outcome] = (), *, stopped: bool = False, message: str = "") -> Ending:

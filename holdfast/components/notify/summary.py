@@ -19,7 +19,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, TypeVar, get_args
 from urllib.error import HTTPError
 
-from holdfast.components.notify.ending import Headline, ending_of, headline_of
+from holdfast.components.notify.ending import Headline, PipelineExit, ending_of, headline_of
 from holdfast.runtime import deadlines
 from holdfast.runtime.environment import log_dir, store_url
 from holdfast.runtime.exits import code_in
@@ -27,7 +27,6 @@ from holdfast.runtime.retry import retried
 from holdfast.runtime.secrets import redact, redact_record
 from holdfast.spec import HoldfastError, Spec, parse_spec
 from holdfast.spec.errors import DataError, ExitCode, MissingError
-from holdfast.steps.outcomes import Outcome
 from holdfast.store import Store, layout, open_store
 from holdfast.store.json_reading import read_json_object
 from holdfast.telemetry import emit, read_events, recording
@@ -184,35 +183,18 @@ class Summary:
 
 
 def run(
-    status: str,
-    spec: str = "",
-    store: str = "",
-    run_id: str = "",
-    *,
-    overrides: Iterable[str] = (),
-    failed_step: str = "",
-    message: str = "",
-    exit_code: int | None = None,
-    log_place: str = "",
-    done: Iterable[str] = (),
-    unknown: Iterable[str] = (),
-    outcomes: Iterable[Outcome] = (),
+    end: PipelineExit, spec: str = "", store: str = "", run_id: str = "", *, overrides: Iterable[str] = ()
 ) -> Summary:
-    """Summarize a DAG that ended with `status`, log it, record it with the run and post it to HOLDFAST_WEBHOOK.
+    """Summarize a DAG that ended, log the summary, record it with the run and post it to HOLDFAST_WEBHOOK.
 
     - `spec`: the spec's text, which may be refused.
     - `store`: the root of the store (default: the spec's).
-    - `message`: the failed step's message.
-    - `exit_code`: the failed step's exit code (default: the one in `message`).
-    - `log_place`: the location of its log (default: this machine's newest log of the run).
-    - `done`: what the exit handler did. `unknown`: what it could not determine.
-    - `outcomes`: the records of the steps.
 
     Raises no expected error.
     """
-    unknown = list(unknown)
-    ended = ending_of(status)
-    code = code_of_end(ended, code_in(message) if exit_code is None else exit_code)
+    unknown, message = list(end.unknown), end.message
+    ended = ending_of(end.status)
+    code = code_of_end(ended, code_in(message) if end.exit_code is None else end.exit_code)
     checked, refused = checked_spec(spec, overrides)
     if refused and ended == "failed" and not message.strip():  # no step could read the spec, so no step could report it
         message, code = refused, int(ExitCode.BAD_SPEC)
@@ -225,13 +207,13 @@ def run(
     result, verdict, registration = found or ({}, {}, {})
     events = attempt(lambda: read_events(opened, run_id, kinds=_TOLD), unknown) if opened and run_id else None
     reached = next((event for event in reversed(events or ()) if isinstance(event, Progress)), None)
-    news = [*_news(events or ()), *done]
+    news = [*_news(events or ()), *end.done]
     summary = Summary(
         status=ended,
-        headline=headline_of(ended, outcomes, verdict=verdict.get("word", ""), registered=bool(registration)),
+        headline=headline_of(ended, end.outcomes, verdict=verdict.get("word", ""), registered=bool(registration)),
         name=checked.name if checked else "",
         run_id=run_id,
-        failed_step=failed_step,
+        failed_step=end.failed_step,
         reason=redact(message.strip())[:MAX_REASON],
         loss=result.get("loss", reached and reached.loss),
         step=result.get("step", reached and reached.step),
@@ -242,7 +224,7 @@ def run(
         registered=f"models:/{registration['model']}/{registration['version']}" if registration else "",
         alias=registration.get("alias", ""),
         report=f"{opened.url}/{layout.verdict(run_id, verdict['key'], 'html')}" if opened and verdict else "",
-        log=log_place or _local_log(run_id),
+        log=end.log_place or _local_log(run_id),
         store=opened.url if opened else "",
         next_command=next_command(ended, registration, code, known=bool(message.strip())),
         unknown=unknown,

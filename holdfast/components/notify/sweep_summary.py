@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.components.notify.ending import compared, end_jobs_left, ending_of, headline_of
+from holdfast.components.notify.ending import PipelineExit, compared, end_jobs_left, ending_of, headline_of
 from holdfast.components.notify.summary import (
     MAX_REASON,
     Summary,
@@ -33,22 +33,13 @@ Trial = tuple[tuple[str, ...], Spec, str]  # overrides, spec, run
 
 
 def run_sweep(
-    status: str,
-    trials: str,
-    spec: str,
-    store: str,
-    outcomes: Sequence[Outcome],
-    *,
-    overrides: Sequence[str] = (),
-    salt: str = "",
-    failed_step: str = "",
-    message: str = "",
-    log_place: str = "",
+    end: PipelineExit, trials: str, spec: str, store: str, *, overrides: Sequence[str] = (), salt: str = ""
 ) -> Summary:
-    """Summarize a sweep that ended with `status`. It ends jobs that the trials left on the cluster, logs the
-    summary, records it as `sweeps/<id>/summary.json` and posts it. `trials` are the overrides as JSON. `outcomes`
-    are those of this execution. The remaining parameters are those of `summary.run`."""
-    unknown: list[str] = []
+    """Summarize a sweep that ended. It ends jobs that the trials left on the cluster, logs the summary, records it as
+    `sweeps/<id>/summary.json` and posts it. `trials` are the overrides as JSON. The remaining parameters are those of
+    `summary.run`."""
+    unknown, outcomes = list(end.unknown), end.outcomes
+    status, failed_step, message = end.status, end.failed_step, end.message
     checked, refused = checked_spec(spec, overrides)
     if refused and not message.strip() and status == "failed":
         message = refused
@@ -75,7 +66,7 @@ def run_sweep(
         failed_step=failure.name if failure else failed_step if told != "succeeded" else "",
         reason=redact((failure.reason if failure else message if told != "succeeded" else "").strip())[:MAX_REASON],
         happened=[*_lines(found, len(known or ())), *(line for done, _ in ended for line in done)],
-        log=log_place,
+        log=end.log_place,
         store=opened.url if opened else "",
         next_command=f"holdfast show {identity}" if found else next_command(told, {}, _code(failure)),
         unknown=[*unknown, *(line for _, lines in ended for line in lines)],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -69,11 +69,8 @@ class RunRequest:
         return " ".join(part for part in (self.title, self.run_id, rest) if part)
 
 
-def build_request(
-    spec: Spec, *, store: str = "", salt: str = "", service_account: str = "", image: str = "", replan: bool = False,
-    shared_folders: bool = False, shared_volumes: bool = False, trials: Trials = (), at_once: int = 0,
-) -> RunRequest:  # fmt: skip
-    """Check that a cluster can run the spec, and identify the run or the sweep of `trials`.
+def identify_request(request: RunRequest, *, shared_folders: bool = False, shared_volumes: bool = False) -> RunRequest:
+    """Check that a cluster can run the request, and identify its run or its sweep.
 
     The id is known only if the steps' inputs can be read from here. `shared_folders`: the cluster's machines see this
     machine's folders. `shared_volumes`: they see `cluster.volumes`. Raises SpecError.
@@ -81,8 +78,9 @@ def build_request(
     from holdfast.corpus import identify
     from holdfast.model.imported import weights_digest
 
+    spec = request.spec
     if not shared_folders:
-        check_for_cluster(spec, store)
+        check_for_cluster(spec, request.store)
     if spec.parallel.auto:
         from holdfast.planning.auto import best
 
@@ -92,13 +90,13 @@ def build_request(
         if unread:
             raise MissingError(unread)
         dataset_id = identify(spec)
-        if trials:
-            found = sweep_id([run for _, _, run in trials_of(spec, trials, dataset_id, salt)])
+        if request.trials:
+            found = sweep_id([run for _, _, run in trials_of(spec, request.trials, dataset_id, request.salt)])
         else:
-            found = run_id(spec, dataset_id, salt, weights_digest(spec.model.init_from))
+            found = run_id(spec, dataset_id, request.salt, weights_digest(spec.model.init_from))
     except (HoldfastError, OSError) as error:
         unread = str(error)
-    return RunRequest(spec, store, salt, found, unread, service_account, image, replan, trials, at_once)
+    return replace(request, run_id=found, unread=unread)
 
 
 def check_for_cluster(spec: Spec, store: str = "") -> None:

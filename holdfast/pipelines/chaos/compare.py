@@ -96,20 +96,19 @@ def run_with_faults(asked: Chaos, tell: Callable[[object], None]) -> None:
     permanently, and at the end for a fault that never had time in any storm.
     """
     folder = home() / "chaos" / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{asked.seed}-{uuid.uuid4().hex[:6]}"
-    with _store(asked, folder) as (url, environment, proxy):
-        asked.left_out = _left_out(asked, proxied=proxy is not None)
+    with _store(asked, folder) as site:
+        url = site.url
+        asked.left_out = _left_out(asked, proxied=site.proxy is not None)
         asked.faults = [name for name in asked.faults if name not in asked.left_out]
         began = time.monotonic()
-        calm_id, asked.calm, _, _ = _trained(asked, folder, url, environment, proxy, "calm", (), 0, tell)
+        calm_id, asked.calm, _, _ = _trained(asked, site, "calm", (), 0, tell)
         number = 0
         while number == 0 or time.monotonic() - began < 60 * asked.minutes:
             seed = asked.seed + number
             planned = schedule(asked.faults, asked.steps, seed)
             tell(planned)
             salt = f"storm-{number}"
-            storm_id, result, survived, commands = _trained(
-                asked, folder, url, environment, proxy, salt, planned, seed, tell
-            )
+            storm_id, result, survived, commands = _trained(asked, site, salt, planned, seed, tell)
             apart = None
             if result.state_digest != asked.calm.state_digest:
                 from holdfast.checkpoint.tools import Side, find_divergence
@@ -154,18 +153,30 @@ def _forget(url: str, run_id: str) -> None:
     store.delete_many([info.key for info in store.list(layout.run(run_id))])
 
 
+@dataclass(frozen=True)
+class _Site:
+    """Where the runs are."""
+
+    folder: Path
+    url: str  # root of their store
+    environment: dict[str, str] = field(default_factory=dict)  # variables to reach the store
+    proxy: FaultyProxy | None = None  # in front of the store, if possible
+
+
 def _trained(
-    asked: Chaos, folder: Path, url: str, environment: dict[str, str], proxy: FaultyProxy | None, salt: str,
-    planned: Sequence[Planned], seed: int, tell: Callable[[object], None],
-) -> tuple[str, TrainingResult, list[Survived], int]:  # fmt: skip
+    asked: Chaos, site: _Site, salt: str, planned: Sequence[Planned], seed: int, tell: Callable[[object], None]
+) -> tuple[str, TrainingResult, list[Survived], int]:
     tell(f"{salt}: {asked.spec}, {asked.steps} steps")
     changes = _changes(asked)
     words = [word for each in changes for word in ("--set", each)]
     command = [sys.executable, "-m", "holdfast.pipelines.cli", "run", str(asked.spec), "--backend", "local", *words]
-    run = Run([*command, "--store", url, "--salt", salt], folder / "home", environment, folder / f"{salt}.log")
+    folder = site.folder
+    run = Run(
+        [*command, "--store", site.url, "--salt", salt], folder / "home", site.environment, folder / f"{salt}.log"
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    survived = run.go(planned, proxy, seed, tell)
-    made = _identified(asked, url, salt)
+    survived = run.go(planned, site.proxy, seed, tell)
+    made = _identified(asked, site.url, salt)
     result = read_result(made.store, made.run_id)
     if result is None:
         raise ChaosError(f"{salt}: the command ended with {run.code}, and there is no result; see {run.log}", 1)
@@ -191,8 +202,8 @@ def _changes(asked: Chaos) -> list[str]:
 
 
 @contextlib.contextmanager
-def _store(asked: Chaos, folder: Path) -> Iterator[tuple[str, dict[str, str], FaultyProxy | None]]:
-    """The root of the runs' store, the environment to reach it, and the proxy in front of it, if possible.
+def _store(asked: Chaos, folder: Path) -> Iterator[_Site]:
+    """Where the runs are, with the environment to reach their store, and the proxy in front of it, if possible.
 
     A named store is used under a new prefix. The default is a mock of S3 on this machine if it is installed, otherwise
     a folder, which no proxy can cover.
@@ -206,11 +217,11 @@ def _store(asked: Chaos, folder: Path) -> Iterator[tuple[str, dict[str, str], Fa
                 "of an S3 to try it on, or leave --store out"
             )
         with FaultyProxy(endpoint, seed=asked.seed) as proxy:
-            yield f"{named.rstrip('/')}/{folder.name}", _through(proxy), proxy
+            yield _Site(folder, f"{named.rstrip('/')}/{folder.name}", _through(proxy), proxy)
         return
     if named or find_spec("moto") is None:
         own = f"{store_root(named).rstrip('/')}/{folder.name}" if named else (folder / "store").as_uri()
-        yield own, {}, None
+        yield _Site(folder, own)
         return
     import boto3
 
@@ -218,7 +229,7 @@ def _store(asked: Chaos, folder: Path) -> Iterator[tuple[str, dict[str, str], Fa
 
     with S3Server() as endpoint, FaultyProxy(endpoint, seed=asked.seed) as proxy, _environment(endpoint):
         boto3.client("s3", region_name="us-east-1").create_bucket(Bucket=BUCKET)
-        yield f"s3://{BUCKET}", _through(proxy), proxy
+        yield _Site(folder, f"s3://{BUCKET}", _through(proxy), proxy)
 
 
 def _through(proxy: FaultyProxy) -> dict[str, str]:

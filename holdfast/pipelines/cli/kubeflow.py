@@ -97,7 +97,7 @@ def schedule(
     Example: holdfast schedule examples/cluster-cpu.yaml --set schedule.cron='0 3 * * 1'
     """
     from holdfast.pipelines.backends.kubeflow import schedule as schedules
-    from holdfast.pipelines.backends.request import build_request
+    from holdfast.pipelines.backends.request import RunRequest, identify_request
 
     if sum((list_, pause, delete)) > 1 or list_ == (spec is not None):
         raise typer.BadParameter("use SPEC alone, SPEC with either --pause or --delete, or --list alone")
@@ -118,7 +118,7 @@ def schedule(
             _say_former(removed if pause else (), kept)
         return
     schedules.trigger_of(checked, controller_timezone)  # refuses a schedule that KFP cannot keep, before anything else
-    wanted = build_request(checked, store=store, service_account=service_account, image=image)
+    wanted = identify_request(RunRequest(checked, store, service_account=service_account, image=image))
     server = _connect(endpoint, namespace, dry_run)
     made = schedules.schedule(server, wanted, controller_timezone=controller_timezone)
     if _shown(server, as_json):

@@ -73,18 +73,17 @@ def submit(
     at_once: int = 0,
 ) -> None:  # fmt: skip
     """Submit a spec, or a sweep over it, and print where it runs; or print what would be sent."""
-    from holdfast.pipelines.backends.request import RunRequest, build_request
+    from holdfast.pipelines.backends.request import RunRequest, identify_request
 
     name = where.backend or DEFAULT
     if name == "local":
         _require_options_of_this_machine(where, options)
-        wanted = RunRequest(checked, where.store, options.salt, replan=options.replan, trials=trials)
-    else:
-        wanted = build_request(
-            checked, store=where.store, salt=options.salt, service_account=options.service_account,
-            image=options.image, replan=options.replan, shared_folders=name in SHARED_FOLDERS,
-            shared_volumes=name in SHARED_VOLUMES, trials=trials, at_once=at_once,
-        )  # fmt: skip
+    wanted = RunRequest(
+        checked, where.store, options.salt, service_account=options.service_account, image=options.image,
+        replan=options.replan, trials=trials, at_once=at_once,
+    )  # fmt: skip
+    if name != "local":
+        wanted = identify_request(wanted, shared_folders=name in SHARED_FOLDERS, shared_volumes=name in SHARED_VOLUMES)
         if not wanted.run_id:
             err(
                 "note: the run id is known when preprocess has ended, and `holdfast show` prints it then; only a run "

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from holdfast.pipelines.backends.record import find_record, keep, record_of
-from holdfast.pipelines.backends.request import RunRequest, build_request
+from holdfast.pipelines.backends.request import RunRequest, identify_request
 from holdfast.pipelines.view.catalog import all_runs, find_run
 from holdfast.spec import dump_spec, parse_spec, run_id
 from holdfast.steps.outcomes import Outcome
@@ -37,7 +37,7 @@ def test_a_run_whose_pods_have_another_python_than_who_submitted_it_is_found_by_
 def test_a_run_that_could_not_be_identified_is_found_by_what_was_printed_of_it(tmp_path: Path) -> None:
     """`submit` prints the backend's id and the name, and no run id that might be another one's."""
     store, ran = open_store(tmp_path.as_uri()), run_id(SPEC, DATASET)
-    wanted = build_request(SPEC)
+    wanted = identify_request(RunRequest(SPEC))
     assert (wanted.run_id, "python:stdlib is that of the image" in wanted.unread) == ("", True)
     assert ran not in wanted.name("digest")
     job = "0b7e1d2c-1111-4222-8333-444455556666"
@@ -60,11 +60,13 @@ def test_an_id_is_known_only_where_the_steps_read_what_can_be_read_here(tmp_path
     text.write_text("some text\n")
     volume = f"cluster.volumes=[{{claim: c, path: {tmp_path}}}]"
     spec = parse_spec("{name: small, store: 's3://b/p', data: {sources: [{uri: x}]}}", [f"data.sources.0.uri={text}"])
-    assert build_request(spec, shared_folders=True).run_id
-    assert build_request(parse_spec(dump_spec(spec), [volume]), shared_volumes=True).run_id  # of Ray
-    in_pods = build_request(parse_spec(dump_spec(spec), [volume]))
+    assert identify_request(RunRequest(spec), shared_folders=True).run_id
+    assert identify_request(RunRequest(spec.with_overrides([volume])), shared_volumes=True).run_id  # of Ray
+    in_pods = identify_request(RunRequest(spec.with_overrides([volume])))
     assert (in_pods.run_id, "on a volume of the pods" in in_pods.unread) == ("", True)
-    tracked = build_request(parse_spec("{name: small, store: 's3://b/p', data: {sources: [{uri: 'dvc:text'}]}}"))
+    tracked = identify_request(
+        RunRequest(parse_spec("{name: small, store: 's3://b/p', data: {sources: [{uri: 'dvc:text'}]}}"))
+    )
     assert (tracked.run_id, "data.sources.0.repo" in tracked.unread) == ("", True)
 
 

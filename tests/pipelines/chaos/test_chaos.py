@@ -105,8 +105,8 @@ def test_a_command_is_given_again_as_long_as_its_code_says_that_this_may_help(
 def test_a_difference_is_named_and_what_the_runs_left_is_kept(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def trained(asked: compare.Chaos, folder: Path, url: str, *rest: object) -> tuple[object, ...]:
-        salt = str(rest[2])
+    def trained(asked: compare.Chaos, site: compare._Site, salt: str, *_: object) -> tuple[object, ...]:
+        folder, url = site.folder, site.url
         assert url == (tmp_path / "store" / folder.name).as_uri()  # nothing of the user's is met there
         side = write(open_store(url), salt, [3, 6], *([] if salt == "calm" else [5]))
         result = TrainingResult(
@@ -131,8 +131,8 @@ def test_a_difference_is_named_and_what_the_runs_left_is_kept(
 def test_a_fault_for_which_there_was_no_time_may_come_in_another_storm(
     storms: int, code: ExitCode, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def trained(_asked: compare.Chaos, folder: Path, _url: str, *rest: Any) -> tuple[object, ...]:
-        salt, planned = rest[2], rest[3]
+    def trained(_asked: compare.Chaos, site: compare._Site, salt: str, planned: Any, *_: Any) -> tuple[object, ...]:
+        folder = site.folder
         result = TrainingResult(
             run_id=salt, dataset_id="d", step=6, loss=1.0, tokens=1, parameters=1, checkpoint="", export="",
                 export_digest="",

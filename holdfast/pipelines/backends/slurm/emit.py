@@ -21,7 +21,7 @@ from holdfast.launch.choose import require_no_spares
 from holdfast.launch.emitters import training_job
 from holdfast.launch.interface import Job
 from holdfast.pipelines.backends.pods import resources_of
-from holdfast.pipelines.backends.request import ORDER_DIGITS, RunRequest, build_request
+from holdfast.pipelines.backends.request import ORDER_DIGITS, RunRequest, identify_request
 from holdfast.pipelines.documents import as_yaml
 from holdfast.pipelines.paths import store_root, with_absolute_paths
 from holdfast.pipelines.table import START, SWEEP_EDGES, Edge, edges_of, inputs_of, start_of, steps_from
@@ -182,7 +182,7 @@ def jobs_of(request: RunRequest) -> list[dict[str, Any]]:
 
 def slurm_text(spec: Spec) -> str:
     """The jobs that `holdfast run --backend slurm` sends for a spec, as YAML."""
-    return as_yaml(*jobs_of(build_request(spec, shared_folders=True)))
+    return as_yaml(*jobs_of(identify_request(RunRequest(spec), shared_folders=True)))
 
 
 def options_of(chain: Chain, step: str, made: Mapping[str, int]) -> list[str]:

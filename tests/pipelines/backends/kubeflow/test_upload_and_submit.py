@@ -19,7 +19,7 @@ from holdfast.pipelines.backends.kubeflow.connection import (
 )
 from holdfast.pipelines.backends.kubeflow.submit import submit
 from holdfast.pipelines.backends.kubeflow.upload import upload
-from holdfast.pipelines.backends.request import RunRequest, build_request
+from holdfast.pipelines.backends.request import RunRequest, identify_request
 from holdfast.spec.errors import AccessDeniedError, ExitCode, MissingError, SpecError
 from tests.kubeflow_server import Fault, KubeflowServer
 from tests.pipelines.backends.kubeflow.conftest import connect, spec
@@ -283,12 +283,12 @@ def test_a_dry_run_needs_no_kubeflow_in_the_cluster_of_the_kubeconfig(
 )
 def test_paths_of_this_machine_are_refused_before_anything_is_sent(change: str, field: str) -> None:
     with pytest.raises(SpecError, match=field):
-        build_request(spec(change))
+        identify_request(RunRequest(spec(change)))
 
 
 def test_paths_on_a_volume_of_the_pods_are_fine() -> None:
-    mounted = build_request(
-        spec("data.sources.0.uri=/corpus/*.txt", "cluster.volumes=[{claim: corpus, path: /corpus}]")
+    mounted = identify_request(
+        RunRequest(spec("data.sources.0.uri=/corpus/*.txt", "cluster.volumes=[{claim: corpus, path: /corpus}]"))
     )
     assert mounted.run_id == ""
     assert "/corpus" in mounted.unread

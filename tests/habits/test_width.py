@@ -1,0 +1,47 @@
+"""No function has more parameters than a reader can hold: options that belong together are one typed object."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+MOST = 8
+LIBRARY = Path(__file__).parents[2] / "holdfast"
+MIRRORS = {  # functions whose parameters another interface dictates
+    "components/notify/__main__.py:body": "the inputs of the step's component",
+    "pipelines/cli/audit.py:replay": "the options of the command",
+    "pipelines/cli/kubeflow.py:schedule": "the options of the command",
+    "pipelines/cli/plan.py:plan": "the options of the command",
+    "api.py:submit": "the options of `holdfast run`",
+    "engines/torch/parallelize.py:parallelize": "the parts of the model and the mesh",
+    "rank/loop.py:train": "the parts of a rank",
+}
+
+
+def _wide(node: ast.AST, method: bool = False) -> Iterator[tuple[str, int]]:
+    """The functions below `node` with too many parameters, and their number."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            given = child.args
+            names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+            count = len(names) - (method and names[:1] in (["self"], ["cls"]))
+            count += (given.vararg is not None) + (given.kwarg is not None)
+            if count > MOST:
+                yield child.name, count
+        yield from _wide(child, isinstance(child, ast.ClassDef))
+
+
+def test_no_function_has_more_than_eight_parameters() -> None:
+    files = (path for path in LIBRARY.rglob("*.py") if "__pycache__" not in path.parts)
+    found = {
+        f"{path.relative_to(LIBRARY).as_posix()}:{name}": count
+        for path in files
+        for name, count in _wide(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert {place: count for place, count in found.items() if place not in MIRRORS} == {}, "group them in a dataclass"
+
+
+def test_all_parameters_are_counted_but_self() -> None:
+    text = "class A:\n def m(self, a, /, b, *c, d, e, f, g, h, **i): ...\n def n(self, a, b, c, d, e, f, g, h): ...\n"
+    assert dict(_wide(ast.parse(text))) == {"m": 9}
