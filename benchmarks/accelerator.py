@@ -1,37 +1,90 @@
 """One accelerator: exactness, kernels, memory against the plan, MFU, recovery, save stall and health, in one run.
 
 `python -m benchmarks.accelerator [--seconds N] [--only exactness,mfu] [--out FOLDER] [--tiny]` needs a CUDA device and
-no network. Every measurement is a process of its own with a time limit. `accelerator.json` is rewritten after each one,
-so a run that is cut keeps its figures; a measurement that fails is recorded with its output and the next one starts.
-`accelerator.md` is the report. `--tiny` uses small shapes, on the CPU if there is no CUDA device.
+no network. Every measurement is a process with a time limit: a fork of this one, which has imported everything and
+never uses the device. Each writes what it has after each part, and `accelerator.json` is rewritten after each
+measurement, so a run that is cut keeps its figures. A failure is recorded with its output and the next measurement
+starts. `accelerator.md` is the report. `--tiny` uses small shapes, on the CPU if there is no CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
+import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from holdfast.launch.device import MEETING_VARIABLE, join_gang, local_device
+from holdfast.launch.device import MEETING_VARIABLE, device_name, join_gang, local_device
 
 SECTIONS = ("exactness", "kernels", "memory", "mfu", "recovery", "stall", "health")
-MEASUREMENT_SECONDS = 150.0  # the longest time of one measurement
+SECONDS = {"stall": 100.0, "mfu": 120.0}  # the longest time of one measurement
+DEFAULT_SECONDS = 60.0
 EXACT_STEPS, SAVE_EVERY, KILL_AFTER = 12, 3, 7
 TAIL = 4000  # characters of a failed measurement's output that are kept
 END_OF_TEXT = 0
+MODULES = (  # imported before the forks
+    "benchmarks._living", "blake3", "holdfast.checkpoint", "holdfast.engines.torch.engine", "holdfast.engines.weights",
+    "holdfast.health.examine", "holdfast.planning", "holdfast.rank.measure.throughput", "holdfast.store",
+    "torch.distributed.checkpoint", "torch.profiler",
+)  # fmt: skip
+NOTES = {
+    "exactness": "A run without interruption, and one that is killed (SIGKILL) after a step and resumed: bf16, exact, "
+    "with a process group of one rank. Both must end with the same BLAKE3 digest of weights and moments.",
+    "kernels": "One profiled step in bf16, exact, with and without document masks: torch's attention operations and "
+    "the kernels on the device. `math` is torch's attention without a fused kernel.",
+    "memory": "Peak of one step. `planned` is the plan without fragmentation, driver and collectives, beside torch's "
+    "allocated peak. `planned_whole` includes them, beside all memory in use on the device.",
+    "mfu": "`off` and `exact` are Holdfast's engine at these levels of `training.determinism`. `bare` is a plain torch "
+    "loop: same decoder, micro-batches, bf16 autocast, gradient clipping and fused AdamW. `-compiled`: torch.compile; "
+    "Holdfast compiles each layer, the bare loop the whole model. FLOPs of a token: 6 N + 12 L D T.",
+    "recovery": "From SIGKILL of the process to the end of the first step of a new one, which starts Python, imports, "
+    "and loads the checkpoint.",
+    "stall": "A save of weights and moments to a store in a folder. `host_stall_s`: the training thread waits in "
+    "Holdfast. `slower_s`: the save and the next steps, minus the time of these steps alone. The first save also "
+    "allocates and pins its buffer. `torch_save_s` and the call of `dcp_async_save` stop training for all their time.",
+    "health": "The health check of a run (`holdfast health`) on this rank.",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one measurement process does."""
+
+    measure: str
+    accelerator: str
+    tiny: bool
+    steps: int
+    result: str = ""
+    seconds: float = 0.0  # its time limit
+    variant: str = ""
+    store: str = ""
+    run_id: str = ""
+    launch: int = 1
+    kill: bool = False
+    fresh: bool = False  # starts a new Python process
+
+    def write(self, found: dict[str, Any]) -> None:
+        """Write what was found so far."""
+        partial = Path(self.result).with_suffix(".part")
+        partial.write_text(json.dumps(found))
+        partial.replace(self.result)
 
 
 def shapes(size: str) -> tuple[dict[str, int], int, int, int]:
@@ -62,20 +115,28 @@ def spec_for(size: str, accelerator: str, **training: object) -> Any:
 
 def engine_for(spec: Any, vocabulary: int) -> Any:
     """The engine of a spec, with its determinism set."""
-    from holdfast.components.train.assignment import Assignment
-    from holdfast.components.train.engine import build_engine
-    from holdfast.components.train.randomness import make_deterministic
+    from holdfast.engines.assignment import Assignment
+    from holdfast.engines.interface import build_engine
+    from holdfast.rank.randomness import make_deterministic
 
     make_deterministic(spec.training.determinism, torch.get_num_threads())
     return build_engine(Assignment.of(spec, "accelerator", "none"), vocabulary, END_OF_TEXT)
 
 
-def fill(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Random matrices and norms of one, made on the device."""
+def fill(state: Any) -> None:
+    """Random matrices and norms of one, made on the device, in the weights of an engine or a module."""
     torch.manual_seed(0)
+    weights = state.parameters() if isinstance(state, torch.nn.Module) else _weights(state)
     with torch.no_grad():
-        for parameter in parameters:
-            parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+        for weight in weights:
+            weight.normal_(0.0, 0.02) if weight.dim() > 1 else weight.fill_(1.0)
+
+
+def _weights(engine: Any) -> list[torch.Tensor]:
+    """The weights among an engine's boxes, which are views of its state."""
+    from holdfast.engines.weights import MOMENTS
+
+    return [box.data for box in engine.boxes() if not box.name.startswith(tuple(MOMENTS.values()))]
 
 
 def rows_for(step: int, count: int, context: int, vocabulary: int) -> torch.Tensor:
@@ -101,168 +162,198 @@ def digest(boxes: Iterable[Any]) -> str:
     return whole.hexdigest()
 
 
-def train_exactly(arguments: argparse.Namespace) -> dict[str, Any]:
+def train_exactly(request: Request) -> None:
     """Train to the last step with saves, from the newest checkpoint; ends by SIGKILL after a step if `kill`."""
     from holdfast.checkpoint import Checkpointer, Retention, SaveOptions, claim_attempt
     from holdfast.collectives import Gang
-    from holdfast.components.train.weights import SeededState
+    from holdfast.engines.weights import SeededState
     from holdfast.store import open_store
 
-    size = "tiny" if arguments.tiny else "small"
+    size = "tiny" if request.tiny else "small"
     model, vocabulary, _, whole = shapes(size)
-    spec = spec_for(size, arguments.accelerator, determinism="exact", precision="bf16")
-    device, start = local_device(arguments.accelerator), time.perf_counter()
+    spec = spec_for(size, request.accelerator, determinism="exact", precision="bf16")
+    device, times = local_device(request.accelerator), {"start": time.time()}
     join_gang(device, always=True)
-    gang, store = Gang(), open_store(arguments.store)
+    gang, store = Gang(), open_store(request.store)
     engine = engine_for(spec, vocabulary)
-    attempt = claim_attempt(store, arguments.run_id, launch=arguments.launch)
+    attempt = claim_attempt(store, request.run_id, launch=request.launch)
     saver = Checkpointer(
         store, attempt, Retention(2), describe={"dataset_id": "none", "layout": engine.layout, "random": {}}, gang=gang,
         options=SaveOptions(max_lag_steps=SAVE_EVERY),
     )  # fmt: skip
+    times["engine"] = time.time()
     began = saver.restore(engine.boxes(), SeededState(spec.model, 0).fill)
     engine.restored(began)
-    first, losses = 0.0, []
+    times["state"] = time.time()
+    losses = []
     for step in range(began + 1, EXACT_STEPS + 1):
         out = engine.step(rows_for(step, whole, model["context"], vocabulary), 1e-3, saver.wait_for_staging)
         losses.append(out.loss.item())
-        first = first or time.perf_counter() - start
-        if arguments.kill and step == KILL_AFTER:
+        times.setdefault("first_step", time.time())
+        if request.kill and step == KILL_AFTER:
             os.kill(os.getpid(), signal.SIGKILL)
         if step % SAVE_EVERY == 0:
             saver.save(step, engine.saved(), engine.scalars(step))
-            if arguments.kill:
+            if request.kill:
                 saver.wait()  # a checkpoint is there when the process dies
     saver.wait()
-    settle(device)
     reduced = torch.arange(1 << 20, device=device, dtype=torch.float32) / 3
     before = reduced.clone()
     dist.all_reduce(reduced)
-    found = {
-        "from_step": began, "digest": digest(engine.boxes()), "last_loss": losses[-1], "start_to_first_step_s": first,
-        "backend": dist.get_backend(), "all_reduce_same_bits": bool(torch.equal(before, reduced)),
-    }  # fmt: skip
+    settle(device)
+    request.write(
+        {
+            "from_step": began, "digest": digest(engine.boxes()), "last_loss": losses[-1], "times": times,
+            "backend": dist.get_backend(), "all_reduce_same_bits": bool(torch.equal(before, reduced)),
+        }
+    )  # fmt: skip
     saver.close()
     dist.destroy_process_group()
-    return found
 
 
-def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
+def kernels(request: Request) -> None:
     """Which attention and which kernels one bf16 step runs, with and without document masks."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    size, found = "tiny" if arguments.tiny else "small", {}
+    size, device, found = "tiny" if request.tiny else "small", local_device(request.accelerator), {}
     model, vocabulary, _, whole = shapes(size)
     for masks in (False, True):
-        spec = spec_for(size, arguments.accelerator, determinism="exact", precision="bf16", masks=masks)
+        spec = spec_for(size, request.accelerator, determinism="exact", precision="bf16", masks=masks)
         engine = engine_for(spec, vocabulary)
-        fill(engine._parts[0].parameters())
+        fill(engine)
         rows = rows_for(1, whole, model["context"], vocabulary)
         engine.step(rows, 1e-3)
-        cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
         with profile(activities=[ProfilerActivity.CPU, *cuda]) as taken:
             engine.step(rows, 1e-3)
-            settle(local_device(arguments.accelerator))
+            settle(device)
         events = taken.key_averages()
-        attention = sorted({e.key for e in events if "dot_product" in e.key or "flash" in e.key.lower()})
-        on_device = sorted((e for e in events if e.self_device_time_total > 0), key=lambda e: -e.self_device_time_total)
+        on_device = [event for event in events if event.device_type == DeviceType.CUDA]
+        on_device.sort(key=lambda event: -event.self_device_time_total)
+        operations = sorted({e.key for e in events if "dot_product" in e.key or "_attention" in e.key})
         found["document masks" if masks else "plain"] = {
-            "attention": attention,
-            "math": any("attention_math" in name for name in attention),
-            "top": [[e.key[:160], round(e.self_device_time_total / 1e3, 3), e.count] for e in on_device[:20]],
-        }
-    return found
+            "attention": operations,
+            "attention_kernels": [
+                event.key[:200] for event in on_device
+                if any(part in event.key.lower() for part in ("flash", "fmha", "attention", "sdpa"))
+            ],
+            "math": any("attention_math" in name for name in operations),
+            "top": [
+                [event.key[:160], round(event.self_device_time_total / 1e3, 3), event.count]
+                for event in on_device[:20]
+            ],
+        }  # fmt: skip
+        request.write(found)
 
 
-def planned_bytes(spec: Any, vocabulary: int, kind: str) -> dict[str, float]:
+def planned_bytes(spec: Any, vocabulary: int, device: torch.device) -> dict[str, float]:
     """The planner's terms for one rank."""
     from holdfast.planning import ACCELERATORS
+    from holdfast.planning.hardware import by_device
     from holdfast.planning.layout import Layout
     from holdfast.planning.memory import Updates, memory, practice_here
     from holdfast.planning.shape import Architecture
 
+    kind = "nvidia" if device.type == "cuda" else "cpu"
     layout = Layout(micro_batch=spec.training.micro_batch, checkpointing=spec.training.activation_checkpointing)
     practice = practice_here(spec.training.precision, layout, kind, spec.data.document_masks, Updates.of(spec.training))
     return dict(
         memory(
-            Architecture.of(spec.model, vocabulary), layout, ACCELERATORS["H100"],
+            Architecture.of(spec.model, vocabulary), layout, by_device(device_name(device)) or ACCELERATORS["H100"],
             global_batch=spec.training.global_batch, precision=spec.training.precision, practice=practice,
         ).terms
     )  # fmt: skip
 
 
-def memory_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Peak bytes of a step against the plan."""
+def memory_of(request: Request) -> None:
+    """Peak bytes of a step against the plan, for several shapes."""
     from benchmarks._living import Living
 
-    size = "tiny" if arguments.tiny else "small" if arguments.variant == "small" else "large"
-    model, vocabulary, _, whole = shapes(size)
-    device = local_device(arguments.accelerator)
-    spec = spec_for(size, arguments.accelerator, precision="bf16", activation_checkpointing=arguments.checkpointing)
-    terms = planned_bytes(spec, vocabulary, "nvidia" if device.type == "cuda" else "cpu")
-    engine = engine_for(spec, vocabulary)
-    rows = rows_for(1, whole, model["context"], vocabulary)
-    fill(engine._parts[0].parameters())
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        engine.step(rows, 1e-4)
-        settle(device)
-        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    else:
-        with Living([box.data for box in engine.boxes()]) as living:
+    device, found = local_device(request.accelerator), {}
+    cases = [("small", "none"), ("small", "selective"), ("small", "full"), ("large", "none")]
+    for size, checkpointing in [("tiny", "none"), ("tiny", "full")] if request.tiny else cases:
+        model, vocabulary, _, whole = shapes(size)
+        spec = spec_for(size, request.accelerator, precision="bf16", activation_checkpointing=checkpointing)
+        terms = planned_bytes(spec, vocabulary, device)
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if cuda else 0
+        engine = engine_for(spec, vocabulary)
+        fill(engine)
+        rows = rows_for(1, whole, model["context"], vocabulary)
+        if cuda:
             engine.step(rows, 1e-4)
-        peak, reserved = living.peak, 0
-    plan = sum(size for name, size in terms.items() if name != "fragmentation" and "driver" not in name)
-    return {"peak": peak, "reserved": reserved, "planned": plan, "planned_over_peak": plan / peak, "terms": terms}
+            settle(device)
+            free, total = torch.cuda.mem_get_info(device)
+            peak, extra = torch.cuda.max_memory_allocated(), {
+                "before": before, "reserved": torch.cuda.max_memory_reserved(), "device_in_use": total - free,
+            }  # fmt: skip
+        else:
+            with Living([box.data for box in engine.boxes()]) as living:
+                engine.step(rows, 1e-4)
+            peak, extra = living.peak, {}
+        plan = sum(size for name, size in terms.items() if name != "fragmentation" and "driver" not in name)
+        found[f"{size} {checkpointing}"] = {
+            "peak": peak, "planned": plan, "planned_over_peak": plan / peak, "planned_whole": sum(terms.values()),
+            **extra, "terms": terms,
+        }  # fmt: skip
+        request.write(found)
+        del engine
+        gc.collect()
 
 
-def mfu(arguments: argparse.Namespace) -> dict[str, Any]:
+def mfu(request: Request) -> None:
     """Seconds of a step and MFU of one variant: `bare`, `off` or `exact`, and `-compiled`."""
-    from holdfast.components.train.assignment import Assignment
-    from holdfast.components.train.throughput import Throughput
-    from holdfast.launch.device import device_name
+    from holdfast.engines.assignment import Assignment
+    from holdfast.rank.measure.throughput import Throughput
 
-    size = "tiny" if arguments.tiny else "large"
+    size = "tiny" if request.tiny else "large"
     model, vocabulary, micro, whole = shapes(size)
-    level, _, compiled = arguments.variant.partition("-")
-    device = local_device(arguments.accelerator)
+    level, _, compiled = request.variant.partition("-")
+    device = local_device(request.accelerator)
     training = {"determinism": "exact" if level == "exact" else "off", "precision": "bf16", "compile": bool(compiled)}
-    spec = spec_for(size, arguments.accelerator, **training)
+    spec = spec_for(size, request.accelerator, **training)
     began = time.perf_counter()
+    step: Callable[[torch.Tensor], object]
     if level == "bare":
         step = bare_step(spec, vocabulary, device, micro, bool(compiled))
     else:
         engine = engine_for(spec, vocabulary)
-        fill(engine._parts[0].parameters())
+        fill(engine)
         step = lambda rows: engine.step(rows, 1e-4)  # noqa: E731
-    batches = [rows_for(number, whole, model["context"], vocabulary) for number in range(arguments.steps + 2)]
+    batches = [rows_for(number, whole, model["context"], vocabulary) for number in range(request.steps + 2)]
     for rows in batches[:2]:
         step(rows)
     settle(device)
-    built, taken = time.perf_counter() - began, []
+    work = Throughput.of(Assignment.of(spec, "accelerator", "none"), vocabulary, 1, device_name(device))
+    built, taken = time.perf_counter() - began, list[float]()
     for rows in batches[2:]:
         start = time.perf_counter()
         step(rows)
         settle(device)
         taken.append(time.perf_counter() - start)
-    seconds = statistics.median(taken)
-    work = Throughput.of(Assignment.of(spec, "accelerator", "none"), vocabulary, 1, device_name(device))
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {
-        "step_s": seconds, "worst_s": max(taken), "tokens_per_s": work.tokens / seconds, "mfu": work.mfu(seconds),
-        "tflops": work.flops / seconds / 1e12, "build_s": built, "peak_bytes": peak, "steps": len(taken),
-    }  # fmt: skip
+        seconds = statistics.median(taken)
+        request.write(
+            {
+                "step_s": seconds, "worst_s": max(taken), "tokens_per_s": work.tokens / seconds,
+                "mfu": work.mfu(seconds), "tflops": work.flops / seconds / 1e12, "build_s": built,
+                "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0, "steps": len(taken),
+            }
+        )  # fmt: skip
 
 
 def bare_step(spec: Any, vocabulary: int, device: torch.device, micro: int, compiled: bool) -> Any:
     """A bare torch loop over the same model: autocast, clip, fused AdamW."""
-    from holdfast.components.train.engines.torch.optimizers import decay_groups
+    from holdfast.engines.torch.optimizers import decay_groups
     from holdfast.model.decoder import Decoder
 
     torch.backends.cuda.matmul.allow_tf32 = True
     with device:
         model = Decoder(spec.model, vocabulary)
-    fill(model.parameters())
+    fill(model)
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
     computing = torch.compile(model) if compiled else model
 
@@ -279,10 +370,84 @@ def bare_step(spec: Any, vocabulary: int, device: torch.device, micro: int, comp
     return step
 
 
-def stall(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Copies of 1 GiB from the device to pageable and to pinned memory, and what a save keeps training waiting."""
-    device = local_device(arguments.accelerator)
-    size = 2**20 if arguments.tiny else 2**30
+def stall(request: Request) -> None:
+    """What a save costs training, beside `torch.save` and DCP's async_save; and copies from the device."""
+    from holdfast.checkpoint import Checkpointer, Retention, claim_attempt
+    from holdfast.store import open_store
+
+    ends = time.perf_counter() + request.seconds
+    size, device = "tiny" if request.tiny else "large", local_device(request.accelerator)
+    found: dict[str, Any] = {"copies": copy_rates(device, 2**20 if request.tiny else 2**30)}
+    request.write(found)
+    model, vocabulary, _, whole = shapes(size)
+    engine = engine_for(spec_for(size, request.accelerator, precision="bf16"), vocabulary)
+    fill(engine)
+    folder, store = Path(request.store), open_store(f"file://{request.store}/store")
+    saver = Checkpointer(
+        store, claim_attempt(store, "stall", launch=1), Retention(1), max_lag_steps=1000,
+        describe={"dataset_id": "none", "layout": engine.layout, "random": {}},
+    )  # fmt: skip
+    done, following = 0, 4  # steps after a save that are compared with steps without
+
+    def steps(count: int) -> float:
+        nonlocal done
+        start = time.perf_counter()
+        for _ in range(count):
+            done += 1
+            engine.step(rows_for(done, whole, model["context"], vocabulary), 1e-4, saver.wait_for_staging)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # not the stream of a copy
+        return time.perf_counter() - start
+
+    steps(2)
+    calm = steps(following)
+    state = engine.saved()
+    saved = sum(box.data.numel() * box.data.element_size() for box in state)
+    found |= {"state_bytes": saved, "step_s": calm / following, "saves": []}
+    for number in range(3):
+        if number and time.perf_counter() + 1.5 * found["saves"][-1]["commit_s"] > ends - 10:
+            break
+        before, start = saver.stall_seconds, time.perf_counter()
+        saver.save(done, engine.saved(), engine.scalars(done))
+        steps(following)
+        took = time.perf_counter() - start
+        waited = saver.stall_seconds - before
+        saver.wait()
+        found["saves"].append(
+            {
+                "host_stall_s": waited, "slower_s": took - calm, "commit_s": time.perf_counter() - start,
+                "bytes_in_store": sum(each.stat().st_size for each in folder.rglob("*") if each.is_file()),
+            }
+        )  # fmt: skip
+        request.write(found)
+    saver.close()
+    shutil.rmtree(folder / "store")
+    tensors = {box.name: box.data.detach() for box in state}
+    last = found["saves"][-1]["commit_s"]
+    if time.perf_counter() + 1.5 * last < ends:
+        start = time.perf_counter()
+        with (folder / "state.pt").open("wb") as file:
+            torch.save(tensors, file)
+            found["torch_save_s"] = time.perf_counter() - start
+            file.flush()
+            os.fsync(file.fileno())
+            found["torch_save_and_fsync_s"] = time.perf_counter() - start
+        (folder / "state.pt").unlink()
+        request.write(found)
+    if time.perf_counter() + 5 < ends:
+        import torch.distributed.checkpoint as dcp
+
+        start = time.perf_counter()
+        pending: Any = dcp.async_save(tensors, checkpoint_id=folder / "dcp")
+        found["dcp_async_save_call_s"] = time.perf_counter() - start
+        request.write(found)
+        pending.result()
+        found["dcp_async_save_s"] = time.perf_counter() - start
+        request.write(found)
+
+
+def copy_rates(device: torch.device, size: int) -> dict[str, Any]:
+    """Rates of copies from the device to pageable and to pinned memory."""
     source = torch.ones(size // 4, device=device)
     found: dict[str, Any] = {"bytes": size}
     for name, pinned in (("pageable", False), ("pinned", True)):
@@ -299,24 +464,39 @@ def stall(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def health(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The rates of the health probes."""
-    from holdfast.health import compute
+def health(request: Request) -> None:
+    """The product's health check of this rank."""
+    from holdfast.collectives import Gang
+    from holdfast.health.examine import examine
+    from holdfast.store import open_store
 
-    device, seconds = local_device(arguments.accelerator), 0.2 if arguments.tiny else 3.0
-    return {
-        "compute": compute.compute_rate(device, seconds), "memory": compute.memory_rate(device, seconds),
-        "exact_product": compute.exact_product_is_right(device), "product_bits": compute.product_bits(device),
-    }  # fmt: skip
+    device, seconds = local_device(request.accelerator), 0.5 if request.tiny else 5.0
+    store = open_store(f"file://{request.store}/store")
+    report = examine(Gang(), device, store, "health/", Path(request.store), seconds, "benchmark")
+    request.write({"failures": len(report.failures), "report": report.model_dump(mode="json")})
 
 
-MEASURES = {
+def machine(request: Request) -> None:
+    """What the figures were measured on."""
+    cuda = torch.cuda.is_available()
+    request.write(
+        {
+            "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+            "memory": torch.cuda.get_device_properties(0).total_memory if cuda else 0, "cuda_device": cuda,
+            "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
+            "cores": os.cpu_count(),
+        }
+    )  # fmt: skip
+
+
+MEASURES: dict[str, Callable[[Request], None]] = {
     "train": train_exactly,
     "kernels": kernels,
     "memory": memory_of,
     "mfu": mfu,
     "stall": stall,
     "health": health,
+    "machine": machine,
 }
 
 
@@ -324,131 +504,179 @@ class Bench:
     """Measures in child processes, and keeps the results on disk."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
-        self._arguments, self._folder = arguments, folder
+        self._out, self._folder = arguments.out, folder
+        self._request = Request("machine", "cpu", arguments.tiny, arguments.steps)
         self._deadline = time.monotonic() + arguments.seconds
-        self.found: dict[str, Any] = {"machine": _machine()}
+        self._ended = 0.0  # when the last child ended, in Unix seconds
+        for module in MODULES:
+            with suppress(Exception):  # the measurement that needs it reports it
+                import_module(module)
+        self.found: dict[str, Any] = {"machine": self._run(self._request, 60)}
+        cuda = self.found["machine"].get("cuda_device", False)
+        self.accelerator = "nvidia" if cuda else "cpu"
+        self._request = replace(self._request, accelerator=self.accelerator)
         self.write()
 
     def write(self) -> None:
         """Write what was measured so far."""
-        whole = json.dumps(self.found, indent=1)
-        (self._arguments.out / "accelerator.json").write_text(whole)
+        (self._out / "accelerator.json").write_text(json.dumps(self.found, indent=1))
         lines = ["# One accelerator", ""]
         for section, parts in self.found.items():
-            lines += [f"## {section}", "", "```", json.dumps(parts, indent=1)[:20000], "```", ""]
-        (self._arguments.out / "accelerator.md").write_text("\n".join(lines))
+            lines += [f"## {section}", "", NOTES.get(section, ""), ""]
+            if section == "mfu":
+                lines += ["| variant | step, s | tokens/s | MFU | TFLOP/s | peak, GiB |", "|---|---|---|---|---|---|"]
+                lines += [_mfu_row(name, part) for name, part in parts.items() if "step_s" in part] + [""]
+            lines += ["```", json.dumps(parts, indent=1)[:20000], "```", ""]
+        (self._out / "accelerator.md").write_text("\n".join(lines))
 
-    def measure(self, section: str, name: str, measure: str, *options: str) -> dict[str, Any]:
+    def measure(self, section: str, name: str, measure: str, **options: Any) -> dict[str, Any]:
         """Run one measurement and record its result, or why there is none."""
         left = self._deadline - time.monotonic()
-        result = {"error": "no time was left"} if left < 5 else self._run(measure, options, left)
+        request = replace(self._request, measure=measure, **options)
+        limit = min(left, SECONDS.get(measure, DEFAULT_SECONDS))
+        result = {"error": "no time was left"} if left < 5 else self._run(request, limit)
         self.found.setdefault(section, {})[name] = result
         self.write()
         brief = {key: value for key, value in result.items() if not isinstance(value, (dict, list))}
         print(f"{section} {name}: {json.dumps(brief)}", file=sys.stderr, flush=True)
         return result
 
-    def _run(self, measure: str, options: Iterable[str], left: float) -> dict[str, Any]:
-        result, meeting = self._folder / "result.json", self._folder / f"meeting-{time.time_ns()}"
+    def _run(self, request: Request, seconds: float) -> dict[str, Any]:
+        result, output = self._folder / "result.json", self._folder / "output"
         result.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "benchmarks.accelerator", "--measure", measure, "--result", str(result)]
-        command += [*options, *(["--tiny"] if self._arguments.tiny else []), f"--steps={self._arguments.steps}"]
-        command += [f"--accelerator={self._arguments.accelerator}"]
-        environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", MEETING_VARIABLE: str(meeting)}
+        request = replace(request, result=str(result), seconds=seconds)
+        sys.stdout.flush()
+        sys.stderr.flush()
         began = time.monotonic()
-        try:
-            ended = subprocess.run(
-                command, env=os.environ | environment, capture_output=True, text=True, check=False,
-                timeout=min(left, MEASUREMENT_SECONDS),
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            return {"error": f"cut after {error.timeout:.0f} s", "output": str(error.stderr or "")[-TAIL:]}
-        wall = {"wall_s": round(time.monotonic() - began, 2), "exit": ended.returncode}
-        if ended.returncode == 0 and result.exists():
-            return json.loads(result.read_text()) | wall
-        if "--kill" in options and ended.returncode == -signal.SIGKILL:
-            return wall
-        return {"error": f"exit code {ended.returncode}", "output": (ended.stdout + ended.stderr)[-TAIL:]} | wall
+        child = os.fork()
+        if child == 0:
+            _be_a_child(request, output)
+        code = None
+        while code is None and time.monotonic() - began < seconds:
+            code = _ended_with(child)
+            time.sleep(0.02)
+        cut = code is None
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # also what it has started, such as compilers
+        if cut:
+            os.waitpid(child, 0)
+        self._ended = time.time()
+        found = json.loads(result.read_text()) if result.exists() else {}
+        found |= {"wall_s": round(time.monotonic() - began, 2), "exit": code}
+        if cut:
+            found["error"] = f"cut after {seconds:.0f} s"
+        elif code != (-signal.SIGKILL if request.kill else 0):
+            found["error"] = f"exit code {code}"
+        if "error" in found:
+            found["output"] = output.read_text(errors="replace")[-TAIL:]
+        return found
+
+    def _killed_and_resumed(self, section: str) -> dict[str, Any]:
+        """A run that is killed and resumed in a new process; returns the times of the recovery."""
+        store = f"file://{self._folder / 'store'}"
+        self.measure(section, "killed", "train", store=store, run_id="killed", kill=True)
+        killed = self._ended
+        resumed = self.measure(section, "resumed", "train", store=store, run_id="killed", launch=2, fresh=True)
+        if not resumed.get("from_step"):
+            return {"error": "the run did not resume from a checkpoint"}
+        times = resumed["times"]
+        return {
+            "kill_to_first_step_s": times["first_step"] - killed, "python_and_imports_s": times["start"] - killed,
+            "group_and_engine_s": times["engine"] - times["start"], "restore_s": times["state"] - times["engine"],
+            "first_step_s": times["first_step"] - times["state"], "from_step": resumed["from_step"],
+        }  # fmt: skip
 
     def exactness(self) -> None:
-        """kill -9 after a step, resume, and compare digests with an undisturbed run."""
-        store, digests = f"--store=file://{self._folder / 'store'}", {}
-        for name, options in {
-            "calm": ("--run-id=calm", "--launch=1"), "again": ("--run-id=again", "--launch=1"),
-            "killed": ("--run-id=killed", "--launch=1", "--kill"), "resumed": ("--run-id=killed", "--launch=2"),
-        }.items():  # fmt: skip
-            digests[name] = self.measure("exactness", name, "train", store, *options).get("digest")
+        """SIGKILL after a step, resume, and compare digests with an uninterrupted run."""
+        store = f"file://{self._folder / 'store'}"
+        calm = self.measure("exactness", "uninterrupted", "train", store=store, run_id="uninterrupted")
+        self._recovery = self._killed_and_resumed("exactness")
         found = self.found["exactness"]
-        calm = digests["calm"]
-        found["same_digest"] = calm is not None and calm == digests["again"] == digests["resumed"]
-        found["resumed_from_a_checkpoint"] = found["resumed"].get("from_step", 0) > 0
-        self.write()
-
-    def recovery(self) -> None:
-        """From the start of a process to its first step after a restore."""
-        if "exactness" not in self.found:
-            self.exactness()
-        resumed = self.found["exactness"]["resumed"]
-        self.found["recovery"] = {key: resumed.get(key) for key in ("from_step", "start_to_first_step_s", "wall_s")}
-        self.write()
+        found["same_digest"] = "digest" in calm and calm["digest"] == found["resumed"].get("digest")
+        found["resumed_from_step"] = found["resumed"].get("from_step", 0)
 
     def run(self, section: str) -> None:
         """Run all measurements of a section."""
         if section == "exactness":
             self.exactness()
         elif section == "recovery":
-            self.recovery()
+            self.found["recovery"] = getattr(self, "_recovery", None) or self._killed_and_resumed("recovery runs")
         elif section == "mfu":
-            levels = ["off", "exact", "bare"]
-            for variant in levels if self._arguments.tiny else [*levels, *(f"{each}-compiled" for each in levels)]:
-                self.measure("mfu", variant, "mfu", f"--variant={variant}")
-        elif section == "memory":
-            for checkpointing in ("none",) if self._arguments.tiny else ("none", "selective", "full"):
-                self.measure("memory", checkpointing, "memory", f"--checkpointing={checkpointing}", "--variant=small")
-            if not self._arguments.tiny:
-                self.measure("memory", "large", "memory", "--variant=large")
+            levels = ("off", "exact", "bare")
+            for variant in levels if self._request.tiny else (*levels, "off-compiled", "exact-compiled"):
+                self.measure("mfu", variant, "mfu", variant=variant)
         else:
-            self.measure(section, section, section)
+            folder = self._folder / section
+            folder.mkdir()
+            self.measure(section, "all", section, store=str(folder))
+            shutil.rmtree(folder, ignore_errors=True)
+        self.write()
 
 
-def _machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    cuda = torch.cuda.is_available()
-    return {
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
-        "memory": torch.cuda.get_device_properties(0).total_memory if cuda else 0,
-        "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
-        "cores": os.cpu_count(),
-    }  # fmt: skip
+def _be_a_child(request: Request, output: Path) -> None:
+    """Run a measurement, and end this process."""
+    code = 1
+    try:
+        os.setsid()
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        meeting = f"{request.result}.meeting-{time.time_ns()}"
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", MEETING_VARIABLE: meeting}
+        if request.fresh or torch.cuda._is_in_bad_fork():
+            os.execv(
+                sys.executable,
+                [sys.executable, "-m", "benchmarks.accelerator", "--request", json.dumps(asdict(request))],
+            )
+        MEASURES[request.measure](request)
+        code = 0
+    except BaseException:  # noqa: BLE001 - the child never returns into the parent's code
+        traceback.print_exc()
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _ended_with(child: int) -> int | None:
+    """The exit code of a child, or the negative signal; None while it runs."""
+    pid, status = os.waitpid(child, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if pid else None
+
+
+def _mfu_row(name: str, part: dict[str, Any]) -> str:
+    """A row of the report."""
+    share = "-" if part["mfu"] is None else f"{100 * part['mfu']:.1f} %"
+    return (
+        f"| {name} | {part['step_s']:.3f} | {part['tokens_per_s']:.0f} | {share} | {part['tflops']:.0f} "
+        f"| {part['peak_bytes'] / 2**30:.1f} |"
+    )
 
 
 def main() -> None:
-    """Entry point, of the benchmark and of its measurements."""
+    """Entry point, of the benchmark and of a measurement in a new process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1200.0, help="time for everything")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, separated by commas, in this order")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of the JSON and the report")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each MFU variant")
-    for option in ("measure", "variant", "store", "run-id"):
-        parser.add_argument(f"--{option}", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--checkpointing", default="none", help=argparse.SUPPRESS)
-    parser.add_argument("--launch", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--kill", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--accelerator", default="nvidia" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--request", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.measure:
-        arguments.result.write_text(json.dumps(MEASURES[arguments.measure](arguments)))
+    if arguments.request:
+        request = Request(**json.loads(arguments.request))
+        MEASURES[request.measure](request)
         return
     sections = arguments.only.split(",")
     if unknown := set(sections) - set(SECTIONS):
         parser.error(f"unknown sections {sorted(unknown)}; there are {', '.join(SECTIONS)}")
-    if arguments.accelerator == "cpu" and not arguments.tiny:
-        parser.error("no CUDA device is visible to torch; use --tiny on a CPU")
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(arguments, Path(name))
+        if bench.accelerator == "cpu" and not arguments.tiny:
+            parser.error("no CUDA device is visible to torch; use --tiny on a CPU")
         for section in sections:
             bench.run(section)
     print(json.dumps(bench.found))

@@ -9,6 +9,7 @@ were off, which were sums forward and backward: `bound` grows by twice that with
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from itertools import product
@@ -29,6 +30,7 @@ from holdfast.checkpoint import (
 )
 from holdfast.collectives import Gang
 from holdfast.engines.mesh import Mesh
+from holdfast.engines.torch import pipeline
 from holdfast.engines.torch.pipeline import given_layers, split_layers
 from holdfast.engines.weights import SeededState
 from holdfast.spec import run_id
@@ -324,3 +326,14 @@ def test_a_run_goes_on_at_another_number_of_ranks_and_in_one_layout_after_anothe
     assert [segment.from_step for segment in manifest.segments] == [0, 2, 4, 6]
     assert [segment.plan.settings["parallel.tensor"] for segment in manifest.segments] == [1, 2, 1, 1]
     assert [segment.plan.settings["parallel.context"] for segment in manifest.segments] == [1, 1, 2, 1]
+
+
+def test_torch_without_its_private_descriptions_of_stages_still_trains_without_a_pipeline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("_StageForwardMeta", "_StageBackwardMeta", "_TensorMeta"):
+        monkeypatch.delattr(f"torch.distributed.pipelining._utils.{name}")
+    found = importlib.util.spec_from_file_location("pipeline_again", pipeline.__file__)
+    assert found is not None
+    assert found.loader is not None
+    found.loader.exec_module(importlib.util.module_from_spec(found))

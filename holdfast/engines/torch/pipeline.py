@@ -13,8 +13,9 @@ logits leave it. A layer's own stage charges the loss that balances its experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,14 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwardMeta, _TensorMeta
 from torch.distributed.tensor import DTensor
 
 from holdfast.model.decoder import Decoder
 from holdfast.planning.schedule import split
 from holdfast.spec.model import Model
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining._utils import _TensorMeta
 
 STAGES_EACH = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}  # stages per rank
 _SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
@@ -95,21 +98,28 @@ class _Stage(PipelineStage):
     """torch's stage, with JSON instead of a pickle for the description of tensors sent to a neighbor."""
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
-        field = _META_FIELDS[type(meta)]
+        field = _meta_fields()[type(meta)]
         super()._send_meta([field, [_describe_tensor(each) for each in getattr(meta, field)]], dst_stage)
 
     def _recv_meta(self, src_stage: int) -> Any:
         field, tensors = super()._recv_meta(src_stage)
-        kind = next(kind for kind, name in _META_FIELDS.items() if name == field)
+        kind = next(kind for kind, name in _meta_fields().items() if name == field)
         return kind(tuple(_parse_tensor(each) for each in tensors))
 
 
-_META_FIELDS: dict[type, str] = {_StageForwardMeta: "forward_metas", _StageBackwardMeta: "backward_metas"}
+@lru_cache
+def _meta_fields() -> dict[type, str]:
+    """The field with the tensors of each description. Imported here: older torch, without a pipeline, lacks them."""
+    from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwardMeta
+
+    return {_StageForwardMeta: "forward_metas", _StageBackwardMeta: "backward_metas"}
 
 
 def _describe_tensor(meta: _TensorMeta | None) -> list[Any] | None:
     if meta is None:
         return None
+    from torch.distributed.pipelining._utils import _TensorMeta
+
     if type(meta) is not _TensorMeta:
         raise TypeError(f"a stage sends a {type(meta).__name__}; between stages there are plain tensors only")
     return [list(meta.shape), list(meta.stride), str(meta.dtype).removeprefix("torch."), meta.requires_grad]
@@ -118,6 +128,8 @@ def _describe_tensor(meta: _TensorMeta | None) -> list[Any] | None:
 def _parse_tensor(described: list[Any] | None) -> _TensorMeta | None:
     if described is None:
         return None
+    from torch.distributed.pipelining._utils import _TensorMeta
+
     shape, stride, name, requires_grad = described
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):

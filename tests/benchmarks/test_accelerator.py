@@ -1,0 +1,56 @@
+"""The benchmark of one accelerator, with tiny shapes on the CPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import accelerator
+from tests import warm
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, object]]]:
+    """The JSON of two quick sections."""
+    out = tmp_path_factory.mktemp("accelerator")
+    command = [sys.executable, "-m", "benchmarks.accelerator", "--tiny", "--only=memory,mfu", "--steps=1"]
+    ended = warm.run([*command, f"--out={out}"], {**os.environ, "OMP_NUM_THREADS": "1"}, Path.cwd())
+    assert ended.returncode == 0, ended.stderr
+    written = json.loads((out / "accelerator.json").read_text())
+    assert json.loads(ended.stdout) == written
+    assert "| exact |" in (out / "accelerator.md").read_text()
+    return dict(written)
+
+
+def test_every_variant_of_mfu_is_measured(found: dict[str, dict[str, dict[str, object]]]) -> None:
+    assert found["mfu"].keys() == {"off", "exact", "bare"}
+    assert all("error" not in part and part["steps"] == 1 for part in found["mfu"].values()), found["mfu"]
+
+
+def test_the_plan_of_a_tiny_model_is_close_to_its_peak(found: dict[str, dict[str, dict[str, object]]]) -> None:
+    for case in ("tiny none", "tiny full"):
+        part = found["memory"]["all"][case]
+        assert isinstance(part, dict)
+        assert 0.9 < part["planned_over_peak"] < 1.1
+
+
+def test_a_failed_measurement_is_recorded_and_the_next_one_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: accelerator.Request) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setitem(accelerator.MEASURES, "kernels", fail)
+    monkeypatch.setattr(accelerator, "MODULES", ())
+    arguments = argparse.Namespace(out=tmp_path, tiny=True, steps=1, seconds=100.0)
+    bench = accelerator.Bench(arguments, tmp_path)
+    bench.run("kernels")
+    bench.measure("again", "machine", "machine")
+    written = json.loads((tmp_path / "accelerator.json").read_text())
+    assert "no such kernel" in written["kernels"]["all"]["output"]
+    assert written["again"]["machine"]["exit"] == 0
