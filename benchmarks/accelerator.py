@@ -34,7 +34,7 @@ import torch.distributed as dist
 from holdfast.launch.device import MEETING_VARIABLE, device_name, join_gang, local_device
 
 SECTIONS = ("exactness", "kernels", "memory", "mfu", "recovery", "stall", "health")
-SECONDS = {"stall": 100.0, "mfu": 120.0}  # the longest time of one measurement
+SECONDS = {"train": 100.0, "stall": 100.0, "mfu": 120.0}  # the longest time of one measurement
 DEFAULT_SECONDS = 60.0
 EXACT_STEPS, SAVE_EVERY, KILL_AFTER = 12, 3, 7
 TAIL = 4000  # characters of a failed measurement's output that are kept
