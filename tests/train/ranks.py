@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import Engine
@@ -18,6 +21,8 @@ from tests.checkpoint.ranks import in_ranks
 from tests.train.tiny_run import DATASET_ID, VOCABULARY
 
 Runs = list[tuple[tuple[str, ...], str, int | None]]  # overrides, salt, the step after which SIGTERM arrives
+# (loss, gradient norm) of each step; (name, offset, array) of each box that is saved but those of the optimizer
+Steps = tuple[list[tuple[float, float]], list[tuple[str, tuple[int, ...], Any]]]
 
 
 def train_in_ranks(
@@ -53,6 +58,31 @@ def started(spec: Assignment, end: int = 0) -> Engine:
     SeededState(spec.model, spec.training.seed).fill(engine.boxes())
     engine.restored(0)
     return engine
+
+
+def join_exactly(folder: Path, rank: int, size: int, always: bool) -> None:
+    """Join a process group, whose ranks then compute as those of a run that promises bits."""
+    from holdfast.rank.randomness import make_deterministic
+
+    folder.mkdir(exist_ok=True)
+    join(folder, rank, size, always)
+    make_deterministic("exact", 1)
+
+
+def steps_of(engine: Engine, spec: Assignment, rank: int, size: int, batches: Iterable[Tensor], rate: float) -> Steps:
+    """What an engine computes of this rank's rows of some global batches."""
+    from holdfast.engines.mesh import Mesh
+
+    mesh, grid, seen = Mesh.of(spec.parallel, size), spec.grid(size), []
+    for rows in batches:
+        place, each = mesh.data_rank(rank), len(rows) // mesh.data
+        mine: Any = slice(place * each, (place + 1) * each)
+        if grid is not None:
+            mine = grid.rows(rank, spec.training.micro_batch, spec.parallel.strategy == "fsdp")
+        output = engine.step(rows[mine], rate)
+        seen.append((float(output.loss), float(output.grad_norm)))
+    saved = [(box.name, box.offset, box.data.numpy().copy()) for box in engine.saved()]
+    return seen, [each for each in saved if not each[0].startswith("optimizer")]
 
 
 def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan: bool, number: int) -> list[str]:

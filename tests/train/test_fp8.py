@@ -18,7 +18,7 @@ from holdfast.model.decoder import Decoder, Linear
 from holdfast.model.initialise import initialise
 from holdfast.spec.errors import MissingError
 from tests.checkpoint.ranks import in_ranks
-from tests.train.ranks import join, started
+from tests.train.ranks import Steps, join_exactly, started, steps_of
 from tests.train.test_reference import END, RATE, STEPS, check, global_batch
 from tests.train.tiny_run import VOCABULARY, tiny_assignment, tiny_spec
 
@@ -128,35 +128,14 @@ def test_a_machine_without_fp8_is_refused_with_what_to_do() -> None:
         build_engine(fp8_assignment(), VOCABULARY, END)
 
 
-def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> list[Any]:
-    from holdfast.engines.mesh import Mesh
+def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> list[Steps]:
     from holdfast.engines.torch import fp8
-    from holdfast.rank.randomness import make_deterministic
 
     fp8.require_fp8 = lambda device: None  # a CPU's kernel is slow and exact
-    folder.mkdir(exist_ok=True)
-    join(folder, rank, size, always=False)
-    make_deterministic("exact", 1)
-    results = []
-    for overrides in runs:
-        spec = fp8_assignment(*overrides, f"parallel.processes={size}")
-        engine = started(spec, END)
-        mesh, grid, seen = Mesh.of(spec.parallel, size), spec.grid(size), []
-        for step in range(STEPS):
-            rows, place = global_batch(step, False), mesh.data_rank(rank)
-            if grid is None:
-                mine: Any = slice(place * 8 // mesh.data, (place + 1) * 8 // mesh.data)
-            else:
-                mine = grid.rows(rank, spec.training.micro_batch, in_turn=spec.parallel.strategy == "fsdp")
-            output = engine.step(rows[mine], RATE)
-            seen.append((float(output.loss), float(output.grad_norm)))
-        kept = [
-            (box.name, box.offset, box.data.numpy().copy())
-            for box in engine.saved()
-            if not box.name.startswith("optimizer")
-        ]
-        results.append((seen, kept))
-    return results
+    join_exactly(folder, rank, size, always=False)
+    specs = [fp8_assignment(*overrides, f"parallel.processes={size}") for overrides in runs]
+    batches = [global_batch(step, False) for step in range(STEPS)]
+    return [steps_of(started(spec, END), spec, rank, size, batches, RATE) for spec in specs]
 
 
 def plain_loop(micro_batch: int = 2) -> list[Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from holdfast.model.decoder import IGNORED, Decoder
 from holdfast.model.initialise import initialise
 from tests.checkpoint.ranks import in_ranks
-from tests.train.ranks import Runs, join, started, train_in_ranks, trained
+from tests.train.ranks import Runs, Steps, join_exactly, started, steps_of, train_in_ranks, trained
 from tests.train.test_reference import END, RATE, STEPS, check, global_batch
 from tests.train.tiny_run import VOCABULARY, new_store, tiny_assignment, tiny_spec
 
@@ -67,25 +67,11 @@ def plain_loop(dtype: torch.dtype) -> list[Any]:
     return [seen, {name: parameter.detach() for name, parameter in decoder.named_parameters()}]
 
 
-def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> list[Any]:
-    from holdfast.rank.randomness import make_deterministic
-
-    folder.mkdir(exist_ok=True)
-    join(folder, rank, size, always=False)
-    make_deterministic("exact", 1)
-    results = []
-    for overrides in runs:
-        spec = tiny_assignment(LAMB, *overrides, f"parallel.processes={size}")
-        engine, share, seen = started(spec, END), 8 * spec.parallel.tensor // size, []
-        first = rank // spec.parallel.tensor * share
-        for step in range(STEPS):
-            output = engine.step(global_batch(step, ignored=False)[first : first + share], RATE)
-            seen.append((float(output.loss), float(output.grad_norm)))
-        mine = [
-            (box.name, box.offset, box.data.numpy().copy()) for box in engine.saved() if "optimizer" not in box.name
-        ]
-        results.append((seen, mine))
-    return results
+def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> list[Steps]:
+    join_exactly(folder, rank, size, always=False)
+    specs = [tiny_assignment(LAMB, *overrides, f"parallel.processes={size}") for overrides in runs]
+    batches = [global_batch(step, ignored=False) for step in range(STEPS)]
+    return [steps_of(started(spec, END), spec, rank, size, batches, RATE) for spec in specs]
 
 
 def test_one_process_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:

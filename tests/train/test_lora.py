@@ -35,7 +35,7 @@ from holdfast.spec.errors import DataError
 from holdfast.spec.training import Lora
 from holdfast.store import Store, layout, local_folder
 from tests.checkpoint.ranks import in_ranks
-from tests.train.ranks import identity_of, join, train_in_ranks, trained
+from tests.train.ranks import Steps, identity_of, join_exactly, steps_of, train_in_ranks, trained
 from tests.train.test_reference import END, STEPS, global_batch
 from tests.train.test_worker import write_weights
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
@@ -108,39 +108,24 @@ def reference(base: Path) -> list[Any]:
     return [seen, {canonical(name): each.detach() for name, each in model.named_parameters() if each.requires_grad}]
 
 
-def _steps(rank: int, size: int, folder: Path, base: Path, runs: list[tuple[str, ...]]) -> list[Any]:
-    from holdfast.dataset.batches import Rows
+def _steps(rank: int, size: int, folder: Path, base: Path, runs: list[tuple[str, ...]]) -> list[Steps]:
     from holdfast.engines.interface import build_engine
     from holdfast.engines.weights import ImportedState
-    from holdfast.rank.randomness import make_deterministic
 
-    folder.mkdir(exist_ok=True)
-    join(folder, rank, size, always=True)
-    make_deterministic("exact", 1)
+    join_exactly(folder, rank, size, always=True)
     results = []
     for overrides in runs:
         spec = tiny_assignment(*overrides, *LORA, f"model.init_from={base}", f"parallel.processes={size}")
         engine = build_engine(spec, VOCABULARY, END)
         ImportedState(str(base), spec.model, VOCABULARY).fill(engine.frozen())
-        before = [box.data.clone() for box in engine.frozen()]
-        values, boxes = adapters(), engine.boxes()
-        for box in boxes:
+        before, values = [box.data.clone() for box in engine.frozen()], adapters()
+        for box in engine.boxes():
             assert is_adapter(box.name)
-            if box.name in values:
-                box.data.copy_(part(values[box.name], box))
-            else:
-                box.data.zero_()
+            box.data.copy_(part(values[box.name], box) if box.name in values else torch.zeros(()))
         engine.restored(0)
-        mine: Rows = slice(rank * 8 // size, (rank + 1) * 8 // size)
-        if grid := spec.grid(size):
-            mine = grid.rows(rank, spec.training.micro_batch, "parallel.strategy=fsdp" in overrides)
-        seen = []
-        for step in range(STEPS):
-            output = engine.step(global_batch(step, ignored=False)[mine], RATE)
-            seen.append((float(output.loss), float(output.grad_norm)))
+        batches = (global_batch(step, ignored=False) for step in range(STEPS))
+        results.append(steps_of(engine, spec, rank, size, batches, RATE))
         assert all(torch.equal(one, box.data) for one, box in zip(before, engine.frozen(), strict=True))
-        saved = [(box.name, box.offset, box.data.numpy().copy()) for box in engine.saved()]
-        results.append((seen, [each for each in saved if not each[0].startswith("optimizer")]))
     return results
 
 

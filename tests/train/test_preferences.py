@@ -20,7 +20,7 @@ from holdfast.model.lora import add_adapters, is_adapter
 from holdfast.objectives.next_token import micro_batches
 from holdfast.objectives.preference import counted_pairs, preference_loss
 from tests.checkpoint.ranks import in_ranks
-from tests.train.ranks import join
+from tests.train.ranks import Steps, join_exactly, steps_of
 from tests.train.test_lora import adapters, part
 from tests.train.tiny_run import VOCABULARY, tiny_assignment, tiny_spec
 
@@ -120,14 +120,11 @@ def start_of(name: str) -> Tensor:
     return torch.zeros_like(value) if name.endswith("lora_B.weight") else value
 
 
-def _steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> list[Any]:
+def _steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> list[Steps]:
     from holdfast.engines.interface import build_engine
     from holdfast.engines.weights import SeededState
-    from holdfast.rank.randomness import make_deterministic
 
-    folder.mkdir(exist_ok=True)
-    join(folder, rank, size, always=True)
-    make_deterministic("exact", 1)
+    join_exactly(folder, rank, size, always=True)
     results = []
     for overrides in runs:
         spec = tiny_assignment(*PAIRS, *overrides, "model.init_from=x", f"parallel.processes={size}")
@@ -138,15 +135,7 @@ def _steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> l
             if is_adapter(box.name) and not box.name.startswith("optimizer"):
                 box.data.copy_(part(start_of(box.name), box))
         engine.restored(0)
-        mine: Any = slice(rank * 8 // size, (rank + 1) * 8 // size)
-        if grid := spec.grid(size):
-            mine = grid.rows(rank, spec.training.micro_batch, "parallel.strategy=fsdp" in overrides)
-        seen = []
-        for step in range(STEPS):
-            output = engine.step(global_batch(step)[mine], RATE)
-            seen.append((float(output.loss), float(output.grad_norm)))
-        saved = [(box.name, box.offset, box.data.numpy().copy()) for box in engine.saved()]
-        results.append((seen, [each for each in saved if not each[0].startswith("optimizer")]))
+        results.append(steps_of(engine, spec, rank, size, map(global_batch, range(STEPS)), RATE))
     return results
 
 

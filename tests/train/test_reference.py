@@ -15,7 +15,7 @@ from holdfast.model.decoder import IGNORED, Decoder, document_ids
 from holdfast.model.initialise import initialise
 from holdfast.rank.randomness import stream_seed
 from tests.checkpoint.ranks import in_ranks
-from tests.train.ranks import join, started
+from tests.train.ranks import Steps, join_exactly, started, steps_of
 from tests.train.tiny_run import VOCABULARY, tiny_assignment, tiny_spec
 
 STEPS, RATE = 4, 0.02
@@ -71,24 +71,11 @@ def reference(*overrides: str, ignored: bool = True, micro_batch: int = 8, dtype
     return [seen, {name: parameter.detach() for name, parameter in decoder.named_parameters()}]
 
 
-def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]], ignored: bool) -> list[Any]:
-    from holdfast.rank.randomness import make_deterministic
-
-    folder.mkdir(exist_ok=True)
-    join(folder, rank, size, always=any("=zero" in each for run in runs for each in run))
-    make_deterministic("exact", 1)
-    results = []
-    for overrides in runs:
-        spec = tiny_assignment(*overrides, f"parallel.processes={size}")
-        engine, share, seen = started(spec, END), 8 // size, []
-        for step in range(STEPS):
-            output = engine.step(global_batch(step, ignored)[rank * share : (rank + 1) * share], RATE)
-            seen.append((float(output.loss), float(output.grad_norm)))
-        mine = [
-            (box.name, box.offset, box.data.numpy().copy()) for box in engine.saved() if "optimizer" not in box.name
-        ]
-        results.append((seen, mine))
-    return results
+def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]], ignored: bool) -> list[Steps]:
+    join_exactly(folder, rank, size, always=any("=zero" in each for run in runs for each in run))
+    specs = [tiny_assignment(*overrides, f"parallel.processes={size}") for overrides in runs]
+    batches = [global_batch(step, ignored) for step in range(STEPS)]
+    return [steps_of(started(spec, END), spec, rank, size, batches, RATE) for spec in specs]
 
 
 def check(results: list[Any], run: int, expected: list[Any], relative: float) -> None:
