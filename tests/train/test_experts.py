@@ -33,6 +33,7 @@ from holdfast.store import Store, open_store
 from holdfast.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, join, train_in_ranks, trained
+from tests.train.test_mesh import asked, require_close
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
 
 RANKS = 4
@@ -97,20 +98,9 @@ STOPPED = {  # of the drill's; the test that each layout takes over the state of
 AT_ONCE = 8  # of the drill's in one test: `train_in_ranks` has minutes
 
 
-def asked(*overrides: str, processes: int = RANKS) -> tuple[str, ...]:
-    return (f"parallel.processes={processes}", "training.steps=6", *overrides)
-
-
 def column(store: Store, overrides: tuple[str, ...], salt: str, name: str = "loss") -> np.ndarray:
     rows = read_history(store, run_id(tiny_spec(*overrides), DATASET_ID, salt))
     return np.array([row[name] for row in rows], np.float32)
-
-
-def require_close(found: np.ndarray, expected: np.ndarray, last_place: float = 2.0**-24) -> None:
-    """The bound of `test_mesh`: each step begins from weights that all before it moved by what sums were off."""
-    bound = last_place * np.sqrt(VOCABULARY) * (1 + 2 * np.arange(len(expected)))
-    assert len(found) == len(expected)
-    assert (np.abs(found - expected) / expected <= bound).all(), (found, expected)
 
 
 def train_all(tmp_path: Path, layouts: dict[str, tuple[tuple[str, ...], tuple[str, ...]]], stopped: list[str]) -> Store:
