@@ -61,9 +61,15 @@ class ReplayResult:
 
 
 def replay_steps(
-    store: Store, run_id: str, spec: Spec, first: int, last: int, *, anyway: bool = False,
+    store: Store,
+    run_id: str,
+    spec: Spec,
+    first: int,
+    last: int,
+    *,
+    anyway: bool = False,
     progress: Callable[[int, int], None] = lambda *_: None,
-) -> ReplayResult:  # fmt: skip
+) -> ReplayResult:
     """Compute the steps `first` to `last` of a run of `spec` again, on this machine, from the checkpoint before them.
     `progress` receives the number of finished steps and of all steps. Call it from the main thread.
 
@@ -94,9 +100,15 @@ def replay_steps(
             plan.write_text(segment.plan.model_dump_json())
             command += ["--plan", str(plan)]
         job = Job(
-            name=f"replay-{run_id}", run_id=run_id, launch=launch, command=command, processes=ranks,
-            threads=assignment.parallel.threads, grace_seconds=5, cluster=spec.cluster,
-        )  # fmt: skip
+            name=f"replay-{run_id}",
+            run_id=run_id,
+            launch=launch,
+            command=command,
+            processes=ranks,
+            threads=assignment.parallel.threads,
+            grace_seconds=5,
+            cluster=spec.cluster,
+        )
         with _watched(results, last - start, progress), closing(LocalLauncher(folder)) as launcher:
             ending = launcher.run(job)
         if ending.code == PlanChangedError.exit_code:

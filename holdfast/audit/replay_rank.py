@@ -49,9 +49,15 @@ from holdfast.store import Store, open_store
 
 
 def replay(
-    store: Store, run_id: str, launch: int, start: int, last: int, plan: Plan | None, results: Path,
+    store: Store,
+    run_id: str,
+    launch: int,
+    start: int,
+    last: int,
+    plan: Plan | None,
+    results: Path,
     state_digest: str = "",
-) -> None:  # fmt: skip
+) -> None:
     """Compute the steps above `start` up to `last` as `launch` did, and write a row for each into `results`.
 
     It starts from the checkpoint at `start` (0: from the first state). Raises PlanChangedError if this machine computes
@@ -105,9 +111,16 @@ def replay(
         with results.open("a", encoding="utf-8") as file, Prefetcher(training, rows, start, stop=last) as ahead:
             rows_of = _Recorder(file if gang.rank == 0 else None, fed, BatchSizes.of(spec.training), spec.model.context)
             train(
-                spec, engine, fed.record(ahead), cast(Checkpointer, nothing), cast(CheckpointPolicy, nothing),
-                anomalies, [rows_of], leave, gang,
-            )  # fmt: skip
+                spec,
+                engine,
+                fed.record(ahead),
+                cast(Checkpointer, nothing),
+                cast(CheckpointPolicy, nothing),
+                anomalies,
+                [rows_of],
+                leave,
+                gang,
+            )
 
 
 class _NoCheckpoints:
@@ -137,10 +150,14 @@ class _Recorder:
         if self._file is None:
             return
         row = {
-            "step": finished.step, "loss": figure(finished.output.loss), "grad_norm": figure(finished.output.grad_norm),
-            "learning_rate": finished.learning_rate, "tokens": self._sizes.before(finished.step) * self._context,
-            "samples": samples, "state_digest": finished.digest,
-        }  # fmt: skip
+            "step": finished.step,
+            "loss": figure(finished.output.loss),
+            "grad_norm": figure(finished.output.grad_norm),
+            "learning_rate": finished.learning_rate,
+            "tokens": self._sizes.before(finished.step) * self._context,
+            "samples": samples,
+            "state_digest": finished.digest,
+        }
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 

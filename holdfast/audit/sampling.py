@@ -62,9 +62,13 @@ class Audit:
 
 
 def audit(
-    store: Store, runs: Mapping[str, Spec], sample: int, seed: int, longest: int,
+    store: Store,
+    runs: Mapping[str, Spec],
+    sample: int,
+    seed: int,
+    longest: int,
     progress: Callable[[int, int], None] = lambda *_: None,
-) -> Audit:  # fmt: skip
+) -> Audit:
     """Compute `sample` stretches of at most `longest` steps of these runs again, on this machine. The same seed
     draws the same sample from the same stretches. Call it from the main thread. Raises GangError if the ranks fail
     in a way that may pass."""

@@ -41,10 +41,15 @@ def fork_checkpoint(store: Store, run_id: str, step: int, borrower: str) -> str:
     parent = {"run_id": run_id, "step": step, "state_digest": source.state_digest, "created": time.time()}
     store.put(layout.parent(borrower), json.dumps(parent).encode())
     number = attempt.number
-    root = source.model_copy(update={
-        "run_id": borrower, "attempt": number, "created": time.time(), "history": ((0, number),),
-        "bytes_of": source.holder,
-        "segments": tuple(each.model_copy(update={"attempt": number}) for each in source.segments),
-    })  # fmt: skip
+    root = source.model_copy(
+        update={
+            "run_id": borrower,
+            "attempt": number,
+            "created": time.time(),
+            "history": ((0, number),),
+            "bytes_of": source.holder,
+            "segments": tuple(each.model_copy(update={"attempt": number}) for each in source.segments),
+        }
+    )
     store.put_if_absent(layout.checkpoint(borrower, step), root.to_bytes())
     return source.state_digest

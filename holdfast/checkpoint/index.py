@@ -190,11 +190,17 @@ class Index:
         names, runs, digests = self.pack_names, self._runs, rows["digest"].tobytes()
         columns = (rows[name].tolist() for name in ("pack", "start", "length", "codec", "base"))
         return [
-            Place(names[pack], start, length, codec, digests[16 * number : 16 * number + 16],
-                  None if base == NO_BASE or codec == Codec.TILED else bases[base],
-                  runs[base] if codec == Codec.TILED else None)
+            Place(
+                names[pack],
+                start,
+                length,
+                codec,
+                digests[16 * number : 16 * number + 16],
+                None if base == NO_BASE or codec == Codec.TILED else bases[base],
+                runs[base] if codec == Codec.TILED else None,
+            )
             for number, (pack, start, length, codec, base) in enumerate(zip(*columns, strict=True))
-        ]  # fmt: skip
+        ]
 
     def known(self) -> Iterator[tuple[str, Place]]:
         """The places of all pieces, each with the dtype of its content."""
@@ -209,8 +215,13 @@ class Index:
         offsets = np.ascontiguousarray(self.boxes.offset, dtype="<i8")
         shapes = np.ascontiguousarray(self.boxes.shape, dtype="<i8")
         counts = (
-            len(self.packs), len(self.boxes.table), offsets.shape[1], len(self.places), len(self.bases), len(self.runs)
-        )  # fmt: skip
+            len(self.packs),
+            len(self.boxes.table),
+            offsets.shape[1],
+            len(self.places),
+            len(self.bases),
+            len(self.runs),
+        )
         sections = [
             self.packs.tobytes(),
             self.boxes.table.tobytes(),
@@ -232,8 +243,15 @@ class Index:
             if not 1 <= dimensions <= MAX_DIMENSIONS:
                 raise ValueError(f"{dimensions} dimensions")
             grids = np.dtype(("<i8", (dimensions,)))
-            columns = opened.sections((PACK, packs), (BOX, boxes), (grids, boxes), (grids, boxes), (PLACE, places),
-                                      (PLACE, bases), (RUN, runs))  # fmt: skip
+            columns = opened.sections(
+                (PACK, packs),
+                (BOX, boxes),
+                (grids, boxes),
+                (grids, boxes),
+                (PLACE, places),
+                (PLACE, bases),
+                (RUN, runs),
+            )
             found = cls(
                 opened.header,
                 catalogue_from_bytes(opened.catalogue),

@@ -68,8 +68,12 @@ def newest_step(store: Store, run_id: str, attempt: int | None = None) -> int | 
     if found != steps[-1]:
         log.warning(
             "step %d was committed by attempt %s after it had been replaced, and does not count: going on from step %d "
-            "of attempt %s", steps[-1], writers[steps[-1]], found, writers[found],
-        )  # fmt: skip
+            "of attempt %s",
+            steps[-1],
+            writers[steps[-1]],
+            found,
+            writers[found],
+        )
     return found
 
 

@@ -122,11 +122,10 @@ class Checkpoint:
             by_name[box.name].append(box)
         found = [use for key, index in self.leaves(wanted) for use in uses_of(key, index, by_name)]
         covered = sum(prod(meeting_shape(use)) for use in found)
-        if covered != sum(box.data.numel() for box in wanted):
-            raise DamageError(DamageReport(
-                f"{self._root}: its indexes hold {covered} of the {sum(box.data.numel() for box in wanted)} elements "
-                "that are asked for", self._root,
-            ))  # fmt: skip
+        asked = sum(box.data.numel() for box in wanted)
+        if covered != asked:
+            what = f"{self._root}: its indexes hold {covered} of the {asked} elements that are asked for"
+            raise DamageError(DamageReport(what, self._root))
         return found
 
     def tensor(self, name: str) -> torch.Tensor:

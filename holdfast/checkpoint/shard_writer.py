@@ -244,9 +244,14 @@ def _index(header: Header, catalogue: Catalogue, boxes: Sequence[TensorBox], pla
     of_base: dict[Place | Run | None, int] = {None: NO_BASE}
     of_base |= {each: number for table in (bases, runs) for number, each in enumerate(table)}
     return Index(
-        header, catalogue, pack_table(packs), Boxes(table, offset, shape), _place_table(places, of_pack, of_base),
-        _place_table(bases, of_pack, of_base), np.array(runs, dtype=RUN),
-    )  # fmt: skip
+        header,
+        catalogue,
+        pack_table(packs),
+        Boxes(table, offset, shape),
+        _place_table(places, of_pack, of_base),
+        _place_table(bases, of_pack, of_base),
+        np.array(runs, dtype=RUN),
+    )
 
 
 def _place_table(

@@ -198,9 +198,13 @@ class Checkpointer:
         self._copy, self._step = Copy(boxes), step
         near = self._near.due(step) if self._near is not None else ()
         save = Save(
-            step=step, buffer=buffer, scalars=dict(scalars), attachments=dict(attachments or {}), near=near,
+            step=step,
+            buffer=buffer,
+            scalars=dict(scalars),
+            attachments=dict(attachments or {}),
+            near=near,
             committed=committed,
-        )  # fmt: skip
+        )
         self._copies.put(partial(self._hand_over, saver, self._copy, list(boxes), save))
         flight.stalled = time.perf_counter() - begun
         self.stall_seconds += flight.stalled
@@ -259,8 +263,10 @@ class Checkpointer:
                 steps = ", ".join(map(str, sorted(self._pending))) or "none"
                 log.error(
                     "a copy was not handed over to who makes it durable in %g s (steps without an outcome: %s); it is "
-                    "left behind", HAND_OVER_SECONDS, steps,
-                )  # fmt: skip
+                    "left behind",
+                    HAND_OVER_SECONDS,
+                    steps,
+                )
             self._saver.close()
 
     def drop_local_tiers(self) -> None:
@@ -423,5 +429,8 @@ class Checkpointer:
             self.failed_saves += 1
             log.warning(
                 "step %d was not saved, and step %d is tried now; the newest checkpoint is that of step %d: %s",
-                failed, step, self._committed, failure,
-            )  # fmt: skip
+                failed,
+                step,
+                self._committed,
+                failure,
+            )

@@ -85,10 +85,18 @@ def batch_of(store: Store, spec: Spec, dataset_id: str, step: int, micro_batch: 
         ids = [int(token) for token in row & ID]
         ends = (row & ENDS) != 0 if dataset.manifest.chat is not None else row == dataset.end_of_text
         passages = _unnamed(ends) if found is None else _passages(found[at], start, len(ids))
-        made.append(Row(
-            number, number // size, dataset.manifest.sources[source].uri, start, tuple(ids),
-            int(((row[1:] & UNCOUNTED) == 0).sum()), tokenizer.decode(ids, skip_special_tokens=False), passages,
-        ))  # fmt: skip
+        made.append(
+            Row(
+                number,
+                number // size,
+                dataset.manifest.sources[source].uri,
+                start,
+                tuple(ids),
+                int(((row[1:] & UNCOUNTED) == 0).sum()),
+                tokenizer.decode(ids, skip_special_tokens=False),
+                passages,
+            )
+        )
     return Batch(step, dataset_id, tuple(made), note)
 
 

@@ -30,10 +30,22 @@ SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 TEMPLATE_NAMES = ("default", "tool_use")  # the names that `apply_chat_template` chooses from
 # Arguments of `apply_chat_template` that a record must not set in `chat_template_kwargs`.
 RESERVED = (
-    "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
-    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
-    "tokenizer_kwargs", "sanitize_control_tokens",
-)  # fmt: skip
+    "conversation",
+    "messages",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "sanitize_control_tokens",
+)
 
 
 class ConversationError(ValueError):

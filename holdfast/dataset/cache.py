@@ -112,8 +112,9 @@ class BlockCache:
             self._warned = True
             log.warning(
                 "%s: %s: blocks are read from the store each time; free some space, or lower HOLDFAST_CACHE_GIB",
-                self._folder, error.strerror,
-            )  # fmt: skip
+                self._folder,
+                error.strerror,
+            )
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             self._trim(None, 0)
 

@@ -34,14 +34,33 @@ PART_BYTES = 128 * 2**20  # of a tensor in one file
 _METADATA = "torch.distributed.checkpoint.metadata"
 _STORED = "torch.distributed.checkpoint.filesystem._StorageInfo"
 # The names that a `.metadata` may contain. They are strings: none of them is looked up.
-_NAMES = frozenset({
-    *(f"{_METADATA}.{name}" for name in (
-        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties", "BytesStorageMetadata",
-        "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
-    )),
-    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("Path", "PosixPath", "WindowsPath")),
-    *DTYPES, _STORED, "torch.Size", "torch.serialization._get_layout", "collections.OrderedDict",
-})  # fmt: skip
+_NAMES = frozenset(
+    {
+        *(
+            f"{_METADATA}.{name}"
+            for name in (
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorStorageMetadata",
+                "TensorProperties",
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        *(
+            f"{module}.{name}"
+            for module in ("pathlib", "pathlib._local")
+            for name in ("Path", "PosixPath", "WindowsPath")
+        ),
+        *DTYPES,
+        _STORED,
+        "torch.Size",
+        "torch.serialization._get_layout",
+        "collections.OrderedDict",
+    }
+)
 _SUFFIX_PARTS = 16  # of a name that ends in a canonical name
 _NAME_CHARACTERS = 1000
 

@@ -38,11 +38,23 @@ DTYPES = {f"torch.{name}": found for name in dir(torch) if isinstance(found := g
 _TENSOR, _PARAMETER = "torch._utils._rebuild_tensor", "torch._utils._rebuild_parameter"
 _WRAPPED = (_PARAMETER, f"{_PARAMETER}_with_state")
 _SUBCLASS = "torch._tensor._rebuild_from_type_v2"
-_NAMES = frozenset({
-    *_STORAGES, *_RAW, *DTYPES, *_WRAPPED, _TENSOR, f"{_TENSOR}_v2", f"{_TENSOR}_v3", _SUBCLASS,
-    *(f"torch.{kind}Storage" for kind in ("Long", "Int", "Short", "Char", "Byte", "Bool")),
-    "torch.Size", "torch.Tensor", "torch.nn.parameter.Parameter", "collections.OrderedDict",
-})  # fmt: skip
+_NAMES = frozenset(
+    {
+        *_STORAGES,
+        *_RAW,
+        *DTYPES,
+        *_WRAPPED,
+        _TENSOR,
+        f"{_TENSOR}_v2",
+        f"{_TENSOR}_v3",
+        _SUBCLASS,
+        *(f"torch.{kind}Storage" for kind in ("Long", "Int", "Short", "Char", "Byte", "Bool")),
+        "torch.Size",
+        "torch.Tensor",
+        "torch.nn.parameter.Parameter",
+        "collections.OrderedDict",
+    }
+)
 
 
 def numbers(value: Any) -> tuple[int, ...]:

@@ -73,9 +73,14 @@ def examine(
         findings = judge(measured, links)
     _release(device)
     report = Report(
-        began=began, seconds=time.monotonic() - begun, measured=tuple(measured), links=links, ring=ring,
-        findings=findings, why=why,
-    )  # fmt: skip
+        began=began,
+        seconds=time.monotonic() - begun,
+        measured=tuple(measured),
+        links=links,
+        ring=ring,
+        findings=findings,
+        why=why,
+    )
     return gang.broadcast(report, Report)
 
 
@@ -111,10 +116,17 @@ def _identified(gang: Gang, device: torch.device) -> Measured:
         versions |= {"cuDNN": str(torch.backends.cudnn.version())}
     alike = " | ".join((name, platform.machine(), capability, str(torch.get_num_threads()), *sorted(versions.values())))
     return Measured(
-        rank=gang.rank, node=node_name(), device=name, kind=device.type, right=exact_product_is_right(device),
-        bits=product_bits(device), alike=alike, counters=counted, versions=versions if first_of_node() else {},
+        rank=gang.rank,
+        node=node_name(),
+        device=name,
+        kind=device.type,
+        right=exact_product_is_right(device),
+        bits=product_bits(device),
+        alike=alike,
+        counters=counted,
+        versions=versions if first_of_node() else {},
         notes=tuple(notes),
-    )  # fmt: skip
+    )
 
 
 def _with_node(mine: Measured, store: Store | None, prefix: str, folder: Path) -> Measured:

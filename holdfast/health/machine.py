@@ -102,8 +102,12 @@ def counters(kind: str, uuid_of_device: str) -> tuple[dict[str, int], dict[str, 
     if kind != "cuda":
         return {}, {}, [] if kind == "cpu" else [f"counters: nothing here reads those of {kind}"]
     names = ("driver_version", "pci.bus_id", *_COUNTERS)
-    answer, why = _asked("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits",
-                         f"--id=GPU-{uuid_of_device.removeprefix('GPU-')}")  # fmt: skip
+    answer, why = _asked(
+        "nvidia-smi",
+        f"--query-gpu={','.join(names)}",
+        "--format=csv,noheader,nounits",
+        f"--id=GPU-{uuid_of_device.removeprefix('GPU-')}",
+    )
     if answer is None:
         return {}, {}, [f"counters: {why}"]
     try:

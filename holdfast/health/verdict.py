@@ -135,9 +135,14 @@ def judge(measured: Sequence[Measured], links: Sequence[Link] = ()) -> tuple[Fin
     """The findings, the worst first. `measured` has every rank once."""
     ranks = {one.rank: one for one in sorted(measured, key=lambda one: one.rank)}
     found = [
-        *_arithmetic(ranks), *_rates(ranks), *_peaks(ranks), *_links(ranks, links), *_clocks(ranks), *_counters(ranks),
+        *_arithmetic(ranks),
+        *_rates(ranks),
+        *_peaks(ranks),
+        *_links(ranks, links),
+        *_clocks(ranks),
+        *_counters(ranks),
         *_versions(ranks),
-    ]  # fmt: skip
+    ]
     return tuple(sorted(found, key=lambda finding: (finding.severity != "failed", finding.ranks, finding.probe)))
 
 

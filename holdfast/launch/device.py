@@ -96,9 +96,15 @@ def tcp_store(host: str, port: int, *, hosts: bool, timeout: timedelta, world: i
         return dist.TCPStore(host, port, world, False, timeout, multi_tenant=True)
     with listen_as(host, port) as listener:
         return dist.TCPStore(
-            host, listener.getsockname()[1], world, True, timeout, wait_for_workers=world is not None,
-            multi_tenant=True, master_listen_fd=os.dup(listener.fileno()),
-        )  # fmt: skip
+            host,
+            listener.getsockname()[1],
+            world,
+            True,
+            timeout,
+            wait_for_workers=world is not None,
+            multi_tenant=True,
+            master_listen_fd=os.dup(listener.fileno()),
+        )
 
 
 def device_name(device: torch.device) -> str:

@@ -207,9 +207,10 @@ def _choose_meeting(given: Namespace, folder: Path, key: str) -> None:
     elif len(key) < sealing.MIN_CHARACTERS:
         log.error(
             "%s is not set, or has fewer than %d characters: the nodes of a launch know each other by it. Give all of "
-            "them the same random value, such as that of `openssl rand -hex 32`", sealing.VARIABLE,
+            "them the same random value, such as that of `openssl rand -hex 32`",
+            sealing.VARIABLE,
             sealing.MIN_CHARACTERS,
-        )  # fmt: skip
+        )
         sys.exit(ExitCode.USAGE)
     else:
         # The id is secret: `ps` and the description of a pod do not show it.

@@ -157,11 +157,15 @@ def require_fit(weights: Weights, shape: Model, vocabulary: int) -> None:
     kind = weights.shape.rope_scaling.kind
     asked, found = _compared(shape, kind), _compared(weights.shape, kind)
     problems = [
-        Problem(f"model.{field}", ours, f"is {found[field]!r} in the weights of model.init_from",
-                f"write {field.rpartition('.')[2]}: {found[field]}")
+        Problem(
+            f"model.{field}",
+            ours,
+            f"is {found[field]!r} in the weights of model.init_from",
+            f"write {field.rpartition('.')[2]}: {found[field]}",
+        )
         for field, ours in asked.items()
         if ours != found[field]
-    ]  # fmt: skip
+    ]
     if vocabulary != weights.vocabulary:
         remedy = "bring the tokenizer of those weights (kind: file)"
         if vocabulary < weights.vocabulary:

@@ -67,13 +67,20 @@ def layout_of(spec: Spec) -> Layout:
     parallel, ranks = spec.parallel, spec.data_parallel_size
     sharding = SHARDINGS[parallel.strategy]
     return Layout(
-        data=ranks, shard={"none": 1, "optimizer": ranks, "full": ranks // parallel.replicas}[sharding],
-        tensor=parallel.tensor, pipeline=parallel.pipeline, context=parallel.context, expert=parallel.expert,
-        micro_batch=spec.training.micro_batch, sharding=sharding,
-        checkpointing=spec.training.activation_checkpointing, schedule=parallel.schedule,
-        chunks=2 if parallel.schedule == "interleaved" else 1, offload=parallel.offload,
+        data=ranks,
+        shard={"none": 1, "optimizer": ranks, "full": ranks // parallel.replicas}[sharding],
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        micro_batch=spec.training.micro_batch,
+        sharding=sharding,
+        checkpointing=spec.training.activation_checkpointing,
+        schedule=parallel.schedule,
+        chunks=2 if parallel.schedule == "interleaved" else 1,
+        offload=parallel.offload,
         on_disk=parallel.offload_path is not None,
-    )  # fmt: skip
+    )
 
 
 def unsaid(layout: Layout) -> list[str]:
@@ -146,12 +153,18 @@ def task_of(spec: Spec, here: Accelerator, gpus: int, vocabulary: int) -> Task:
         raise SpecError([Problem(field, value, f"makes no whole nodes of {here.node} {here.name}", remedy)])
     training = spec.training
     return Task(
-        Architecture.of(spec.model, vocabulary), here, gpus, training.steps, training.global_batch,
-        training.precision, spec.data.document_masks, training.compile,
+        Architecture.of(spec.model, vocabulary),
+        here,
+        gpus,
+        training.steps,
+        training.global_batch,
+        training.precision,
+        spec.data.document_masks,
+        training.compile,
         training.micro_batch if training.determinism == "elastic" else None,
         updates=Updates.of(training),
         samples=BatchSizes.of(training).before(training.steps),
-    )  # fmt: skip
+    )
 
 
 def declared_task(spec: Spec, here: Accelerator, vocabulary: int) -> Task:

@@ -34,9 +34,12 @@ from holdfast.spec.section import Section
 FORMAT: Literal[1] = 1
 REMEDY = "make it anew: holdfast calibrate"
 SECONDS = {
-    "all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather, "all_to_all": all_to_all,
+    "all_reduce": all_reduce,
+    "reduce_scatter": reduce_scatter,
+    "all_gather": all_gather,
+    "all_to_all": all_to_all,
     "point_to_point": point_to_point,
-}  # fmt: skip
+}
 
 
 class Machine(Section):
@@ -108,13 +111,26 @@ class Calibration(Section):
         link = ring[0].beta if ring else rates.bandwidth
         if known is None:
             return Accelerator(
-                name=self.machine.device, kind=self.machine.kind, bf16=rates.bf16, fp32=rates.fp32,
-                memory=self.machine.memory, bandwidth=rates.bandwidth, node=self.machine.ranks, link=link, network=link,
-                watts=0, overhead_watts=0, reach=1.0, attention_reach=_share(rates.attention, self._peak()),
-                bandwidth_reach=1.0, link_reach=1.0, kernel_seconds=rates.kernel_seconds,
-                context=0.0 if self.machine.kind == "cpu" else 1.5e9, lines=self.lines(),
+                name=self.machine.device,
+                kind=self.machine.kind,
+                bf16=rates.bf16,
+                fp32=rates.fp32,
+                memory=self.machine.memory,
+                bandwidth=rates.bandwidth,
+                node=self.machine.ranks,
+                link=link,
+                network=link,
+                watts=0,
+                overhead_watts=0,
+                reach=1.0,
+                attention_reach=_share(rates.attention, self._peak()),
+                bandwidth_reach=1.0,
+                link_reach=1.0,
+                kernel_seconds=rates.kernel_seconds,
+                context=0.0 if self.machine.kind == "cpu" else 1.5e9,
+                lines=self.lines(),
                 source=f"measured {self.made}",
-            )  # fmt: skip
+            )
         return known.model_copy(
             update={
                 "reach": _share(rates.bf16, known.bf16),
@@ -151,9 +167,14 @@ class Calibration(Section):
             step.layers, step.hidden, step.heads, step.heads, step.ffn, step.context, step.vocabulary, tied=True
         )
         return speed(
-            shape, layout, self.accelerator(), global_batch=step.global_batch, precision=step.precision,
-            practice=practice_here(step.precision, layout, self.machine.kind, masks=False), compiled=False,
-        )  # fmt: skip
+            shape,
+            layout,
+            self.accelerator(),
+            global_batch=step.global_batch,
+            precision=step.precision,
+            practice=practice_here(step.precision, layout, self.machine.kind, masks=False),
+            compiled=False,
+        )
 
     def errors(self) -> dict[str, float]:
         """Prediction errors, as the mean of |predicted / measured - 1|: for each collective over the points that were

@@ -74,9 +74,13 @@ def practice_here(precision: str, layout: Layout, kind: str, masks: bool, update
     # Torch has no kernel that does these in one pass.
     whole_update = updates.lamb or (updates.elastic and layout.sharding == "full")
     return Practice(
-        fused_norm=kind != "cpu", autocast=autocast, masks=masks, whole_update=whole_update,
-        held_back=whole_update and (updates.judged or precision == "fp16"), left_out=errors,
-    )  # fmt: skip
+        fused_norm=kind != "cpu",
+        autocast=autocast,
+        masks=masks,
+        whole_update=whole_update,
+        held_back=whole_update and (updates.judged or precision == "fp16"),
+        left_out=errors,
+    )
 
 
 def offloaded(layout: Layout, accelerator: Accelerator) -> set[str]:
@@ -242,21 +246,30 @@ def _stage(
     inside = flight * layers * kept + ids
     moments = {
         "loss": {
-            "gradients": before, "activations": inside, "logits and loss": ends_kept + forward,
+            "gradients": before,
+            "activations": inside,
+            "logits and loss": ends_kept + forward,
             "buffers": copies + gathered,
         },
         "gradient of the loss": {
-            "gradients": before, "activations": inside, "logits and loss": ends_kept + backward,
+            "gradients": before,
+            "activations": inside,
+            "logits and loss": ends_kept + backward,
             "buffers": held_copies + gathered,
         },
         "backward, last layer": {
-            "gradients": before, "activations": inside, "working set": working, "buffers": held_copies + gathered,
+            "gradients": before,
+            "activations": inside,
+            "working set": working,
+            "buffers": held_copies + gathered,
         },
         "backward, first layer": {
-            "gradients": gradients, "activations": (flight - 1) * layers * kept + kept + ids, "working set": working,
+            "gradients": gradients,
+            "activations": (flight - 1) * layers * kept + kept + ids,
+            "working set": working,
             "buffers": copies / layers + gathered,
         },
-    }  # fmt: skip
+    }
     if practice.whole_update:
         mine = sharded if part else held
         largest = max(layer / LAYER_MATRICES, ends) * mine / held

@@ -72,18 +72,27 @@ class Candidate:
         """Peak memory of its fullest rank."""
         task = self.task
         return memory(
-            task.shape, self.layout, task.accelerator, global_batch=task.global_batch, precision=task.precision,
+            task.shape,
+            self.layout,
+            task.accelerator,
+            global_batch=task.global_batch,
+            precision=task.precision,
             practice=self.practice,
-        )  # fmt: skip
+        )
 
     @cached_property
     def speed(self) -> Speed:
         """The speed of a step."""
         task = self.task
         return speed(
-            task.shape, self.layout, task.accelerator, global_batch=task.global_batch, precision=task.precision,
-            practice=self.practice, compiled=task.compiled,
-        )  # fmt: skip
+            task.shape,
+            self.layout,
+            task.accelerator,
+            global_batch=task.global_batch,
+            precision=task.precision,
+            practice=self.practice,
+            compiled=task.compiled,
+        )
 
     @property
     def fits(self) -> bool:
@@ -130,11 +139,14 @@ def search(
     if not candidates:
         raise SpecError(
             [
-                Problem("training.global_batch", task.global_batch,
-                        f"cannot be divided over {task.gpus} accelerators in any layout",
-                        "use a multiple of a power of two, or fewer accelerators")
+                Problem(
+                    "training.global_batch",
+                    task.global_batch,
+                    f"cannot be divided over {task.gpus} accelerators in any layout",
+                    "use a multiple of a power of two, or fewer accelerators",
+                )
             ]
-        )  # fmt: skip
+        )
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting and offload:  # the last resort
         fitting = [each for candidate in candidates for each in _offloaded(candidate) if each.fits]
@@ -180,9 +192,13 @@ def _of_degrees(task: Task, layout: Layout) -> Iterator[Layout]:
                     continue
                 for checkpointing in CHECKPOINTING:
                     one = replace(
-                        layout, expert=expert, sharding=sharding, shard=shard, micro_batch=micro_batch,
+                        layout,
+                        expert=expert,
+                        sharding=sharding,
+                        shard=shard,
+                        micro_batch=micro_batch,
                         checkpointing=checkpointing,
-                    )  # fmt: skip
+                    )
                     yield from _schedules(task, one, each)
 
 

@@ -31,9 +31,11 @@ def home() -> Path:
         return Path(os.environ.get("HOLDFAST_HOME") or "~/.holdfast").expanduser().absolute()
     except RuntimeError:
         problem = Problem(
-            "HOME", None, f"is not set, and user {os.getuid()} has no entry in the password database",
+            "HOME",
+            None,
+            f"is not set, and user {os.getuid()} has no entry in the password database",
             "set HOME or HOLDFAST_HOME to a folder that this user may write",
-        )  # fmt: skip
+        )
         raise SpecError([problem], "environment") from None
 
 

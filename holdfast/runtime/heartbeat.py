@@ -129,9 +129,15 @@ class HeartbeatReader:
         """The current content of the page."""
         q, count = self._q, min(self._q[_STEPS], REMEMBERED)
         return Seen(
-            q[_RANK], q[_WORLD], q[_STEP], q[_PHASE], bool(q[_WAITING]), q[_REQUESTS], q[_BEATS],
+            q[_RANK],
+            q[_WORLD],
+            q[_STEP],
+            q[_PHASE],
+            bool(q[_WAITING]),
+            q[_REQUESTS],
+            q[_BEATS],
             tuple(self._d[_DURATIONS : _DURATIONS + count]),
-        )  # fmt: skip
+        )
 
 
 here = HeartbeatPage(bytearray(_PAGE))

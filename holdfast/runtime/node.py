@@ -57,8 +57,11 @@ def listen_as(host: str, port: int) -> socket.socket:
     if address is None:
         log.warning(
             "%s is no address of this machine: port %d is open on all of its interfaces. Set %s to the interface of "
-            "the job", host, port, INTERFACE_VARIABLE,
-        )  # fmt: skip
+            "the job",
+            host,
+            port,
+            INTERFACE_VARIABLE,
+        )
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         return socket.create_server(("", port), family=family, backlog=BACKLOG, dualstack_ipv6=dual)

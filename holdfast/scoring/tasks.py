@@ -39,10 +39,25 @@ if TYPE_CHECKING:
 
 # Metrics of the library itself. The library would look up any other name on the Hub and run what it finds.
 METRICS = (
-    "acc", "acc_all", "acc_bytes", "acc_mutual_info", "acc_norm", "bits_per_byte", "bleu", "brier_score",
-    "byte_perplexity", "chrf", "chrf++", "exact_match", "f1", "likelihood", "mcc", "perplexity", "ter",
+    "acc",
+    "acc_all",
+    "acc_bytes",
+    "acc_mutual_info",
+    "acc_norm",
+    "bits_per_byte",
+    "bleu",
+    "brier_score",
+    "byte_perplexity",
+    "chrf",
+    "chrf++",
+    "exact_match",
+    "f1",
+    "likelihood",
+    "mcc",
+    "perplexity",
+    "ter",
     "word_perplexity",
-)  # fmt: skip
+)
 LOADERS = ("json", "csv", "parquet", "text")  # loaders of `datasets` that read files and download nothing
 FOREIGN = ("include", "group", "class", "custom_dataset", "unsafe_code", "fewshot_config", "use_prompt")
 DATA_BYTES = 2 * 2**30  # at most, for all data files of a task

@@ -41,8 +41,11 @@ class TaskScore(Record):
     def asks_the_same(self, other: TaskScore) -> bool:
         """Whether both scores have the same task digest, metric, shots and number of examples."""
         return (self.digest, self.metric, self.shots, self.examples) == (
-            other.digest, other.metric, other.shots, other.examples,
-        )  # fmt: skip
+            other.digest,
+            other.metric,
+            other.shots,
+            other.examples,
+        )
 
 
 class Measured(Record):

@@ -63,15 +63,21 @@ class ModelRegistry:
         parent = self._model(model)
         said = {"author": self._author, "state": "LIVE", "customProperties": _properties(properties)}
         found = self._made(
-            "model_version", "model_versions", {"name": version, "parentResourceId": parent},
-            {"name": version, "registeredModelId": parent}, said,
-        )  # fmt: skip
+            "model_version",
+            "model_versions",
+            {"name": version, "parentResourceId": parent},
+            {"name": version, "registeredModelId": parent},
+            said,
+        )
         artifact = {"uri": source, "modelFormatName": format_, "modelFormatVersion": "1", "state": "LIVE"}
         self._made(
-            "model_artifact", "model_artifacts", {"name": f"{model}-{version}", "parentResourceId": found},
-            {"name": f"{model}-{version}"}, {"artifactType": "model-artifact", **artifact},
+            "model_artifact",
+            "model_artifacts",
+            {"name": f"{model}-{version}", "parentResourceId": found},
+            {"name": f"{model}-{version}"},
+            {"artifactType": "model-artifact", **artifact},
             under=f"model_versions/{found}/artifacts",
-        )  # fmt: skip
+        )
         return found
 
     def point(self, model: str, version: str) -> None:

@@ -42,9 +42,12 @@ def publish(spec: Spec, version: Champion, *, champion: bool, api: Api | None = 
     if settings := spec.serving.model_registry:
         registry = ModelRegistry(settings.url, settings.author)
         entry = registry.enter(
-            version.model, str(version.version), _source(version), "huggingface",
+            version.model,
+            str(version.version),
+            _source(version),
+            "huggingface",
             {**_lineage(version), **_figures(version)},
-        )  # fmt: skip
+        )
         if champion:
             registry.point(version.model, str(version.version))
         log.info("version %d of %s is in the Model Registry", version.version, version.model)
@@ -75,8 +78,9 @@ def settings_of(model: str, store: Store, uri: str | None = None) -> Spec | None
     try:
         return parse_spec(text) if text else None
     except SpecError as error:
-        log.warning("the spec that version %d of %s was made from is not one of today's: %s", made[-1].version, model,
-                    error)  # fmt: skip
+        log.warning(
+            "the spec that version %d of %s was made from is not one of today's: %s", made[-1].version, model, error
+        )
         return None
 
 
@@ -92,9 +96,11 @@ def _namespace(spec: Spec) -> str | None:
     named = (spec.serving.kserve and spec.serving.kserve.namespace) or spec.cluster.namespace
     if not named and not os.environ.get("KUBERNETES_SERVICE_HOST"):
         problem = Problem(
-            "serving.kserve.namespace", None, "is missing, and this process is in no pod whose namespace it could be",
+            "serving.kserve.namespace",
+            None,
+            "is missing, and this process is in no pod whose namespace it could be",
             "name it: --set serving.kserve.namespace=NAME",
-        )  # fmt: skip
+        )
         raise SpecError([problem])
     return named
 

@@ -26,9 +26,20 @@ class Task:
     """A job in the simulation."""
 
     __slots__ = (
-        "began", "done", "finished", "gpus", "job", "key", "placement", "rate", "ready", "saved", "since", "starts",
+        "began",
+        "done",
+        "finished",
+        "gpus",
+        "job",
+        "key",
+        "placement",
+        "rate",
+        "ready",
+        "saved",
+        "since",
+        "starts",
         "waited",
-    )  # fmt: skip
+    )
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -87,8 +98,14 @@ class Simulation:
             self._at(self.policy.round_seconds, ROUND, None)
         events = self._events
         handlers: tuple[Callable[[Any], None], ...] = (
-            self._arrive, self._finish, self._fail, self._repair, self._reclaim, self._tide, self._round,
-        )  # fmt: skip
+            self._arrive,
+            self._finish,
+            self._fail,
+            self._repair,
+            self._reclaim,
+            self._tide,
+            self._round,
+        )
         while self._unfinished and events:
             self.now = events[0][0]
             self.totals.advance(self.now, self.machine, self._busy, self.policy.waiting)

@@ -167,8 +167,12 @@ class Priority(Backfill):
 
     def round(self, simulation: Simulation) -> None:
         """See Policy."""
-        evict_for(self, simulation, worse=lambda running, waiting: running.job.priority < waiting.job.priority,
-                  cost=lambda task: _lost_if_evicted(task, simulation))  # fmt: skip
+        evict_for(
+            self,
+            simulation,
+            worse=lambda running, waiting: running.job.priority < waiting.job.priority,
+            cost=lambda task: _lost_if_evicted(task, simulation),
+        )
 
 
 class ShortestFirst(Backfill):
@@ -184,10 +188,11 @@ class ShortestFirst(Backfill):
     def round(self, simulation: Simulation) -> None:
         """See Policy."""
         evict_for(
-            self, simulation,
+            self,
+            simulation,
             worse=lambda running, waiting: running.left * running.job.gpus > 2 * waiting.left * waiting.job.gpus,
             cost=lambda task: -task.left * task.job.gpus,
-        )  # fmt: skip
+        )
 
 
 class LeastAttained(Backfill):
@@ -205,11 +210,13 @@ class LeastAttained(Backfill):
     def round(self, simulation: Simulation) -> None:
         """See Policy."""
         evict_for(
-            self, simulation,
-            worse=lambda running, waiting: running.done * running.job.gpus
-            > HOUR * waiting.job.gpus + waiting.done * waiting.job.gpus,
+            self,
+            simulation,
+            worse=lambda running, waiting: (
+                running.done * running.job.gpus > HOUR * waiting.job.gpus + waiting.done * waiting.job.gpus
+            ),
             cost=lambda task: -task.done * task.job.gpus,
-        )  # fmt: skip
+        )
 
 
 class FeedbackQueues(LeastAttained):
@@ -229,10 +236,11 @@ class FeedbackQueues(LeastAttained):
     def round(self, simulation: Simulation) -> None:
         """See Policy."""
         evict_for(
-            self, simulation,
+            self,
+            simulation,
             worse=lambda running, waiting: self.level(running) > self.level(waiting),
             cost=lambda task: -self.level(task) * 1e12 - task.since,
-        )  # fmt: skip
+        )
 
 
 class ValueDensity(Backfill):
@@ -477,8 +485,21 @@ POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
     {
         policy.name: policy
         for policy in (
-            Policy, Backfill, Easy, Conservative, Priority, FairShare, DominantShare, FeedbackQueues, LeastAttained,
-            ShortestFirst, ValueDensity, Topology, Cheap, Elastic, Learned,
+            Policy,
+            Backfill,
+            Easy,
+            Conservative,
+            Priority,
+            FairShare,
+            DominantShare,
+            FeedbackQueues,
+            LeastAttained,
+            ShortestFirst,
+            ValueDensity,
+            Topology,
+            Cheap,
+            Elastic,
+            Learned,
         )
     }
-)  # fmt: skip
+)

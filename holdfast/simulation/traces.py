@@ -59,8 +59,12 @@ def load_trace(path: str | Path) -> list[Job]:
     if not jobs:
         raise DataError(f"{path}: none of its {refused} lines is a job with accelerators and an end; is it a trace?")
     if refused:
-        log.warning("%s: %d of %d lines are left out: no accelerators, no end, or not readable",
-                    path, refused, refused + len(jobs))  # fmt: skip
+        log.warning(
+            "%s: %d of %d lines are left out: no accelerators, no end, or not readable",
+            path,
+            refused,
+            refused + len(jobs),
+        )
     first = min(job.submit for job in jobs) // DAY * DAY
     return sorted((replace(job, submit=job.submit - first) for job in jobs), key=lambda job: job.submit)
 
@@ -117,9 +121,15 @@ def _rows(path: Path, table: csv.DictReader[str]) -> Iterator[Mapping[str, Any]]
 
 def _own(row: Mapping[str, Any], index: int) -> Job:
     kinds: dict[str, Callable[[str], Any]] = {
-        "gpus": int, "priority": int, "min_gpus": int, "max_gpus": int, "tenant": str, "group": str, "id": str,
+        "gpus": int,
+        "priority": int,
+        "min_gpus": int,
+        "max_gpus": int,
+        "tenant": str,
+        "group": str,
+        "id": str,
         "same_rack": lambda text: text.lower() in ("1", "true", "yes"),
-    }  # fmt: skip
+    }
     fields = {name: kinds.get(name, float)(value) for name, value in row.items() if value}
     return Job(**{"id": str(index), **fields})
 
@@ -149,8 +159,13 @@ def _alibaba_pods(row: Mapping[str, Any], index: int) -> Job:
     """Weng et al. 2023 (GPU v2023): a pod is a job, and a share of an accelerator counts as a whole one."""
     start = float(row["creation_time"])
     gpus = max(int(float(row.get("num_gpu") or 0)), 1 if float(row["gpu_milli"] or 0) > 0 else 0)
-    return Job(row.get("name") or str(index), start, gpus, float(row["deletion_time"]) - start,
-               tenant=row.get("qos") or "default")  # fmt: skip
+    return Job(
+        row.get("name") or str(index),
+        start,
+        gpus,
+        float(row["deletion_time"]) - start,
+        tenant=row.get("qos") or "default",
+    )
 
 
 def _alibaba_pai(row: Mapping[str, Any], index: int) -> Job:

@@ -316,8 +316,9 @@ class Cluster(Section):
         0,
         "Additional machines that wait without a rank, with imports done. A spare replaces a lost node. It costs as "
         "much as a node that trains.",
-        ge=0, le=1000,
-    )  # fmt: skip
+        ge=0,
+        le=1000,
+    )
     resources: Resources = Field(default_factory=Resources, description="What each node requests.")
     steps: Steps = Field(default_factory=Steps, description="The pods of the steps.")
     restarts: Restarts = Field(default_factory=Restarts, description="Restart budget of the training job.")
@@ -336,9 +337,10 @@ class Cluster(Section):
         None, "Image of the training job. Default: the image for the accelerator.", max_length=512
     )
     pull_secrets: tuple[ObjectName, ...] = runtime_field(
-        (), "Kubernetes Secrets for pulling images. Default: those of the service account, if any.",
+        (),
+        "Kubernetes Secrets for pulling images. Default: those of the service account, if any.",
         max_length=16,
-    )  # fmt: skip
+    )
     scheduler: Literal["default", "volcano", "kueue"] = runtime_field("default", "Scheduler that places the pods.")
     queue: ObjectName | None = runtime_field(None, "Volcano queue or Kueue LocalQueue.")
     priority_class: ObjectName | None = runtime_field(
@@ -353,9 +355,11 @@ class Cluster(Section):
         (), "Taints that the pods of the training job accept.", max_length=64
     )
     capabilities: tuple[Literal["IPC_LOCK", "SYS_NICE", "SYS_PTRACE"], ...] = runtime_field(
-        (), "Linux capabilities of the training containers. A namespace that enforces `baseline` or `restricted` "
-        "refuses them.", max_length=3,
-    )  # fmt: skip
+        (),
+        "Linux capabilities of the training containers. A namespace that enforces `baseline` or `restricted` "
+        "refuses them.",
+        max_length=3,
+    )
     volumes: tuple[Volume, ...] = runtime_field((), "Persistent volume claims to mount.", max_length=64)
     environment: dict[VariableName, str] = plan_field(
         {}, "Environment variables of every step, never secrets. The plan records those that are known to change bits."
@@ -395,8 +399,9 @@ class Cluster(Section):
         COLLECTIVE_TIMEOUT_MINUTES,
         "How long a rank waits for the other ranks in one collective, in minutes. Then the launch fails (retryable). "
         "Raise it if a rank needs longer for compilation or loading.",
-        ge=0.1, le=1440,
-    )  # fmt: skip
+        ge=0.1,
+        le=1440,
+    )
     pending_timeout_minutes: float = runtime_field(
         60.0, "The job fails (retryable) if its pods are not scheduled within this time, in minutes.", gt=0
     )

@@ -9,17 +9,34 @@ from holdfast.spec.errors import MissingError
 
 # Name of the imported module -> the extra that contains it.
 EXTRAS = {
-    "tokenizers": "train", "torch": "train", "pcodec": "train", "tqdm": "train",
-    "pyarrow": "preprocess", "zstandard": "preprocess",
-    "dvc": "dvc", "dvc_s3": "dvc",
+    "tokenizers": "train",
+    "torch": "train",
+    "pcodec": "train",
+    "tqdm": "train",
+    "pyarrow": "preprocess",
+    "zstandard": "preprocess",
+    "dvc": "dvc",
+    "dvc_s3": "dvc",
     "deepspeed": "deepspeed",
-    "prometheus_client": "metrics", "pynvml": "nvml", "tensorboard": "tensorboard", "opentelemetry": "otel",
-    "mlflow": "tracking", "psycopg": "tracking",
-    "kfp": "pipelines", "kfp_server_api": "pipelines", "hera": "pipelines", "kubernetes": "pipelines",
-    "jinja2": "pipelines", "huggingface_hub": "pipelines", "typer": "pipelines", "rich": "pipelines",
+    "prometheus_client": "metrics",
+    "pynvml": "nvml",
+    "tensorboard": "tensorboard",
+    "opentelemetry": "otel",
+    "mlflow": "tracking",
+    "psycopg": "tracking",
+    "kfp": "pipelines",
+    "kfp_server_api": "pipelines",
+    "hera": "pipelines",
+    "kubernetes": "pipelines",
+    "jinja2": "pipelines",
+    "huggingface_hub": "pipelines",
+    "typer": "pipelines",
+    "rich": "pipelines",
     "jsonschema": "pipelines",
-    "lm_eval": "tasks", "ray": "ray", "moto": "chaos",
-}  # fmt: skip
+    "lm_eval": "tasks",
+    "ray": "ray",
+    "moto": "chaos",
+}
 
 
 def missing_package(error: BaseException) -> MissingError | None:

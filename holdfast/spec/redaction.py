@@ -51,9 +51,27 @@ _OF_DATA = re.compile(  # words before `KEY` that mean a data key, not a secret
 )
 _HEADERS = re.compile(r"authorization$|cookie2?$")
 _PARTS = (  # every name of a secret contains one of them
-    "pass", "pwd", "pw", "secret", "cred", "token", "key", "auth", "bearer", "jwt", "cookie", "pat", "sas", "sig",
-    "dsn", "webhook", "connection", "url", "uri", "code",
-)  # fmt: skip
+    "pass",
+    "pwd",
+    "pw",
+    "secret",
+    "cred",
+    "token",
+    "key",
+    "auth",
+    "bearer",
+    "jwt",
+    "cookie",
+    "pat",
+    "sas",
+    "sig",
+    "dsn",
+    "webhook",
+    "connection",
+    "url",
+    "uri",
+    "code",
+)
 _IN_QUERY = frozenset(("key", "code", "auth", "pass", "pw"))  # names in the query of a URL
 
 

@@ -34,4 +34,4 @@ __all__ = [
     "StepResult",
     "parameter_values",
     "producer_of",
-]  # fmt: skip
+]

@@ -127,8 +127,12 @@ def main(step: str, body: Body, argv: Sequence[str] | None = None) -> ExitCode:
             text = unescape(text) if arguments.escaped else text
             ending = {"status": arguments.status, "failures": arguments.failures, "message": arguments.message}
             done = body(
-                spec=text, overrides=[*changes, *overrides_of(arguments)], store=arguments.store, **inputs, **ending,
-            )  # fmt: skip
+                spec=text,
+                overrides=[*changes, *overrides_of(arguments)],
+                store=arguments.store,
+                **inputs,
+                **ending,
+            )
         else:
             spec, url = spec_and_store(arguments, changes)
             _begin(spec, url, begun)

@@ -28,9 +28,10 @@ def add_common(parser: argparse.ArgumentParser, spec_required: bool = True) -> N
     parser.add_argument("--output", type=Path, help="also write the result there, as JSON")
     parser.add_argument("--outputs", type=Path, help="also write each field of the result to a file in this folder")
     parser.add_argument(
-        "--escaped", action="store_true",
+        "--escaped",
+        action="store_true",
         help="the spec file and the arguments are escaped for a pipeline engine, and so is what goes to --outputs",
-    )  # fmt: skip
+    )
     parser.add_argument("--job", default="", help="the execution of the DAG, whose exit handler wants the outcome")
 
 

@@ -85,9 +85,14 @@ class ShippedLog:
 
     def __init__(self, job: str, step: str, part: str, fallback: Callable[[], str]) -> None:
         stream = StepStream(
-            name=stream_name(), step=step, part=part, pod=os.environ.get(POD, ""), node=socket.gethostname(),
-            pid=os.getpid(), began=time.time(),
-        )  # fmt: skip
+            name=stream_name(),
+            step=step,
+            part=part,
+            pod=os.environ.get(POD, ""),
+            node=socket.gethostname(),
+            pid=os.getpid(),
+            began=time.time(),
+        )
         self._url, self._fallback = "", fallback
         self._opened = cache(lambda: open_store(self._url, deadline=DEADLINE))
         self._writer = StreamWriter(self._opened, layout.step_log(job, stream.folder), stream)

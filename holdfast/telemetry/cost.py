@@ -75,21 +75,32 @@ class Cost:
     def figures(self) -> dict[str, float]:
         """The known values, as metrics: `cost/…`."""
         known = {
-            "accelerator_hours": self.hours, "kilowatt_hours": self.kilowatt_hours, "utilisation": self.utilisation,
-            "price": self.price, "price_per_million_tokens": self.price_per_million_tokens,
+            "accelerator_hours": self.hours,
+            "kilowatt_hours": self.kilowatt_hours,
+            "utilisation": self.utilisation,
+            "price": self.price,
+            "price_per_million_tokens": self.price_per_million_tokens,
             "carbon_grams": self.carbon,
-        }  # fmt: skip
+        }
         return {f"cost/{name}": value for name, value in known.items() if value is not None}
 
     def as_json(self) -> dict[str, object]:
         """For `--json`."""
         return {
-            "accelerator": self.accelerator, "accelerators": self.accelerators, "accelerator_hours": self.hours,
-            "tokens": self.tokens, "kilowatt_hours": self.kilowatt_hours, "metered": self.metered, "watts": self.watts,
-            "utilisation": self.utilisation, "carbon_grams": self.carbon, "price": self.price,
-            "price_per_million_tokens": self.price_per_million_tokens, "prices": self.prices.model_dump(),
+            "accelerator": self.accelerator,
+            "accelerators": self.accelerators,
+            "accelerator_hours": self.hours,
+            "tokens": self.tokens,
+            "kilowatt_hours": self.kilowatt_hours,
+            "metered": self.metered,
+            "watts": self.watts,
+            "utilisation": self.utilisation,
+            "carbon_grams": self.carbon,
+            "price": self.price,
+            "price_per_million_tokens": self.price_per_million_tokens,
+            "prices": self.prices.model_dump(),
             "unknown": self.unknown,
-        }  # fmt: skip
+        }
 
 
 def cost(spec: Spec, events: Sequence[Event], account: Ledger) -> Cost:

@@ -453,11 +453,29 @@ class WarningIssued(_Event):
 
 
 Event = (
-    LaunchBegan | LaunchPending | LaunchEnded | AttemptBegan | Progress | PhaseProgress | TimeSpent | ProfileSaved
-    | SaveCommitted | SaveFailed | CheckpointQuarantined | AnomalyFound | RankEnded | HangDetected | StragglerDetected
-    | NodeReclaimed | HealthChecked | AuditDiffers
-    | StepBegan | StepEnded | RunEnded | WarningIssued
-)  # fmt: skip
+    LaunchBegan
+    | LaunchPending
+    | LaunchEnded
+    | AttemptBegan
+    | Progress
+    | PhaseProgress
+    | TimeSpent
+    | ProfileSaved
+    | SaveCommitted
+    | SaveFailed
+    | CheckpointQuarantined
+    | AnomalyFound
+    | RankEnded
+    | HangDetected
+    | StragglerDetected
+    | NodeReclaimed
+    | HealthChecked
+    | AuditDiffers
+    | StepBegan
+    | StepEnded
+    | RunEnded
+    | WarningIssued
+)
 
 
 def in_words(code: int) -> str:

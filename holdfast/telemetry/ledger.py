@@ -47,10 +47,20 @@ Class = Literal[
 CLASSES: tuple[Class, ...] = get_args(Class)
 
 _CLASS_OF: Mapping[str, Class] = {
-    "start": "start", "meet": "start", "build": "compile", "restore": "restore", "data": "data",
-    "forward": "productive", "backward": "productive", "pipeline": "productive", "optimizer": "productive",
-    "communication": "communication", "check": "check", "save": "save", "leave": "save",
-}  # fmt: skip
+    "start": "start",
+    "meet": "start",
+    "build": "compile",
+    "restore": "restore",
+    "data": "data",
+    "forward": "productive",
+    "backward": "productive",
+    "pipeline": "productive",
+    "optimizer": "productive",
+    "communication": "communication",
+    "check": "check",
+    "save": "save",
+    "leave": "save",
+}
 _BEFORE_STEPS = ("start", "meet", "build", "restore")
 _NEVER_LOST: tuple[Class, ...] = ("save",)
 TRAIN = "train"  # the step of the DAG

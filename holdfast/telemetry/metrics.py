@@ -76,9 +76,10 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "holdfast_goodput_ratio": ("Share of all rank-seconds that was productive; of the launcher only.", ()),
 } | {name: (text, ("rank",)) for name, (text, _, _) in ACCELERATORS.items()}
 _COUNTED: dict[type, str] = {
-    SaveFailed: "holdfast_checkpoint_failures", HangDetected: "holdfast_hangs",
-        StragglerDetected: "holdfast_stragglers",
-}  # fmt: skip
+    SaveFailed: "holdfast_checkpoint_failures",
+    HangDetected: "holdfast_hangs",
+    StragglerDetected: "holdfast_stragglers",
+}
 LEDGER_EVENTS = 200_000  # with more of them, goodput is not exported any more
 LEDGER_SECONDS = 15.0  # interval between two updates of the ledger metrics
 BIND_SECONDS = 60.0  # time for which another process may still hold a port
@@ -160,9 +161,12 @@ class Metrics:
         self._set("holdfast_steps", event.steps)
         self._set("holdfast_tokens_per_second", event.tokens_per_second)
         figures = {
-            "holdfast_loss": event.loss, "holdfast_grad_norm": event.grad_norm, "holdfast_mfu_ratio": event.mfu,
-            "holdfast_learning_rate": event.learning_rate, "holdfast_step_seconds": event.step_seconds,
-        }  # fmt: skip
+            "holdfast_loss": event.loss,
+            "holdfast_grad_norm": event.grad_norm,
+            "holdfast_mfu_ratio": event.mfu,
+            "holdfast_learning_rate": event.learning_rate,
+            "holdfast_step_seconds": event.step_seconds,
+        }
         for name, value in figures.items():
             if value is not None:
                 self._set(name, value)

@@ -34,8 +34,15 @@ Phase = Literal[
 PHASES: tuple[Phase, ...] = get_args(Phase)
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 STEP_PHASES: tuple[Phase, ...] = (
-    "data", "forward", "backward", "pipeline", "communication", "optimizer", "check", "save",
-)  # fmt: skip
+    "data",
+    "forward",
+    "backward",
+    "pipeline",
+    "communication",
+    "optimizer",
+    "check",
+    "save",
+)
 
 
 class Place(NamedTuple):

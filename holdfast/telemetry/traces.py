@@ -199,9 +199,11 @@ class Traces:
         within = None
         if span.parent:
             parent = SpanContext(
-                trace_id(self._run_id), span_id(self._run_id, span.parent), is_remote=True,
+                trace_id(self._run_id),
+                span_id(self._run_id, span.parent),
+                is_remote=True,
                 trace_flags=TraceFlags(TraceFlags.SAMPLED),
-            )  # fmt: skip
+            )
             within = set_span_in_context(NonRecordingSpan(parent))
         made = self._tracer.start_span(
             span.name, within, attributes=span.attributes, start_time=_nanoseconds(span.begin)

@@ -43,22 +43,54 @@ def write_missing(missing: Callable[[], list[T]], write: Callable[[list[T]], obj
                 raise
 
 
-CREDENTIALS = frozenset({
-    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound",
-    "TokenRetrievalError", "SSOTokenLoadError", "UnauthorizedSSOTokenError", "NoAuthTokenError",
-    "DefaultCredentialsError", "RefreshError", "GoogleAuthError", "Unauthorized", "Forbidden",
-    "Unauthenticated", "PermissionDenied", "ClientAuthenticationError", "CredentialUnavailableError",
-    "InvalidPrivateKeyError", "AuthenticationException",
-})  # fmt: skip
+CREDENTIALS = frozenset(
+    {
+        "NoCredentialsError",
+        "PartialCredentialsError",
+        "CredentialRetrievalError",
+        "ProfileNotFound",
+        "TokenRetrievalError",
+        "SSOTokenLoadError",
+        "UnauthorizedSSOTokenError",
+        "NoAuthTokenError",
+        "DefaultCredentialsError",
+        "RefreshError",
+        "GoogleAuthError",
+        "Unauthorized",
+        "Forbidden",
+        "Unauthenticated",
+        "PermissionDenied",
+        "ClientAuthenticationError",
+        "CredentialUnavailableError",
+        "InvalidPrivateKeyError",
+        "AuthenticationException",
+    }
+)
 ABSENT = frozenset({"NotFound", "ResourceNotFoundError", "NoSuchBucket", "BucketNotFound"})
-NO_PLUGIN = frozenset({
-    "ModuleNotFoundError", "ImportError", "NoSuchModuleError", "UnsupportedModelRegistryStoreURIException",
-    "UnsupportedTrackingStoreURIException",
-})  # fmt: skip
-DENIED_CODES = frozenset({
-    "AccessDenied", "AllAccessDisabled", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken",
-    "PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "401", "403",
-})  # fmt: skip
+NO_PLUGIN = frozenset(
+    {
+        "ModuleNotFoundError",
+        "ImportError",
+        "NoSuchModuleError",
+        "UnsupportedModelRegistryStoreURIException",
+        "UnsupportedTrackingStoreURIException",
+    }
+)
+DENIED_CODES = frozenset(
+    {
+        "AccessDenied",
+        "AllAccessDisabled",
+        "InvalidAccessKeyId",
+        "SignatureDoesNotMatch",
+        "ExpiredToken",
+        "InvalidToken",
+        "PERMISSION_DENIED",
+        "UNAUTHENTICATED",
+        "CUSTOMER_UNAUTHORIZED",
+        "401",
+        "403",
+    }
+)
 ABSENT_CODES = frozenset({"NoSuchBucket", "RESOURCE_DOES_NOT_EXIST", "ENDPOINT_NOT_FOUND", "404"})
 DENIED_WORDS = ("password authentication failed", "access denied for user", "login failed for user")
 

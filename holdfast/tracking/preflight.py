@@ -47,9 +47,11 @@ def require_address(uri: str) -> None:
     scheme = uri.partition(":")[0].lower() if ":" in uri else ""
     if scheme in ("", "file") and os.environ.get(FILES_ALLOWED, "").lower() not in ("true", "1"):
         problem = Problem(
-            "MLFLOW_TRACKING_URI", redact(uri), "is a folder, and MLflow keeps nothing in folders any more",
+            "MLFLOW_TRACKING_URI",
+            redact(uri),
+            "is a folder, and MLflow keeps nothing in folders any more",
             "name an MLflow server or a file (sqlite:///FOLDER/mlflow.db), or unset it: mlflow.db in HOLDFAST_HOME",
-        )  # fmt: skip
+        )
         raise SpecError([problem], "environment")
     if scheme.partition("+")[0] in _DATABASES:
         from sqlalchemy.engine import make_url
@@ -59,10 +61,12 @@ def require_address(uri: str) -> None:
             make_url(uri).get_dialect().import_dbapi()
         except (ImportError, NoSuchModuleError, ArgumentError) as error:
             problem = Problem(
-                "MLFLOW_TRACKING_URI", redact(uri), f"needs a database driver that is not installed: {error}",
+                "MLFLOW_TRACKING_URI",
+                redact(uri),
+                f"needs a database driver that is not installed: {error}",
                 "install it where Holdfast runs, or name another one (postgresql+psycopg://… comes with "
                 "holdfast[tracking])",
-            )  # fmt: skip
+            )
             raise SpecError([problem], "environment") from None
 
 

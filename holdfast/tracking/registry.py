@@ -197,8 +197,10 @@ def _last_crowned(client: MlflowClient, model: str, store: Store, uri: str) -> M
         raise
     log.warning(
         "MLflow has no champion of %s; version %s, which this store made champion last, counts until another one is "
-        "promoted", model, found.version,
-    )  # fmt: skip
+        "promoted",
+        model,
+        found.version,
+    )
     return found
 
 

@@ -58,10 +58,14 @@ def laid_out(boxes: Sequence[TensorBox]) -> tuple[tuple[Slot, ...], int]:
         shape = tuple(box.data.shape)
         slots.append(
             Slot(
-                name=box.name, dtype=box.dtype_name, global_shape=box.global_shape, offset=box.offset, shape=shape,
+                name=box.name,
+                dtype=box.dtype_name,
+                global_shape=box.global_shape,
+                offset=box.offset,
+                shape=shape,
                 start=end,
             )
-        )  # fmt: skip
+        )
         end += -(-prod(shape) * box.data.element_size() // _ALIGNMENT) * _ALIGNMENT
     return tuple(slots), max(end, _ALIGNMENT)
 

@@ -115,9 +115,9 @@ def _remove(store: Store, run_id: str, steps: Sequence[Step]) -> None:
     gone = set(steps)
     for folder in (layout.indexes(run_id), layout.packs(run_id)):
         keys = [info.key for info in store.list(folder)]
-        store.delete_many([
-            key for key in keys if (match := _STEP.search(key)) and (int(match[1]), int(match[2])) in gone
-        ])  # fmt: skip
+        store.delete_many(
+            [key for key in keys if (match := _STEP.search(key)) and (int(match[1]), int(match[2])) in gone]
+        )
 
 
 def clear(tier: Tier) -> None:

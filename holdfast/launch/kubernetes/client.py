@@ -251,10 +251,16 @@ class Api:
         sent = _TYPES.get(method, "application/json")
         try:
             response: urllib3.BaseHTTPResponse = client.call_api(
-                path, method, query_params=list(query.items()), body=body, auth_settings=["BearerToken"],
+                path,
+                method,
+                query_params=list(query.items()),
+                body=body,
+                auth_settings=["BearerToken"],
                 header_params={"Accept": "application/json, */*", "Content-Type": sent},
-                _preload_content=False, _return_http_data_only=True, _request_timeout=(CONNECT_SECONDS, read),
-            )  # fmt: skip
+                _preload_content=False,
+                _return_http_data_only=True,
+                _request_timeout=(CONNECT_SECONDS, read),
+            )
             return response
         except ApiException as error:
             if error.status == 401:

@@ -212,9 +212,10 @@ class Follower:
     def _left(self) -> set[str]:
         """The uids of counted pods that are gone, or about to be. The caller holds `changed`."""
         leaving = [
-            uid for uid, pod in self._pods.objects.items()
+            uid
+            for uid, pod in self._pods.objects.items()
             if "deletionTimestamp" in pod["metadata"] or classify.has_ended(pod, self._kind.container)
-        ]  # fmt: skip
+        ]
         return {*self._pods.gone, *leaving} - self._aside
 
     def _settled(self, symptoms: list[classify.Symptom]) -> bool:
@@ -239,9 +240,13 @@ class Follower:
             for pod in self._pods.objects.values():
                 if not classify.has_ended(pod, self._kind.container) and not classify.is_ready(pod):
                     lost = classify.Symptom(
-                        pod["metadata"]["name"], pod["spec"].get("nodeName", ""), self._kind.rank(pod),
-                        ExitCode.KILLED, "the others lost it, and its node does not answer", True,
-                    )  # fmt: skip
+                        pod["metadata"]["name"],
+                        pod["spec"].get("nodeName", ""),
+                        self._kind.rank(pod),
+                        ExitCode.KILLED,
+                        "the others lost it, and its node does not answer",
+                        True,
+                    )
                     return _Verdict(lost.code, str(lost), lost, classify.blamed_nodes(lost, [lost]))
         cause = classify.cause_of(symptoms)
         told = str(cause)

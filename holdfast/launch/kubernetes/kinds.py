@@ -108,19 +108,29 @@ def _volcano_rank(pod: Object) -> int:
 
 KINDS: Mapping[str, Kind] = {
     "pytorchjob": Kind(
-        Resource("kubeflow.org", "v1", "pytorchjobs"), (), "pytorch", _pytorchjob_rank, _pytorchjob,
+        Resource("kubeflow.org", "v1", "pytorchjobs"),
+        (),
+        "pytorch",
+        _pytorchjob_rank,
+        _pytorchjob,
         "install the Kubeflow training operator, or use another cluster.job",
     ),
     "trainjob": Kind(
         Resource("trainer.kubeflow.org", "v1alpha1", "trainjobs"),
         (Resource("trainer.kubeflow.org", "v1alpha1", "trainingruntimes"),),
-        "node", _trainjob_rank, _trainjob,
+        "node",
+        _trainjob_rank,
+        _trainjob,
         "install the Kubeflow trainer, or use another cluster.job",
         lambda name, uid: (name, f"{name}-node-0"),  # noqa: ARG005 - a JobSet, and the Job in it
     ),
     "volcano": Kind(
-        Resource("batch.volcano.sh", "v1alpha1", "jobs"), (), "train", _volcano_rank, _volcano,
+        Resource("batch.volcano.sh", "v1alpha1", "jobs"),
+        (),
+        "train",
+        _volcano_rank,
+        _volcano,
         "install Volcano, or use another cluster.job",
         lambda name, uid: (name, f"{name}-{uid}"),  # its PodGroup, which must be admitted before pods exist
     ),
-}  # fmt: skip
+}

@@ -203,9 +203,11 @@ class KubernetesLauncher:
             labels = known["metadata"].get("labels", {})
             if (labels.get(RUN_LABEL), labels.get(LAUNCH_LABEL)) != (job.run_id, str(job.launch)):
                 problem = Problem(
-                    "cluster.namespace", self._api.namespace, f"has another {resource} called {job.name}",
+                    "cluster.namespace",
+                    self._api.namespace,
+                    f"has another {resource} called {job.name}",
                     "delete that one, or use another namespace",
-                )  # fmt: skip
+                )
                 raise SpecError([problem]) from conflict
             return known
         raise ClusterUnreachableError(

@@ -37,7 +37,10 @@ def label_unhealthy(api: Api, job: Job, ending: Ending) -> None:
             log.warning(
                 "node %s is not labelled %s=%s, and other runs may land there: %s; apply "
                 "manifests/components/node-health, or set cluster.health.on_failure: nothing",
-                name, HEALTH_LABEL, FAILED, error,
-            )  # fmt: skip
+                name,
+                HEALTH_LABEL,
+                FAILED,
+                error,
+            )
         else:
             log.warning("node %s failed its health check and is labelled %s=%s", name, HEALTH_LABEL, FAILED)

@@ -127,9 +127,13 @@ class LocalLauncher:
 
     def _arguments(self, job: Job) -> list[str]:
         return [
-            "--nnodes=1", f"--nproc-per-node={job.processes}", "--max-restarts=0", "--monitor-interval=0.05",
-            f"--shutdown-timeout={max(1, int(job.grace_seconds))}", *job.command,
-        ]  # fmt: skip
+            "--nnodes=1",
+            f"--nproc-per-node={job.processes}",
+            "--max-restarts=0",
+            "--monitor-interval=0.05",
+            f"--shutdown-timeout={max(1, int(job.grace_seconds))}",
+            *job.command,
+        ]
 
     def _environment(self, job: Job) -> dict[str, str]:
         return {
@@ -151,9 +155,13 @@ class LocalLauncher:
         presence.shutdown(socket.SHUT_WR)  # reading `presence` yields only EOF
         try:
             process = self._start_warm(job, stdin.fileno(), printed) or subprocess.Popen(
-                [sys.executable, "-m", WRAPPER, *self._arguments(job)], env=self._environment(job),
-                stdin=stdin.fileno(), stdout=printed, stderr=printed, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-m", WRAPPER, *self._arguments(job)],
+                env=self._environment(job),
+                stdin=stdin.fileno(),
+                stdout=printed,
+                stderr=printed,
+                start_new_session=True,
+            )
         except BaseException:
             os.close(output)
             presence.close()

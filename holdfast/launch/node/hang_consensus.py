@@ -130,9 +130,18 @@ def _packed(one: Watched) -> list[Any]:
     seen, usual = one.seen, one.seen.usual
     steps = [] if usual is None else [usual, usual, max(seen.steps)]  # with the same median and the same maximum
     return [
-        seen.rank, seen.world, seen.step, seen.phase, seen.waiting, seen.requests, seen.beats, steps,
-        one.quiet, one.idle, one.stopped,
-    ]  # fmt: skip
+        seen.rank,
+        seen.world,
+        seen.step,
+        seen.phase,
+        seen.waiting,
+        seen.requests,
+        seen.beats,
+        steps,
+        one.quiet,
+        one.idle,
+        one.stopped,
+    ]
 
 
 def _unpacked(told: Sequence[Any], silent: float) -> Watched:

@@ -35,9 +35,20 @@ LONG: Mapping[Phase, float] = {
 }
 # From the end of one step to the end of the next: `check` counts a step as done.
 ORDER: Sequence[Phase] = (
-    "start", "meet", "build", "restore", "check", "save", "data", "forward", "backward", "pipeline", "communication",
-    "optimizer", "leave",
-)  # fmt: skip
+    "start",
+    "meet",
+    "build",
+    "restore",
+    "check",
+    "save",
+    "data",
+    "forward",
+    "backward",
+    "pipeline",
+    "communication",
+    "optimizer",
+    "leave",
+)
 
 
 @dataclass(frozen=True)

@@ -193,13 +193,16 @@ class _State(BaseModel):
     def of(cls, state: _RendezvousState, version: int) -> _State:
         """The stored form of a state."""
         return cls(
-            version=version, round=state.round, complete=state.complete,
-            deadline=None if state.deadline is None else state.deadline.timestamp(), closed=state.closed,
+            version=version,
+            round=state.round,
+            complete=state.complete,
+            deadline=None if state.deadline is None else state.deadline.timestamp(),
+            closed=state.closed,
             participants=[(_packed(node), rank) for node, rank in state.participants.items()],
             wait_list=[_packed(node) for node in sorted(state.wait_list)],
             redundancy_list=[_packed(node) for node in sorted(state.redundancy_list)],
             last_heartbeats=[(_packed(node), time.timestamp()) for node, time in state.last_heartbeats.items()],
-        )  # fmt: skip
+        )
 
     @property
     def state(self) -> _RendezvousState:

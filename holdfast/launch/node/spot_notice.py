@@ -61,8 +61,9 @@ class SpotNoticeWatch:
                 if not deaf:
                     log.warning(
                         "the cloud does not say whether it reclaims this node (cluster.spot; asked again): %s: %s",
-                        type(error).__name__, str(error)[:200],
-                    )  # fmt: skip
+                        type(error).__name__,
+                        str(error)[:200],
+                    )
                 deaf, notice = True, None
             if notice is not None and notice.certain and not self._closing.is_set():
                 self._leave(notice)

@@ -233,10 +233,14 @@ class Watchdog:
         one = Watched(mine[0].reader.read(), mine[0].quiet)
         self._events.tell(
             HangDetected(
-                rank=one.seen.rank, host=node_name(), phase=one.phase, step=one.step, seconds=one.quiet,
+                rank=one.seen.rank,
+                host=node_name(),
+                phase=one.phase,
+                step=one.step,
+                seconds=one.quiet,
                 message=verdict.words,
             )
-        )  # fmt: skip
+        )
 
     def _keep_stacks(self, ranks: list[_Rank]) -> None:
         """Add the stacks of each rank to its log. A stopped process writes none."""

@@ -34,9 +34,13 @@ def start(
     blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks signals, and children would inherit that
     try:
         return subprocess.Popen(
-            [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=variables, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            start_new_session=True,
+        )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 

@@ -53,9 +53,11 @@ class GangReservation:
         labels = {"ray.io/node-id": f"!in({','.join(sorted(self._avoided))})"}
         unique = f"{name} {secrets.token_hex(4)}"  # Ray refuses a second group with the same name, also of another job
         self.group = placement_group(
-            [self._bundle] * count, strategy="STRICT_SPREAD", name=unique,
+            [self._bundle] * count,
+            strategy="STRICT_SPREAD",
+            name=unique,
             bundle_label_selector=[labels] * count if self._avoided else None,
-        )  # fmt: skip
+        )
 
     def is_ready(self, *, queued: bool = False) -> bool:
         """Whether it is reserved now; reports what it waits for if not. `queued`: it waits for reservations of its kind

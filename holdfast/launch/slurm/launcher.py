@@ -108,9 +108,15 @@ class SlurmLauncher:
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         with LaunchLog(path) as printed:
             step = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                errors="replace", env=environment, start_new_session=True,
-            )  # fmt: skip
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=environment,
+                start_new_session=True,
+            )
             self._running = True
             try:
                 if self._asked.is_set():  # stopped in between
@@ -138,9 +144,14 @@ class SlurmLauncher:
 
 def _command(job: Job, nodes: int) -> list[str]:
     step = [
-        "srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=0",
-        f"--wait={math.ceil(job.grace_seconds) + LEAVE_MARGIN}", f"--job-name={job.name}",
-    ]  # fmt: skip
+        "srun",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        "--ntasks-per-node=1",
+        "--kill-on-bad-exit=0",
+        f"--wait={math.ceil(job.grace_seconds) + LEAVE_MARGIN}",
+        f"--job-name={job.name}",
+    ]
     if cores := os.environ.get("SLURM_CPUS_PER_TASK"):  # srun no longer takes it from the allocation
         step.append(f"--cpus-per-task={cores}")
     torchrun = ["-m", "holdfast.launch.torchrun", f"--nproc-per-node={job.processes}", "--max-restarts=0"]
@@ -187,10 +198,15 @@ def _ending(code: int, told: dict[str, NodeExit | None], tail: tuple[str, ...], 
     rank = first.cause if first and cause != ExitCode.OK else None
     detail += f"{first.detail}. " if first and first.detail and cause != ExitCode.OK else ""
     return Ending(
-        cause, tail, f"{detail}The log is {path}", blamed,
-        rank=rank.rank if rank else None, node=None if cause == ExitCode.OK else node,
-        attempt=rank.attempt if rank else None, elsewhere=False,
-    )  # fmt: skip
+        cause,
+        tail,
+        f"{detail}The log is {path}",
+        blamed,
+        rank=rank.rank if rank else None,
+        node=None if cause == ExitCode.OK else node,
+        attempt=rank.attempt if rank else None,
+        elsewhere=False,
+    )
 
 
 def _asked(*command: str) -> str:

@@ -21,9 +21,11 @@ def check_text_field(spec: Spec) -> Iterator[Problem]:
     for index, source in enumerate(spec.data.sources):
         if source.format == "text" and source.text_field != type(source).model_fields["text_field"].default:
             yield Problem(
-                f"data.sources.{index}.text_field", source.text_field, "is not used by format: text",
+                f"data.sources.{index}.text_field",
+                source.text_field,
+                "is not used by format: text",
                 "remove it, or use format: jsonl or parquet",
-            )  # fmt: skip
+            )
 
 
 def check_source_weights(spec: Spec) -> Iterator[Problem]:
@@ -32,9 +34,11 @@ def check_source_weights(spec: Spec) -> Iterator[Problem]:
     if any(weighted) and not all(weighted):
         index = weighted.index(False)
         yield Problem(
-            f"data.sources.{index}.weight", None, "is missing, and other sources have a weight",
+            f"data.sources.{index}.weight",
+            None,
+            "is missing, and other sources have a weight",
             "give every source a weight, or remove all weights",
-        )  # fmt: skip
+        )
 
 
 def check_tokenizer(spec: Spec) -> Iterator[Problem]:
@@ -70,13 +74,15 @@ def check_chat(spec: Spec) -> Iterator[Problem]:
     keys = "`messages`" if data.kind == "chat" else "`prompt`, `chosen` and `rejected`"
     if data.tokenizer.kind != "file":
         yield Problem(
-            "data.tokenizer.kind", data.tokenizer.kind, "has no tokens of a chat template",
+            "data.tokenizer.kind",
+            data.tokenizer.kind,
+            "has no tokens of a chat template",
             "use kind: file with the tokenizer.json of the model that you tune",
-        )  # fmt: skip
+        )
     if not data.document_masks:
         yield Problem(
             "data.document_masks", False, "lets an answer attend to conversations that are packed before it", "use true"
-        )  # fmt: skip
+        )
     for index, source in enumerate(data.sources):
         if source.format not in ("auto", "jsonl"):
             yield Problem(
@@ -84,9 +90,11 @@ def check_chat(spec: Spec) -> Iterator[Problem]:
             )
         if source.text_field != type(source).model_fields["text_field"].default:
             yield Problem(
-                f"data.sources.{index}.text_field", source.text_field, f"is not used by data.kind: {data.kind}",
+                f"data.sources.{index}.text_field",
+                source.text_field,
+                f"is not used by data.kind: {data.kind}",
                 f"remove it: the text is read from {keys}",
-            )  # fmt: skip
+            )
 
 
 def check_shuffle(spec: Spec) -> Iterator[Problem]:
@@ -104,10 +112,11 @@ def check_document_lengths(spec: Spec) -> Iterator[Problem]:
     cleaning = spec.data.cleaning
     if cleaning.min_characters > cleaning.max_characters:
         yield Problem(
-            "data.cleaning.min_characters", cleaning.min_characters,
+            "data.cleaning.min_characters",
+            cleaning.min_characters,
             f"is above data.cleaning.max_characters = {cleaning.max_characters}: every document would be dropped",
             f"use at most {cleaning.max_characters}",
-        )  # fmt: skip
+        )
 
 
 def check_dvc(spec: Spec) -> Iterator[Problem]:
@@ -118,6 +127,8 @@ def check_dvc(spec: Spec) -> Iterator[Problem]:
         for field, value, default in (("repo", source.repo, "."), ("revision", source.revision, None)):
             if value != default:
                 yield Problem(
-                    f"data.sources.{index}.{field}", value, "is only for `dvc:` sources",
+                    f"data.sources.{index}.{field}",
+                    value,
+                    "is only for `dvc:` sources",
                     f"remove it, or write the source as dvc:{source.uri}",
-                )  # fmt: skip
+                )

@@ -23,19 +23,21 @@ def check_heads(spec: Spec) -> Iterator[Problem]:
     model, tensor = spec.model, spec.parallel.tensor
     even = nearest_multiples(model.hidden, 2 * model.heads, LEAST_HIDDEN)
     if model.hidden % model.heads and (model.head_dim is None or model.family == "llama"):  # as in transformers
-        yield Problem(
-            "model.hidden", model.hidden, f"is not a multiple of model.heads = {model.heads}", f"use {even}"
-        )  # fmt: skip
+        yield Problem("model.hidden", model.hidden, f"is not a multiple of model.heads = {model.heads}", f"use {even}")
     elif model.head_dim is not None and model.head_dim % 2:
         yield Problem(
-            "model.head_dim", model.head_dim, "is odd, and rotary positions need pairs",
-            f"use {nearest_multiples(model.head_dim, 2)}"
-        )  # fmt: skip
+            "model.head_dim",
+            model.head_dim,
+            "is odd, and rotary positions need pairs",
+            f"use {nearest_multiples(model.head_dim, 2)}",
+        )
     elif model.head_width % 2:
         yield Problem(
-            "model.hidden", model.hidden,
-            f"gives heads of odd width {model.head_width}, and rotary positions need pairs", f"use {even}",
-        )  # fmt: skip
+            "model.hidden",
+            model.hidden,
+            f"gives heads of odd width {model.head_width}, and rotary positions need pairs",
+            f"use {even}",
+        )
     if model.heads % model.key_value_heads:
         divisors = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
         yield Problem(
@@ -44,9 +46,11 @@ def check_heads(spec: Spec) -> Iterator[Problem]:
     for field, heads in (("model.heads", model.heads), ("model.kv_heads", model.key_value_heads)):
         if heads % tensor:
             yield Problem(
-                field, heads, f"is not divisible by parallel.tensor = {tensor}",
+                field,
+                heads,
+                f"is not divisible by parallel.tensor = {tensor}",
                 f"use a multiple of {tensor}, or a smaller parallel.tensor",
-            )  # fmt: skip
+            )
 
 
 def check_model_family(spec: Spec) -> Iterator[Problem]:
@@ -54,15 +58,18 @@ def check_model_family(spec: Spec) -> Iterator[Problem]:
     model = spec.model
     if model.sliding_window is not None and model.family not in ("mistral", "mixtral"):
         yield Problem(
-            "model.sliding_window", model.sliding_window, f"is not part of model.family: {model.family}",
+            "model.sliding_window",
+            model.sliding_window,
+            f"is not part of model.family: {model.family}",
             "remove it, or use family: mistral or mixtral",
-        )  # fmt: skip
+        )
     if model.head_dim is not None and model.family in ("qwen2", "qwen2_moe", "dots1"):
         yield Problem(
-            "model.head_dim", model.head_dim,
+            "model.head_dim",
+            model.head_dim,
             f"is not part of model.family: {model.family}, whose heads fill the width",
             f"remove it, or use family: {'qwen3' if model.family == 'qwen2' else 'qwen3_moe'}",
-        )  # fmt: skip
+        )
 
 
 def check_experts(spec: Spec) -> Iterator[Problem]:
@@ -71,9 +78,11 @@ def check_experts(spec: Spec) -> Iterator[Problem]:
     if mixture != (model.experts > 1):
         dense, many = "mistral, qwen2, qwen3 or llama", " or ".join(MIXTURES)
         yield Problem(
-            "model.experts", model.experts, f"is not valid for model.family: {model.family}",
+            "model.experts",
+            model.experts,
+            f"is not valid for model.family: {model.family}",
             f"use 2 or more, or a dense family ({dense})" if mixture else f"use 1, or family: {many}",
-        )  # fmt: skip
+        )
         return
     if not mixture:
         if routing != Routing():
@@ -81,28 +90,36 @@ def check_experts(spec: Spec) -> Iterator[Problem]:
                 name for name in type(routing).model_fields if getattr(routing, name) != getattr(Routing(), name)
             )
             yield Problem(
-                f"model.routing.{field}", getattr(routing, field), "has no effect without model.experts",
+                f"model.routing.{field}",
+                getattr(routing, field),
+                "has no effect without model.experts",
                 "remove it, or use a mixture of experts",
-            )  # fmt: skip
+            )
         return
     if routing.top_k > model.experts:
         yield Problem(
-            "model.routing.top_k", routing.top_k, f"is more than model.experts = {model.experts}",
+            "model.routing.top_k",
+            routing.top_k,
+            f"is more than model.experts = {model.experts}",
             f"use at most {model.experts}",
-        )  # fmt: skip
+        )
     if (routing.shared > 0) != (model.family in ("qwen2_moe", "dots1")):
         yield Problem(
-            "model.routing.shared", routing.shared, f"is not valid for model.family: {model.family}",
+            "model.routing.shared",
+            routing.shared,
+            f"is not valid for model.family: {model.family}",
             "use 0" if routing.shared else "use 1 or more",
-        )  # fmt: skip
+        )
     if model.family == "mixtral" and not routing.normalise:
         yield Problem("model.routing.normalise", False, "is not valid for model.family: mixtral", "use true")
     if routing.balance == "bias" and not model.biased_routing:
         yield Problem(
-            "model.routing.balance", "bias",
+            "model.routing.balance",
+            "bias",
             f"changes biases that weights of model.family: {model.family} do not have, so its export would choose "
-            "different experts", "use auxiliary, or family: dots1",
-        )  # fmt: skip
+            "different experts",
+            "use auxiliary, or family: dots1",
+        )
 
 
 def check_rope(spec: Spec) -> Iterator[Problem]:
@@ -113,20 +130,25 @@ def check_rope(spec: Spec) -> Iterator[Problem]:
         value = getattr(scaling, name)
         if name != "kind" and name not in used and value != info.default:
             yield Problem(
-                f"model.rope_scaling.{name}", value, f"is not used by kind: {scaling.kind}",
+                f"model.rope_scaling.{name}",
+                value,
+                f"is not used by kind: {scaling.kind}",
                 "remove it, or use kind: llama3" + (" or linear" if name == "factor" else ""),
-            )  # fmt: skip
+            )
     if scaling.kind != "none" and scaling.factor <= 1:
         yield Problem(
-            "model.rope_scaling.factor", scaling.factor, f"scales nothing, and kind is {scaling.kind}",
+            "model.rope_scaling.factor",
+            scaling.factor,
+            f"scales nothing, and kind is {scaling.kind}",
             "use a factor above 1, or kind: none",
-        )  # fmt: skip
+        )
     if scaling.kind == "llama3" and scaling.high_frequency_factor <= scaling.low_frequency_factor:
         yield Problem(
-            "model.rope_scaling.high_frequency_factor", scaling.high_frequency_factor,
+            "model.rope_scaling.high_frequency_factor",
+            scaling.high_frequency_factor,
             f"is not above low_frequency_factor = {scaling.low_frequency_factor}",
             f"use a number above {scaling.low_frequency_factor}",
-        )  # fmt: skip
+        )
 
 
 def check_stage_count(spec: Spec) -> Iterator[Problem]:
@@ -134,7 +156,8 @@ def check_stage_count(spec: Spec) -> Iterator[Problem]:
     each = 2 if spec.parallel.schedule == "interleaved" else 1
     if spec.parallel.pipeline > max(1, spec.model.layers // each):
         yield Problem(
-            "parallel.pipeline", spec.parallel.pipeline,
+            "parallel.pipeline",
+            spec.parallel.pipeline,
             f"x {each} stages is more than model.layers = {spec.model.layers}",
             f"use at most {spec.model.layers // each}",
-        )  # fmt: skip
+        )

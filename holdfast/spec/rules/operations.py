@@ -21,16 +21,20 @@ def check_evaluation(spec: Spec) -> Iterator[Problem]:
     evaluation = spec.evaluation
     if evaluation.champion_tolerance and evaluation.versus_champion != "not_worse":
         yield Problem(
-            "evaluation.champion_tolerance", evaluation.champion_tolerance,
-            f"is not used by versus_champion: {evaluation.versus_champion}", "remove it, or use not_worse",
-        )  # fmt: skip
+            "evaluation.champion_tolerance",
+            evaluation.champion_tolerance,
+            f"is not used by versus_champion: {evaluation.versus_champion}",
+            "remove it, or use not_worse",
+        )
     questions = [(task.uri, task.metric) for task in evaluation.tasks]
     for index, question in enumerate(questions):
         if question in questions[:index]:
             yield Problem(
-                f"evaluation.tasks.{index}.uri", question[0], f"is listed twice with the metric {question[1]}",
+                f"evaluation.tasks.{index}.uri",
+                question[0],
+                f"is listed twice with the metric {question[1]}",
                 "keep one of them, because results are identified by task and metric",
-            )  # fmt: skip
+            )
     for name in ("sample_tokens", "temperature"):
         value = getattr(evaluation, name)
         if not evaluation.prompts and value != type(evaluation).model_fields[name].default:
@@ -60,14 +64,18 @@ def check_serving(spec: Spec) -> Iterator[Problem]:
         )
     if kserve.accelerators and spec.cluster.accelerator == "cpu":
         yield Problem(
-            "serving.kserve.accelerators", kserve.accelerators, "is not possible with cluster.accelerator: cpu",
+            "serving.kserve.accelerators",
+            kserve.accelerators,
+            "is not possible with cluster.accelerator: cpu",
             "use 0, or name an accelerator",
-        )  # fmt: skip
+        )
     if kserve.min_replicas > kserve.max_replicas:
         yield Problem(
-            "serving.kserve.min_replicas", kserve.min_replicas, f"is above max_replicas = {kserve.max_replicas}",
+            "serving.kserve.min_replicas",
+            kserve.min_replicas,
+            f"is above max_replicas = {kserve.max_replicas}",
             f"use at most {kserve.max_replicas}",
-        )  # fmt: skip
+        )
     for name in ("cpu", "memory"):
         if not amount(getattr(kserve, name)):
             yield Problem(f"serving.kserve.{name}", getattr(kserve, name), "requests nothing", "request more than zero")
@@ -82,9 +90,11 @@ def check_collector_address(spec: Spec) -> Iterator[Problem]:
     telemetry = spec.telemetry
     if telemetry.metrics_port is not None and _is_loopback(telemetry.metrics_host):
         yield Problem(
-            "telemetry.metrics_host", telemetry.metrics_host, "is inside the pod, where Prometheus cannot reach it "
-            f"(telemetry.metrics_port: {telemetry.metrics_port})", "use 0.0.0.0, or remove telemetry.metrics_port",
-        )  # fmt: skip
+            "telemetry.metrics_host",
+            telemetry.metrics_host,
+            f"is inside the pod, where Prometheus cannot reach it (telemetry.metrics_port: {telemetry.metrics_port})",
+            "use 0.0.0.0, or remove telemetry.metrics_port",
+        )
 
 
 def _is_loopback(host: str) -> bool:
@@ -119,6 +129,8 @@ def check_schedule(spec: Spec) -> Iterator[Problem]:
 
         close = get_close_matches(schedule.timezone, sorted(available_timezones()), 1)
         yield Problem(
-            "schedule.timezone", schedule.timezone, "is not an IANA time zone",
+            "schedule.timezone",
+            schedule.timezone,
+            "is not an IANA time zone",
             f"did you mean {close[0]!r}?" if close else "use a name such as 'Europe/Berlin'",
-        )  # fmt: skip
+        )

@@ -13,9 +13,18 @@ from holdfast.spec.tree import Spec
 
 GROUPED_BYTES = 16  # torch.nn.functional.grouped_mm: rows begin at multiples of this
 CHOSEN = (
-    "strategy", "replicas", "reshard", "offload", "offload_path", "tensor", "pipeline", "stages", "schedule", "context",
+    "strategy",
+    "replicas",
+    "reshard",
+    "offload",
+    "offload_path",
+    "tensor",
+    "pipeline",
+    "stages",
+    "schedule",
+    "context",
     "expert",
-)  # fmt: skip
+)
 
 
 def check_auto_layout(spec: Spec) -> Iterator[Problem]:
@@ -31,9 +40,11 @@ def check_auto_layout(spec: Spec) -> Iterator[Problem]:
         if (value := getattr(section, name)) != type(section).model_fields[name].default:
             why = "is not used by parallel: auto" if name.startswith("offload") else "is chosen by parallel: auto"
             yield Problem(
-                field, value, why, "remove it, or remove auto and give the layout yourself: "
-                "holdfast plan SPEC --apply writes one",
-            )  # fmt: skip
+                field,
+                value,
+                why,
+                "remove it, or remove auto and give the layout yourself: holdfast plan SPEC --apply writes one",
+            )
 
 
 def check_tensor_parallel(spec: Spec) -> Iterator[Problem]:
@@ -46,10 +57,12 @@ def check_tensor_parallel(spec: Spec) -> Iterator[Problem]:
     yield from _torch_engine(spec, "parallel.tensor", tensor)
     if spec.training.determinism == "elastic":
         yield Problem(
-            "parallel.tensor", tensor, "changes which numbers are added, not only their order, so no order of sums can "
+            "parallel.tensor",
+            tensor,
+            "changes which numbers are added, not only their order, so no order of sums can "
             "give the bits of one rank (training.determinism: elastic)",
             "use 1, or training.determinism: exact",
-        )  # fmt: skip
+        )
     feed_forward, width = "the feed-forward layer", model.ffn_width
     if model.experts > 1:
         width *= model.routing.shared
@@ -60,9 +73,11 @@ def check_tensor_parallel(spec: Spec) -> Iterator[Problem]:
     ):
         if cut % tensor:
             yield Problem(
-                field, size, f"is not divisible by parallel.tensor = {tensor}, which splits {what} evenly",
+                field,
+                size,
+                f"is not divisible by parallel.tensor = {tensor}, which splits {what} evenly",
                 f"use a multiple of {tensor}, or a smaller parallel.tensor",
-            )  # fmt: skip
+            )
 
 
 def check_expert_parallel(spec: Spec) -> Iterator[Problem]:
@@ -72,9 +87,11 @@ def check_expert_parallel(spec: Spec) -> Iterator[Problem]:
         return
     if experts % expert or experts == 1:
         yield Problem(
-            "parallel.expert", expert, f"does not divide model.experts = {experts}",
+            "parallel.expert",
+            expert,
+            f"does not divide model.experts = {experts}",
             f"use one of {[n for n in range(1, experts + 1) if experts % n == 0]}",
-        )  # fmt: skip
+        )
         return
     ranks = spec.world_size // parallel.pipeline  # each has different tokens
     if parallel.strategy == "fsdp" and parallel.replicas > 0 and ranks % parallel.replicas == 0:
@@ -82,9 +99,11 @@ def check_expert_parallel(spec: Spec) -> Iterator[Problem]:
     if ranks % expert:
         what = "ranks of a replica" if parallel.replicas > 1 else "ranks of a stage"
         yield Problem(
-            "parallel.expert", expert, f"does not divide the {ranks} {what}",
+            "parallel.expert",
+            expert,
+            f"does not divide the {ranks} {what}",
             f"use one of {[n for n in range(1, ranks + 1) if ranks % n == 0]}",
-        )  # fmt: skip
+        )
 
 
 def check_expert_layout(spec: Spec) -> Iterator[Problem]:
@@ -93,22 +112,30 @@ def check_expert_layout(spec: Spec) -> Iterator[Problem]:
         return
     if spec.training.compile:
         yield Problem(
-            "training.compile", True, f"is not supported with model.experts = {spec.model.experts}, because the number "
-            "of tokens of an expert varies", "use false",
-        )  # fmt: skip
+            "training.compile",
+            True,
+            f"is not supported with model.experts = {spec.model.experts}, because the number "
+            "of tokens of an expert varies",
+            "use false",
+        )
     unit = GROUPED_BYTES // (4 if spec.training.precision == "fp32" else 2)
     for field, width in (("model.hidden", spec.model.hidden), ("model.ffn", spec.model.ffn_width)):
         if width % unit:
             yield Problem(
-                field, width, f"makes rows in {spec.training.precision} that are not a multiple of {GROUPED_BYTES} "
-                "bytes, which the products of experts need", f"use a multiple of {unit}",
-            )  # fmt: skip
+                field,
+                width,
+                f"makes rows in {spec.training.precision} that are not a multiple of {GROUPED_BYTES} "
+                "bytes, which the products of experts need",
+                f"use a multiple of {unit}",
+            )
     if spec.training.determinism == "elastic" and spec.parallel.expert > 1:
         yield Problem(
-            "parallel.expert", spec.parallel.expert, "sums the rows of all ranks in one product of an expert, while "
+            "parallel.expert",
+            spec.parallel.expert,
+            "sums the rows of all ranks in one product of an expert, while "
             "one rank sums them by micro-batch (training.determinism: elastic)",
             "use 1, or training.determinism: exact",
-        )  # fmt: skip
+        )
     yield from _torch_engine(spec, "model.experts", spec.model.experts)
 
 
@@ -120,16 +147,21 @@ def check_context_parallel(spec: Spec) -> Iterator[Problem]:
     yield from _torch_engine(spec, "parallel.context", ranks)
     if spec.training.determinism == "elastic":
         yield Problem(
-            "parallel.context", ranks, "sums the gradients of parts of a sequence, while one rank sums the whole "
-            "sequence (training.determinism: elastic)", "use 1, or training.determinism: exact",
-        )  # fmt: skip
+            "parallel.context",
+            ranks,
+            "sums the gradients of parts of a sequence, while one rank sums the whole "
+            "sequence (training.determinism: elastic)",
+            "use 1, or training.determinism: exact",
+        )
     unit = ranks * lcm(2, spec.parallel.tensor)  # tensor parallelism splits a rank's part again
     if length % unit:
         yield Problem(
-            "model.context", length, f"is not a multiple of {unit}, so parallel.context = {ranks} and "
+            "model.context",
+            length,
+            f"is not a multiple of {unit}, so parallel.context = {ranks} and "
             f"parallel.tensor = {spec.parallel.tensor} cannot split it evenly",
             f"use {nearest_multiples(length, unit)}, or a smaller parallel.context",
-        )  # fmt: skip
+        )
 
 
 def check_pipeline_stages(spec: Spec) -> Iterator[Problem]:
@@ -138,21 +170,27 @@ def check_pipeline_stages(spec: Spec) -> Iterator[Problem]:
     if stages == 1:
         if parallel.schedule != "1f1b":
             yield Problem(
-                "parallel.schedule", parallel.schedule, "has no effect without a pipeline",
+                "parallel.schedule",
+                parallel.schedule,
+                "has no effect without a pipeline",
                 "use parallel.pipeline: 2 or more, or remove it",
-            )  # fmt: skip
+            )
         return
     yield from _torch_engine(spec, "parallel.pipeline", stages)
     if spec.training.determinism == "elastic":
         yield Problem(
-            "parallel.pipeline", stages, "is not supported with determinism: elastic, because no stage has all sums",
+            "parallel.pipeline",
+            stages,
+            "is not supported with determinism: elastic, because no stage has all sums",
             "use 1, or training.determinism: exact",
-        )  # fmt: skip
+        )
     if parallel.schedule == "zero_bubble" and parallel.strategy == "fsdp" and parallel.reshard != "never":
         yield Problem(
-            "parallel.reshard", parallel.reshard, "frees weights that the second half of a backward pass needs "
-            "(parallel.schedule: zero_bubble)", "use never, or parallel.schedule: 1f1b",
-        )  # fmt: skip
+            "parallel.reshard",
+            parallel.reshard,
+            "frees weights that the second half of a backward pass needs (parallel.schedule: zero_bubble)",
+            "use never, or parallel.schedule: 1f1b",
+        )
     if parallel.schedule == "zero_bubble" and parallel.tensor > 1:
         yield Problem(
             "parallel.schedule",
@@ -162,23 +200,29 @@ def check_pipeline_stages(spec: Spec) -> Iterator[Problem]:
         )
     if parallel.schedule == "zero_bubble" and spec.training.compile:
         yield Problem(
-            "parallel.schedule", "zero_bubble", "splits the backward pass in two, and a compiled model has only one",
+            "parallel.schedule",
+            "zero_bubble",
+            "splits the backward pass in two, and a compiled model has only one",
             "use 1f1b, or training.compile: false",
-        )  # fmt: skip
+        )
     if parallel.schedule == "zero_bubble" and spec.training.activation_checkpointing != "none":
         yield Problem(
-            "parallel.schedule", "zero_bubble", "would recompute activations for each half of the backward pass",
+            "parallel.schedule",
+            "zero_bubble",
+            "would recompute activations for each half of the backward pass",
             "use 1f1b, or training.activation_checkpointing: none",
-        )  # fmt: skip
+        )
     if not spec.data_parallel_size:
         return  # `check_batch_size` reports it
     count, rounds = spec.accumulation, max(1, spec.accumulation // stages)
     few = parallel.schedule == "1f1b" and count < stages
     if few or (parallel.schedule in ("interleaved", "zero_bubble") and count % rounds):
         yield Problem(
-            "parallel.schedule", parallel.schedule, f"is not filled by {count} micro-batches in {stages} stages",
+            "parallel.schedule",
+            parallel.schedule,
+            f"is not filled by {count} micro-batches in {stages} stages",
             f"choose training.micro_batch such that a data-parallel rank has a multiple of {stages} micro-batches",
-        )  # fmt: skip
+        )
 
 
 def check_stage_layers(spec: Spec) -> Iterator[Problem]:
@@ -212,14 +256,18 @@ def check_replicas(spec: Spec) -> Iterator[Problem]:
     if strategy != "fsdp":
         why = "every group of ranks is a replica" if strategy == "ddp" else "DeepSpeed shards over all ranks"
         yield Problem(
-            "parallel.replicas", replicas, f"is not supported with parallel.strategy: {strategy}, because {why}",
+            "parallel.replicas",
+            replicas,
+            f"is not supported with parallel.strategy: {strategy}, because {why}",
             "use parallel.strategy: fsdp, or 1",
-        )  # fmt: skip
+        )
     elif spec.training.determinism == "elastic":
         yield Problem(
-            "parallel.replicas", replicas, "is not supported with training.determinism: elastic, which sums over all "
-            "ranks together", "use 1, or parallel.strategy: ddp",
-        )  # fmt: skip
+            "parallel.replicas",
+            replicas,
+            "is not supported with training.determinism: elastic, which sums over all ranks together",
+            "use 1, or parallel.strategy: ddp",
+        )
     if ranks % replicas:
         divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
         yield Problem(
@@ -232,9 +280,11 @@ def check_resharding(spec: Spec) -> Iterator[Problem]:
     reshard, strategy = spec.parallel.reshard, spec.parallel.strategy
     if reshard != "always" and strategy != "fsdp":
         yield Problem(
-            "parallel.reshard", reshard, f"is not supported with parallel.strategy: {strategy}",
+            "parallel.reshard",
+            reshard,
+            f"is not supported with parallel.strategy: {strategy}",
             "use parallel.strategy: fsdp, or always",
-        )  # fmt: skip
+        )
 
 
 def check_offload(spec: Spec) -> Iterator[Problem]:
@@ -244,23 +294,27 @@ def check_offload(spec: Spec) -> Iterator[Problem]:
         return
     if strategy == "ddp":
         yield Problem(
-            "parallel.offload", offload,
+            "parallel.offload",
+            offload,
             "is not supported with parallel.strategy: ddp, which keeps everything on each rank",
             "use parallel.strategy: fsdp with parameters, or zero2, or none",
-        )  # fmt: skip
+        )
     elif strategy == "fsdp":
         yield from _fsdp_offloads(spec)
     elif offload != "optimizer" and strategy != "zero3":
         yield Problem(
-            "parallel.offload", offload,
+            "parallel.offload",
+            offload,
             f"offloads weights, which parallel.strategy: {strategy} keeps whole on each rank",
             "use parallel.strategy: zero3, or optimizer",
-        )  # fmt: skip
+        )
     elif offload == "parameters_on_disk" and spec.parallel.offload_path is None:
         yield Problem(
-            "parallel.offload", offload, "needs a disk",
+            "parallel.offload",
+            offload,
+            "needs a disk",
             "give parallel.offload_path a folder on a local disk of each node, or use parameters",
-        )  # fmt: skip
+        )
 
 
 def check_offload_path(spec: Spec) -> Iterator[Problem]:
@@ -272,28 +326,37 @@ def check_offload_path(spec: Spec) -> Iterator[Problem]:
         yield Problem("parallel.offload_path", path, "is not an absolute path", "use a path that begins with /")
     if parallel.strategy != "zero3":
         yield Problem(
-            "parallel.offload_path", path, f"is not supported with parallel.strategy: {parallel.strategy}",
+            "parallel.offload_path",
+            path,
+            f"is not supported with parallel.strategy: {parallel.strategy}",
             "use parallel.strategy: zero3, or remove it",
-        )  # fmt: skip
+        )
     elif parallel.offload == "none":
         yield Problem(
-            "parallel.offload_path", path, "has no effect with parallel.offload: none",
+            "parallel.offload_path",
+            path,
+            "has no effect with parallel.offload: none",
             "use parallel.offload: optimizer, or remove it",
-        )  # fmt: skip
+        )
 
 
 def _fsdp_offloads(spec: Spec) -> Iterator[Problem]:
     offload, parallel = spec.parallel.offload, spec.parallel
     if offload == "parameters_on_disk":
         yield Problem(
-            "parallel.offload", offload, "needs swap files, which parallel.strategy: fsdp does not have",
+            "parallel.offload",
+            offload,
+            "needs swap files, which parallel.strategy: fsdp does not have",
             "use parameters, or parallel.strategy: zero3",
-        )  # fmt: skip
+        )
     if offload == "optimizer":
         yield Problem(
-            "parallel.offload", offload, "offloads only the optimizer state, which parallel.strategy: fsdp moves "
-            "together with weights and gradients", "use parameters, or parallel.strategy: zero3",
-        )  # fmt: skip
+            "parallel.offload",
+            offload,
+            "offloads only the optimizer state, which parallel.strategy: fsdp moves "
+            "together with weights and gradients",
+            "use parameters, or parallel.strategy: zero3",
+        )
     without = {
         f"parallel.{name}": (getattr(parallel, name), 1)
         for name in ("replicas", "tensor", "pipeline", "context", "expert")
@@ -305,14 +368,18 @@ def _fsdp_offloads(spec: Spec) -> Iterator[Problem]:
         said.append(("training.precision", "fp16", "use training.precision: bf16"))
     for field, value, remedy in said:
         yield Problem(
-            "parallel.offload", offload, f"is not supported with {field}: {value} and parallel.strategy: fsdp",
+            "parallel.offload",
+            offload,
+            f"is not supported with {field}: {value} and parallel.strategy: fsdp",
             f"{remedy}, or none",
-        )  # fmt: skip
+        )
 
 
 def _torch_engine(spec: Spec, field: str, value: int) -> Iterator[Problem]:
     if spec.parallel.engine != "torch":
         yield Problem(
-            field, value, f"is not supported with parallel.strategy: {spec.parallel.strategy}",
+            field,
+            value,
+            f"is not supported with parallel.strategy: {spec.parallel.strategy}",
             "use parallel.strategy: fsdp or ddp, or 1",
-        )  # fmt: skip
+        )

@@ -47,17 +47,20 @@ def check_step_pods(spec: Spec) -> Iterator[Problem]:
                 yield Problem(f"cluster.steps.{step}.{name}", value, "requests nothing", "request more than zero")
     if steps.evaluate.accelerators and (accelerator == "cpu" or spec.cluster.slice is not None):
         yield Problem(
-            "cluster.steps.evaluate.accelerators", steps.evaluate.accelerators,
-            f"is given together with cluster.slice = {spec.cluster.slice}" if spec.cluster.slice
+            "cluster.steps.evaluate.accelerators",
+            steps.evaluate.accelerators,
+            f"is given together with cluster.slice = {spec.cluster.slice}"
+            if spec.cluster.slice
             else "is not possible with cluster.accelerator: cpu",
             "keep one of the two" if spec.cluster.slice else "use 0, or name an accelerator",
-        )  # fmt: skip
+        )
     if spec.schedule.max_decay is not None and steps.trigger != type(steps.trigger)():
         yield Problem(
-            "cluster.steps.trigger", "(changed)",
+            "cluster.steps.trigger",
+            "(changed)",
             "is not used with schedule.max_decay: the trigger scores the champion, with the pod settings of evaluate",
             "use cluster.steps.evaluate",
-        )  # fmt: skip
+        )
 
 
 def check_resources(spec: Spec) -> Iterator[Problem]:
@@ -65,9 +68,11 @@ def check_resources(spec: Spec) -> Iterator[Problem]:
     resources = spec.cluster.resources
     if spec.cluster.topology.numa != "any" and amount(resources.cpu) % 1:
         yield Problem(
-            "cluster.resources.cpu", resources.cpu, "is not a whole number of cores, which topology.numa needs",
+            "cluster.resources.cpu",
+            resources.cpu,
+            "is not a whole number of cores, which topology.numa needs",
             f"use {math.ceil(amount(resources.cpu))}",
-        )  # fmt: skip
+        )
     for name, value in resources.extended.items():
         if amount(value) % 1 or not amount(value):
             yield Problem(
@@ -79,10 +84,11 @@ def check_resources(spec: Spec) -> Iterator[Problem]:
             yield Problem(f"cluster.resources.{name}", value, "requests nothing", "request more than zero")
     if amount(resources.shared_memory) > amount(resources.memory):
         yield Problem(
-            "cluster.resources.shared_memory", resources.shared_memory,
+            "cluster.resources.shared_memory",
+            resources.shared_memory,
             f"is above cluster.resources.memory = {resources.memory}, which includes it",
             f"use at most {resources.memory}, or request more memory",
-        )  # fmt: skip
+        )
 
 
 def check_mounts(spec: Spec) -> Iterator[Problem]:
@@ -109,9 +115,11 @@ def check_text_sizes(spec: Spec) -> Iterator[Problem]:
     for name, value in spec.cluster.environment.items():
         if (size := len(f"{name}={value}".encode())) > MAX_ARGUMENT:
             yield Problem(
-                f"cluster.environment.{name}", f"{size} bytes", f"is longer than Linux allows ({MAX_ARGUMENT:,} bytes)",
+                f"cluster.environment.{name}",
+                f"{size} bytes",
+                f"is longer than Linux allows ({MAX_ARGUMENT:,} bytes)",
                 "put it into a file on one of cluster.volumes, and give its path here",
-            )  # fmt: skip
+            )
     found = {
         "cluster.annotations": spec.cluster.annotations,
         "cluster.steps.annotations": spec.cluster.steps.annotations,
@@ -130,9 +138,11 @@ def check_reserved_environment(spec: Spec) -> Iterator[Problem]:
         field = f"cluster.environment.{name}"
         if names_secret(name) or carries_secret(value):
             yield Problem(
-                field, "(hidden)", "looks like a secret",
+                field,
+                "(hidden)",
+                "looks like a secret",
                 "keep it in a Kubernetes Secret, and name the Secret in cluster.secrets",
-            )  # fmt: skip
+            )
         elif instead := RESERVED.get(name, "the other fields of cluster" if name.startswith("PET_") else None):
             yield Problem(field, value, "is set by the launcher", f"remove it, and use {instead}")
 
@@ -163,6 +173,8 @@ def check_cache_size(spec: Spec) -> Iterator[Problem]:
     with suppress(ValueError):  # the steps refuse a value that is not a number
         if float(given) * 2**30 > amount(disk):
             yield Problem(
-                "cluster.environment.HOLDFAST_CACHE_GIB", given, f"is above cluster.{place}.ephemeral_storage = {disk}",
+                "cluster.environment.HOLDFAST_CACHE_GIB",
+                given,
+                f"is above cluster.{place}.ephemeral_storage = {disk}",
                 "lower it, remove it (the default is three quarters of that), or request more disk",
-            )  # fmt: skip
+            )

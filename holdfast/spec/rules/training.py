@@ -46,16 +46,18 @@ def _check_grains(spec: Spec) -> Iterator[Problem]:
     grains, rest = divmod(training.global_batch, training.micro_batch)
     if rest:
         yield Problem(
-            "training.global_batch", training.global_batch,
+            "training.global_batch",
+            training.global_batch,
             f"is not a multiple of training.micro_batch = {training.micro_batch}",
             f"use {nearest_multiples(training.global_batch, training.micro_batch)}",
-        )  # fmt: skip
+        )
     elif ranks > grains:
         yield Problem(
-            "training.micro_batch", training.micro_batch,
+            "training.micro_batch",
+            training.micro_batch,
             f"leaves {grains} micro-batches of the global batch for {ranks} ranks",
             f"use at most {max(1, training.global_batch // ranks)}, or fewer ranks",
-        )  # fmt: skip
+        )
 
 
 def check_local_tiers(spec: Spec) -> Iterator[Problem]:
@@ -63,9 +65,11 @@ def check_local_tiers(spec: Spec) -> Iterator[Problem]:
     disk = spec.checkpoint.disk
     if disk.every_steps is not None and disk.path is None:
         yield Problem(
-            "checkpoint.disk.path", None, "is required by checkpoint.disk.every_steps",
+            "checkpoint.disk.path",
+            None,
+            "is required by checkpoint.disk.every_steps",
             "name a folder on a disk of the nodes, such as /scratch/holdfast",
-        )  # fmt: skip
+        )
     if disk.path is not None and (not disk.path.startswith("/") or ".." in disk.path.split("/")):
         yield Problem("checkpoint.disk.path", disk.path, "is not an absolute path", "use a path that begins with /")
 
@@ -74,9 +78,11 @@ def check_elastic_determinism(spec: Spec) -> Iterator[Problem]:
     """Only the torch engine has sums that do not depend on the number of ranks."""
     if spec.training.determinism == "elastic" and spec.parallel.engine != "torch":
         yield Problem(
-            "training.determinism", "elastic", f"is not supported with parallel.strategy: {spec.parallel.strategy}",
+            "training.determinism",
+            "elastic",
+            f"is not supported with parallel.strategy: {spec.parallel.strategy}",
             "use parallel.strategy: ddp or fsdp, or training.determinism: exact",
-        )  # fmt: skip
+        )
 
 
 def check_batch_ramp(spec: Spec) -> Iterator[Problem]:
@@ -91,17 +97,19 @@ def check_batch_ramp(spec: Spec) -> Iterator[Problem]:
     growth = training.global_batch - ramp.start
     if growth <= 0 or growth % ramp.increment:
         yield Problem(
-            f"{field}.increment", ramp.increment,
+            f"{field}.increment",
+            ramp.increment,
             f"does not lead from {ramp.start} to training.global_batch = {training.global_batch}",
             "use a start below it, and an increment that divides the difference",
-        )  # fmt: skip
+        )
         return
     if growth // ramp.increment > min(ramp.steps, MOST_INCREMENTS):
         yield Problem(
-            f"{field}.increment", ramp.increment,
+            f"{field}.increment",
+            ramp.increment,
             f"gives {growth // ramp.increment} increments in {ramp.steps} steps",
             f"use a larger increment, for at most one increment per step and {MOST_INCREMENTS} in all",
-        )  # fmt: skip
+        )
     elastic = training.determinism == "elastic"
     if spec.parallel.auto and not elastic:  # the planner considers only layouts that divide it
         return
@@ -109,23 +117,38 @@ def check_batch_ramp(spec: Spec) -> Iterator[Problem]:
     for name, value in (("start", ramp.start), ("increment", ramp.increment)):
         if value % unit:
             yield Problem(
-                f"{field}.{name}", value,
+                f"{field}.{name}",
+                value,
                 f"is not a multiple of {unit}, the micro-batch" + ("" if elastic else " times the data-parallel ranks"),
                 f"use {nearest_multiples(value, unit)}, or another training.micro_batch",
-            )  # fmt: skip
+            )
     if elastic and ramp.start // training.micro_batch < spec.data_parallel_size:
         yield Problem(
-            f"{field}.start", ramp.start, f"leaves some of {spec.data_parallel_size} ranks without a micro-batch",
+            f"{field}.start",
+            ramp.start,
+            f"leaves some of {spec.data_parallel_size} ranks without a micro-batch",
             f"use at least {spec.data_parallel_size * training.micro_batch}, or fewer ranks",
-        )  # fmt: skip
+        )
     unable: tuple[tuple[str, object, bool, str], ...] = (
-        ("parallel.strategy", spec.parallel.strategy, spec.parallel.engine == "deepspeed",
-         "sets the number of accumulated micro-batches only once (DeepSpeed)"),
-        ("parallel.pipeline", spec.parallel.pipeline, spec.parallel.pipeline > 1,
-         "has a schedule for a fixed number of micro-batches"),
-        ("data.shuffle.kind", spec.data.shuffle.kind, spec.data.shuffle.kind == "blocks",
-         "distributes samples over a fixed number of rows of a batch"),
-    )  # fmt: skip
+        (
+            "parallel.strategy",
+            spec.parallel.strategy,
+            spec.parallel.engine == "deepspeed",
+            "sets the number of accumulated micro-batches only once (DeepSpeed)",
+        ),
+        (
+            "parallel.pipeline",
+            spec.parallel.pipeline,
+            spec.parallel.pipeline > 1,
+            "has a schedule for a fixed number of micro-batches",
+        ),
+        (
+            "data.shuffle.kind",
+            spec.data.shuffle.kind,
+            spec.data.shuffle.kind == "blocks",
+            "distributes samples over a fixed number of rows of a batch",
+        ),
+    )
     for other, value_of_it, is_used, why in unable:
         if is_used:
             yield Problem(other, value_of_it, f"{why}, and {field} changes it", f"use another value, or remove {field}")
@@ -136,14 +159,18 @@ def check_learning_rate_scaling(spec: Spec) -> Iterator[Problem]:
     schedule = spec.training.schedule
     if schedule.scaling != "none" and schedule.base_batch is None:
         yield Problem(
-            "training.schedule.base_batch", None, f"is required by training.schedule.scaling: {schedule.scaling}",
+            "training.schedule.base_batch",
+            None,
+            f"is required by training.schedule.scaling: {schedule.scaling}",
             "name the global batch for which training.optimizer.learning_rate is set",
-        )  # fmt: skip
+        )
     if schedule.scaling == "none" and schedule.base_batch is not None:
         yield Problem(
-            "training.schedule.base_batch", schedule.base_batch, "has no effect without training.schedule.scaling",
+            "training.schedule.base_batch",
+            schedule.base_batch,
+            "has no effect without training.schedule.scaling",
             "use scaling: linear or sqrt, or remove it",
-        )  # fmt: skip
+        )
 
 
 def check_compression(spec: Spec) -> Iterator[Problem]:
@@ -154,20 +181,26 @@ def check_compression(spec: Spec) -> Iterator[Problem]:
     field, kind = "training.gradient_compression", training.gradient_compression
     if parallel.strategy != "ddp" or parallel.tensor * parallel.pipeline * parallel.context * parallel.expert > 1:
         yield Problem(
-            field, kind, "is only for whole replicas, because sharded or split models send parts of gradients",
+            field,
+            kind,
+            "is only for whole replicas, because sharded or split models send parts of gradients",
             "use parallel.strategy: ddp without other degrees, or none",
-        )  # fmt: skip
+        )
     if training.determinism == "elastic":
         yield Problem(
-            field, kind, "rounds sums of ranks, so bits depend on their number, and training.determinism is elastic",
+            field,
+            kind,
+            "rounds sums of ranks, so bits depend on their number, and training.determinism is elastic",
             "use none, or training.determinism: exact",
-        )  # fmt: skip
+        )
     if kind in KEEPING and (training.precision == "fp16" or training.anomalies.action == "skip"):
         because = "precision: fp16" if training.precision == "fp16" else "anomalies.action: skip"
         yield Problem(
-            field, kind, f"keeps the error of each gradient, and training.{because} could make it infinite or NaN",
+            field,
+            kind,
+            f"keeps the error of each gradient, and training.{because} could make it infinite or NaN",
             "use fp16, bf16 or none; or bf16 arithmetic and anomalies.action: rewind",
-        )  # fmt: skip
+        )
 
 
 def check_optimizer(spec: Spec) -> Iterator[Problem]:
@@ -183,9 +216,11 @@ def check_optimizer(spec: Spec) -> Iterator[Problem]:
     for field, value in unable.items():
         if value is not None:
             yield Problem(
-                "training.optimizer.kind", "lamb", f"is not supported with parallel.{field}: {value}",
+                "training.optimizer.kind",
+                "lamb",
+                f"is not supported with parallel.{field}: {value}",
                 "use adamw, or parallel.strategy: ddp or fsdp without pipeline and offload",
-            )  # fmt: skip
+            )
 
 
 def check_anomalies(spec: Spec) -> Iterator[Problem]:
@@ -193,11 +228,12 @@ def check_anomalies(spec: Spec) -> Iterator[Problem]:
     anomalies = spec.training.anomalies
     if anomalies.action != "stop" and spec.parallel.engine != "torch":
         yield Problem(
-            "training.anomalies.action", anomalies.action,
+            "training.anomalies.action",
+            anomalies.action,
             f"is not supported with parallel.strategy: {spec.parallel.strategy}, because DeepSpeed applies an update "
             "before it can be discarded",
             "use parallel.strategy: ddp or fsdp, or training.anomalies.action: stop",
-        )  # fmt: skip
+        )
 
 
 def check_warmup(spec: Spec) -> Iterator[Problem]:
@@ -217,9 +253,11 @@ def check_preferences(spec: Spec) -> Iterator[Problem]:
     if spec.data.kind != "preferences":
         if preference.beta != type(preference).model_fields["beta"].default:
             yield Problem(
-                "training.preference.beta", preference.beta, f"is not used by data.kind: {spec.data.kind}",
+                "training.preference.beta",
+                preference.beta,
+                f"is not used by data.kind: {spec.data.kind}",
                 "remove it, or use kind: preferences",
-            )  # fmt: skip
+            )
         return
     if spec.model.init_from is None:
         yield Problem(
@@ -240,9 +278,11 @@ def check_adapters(spec: Spec) -> Iterator[Problem]:
         return
     if spec.model.init_from is None:
         yield Problem(
-            "model.init_from", None, "is missing, and training.lora trains adapters for those weights",
+            "model.init_from",
+            None,
+            "is missing, and training.lora trains adapters for those weights",
             "name them, or remove training.lora",
-        )  # fmt: skip
+        )
     if len(set(lora.targets)) < len(lora.targets):
         yield Problem("training.lora.targets", lora.targets, "names a matrix twice", "name each once")
     yield from _plain_layout(spec, "does not support adapters", "no training.lora")
@@ -272,16 +312,19 @@ def check_precision(spec: Spec) -> Iterator[Problem]:
     training = spec.training
     if training.precision == "fp16" and spec.parallel.engine != "torch":
         yield Problem(
-            "training.precision", "fp16",
+            "training.precision",
+            "fp16",
             f"is not supported with parallel.strategy: {spec.parallel.strategy}, because no other engine can resume "
             "from the state of its loss scaler",
             "use bf16, or parallel.strategy: ddp or fsdp",
-        )  # fmt: skip
+        )
     if training.precision != "fp16" and training.loss_scale != type(training.loss_scale)():
         yield Problem(
-            "training.loss_scale", None, f"has no effect with training.precision: {training.precision}",
+            "training.loss_scale",
+            None,
+            f"has no effect with training.precision: {training.precision}",
             "remove it, or use training.precision: fp16",
-        )  # fmt: skip
+        )
 
 
 def check_fp8(spec: Spec) -> Iterator[Problem]:
@@ -290,21 +333,56 @@ def check_fp8(spec: Spec) -> Iterator[Problem]:
         return
     parallel, training, other = spec.parallel, spec.training, "or training.precision: bf16"
     unable: tuple[tuple[str, object, bool, str, str], ...] = (
-        ("cluster.accelerator", spec.cluster.accelerator, spec.cluster.accelerator != "nvidia",
-         "does not support fp8 products here", "use nvidia (Ada, Hopper, Blackwell)"),
-        ("parallel.strategy", parallel.strategy, parallel.engine != "torch",
-         "does not support fp8 here", "use ddp or fsdp"),
-        ("parallel.tensor", parallel.tensor, parallel.tensor > 1,
-         "splits matrices, and each rank would scale its part separately", "use 1"),
-        ("parallel.schedule", parallel.schedule, parallel.schedule == "zero_bubble",
-         "computes the two gradients of a product separately, and in fp8 they are one operation", "use 1f1b"),
-        ("model.experts", spec.model.experts, spec.model.experts > 1,
-         "are multiplied in groups, which do not support fp8 here", "use 1"),
-        ("training.lora.rank", training.lora.rank, training.lora.rank is not None,
-         "creates matrices that are too thin for fp8", "remove it"),
-        ("data.kind", spec.data.kind, spec.data.kind == "preferences",
-         "measures small differences between two models, which are not tested in fp8", "use another kind"),
-    )  # fmt: skip
+        (
+            "cluster.accelerator",
+            spec.cluster.accelerator,
+            spec.cluster.accelerator != "nvidia",
+            "does not support fp8 products here",
+            "use nvidia (Ada, Hopper, Blackwell)",
+        ),
+        (
+            "parallel.strategy",
+            parallel.strategy,
+            parallel.engine != "torch",
+            "does not support fp8 here",
+            "use ddp or fsdp",
+        ),
+        (
+            "parallel.tensor",
+            parallel.tensor,
+            parallel.tensor > 1,
+            "splits matrices, and each rank would scale its part separately",
+            "use 1",
+        ),
+        (
+            "parallel.schedule",
+            parallel.schedule,
+            parallel.schedule == "zero_bubble",
+            "computes the two gradients of a product separately, and in fp8 they are one operation",
+            "use 1f1b",
+        ),
+        (
+            "model.experts",
+            spec.model.experts,
+            spec.model.experts > 1,
+            "are multiplied in groups, which do not support fp8 here",
+            "use 1",
+        ),
+        (
+            "training.lora.rank",
+            training.lora.rank,
+            training.lora.rank is not None,
+            "creates matrices that are too thin for fp8",
+            "remove it",
+        ),
+        (
+            "data.kind",
+            spec.data.kind,
+            spec.data.kind == "preferences",
+            "measures small differences between two models, which are not tested in fp8",
+            "use another kind",
+        ),
+    )
     for field, value, is_used, why, remedy in unable:
         if is_used:
             yield Problem(field, value, f"{why} (training.precision: fp8)", f"{remedy}, {other}")
@@ -323,6 +401,8 @@ def _sides_fit(spec: Spec, other: str) -> Iterator[Problem]:
     for field, value, side, what in sides:
         if side % FP8_UNIT:
             yield Problem(
-                field, value, f"makes {what} {side} wide, which is not a multiple of {FP8_UNIT} "
-                "(training.precision: fp8)", f"change it, {other}",
-            )  # fmt: skip
+                field,
+                value,
+                f"makes {what} {side} wide, which is not a multiple of {FP8_UNIT} (training.precision: fp8)",
+                f"change it, {other}",
+            )

@@ -143,10 +143,27 @@ def closed(node: dict[str, Any]) -> dict[str, Any]:
 
 
 _KEPT = {
-    "type", "enum", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength",
-    "minItems", "maxItems", "uniqueItems", "minProperties", "maxProperties", "required", "multipleOf", "anyOf", "allOf",
-    "oneOf", "not",
-}  # fmt: skip
+    "type",
+    "enum",
+    "pattern",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "uniqueItems",
+    "minProperties",
+    "maxProperties",
+    "required",
+    "multipleOf",
+    "anyOf",
+    "allOf",
+    "oneOf",
+    "not",
+}
 
 
 @functools.cache
