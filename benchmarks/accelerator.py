@@ -372,7 +372,7 @@ def bare_step(spec: Any, vocabulary: int, device: torch.device, micro: int, comp
 
 def stall(request: Request) -> None:
     """What a save costs training, beside `torch.save` and DCP's async_save; and copies from the device."""
-    from holdfast.checkpoint import Checkpointer, Retention, claim_attempt
+    from holdfast.checkpoint import Checkpointer, Retention, SaveOptions, claim_attempt
     from holdfast.store import open_store
 
     ends = time.perf_counter() + request.seconds
@@ -384,7 +384,7 @@ def stall(request: Request) -> None:
     fill(engine)
     folder, store = Path(request.store), open_store(f"file://{request.store}/store")
     saver = Checkpointer(
-        store, claim_attempt(store, "stall", launch=1), Retention(1), max_lag_steps=1000,
+        store, claim_attempt(store, "stall", launch=1), Retention(1), options=SaveOptions(max_lag_steps=1000),
         describe={"dataset_id": "none", "layout": engine.layout, "random": {}},
     )  # fmt: skip
     done, following = 0, 4  # steps after a save that are compared with steps without
