@@ -5,9 +5,13 @@ Importing this package imports none of them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from holdfast.pipelines.backends import capabilities
+from holdfast.pipelines.backends.capabilities import Capabilities
 from holdfast.spec.errors import MissingError
 
 if TYPE_CHECKING:
@@ -26,7 +30,7 @@ def open_backend(name: str, *, store: str = "", endpoint: str = "", namespace: s
     Raises MissingError.
     """
     require_known(name)
-    return BACKENDS[name](store, endpoint, namespace)
+    return BACKENDS[name].open(store, endpoint, namespace)
 
 
 def require_known(name: str) -> None:
@@ -66,13 +70,42 @@ def _ray(store: str, endpoint: str, _namespace: str) -> Backend:
     return Ray(store, endpoint)
 
 
-BACKENDS: dict[str, Callable[[str, str, str], Backend]] = {
-    "local": _local,
-    "kubeflow": _kubeflow,
-    "argo": _argo,
-    "slurm": _slurm,
-    "ray": _ray,
+def _address_of_kubeflow(endpoint: str) -> str:
+    return endpoint or os.environ.get("KFP_ENDPOINT", "")
+
+
+def _address_of_ray(endpoint: str) -> str:
+    from holdfast.pipelines.backends.ray.client import address_of
+
+    return address_of(endpoint)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A backend in the table."""
+
+    open: Callable[[str, str, str], Backend]  # from store, endpoint and namespace
+    capabilities: Capabilities
+    address: Callable[[str], str] = str  # where the backend of a request with this endpoint is, for its record
+
+
+BACKENDS: dict[str, Entry] = {
+    "local": Entry(_local, capabilities.LOCAL),
+    "kubeflow": Entry(_kubeflow, capabilities.KUBEFLOW, _address_of_kubeflow),
+    "argo": Entry(_argo, capabilities.ARGO),
+    "slurm": Entry(_slurm, capabilities.SLURM),
+    "ray": Entry(_ray, capabilities.RAY, _address_of_ray),
 }
-SWEEPING = ("local", "kubeflow", "argo", "slurm")  # can run the DAG of a sweep
-SHARED_VOLUMES = ("ray",)  # their machines see `cluster.volumes` like the submitting machine
-SHARED_FOLDERS = ("slurm",)  # their machines see the submitting machine's folders under the same paths
+DEFAULT = "local"  # where nothing names a backend
+WITH_ENDPOINT = "kubeflow"  # the backend of a run of which only an endpoint is known
+
+
+def capabilities_of(name: str) -> Capabilities:
+    """What the backend `name` can do. Raises MissingError."""
+    require_known(name)
+    return BACKENDS[name].capabilities
+
+
+def backends_with(capability: str) -> list[str]:
+    """The names of the backends that have a capability."""
+    return [name for name, entry in BACKENDS.items() if getattr(entry.capabilities, capability)]

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from holdfast.launch.kubernetes.client import Api
 from holdfast.launch.kubernetes.orphaned_jobs import end_orphaned_jobs
+from holdfast.pipelines.backends import capabilities_of
 from holdfast.pipelines.backends.interface import CANCELED, FAILED, RunStatus
 from holdfast.pipelines.backends.record import Record
 
-CLUSTERS = ("kubeflow", "argo")
 API_PATIENCE = 20.0  # seconds of retries for a request
 
 
@@ -20,7 +20,7 @@ def clean_up_cluster(record: Record, status: RunStatus, api: Api | None = None) 
     Does nothing for a run that has succeeded or not ended, or that ran on no cluster. Raises HeldError where a launcher
     follows the run, and the errors of the API server.
     """
-    if record.backend not in CLUSTERS or not record.run_id or status.state not in (FAILED, CANCELED):
+    if not capabilities_of(record.backend).kubernetes or not record.run_id or status.state not in (FAILED, CANCELED):
         return []
     cluster = record.request.spec.cluster
     jobs = (api or Api.of_this_process(patience=API_PATIENCE)).within(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from holdfast.pipelines.backends.capabilities import Capabilities
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.spec.errors import ExitCode, MissingError
 from holdfast.steps import STEPS
@@ -85,27 +86,64 @@ def require_one_run(wanted: str, run_ids: Iterable[str]) -> None:
 
 
 class Backend(Protocol):
-    """A backend that runs the DAG."""
+    """A backend that runs the DAG.
+
+    Promises of every method:
+
+    - Errors are those of `holdfast.spec.errors`: MissingError for an unknown run, AccessDeniedError without the rights,
+      and an error of the group "unreachable" (code 203 and above) if the engine does not answer within its deadline.
+      The last kind may succeed later.
+    - Only `submit` and `resume` start something, and only `cancel` ends something. A failed call may be repeated.
+    - Nothing is printed, except by a backend with the capability `foreground`.
+    - A call returns within seconds. The exceptions: `submit` and `resume` of a backend with `foreground` return when
+      the run has ended, and `logs` with `follow`.
+    """
 
     name: str
+    capabilities: Capabilities
 
     def objects(self, request: RunRequest) -> list[dict[str, Any]]:
-        """The exact objects that `submit` would send, without sending them (dry run)."""
+        """The exact objects that `submit` would send. Sends nothing, and changes nothing.
+
+        It may read the engine, to omit what exists there already. Without a server, the objects are those for an empty
+        one.
+        """
 
     def submit(self, request: RunRequest) -> tuple[RunStatus, bool]:
-        """The run of `request`, and whether this call created it. A run that is unfinished or has succeeded is kept."""
+        """Start the run of `request`. Returns it, and whether this call created it.
+
+        Idempotent: an unfinished or successful run of an equal request is returned, and nothing starts. Two equal calls
+        at the same time create one run. Does not wait for the run, except with `foreground`.
+        """
 
     def status(self, run: str) -> RunStatus:
-        """The status of a run, with its steps. Raises MissingError."""
+        """The current status of a run, with its steps. Reads only. Raises MissingError.
+
+        `exit_code` is None while the run is unfinished, and if no record of the steps has it.
+        """
 
     def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
-        """Yield (step, line) of the steps' logs, or only those of `step`; with `follow`, until the run has ended."""
+        """Yield (step, line) of the steps' logs, or only those of `step`, as the engine has them.
+
+        Lines of one step are in order, without line ends. Lines of several steps may interleave. Without `follow` the
+        iterator ends with the newest line, and a second call yields the same lines and newer ones. With `follow` it
+        ends when the run has ended; a line may be missing if the engine removes a pod first. Raises MissingError for a
+        step without a log.
+        """
 
     def cancel(self, run: str) -> tuple[RunStatus, bool]:
-        """End a run; its training saves a checkpoint first. Returns whether it was still running. Safe to repeat."""
+        """Ask a run to stop. Returns its status, and whether it was still running.
+
+        Idempotent. Does not wait: the training saves a checkpoint and ends within `checkpoint.grace_seconds`, and the
+        exit handler runs. Raises MissingError.
+        """
 
     def list(self) -> list[RunStatus]:
-        """The runs that the backend knows, newest first."""
+        """The runs that the backend knows, newest first, without their steps. Reads only."""
 
     def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
-        """Resume the run of `request` from its newest checkpoint. A run that has not ended continues unchanged."""
+        """Resume the run of `request` from its newest checkpoint. Returns it, and whether this call started something.
+
+        Idempotent: a run that has not ended continues unchanged. A backend whose engine cannot restart a run in place
+        submits it again; finished steps are not repeated.
+        """

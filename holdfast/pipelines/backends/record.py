@@ -8,7 +8,6 @@ until the first step has ended. An unreachable store never fails a submission. N
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -161,14 +160,12 @@ def keep_submission(made: RunStatus, wanted: RunRequest, endpoint: str, namespac
 
     A run of this machine writes a more detailed record itself.
     """
-    if made.backend == "local":
-        return ""
-    if made.backend == "kubeflow":
-        endpoint = endpoint or os.environ.get("KFP_ENDPOINT", "")
-    if made.backend == "ray":
-        from holdfast.pipelines.backends.ray.client import address_of
+    from holdfast.pipelines.backends import BACKENDS
 
-        endpoint = address_of(endpoint)
+    backend = BACKENDS[made.backend]
+    if backend.capabilities.foreground:
+        return ""
+    endpoint = backend.address(endpoint)
     return keep(record_of(wanted, made.backend, made.id, endpoint, namespace, made.job or made.id), url)
 
 

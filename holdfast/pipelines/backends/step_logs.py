@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from holdfast.pipelines.backends import capabilities_of
 from holdfast.pipelines.backends.interface import NOT_BEGUN, PENDING, SKIPPED, UNFINISHED, Backend, RunStatus, is_step
 from holdfast.pipelines.backends.record import Record
 from holdfast.runtime.logs import plain
@@ -50,8 +51,10 @@ WITHOUT_LOG = (PENDING, NOT_BEGUN, SKIPPED.upper())  # states of steps without o
 def job_of(record: Record | None, status: RunStatus | None = None) -> str:
     """The execution id of a submission's steps; empty where neither its record nor its backend has it."""
     if record is not None:
-        return local_job(record.log) if record.backend == "local" else record.job or record.id
-    return (status.job or status.id) if status is not None and status.backend != "local" else ""
+        return local_job(record.log) if record.log else record.job or record.id
+    if status is None or capabilities_of(status.backend).foreground:
+        return ""
+    return status.job or status.id
 
 
 def step_lines(

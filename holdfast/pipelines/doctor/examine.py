@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from holdfast.launch.kubernetes.client import Api
+from holdfast.pipelines.backends import capabilities_of
 from holdfast.pipelines.doctor import cluster, permissions, pods, ray, scheduling, slurm, storage
 from holdfast.pipelines.doctor.cluster import LAUNCHERS, Cluster, reach
 from holdfast.pipelines.doctor.findings import Finding
@@ -41,6 +42,11 @@ CHECKS: dict[str, Callable[[Cluster], Iterator[Finding]]] = {
     "controller": cluster.check_controller,
 }
 
+SCHEDULERS: dict[str, Callable[[Spec | None, str], Iterator[Finding]]] = {  # without Kubernetes
+    "slurm": lambda spec, store: slurm.check(spec, store or store_url(spec)),
+    "ray": lambda spec, store: ray.check(spec, store, store or store_url(spec)),
+}
+
 
 def examine(
     spec: Spec | None = None,
@@ -58,20 +64,16 @@ def examine(
       there.
     - `service_account`: of the train step; default: the first known one that exists.
     """
-    if backend == "slurm":
-        yield from _looked("slurm", lambda _: slurm.check(spec, store or store_url(spec)), None)
-        yield from storage.check_store(store or store_url(spec), on_cluster=False)
-        yield from storage.check_mlflow(tracking_uri(), on_cluster=False, spec=spec)
-        return
-    if backend == "ray":
-        yield from _looked("ray", lambda _: ray.check(spec, store, store or store_url(spec)), None)
+    if backend in SCHEDULERS:
+        check = SCHEDULERS[backend]
+        yield from _looked(backend, lambda _: check(spec, store), None)
         yield from storage.check_store(store or store_url(spec), on_cluster=False)
         yield from storage.check_mlflow(tracking_uri(), on_cluster=False, spec=spec)
         return
     finding, api = reach(namespace or (spec.cluster.namespace if spec else None))
     yield finding
     if api is not None:
-        kubeflow = backend == "kubeflow"
+        kubeflow = bool(backend) and capabilities_of(backend).own_account
         cluster = Cluster(api, spec, service_account or _account(api, kubeflow), kubeflow, everything)
         for name, check in CHECKS.items():
             yield from _looked(name, check, cluster)

@@ -136,7 +136,7 @@ class RunRecord:
     @property
     def _running(self) -> bool:
         """Whether a process of this machine works on it."""
-        if self.submission.get("backend") != "local":
+        if not self.submission.get("host"):  # only runs of a machine name one
             return False
         from holdfast.pipelines.backends.record import read_record
 

@@ -14,6 +14,7 @@ from typing import Any
 from holdfast.launch.kubernetes.api_errors import ConflictError, TransientError
 from holdfast.launch.kubernetes.client import PODS, WORKFLOWS, Api, Object, Resource
 from holdfast.launch.kubernetes.output import text_lines
+from holdfast.pipelines.backends import capabilities
 from holdfast.pipelines.backends.argo.emit import argo_objects, sweep_objects
 from holdfast.pipelines.backends.argo.template import labels, template_called, template_name, text_of
 from holdfast.pipelines.backends.explain import explained, known_of, store_named_by
@@ -96,6 +97,7 @@ class Argo:
     """A namespace of a cluster with Argo's controller."""
 
     name = "argo"
+    capabilities = capabilities.ARGO
 
     def __init__(self, namespace: str = "", api: Api | None = None) -> None:
         """`namespace`: default, that of the pod or the kubeconfig. `api`: default, connected on first use."""

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.launch.kubernetes.client import Api
+from holdfast.pipelines.backends import capabilities
 from holdfast.pipelines.backends.interface import RunStatus, StepStatus, ended_with
 from holdfast.pipelines.backends.kubeflow import watch
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
@@ -23,6 +24,7 @@ class Kubeflow:
     """A KFP server."""
 
     name = "kubeflow"
+    capabilities = capabilities.KUBEFLOW
 
     def __init__(self, access: Access, store: str = "", api: Callable[[], Api] = Api.of_this_process) -> None:
         """`store`: URL of the store with the steps' outcomes; default: the one that a run names. `api`: makes the

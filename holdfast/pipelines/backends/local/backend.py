@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.pipelines.backends import capabilities
 from holdfast.pipelines.backends.interface import CANCELED, FAILED, RUNNING, SUCCEEDED, RunStatus, is_step
 from holdfast.pipelines.backends.record import Record, find_record, log_file, read_record, sweep_records
 from holdfast.pipelines.backends.request import RunRequest
@@ -38,6 +39,7 @@ class Local:
     """The runs of this machine in one store."""
 
     name = "local"
+    capabilities = capabilities.LOCAL
 
     def __init__(self, store: str = "") -> None:
         self._url = store_root(store) if store else store_url()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from holdfast.pipelines.backends import capabilities
 from holdfast.pipelines.backends.interface import (
     CANCELED,
     FAILED,
@@ -43,6 +44,7 @@ class Ray:
     """The Ray cluster with the Jobs API at an address."""
 
     name = "ray"
+    capabilities = capabilities.RAY
 
     def __init__(self, store: str = "", endpoint: str = "") -> None:
         """`store`: URL of the store with the steps' outcomes; `endpoint`: of the Jobs API."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.launch.launches import avoided_nodes
+from holdfast.pipelines.backends import capabilities
 from holdfast.pipelines.backends.interface import (
     CANCELED,
     RUNNING,
@@ -133,6 +134,7 @@ class Slurm:
     """The Slurm of this machine's commands, and this user's chains in it."""
 
     name = "slurm"
+    capabilities = capabilities.SLURM
 
     def __init__(self, store: str = "") -> None:
         """`store`: URL of the store with the steps' outcomes."""
