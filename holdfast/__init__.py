@@ -1,6 +1,6 @@
-"""Holdfast: LLM training pipelines on Kubeflow and Argo that survive anything.
+"""Holdfast: LLM training pipelines on Kubeflow and Argo that resume bit for bit.
 
-The one import name of the distribution; `run`, `submit`, `runs`, `Run` and `Spec` are for scripts and notebooks. In the
+The one import name of the distribution. The names of `__all__` are for scripts and notebooks. In the
 repository the top-level `components` and `pipelines` are links to the folders of these names here.
 """
 
@@ -9,9 +9,55 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from holdfast.api import Checkpoint, Report, Run, RunFailedError, Spec, load_spec, run, runs, submit
+    from holdfast.api import (
+        Checkpoint,
+        ClusterOptions,
+        Location,
+        Report,
+        Run,
+        RunFailedError,
+        RunState,
+        Spec,
+        Stopped,
+        Submission,
+        backend_runs,
+        comparison,
+        diff_runs,
+        load_spec,
+        preview,
+        request,
+        resume,
+        run,
+        run_state,
+        runs,
+        stop,
+        submit,
+    )
 
-__all__ = ["Checkpoint", "Report", "Run", "RunFailedError", "Spec", "load_spec", "run", "runs", "submit"]
+__all__ = [
+    "Checkpoint",
+    "ClusterOptions",
+    "Location",
+    "Report",
+    "Run",
+    "RunFailedError",
+    "RunState",
+    "Spec",
+    "Stopped",
+    "Submission",
+    "backend_runs",
+    "comparison",
+    "diff_runs",
+    "load_spec",
+    "preview",
+    "request",
+    "resume",
+    "run",
+    "run_state",
+    "runs",
+    "stop",
+    "submit",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -166,6 +166,17 @@ class SpecError(HoldfastError):
         super().__init__("\n".join([f"{source}: {count}", *(f"  {problem}" for problem in problems)]))
 
 
+class UsageError(HoldfastError):
+    """A command or a call with arguments that do not fit together."""
+
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, message: str, field: str = "", remedy: str = "") -> None:
+        self.field, self.remedy = field, remedy  # the argument, such as --backend, and what to do
+        named = f"{field}: {message}" if field else message
+        super().__init__(f"{named}; {remedy}" if remedy else named)
+
+
 class DataError(HoldfastError):
     """A source, tokenizer or shard that cannot be used in its present form."""
 

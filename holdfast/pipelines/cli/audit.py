@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+from holdfast import api
+from holdfast.api.run_handle import trained_spec
 from holdfast.pipelines.cli.options import AsJson, Overrides, RunName, StoreRoot, open_chosen, out, print_json
-from holdfast.spec.errors import ExitCode, MissingError
-
-if TYPE_CHECKING:
-    from holdfast.pipelines.view.catalog import RunRecord
-    from holdfast.spec import Spec
-    from holdfast.store import Store
+from holdfast.spec.errors import ExitCode
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,17 +38,14 @@ def batch(
 
     Example: holdfast audit batch 3f2a 1200 --micro-batch 3 --text
     """
-    from holdfast.corpus.batch import batch_of
     from holdfast.pipelines.view.audit import print_batch
-    from holdfast.pipelines.view.catalog import find_run
 
-    opened = open_chosen(store)
-    record = find_run(opened, run)
-    found = batch_of(opened, spec_of(opened, record), record.dataset_id, step, micro_batch)
+    record = api.Run(run, store)
+    found = record.batch(step, micro_batch)
     if as_json:
         print_json(found)
         return
-    print_batch(record.run_id, found, text)
+    print_batch(record.id, found, text)
 
 
 @app.command()
@@ -73,16 +67,13 @@ def diff(
 
     Example: holdfast audit diff 3f2a 9b1c
     """
-    from holdfast.checkpoint.tools import Side, find_divergence
     from holdfast.pipelines.view.audit import asked_differently, print_parting
-    from holdfast.pipelines.view.catalog import find_run
     from holdfast.pipelines.view.checkpoints import bytes_read
 
-    stores = open_chosen(store), open_chosen(other_store or store)
-    records = [find_run(opened, wanted) for opened, wanted in zip(stores, (one, other), strict=True)]
-    sides = [Side(opened, record.run_id) for opened, record in zip(stores, records, strict=True)]
+    runs = api.Run(one, store), api.Run(other, other_store or store)
+    records = [run.record() for run in runs]
     with bytes_read("compared", quiet=as_json) as progress:
-        found = find_divergence(sides[0], sides[1], progress)
+        found = api.diff_runs(*runs, progress)
     asked = asked_differently(records[0], records[1])
     if as_json:
         print_json({"equal": found.none, "divergence": found, "asked": asked})
@@ -105,11 +96,7 @@ def fork(
 
     Example: holdfast fork 3f2a --to 1200 --set training.optimizer.learning_rate=1.0e-4
     """
-    from holdfast.pipelines.fork import fork_run
-    from holdfast.pipelines.view.catalog import find_run
-
-    opened = open_chosen(store)
-    made = fork_run(opened, find_run(opened, run), to, overrides or ())
+    made = api.Run(run, store).fork(to, overrides or ())
     if as_json:
         print_json(made)
         return
@@ -174,7 +161,7 @@ def replay(
     first, last = int(low), int(high or low)
     with steps_done(quiet=as_json) as progress:
         found = replay_steps(
-            opened, record.run_id, spec_of(opened, record), first, last, anyway=anyway, progress=progress
+            opened, record.run_id, trained_spec(opened, record), first, last, anyway=anyway, progress=progress
         )
     if as_json:
         print_json({"equal": found.none, "replay": found})
@@ -195,7 +182,7 @@ def _sampled(
     opened = open_chosen(store)
     if run:
         record = find_run(opened, run)
-        specs = {record.run_id: spec_of(opened, record)}
+        specs = {record.run_id: trained_spec(opened, record)}
     else:
         since = time.time() - within * 3600
         lately = (each for each in all_runs(opened) if each.changed >= since and each.checkpoints)
@@ -207,12 +194,3 @@ def _sampled(
     else:
         print_audit(found)
     raise typer.Exit(int(found.code))
-
-
-def spec_of(store: Store, record: RunRecord) -> Spec:
-    """The spec of a run. Raises MissingError for one that was never trained."""
-    from holdfast.spec import Spec
-
-    if not record.spec:
-        raise MissingError(f"run {record.run_id}: {store.url} has no spec of it, because it was never trained")
-    return Spec.model_validate(record.spec)

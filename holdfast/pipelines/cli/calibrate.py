@@ -12,8 +12,6 @@ from holdfast.pipelines.cli.options import AsJson, out, print_json
 if TYPE_CHECKING:
     from holdfast.planning.calibration import Calibration
 
-MEASURED = ("cpu", "nvidia", "amd")  # kinds of accelerators that the measurement can synchronize with
-
 
 def calibrate(
     ranks: Annotated[
@@ -43,19 +41,10 @@ def calibrate(
 
     Example: holdfast calibrate --ranks 2
     """
-    import os
-
-    from holdfast.pipelines.measure import calibrate as measure
+    from holdfast.api.machines import calibrate as measure
     from holdfast.pipelines.view.planning import print_calibration
-    from holdfast.planning import calibration
 
-    if accelerator not in MEASURED:
-        raise typer.BadParameter(f"{accelerator}: use one of {', '.join(MEASURED)}", param_hint="--accelerator")
-    if ranks is None and accelerator != "cpu":
-        raise typer.BadParameter("give the number of accelerators of this machine", param_hint="--ranks")
-    found = measure(ranks or len(os.sched_getaffinity(0)), accelerator)
-    path = file or calibration.default_path()
-    calibration.write(found, path)
+    found, path = measure(ranks, accelerator, file)
     if as_json:
         print_json(_as_json(found, path))
         return

@@ -33,19 +33,16 @@ def chaos(
 
     Example: holdfast chaos examples/quickstart.yaml
     """
-    from holdfast.pipelines.chaos import compare
+    from holdfast.api import machines
     from holdfast.pipelines.view.chaos import Teller
-    from holdfast.spec.load import load_spec
 
-    checked = load_spec(spec, overrides or ())
-    asked = compare.Chaos(
-        spec, overrides or (), steps or min(checked.training.steps, compare.STEPS),
-        compare.draw_seed() if seed is None else seed, minutes, compare.known_faults(faults), store,
-    )  # fmt: skip
+    asked = machines.chaos(
+        spec, overrides=overrides or (), steps=steps, seed=seed, minutes=minutes, faults=faults, store=store
+    )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up, as Ctrl-C does
     with Teller(asked, to_stderr=as_json) as teller:
         try:
-            compare.run_with_faults(asked, teller.tell)
+            machines.run_with_faults(asked, teller.tell)
         finally:
             if as_json and asked.calm is not None:
                 print_json(_as_json(asked))

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import shlex
 from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from holdfast.pipelines.cli.options import AsJson, Overrides, RunName, SpecFile, StoreRoot, open_chosen, out, print_json
-from holdfast.spec.errors import ExitCode, MissingError
-
-if TYPE_CHECKING:
-    from holdfast.checkpoint import Checkpoint
-    from holdfast.dataset import Dataset
-    from holdfast.spec import Spec
-    from holdfast.store import Store
+from holdfast.api import checkpoints
+from holdfast.pipelines.cli.options import AsJson, RunName, SpecOptions, StoreRoot, open_chosen, out, print_json
+from holdfast.spec.errors import ExitCode
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -58,16 +52,13 @@ def list_(run: RunName, store: StoreRoot = "", as_json: AsJson = False) -> None:
 
     Example: holdfast checkpoints list 3f2a
     """
-    from holdfast.checkpoint.tools import list_checkpoints, retention_of
     from holdfast.pipelines.view.checkpoints import print_list
 
-    opened = open_chosen(store)
-    identity = _run_id(opened, _all_of(run))
-    found = list_checkpoints(opened, identity, retention_of(opened, identity))
+    found = checkpoints.list_checkpoints(run, store)
     if as_json:
         print_json(found)
         return
-    print_list(identity, found)
+    print_list(checkpoints.run_id_of(open_chosen(store), run), found)
 
 
 @app.command()
@@ -80,7 +71,7 @@ def show(checkpoint: AtStep, store: StoreRoot = "", as_json: AsJson = False) -> 
     """
     from holdfast.pipelines.view.checkpoints import print_checkpoint
 
-    found = _open(open_chosen(store), checkpoint)
+    found = checkpoints.open_checkpoint(checkpoint, store)
     if as_json:
         print_json(found.manifest.model_dump(mode="json"))
         return
@@ -96,28 +87,14 @@ def verify(checkpoint: AtStep, store: StoreRoot = "", as_json: AsJson = False) -
 
     Example: holdfast checkpoints verify 3f2a
     """
-    from holdfast.checkpoint.retention import checkpoint_times
-    from holdfast.checkpoint.tools import verify as verified
-    from holdfast.pipelines.exports import exports_of, verify_export
     from holdfast.pipelines.view.checkpoints import bytes_read, print_verified
 
-    opened = open_chosen(store)
-    wanted, at, _ = checkpoint.partition("@")
-    identity = _run_id(opened, wanted)
-    steps = [_step(opened, identity, checkpoint)] if at else list(checkpoint_times(opened, identity))
-    if not steps:
-        raise MissingError(f"run {identity} has no checkpoint in {opened.url} yet")
     found = []
-    for step in steps:
-        with bytes_read(f"step {step}", quiet=as_json) as progress:
-            found.append(verified(opened, identity, step, progress))
-        if not as_json:
-            print_verified(found[-1])
-    for export in exports_of(opened, identity, steps if at else None):
-        with bytes_read("exported model", quiet=as_json) as progress:
-            found.append(verify_export(opened, identity, export, progress))
-        if not as_json:
-            print_verified(found[-1])
+    with bytes_read("verified", quiet=as_json) as progress:
+        for each in checkpoints.verify(checkpoint, store, progress):
+            found.append(each)
+            if not as_json:
+                print_verified(each)
     if as_json:
         print_json(found)
     if any(each.damages for each in found):
@@ -144,13 +121,12 @@ def diff(
 
     Example: holdfast checkpoints diff 3f2a@1200 9b1c@1200
     """
-    from holdfast.checkpoint.tools import differences
     from holdfast.pipelines.view.checkpoints import bytes_read, print_difference
 
-    first = _open(open_chosen(store), one)
-    second = _open(open_chosen(other_store or store), other)
-    with first.marked(), second.marked(), bytes_read("compared", quiet=as_json) as progress:
-        found = differences(first, second, progress)
+    first = checkpoints.open_checkpoint(one, store)
+    second = checkpoints.open_checkpoint(other, other_store or store)
+    with bytes_read("compared", quiet=as_json) as progress:
+        found = checkpoints.diff_checkpoints(first, second, progress)
     if as_json:
         print_json({"equal": found.none, "difference": found})
     else:
@@ -171,11 +147,7 @@ def pin(
 
     Example: holdfast checkpoints pin 3f2a@1200 --reason "the figures of the paper"
     """
-    from holdfast.checkpoint import pin as pinned
-
-    opened = open_chosen(store)
-    identity, step = _at(opened, checkpoint)
-    pinned(opened, identity, step, name, reason)
+    identity, step = checkpoints.pin(checkpoint, owner=name, reason=reason, store=store)
     out(f"step {step} of run {identity} is pinned by {name}; to unpin it: holdfast checkpoints unpin {identity}@{step}")
 
 
@@ -187,11 +159,7 @@ def unpin(checkpoint: AtStep, name: Pinner = "person", store: StoreRoot = "") ->
 
     Example: holdfast checkpoints unpin 3f2a@1200
     """
-    from holdfast.checkpoint import unpin as unpinned
-
-    opened = open_chosen(store)
-    identity, step = _at(opened, checkpoint)
-    unpinned(opened, identity, step, name)
+    identity, step = checkpoints.unpin(checkpoint, owner=name, store=store)
     out(f"step {step} of run {identity} is no longer pinned by {name}")
 
 
@@ -208,12 +176,9 @@ def gc(
 
     Example: holdfast checkpoints gc 3f2a --dry-run
     """
-    from holdfast.checkpoint.tools import collect_now, retention_of
     from holdfast.pipelines.view.checkpoints import print_collected
 
-    opened = open_chosen(store)
-    identity = _run_id(opened, _all_of(run))
-    found = collect_now(opened, identity, retention_of(opened, identity), dry_run=dry_run)
+    identity, found = checkpoints.collect_garbage(run, dry_run=dry_run, store=store)
     if as_json:
         print_json(found)
         return
@@ -238,30 +203,19 @@ def export(
 
     Example: holdfast checkpoints export 3f2a@1200 model/ --to hf
     """
-    from holdfast.exchange import export_dcp, export_hugging_face
-    from holdfast.pipelines.paths import store_root
     from holdfast.pipelines.view.checkpoints import bytes_read
-    from holdfast.store import open_store
 
-    opened = open_chosen(store)
-    found = _open(opened, checkpoint)
-    with found.marked(), bytes_read("written", quiet=as_json) as progress:
-        if to is Target.DCP:
-            if "://" in destination:
-                raise typer.BadParameter(f"{destination}: --to dcp writes only to a folder of this machine")
-            export_dcp(found, Path(destination), progress)
-        else:
-            spec, dataset = _described(opened, found.manifest.run_id, found.manifest.dataset_id)
-            export_hugging_face(found, spec, dataset, open_store(store_root(destination)), progress)
+    with bytes_read("written", quiet=as_json) as progress:
+        run_id, step = checkpoints.export_checkpoint(checkpoint, destination, to.value, store, progress)
     if as_json:
-        print_json({"run_id": found.manifest.run_id, "step": found.step, "to": to.value, "at": destination})
+        print_json({"run_id": run_id, "step": step, "to": to.value, "at": destination})
         return
-    out(f"step {found.step} of run {found.manifest.run_id} is in {destination}")
+    out(f"step {step} of run {run_id} is in {destination}")
 
 
 @app.command("import")
 def import_(
-    spec: SpecFile,
+    spec: SpecOptions,
     source: Annotated[str, typer.Argument(metavar="FOLDER", help="State to import.", show_default=False)],
     origin: Annotated[
         Origin,
@@ -272,7 +226,6 @@ def import_(
         ),
     ],
     step: Annotated[int, typer.Option(min=0, help="Optimizer steps that made the state.")] = 0,
-    overrides: Overrides = None,
     store: StoreRoot = "",
     as_json: AsJson = False,
 ) -> None:
@@ -283,90 +236,18 @@ def import_(
 
     Example: holdfast checkpoints import spec.yaml llama-1b/ --from hf
     """
-    from holdfast import exchange
-    from holdfast.pipelines.backends.local.run import identified
     from holdfast.pipelines.view.checkpoints import bytes_read
-    from holdfast.spec.load import load_spec
 
-    made = identified(load_spec(spec, overrides or ()), store)
-    found: exchange.Source
-    if origin is Origin.HF:
-        found = exchange.HuggingFace(source)
-    elif origin is Origin.DCP:
-        found = exchange.DistributedCheckpoint(Path(source))
-    else:
-        found = exchange.UniversalCheckpoint(Path(source))
     with bytes_read("imported", quiet=as_json) as progress:
-        told = exchange.import_checkpoint(made.spec, made.dataset_id, found, made.store, step=step, progress=progress)
+        told = checkpoints.import_checkpoint(
+            spec.load(), source, origin.value, step=step, store=store, progress=progress
+        )
     if as_json:
         print_json(told)
         return
     what = "weights and moments" if told.moments else "weights; the moments start at zero"
     out(f"run {told.run_id} {'already has' if told.again else 'starts with'} {source} as its step {told.step} ({what})")
-    repeated = [word for each in overrides or () for word in ("--set", each)] + (["--store", store] if store else [])
-    out(f"to continue: {shlex.join(['holdfast', 'run', str(spec), *repeated, '--salt', told.salt])}")
-
-
-def _described(store: Store, identity: str, dataset_id: str) -> tuple[Spec, Dataset]:
-    """The spec of a run and its dataset. Raises MissingError."""
-    from holdfast.dataset import Dataset
-    from holdfast.pipelines.view.catalog import read_run
-    from holdfast.runtime.environment import cache_dir
-    from holdfast.spec import Spec
-
-    record = read_run(store, identity)
-    if record is None or not record.spec:
-        raise MissingError(
-            f"run {identity}: {store.url} has no spec of it, because it was never trained; export it with --to dcp"
-        )
-    return Spec.model_validate(record.spec), Dataset.open(store, dataset_id, cache_dir())
-
-
-def _all_of(run: str) -> str:
-    """The same name of a run. Raises BadParameter if it has a step."""
-    name, at, _ = run.partition("@")
-    if at:
-        raise typer.BadParameter(
-            f"{run!r} names one checkpoint, but this command takes a run: write {name}. To show the checkpoint: "
-            f"holdfast checkpoints show {run}",
-            param_hint="RUN",
-        )
-    return run
-
-
-def _run_id(store: Store, wanted: str) -> str:
-    """The id of the run that `wanted` names. Raises MissingError."""
-    from holdfast.checkpoint.retention import checkpoint_times
-    from holdfast.pipelines.view.catalog import find_run
-
-    return wanted if checkpoint_times(store, wanted) else find_run(store, wanted).run_id
-
-
-def _at(store: Store, checkpoint: str) -> tuple[str, int]:
-    """The run and the step that RUN[@STEP] names."""
-    identity = _run_id(store, checkpoint.partition("@")[0])
-    return identity, _step(store, identity, checkpoint)
-
-
-def _step(store: Store, identity: str, checkpoint: str) -> int:
-    from holdfast.checkpoint.lineage import newest_step
-    from holdfast.checkpoint.retention import checkpoint_times
-
-    _, at, step = checkpoint.partition("@")
-    steps = list(checkpoint_times(store, identity))
-    if not steps:
-        raise MissingError(f"run {identity} has no checkpoint in {store.url} yet")
-    if not at:
-        return newest_step(store, identity) or steps[-1]
-    if not step.isdecimal():
-        raise typer.BadParameter(f"{checkpoint!r} is not RUN@STEP, such as {identity}@{steps[-1]}")
-    if int(step) not in steps:
-        has = ", ".join(map(str, steps))
-        raise MissingError(f"run {identity} has no checkpoint at step {step} in {store.url} (it has: {has})")
-    return int(step)
-
-
-def _open(store: Store, checkpoint: str) -> Checkpoint:
-    from holdfast.checkpoint import open_checkpoint
-
-    return open_checkpoint(store, *_at(store, checkpoint))
+    repeated = [word for each in spec.overrides or () for word in ("--set", each)] + (
+        ["--store", store] if store else []
+    )
+    out(f"to continue: {shlex.join(['holdfast', 'run', str(spec.path), *repeated, '--salt', told.salt])}")

@@ -54,14 +54,14 @@ def doctor(
 
     Example: holdfast doctor examples/gpu.yaml --namespace holdfast
     """
+    from holdfast.api.machines import Location
+    from holdfast.api.machines import doctor as examine
     from holdfast.pipelines import doctor
-    from holdfast.pipelines.backends import require_known
     from holdfast.spec.load import load_spec
 
-    if backend:
-        require_known(backend)
     checked = load_spec(spec, overrides or ()) if spec else None
-    findings = list(doctor.examine(checked, namespace, store, backend, service_account, all_))
+    place = Location(backend, store, namespace=namespace)
+    findings = examine(checked, at=place, service_account=service_account, everything=all_)
     out(json.dumps(doctor.as_json(findings), indent=2) if as_json else doctor.print_findings(findings))
     raise typer.Exit(int(doctor.exit_code(findings)))
 

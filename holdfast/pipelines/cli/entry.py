@@ -101,7 +101,7 @@ GROUPS: dict[str, tuple[str, typer.Typer]] = {
 }
 for panel, commands in PANELS.items():
     for name, command in commands.items():
-        app.command(name, rich_help_panel=panel)(with_options(command))
+        app.command(name, rich_help_panel=panel)(command)
 for name, (panel, group) in GROUPS.items():
     app.add_typer(group, name=name, rich_help_panel=panel)
 
@@ -118,6 +118,7 @@ def _flowing(text: str) -> str:
 for each in [one for some in (app, *(group for _, group in GROUPS.values())) for one in some.registered_commands]:
     assert each.callback is not None, each.name
     each.help = _flowing(each.callback.__doc__ or "")
+    each.callback = with_options(each.callback)
 
 
 def main() -> None:
@@ -167,11 +168,19 @@ def _refuse(error: HoldfastError, as_json: bool) -> NoReturn:
 
 
 def _as_json(error: Exception, code: ExitCode) -> dict[str, Any]:
-    """A failure as JSON. For a refused spec it has each problem separately."""
-    told: dict[str, Any] = {"code": int(code), "name": code.name, "retryable": code.retryable}
-    told["message"] = redact(error.format_message() if hasattr(error, "format_message") else str(error))
-    told["problems"] = [asdict(problem) for problem in error.problems] if isinstance(error, SpecError) else []
-    return {"error": told}
+    """A failure as JSON: code, message, the field or option, and the remedy. A refused spec has all its problems."""
+    problems = error.problems if isinstance(error, SpecError) else []
+    first = problems[0] if problems else error
+    hint = getattr(error, "param_hint", None)  # of a wrong command line
+    return {
+        "error": {
+            "code": int(code), "name": code.name, "retryable": code.retryable,
+            "message": redact(error.format_message() if hasattr(error, "format_message") else str(error)),
+            "field": str(getattr(first, "field", "") or (hint if isinstance(hint, str) else "")),
+            "remedy": redact(str(getattr(first, "remedy", ""))),
+            "problems": [asdict(problem) for problem in problems],
+        }
+    }  # fmt: skip
 
 
 def _leave(code: ExitCode) -> NoReturn:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from holdfast.pipelines.cli.options import AsJson, Overrides, StoreRoot, err, out
-
-if TYPE_CHECKING:
-    from holdfast.health import Report
-    from holdfast.spec import Spec
 
 
 def health(
@@ -53,50 +49,14 @@ def health(
 
     Example: holdfast health examples/gpu.yaml --seconds 10
     """  # fmt: skip
+    from holdfast.api.machines import health as examine
     from holdfast.pipelines.view.health import print_report
     from holdfast.spec.load import load_spec
 
     checked = load_spec(spec, overrides or ()) if spec else None
-    ranks = processes or (checked.parallel.processes if checked else 2)
-    kind = accelerator or (checked.cluster.accelerator if checked else "cpu")
-    report, code, why = _examined(checked, ranks, kind, seconds, _store(store, checked))
-    if report is None:
-        err(f"error: the health check did not finish: {why}")
+    found = examine(checked, ranks=processes, accelerator=accelerator, seconds=seconds, store=store)
+    if found.report is None:
+        err(f"error: the health check did not finish: {found.reason}")
     else:
-        out(report.model_dump_json(indent=2) if as_json else print_report(report))
-    raise typer.Exit(code)
-
-
-def _store(chosen: str, spec: Spec | None) -> str:
-    from holdfast.pipelines.paths import store_root
-    from holdfast.runtime.environment import store_url
-
-    return store_root(chosen) if chosen else store_url(spec)
-
-
-def _examined(spec: Spec | None, ranks: int, kind: str, seconds: float, store: str) -> tuple[Report | None, int, str]:
-    """The report of a gang on this machine, its exit code, and without a report the end of its log."""
-
-    from holdfast.health import Report
-    from holdfast.launch import Job, LocalLauncher
-    from holdfast.launch.accelerators import ACCELERATORS
-    from holdfast.runtime.temporary import temporary_folder
-    from holdfast.spec.cluster import Cluster
-    from holdfast.spec.errors import Problem, SpecError
-
-    if kind not in ACCELERATORS:
-        raise SpecError([Problem("--accelerator", kind, "is not known", f"use one of {', '.join(ACCELERATORS)}")])
-    cluster = (spec.cluster if spec else Cluster()).model_copy(update={"accelerator": kind})
-    with temporary_folder("health") as folder:
-        path = Path(folder) / "report.json"
-        command = ["-m", "holdfast.health.program", "--accelerator", kind, "--seconds", str(seconds),
-                   "--store", store, "--report", str(path)]  # fmt: skip
-        launcher = LocalLauncher(Path(folder))
-        threads = spec.parallel.threads if spec else 1
-        try:
-            ending = launcher.run(Job("health", "health", 0, command, ranks, threads, 5.0, cluster))
-        finally:
-            launcher.close()
-        if path.exists():
-            return Report.model_validate_json(path.read_text(encoding="utf-8")), ending.code, ""
-        return None, ending.code, "\n".join(ending.log_tail[-10:]) or ending.detail
+        out(found.report.model_dump_json(indent=2) if as_json else print_report(found.report))
+    raise typer.Exit(found.code)

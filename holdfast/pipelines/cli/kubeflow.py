@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from holdfast.api import ClusterOptions
 from holdfast.pipelines.cli.options import (
     AsJson,
     DryRun,
@@ -20,7 +21,7 @@ from holdfast.pipelines.cli.options import (
     Namespace,
     Overrides,
     ServiceAccount,
-    SpecFile,
+    SpecOptions,
     err,
     out,
     print_json,
@@ -30,7 +31,6 @@ from holdfast.spec.errors import ExitCode
 
 if TYPE_CHECKING:
     from holdfast.pipelines.backends.kubeflow.connection import Server
-    from holdfast.spec import Spec
 
 Store = Annotated[
     str,
@@ -42,8 +42,7 @@ Store = Annotated[
 
 
 def upload(
-    spec: SpecFile,
-    overrides: Overrides = None,
+    spec: SpecOptions,
     image: Image = "",
     endpoint: Endpoint = "",
     namespace: Namespace = "",
@@ -56,11 +55,12 @@ def upload(
 
     Example: holdfast upload examples/cluster-cpu.yaml --endpoint http://localhost:8888
     """
-    from holdfast.pipelines.backends.kubeflow.upload import upload as uploaded
+    from holdfast.api.specs import connect
+    from holdfast.api.specs import upload as uploaded
 
-    checked = _spec(spec, overrides)
-    server = _connect(endpoint, namespace, dry_run)
-    made = uploaded(server, checked, image or None)
+    checked = spec.load()
+    server = connect(ClusterOptions(endpoint=endpoint, namespace=namespace), dry_run=dry_run)
+    made = uploaded(checked, server, image)
     if _shown(server, as_json):
         return
     link = server.link("pipelines", f"{made.pipeline_id}/version/{made.version_id}")
@@ -96,19 +96,19 @@ def schedule(
 
     Example: holdfast schedule examples/cluster-cpu.yaml --set schedule.cron='0 3 * * 1'
     """
-    from holdfast.pipelines.backends.kubeflow import schedule as schedules
-    from holdfast.pipelines.backends.request import RunRequest, identify_request
+    from holdfast.api import specs
 
     if sum((list_, pause, delete)) > 1 or list_ == (spec is not None):
         raise typer.BadParameter("use SPEC alone, SPEC with either --pause or --delete, or --list alone")
+    options = ClusterOptions(image, service_account, endpoint, namespace)
     if spec is None:
-        _list(_connect(endpoint, namespace), as_json)
+        _list(specs.connect(options), as_json)
         return
-    checked = _spec(spec, overrides)
+    checked = SpecOptions(spec, overrides).load()
     if pause or delete:
-        server = _connect(endpoint, namespace, dry_run)
-        paused = schedules.pause(server, checked.name) if pause else []
-        removed, kept = schedules.delete(server, checked.name) if delete else ((), ())
+        server = specs.connect(options, dry_run=dry_run)
+        paused = specs.pause_schedule(checked, server) if pause else []
+        removed, kept = specs.delete_schedule(checked, server) if delete else ((), ())
         if _shown(server, as_json):
             return
         if as_json:
@@ -117,10 +117,8 @@ def schedule(
             out(f"{checked.name}: {'paused' if paused else 'paused already'}" if pause else f"{checked.name}: deleted")
             _say_former(removed if pause else (), kept)
         return
-    schedules.trigger_of(checked, controller_timezone)  # refuses a schedule that KFP cannot keep, before anything else
-    wanted = identify_request(RunRequest(checked, store, service_account=service_account, image=image))
-    server = _connect(endpoint, namespace, dry_run)
-    made = schedules.schedule(server, wanted, controller_timezone=controller_timezone)
+    server = specs.connect(options, dry_run=dry_run)
+    made = specs.schedule(checked, server, store=store, options=options, timezone=controller_timezone)
     if _shown(server, as_json):
         return
     if as_json:
@@ -128,18 +126,6 @@ def schedule(
     else:
         out(f"{checked.name}: {made.when}{'' if made.created else ' (exists already)'}\n  {made.link}")
         _say_former(made.removed, made.kept)
-
-
-def _spec(path: Path, overrides: Sequence[str] | None) -> Spec:
-    from holdfast.spec.load import load_spec
-
-    return load_spec(path, overrides or ())
-
-
-def _connect(endpoint: str, namespace: str, dry_run: bool = False) -> Server:
-    from holdfast.pipelines.backends.kubeflow.connection import Access, Server
-
-    return Server(Access.from_environment(endpoint, namespace), dry=dry_run)
 
 
 def _shown(server: Server, as_json: bool) -> bool:
@@ -165,9 +151,9 @@ def _say_former(removed: Sequence[str], kept: Sequence[str]) -> None:
 
 
 def _list(server: Server, as_json: bool) -> None:
-    from holdfast.pipelines.backends.kubeflow.schedule import entries
+    from holdfast.api.specs import schedules
 
-    found = entries(server)
+    found = schedules(server)
     if as_json:
         print_json(found)
         return

@@ -10,20 +10,17 @@ import typer
 from holdfast.pipelines.cli.options import (
     AsJson,
     DryRun,
-    Overrides,
-    SpecFile,
+    SpecOptions,
     StoreRoot,
     err,
-    open_chosen,
     out,
     print_json,
+    print_yaml,
 )
-from holdfast.spec.errors import HoldfastError
 
 if TYPE_CHECKING:
+    from holdfast.api.models import NewChampion
     from holdfast.serving import Published
-    from holdfast.store import Store
-    from holdfast.tracking import Champion
 
 
 app = typer.Typer(
@@ -42,11 +39,10 @@ def list_(store: StoreRoot = "", as_json: AsJson = False) -> None:
 
     Example: holdfast models list
     """
+    from holdfast.api.models import models
     from holdfast.pipelines.view.report import print_models
-    from holdfast.runtime.environment import mlflow_is_there
-    from holdfast.tracking import registered
 
-    found = registered(open_chosen(store)) if mlflow_is_there() else ()  # listing must not create an MLflow database
+    found = models(store)
     if as_json:
         print_json([{**asdict(version), "aliases": list(aliases)} for version, aliases in found])
         return
@@ -68,14 +64,9 @@ def promote(
 
     Example: holdfast models promote quickstart/3
     """
-    from holdfast.tracking import promote as promoted
+    from holdfast.api.models import promote as promoted
 
-    model, slash, number = version.rpartition("/")
-    if not slash or not model or not number.isdecimal():
-        raise typer.BadParameter(f"{version!r} is not MODEL/VERSION, such as quickstart/3")
-    opened = open_chosen(store)
-    champion = promoted(model, int(number), opened)
-    _follow(champion, opened, as_json)
+    _print_champion(promoted(version, store), as_json)
 
 
 @app.command()
@@ -90,17 +81,14 @@ def rollback(
 
     Example: holdfast models rollback quickstart
     """
-    from holdfast.tracking import rollback as rolled_back
+    from holdfast.api.models import rollback as rolled_back
 
-    opened = open_chosen(store)
-    champion = rolled_back(model, opened)
-    _follow(champion, opened, as_json)
+    _print_champion(rolled_back(model, store), as_json)
 
 
 @app.command()
 def serve(
-    spec: SpecFile,
-    overrides: Overrides = None,
+    spec: SpecOptions,
     store: StoreRoot = "",
     dry_run: DryRun = False,
     as_json: AsJson = False,
@@ -112,33 +100,22 @@ def serve(
 
     Example: holdfast models serve examples/cluster-cpu.yaml --set serving.kserve.namespace=models
     """
-    from holdfast.pipelines.cli.options import print_yaml
-    from holdfast.runtime.secrets import redact
-    from holdfast.serving import inference_service_of, publish
-    from holdfast.spec.errors import MissingError
-    from holdfast.spec.load import load_spec
-    from holdfast.tracking import champion, trusted_stores
+    from holdfast.api.models import serve as served
 
-    checked = load_spec(spec, overrides or ())
-    opened = open_chosen(store or checked.store or "")
-    found = champion(checked.registered_model, trusted_stores(checked, opened))
-    if found is None:
-        raise MissingError(f"registered model {checked.registered_model!r} has no champion: register or promote one")
-    serving = checked.serving
+    checked = spec.load()
+    made = served(checked, store=store, dry_run=dry_run)
+    found, serving = made.champion, checked.serving
     if serving.kserve is None and serving.model_registry is None:
         err("note: nothing to do: the spec's `serving` has neither kserve nor model_registry; see docs/serving.md")
     if dry_run:
-        if serving.model_registry is not None:
-            where = redact(serving.model_registry.url)
-            err(f"note: version {found.version} of {found.model} would be entered in {where}")
-        if serving.kserve is not None:
-            print_yaml([inference_service_of(checked, found)])
-        return
-    published = publish(checked, found, champion=True)
-    if as_json:
-        print_json({"champion": found, "published": published})
-    else:
-        _say(published)
+        if made.registry:
+            err(f"note: version {found.version} of {found.model} would be entered in {made.registry}")
+        if made.objects:
+            print_yaml(made.objects)
+    elif as_json:
+        print_json({"champion": found, "published": made.published})
+    elif made.published is not None:
+        _say(made.published)
 
 
 def ui(
@@ -180,39 +157,29 @@ def generate(
 
     Example: holdfast models generate quickstart@champion "def main("
     """
-    from holdfast.pipelines.view.models import locate
+    from holdfast.api.models import generate as continued
 
-    files = locate(model, open_chosen(store))
-    from holdfast.model.generate import generate as continued
-    from holdfast.model.hugging_face import load_exported
-
-    decoder, tokenizer = load_exported(files)
-    text = continued(decoder, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed)
+    text = continued(model, prompt, tokens=tokens, temperature=temperature, seed=seed, store=store)
     if as_json:
         print_json({"prompt": prompt, "text": text})
     else:
         out(prompt + text)
 
 
-def _follow(champion: Champion, store: Store, as_json: bool) -> None:
-    """Print the new champion, and update the systems that serve the model. If that fails, the alias has still moved."""
-    from holdfast.serving import publish, settings_of
-
-    try:
-        if not as_json:
-            out(f"{champion.model}@champion is version {champion.version}")
-        settings = settings_of(champion.model, store)
-        published = publish(settings, champion, champion=True) if settings is not None else None
-        if as_json:
-            print_json({"champion": champion, "published": published})
-        elif published is not None:
-            _say(published)
-    except HoldfastError as error:
-        if as_json:
-            print_json({"champion": champion, "published": None, "not_served": str(error)})
+def _print_champion(made: NewChampion, as_json: bool) -> None:
+    """Print the new champion and what serves it. Ends with the code of the error if it is not served."""
+    champion, error = made.champion, made.not_served
+    if as_json:
+        failed = {} if error is None else {"not_served": str(error)}
+        print_json({"champion": champion, "published": made.published, **failed})
+    else:
+        out(f"{champion.model}@champion is version {champion.version}")
+        if made.published is not None:
+            _say(made.published)
+    if error is not None:
         err(f"error: version {champion.version} is the champion, and is not served yet: {error}\nwhen that is fixed: "
             "holdfast models serve SPEC")  # fmt: skip
-        raise typer.Exit(int(error.exit_code)) from None
+        raise typer.Exit(int(error.exit_code))
 
 
 def _say(published: Published) -> None:

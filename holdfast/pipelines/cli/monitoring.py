@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
+from holdfast import api
 from holdfast.pipelines.cli.options import (
     AsJson,
-    BackendOptions,
     RunName,
     StoreRoot,
     open_chosen,
@@ -29,12 +29,11 @@ def _backend_lines(run: str, store: str) -> tuple[list[str], bool]:
 
     Empty for a run of this machine, which reports that itself, and for a backend that cannot be reached.
     """
-    from holdfast.pipelines.cli.run_lookup import find_backend
     from holdfast.spec.errors import HoldfastError
 
     try:
-        target, there = find_backend(run, BackendOptions(store=store))
-        found = None if target.name == "local" else target.status(there)
+        target, there = api.find_backend(run, api.Location(store=store))
+        found = None if target.capabilities.foreground else target.status(there)
     except HoldfastError:
         return [], False
     if found is None:
@@ -106,18 +105,10 @@ def report(
 
 
 def _write_event_file(run: str, output: Path | None, store: str, as_json: bool) -> None:
-    from holdfast.pipelines.view.catalog import find_run
-    from holdfast.runtime.environment import home
-    from holdfast.telemetry import read_history
-    from holdfast.tracking.tensorboard import write
-
-    opened = open_chosen(store)
-    found = find_run(opened, run)
-    folder = output or home() / "tensorboard" / f"{found.name}-{found.run_id}"
-    verdicts = [] if found.verdict is None else [found.verdict]
-    path = write(folder, found.known_spec(opened), read_history(opened, found.run_id), verdicts)
+    found = api.Run(run, store)
+    path = found.write_tensorboard(output)
     if as_json:
-        print_json({"run_id": found.run_id, "file": path})
+        print_json({"run_id": found.id, "file": path})
     else:
         out(f"{path}\nto view it: tensorboard --logdir {shlex.quote(str(path.parent.parent))}")
 
@@ -138,23 +129,18 @@ def profile(
 
     Example: holdfast profile 3f2a --steps 100-110
     """
-    from holdfast.pipelines.view.catalog import find_run
-    from holdfast.pipelines.view.profiles import wait_for_trace
     from holdfast.pipelines.view.summary import place
-    from holdfast.telemetry.profiles import Window, ask, table_key
+    from holdfast.telemetry.profiles import table_key
 
-    window, opened = Window.of(steps), open_chosen(store)
-    found = find_run(opened, run)
-    begun = time.time()
-    ask(opened, found.run_id, window)
-    key = wait_for_trace(opened, found.run_id, begun) if wait else ""
+    found = api.Run(run, store)
+    key = found.profile(steps, wait=wait)
     if as_json:
-        print_json({"run_id": found.run_id, "steps": steps, "trace": key and place(opened, key)})
+        print_json({"run_id": found.id, "steps": steps, "trace": key and place(found.store, key)})
     elif key:
-        out(opened.get(table_key(key)).decode())
-        out(f"trace: {place(opened, key)}")
+        out(found.store.get(table_key(key)).decode())
+        out(f"trace: {place(found.store, key)}")
     else:
-        out(f"requested from run {found.run_id}; `holdfast show {found.run_id[:8]}` shows the trace once it is saved")
+        out(f"requested from run {found.id}; `holdfast show {found.id[:8]}` shows the trace once it is saved")
 
 
 def watch(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from holdfast.api import Location, open_store_at
 from holdfast.pipelines.backends import BACKENDS, VARIABLE
 from holdfast.runtime.output import without_controls
 from holdfast.runtime.secrets import redact
@@ -117,6 +118,11 @@ class BackendOptions:
     endpoint: Endpoint = ""
     namespace: Namespace = ""
 
+    @property
+    def location(self) -> Location:
+        """The same for the API."""
+        return Location(self.backend, self.store, self.endpoint, self.namespace)
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -161,11 +167,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def open_chosen(store: str) -> Store:
     """The store that --store names, else the default one."""
-    from holdfast.pipelines.paths import store_root
-    from holdfast.runtime.environment import store_url
-    from holdfast.store import open_store
-
-    return open_store(store_root(store) if store else store_url())
+    return open_store_at(store)
 
 
 def print_json(value: Any) -> None:

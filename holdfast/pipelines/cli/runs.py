@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.pipelines.backends import BACKENDS, open_backend
+from holdfast import api
+from holdfast.pipelines.backends import BACKENDS
 from holdfast.pipelines.cli.options import (
     AsJson,
     BackendOptions,
@@ -25,10 +26,8 @@ from holdfast.pipelines.cli.options import (
     out,
     print_json,
 )
-from holdfast.pipelines.cli.run_lookup import find_backend
 
 if TYPE_CHECKING:
-    from holdfast.pipelines.backends.interface import RunStatus
     from holdfast.pipelines.backends.record import Record
     from holdfast.pipelines.view.catalog import RunRecord
     from holdfast.store import Store
@@ -99,7 +98,7 @@ def runs(
 def _list_backend(where: BackendOptions, limit: int | None, as_json: bool) -> None:
     if not where.backend:
         raise typer.BadParameter("--endpoint and --namespace need it", param_hint="--backend")
-    found = open_backend(where.backend, store=where.store, endpoint=where.endpoint, namespace=where.namespace).list()
+    found = api.backend_runs(where.location)
     found = found[:limit] if limit else found
     if as_json:
         print_json(found)
@@ -146,10 +145,11 @@ def logs(
     if step and step_called(step) not in STEPS:
         raise typer.BadParameter(f"{step!r} is no step; use one of {', '.join(STEPS)}", param_hint="STEP")
     if raw:
-        target, there = find_backend(run, where)
+        target, there = api.find_backend(run, where.location)
         lines = target.logs(there, step, follow=follow)
     else:
-        lines = step_lines(*_kept(run, where.store), cache(lambda: find_backend(run, where)), step, follow=follow)
+        find = cache(lambda: api.find_backend(run, where.location))
+        lines = step_lines(*_kept(run, where.store), find, step, follow=follow)
     for name, line in lines:
         out(line if step else f"[{name}] {line}")
 
@@ -173,7 +173,7 @@ def _print_rank(run: str, rank: RankOptions, where: BackendOptions, follow: bool
 
     opened = open_chosen(where.store)
     found = find_run(opened, run).run_id
-    running = (lambda: goes_on(*find_backend(run, where))) if follow else None
+    running = (lambda: goes_on(*api.find_backend(run, where.location))) if follow else None
     for line in rank_lines(opened, found, rank.rank or 0, attempt=rank.attempt, launch=rank.launch, running=running):
         out(line)
 
@@ -185,26 +185,13 @@ def stop(run: RunName, where: BackendOptions, as_json: AsJson = False) -> None:
 
     Example: holdfast stop 3f2a
     """
-    target, there = find_backend(run, where)
-    found, ended = target.cancel(there)
-    jobs = [] if ended else _end_leftovers(run, where.store, found)
+    made = api.stop(run, at=where.location)
+    if made.unknown:
+        err(f"note: whether its training left a job on the cluster is not known ({made.unknown})")
     if as_json:
-        print_json({"run": found, "ended": ended, "jobs": jobs})
+        print_json({"run": made.run, "ended": made.ended, "jobs": made.jobs})
         return
-    stopping = ended or found.unfinished  # a run that was stopped a moment ago has not ended yet
-    out(f"{found.name}: {'is stopping' if stopping else f'has ended already, {found.state}'}")
-    for job in jobs:
+    stopping = made.ended or made.run.unfinished  # a run that was stopped a moment ago has not ended yet
+    out(f"{made.run.name}: {'is stopping' if stopping else f'has ended already, {made.run.state}'}")
+    for job in made.jobs:
         out(f"job {job}: is stopping; no launcher followed it any more")
-
-
-def _end_leftovers(run: str, store: str, status: RunStatus) -> list[str]:
-    from holdfast.pipelines.backends.cleanup import CLUSTERS, clean_up_cluster
-    from holdfast.pipelines.backends.record import find_record
-    from holdfast.spec.errors import HoldfastError
-
-    try:
-        record = find_record(open_chosen(store), run) if status.backend in CLUSTERS else None
-        return clean_up_cluster(record, status) if record is not None and record.id == status.id else []
-    except HoldfastError as error:
-        err(f"note: whether its training left a job on the cluster is not known ({error})")
-        return []

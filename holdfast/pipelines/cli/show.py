@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast import api
+from holdfast.pipelines.backends import BACKENDS, capabilities_of
 from holdfast.pipelines.cli.options import AsJson, BackendOptions, RunName, err, open_chosen, out, print_json
-from holdfast.pipelines.cli.run_lookup import find_backend
 from holdfast.pipelines.cli.runs import note_unreadable
 from holdfast.spec.errors import MissingError
 
@@ -57,7 +57,7 @@ def show(run: RunName, view: ViewOptions, where: BackendOptions, as_json: AsJson
     Example: holdfast show 3f2a
     """
     view.check()
-    if view.steps:
+    if view.steps or (where.endpoint and not (view.ledger or view.cost or view.spec)):
         _print_status(run, where, as_json)
     elif view.ledger:
         _print_ledger(run, where.store, as_json)
@@ -68,9 +68,9 @@ def show(run: RunName, view: ViewOptions, where: BackendOptions, as_json: AsJson
 
 
 def _print_summary(run: str, where: BackendOptions, whole_spec: bool, as_json: bool) -> None:
-    from holdfast.audit.records import read_audits
     from holdfast.pipelines.view.catalog import find_run
     from holdfast.pipelines.view.report import accounts, print_run
+    from holdfast.telemetry.audit_records import read_audits
 
     opened = open_chosen(where.store)
     try:
@@ -94,11 +94,11 @@ def _waiting(record: RunRecord, where: BackendOptions) -> RunStatus | None:
     """The status of a run of a cluster that has not ended, by its backend; None if it has ended or on an error."""
     from holdfast.spec.errors import HoldfastError
 
-    if record.result is not None or record.stopped or record.submission.get("backend", "local") == "local":
+    backend = record.submission.get("backend", "")
+    if record.result is not None or record.stopped or backend not in BACKENDS or capabilities_of(backend).foreground:
         return None
     try:
-        backend, there = find_backend(record.run_id, replace(where, backend=""))
-        return backend.status(there)
+        return api.run_state(record.run_id, replace(where.location, backend="")).status
     except HoldfastError as error:
         err(f"note: the state of the steps cannot be read ({error})")
         return None
@@ -106,19 +106,16 @@ def _waiting(record: RunRecord, where: BackendOptions) -> RunStatus | None:
 
 def _print_sweep(wanted: str, where: BackendOptions, store: Store, as_json: bool) -> bool:
     """Print the comparison of a sweep, or the steps of one without a comparison. Returns whether there is one."""
-    from holdfast.pipelines.backends.record import find_record
-    from holdfast.pipelines.view.comparison import find_comparison, print_comparison
-    from holdfast.pipelines.view.terminal import SafeConsole
+    from holdfast.pipelines.view.console import SafeConsole
+    from holdfast.pipelines.view.sweep import print_comparison
 
     try:
-        found = find_comparison(store, wanted)
+        found = api.comparison(wanted, store)
     except MissingError:
-        record = find_record(store, wanted)
-        if record is None or not record.trials:
-            return False
+        return False
+    if found is None:
         _print_status(wanted, where, as_json)
-        return True
-    if as_json:
+    elif as_json:
         print_json(found.model_dump(mode="json"))
     else:
         print_comparison(SafeConsole(), found, store)
@@ -126,16 +123,14 @@ def _print_sweep(wanted: str, where: BackendOptions, store: Store, as_json: bool
 
 
 def _print_status(run: str, where: BackendOptions, as_json: bool) -> None:
-    target, there = find_backend(run, where)
-    found = target.status(there)
-    # Without --store, an endpoint belongs to an unknown store.
-    reached, code, run_id = _stored(run, where.store) if where.store or not where.endpoint else (None, None, "")
-    if found.exit_code is None and not found.unfinished:
-        found = replace(found, exit_code=code)
+    found = api.run_state(run, where.location)
+    if found.note:
+        err(f"note: the progress of the training cannot be read ({found.note})")
     if as_json:
-        print_json({**asdict(found), "run_id": run_id, "progress": reached and asdict(reached)})
+        progress = found.progress and asdict(found.progress)
+        print_json({**asdict(found.status), "run_id": found.run_id, "progress": progress})
         return
-    _print_steps(found, run_id, reached)
+    _print_steps(found.status, found.run_id, found.progress)
 
 
 def _print_steps(found: RunStatus, run_id: str = "", reached: Reached | None = None) -> None:
@@ -153,59 +148,26 @@ def _print_steps(found: RunStatus, run_id: str = "", reached: Reached | None = N
         out(f"  {line}")
 
 
-def _stored(run: str, store: str) -> tuple[Reached | None, int | None, str]:
-    """Progress, exit code and run id, as far as the store has them. An unreachable store hides nothing else."""
-    from holdfast.pipelines.backends.progress import reached
-    from holdfast.pipelines.backends.record import find_record
-    from holdfast.spec.errors import HoldfastError
-
-    try:
-        opened = open_chosen(store)
-        record = find_record(opened, run)
-        if record is None or not record.run_id:
-            return None, None, ""
-        run_id = record.identity if record.identified or record.ran else ""
-        return reached(opened, record.identity), record.ending(opened).get("exit_code"), run_id
-    except HoldfastError as error:
-        err(f"note: the progress of the training cannot be read ({error})")
-        return None, None, ""
-
-
 def _print_ledger(run: str, store: str, as_json: bool) -> None:
-    from holdfast.pipelines.view.catalog import find_run
     from holdfast.pipelines.view.ledger import print_ledger
-    from holdfast.telemetry import read_events
-    from holdfast.telemetry.ledger import goes_on, ledger
 
-    opened = open_chosen(store)
-    found = find_run(opened, run).run_id
-    events = read_events(opened, found)
-    account = ledger(events, time.time() if goes_on(events) else None)
+    found = api.Run(run, store)
     if as_json:
-        print_json({"run_id": found, **account.as_json()})
+        print_json({"run_id": found.id, **found.ledger().as_json()})
         return
-    print_ledger(account)
+    print_ledger(found.ledger())
 
 
 def _print_cost(run: str, store: str, prices: list[str], as_json: bool) -> None:
-    from holdfast.pipelines.view.catalog import find_run
-    from holdfast.pipelines.view.ledger import cost_lines
-    from holdfast.telemetry import read_events
-    from holdfast.telemetry.cost import cost as cost_of
-    from holdfast.telemetry.ledger import goes_on, ledger
+    from holdfast.pipelines.view.cost import lines
 
     given = _prices(prices)
-    opened = open_chosen(store)
-    found = find_run(opened, run)
-    spec = found.known_spec(opened)
-    events = read_events(opened, found.run_id)
-    account = ledger(events, time.time() if goes_on(events) else None)
-    spent = cost_of(spec, events, account)
-    spent = replace(spent, prices=spent.prices.model_copy(update=given))
+    found = api.Run(run, store)
+    spent = found.cost(given)
     if as_json:
-        print_json({"run_id": found.run_id, **spent.as_json()})
+        print_json({"run_id": found.id, **spent.as_json()})
         return
-    for line in cost_lines(spent):
+    for line in lines(spent):
         out(line)
     for reason in spent.unknown:
         out(f"not known: {reason}")

@@ -29,8 +29,6 @@ def sweep(
 
     Example: holdfast sweep examples/quickstart.yaml --over training.optimizer.learning_rate=1e-3,3e-3
     """
-    from holdfast.pipelines.trials import grid
-
-    checked = spec.load()
-    trials = grid(checked, over or ())
-    submit(checked, where, options, dry_run=dry_run, as_json=as_json, trials=trials, at_once=at_once)
+    if not over:
+        raise typer.BadParameter("give a field and its values", param_hint="--over")
+    submit(spec, where, options, dry_run=dry_run, as_json=as_json, over=over, at_once=at_once)

@@ -65,8 +65,8 @@ def examine(
     - `service_account`: of the train step; default: the first known one that exists.
     """
     if backend in SCHEDULERS:
-        check = SCHEDULERS[backend]
-        yield from _looked(backend, lambda _: check(spec, store), None)
+        scheduler = SCHEDULERS[backend]
+        yield from _looked(backend, lambda _: scheduler(spec, store), None)
         yield from storage.check_store(store or store_url(spec), on_cluster=False)
         yield from storage.check_mlflow(tracking_uri(), on_cluster=False, spec=spec)
         return

@@ -22,7 +22,7 @@ from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root
 from holdfast.pipelines.view.catalog import RunRecord, all_runs, find_run, read_run
 from holdfast.runtime.environment import store_url
-from holdfast.spec.errors import MissingError
+from holdfast.spec.errors import HoldfastError, MissingError
 from holdfast.steps import STEPS
 from holdfast.store import Store, open_store
 
@@ -44,6 +44,7 @@ class Local:
     def __init__(self, store: str = "") -> None:
         self._url = store_root(store) if store else store_url()
         self.console: Console | None = None  # where a run shows its progress; default: standard output
+        self.again = ""  # the command that resumes a run, without its salt; default: `holdfast resume`
 
     def objects(self, request: RunRequest) -> list[dict[str, Any]]:
         """The nodes of the DAG in the order of their start, and the arguments of the steps."""
@@ -62,8 +63,13 @@ class Local:
         made = identified(request.spec, request.store, request.salt, request.replan)
         before = finished(made)
         self._url = made.store_url
-        code = go_on(made, again=f"holdfast resume {made.run_id}", console=self.console)
-        return replace(self.status(made.run_id), exit_code=int(code)), before is None
+        again = f"{self.again} --salt {made.salt}" if self.again and made.salt else self.again
+        code = go_on(made, again or f"holdfast resume {made.run_id}", self.console)
+        try:
+            status = self.status(made.run_id)
+        except HoldfastError as error:  # the store became unreachable
+            status = RunStatus(self.name, made.run_id, made.spec.name, FAILED, message=str(error))
+        return replace(status, exit_code=int(code)), before is None
 
     def status(self, run: str) -> RunStatus:
         """Whether it runs now, and otherwise its progress."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import socket
 import time
 from collections.abc import Iterable, Sequence
@@ -30,7 +29,7 @@ from holdfast.pipelines.view.summary import print_summary
 from holdfast.pipelines.view.terminal import Board, SafeConsole
 from holdfast.runtime.environment import log_dir, make_folder, mlflow_is_there, store_url
 from holdfast.runtime.temporary import temporary_folder
-from holdfast.spec import ExitCode, Spec, load_spec, run_id
+from holdfast.spec import ExitCode, Spec, run_id
 from holdfast.spec.errors import AccessDeniedError, DataError, MissingError, NoSpaceError
 from holdfast.spec.json_parsing import parse_json
 from holdfast.spec.load import dump_written
@@ -75,30 +74,12 @@ def identified(spec: Spec, store: str = "", salt: str = "", replan: bool = False
     )
 
 
-def run_locally(
-    spec_path: Path,
-    overrides: Sequence[str] = (),
-    *,
-    store: str = "",
-    fresh: bool = False,
-    salt: str = "",
-    replan: bool = False,
-    again: str = "the same command",
-    console: Console | None = None,
-) -> ExitCode:
-    """Run the spec at `spec_path` to its end, or show the summary immediately if it has finished before.
-
-    `fresh` draws a new salt, so that no earlier work counts; nothing is deleted. `again` is the command that resumes
-    this run. Returns OK, NOT_BLESSED or the code of the failure; raises errors that precede the run.
-    """
-    made = identified(load_spec(spec_path, overrides), store, secrets.token_hex(4) if fresh else salt, replan)
-    if made.salt:
-        again = f"{again} --salt {made.salt}"
-    return go_on(made, again, console)
-
-
 def go_on(made: LocalRun, again: str, console: Console | None = None) -> ExitCode:
-    """Like `run_locally`, for an identified run."""
+    """Run an identified run to its end, or show the summary immediately if it has finished before.
+
+    `again` is the command that resumes this run. Returns OK, NOT_BLESSED or the code of the failure. Raises errors that
+    precede the run.
+    """
     console = console or SafeConsole()
     if (record := finished(made)) is not None:
         print_summary(console, made.store, record, _newest_log(made.run_id))

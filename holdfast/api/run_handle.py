@@ -1,0 +1,410 @@
+"""Runs in a store: what they are, what they recorded, and how they are stopped and resumed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.api.submission import (
+    AS_RECORDED,
+    NO_OPTIONS,
+    ClusterOptions,
+    Location,
+    Overrides,
+    RunFailedError,
+    Stopped,
+    default_backend,
+    find_backend,
+    new_salt,
+    open_store_at,
+    request,
+    resume,
+    stop,
+    submit,
+)
+from holdfast.pipelines.backends import capabilities_of, open_backend
+from holdfast.spec import ExitCode, HoldfastError, Spec
+from holdfast.spec.errors import MissingError
+from holdfast.store import Store, layout
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.tools import Divergence
+    from holdfast.components.train.result import TrainingResult
+    from holdfast.corpus.batch import Batch
+    from holdfast.pipelines.backends.interface import Backend, RunStatus
+    from holdfast.pipelines.backends.progress import Reached
+    from holdfast.pipelines.fork import ForkedRun
+    from holdfast.pipelines.view.catalog import RunRecord
+    from holdfast.scoring.comparison import Comparison
+    from holdfast.scoring.verdict import Verdict
+    from holdfast.telemetry.cost import Cost
+    from holdfast.telemetry.events import Event
+    from holdfast.telemetry.ledger import Ledger
+
+
+Progress = Callable[[int, int], None]  # receives the bytes read so far and their total
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint of a run."""
+
+    step: int  # optimizer steps done
+    attempt: int  # the attempt that committed it
+    created: float  # unix seconds
+    state_digest: str  # over all weights and optimizer state; equal for equal bits in any layout
+    key: str  # key of its manifest in the store
+
+
+@dataclass(frozen=True)
+class Report:
+    """The report of an evaluation. `html` is the page, and a notebook displays it."""
+
+    html: str
+
+    def _repr_html_(self) -> str:
+        return f'<iframe srcdoc="{_quoted(self.html)}" width="100%" height="640" style="border:0"></iframe>'
+
+
+class Run:
+    """A run in a store, submitted to any backend. It caches nothing: every call reads the current state."""
+
+    def __init__(self, run_id: str, store: str | Store = "") -> None:
+        """Find the run whose id begins with `run_id`, or the newest run with that name.
+
+        `store` is a URL or a folder; empty: the default store. Raises MissingError.
+        """
+        from holdfast.pipelines.view.catalog import find_run
+
+        self._store = open_store_at(store)
+        record = find_run(self._store, run_id)
+        self.id, self.name = record.run_id, record.name
+
+    @classmethod
+    def _of(cls, store: Store, record: RunRecord) -> Run:
+        """Wrap a record that is already read."""
+        run = cls.__new__(cls)
+        run._store, run.id, run.name = store, record.run_id, record.name
+        return run
+
+    def __repr__(self) -> str:
+        return f"Run({self.id!r}, name={self.name!r}, store={self._store.url!r})"
+
+    @property
+    def store(self) -> Store:
+        """The store that holds the run."""
+        return self._store
+
+    def status(self) -> RunStatus:
+        """The status from its backend: state, steps and a link."""
+        backend, there = self._backend()
+        return backend.status(there)
+
+    def wait(self, poll_seconds: float = 5.0) -> RunStatus:
+        """Wait until the run has ended. Polls every `poll_seconds`."""
+        while (status := self.status()).unfinished:
+            time.sleep(poll_seconds)
+        return status
+
+    def logs(
+        self,
+        step: str = "",
+        *,
+        rank: int | None = None,
+        attempt: int | None = None,
+        launch: int | None = None,
+        follow: bool = False,
+        raw: bool = False,
+    ) -> Iterator[str]:
+        """Yield the log lines of its steps, or only those of `step`.
+
+        `follow` continues until the run has ended. `raw` yields everything that the backend has. `rank` selects the
+        output of one training rank, live or after its end: in `attempt`, in `launch`, or in the rank's newest process.
+        """
+        if rank is not None or attempt is not None or launch is not None:
+            from holdfast.pipelines.backends.rank_logs import goes_on, rank_lines
+
+            running = (lambda: goes_on(*self._backend())) if follow else None
+            return rank_lines(self._store, self.id, rank or 0, attempt=attempt, launch=launch, running=running)
+        if raw:
+            backend, there = self._backend()
+            return (line for _, line in backend.logs(there, step, follow=follow))
+        from functools import cache
+
+        from holdfast.pipelines.backends.record import find_record
+        from holdfast.pipelines.backends.step_logs import step_lines
+
+        record = find_record(self._store, self.id)
+        return (line for _, line in step_lines(self._store, record, cache(self._backend), step, follow=follow))
+
+    def stop(self) -> Stopped:
+        """Ask the run to save and stop. Of an ended run, end the jobs that it left on its cluster."""
+        return stop(self.id, at=self._location)
+
+    def resume(self, *, replan: bool = False, backend: str = "") -> RunStatus:
+        """Resume the run from its newest checkpoint, where it was submitted or on another backend.
+
+        On this machine, run it to the end.
+        """
+        return resume(self.id, at=replace(self._location, backend=backend), replan=replan).run
+
+    def history(self) -> list[dict[str, Any]]:
+        """One row for each committed step: step, loss [nats per token], grad_norm, learning_rate, tokens and more.
+
+        `pandas.DataFrame` accepts the rows.
+        """
+        from holdfast.telemetry import read_history
+
+        return read_history(self._store, self.id)
+
+    def events(self) -> list[Event]:
+        """Its events, oldest first: launches, attempts, saves, endings."""
+        from holdfast.telemetry import read_events
+
+        return read_events(self._store, self.id)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """The retained checkpoints, oldest first."""
+        from holdfast.checkpoint import read_manifest
+        from holdfast.checkpoint.retention import checkpoint_steps
+
+        found = [read_manifest(self._store, self.id, step) for step in checkpoint_steps(self._store, self.id)]
+        return [
+            Checkpoint(one.step, one.attempt, one.created, one.state_digest, layout.checkpoint(self.id, one.step))
+            for one in found
+        ]
+
+    def result(self) -> TrainingResult | None:
+        """The final checkpoint and export; None while the run trains."""
+        from holdfast.components.train.result import read_result
+
+        return read_result(self._store, self.id)
+
+    def verdict(self) -> Verdict | None:
+        """The newest verdict on its model; None without an evaluation."""
+        from holdfast.pipelines.view.catalog import read_run
+        from holdfast.scoring.verdict import Verdict
+
+        record = read_run(self._store, self.id)
+        return Verdict.model_validate(record.verdict) if record and record.verdict else None
+
+    def report(self) -> Report:
+        """The report of its newest evaluation. Raises MissingError without one."""
+        from holdfast.pipelines.view.catalog import read_run
+
+        record = read_run(self._store, self.id)
+        if record is None or not record.verdict_key:
+            raise MissingError(f"run {self.id}: is not evaluated yet; see run.status()")
+        return Report(self._store.get(layout.verdict(self.id, record.verdict_key, "html")).decode())
+
+    def generate(self, prompt: str, *, tokens: int = 64, temperature: float = 0.8, seed: int = 0) -> str:
+        """Generate a continuation of `prompt`; temperature 0 picks the most likely token each time.
+
+        Raises MissingError before the training has ended.
+        """
+        from holdfast.model.generate import generate
+        from holdfast.model.hugging_face import load_exported
+        from holdfast.pipelines.view.models import locate
+
+        decoder, tokenizer = load_exported(locate(self.id, self._store))
+        return generate(decoder, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed)
+
+    def record(self) -> RunRecord:
+        """Everything that the store has about the run, as one record."""
+        from holdfast.pipelines.view.catalog import find_run
+
+        return find_run(self._store, self.id)
+
+    def ledger(self) -> Ledger:
+        """How every rank spent every second, up to now: the goodput, and the classes of lost time."""
+        return ledger_of(self.events())
+
+    def cost(self, prices: Mapping[str, float] | None = None) -> Cost:
+        """Accelerator-hours, energy and cost up to now.
+
+        `prices` override those of the spec (`cluster.prices`): accelerator_hour, kilowatt_hour,
+        carbon_per_kilowatt_hour. Raises MissingError without a spec in the store.
+        """
+        from holdfast.telemetry.cost import cost
+
+        events = self.events()
+        spent = cost(self.record().known_spec(self._store), events, ledger_of(events))
+        return replace(spent, prices=spent.prices.model_copy(update=dict(prices or {})))
+
+    def batch(self, step: int, micro_batch: int | None = None) -> Batch:
+        """The data that a step was trained on. Raises MissingError for a run that was never trained."""
+        from holdfast.corpus.batch import batch_of
+
+        record = self.record()
+        return batch_of(self._store, trained_spec(self._store, record), record.dataset_id, step, micro_batch)
+
+    def fork(self, step: int, overrides: Sequence[str] = ()) -> ForkedRun:
+        """Create a new run that starts from a checkpoint of this one."""
+        from holdfast.pipelines.fork import fork_run
+
+        return fork_run(self._store, self.record(), step, overrides)
+
+    def write_page(self, path: Path) -> Path:
+        """Write the HTML page of the training up to now."""
+        from holdfast.pipelines.view.page import TrainingPage
+
+        page = TrainingPage(self.record().known_spec(self._store), self.id, self._store, path)
+        page.write(follow=False)
+        return page.path
+
+    def write_tensorboard(self, folder: Path | None = None) -> Path:
+        """Write an event file for TensorBoard: every step, the evaluation and the spec. Returns its path."""
+        from holdfast.runtime.environment import home
+        from holdfast.tracking.tensorboard import write
+
+        record = self.record()
+        verdicts = [] if record.verdict is None else [record.verdict]
+        to = folder or home() / "tensorboard" / f"{record.name}-{record.run_id}"
+        return write(to, record.known_spec(self._store), self.history(), verdicts)
+
+    def profile(self, steps: str = "10", *, wait: bool = False) -> str:
+        """Have rank 0 record some steps with torch's profiler: `100-110`, or `10` for the next ten.
+
+        Returns the key of the trace in the store, with `wait` once it is there; otherwise empty.
+        """
+        from holdfast.pipelines.view.profiles import wait_for_trace
+        from holdfast.telemetry.profiles import Window, ask
+
+        begun = time.time()
+        ask(self._store, self.id, Window.of(steps))
+        return wait_for_trace(self._store, self.id, begun) if wait else ""
+
+    @property
+    def _location(self) -> Location:
+        return Location(store=self._store.url)
+
+    def _backend(self) -> tuple[Backend, str]:
+        return find_backend(self.id, self._location)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The status of a run by its backend, with what the store adds."""
+
+    status: RunStatus
+    run_id: str = ""  # empty until the steps have read the sources
+    progress: Reached | None = None  # None before the first step
+    note: str = ""  # why the store could not be read
+
+
+def run(
+    spec: Spec | str | Path,
+    *,
+    overrides: Overrides = (),
+    backend: str = "",
+    store: str = "",
+    salt: str = "",
+    fresh: bool = False,
+    replan: bool = False,
+    options: ClusterOptions = NO_OPTIONS,
+) -> Run:
+    """Run a spec, and return the run.
+
+    On this machine (the default, unless HOLDFAST_BACKEND names another backend) it runs to the end and shows its
+    progress. On a cluster it submits the run and returns; see `Run.wait`. Finished work is not repeated: the same call
+    resumes the run, or returns it. `salt` separates runs of the same inputs, `fresh` draws a new salt, and `replan`
+    lets an unfinished run continue under another plan. A model that is not blessed is no failure: see `Run.verdict`.
+    Raises RunFailedError if a run of this machine fails.
+    """
+    wanted = request(
+        spec, backend=backend, overrides=overrides, store=store, salt=new_salt() if fresh else salt, replan=replan,
+        options=options,
+    )  # fmt: skip
+    made = submit(wanted, backend=backend, options=options)
+    status, where = made.run, store or wanted.spec.store or ""
+    if capabilities_of(default_backend(backend)).foreground:
+        code = ExitCode(status.exit_code or 0)
+        if code not in (ExitCode.OK, ExitCode.NOT_BLESSED):
+            reason = status.message or code.name.lower().replace("_", " ")
+            raise RunFailedError(f"run {status.id}: {reason}. The log: {status.link}", code)
+    elif made.record_error:
+        raise MissingError(
+            f"{status.name} is submitted to {status.backend} ({status.link}), but {made.store} has no record of it: "
+            f"{made.record_error}"
+        )
+    return Run(status.id, where)
+
+
+def runs(store: str | Store = "") -> list[Run]:
+    """The runs in a store, newest first."""
+    from holdfast.pipelines.view.catalog import all_runs
+
+    opened = open_store_at(store)
+    return [Run._of(opened, record) for record in all_runs(opened)]
+
+
+def backend_runs(at: Location) -> list[RunStatus]:
+    """The runs that a backend knows, newest first, from whatever store."""
+    return open_backend(at.backend, store=at.store, endpoint=at.endpoint, namespace=at.namespace).list()
+
+
+def run_state(run: str, at: Location = AS_RECORDED) -> RunState:
+    """The status of a run or a sweep by its backend, its progress, and its exit code. Needs no store."""
+    from holdfast.pipelines.backends.progress import reached
+    from holdfast.pipelines.backends.record import find_record
+
+    backend, there = find_backend(run, at)
+    status = backend.status(there)
+    if at.endpoint and not at.store:
+        return RunState(status)  # an endpoint alone names no store
+    try:
+        opened = open_store_at(at.store)
+        record = find_record(opened, run)
+        if record is None or not record.run_id:
+            return RunState(status)
+        if status.exit_code is None and not status.unfinished:
+            status = replace(status, exit_code=record.ending(opened).get("exit_code"))
+        known = record.identity if record.identified or record.ran else ""
+        return RunState(status, known, reached(opened, record.identity))
+    except HoldfastError as error:
+        return RunState(status, note=str(error))
+
+
+def comparison(sweep: str, store: str | Store = "") -> Comparison | None:
+    """The comparison of the trials of a sweep, by its id or name; None while it has none. Raises MissingError."""
+    from holdfast.pipelines.backends.record import find_record
+    from holdfast.pipelines.view.sweep import find_comparison
+
+    opened = open_store_at(store)
+    try:
+        return find_comparison(opened, sweep)
+    except MissingError:
+        record = find_record(opened, sweep)
+        if record is None or not record.trials:
+            raise
+        return None
+
+
+def diff_runs(one: Run, other: Run, progress: Progress | None = None) -> Divergence:
+    """Where two runs diverge, to the bit: the first step, tensor and element. `progress` receives read bytes."""
+    from holdfast.checkpoint.tools import Side, find_divergence
+
+    return find_divergence(Side(one.store, one.id), Side(other.store, other.id), progress or (lambda *_: None))
+
+
+def ledger_of(events: Sequence[Event]) -> Ledger:
+    """The ledger of a run's events, up to now if it is running."""
+    from holdfast.telemetry.ledger import goes_on, ledger
+
+    return ledger(events, time.time() if goes_on(events) else None)
+
+
+def trained_spec(store: Store, record: RunRecord) -> Spec:
+    """The spec of a run. Raises MissingError for one that was never trained."""
+    if not record.spec:
+        raise MissingError(f"run {record.run_id}: {store.url} has no spec of it, because it was never trained")
+    return Spec.model_validate(record.spec)
+
+
+def _quoted(text: str) -> str:
+    from html import escape
+
+    return escape(text, quote=True)

@@ -1,0 +1,334 @@
+"""Start, resume and stop runs and sweeps on any backend."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.pipelines.backends import (
+    DEFAULT,
+    VARIABLE,
+    WITH_ENDPOINT,
+    backends_with,
+    capabilities_of,
+    open_backend,
+)
+from holdfast.pipelines.paths import store_root
+from holdfast.runtime.environment import store_url
+from holdfast.spec import ExitCode, HoldfastError, Spec
+from holdfast.spec import load_spec as _load_spec
+from holdfast.spec.errors import MissingError, StoreUnreachableError, UsageError
+from holdfast.store import Store, open_store
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from holdfast.pipelines.backends.interface import Backend, RunStatus
+    from holdfast.pipelines.backends.record import Record
+    from holdfast.pipelines.backends.request import RunRequest
+    from holdfast.pipelines.backends.validate import Validated
+
+Overrides = Mapping[str, object] | Sequence[str]
+
+
+class RunFailedError(HoldfastError):
+    """A run stopped before it finished. `exit_code` gives the cause; from 128 on, the same call may succeed."""
+
+    def __init__(self, message: str, exit_code: ExitCode) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Options of a submission that only a cluster has. Empty: the default of the installation."""
+
+    image: str = ""  # container image of every step
+    service_account: str = ""  # of the pipeline's pods
+    endpoint: str = ""  # address of KFP's API, or of Ray's Jobs API
+    namespace: str = ""  # of Kubeflow's users, or of Kubernetes
+    concurrent_trials: int = 0  # of a sweep; 0: all
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a run is. Empty: as its record in the store says."""
+
+    backend: str = ""
+    store: str = ""
+    endpoint: str = ""
+    namespace: str = ""
+
+
+NO_OPTIONS, AS_RECORDED = ClusterOptions(), Location()
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The result of a submission."""
+
+    run: RunStatus
+    created: bool  # whether this call started something
+    request: RunRequest
+    record_error: str = ""  # why the store has no record of where it runs; empty if it has
+    store: str = ""  # URL of the store with the record; empty if unknown here
+    skipped_last: bool = False  # the last submission was refused for its plan; this resumes the one before it
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run or the sweep; empty until the steps have read the sources."""
+        local = capabilities_of(self.run.backend).foreground
+        return self.request.run_id or (self.run.id if local else "")
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The result of `stop`."""
+
+    run: RunStatus
+    ended: bool  # whether it was still running
+    jobs: tuple[str, ...] = ()  # training jobs left by an ended run, which this call ends
+    unknown: str = ""  # why it is unknown whether jobs are left
+
+
+def load_spec(path: str | Path, overrides: Overrides = ()) -> Spec:
+    """Read and check a spec. `overrides`: `{"training.steps": 50}` or `["training.steps=50"]`.
+
+    Raises MissingError, or SpecError with every problem.
+    """
+    return _load_spec(path, _listed(overrides))
+
+
+def spec_of(spec: Spec | str | Path, overrides: Overrides = ()) -> Spec:
+    """A loaded spec, or the spec in a file, with absolute paths. Raises what `load_spec` raises."""
+    from holdfast.pipelines.paths import with_absolute_paths
+
+    if isinstance(spec, Spec):
+        if overrides:
+            raise TypeError("overrides go with a file; change a Spec when you load it: load_spec(path, overrides)")
+        return with_absolute_paths(spec)
+    return with_absolute_paths(load_spec(spec, overrides))
+
+
+def open_store_at(store: str | Store = "") -> Store:
+    """The store at a URL or in a folder; empty: the default one."""
+    if not isinstance(store, str):
+        return store
+    return open_store(store_root(store) if store else store_url())
+
+
+def request(
+    spec: Spec | str | Path,
+    *,
+    backend: str = "",
+    overrides: Overrides = (),
+    store: str = "",
+    salt: str = "",
+    replan: bool = False,
+    over: Sequence[str] = (),
+    options: ClusterOptions = NO_OPTIONS,
+) -> RunRequest:
+    """A checked request to run a spec, or with `over` a sweep, on a backend. Sends nothing.
+
+    `over`: `["training.optimizer.learning_rate=1e-3,3e-3"]`. `salt` separates runs of the same inputs. `replan` lets an
+    unfinished run continue under another plan. Raises SpecError, and MissingError for an unknown backend.
+    """
+    from holdfast.pipelines.backends.request import RunRequest, build_request
+    from holdfast.pipelines.trials import grid
+
+    name = default_backend(backend)
+    able = capabilities_of(name)
+    _require_usable(name, options, sweep=bool(over))
+    checked = spec if isinstance(spec, Spec) and not overrides else load_spec(_path(spec), overrides)
+    trials = grid(checked, over) if over else ()
+    if able.foreground:
+        return RunRequest(spec_of(checked), store, salt, replan=replan, trials=trials)
+    return build_request(
+        checked, store=store, salt=salt, service_account=options.service_account, image=options.image, replan=replan,
+        shared_folders=able.shared_folders, shared_volumes=able.shared_volumes, trials=trials,
+        at_once=options.concurrent_trials,
+    )  # fmt: skip
+
+
+def submit(
+    wanted: RunRequest,
+    *,
+    backend: str = "",
+    options: ClusterOptions = NO_OPTIONS,
+    console: Console | None = None,
+    again: str = "",
+) -> Submission:
+    """Submit a request to a backend. An unfinished or successful run of an equal request is returned.
+
+    On this machine it runs to its end and shows its progress on `console`, with `again` as the advice on how to resume
+    it. A failure of the run is no error here: see `Submission.run`.
+    """
+    target = _opened(default_backend(backend), wanted.store, options, console, again)
+    return _recorded(target.submit(wanted), wanted, options)
+
+
+def preview(wanted: RunRequest, *, backend: str = "", options: ClusterOptions = NO_OPTIONS) -> list[Any]:
+    """The exact objects that `submit` would send. Sends nothing."""
+    return _opened(default_backend(backend), wanted.store, options).objects(wanted)
+
+
+def check_preview(
+    objects: Sequence[dict[str, Any]], wanted: RunRequest, backend: str = "", namespace: str = ""
+) -> Validated | None:
+    """Check the objects of a preview, and those that steps would create later, against the cluster.
+
+    None for a backend without Kubernetes objects.
+    """
+    if not objects or not capabilities_of(default_backend(backend)).kubernetes:
+        return None
+    from holdfast.launch.emitters import objects_for, training_job
+    from holdfast.pipelines.backends.validate import validate
+    from holdfast.serving import inference_service
+
+    spec = wanted.spec
+    store = wanted.store or spec.store or "s3://bucket/prefix"
+    later = objects_for(training_job(spec, wanted.run_id or "run-id", 1, store))
+    if spec.serving.kserve is not None:
+        later.append(inference_service(spec, f"{store.rstrip('/')}/export", {}))
+    return validate([*objects, *later], namespace or spec.cluster.namespace)
+
+
+def resume(run: str, *, at: Location = AS_RECORDED, replan: bool = False, console: Console | None = None) -> Submission:
+    """Resume a run or a sweep from its newest checkpoint, where it was submitted or on `at.backend`.
+
+    A last submission that was refused for its plan is skipped, unless `replan` allows it. Raises MissingError for a run
+    without a record.
+    """
+    from holdfast.pipelines.backends.record import find_record
+
+    opened = open_store_at(at.store)
+    record = find_record(opened, run)
+    if record is None:
+        raise MissingError(
+            f"{run!r}: {opened.url} does not say how it was submitted; run its spec again, which resumes it"
+        )
+    last = record if replan else record.accepted(opened)
+    wanted = replace(last.request, replan=replan)  # a permission counts once
+    target = open_recorded(at, record)
+    _show_on(target, console)
+    options = ClusterOptions(endpoint=at.endpoint or record.endpoint, namespace=at.namespace or record.namespace)
+    return replace(_recorded(target.resume(wanted), wanted, options), skipped_last=last is not record)
+
+
+def stop(run: str, *, at: Location = AS_RECORDED) -> Stopped:
+    """Ask a run or a sweep to save and stop. Of an ended run, end the jobs that it left on its cluster."""
+    from holdfast.pipelines.backends.cleanup import clean_up_cluster
+    from holdfast.pipelines.backends.record import find_record
+
+    backend, there = find_backend(run, at)
+    status, ended = backend.cancel(there)
+    if ended or not backend.capabilities.kubernetes:
+        return Stopped(status, ended)
+    try:
+        record = find_record(open_store_at(at.store), run)
+        jobs = clean_up_cluster(record, status) if record is not None and record.id == status.id else []
+    except HoldfastError as error:
+        return Stopped(status, ended, unknown=str(error))
+    return Stopped(status, ended, tuple(jobs))
+
+
+def find_backend(run: str, at: Location = AS_RECORDED) -> tuple[Backend, str]:
+    """The backend of a run, and its id there. `at` takes precedence over the run's record."""
+    from holdfast.pipelines.backends.record import find_record
+
+    record = None
+    if not at.endpoint:
+        try:
+            record = find_record(open_store_at(at.store), run)
+        except StoreUnreachableError:
+            if not at.backend:
+                raise  # only the record names the backend
+    if record is not None and at.backend in ("", record.backend):
+        return open_recorded(at, record), record.id
+    if at.backend or at.endpoint or os.environ.get("KFP_ENDPOINT"):
+        name = at.backend or WITH_ENDPOINT
+        return open_backend(name, store=at.store, endpoint=at.endpoint, namespace=at.namespace), run
+    raise MissingError(
+        f"{run!r}: the store {open_store_at(at.store).url} does not say where it runs; give --store with the one that "
+        f"it was submitted with, or --backend ({VARIABLE}), or --endpoint or KFP_ENDPOINT for Kubeflow"
+    )
+
+
+def open_recorded(at: Location, record: Record) -> Backend:
+    """The backend of a record, or `at.backend`. The places of `at` take precedence."""
+    name = at.backend or record.backend
+    same = name == record.backend  # another backend's places are not in the record
+    return open_backend(
+        name, store=at.store, endpoint=at.endpoint or (record.endpoint if same else ""),
+        namespace=at.namespace or (record.namespace if same else ""),
+    )  # fmt: skip
+
+
+def default_backend(name: str = "") -> str:
+    """The backend `name`, else HOLDFAST_BACKEND, else this machine."""
+    return name or os.environ.get(VARIABLE, "") or DEFAULT
+
+
+def new_salt() -> str:
+    """A random salt, for a new run of the same inputs."""
+    return secrets.token_hex(4)
+
+
+def _require_usable(name: str, options: ClusterOptions, *, sweep: bool) -> None:
+    """Refuse a sweep or an option that a backend does not have. Raises UsageError."""
+    able = capabilities_of(name)
+    if sweep and not able.sweeps:
+        raise UsageError(f"{name} runs no sweeps", "--backend", f"use one of {', '.join(backends_with('sweeps'))}")
+    needs = {
+        "image": "images", "service_account": "images", "endpoint": "endpoints", "namespace": "namespaces",
+    }  # fmt: skip
+    for field, capability in needs.items():
+        if getattr(options, field) and able.foreground and not getattr(able, capability):
+            raise UsageError(
+                f"the backend {name} has no use for it", f"--{field.replace('_', '-')}",
+                f"leave it out, or add --backend with one of {', '.join(backends_with(capability))}",
+            )  # fmt: skip
+
+
+def _opened(name: str, store: str, options: ClusterOptions, console: Console | None = None, again: str = "") -> Backend:
+    target = open_backend(name, store=store, endpoint=options.endpoint, namespace=options.namespace)
+    _show_on(target, console, again)
+    return target
+
+
+def _show_on(target: Backend, console: Console | None, again: str = "") -> None:
+    """Set where a backend of this machine shows its progress."""
+    from holdfast.pipelines.backends.local.backend import Local
+
+    if isinstance(target, Local):
+        target.console, target.again = console, again
+
+
+def _recorded(made: tuple[RunStatus, bool], wanted: RunRequest, options: ClusterOptions) -> Submission:
+    """A submission, after keeping its record."""
+    from holdfast.pipelines.backends.record import keep_submission
+
+    status, created = made
+    where = wanted.store or wanted.spec.store or os.environ.get("HOLDFAST_STORE", "")
+    if not where and capabilities_of(status.backend).shared_folders:  # its jobs use the default one
+        where = store_url()
+    error = keep_submission(status, wanted, options.endpoint, options.namespace, where)
+    return Submission(status, created, wanted, error, where)
+
+
+def _path(spec: Spec | str | Path) -> str | Path:
+    if isinstance(spec, Spec):
+        raise TypeError("overrides go with a file; change a Spec when you load it: load_spec(path, overrides)")
+    return spec
+
+
+def _listed(overrides: Overrides) -> list[str]:
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    import json
+
+    return [f"{field}={json.dumps(value)}" for field, value in overrides.items()]
