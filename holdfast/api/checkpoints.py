@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.api.run_handle import Progress
+from holdfast.api.run_handle import Progress, silent
 from holdfast.api.submission import Overrides, load_spec, open_store_at
 from holdfast.spec import Spec
 from holdfast.spec.errors import MissingError, UsageError
@@ -53,7 +53,7 @@ def verify(checkpoint: str, store: str | Store = "", progress: Progress | None =
     from holdfast.checkpoint.tools import verify as verified
     from holdfast.pipelines.exports import exports_of, verify_export
 
-    opened, tell = open_store_at(store), progress or (lambda *_: None)
+    opened, tell = open_store_at(store), progress or silent
     wanted, at, _ = checkpoint.partition("@")
     identity = run_id_of(opened, wanted)
     steps = [step_of(opened, identity, checkpoint)] if at else list(checkpoint_times(opened, identity))
@@ -70,7 +70,7 @@ def diff_checkpoints(one: Checkpoint, other: Checkpoint, progress: Progress | No
     from holdfast.checkpoint.tools import differences
 
     with one.marked(), other.marked():
-        return differences(one, other, progress or (lambda *_: None))
+        return differences(one, other, progress or silent)
 
 
 def pin(checkpoint: str, *, owner: str = "person", reason: str = "", store: str | Store = "") -> tuple[str, int]:
@@ -119,7 +119,7 @@ def export_checkpoint(
 
     if to not in EXPORT_FORMATS:
         raise UsageError(f"{to!r} is no format", "--to", f"use one of {', '.join(EXPORT_FORMATS)}")
-    opened, tell = open_store_at(store), progress or (lambda *_: None)
+    opened, tell = open_store_at(store), progress or silent
     if to == "dcp" and "://" in destination:
         raise UsageError(f"{destination}: --to dcp writes only to a folder of this machine")
     found = open_checkpoint(checkpoint, opened)
@@ -160,7 +160,7 @@ def import_checkpoint(
     else:
         found = exchange.UniversalCheckpoint(Path(source))
     return exchange.import_checkpoint(
-        made.spec, made.dataset_id, found, made.store, step=step, progress=progress or (lambda *_: None)
+        made.spec, made.dataset_id, found, made.store, step=step, progress=progress or silent
     )
 
 

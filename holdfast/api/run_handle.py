@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]  # receives the bytes read so far and their total
 
 
+def silent(_done: int, _total: int) -> None:
+    """Report no progress."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A committed checkpoint of a run."""
@@ -387,7 +391,7 @@ def diff_runs(one: Run, other: Run, progress: Progress | None = None) -> Diverge
     """Where two runs diverge, to the bit: the first step, tensor and element. `progress` receives read bytes."""
     from holdfast.checkpoint.tools import Side, find_divergence
 
-    return find_divergence(Side(one.store, one.id), Side(other.store, other.id), progress or (lambda *_: None))
+    return find_divergence(Side(one.store, one.id), Side(other.store, other.id), progress or silent)
 
 
 def ledger_of(events: Sequence[Event]) -> Ledger:

@@ -13,9 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 import holdfast
+from holdfast.api import checkpoints, models, specs
 from holdfast.pipelines.cli import app
 from holdfast.spec import ExitCode, SpecError
-from holdfast.spec.errors import MissingError
+from holdfast.spec.errors import MissingError, UsageError
 from tests import empty_mlflow
 from tests.whole import small
 
@@ -116,6 +117,33 @@ def test_a_run_that_fails_raises_the_code_of_its_step(home: Path) -> None:
     assert failed.value.exit_code == ExitCode.BAD_DATA
 
 
-def test_a_dry_submission_to_an_unknown_backend_is_refused(home: Path) -> None:
+def test_an_unknown_backend_is_refused(home: Path) -> None:
     with pytest.raises(MissingError, match="is no backend"):
-        holdfast.submit(holdfast.load_spec("spec.yaml"), backend="nomad")
+        holdfast.run("spec.yaml", backend="nomad")
+
+
+def test_python_can_do_what_the_commands_do(trained: holdfast.Run, tmp_path: Path) -> None:
+    ledger, spent = trained.ledger(), trained.cost({"accelerator_hour": 3.0})
+    assert 0 < ledger.goodput <= 1
+    assert spent.prices.accelerator_hour == 3.0
+    assert trained.write_tensorboard(tmp_path / "board").is_file()
+    assert trained.write_page(tmp_path / "page.html").is_file()
+    assert len(trained.batch(1).rows) == holdfast.Spec.model_validate(trained.record().spec).training.global_batch
+    assert trained.stop().ended is False
+    assert (state := holdfast.run_state(trained.id)).status.state == "SUCCEEDED"
+    assert state.run_id == trained.id
+    newest = f"{trained.id}@6"
+    assert [one.step for one in checkpoints.list_checkpoints(trained.id)][-1] == 6
+    assert [one.damages for one in checkpoints.verify(newest)][0] == ()
+    assert checkpoints.pin(newest, reason="kept") == checkpoints.unpin(newest) == (trained.id, 6)
+    assert checkpoints.diff_checkpoints(*(checkpoints.open_checkpoint(newest) for _ in range(2))).none
+    assert holdfast.diff_runs(trained, trained).none
+    assert [version.version for version, _ in models.models()] in ([], [1])
+
+
+def test_an_argument_that_does_not_fit_is_refused_with_what_does(home: Path) -> None:
+    with pytest.raises(UsageError, match="use one of kfp, argo, pytorchjob") as refused:
+        specs.compile_spec(holdfast.load_spec("spec.yaml"), "nomad")
+    assert (refused.value.field, refused.value.exit_code) == ("--target", ExitCode.USAGE)
+    with pytest.raises(UsageError, match="is not MODEL/VERSION"):
+        models.promote("small")
