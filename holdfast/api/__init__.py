@@ -15,6 +15,7 @@ with a remedy and an `exit_code`.
 | `holdfast.api.run_handle` | runs: status, logs, history, ledger, cost, reports, audit |
 | `holdfast.api.checkpoints` | list, verify, compare, pin, collect, export and import checkpoints |
 | `holdfast.api.specs` | ids, manifests for every system, triggers, Kubeflow's pipelines and schedules |
+| `holdfast.api.planning` | layouts of a spec: what fits, how fast, at what cost |
 | `holdfast.api.models` | registered models: list, promote, roll back, serve, generate |
 | `holdfast.api.machines` | checks of clusters and machines, fault runs |
 """

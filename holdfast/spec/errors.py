@@ -173,8 +173,8 @@ class UsageError(HoldfastError):
 
     def __init__(self, message: str, field: str = "", remedy: str = "") -> None:
         self.field, self.remedy = field, remedy  # the argument, such as --backend, and what to do
-        named = f"{field}: {message}" if field else message
-        super().__init__(f"{named}; {remedy}" if remedy else named)
+        self.text = f"{message}; {remedy}" if remedy else message
+        super().__init__(f"{field}: {self.text}" if field else self.text)
 
 
 class DataError(HoldfastError):

@@ -134,7 +134,7 @@ def test_python_can_do_what_the_commands_do(trained: holdfast.Run, tmp_path: Pat
     assert state.run_id == trained.id
     newest = f"{trained.id}@6"
     assert [one.step for one in checkpoints.list_checkpoints(trained.id)][-1] == 6
-    assert [one.damages for one in checkpoints.verify(newest)][0] == ()
+    assert next(one.damages for one in checkpoints.verify(newest)) == ()
     assert checkpoints.pin(newest, reason="kept") == checkpoints.unpin(newest) == (trained.id, 6)
     assert checkpoints.diff_checkpoints(*(checkpoints.open_checkpoint(newest) for _ in range(2))).none
     assert holdfast.diff_runs(trained, trained).none

@@ -16,6 +16,7 @@ from holdfast.api import Location, open_store_at
 from holdfast.pipelines.backends import BACKENDS, VARIABLE
 from holdfast.runtime.output import without_controls
 from holdfast.runtime.secrets import redact
+from holdfast.spec.errors import UsageError
 
 if TYPE_CHECKING:
     from holdfast.spec import Spec
@@ -158,7 +159,12 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             name: kind(**{field.name: given.pop(field.name) for field in fields(kind)})
             for name, kind in classes.items()
         }
-        command(**made, **given)
+        try:
+            command(**made, **given)
+        except UsageError as error:  # shown with the usage of the command
+            wrong = typer.BadParameter(error.text, param_hint=error.field or None)
+            wrong.field, wrong.remedy = error.field, error.remedy  # type: ignore[attr-defined]
+            raise wrong from None
 
     collected.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     collected.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

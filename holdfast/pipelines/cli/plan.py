@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from math import isinf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.pipelines.cli.options import AsJson, Overrides, SpecFile, err, print_json
+from holdfast.api import planning
+from holdfast.api.planning import MAX_ACCELERATORS, spot_of
+from holdfast.pipelines.cli.options import AsJson, SpecOptions, err, print_json
 
 if TYPE_CHECKING:
-    from holdfast.planning import Accelerator, Candidate, Found, Spot, Task
+    from holdfast.planning import Candidate, Found, Spot, Task
     from holdfast.spec import Spec
 
-HOUR_SECONDS = 3600.0
-MOST = 2**15  # accelerators that --budget looks at
 SHOWN = 5  # layouts
 
 
-def plan(
-    spec: SpecFile,
+@dataclass(frozen=True)
+class HardwareOptions:
+    """The accelerators to plan for."""
+
     gpus: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Accelerators in all. Default: those of the spec.")
-    ] = None,
+        int | None,
+        typer.Option(min=1, max=MAX_ACCELERATORS, help="Number of accelerators. Default: that of the spec."),
+    ] = None
     accelerator: Annotated[
         str,
         typer.Option(
@@ -35,103 +38,115 @@ def plan(
             help="A100, H100, H200, B200, MI300X, … or a YAML file that describes one. Default: the product that "
             "cluster.node_selector names.",
         ),
-    ] = "",
+    ] = ""
     calibration: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            help="Plan for the machine that `holdfast calibrate` measured, with what it measured.",
-            show_default=False,
+            metavar="FILE", help="Plan for the machine that `holdfast calibrate` measured.", show_default=False
         ),
-    ] = None,
-    budget: Annotated[
-        float | None, typer.Option(min=0, help="Choose the number of accelerators: the fastest run that costs no more.")
-    ] = None,
+    ] = None
     price: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Price of an accelerator's hour. Default: cluster.prices of the spec.", show_default=False
+            min=0, help="Price of an accelerator-hour. Default: cluster.prices of the spec.", show_default=False
         ),
-    ] = None,
-    vocabulary: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a tokenizer's file. Default: 128,256.")
-    ] = None,
-    count: Annotated[int, typer.Option("--count", "-n", min=1, max=100, help="How many layouts to show.")] = SHOWN,
-    timeline: Annotated[bool, typer.Option("--timeline", help="Draw the pipeline schedule of the best one.")] = False,
+    ] = None
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What to search for, and what to do with the result."""
+
+    budget: Annotated[
+        float | None,
+        typer.Option(min=0, help="Choose the number of accelerators: that of the fastest run that costs no more."),
+    ] = None
+    vocabulary: Annotated[int | None, typer.Option(min=1, help="Tokens of a tokenizer's file. Default: 128,256.")] = (
+        None
+    )
+    count: Annotated[int, typer.Option("--count", "-n", min=1, max=100, help="Number of layouts to show.")] = SHOWN
+    timeline: Annotated[bool, typer.Option("--timeline", help="Draw the pipeline schedule of the best layout.")] = False
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="Measure layers and head of the spec's pipeline here, and balance its stages."),
-    ] = False,
+        typer.Option(
+            "--measure", help="Measure the layers and the head of the spec's pipeline here, and balance its stages."
+        ),
+    ] = False
     apply: Annotated[
-        bool, typer.Option("--apply", help="Write the best layout that the engines run today into the spec's file.")
-    ] = False,
+        bool, typer.Option("--apply", help="Write the best layout that the engines support into the spec's file.")
+    ] = False
     any_: Annotated[
-        bool, typer.Option("--any", help="With --apply: the best one, though no engine runs it yet.")
-    ] = False,
-    overrides: Overrides = None,
-    as_json: AsJson = False,
-) -> None:
-    """Say what fits before anything is paid for: the best layouts of a spec on some accelerators.
+        bool, typer.Option("--any", help="With --apply: the best layout, even if no engine supports it yet.")
+    ] = False
 
-    Memory is counted term by term, communication by the alpha-beta model, the pipeline by its schedule. Each layout
-    comes with what limits it; the first one with why it is as it is, what the whole run takes, and how often to save
-    it. What the figures were checked against, and how far off they are: docs/planner.md.
+
+def plan(spec: SpecOptions, hardware: HardwareOptions, search: SearchOptions, as_json: AsJson = False) -> None:
+    """Show the best layouts of a spec on some accelerators, before anything is paid for.
+
+    It counts memory term by term, communication by the alpha-beta model, and the pipeline by its schedule. It prints
+    for each layout what limits it; for the first one also the reasons, what the whole run takes, and how often to save.
+    docs/planner.md compares the predictions with measurements.
 
     Example: holdfast plan examples/cluster-h100.yaml --gpus 64 --accelerator H100
     """
     from holdfast.pipelines.view.planning import print_plan
-    from holdfast.planning.auto import fields_of, refused, task_of
-    from holdfast.spec.load import load_spec
+    from holdfast.planning.fields import fields_of, refused
 
-    checked = load_spec(spec, overrides or [])
-    if measure:
-        given = {"--gpus": gpus, "--accelerator": accelerator or None, "--budget": budget, "--any": any_ or None}
-        given["--count"] = None if count == SHOWN else count
-        if unused := [name for name, value in given.items() if value is not None]:
-            raise typer.BadParameter(f"it searches no layouts; leave out {', '.join(unused)}", param_hint="--measure")
-        stages = _measured(checked, vocabulary, timeline=timeline, as_json=as_json)
-        if apply:
-            parallel = checked.parallel
-            layout = {"parallel.pipeline": parallel.pipeline, "parallel.schedule": parallel.schedule}
-            _write(spec, {**layout, "parallel.stages": stages}, check=True, quiet=as_json)
+    checked = spec.load()
+    if search.measure:
+        _measure(checked, spec.path, hardware, search, as_json)
         return
-    here = _accelerator(checked, accelerator, calibration, price)
-    if vocabulary is None:
-        vocabulary = _vocabulary(checked, quiet=as_json)
-    if budget is None:
-        task = task_of(checked, here, gpus or checked.world_size, vocabulary)
-        found = _search(checked, task, count)
-    else:
-        if gpus is not None:
-            raise typer.BadParameter("it chooses the number; give one of --budget and --gpus", param_hint="--budget")
-        task, found = _within(budget, checked, here, vocabulary, count)
-    chosen = found.best[0] if any_ and found.best else found.today
+    wanted = planning.Hardware(hardware.accelerator, hardware.calibration, hardware.price, hardware.gpus)
+    made = planning.plan(checked, wanted, layouts=search.count, budget=search.budget, vocabulary=search.vocabulary)
+    task, found = made.task, made.found
+    if made.vocabulary_assumed and not as_json:
+        _note_vocabulary(made.vocabulary)
+    chosen = found.best[0] if search.any_ and found.best else found.today
     if as_json:
         print_json(_as_json(checked, task, found))
     else:
         why = refused(checked, task, found.best[0].layout) if found.best else []
-        print_plan(checked.name, task, found, why, _spot(checked, found), timeline=timeline)
+        print_plan(checked.name, task, found, why, spot_of(checked, found), timeline=search.timeline)
         if spares := checked.cluster.spares:
-            each = checked.parallel.processes
-            hourly = f", {spares * each * here.price:g} an hour" if here.price else ""
+            each, price = checked.parallel.processes, made.accelerator.price
+            hourly = f", {spares * each * price:g} an hour" if price else ""
             err(f"cluster.spares: {spares} nodes of {each} stand by, in none of these figures; they cost too{hourly}")
-    if not apply:
+    if not search.apply:
         return
     if chosen is None:
         from holdfast.spec.errors import Problem, SpecError
 
         what = "no layout fits" if not found.best else "no layout that fits is run by the engines today"
         remedy = "use more accelerators" if not found.best else "add --any to write the best one all the same"
-        raise SpecError([Problem("parallel", None, what, remedy)], str(spec))
-    _write(spec, fields_of(task, chosen.layout), check=not any_, quiet=as_json)
+        raise SpecError([Problem("parallel", None, what, remedy)], str(spec.path))
+    _write(spec.path, fields_of(task, chosen.layout), check=not search.any_, quiet=as_json)
+
+
+def _measure(spec: Spec, path: Path, hardware: HardwareOptions, search: SearchOptions, as_json: bool) -> None:
+    """Measure the stages of the spec's pipeline, print them, and write them if requested."""
+    given = {
+        "--gpus": hardware.gpus, "--accelerator": hardware.accelerator or None, "--budget": search.budget,
+        "--any": search.any_ or None, "--count": None if search.count == SHOWN else search.count,
+    }  # fmt: skip
+    if unused := [name for name, value in given.items() if value is not None]:
+        raise typer.BadParameter(f"it searches no layouts; leave out {', '.join(unused)}", param_hint="--measure")
+    stages = _measured(spec, search.vocabulary, timeline=search.timeline, as_json=as_json)
+    if search.apply:
+        parallel = spec.parallel
+        layout = {"parallel.pipeline": parallel.pipeline, "parallel.schedule": parallel.schedule}
+        _write(path, {**layout, "parallel.stages": stages}, check=True, quiet=as_json)
 
 
 def _write(spec: Path, fields: dict[str, Any], *, check: bool, quiet: bool) -> None:
-    from holdfast.pipelines.documents import write_fields
+    from holdfast.pipelines.spec_file import write_fields
 
     written = write_fields(spec, fields, check=check)
     if not quiet:
         err(f"{spec}: {', '.join(written) or 'nothing to change'}")
+
+
+def _note_vocabulary(tokens: int) -> None:
+    err(f"the tokenizer is a file: {tokens:,} tokens are assumed; set the number with --vocabulary")
 
 
 def _measured(spec: Spec, vocabulary: int | None, *, timeline: bool, as_json: bool) -> list[int]:
@@ -140,7 +155,10 @@ def _measured(spec: Spec, vocabulary: int | None, *, timeline: bool, as_json: bo
     from holdfast.pipelines.view.planning import print_stages
 
     parallel = spec.parallel
-    costs = stage_costs(spec, vocabulary or _vocabulary(spec, quiet=as_json))
+    tokens, assumed = planning.vocabulary_of(spec) if vocabulary is None else (vocabulary, False)
+    if assumed and not as_json:
+        _note_vocabulary(tokens)
+    costs = stage_costs(spec, tokens)
     count = parallel.pipeline * (2 if parallel.schedule == "interleaved" else 1)
     stages = costs.balanced(spec.model.layers, count)
     if as_json:
@@ -148,84 +166,6 @@ def _measured(spec: Spec, vocabulary: int | None, *, timeline: bool, as_json: bo
     else:
         print_stages(spec, costs, stages, timeline=timeline)
     return stages
-
-
-def _accelerator(spec: Spec, name: str, calibration: Path | None, price: float | None) -> Accelerator:
-    from holdfast.planning import accelerator
-    from holdfast.planning.auto import accelerator_of
-    from holdfast.spec.errors import SpecError
-
-    figures = _prices(spec, price)
-    if calibration is None:
-        if name:
-            return accelerator(name, **figures)
-        try:
-            return accelerator_of(spec, here=True).model_copy(update=figures)
-        except SpecError as error:
-            raise typer.BadParameter(str(error), param_hint="--accelerator") from None
-    if name:
-        raise typer.BadParameter("it says which; give one of it and --accelerator", param_hint="--calibration")
-    from holdfast.planning.calibration import read
-
-    return read(calibration).accelerator().model_copy(update=figures)
-
-
-def _prices(spec: Spec, hour: float | None) -> dict[str, float]:
-    """Those of the spec, which come before the table's; `hour` before both."""
-    told = spec.cluster.prices
-    known = {
-        "price": told.accelerator_hour if hour is None else hour,
-        "spot_price": told.spot_accelerator_hour,
-        "spot_interruptions": told.spot_interruptions,
-        "kilowatt_hour": told.kilowatt_hour,
-        "carbon": told.carbon_per_kilowatt_hour,
-    }
-    return {name: value for name, value in known.items() if value is not None}
-
-
-def _vocabulary(spec: Spec, quiet: bool) -> int:
-    from holdfast.planning.auto import UNKNOWN_VOCABULARY, vocabulary_of
-
-    if (known := vocabulary_of(spec)) is not None:
-        return known
-    if not quiet:
-        err(f"the tokenizer is a file: {UNKNOWN_VOCABULARY:,} tokens are assumed; --vocabulary says how many there are")
-    return UNKNOWN_VOCABULARY
-
-
-def _search(spec: Spec, task: Task, count: int) -> Found:
-    from holdfast.planning import search
-    from holdfast.planning.auto import refused
-
-    return search(task, lambda layout: not refused(spec, task, layout), count)
-
-
-def _within(budget: float, spec: Spec, accelerator: Accelerator, vocabulary: int, count: int) -> tuple[Task, Found]:
-    """The number of accelerators (whole nodes, a power of two of them) whose best layout is done first for so much."""
-    from holdfast.planning import estimate_run, search
-    from holdfast.planning.auto import task_of
-    from holdfast.spec.errors import Problem, SpecError
-
-    if not accelerator.price:
-        raise typer.BadParameter(f"{accelerator.name} has no price; give --price", param_hint="--budget")
-    tried = []
-    gpus = accelerator.node
-    while gpus <= MOST:
-        task = task_of(spec, accelerator, gpus, vocabulary)
-        try:
-            found = search(task, count=1)
-        except SpecError:
-            break  # the batch cannot be divided any further
-        if found.best:
-            tried.append((estimate_run(found.best[0]), task))
-        gpus *= 2
-    fitting = [each for each in tried if each[0].cost <= budget]
-    if not fitting:
-        least = min((each[0].cost for each in tried), default=None)
-        remedy = "give fewer steps or a smaller model" if least is None else f"the cheapest run costs {least:,.0f}"
-        raise SpecError([Problem("budget", budget, "suffices for no number of accelerators", remedy)])
-    _, task = min(fitting, key=lambda each: each[0].seconds)
-    return task, _search(spec, task, count)
 
 
 def _as_json(spec: Spec, task: Task, found: Found) -> dict[str, Any]:
@@ -239,21 +179,9 @@ def _as_json(spec: Spec, task: Task, found: Found) -> dict[str, Any]:
         "fitting": found.fitting,
         "layouts": [_of(candidate) for candidate in found.best],
         "today": None if found.today is None else _of(found.today),
-        "spot": None if (mixes := _spot(spec, found)) is None else _mixes(mixes),
+        "spot": None if (mixes := spot_of(spec, found)) is None else _mixes(mixes),
         "least_memory": {"layout": asdict(found.smallest.layout), "bytes": found.smallest.memory.total},
     }
-
-
-def _spot(spec: Spec, found: Found) -> Spot | None:
-    """What spot nodes mean for the best layout."""
-    from holdfast.planning import spot
-
-    if not found.best:
-        return None
-    hours = spec.cluster.deadline_hours
-    return spot(
-        found.best[0], notice=spec.cluster.spot is not None, limit=None if hours is None else hours * HOUR_SECONDS
-    )
 
 
 def _mixes(found: Spot) -> dict[str, Any]:
@@ -265,7 +193,7 @@ def _mixes(found: Spot) -> dict[str, Any]:
 
 def _of(candidate: Candidate) -> dict[str, Any]:
     from holdfast.planning import estimate_run, reasons
-    from holdfast.planning.auto import fields_of
+    from holdfast.planning.fields import fields_of
 
     memory, speed = candidate.memory, candidate.speed
     return {

@@ -78,6 +78,12 @@ def test_every_command_shows_an_example(command: str) -> None:
     assert f"Example: holdfast {command}" in done.stdout
 
 
+def test_an_unknown_target_is_refused_with_those_that_exist() -> None:
+    done = CliRunner().invoke(app, ["compile", QUICKSTART, "--target", "nomad"], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert "'nomad' is no target; use one of kfp, argo, pytorchjob, trainjob, volcano, slurm" in done.output
+
+
 def test_the_command_line_has_few_verbs() -> None:
     assert len({words[0] for words in commands(app)}) <= COMMANDS_AT_MOST
 

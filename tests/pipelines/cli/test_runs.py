@@ -270,6 +270,7 @@ def test_with_json_a_failure_is_one_document_on_standard_output(
         (problem,) = error["problems"]
         assert (problem["field"], problem["value"]) == ("training.steps", "none")
         assert problem["remedy"]
+        assert (error["field"], error["remedy"]) == (problem["field"], problem["remedy"])
 
 
 def test_a_result_is_all_that_json_prints(spec: Path) -> None:
