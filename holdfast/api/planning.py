@@ -125,7 +125,7 @@ def _search(spec: Spec, task: Task, count: int) -> Found:
 
 
 def _within(budget: float, spec: Spec, accelerator: Accelerator, vocabulary: int, count: int) -> tuple[Task, Found]:
-    """The number of accelerators (whole nodes, a power of two of them) whose best layout is done first within a budget."""
+    """The number of accelerators (whole nodes, a power of two of them) whose best layout is fastest within a budget."""
     from holdfast.planning import estimate_run, search
     from holdfast.planning.auto import task_of
     from holdfast.spec.errors import Problem, SpecError
