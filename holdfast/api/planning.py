@@ -119,7 +119,7 @@ def _prices(spec: Spec, hour: float | None) -> dict[str, float]:
 
 def _search(spec: Spec, task: Task, count: int) -> Found:
     from holdfast.planning import search
-    from holdfast.planning.fields import refused
+    from holdfast.planning.auto import refused
 
     return search(task, lambda layout: not refused(spec, task, layout), count)
 

@@ -129,7 +129,7 @@ class Run:
         output of one training rank, live or after its end: in `attempt`, in `launch`, or in the rank's newest process.
         """
         if rank is not None or attempt is not None or launch is not None:
-            from holdfast.pipelines.backends.rank_logs import goes_on, rank_lines
+            from holdfast.pipelines.backends.step_logs import goes_on, rank_lines
 
             running = (lambda: goes_on(*self._backend())) if follow else None
             return rank_lines(self._store, self.id, rank or 0, attempt=attempt, launch=launch, running=running)
@@ -375,7 +375,7 @@ def run_state(run: str, at: Location = AS_RECORDED) -> RunState:
 def comparison(sweep: str, store: str | Store = "") -> Comparison | None:
     """The comparison of the trials of a sweep, by its id or name; None while it has none. Raises MissingError."""
     from holdfast.pipelines.backends.record import find_record
-    from holdfast.pipelines.view.sweep import find_comparison
+    from holdfast.pipelines.view.comparison import find_comparison
 
     opened = open_store_at(store)
     try:

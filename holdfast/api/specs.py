@@ -144,7 +144,7 @@ def _sweep(spec: Spec, target: Target, over: Sequence[str], at_once: int, image:
         from holdfast.pipelines.backends.request import RunRequest
 
         return order_text(RunRequest(spec, image=image, trials=trials))
-    from holdfast.pipelines.backends.argo.sweep import sweep_objects
+    from holdfast.pipelines.backends.argo.emit import sweep_objects
     from holdfast.pipelines.documents import as_yaml
 
     return as_yaml(*sweep_objects(spec, trials, at_once=at_once, image=image or None))

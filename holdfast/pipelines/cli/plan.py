@@ -90,7 +90,7 @@ def plan(spec: SpecOptions, hardware: HardwareOptions, search: SearchOptions, as
     Example: holdfast plan examples/cluster-h100.yaml --gpus 64 --accelerator H100
     """
     from holdfast.pipelines.view.planning import print_plan
-    from holdfast.planning.fields import fields_of, refused
+    from holdfast.planning.auto import fields_of, refused
 
     checked = spec.load()
     if search.measure:
@@ -138,7 +138,7 @@ def _measure(spec: Spec, path: Path, hardware: HardwareOptions, search: SearchOp
 
 
 def _write(spec: Path, fields: dict[str, Any], *, check: bool, quiet: bool) -> None:
-    from holdfast.pipelines.spec_file import write_fields
+    from holdfast.pipelines.documents import write_fields
 
     written = write_fields(spec, fields, check=check)
     if not quiet:
@@ -193,7 +193,7 @@ def _mixes(found: Spot) -> dict[str, Any]:
 
 def _of(candidate: Candidate) -> dict[str, Any]:
     from holdfast.planning import estimate_run, reasons
-    from holdfast.planning.fields import fields_of
+    from holdfast.planning.auto import fields_of
 
     memory, speed = candidate.memory, candidate.speed
     return {

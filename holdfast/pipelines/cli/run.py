@@ -97,7 +97,7 @@ def _console(as_json: bool) -> Console | None:
     """Where a run of this machine shows its progress: with --json on standard error."""
     if not as_json:
         return None
-    from holdfast.pipelines.view.console import SafeConsole
+    from holdfast.pipelines.view.terminal import SafeConsole
 
     return SafeConsole(stderr=True)
 

@@ -68,9 +68,9 @@ def show(run: RunName, view: ViewOptions, where: BackendOptions, as_json: AsJson
 
 
 def _print_summary(run: str, where: BackendOptions, whole_spec: bool, as_json: bool) -> None:
+    from holdfast.audit.records import read_audits
     from holdfast.pipelines.view.catalog import find_run
     from holdfast.pipelines.view.report import accounts, print_run
-    from holdfast.telemetry.audit_records import read_audits
 
     opened = open_chosen(where.store)
     try:
@@ -106,8 +106,8 @@ def _waiting(record: RunRecord, where: BackendOptions) -> RunStatus | None:
 
 def _print_sweep(wanted: str, where: BackendOptions, store: Store, as_json: bool) -> bool:
     """Print the comparison of a sweep, or the steps of one without a comparison. Returns whether there is one."""
-    from holdfast.pipelines.view.console import SafeConsole
-    from holdfast.pipelines.view.sweep import print_comparison
+    from holdfast.pipelines.view.comparison import print_comparison
+    from holdfast.pipelines.view.terminal import SafeConsole
 
     try:
         found = api.comparison(wanted, store)
@@ -159,7 +159,7 @@ def _print_ledger(run: str, store: str, as_json: bool) -> None:
 
 
 def _print_cost(run: str, store: str, prices: list[str], as_json: bool) -> None:
-    from holdfast.pipelines.view.cost import lines
+    from holdfast.pipelines.view.ledger import cost_lines
 
     given = _prices(prices)
     found = api.Run(run, store)
@@ -167,7 +167,7 @@ def _print_cost(run: str, store: str, prices: list[str], as_json: bool) -> None:
     if as_json:
         print_json({"run_id": found.id, **spent.as_json()})
         return
-    for line in lines(spent):
+    for line in cost_lines(spent):
         out(line)
     for reason in spent.unknown:
         out(f"not known: {reason}")
