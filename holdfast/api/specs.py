@@ -107,10 +107,10 @@ def schedule(
 ) -> Scheduled:
     """Run a spec periodically, as its section `schedule` sets. Replaces the schedule if the spec has changed."""
     from holdfast.pipelines.backends.kubeflow import schedule as schedules
-    from holdfast.pipelines.backends.request import build_request
+    from holdfast.pipelines.backends.request import RunRequest, identify_request
 
     schedules.trigger_of(spec, timezone)  # refuses a schedule that KFP cannot have, before anything else
-    wanted = build_request(spec, store=store, service_account=options.service_account, image=options.image)
+    wanted = identify_request(RunRequest(spec, store, service_account=options.service_account, image=options.image))
     return schedules.schedule(server, wanted, controller_timezone=timezone)
 
 

@@ -137,7 +137,7 @@ def request(
     `over`: `["training.optimizer.learning_rate=1e-3,3e-3"]`. `salt` separates runs of the same inputs. `replan` lets an
     unfinished run continue under another plan. Raises SpecError, and MissingError for an unknown backend.
     """
-    from holdfast.pipelines.backends.request import RunRequest, build_request
+    from holdfast.pipelines.backends.request import RunRequest, identify_request
     from holdfast.pipelines.trials import grid
 
     name = default_backend(backend)
@@ -145,13 +145,13 @@ def request(
     _require_usable(name, options, sweep=bool(over))
     checked = spec if isinstance(spec, Spec) and not overrides else load_spec(_path(spec), overrides)
     trials = grid(checked, over) if over else ()
-    if able.foreground:
-        return RunRequest(spec_of(checked), store, salt, replan=replan, trials=trials)
-    return build_request(
-        checked, store=store, salt=salt, service_account=options.service_account, image=options.image, replan=replan,
-        shared_folders=able.shared_folders, shared_volumes=able.shared_volumes, trials=trials,
-        at_once=options.concurrent_trials,
+    wanted = RunRequest(
+        spec_of(checked) if able.foreground else checked, store, salt, service_account=options.service_account,
+        image=options.image, replan=replan, trials=trials, at_once=options.concurrent_trials,
     )  # fmt: skip
+    if able.foreground:
+        return wanted  # the run identifies itself
+    return identify_request(wanted, shared_folders=able.shared_folders, shared_volumes=able.shared_volumes)
 
 
 def submit(
