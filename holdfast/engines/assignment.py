@@ -9,6 +9,8 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 
 from holdfast.engines.grid import Grid
+from holdfast.objectives.interface import ObjectiveName
+from holdfast.objectives.table import OBJECTIVE_OF_DATA
 from holdfast.spec import Spec
 from holdfast.spec.cluster import COLLECTIVE_TIMEOUT_MINUTES
 from holdfast.spec.data import Shuffle
@@ -33,7 +35,7 @@ class Assignment(BaseModel):
     nodes: int
     collective_timeout_minutes: float = COLLECTIVE_TIMEOUT_MINUTES
     document_masks: bool
-    preferences: bool = False  # rows are pairs of answers
+    objective: ObjectiveName = "next_token"
     shuffle: Shuffle
     source_weights: tuple[float, ...] | None  # of the mixture; None reads the sources in order
     health_seconds: float | None = None  # limit of the health check before training; None: no check
@@ -56,7 +58,7 @@ class Assignment(BaseModel):
             nodes=spec.cluster.nodes.max,
             collective_timeout_minutes=spec.cluster.collective_timeout_minutes,
             document_masks=spec.data.document_masks,
-            preferences=spec.data.kind == "preferences",
+            objective=OBJECTIVE_OF_DATA[spec.data.kind],
             shuffle=spec.data.shuffle,
             source_weights=None if None in weights else tuple(weight for weight in weights if weight is not None),
             first_weights=first_weights,

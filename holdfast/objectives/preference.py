@@ -6,24 +6,40 @@ the same prompt. The loss of a step is the sum over the pairs of the global batc
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from holdfast.dataset.vocabulary import ENDS, UNCOUNTED
 from holdfast.model.decoder import IGNORED, numbered
+from holdfast.objectives.interface import TokenLosses
+from holdfast.objectives.micro_batches import MicroBatch
 
 
-def counted_pairs(rows: Tensor, speaks: bool = True) -> Tensor:
-    """The number of pairs in the global batch, of which `rows` are this rank's: an fp32 scalar on their device, at
-    least 1. Of ranks with the same rows, `speaks` is true on one. A collective call."""
-    documents = numbered(rows[:, :-1] & ENDS != 0)
-    counts = by_document((rows[:, 1:] & UNCOUNTED == 0).float(), documents)
-    pairs = (counts[:, 0::2] > 0).sum() * speaks
-    if dist.is_initialized():
-        dist.all_reduce(pairs)
-    return pairs.clamp(min=1).to(torch.float32)
+class DirectPreference:
+    """See `Objective`. A term is a pair of answers."""
+
+    needs_reference: ClassVar[bool] = True
+
+    def __init__(self, beta: float) -> None:
+        """`beta` is the weight of a margin. See `preference_loss`."""
+        self._beta = beta
+
+    def count(self, rows: Tensor) -> Tensor:
+        """See Objective."""
+        documents = numbered(rows[:, :-1] & ENDS != 0)
+        counts = by_document((rows[:, 1:] & UNCOUNTED == 0).float(), documents)
+        return (counts[:, 0::2] > 0).sum()
+
+    def loss_sum(self, policy: nn.Module, reference: TokenLosses | None, batch: MicroBatch) -> Tensor:
+        """See Objective."""
+        assert reference is not None
+        assert batch.documents is not None, "the spec requires data.document_masks for pairs"
+        before = reference(batch)
+        losses = policy(*batch, reduction="none")
+        return preference_loss(losses, before, batch.targets, batch.documents, self._beta)
 
 
 def preference_loss(losses: Tensor, reference: Tensor, targets: Tensor, documents: Tensor, beta: float) -> Tensor:

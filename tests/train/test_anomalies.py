@@ -57,7 +57,7 @@ def plant(rank: int, size: int, url: str, folder: Path, runs: Runs, killed_after
     def planted(engine: Any, rows: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = computed(engine, rows)
         if torch.initial_seed() == stream_seed(0, "step", INFINITE) and rank == size - 1:
-            gradient = next(engine._named())[1].grad
+            gradient = next(engine._trained.named())[1].grad
             (gradient.to_local() if hasattr(gradient, "to_local") else gradient).fill_(math.inf)
         return loss * 100 if torch.initial_seed() == stream_seed(0, "step", SPIKE) else loss
 

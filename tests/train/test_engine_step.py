@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from holdfast.engines.grid import Grid
 from holdfast.engines.interface import Engine
 from holdfast.engines.mesh import Mesh
-from holdfast.engines.torch import engine as engine_module
+from holdfast.engines.torch import accumulation
+from holdfast.engines.torch.accumulation import Micro, MicroSettings, PipelineStages
 from holdfast.engines.torch.elastic import TreeReduceScatter
-from holdfast.engines.torch.engine import TorchEngine
+from holdfast.engines.torch.parallelize import Topology
 from holdfast.launch.device import MEETING_VARIABLE
+from holdfast.objectives.next_token import NextToken
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.rank.setup import meet
 from tests.train.ranks import started
@@ -108,10 +110,11 @@ def test_the_loss_of_a_pipeline_is_the_mean_over_the_counted_tokens_at_any_layou
 
         def mean(rank: int, everywhere: float | None) -> float:
             """What a rank reports, where the sum over all ranks of what they give is `everywhere`."""
-            stub: Any = object.__new__(TorchEngine)
-            stub._mesh, stub._contributes_loss, stub._tied = mesh, mesh.speaks(rank), None  # noqa: B023
-            stub._loss_scale = None if scale is None else SimpleNamespace(scale=scale)
-            stub._micro_batches = lambda *_: iter([(None, None, None)])
+            loss_scale: Any = None if scale is None else SimpleNamespace(scale=scale)
+            rows_only: Any = None
+            settings = MicroSettings(4, None, None, None)
+            topology = Topology(mesh, torch.device("cpu"))  # noqa: B023
+            micro = Micro(rows_only, NextToken(), None, loss_scale, topology, settings)
 
             def forward_backward(_tokens: Any, _targets: Any, _documents: Any, share: torch.Tensor) -> torch.Tensor:
                 shares.add(float(share))  # noqa: B023
@@ -123,9 +126,10 @@ def test_the_loss_of_a_pipeline_is_the_mean_over_the_counted_tokens_at_any_layou
                 if everywhere is not None:
                     total.fill_(everywhere)
 
-            monkeypatch.setattr(engine_module.dist, "all_reduce", all_reduce)
+            monkeypatch.setattr(accumulation.dist, "all_reduce", all_reduce)
             pipeline: Any = SimpleNamespace(forward_backward=forward_backward)
-            return float(stub._through_stages(pipeline, torch.zeros(4, 1), counted))  # noqa: B023
+            stages = PipelineStages(micro, pipeline, None, rows_only, mesh.speaks(rank), 1)  # noqa: B023
+            return float(stages.run(torch.zeros(4, 2, dtype=torch.long), counted))  # noqa: B023
 
         for rank in range(mesh.size):
             mean(rank, None)

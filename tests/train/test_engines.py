@@ -171,7 +171,7 @@ def _places(rank: int, size: int, folder: Path) -> tuple[object, ...]:
     """The devices of weights and of tables, and whether weights are pinned, without offload and with it, where ranks
     compute on a device like meta."""
     from holdfast.engines.mesh import Mesh
-    from holdfast.engines.torch.parallelize import device_mesh, parallelize
+    from holdfast.engines.torch.parallelize import Topology, device_mesh, parallelize
     from holdfast.model.decoder import Decoder
 
     join(folder, rank, size, always=True)
@@ -182,7 +182,7 @@ def _places(rank: int, size: int, folder: Path) -> tuple[object, ...]:
         spec = tiny_spec(*overrides("fsdp", processes=size), f"parallel.offload={offload}")
         decoder, mesh = Decoder.empty(spec.model, VOCABULARY, "meta"), Mesh.of(spec.parallel, size)
         ranks, meta = device_mesh(mesh, torch.device("cpu")), torch.device("meta")
-        parallelize(decoder, spec.training, spec.parallel, meta, mesh, ranks, grid=None)
+        parallelize(decoder, spec.training, spec.parallel, Topology(mesh, meta, ranks), grid=None)
         held = (decoder.parameters(), decoder.buffers())
         found += [*({tensor.device.type for tensor in each} for each in held), bool(pinned)]
     return tuple(found)

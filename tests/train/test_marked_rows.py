@@ -8,7 +8,9 @@ from transformers import LlamaForCausalLM
 
 from holdfast.dataset.vocabulary import ENDS, NO_TOKEN, UNCOUNTED
 from holdfast.model.decoder import IGNORED
-from holdfast.objectives.next_token import counted_tokens, micro_batches
+from holdfast.objectives.interface import count_terms
+from holdfast.objectives.micro_batches import micro_batches
+from holdfast.objectives.next_token import NextToken
 from holdfast.scoring.score import score
 from tests.model.tiny_model import decoder, export, shape
 
@@ -37,7 +39,7 @@ def test_the_loss_is_that_of_transformers_on_each_conversation_alone(tmp_path) -
     assert documents is not None
     assert tokens.tolist() == [FIRST + SECOND]
     assert documents.tolist() == [[0] * 5 + [1] * 4]
-    assert counted_tokens(row()) == 4
+    assert count_terms(NextToken(), row()) == 4
     assert abs(float(ours(tokens, targets, documents, reduction="sum")) - expected) < 1e-4
     measured = score(ours, [row().numpy()], np.ones(300, dtype=np.int64), document_masks=True)
     assert abs(measured.loss - expected / 4) < 1e-4
@@ -50,4 +52,4 @@ def test_rows_of_text_have_no_marks_and_all_of_them_counts() -> None:
     assert documents is not None
     assert (tokens.tolist(), targets.tolist()) == (rows[:, :-1].tolist(), rows[:, 1:].tolist())
     assert documents.tolist() == [[0, 0, 1, 1, 1, 1, 1, 1]]
-    assert counted_tokens(rows) == 8
+    assert count_terms(NextToken(), rows) == 8

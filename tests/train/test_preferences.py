@@ -17,8 +17,9 @@ from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
 from holdfast.model.decoder import IGNORED, Decoder
 from holdfast.model.initialise import initialise
 from holdfast.model.lora import add_adapters, is_adapter
-from holdfast.objectives.next_token import micro_batches
-from holdfast.objectives.preference import counted_pairs, preference_loss
+from holdfast.objectives.interface import count_terms
+from holdfast.objectives.micro_batches import micro_batches
+from holdfast.objectives.preference import DirectPreference, preference_loss
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Steps, join_exactly, steps_of
 from tests.train.test_lora import adapters, part
@@ -159,8 +160,8 @@ def test_the_loss_is_the_sum_over_the_pairs_of_the_paper_and_what_is_no_pair_add
                 count += 1
         found = preference_loss(losses, before, targets, documents, beta)
         assert float(found) == pytest.approx(expected, rel=1e-5, abs=1e-12)
-        assert float(counted_pairs(rows)) == max(1, count)
-        assert float(counted_pairs(rows, speaks=False)) == 1
+        assert float(count_terms(DirectPreference(beta), rows)) == max(1, count)
+        assert float(count_terms(DirectPreference(beta), rows, contributes=False)) == 1
         pairs += count
     assert pairs > 9
 

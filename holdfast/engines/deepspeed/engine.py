@@ -30,7 +30,9 @@ from holdfast.engines.torch.optimizers import decay_groups
 from holdfast.engines.weights import MOMENTS
 from holdfast.launch.device import local_device
 from holdfast.model.decoder import Decoder
-from holdfast.objectives.next_token import counted_tokens, micro_batches
+from holdfast.objectives.interface import count_terms
+from holdfast.objectives.micro_batches import micro_batches
+from holdfast.objectives.table import build_objective
 from holdfast.telemetry import phases
 
 log = logging.getLogger("holdfast.train")
@@ -69,6 +71,7 @@ class DeepSpeedEngine:
             load_async_io(self._swap.handle)
             copy_what_is_read()
         self._end_of_text = end_of_text if spec.document_masks else None
+        self._objective = build_objective(spec.objective, spec.training)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._stage = int(spec.parallel.strategy.removeprefix("zero"))
 
@@ -110,12 +113,12 @@ class DeepSpeedEngine:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         rows = rows.to(self._device, non_blocking=True)
-        counted = counted_tokens(rows)
+        counted = count_terms(self._objective, rows)
         share = self._world / counted  # DeepSpeed averages gradients over the ranks
         total = torch.zeros((), device=self._device)
-        for tokens, targets, documents in micro_batches(rows, self._spec.training.micro_batch, self._end_of_text):
+        for batch in micro_batches(rows, self._spec.training.micro_batch, self._end_of_text):
             phases.enter("forward")
-            loss = self._engine(tokens, targets, documents, reduction="sum")
+            loss = self._objective.loss_sum(self._engine, None, batch)
             phases.enter("backward")
             self._engine.backward(loss * share, scale_wrt_gas=False)
             if self._engine.is_gradient_accumulation_boundary():

@@ -7,6 +7,7 @@ on this rank's device, with undefined weights.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,25 +44,31 @@ def build_expert_mesh(mesh: Mesh, device: torch.device, experts: int) -> DeviceM
     return init_device_mesh(device.type, tuple(mesh.of_experts.values()), mesh_dim_names=tuple(mesh.of_experts))
 
 
+@dataclass(frozen=True)
+class Topology:
+    """The ranks that a model is spread over, and the device of this one."""
+
+    mesh: Mesh
+    device: torch.device
+    ranks: DeviceMesh | None = None  # see `device_mesh`; None: every rank holds the whole model
+    experts: DeviceMesh | None = None  # see `build_expert_mesh`
+
+
 def parallelize(
     decoder: Decoder,
     training: Training,
     parallel: Parallel,
-    device: torch.device,
-    mesh: Mesh,
-    ranks: DeviceMesh | None,
+    topology: Topology,
     *,
     grid: Callable[[], Grid] | None,
     sequence_shard: SequenceShard | None = None,
-    expert_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """Spread `decoder` over the ranks. Returns the module that computes the loss of one rank's micro-batch, or a stage
     of it.
 
-    Gradients are averaged over the ranks with other samples. These are the ranks of `ranks` (see `device_mesh`) that
-    hold parts, or all whole replicas if `ranks` is None. With `grid`, the grid of the current step, they are summed as
-    elastic determinism requires. `sequence_shard` is this rank's part of every row. For `expert_mesh` see
-    `build_expert_mesh`.
+    Gradients are averaged over the ranks with other samples. These are the ranks of `topology.ranks` that hold parts,
+    or all whole replicas if it is None. With `grid`, the grid of the current step, they are summed as elastic
+    determinism requires. `sequence_shard` is this rank's part of every row.
 
     0. fp8 linear layers replace others and take their parameters.
     1. Tensor parallelism splits the matrices first, and expert parallelism distributes the experts. All later
@@ -74,6 +81,7 @@ def parallelize(
     5. Only now is memory allocated: this rank's part, permanently on the host with offload. Tables are on the device.
     6. DDP averages over plain, whole replicas.
     """
+    mesh, device, ranks = topology.mesh, topology.device, topology.ranks
     offloaded = parallel.offload != "none"
     convert_to_fp8(decoder, training.precision)
     if ranks is not None and mesh.tensor > 1:
@@ -87,8 +95,8 @@ def parallelize(
             layer.compile()
     if ranks is not None:
         narrow = NARROW.get(training.precision)
-        if expert_mesh is not None:
-            _shard_experts(decoder, parallel, mesh, expert_mesh, narrow)
+        if topology.experts is not None:
+            _shard_experts(decoder, parallel, mesh, topology.experts, narrow)
         settings: dict[str, Any] = {
             "mesh": ranks["replicas", "shards"] if mesh.replicas > 1 else ranks["shards"],
             "reshard_after_forward": _reshard(parallel)

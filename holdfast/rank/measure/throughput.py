@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from holdfast.engines.assignment import Assignment
 from holdfast.model.initialise import flops_per_token
+from holdfast.objectives.table import build_objective
 from holdfast.planning.hardware import by_device
 from holdfast.spec.errors import SpecError
 
@@ -40,7 +41,8 @@ class Throughput:
 def _flops(spec: Assignment, vocabulary: int) -> float:
     """Model FLOPs of one token."""
     whole = flops_per_token(spec.model, vocabulary)
-    reference = whole / 3 if spec.preferences else 0.0  # a forward pass of the reference model
+    needs_reference = build_objective(spec.objective, spec.training).needs_reference
+    reference = whole / 3 if needs_reference else 0.0  # a forward pass of the reference model
     if spec.training.lora.rank is None:
         return whole + reference
     elsewhere = whole - flops_per_token(spec.model, vocabulary, 1)  # attention to all positions but the token itself
