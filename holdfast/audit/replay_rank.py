@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from holdfast.checkpoint import Checkpointer, open_checkpoint
+from holdfast.checkpoint import open_checkpoint
 from holdfast.collectives import Gang, noticing_lost_peers
 from holdfast.dataset import Dataset, Prefetcher
 from holdfast.engines.assignment import Assignment
@@ -31,14 +31,15 @@ from holdfast.launch.launches import read_launch
 from holdfast.launch.processes import die_with_parent
 from holdfast.rank.anomalies import Anomalies
 from holdfast.rank.batch_digest import BatchDigest
-from holdfast.rank.checkpoint_policy import CheckpointPolicy
 from holdfast.rank.loop import train
 from holdfast.rank.observers import FinishedStep
 from holdfast.rank.plan import plan_of, require_one_plan
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.rank.randomness import make_deterministic
+from holdfast.rank.session import RankSession
 from holdfast.rank.setup import batches
-from holdfast.rank.worker import first_state, speaks
+from holdfast.rank.state_loading import first_state
+from holdfast.rank.worker import speaks
 from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.exits import exit_code_of
 from holdfast.runtime.logs import configure_logging
@@ -110,17 +111,8 @@ def replay(
         nothing = _NoCheckpoints()
         with results.open("a", encoding="utf-8") as file, Prefetcher(training, rows, start, stop=last) as ahead:
             rows_of = _Recorder(file if gang.rank == 0 else None, fed, BatchSizes.of(spec.training), spec.model.context)
-            train(
-                spec,
-                engine,
-                fed.record(ahead),
-                cast(Checkpointer, nothing),
-                cast(CheckpointPolicy, nothing),
-                anomalies,
-                [rows_of],
-                leave,
-                gang,
-            )
+            session = RankSession(spec, gang, engine, nothing, nothing, anomalies, [rows_of], leave)
+            train(session, fed.record(ahead))
 
 
 class _NoCheckpoints:
@@ -132,10 +124,13 @@ class _NoCheckpoints:
 
     near_due = due
 
+    def save(self, *_: object, **__: object) -> None:
+        """See Checkpointer. A rewind loads the checkpoints of the run itself."""
+
     def wait_for_staging(self) -> None:
         """See Checkpointer."""
 
-    wait = wait_for_staging
+    wait = saved = wait_for_staging
 
 
 class _Recorder:

@@ -11,34 +11,26 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 
 import numpy.ma  # noqa: F401 - numpy.median would, in each rank after it was forked
 import torch
 import torch._inductor.config  # use_deterministic_algorithms would import it in each rank after the fork
 
 import holdfast.engines.torch.engine  # noqa: F401 - likewise build_engine
-from holdfast.checkpoint import Attempt, Checkpointer, Manifest, Retention, SaveOptions, claim_attempt, newest_segments
+from holdfast.checkpoint import Attempt, Checkpointer, Retention, SaveOptions, claim_attempt, newest_segments
 from holdfast.checkpoint.local_tiers.tier_set import TierSet
 from holdfast.collectives import Gang, noticing_lost_peers
 from holdfast.dataset import Dataset, Prefetcher
 from holdfast.engines.assignment import Assignment
-from holdfast.engines.interface import Engine, Scalars
 from holdfast.engines.mesh import Mesh
-from holdfast.engines.weights import (
-    AdaptedState,
-    FirstState,
-    ImportedState,
-    SeededState,
-    require_left_out_taken,
-)
 from holdfast.launch.device import device_name
 from holdfast.launch.exits import RankRecord
 from holdfast.launch.launches import read_launch
 from holdfast.launch.processes import die_with_parent
-from holdfast.model.imported import require_weights
 from holdfast.rank.anomalies import Anomalies
 from holdfast.rank.batch_digest import BatchDigest
 from holdfast.rank.checkpoint_policy import CheckpointPolicy, failures_before
@@ -52,6 +44,7 @@ from holdfast.rank.measure.throughput import Throughput
 from holdfast.rank.observers import History, Observer, Progress
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.rank.randomness import make_deterministic
+from holdfast.rank.session import RankSession
 from holdfast.rank.setup import (
     agree_on_plan,
     batches,
@@ -60,6 +53,7 @@ from holdfast.rank.setup import (
     meet,
     throughput_of,
 )
+from holdfast.rank.state_loading import StateLoader
 from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.exits import code_of, exit_code_of
 from holdfast.runtime.logs import configure_logging
@@ -85,10 +79,10 @@ def work(
     run_id: str,
     launch: int,
     leave: PreemptionSignal,
-    on_formed: Callable[[int], None] = lambda _: None,
+    record: RankRecord | None = None,
 ) -> None:
-    """Run one rank of launch number `launch` until the run is trained. `on_formed` receives the attempt number once the
-    gang has formed."""
+    """Run one rank of launch number `launch` until the run is trained. `record` receives the number of the attempt once
+    the gang has formed."""
     phases.enter("start", 0)
     launched = read_launch(store, run_id, launch)
     spec, replan = Assignment.model_validate(launched["assignment"]), bool(launched["replan"])
@@ -100,21 +94,17 @@ def work(
             device, gang = meet(spec, leave)
             plan = agree_on_plan(spec, device, gang)
             check_health(store, spec, device, gang, launch)
-            attempt = gang.from_rank_0(lambda: claim(store, spec, launch, gang.size, plan, replan), Attempt)
+            claiming = partial(claim, store, spec, launch, gang.size, plan, replan)
+            attempt = gang.from_rank_0(claiming, Attempt)
             engine = built.enter_context(closing(build(spec, dataset)))  # it may own files
         set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched["claimed"])
-        on_formed(attempt.number)
+        if record is not None:
+            record.formed(attempt.number)
         leave.raise_if_stopping("before the state was loaded")
 
         phases.enter("restore")
-
-        def accept(manifest: Manifest) -> None:
-            require_plan(manifest.segments, plan, spec.training.determinism, replan)  # it may not be the newest
-            require_left_out_taken(manifest.tensors, engine.boxes())
-
-        first = cache(lambda: first_state(spec, dataset.vocabulary))
-        if frozen := engine.frozen():
-            first().fill(frozen)
+        loader = StateLoader(spec, dataset.vocabulary, engine, plan, replan)
+        frozen = loader.fill_frozen()
         checkpointer = Checkpointer(
             store,
             attempt,
@@ -135,8 +125,7 @@ def work(
             gang=gang,
             near=near_tiers(store, attempt, gang, spec),
         )
-        start = checkpointer.restore(engine.boxes(), lambda boxes: first().fill(boxes), accept)
-        engine.restored(start, checkpointer.scalars)
+        start = loader.restore(checkpointer)
         leave.raise_if_stopping(f"with the state of step {start} loaded")
         cadence = CheckpointPolicy(
             spec.checkpoint,
@@ -150,7 +139,7 @@ def work(
             spec.training.anomalies,
             device,
             checkpointer.scalars,
-            go_back=partial(state_after, first, checkpointer, engine),
+            go_back=partial(loader.rewind, checkpointer),
             where=partial(dataset.where, training) if gang.rank == 0 else None,
         )
         throughput = throughput_of(spec, dataset, device, gang) if gang.rank == 0 else None
@@ -174,19 +163,16 @@ def work(
             if throughput is None
             else _attempt_span(spec, attempt, gang.size, start, device, throughput, meter)
         )
-        accounts, profiler = (
-            PhaseTimeReporter(gang.rank, gang.size, start, device, meter),
-            Profiler(store, attempt, active=gang.rank == 0),
-        )
+        accounts = PhaseTimeReporter(gang.rank, gang.size, start, device, meter)
+        profiler = Profiler(store, attempt, active=gang.rank == 0)
+        observers += [accounts, profiler]
+        session = RankSession(spec, gang, engine, checkpointer, cadence, anomalies, observers, leave)
         # In-flight saves at the end hold a finite state that is equal on all replicas.
         with begun, accounts, profiler, closing(checkpointer), _leaving():
             if checkpointer.near_start is not None:  # no checkpoint yet
                 checkpointer.save(start, engine.saved(), checkpointer.near_start.scalars)
             with Prefetcher(training, rows, start, stop=spec.training.steps) as ahead:
-                train(
-                    spec, engine, fed.record(ahead), checkpointer, cadence, anomalies, [*observers, accounts, profiler],
-                    leave, gang,
-                )  # fmt: skip
+                train(session, fed.record(ahead))
             if start == spec.training.steps:  # an earlier attempt died between its last commit and the collection
                 checkpointer.collect_garbage(start)
             checkpointer.drop_local_tiers()
@@ -269,32 +255,6 @@ def speaks(spec: Assignment, gang: Gang) -> bool:
     return spec.grid(gang.size) is not None or Mesh.of(spec.parallel, gang.size).counts(gang.rank)
 
 
-def first_state(spec: Assignment, vocabulary: int) -> FirstState:
-    """The state before the first step, according to the spec. Raises DataError if the weights differ from those in the
-    run's identity."""
-    seeded = SeededState(spec.model, spec.training.seed)
-    if spec.model.init_from is None:
-        return seeded
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # one rank checks for all ranks that read the same disk
-        require_weights(spec.model.init_from, spec.first_weights)
-    return AdaptedState(ImportedState(spec.model.init_from, spec.model, vocabulary), seeded)
-
-
-def state_after(first: Callable[[], FirstState], checkpointer: Checkpointer, engine: Engine, step: int) -> Scalars:
-    """Load the state after `step` steps into the engine, from a checkpoint or the first state. Returns its scalars. A
-    collective call. Raises what `Checkpointer.load` raises."""
-    phases.enter("restore")
-    scalars: Scalars = {}
-    if step:
-        scalars = checkpointer.load(step, engine.boxes())
-    else:
-        checkpointer.wait_for_staging()
-        first().fill(engine.boxes())
-    engine.restored(step, scalars)
-    phases.enter("check")
-    return scalars
-
-
 @contextmanager
 def _reporting_end() -> Iterator[None]:
     """Report how this rank ends: on rank 0, and on a rank that is a cause rather than a consequence."""
@@ -307,6 +267,29 @@ def _reporting_end() -> Iterator[None]:
     finally:
         if rank == 0 or code not in (ExitCode.OK, ExitCode.LOST_PEER, ExitCode.TERMINATED, ExitCode.PREEMPTED):
             emit(RankEnded(rank=rank, code=code, host=socket.gethostname(), reason=reason))
+
+
+@dataclass
+class _RankProcess:
+    """The process of a rank, and what it reports to its node when it ends."""
+
+    store: str  # URL
+    run_id: str
+    launch: int
+    leave: PreemptionSignal
+    record: RankRecord
+    blames_node: bool = False
+
+    def run(self) -> None:
+        """Train. Raises what `work` raises."""
+        store = open_store(self.store)
+        events = recording(store, self.run_id, f"rank {os.environ.get('RANK', '0')}", launch=self.launch)
+        try:
+            with events, _reporting_end(), noticing_lost_peers():  # of the collectives of training
+                work(store, self.run_id, self.launch, self.leave, self.record)
+        except (BadReaderError, WrongArithmeticError, UnhealthyNodeError) as error:
+            self.blames_node = not isinstance(error, BadReaderError) or error.here
+            raise
 
 
 def main() -> None:
@@ -322,25 +305,13 @@ def main() -> None:
     record = RankRecord()
     enable_watchdog()
     leave.listen()
-    blames_node = False
-
-    def body() -> None:
-        nonlocal blames_node
-        store, run_id, launch = open_store(arguments.store), arguments.run_id, arguments.launch
-        told = recording(store, run_id, f"rank {os.environ.get('RANK', '0')}", launch=launch)
-        try:
-            with told, _reporting_end(), noticing_lost_peers():  # of the collectives of training
-                work(store, run_id, launch, leave, record.formed)
-        except (BadReaderError, WrongArithmeticError, UnhealthyNodeError) as error:
-            blames_node = not isinstance(error, BadReaderError) or error.here
-            raise
-
-    code = exit_code_of(body)
+    process = _RankProcess(arguments.store, arguments.run_id, arguments.launch, leave, record)
+    code = exit_code_of(process.run)
     if leave.wanted and code not in (ExitCode.OK, PreemptedError.exit_code):
         code = ExitCode.TERMINATED if code == ExitCode.LOST_PEER else code
     sys.stdout.flush()
     sys.stderr.flush()
-    record.ended(code, blames_node)
+    record.ended(code, process.blames_node)
     os._exit(code)  # process groups with a lost peer can block the interpreter's normal exit
 
 

@@ -44,7 +44,7 @@ def main() -> None:
 
     def patient(*arguments: Any, **more: Any) -> None:
         given = inspect.signature(train).bind(*arguments, **more)
-        given.arguments["batches"] = held(given.arguments["batches"], given.arguments["leave"])
+        given.arguments["batches"] = held(given.arguments["batches"], given.arguments["session"].leave)
         train(*given.args, **given.kwargs)
 
     worker.train, rank_setup.join_gang = patient, meet_when_let

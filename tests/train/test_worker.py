@@ -131,7 +131,7 @@ def test_weights_that_change_between_the_launch_and_the_ranks_are_refused(tmp_pa
 
 SUSPECT = """
 from holdfast.spec.errors import WrongArithmeticError
-from holdfast.components.train import worker
+from holdfast.rank import worker
 def work(*_):
     raise WrongArithmeticError("step 6: rank 0 differs")
 worker.work = work

@@ -1,0 +1,117 @@
+"""Session of a rank: what the training loop works with, from the formed gang to the last step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from numpy import int64
+from numpy.typing import NDArray
+
+from holdfast.checkpoint.box import TensorBox
+from holdfast.collectives import Gang
+from holdfast.engines.assignment import Assignment
+from holdfast.engines.interface import Engine, StepOutput
+from holdfast.rank.anomalies import Anomalies
+from holdfast.rank.observers import FinishedStep, Observer
+from holdfast.rank.preemption import PreemptionSignal
+from holdfast.rank.randomness import stream_seed
+from holdfast.rank.replicas import require_equal_replicas, state_digest
+from holdfast.spec.training import BatchSizes
+from holdfast.telemetry import phases
+
+
+class Saves(Protocol):
+    """What the loop needs of `holdfast.checkpoint.Checkpointer`."""
+
+    def save(
+        self,
+        step: int,
+        boxes: Sequence[TensorBox],
+        scalars: Mapping[str, float | int],
+        attachments: Mapping[str, str] | None = None,
+        *,
+        committed: bool = True,
+    ) -> None:
+        """Begin to save the state after `step` steps."""
+
+    def near_due(self, step: int) -> bool:
+        """Whether a local tier keeps the state after `step`."""
+
+    def wait_for_staging(self) -> None:
+        """Wait until the state that was saved last may change."""
+
+    def wait(self) -> None:
+        """Wait for the saves in flight."""
+
+
+class SaveSchedule(Protocol):
+    """What the loop needs of `CheckpointPolicy`."""
+
+    def due(self, step: int) -> bool:
+        """Whether the state after `step` steps becomes a checkpoint. A collective call."""
+
+    def saved(self) -> None:
+        """Record that a save began."""
+
+
+@dataclass(frozen=True)
+class RankSession:
+    """One rank of a formed gang, with its state loaded."""
+
+    spec: Assignment
+    gang: Gang
+    engine: Engine
+    saves: Saves
+    schedule: SaveSchedule
+    anomalies: Anomalies
+    observers: Sequence[Observer]
+    leave: PreemptionSignal
+
+    def compute(self, step: int, rows: NDArray[int64], rate: float) -> StepOutput:
+        """Run one optimizer step on this rank's rows of batch `step`. A collective call."""
+        phases.enter("forward", step)
+        torch.manual_seed(stream_seed(self.spec.training.seed, "step", step))
+        self.anomalies.begin_step(step)
+        size = BatchSizes.of(self.spec.training).size(step)
+        return self.engine.step(torch.from_numpy(rows), rate, self.before_update, self.anomalies.judge, size)
+
+    def before_update(self) -> None:
+        """Wait for the readers of the state, which changes next."""
+        phases.enter("save")
+        self.saves.wait_for_staging()
+        phases.enter("optimizer")
+
+    def digest(self, done: int) -> str | None:
+        """Compare the replicas of the state after `done` steps, and return its digest, in steps that are digested.
+        None in other steps. A collective call."""
+        every = self.spec.checkpoint.digest_every
+        if every is None or done % every:
+            return None
+        self.anomalies.resolve(before=done)
+        require_equal_replicas(self.engine, self.gang, done)
+        return state_digest(self.engine, self.gang, self.scalars(done))
+
+    def report(self, finished: FinishedStep) -> None:
+        """Show a finished step to all observers."""
+        for observer in self.observers:
+            observer.on_step(finished)
+
+    def save(self, done: int, *, committed: bool, compared: bool) -> None:
+        """Begin to save the state after `done` steps: as a checkpoint if `committed`, else only in local tiers. Compare
+        its replicas first, unless they were `compared`. A collective call."""
+        self.anomalies.resolve(before=done)
+        if not compared:
+            require_equal_replicas(self.engine, self.gang, done)
+        attached = {key: text for observer in self.observers for key, text in observer.on_save(done).items()}
+        scalars = self.scalars(done)
+        phases.enter("save")
+        self.saves.save(done, self.engine.saved(), scalars, attached, committed=committed)
+        if committed:
+            self.schedule.saved()
+
+    def scalars(self, done: int) -> dict[str, float | int]:
+        """The scalars of the state after `done` steps, in addition to its tensors."""
+        return self.engine.scalars(done) | self.anomalies.scalars()

@@ -1,0 +1,79 @@
+"""State loading: the first state of a run, its newest checkpoint, or that of an earlier step, into an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from holdfast.checkpoint import Checkpointer, Manifest, TensorBox
+from holdfast.engines.assignment import Assignment
+from holdfast.engines.interface import Engine, Scalars
+from holdfast.engines.weights import AdaptedState, FirstState, ImportedState, SeededState, require_left_out_taken
+from holdfast.model.imported import require_weights
+from holdfast.spec.plan import Plan, require_plan
+from holdfast.telemetry import phases
+
+
+@dataclass
+class StateLoader:
+    """Loads states of a run into the engine of this rank."""
+
+    spec: Assignment
+    vocabulary: int
+    engine: Engine
+    plan: Plan
+    replan: bool
+
+    @cached_property
+    def _first(self) -> FirstState:
+        return first_state(self.spec, self.vocabulary)
+
+    def fill_frozen(self) -> bool:
+        """Fill the weights that are not trained. Returns whether there are any."""
+        frozen = self.engine.frozen()
+        if frozen:
+            self._first.fill(frozen)
+        return bool(frozen)
+
+    def restore(self, checkpointer: Checkpointer) -> int:
+        """Load the newest checkpoint, or the first state. Returns the step of the state. A collective call. Raises what
+        `Checkpointer.restore` raises, and PlanChangedError."""
+        start = checkpointer.restore(self.engine.boxes(), self.fill_first, self._accept)
+        self.engine.restored(start, checkpointer.scalars)
+        return start
+
+    def rewind(self, checkpointer: Checkpointer, step: int) -> Scalars:
+        """Load the state after `step` steps, from a checkpoint or the first state. Returns its scalars. A collective
+        call. Raises what `Checkpointer.load` raises."""
+        phases.enter("restore")
+        scalars: Scalars = {}
+        if step:
+            scalars = checkpointer.load(step, self.engine.boxes())
+        else:
+            checkpointer.wait_for_staging()
+            self.fill_first(self.engine.boxes())
+        self.engine.restored(step, scalars)
+        phases.enter("check")
+        return scalars
+
+    def fill_first(self, boxes: Sequence[TensorBox]) -> None:
+        """Fill boxes with the first state."""
+        self._first.fill(boxes)
+
+    def _accept(self, manifest: Manifest) -> None:
+        # The loaded checkpoint may not be the newest one, whose plan was checked already.
+        require_plan(manifest.segments, self.plan, self.spec.training.determinism, self.replan)
+        require_left_out_taken(manifest.tensors, self.engine.boxes())
+
+
+def first_state(spec: Assignment, vocabulary: int) -> FirstState:
+    """The state before the first step, according to the spec. Raises DataError if the weights differ from those in the
+    run's identity."""
+    seeded = SeededState(spec.model, spec.training.seed)
+    if spec.model.init_from is None:
+        return seeded
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # one rank checks for all ranks that read the same disk
+        require_weights(spec.model.init_from, spec.first_weights)
+    return AdaptedState(ImportedState(spec.model.init_from, spec.model, vocabulary), seeded)
