@@ -34,6 +34,7 @@ from holdfast.checkpoint.local_tiers.tier_set import TierSet
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.reader import Checkpoint
 from holdfast.checkpoint.retention import Retention
+from holdfast.checkpoint.save_request import SaveRequest
 from holdfast.checkpoint.staging import Copy, Staging, free_buffers
 from holdfast.collectives import Gang
 from holdfast.spec.errors import (
@@ -128,7 +129,7 @@ class Checkpointer:
         it to the store. Raises what `load_newest` raises, and what `accept` raises for the checkpoint found. Raises
         SpecError for more boxes than a message to the agent can hold."""
         if os.environ.get(VARIABLE):
-            require_small(Save(step=0, buffer=0, slots=laid_out(boxes)[0]), ROOM)
+            require_small(Save(request=SaveRequest(step=0), buffer=0, slots=laid_out(boxes)[0]), ROOM)
         attempt, fence = self._attempt, partial(self._attempt.check, self._store)
         near = self._near.load(boxes, self._plan.fingerprint if self._plan else "") if self._near else None
         found: Checkpoint | None
@@ -197,15 +198,10 @@ class Checkpointer:
             self._pending[step] = flight = _PendingSave(buffer, begun, committed=committed)
         self._copy, self._step = Copy(boxes), step
         near = self._near.due(step) if self._near is not None else ()
-        save = Save(
-            step=step,
-            buffer=buffer,
-            scalars=dict(scalars),
-            attachments=dict(attachments or {}),
-            near=near,
-            committed=committed,
+        request = SaveRequest(
+            step=step, scalars=dict(scalars), attachments=dict(attachments or {}), tiers=near, committed=committed
         )
-        self._copies.put(partial(self._hand_over, saver, self._copy, list(boxes), save))
+        self._copies.put(partial(self._hand_over, saver, self._copy, list(boxes), Save(request=request, buffer=buffer)))
         flight.stalled = time.perf_counter() - begun
         self.stall_seconds += flight.stalled
 
@@ -333,15 +329,14 @@ class Checkpointer:
         assert save.buffer is not None
         try:
             slots = self._staging.fill(save.buffer, copy, boxes)
-            digest = None if copy.digest is None else (copy.digest.first, copy.digest.second)
-            save = save.model_copy(update={"slots": slots, "digest": digest})
+            save = Save(request=save.request.with_digest(copy.digest), buffer=save.buffer, slots=slots)
             if isinstance(saver, AgentClient):
                 require_small(save)
         except BaseException as error:  # noqa: BLE001 - raised in the training thread
             copy.end()
             failure = as_failure(save.step, error)
             self._failed(save.step, failure)  # first: the reply to `lost` arrives as a store error
-            if save.committed:
+            if save.request.committed:
                 saver.lost(save.step, str(failure))
             return
         saver.save(save)

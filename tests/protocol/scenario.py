@@ -34,6 +34,7 @@ from holdfast.checkpoint.attempts import Attempt
 from holdfast.checkpoint.box import TensorBox
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.retention import Retention
+from holdfast.checkpoint.save_request import SaveRequest
 from holdfast.spec.errors import (
     FencedError,
     HoldfastError,
@@ -129,7 +130,7 @@ class Saver:
     def save(self, step: int, boxes: list[TensorBox]) -> None:
         """Write this rank's part, and let the commit follow. Raises what an earlier one failed with for good."""
         try:
-            self._work.write(step, boxes, None)
+            self._work.write(SaveRequest(step=step), boxes)
         except HoldfastError as error:
             self._work.give_up(step, error)
             self._hear(step, error)
@@ -149,7 +150,8 @@ class Saver:
 
     def _commit(self, step: int) -> None:
         try:
-            self._work.commit(step, {"step": step}, {attachment(self._number, step): "measured"})
+            attachments = {attachment(self._number, step): "measured"}
+            self._work.commit(SaveRequest(step=step, scalars={"step": step}, attachments=attachments))
             if self._rank == 0:
                 self._committed = step
                 self._collect(step)

@@ -11,7 +11,6 @@ from holdfast.checkpoint.agent.buffers import boxes_in
 from holdfast.checkpoint.agent.protocol import Outcome, Save
 from holdfast.checkpoint.agent.tier_copies import TierCopies
 from holdfast.checkpoint.agent.worker import SaveWorker, Work
-from holdfast.checkpoint.fingerprint import StateDigest
 from holdfast.checkpoint.local_tiers.peers import Server
 
 CLOSE_SECONDS = 60.0  # limit for the saves in flight
@@ -36,8 +35,7 @@ class LocalSaver:
         """See AgentClient."""
         assert save.buffer is not None, "nothing is saved twice without an agent"
         boxes = boxes_in(self._memory[save.buffer], save.slots)
-        digest = None if save.digest is None else StateDigest(*save.digest)
-        self._saving.save(save.step, boxes, digest, save.scalars, save.attachments, save.near, save.committed)
+        self._saving.save(save.request, boxes)
 
     def listen(self, listener: socket.socket, token: str) -> None:
         """See AgentClient."""

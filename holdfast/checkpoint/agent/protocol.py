@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from holdfast.checkpoint.local_tiers.peers import Endpoint
 from holdfast.checkpoint.local_tiers.tier import Tier
 from holdfast.checkpoint.retention import Retention
+from holdfast.checkpoint.save_request import SaveRequest
 from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.plan import Plan, Segment, continued
 
@@ -99,14 +100,14 @@ class Save(_Message):
     both."""
 
     kind: Literal["save"] = "save"
-    step: int = Field(ge=0)
+    request: SaveRequest
     buffer: int | None = Field(ge=0, lt=BUFFERS)  # None: a previous agent has made it durable
     slots: tuple[Slot, ...] = ()
-    digest: tuple[int, int] | None = None  # both sums over the boxes, where the device has computed them
-    scalars: dict[str, int | float] = {}
-    attachments: dict[str, str] = {}  # objects to be written just before the commit: key -> text
-    near: tuple[str, ...] = ()  # the names of the tiers that keep it
-    committed: bool = True  # whether it becomes a checkpoint
+
+    @property
+    def step(self) -> int:
+        """The step of the request."""
+        return self.request.step
 
 
 class Lift(_Message):

@@ -38,7 +38,6 @@ from holdfast.checkpoint.agent.protocol import (
 from holdfast.checkpoint.agent.store_writer import StoreWriter
 from holdfast.checkpoint.agent.tier_copies import TierCopies
 from holdfast.checkpoint.agent.worker import SaveWorker, Work
-from holdfast.checkpoint.fingerprint import StateDigest
 from holdfast.checkpoint.local_tiers.peers import Server
 from holdfast.spec.errors import ExitCode
 
@@ -225,9 +224,8 @@ class _Rank:
             if save.buffer not in self._memory:
                 raise ProtocolError(f"step {save.step} is in buffer {save.buffer}, which was not given")
             boxes = boxes_in(self._memory[save.buffer].bytes, save.slots)
-        digest = None if save.digest is None else StateDigest(*save.digest)
-        self._saving.save(save.step, boxes, digest, save.scalars, save.attachments, save.near, save.committed)
-        if save.committed:  # no writer waits for another's part of a step that only local tiers keep
+        self._saving.save(save.request, boxes)
+        if save.request.committed:  # no writer waits for another's part of a step that only local tiers keep
             self._newest = max(self._newest, save.step)
             self._gang.saved(save.step)
 

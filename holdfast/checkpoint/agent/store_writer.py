@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from holdfast.checkpoint.agent.protocol import Writer
@@ -12,8 +12,8 @@ from holdfast.checkpoint.attempts import Attempt
 from holdfast.checkpoint.box import TensorBox
 from holdfast.checkpoint.commit import Committer
 from holdfast.checkpoint.compress import Compression
-from holdfast.checkpoint.fingerprint import StateDigest
 from holdfast.checkpoint.gc import Collector
+from holdfast.checkpoint.save_request import SaveRequest
 from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.checkpoint.tree import FANOUT
 from holdfast.spec.errors import HoldfastError
@@ -48,29 +48,30 @@ class StoreWriter:
         """The work of a rank, from its introduction."""
         return cls(writer, open_store(writer.store))
 
-    def write(self, step: int, boxes: Sequence[TensorBox], digest: StateDigest | None) -> None:
+    def write(self, request: SaveRequest, boxes: Sequence[TensorBox]) -> None:
         """See Work."""
         if not self._recalled:
             self._shards.recall(self._writer.start if self._writer.root is None else self._writer.root, boxes)
             self._recalled = True
         try:
-            self._shards.write(step, boxes, digest)
+            self._shards.write(request.step, boxes, request.digest)
         except HoldfastError:
             self._shards.forget()  # the next save writes all content anew
             raise
 
-    def commit(self, step: int, scalars: Mapping[str, int | float], attachments: Mapping[str, str]) -> int | None:
+    def commit(self, request: SaveRequest) -> int | None:
         """See Work."""
+        step = request.step
         self._committer.lead(step, self._writer.rank)
         if self._writer.rank != 0:
             return None
 
         def attach() -> None:
-            for key, text in attachments.items():
+            for key, text in request.attachments.items():
                 self._store.put_if_absent(key, text.encode())
 
         same_bits = self._writer.same_bits
-        manifest = self._committer.commit(step, self._fields(), scalars, attach, same_bits=same_bits)
+        manifest = self._committer.commit(step, self._fields(), request.scalars, attach, same_bits=same_bits)
         log.info("saved step %d", step)
         return manifest.fresh
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from holdfast.checkpoint.local_tiers.peers import Neighbour
 from holdfast.checkpoint.local_tiers.record import Record
 from holdfast.checkpoint.local_tiers.tier import TierLock
 from holdfast.checkpoint.local_tiers.tier_writer import TierWriter
+from holdfast.checkpoint.save_request import SaveRequest
 
 
 class TierCopies:
@@ -39,30 +40,24 @@ class TierCopies:
         """The tiers of a rank, from its introduction; None if it has none."""
         return cls(writer) if writer.near else None
 
-    def keep(
-        self,
-        step: int,
-        names: Sequence[str],
-        boxes: Sequence[TensorBox],
-        digest: StateDigest | None,
-        scalars: Mapping[str, int | float],
-        attachments: Mapping[str, str],
-    ) -> StateDigest | None:
-        """Keep a step in the named tiers. Return the state digest of the boxes, where it is known. Never fails."""
+    def keep(self, request: SaveRequest, boxes: Sequence[TensorBox]) -> StateDigest | None:
+        """Keep a step in the tiers of the request. Return the state digest of the boxes, where it is known. Never
+        fails."""
         record = None
         if self._writer.rank == 0:
             record = Record(
                 run_id=self._writer.run_id,
-                step=step,
+                step=request.step,
                 attempt=self._writer.attempt,
                 writers=self._writer.world,
                 created=time.time(),
                 describe=self._writer.describe,
-                scalars=dict(scalars),
-                attachments=dict(attachments),
+                scalars=request.scalars,
+                attachments=request.attachments,
                 **self._writer.lineage,
             )
+        digest = request.digest
         for keeper in self._writers:
-            if keeper.tier.name in names:
-                digest = keeper.keep(step, boxes, digest, record)
+            if keeper.tier.name in request.tiers:
+                digest = keeper.keep(request.step, boxes, digest, record)
         return digest

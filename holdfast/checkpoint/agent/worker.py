@@ -6,15 +6,15 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from holdfast.checkpoint.agent.protocol import Outcome
 from holdfast.checkpoint.agent.tier_copies import TierCopies
 from holdfast.checkpoint.box import TensorBox
-from holdfast.checkpoint.fingerprint import StateDigest
+from holdfast.checkpoint.save_request import SaveRequest
 from holdfast.spec.errors import FencedError, HoldfastError, NoSpaceError, StoreUnreachableError
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -30,10 +30,10 @@ class Work(Protocol):
         """Whether this writer combines the parts of others: rank 0, and the first rank of each group of a large
         gang."""
 
-    def write(self, step: int, boxes: Sequence[TensorBox], digest: StateDigest | None) -> None:
-        """Make this writer's part durable. `digest`: of the boxes, where the device has computed it."""
+    def write(self, request: SaveRequest, boxes: Sequence[TensorBox]) -> None:
+        """Make this writer's part durable."""
 
-    def commit(self, step: int, scalars: Mapping[str, int | float], attachments: Mapping[str, str]) -> int | None:
+    def commit(self, request: SaveRequest) -> int | None:
         """Wait for the parts of other writers and combine them. Return the bytes written for a commit."""
 
     def give_up(self, step: int, failure: HoldfastError) -> None:
@@ -51,14 +51,13 @@ class Work(Protocol):
 
 @dataclass
 class _Copy:
-    step: int
+    request: SaveRequest
     boxes: Sequence[TensorBox] | None  # None: it is durable already
-    digest: StateDigest | None = None
-    scalars: Mapping[str, int | float] = field(default_factory=dict)
-    attachments: Mapping[str, str] = field(default_factory=dict)
-    near: Sequence[str] = ()  # the tiers that keep it
-    committed: bool = True  # whether it becomes a checkpoint
     abandoned: str = ""  # why there is no copy, and will be none
+
+    @property
+    def step(self) -> int:
+        return self.request.step
 
 
 class SaveWorker:
@@ -80,26 +79,17 @@ class SaveWorker:
         for act in [*acts, self._commit_all, self._tidy_all] if work.leads else acts:
             threading.Thread(target=act, name=f"checkpoint {name}", daemon=True).start()
 
-    def save(
-        self,
-        step: int,
-        boxes: Sequence[TensorBox] | None,
-        digest: StateDigest | None,
-        scalars: Mapping[str, int | float],
-        attachments: Mapping[str, str],
-        near: Sequence[str] = (),
-        committed: bool = True,
-    ) -> None:
+    def save(self, request: SaveRequest, boxes: Sequence[TensorBox] | None) -> None:
         """Take over a copy. Its memory must not change until an outcome is reported. `boxes` None: it is durable
-        already. `near` names the tiers that keep it; it need not be `committed`."""
-        if committed or self._near is not None:
-            self._begin(_Copy(step, boxes, digest, scalars, attachments, near, committed))
+        already."""
+        if request.committed or self._near is not None:
+            self._begin(_Copy(request, boxes))
         else:  # no tier is available on this node
-            self._tell(Outcome(step=step, what="done"))
+            self._tell(Outcome(step=request.step, what="done"))
 
     def give_up(self, step: int, why: str) -> None:
         """Record that no copy of that step exists, and none will come."""
-        self._begin(_Copy(step, None, abandoned=why))
+        self._begin(_Copy(SaveRequest(step=step), None, abandoned=why))
 
     def busy(self) -> list[str]:
         """Descriptions of the unfinished work."""
@@ -127,14 +117,12 @@ class SaveWorker:
     def _keep_all(self) -> None:
         assert self._near is not None
         while (copy := self._keeps.get()) is not None:
-            if copy.boxes is not None and copy.near:
+            if copy.boxes is not None and copy.request.tiers:
                 try:
-                    copy.digest = self._near.keep(
-                        copy.step, copy.near, copy.boxes, copy.digest, copy.scalars, copy.attachments
-                    )
+                    copy.request = copy.request.with_digest(self._near.keep(copy.request, copy.boxes))
                 except BaseException:  # no save depends on it
                     log.exception("step %d is not kept near: please report it with this traceback", copy.step)
-            if copy.committed:
+            if copy.request.committed:
                 self._writes.put(copy)  # abandoned copies too: in order
             else:
                 copy.boxes = None
@@ -159,7 +147,7 @@ class SaveWorker:
             if copy.abandoned:
                 raise StoreUnreachableError(copy.abandoned)
             if copy.boxes is not None:
-                self._work.write(step, copy.boxes, copy.digest)
+                self._work.write(copy.request, copy.boxes)
         except BaseException as error:  # noqa: BLE001 - told to whoever asked, and raised there
             failure = as_failure(step, error)
             with self._changed:
@@ -180,7 +168,7 @@ class SaveWorker:
     def _commit_all(self) -> None:
         while (copy := self._commits.get()) is not None:
             try:
-                written = self._work.commit(copy.step, copy.scalars, copy.attachments)
+                written = self._work.commit(copy.request)
             except BaseException as error:  # noqa: BLE001 - told to whoever asked, and raised there
                 self._end(copy.step, as_failure(copy.step, error))
                 continue

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from holdfast.checkpoint.agent import service
 from holdfast.checkpoint.agent.buffers import boxes_in, laid_out
 from holdfast.checkpoint.agent.client import AgentClient
 from holdfast.checkpoint.agent.protocol import Outcome, Save, Writer
-from holdfast.checkpoint.fingerprint import StateDigest
+from holdfast.checkpoint.save_request import SaveRequest
 from holdfast.launch.node import agent
 from holdfast.spec.errors import HoldfastError, StoreUnreachableError
 
@@ -30,7 +30,8 @@ class FileWork:
         self._folder, self._rank, self._world = Path(writer.store), writer.rank, writer.world
         self.leads = writer.rank == 0
 
-    def write(self, step: int, boxes: Sequence[TensorBox], digest: StateDigest | None) -> None:
+    def write(self, request: SaveRequest, boxes: Sequence[TensorBox]) -> None:
+        step = request.step
         (self._folder / f"begun-{self._rank}-{step}").touch()
         while (self._folder / "hold").exists():
             time.sleep(0.005)
@@ -40,7 +41,8 @@ class FileWork:
         path.with_name(f"unfinished-{self._rank}").write_bytes(b"".join(box.data.numpy().tobytes() for box in boxes))
         path.with_name(f"unfinished-{self._rank}").rename(path)
 
-    def commit(self, step: int, scalars: Mapping[str, int | float], attachments: Mapping[str, str]) -> int:
+    def commit(self, request: SaveRequest) -> int:
+        step = request.step
         waited = set(range(self._world))
         while waited:
             for rank in sorted(waited):
@@ -49,7 +51,7 @@ class FileWork:
                 if (self._folder / f"part-{rank}-{step}").exists():
                     waited.remove(rank)
             time.sleep(0.005)
-        (self._folder / f"step-{step}").write_text(f"{dict(scalars)} {dict(attachments)}")
+        (self._folder / f"step-{step}").write_text(f"{request.scalars} {request.attachments}")
         return ELEMENTS
 
     def give_up(self, step: int, failure: HoldfastError) -> None:
@@ -84,7 +86,8 @@ def rank_main() -> None:
         box = TensorBox.whole("weights", content(int(rank), step))
         slots, size = laid_out([box])
         boxes_in(link.allocate(number % 2, size), slots)[0].data.copy_(box.data)
-        link.save(Save(step=step, buffer=number % 2, slots=slots, scalars={"step": step}, attachments={"a": "b"}))
+        request = SaveRequest(step=step, scalars={"step": step}, attachments={"a": "b"})
+        link.save(Save(request=request, buffer=number % 2, slots=slots))
     print("handed over", flush=True)
     while True:
         time.sleep(60)
