@@ -30,7 +30,7 @@ class Objective(Protocol):
     needs_reference: bool  # whether `loss_sum` needs the losses of a frozen reference model
 
     def count(self, rows: Tensor) -> Tensor:
-        """The number of terms in `rows` ([rows, context + 1] ids with their marks, see `dataset.marks`): an integer
+        """The number of terms in `rows` ([rows, context + 1] ids with their marks, see `dataset.vocabulary`): an integer
         scalar on their device."""
 
     def loss_sum(self, policy: nn.Module, reference: TokenLosses | None, batch: MicroBatch) -> Tensor:

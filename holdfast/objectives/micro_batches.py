@@ -22,7 +22,7 @@ class MicroBatch(NamedTuple):
 
 def micro_batches(rows: Tensor, size: int, end_of_text: int | None) -> Iterator[MicroBatch]:
     """`size` rows at a time, with documents if `end_of_text` is given. `rows` are [rows, context + 1] ids with their
-    marks (see `dataset.marks`). A document ends with the token `end_of_text`, or at a mark."""
+    marks (see `dataset.vocabulary`). A document ends with the token `end_of_text`, or at a mark."""
     for part in rows.split(size):
         tokens, targets = part[:, :-1] & ID, part[:, 1:]
         targets = torch.where(targets & UNCOUNTED != 0, IGNORED, targets & ID)

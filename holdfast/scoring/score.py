@@ -44,7 +44,7 @@ def score(
     - `token_bytes`: UTF-8 bytes of each token.
     - `prepended_bytes`: those of them that are not text where the token begins a document.
     - `document_masks`: attention stays inside a document, as in training. Documents end with the end-of-text token, or
-      at the marks in rows that have them (see `dataset.marks`).
+      at the marks in rows that have them (see `dataset.vocabulary`).
 
     Raises DataError without any target.
     """
