@@ -30,8 +30,8 @@ class Objective(Protocol):
     needs_reference: bool  # whether `loss_sum` needs the losses of a frozen reference model
 
     def count(self, rows: Tensor) -> Tensor:
-        """The number of terms in `rows` ([rows, context + 1] ids with their marks, see `dataset.vocabulary`): an integer
-        scalar on their device."""
+        """The number of terms in `rows`: an integer scalar on their device. `rows` are [rows, context + 1] ids with
+        their marks (see `dataset.vocabulary`)."""
 
     def loss_sum(self, policy: nn.Module, reference: TokenLosses | None, batch: MicroBatch) -> Tensor:
         """The sum of the terms of a micro-batch, in fp32. `policy` is the model that is trained, or this rank's part
