@@ -26,7 +26,7 @@ class NewChampion:
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServedChampion:
     """What serving a champion means for a spec."""
 
     champion: Champion
@@ -62,7 +62,7 @@ def rollback(model: str, store: str | Store = "") -> NewChampion:
     return _published(rolled_back(model, opened), opened)
 
 
-def serve(spec: Spec, *, store: str = "", dry_run: bool = False) -> Serving:
+def serve(spec: Spec, *, store: str = "", dry_run: bool = False) -> ServedChampion:
     """Serve the champion as the section `serving` of a spec sets. Repeating it is safe. Raises MissingError."""
     from holdfast.runtime.secrets import redact
     from holdfast.serving import inference_service_of, publish
@@ -73,10 +73,10 @@ def serve(spec: Spec, *, store: str = "", dry_run: bool = False) -> Serving:
     if found is None:
         raise MissingError(f"registered model {spec.registered_model!r} has no champion: register or promote one")
     if not dry_run:
-        return Serving(found, publish(spec, found, champion=True))
+        return ServedChampion(found, publish(spec, found, champion=True))
     objects = (inference_service_of(spec, found),) if spec.serving.kserve is not None else ()
     registry = "" if spec.serving.model_registry is None else redact(spec.serving.model_registry.url)
-    return Serving(found, None, objects, registry)
+    return ServedChampion(found, None, objects, registry)
 
 
 def generate(

@@ -30,7 +30,7 @@ AS_IN_THE_SPEC = Hardware()
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedLayouts:
     """The result of a search for layouts."""
 
     task: Task
@@ -47,7 +47,7 @@ def plan(
     layouts: int = 5,
     budget: float | None = None,
     vocabulary: int | None = None,
-) -> Plan:
+) -> PlannedLayouts:
     """The best layouts of a spec on some accelerators. With `budget`, also the number of accelerators."""
     from holdfast.planning.auto import task_of
 
@@ -60,7 +60,7 @@ def plan(
         if hardware.count is not None:
             raise UsageError("it chooses the number; give one of --budget and --gpus", "--budget")
         task, found = _within(budget, spec, here, tokens, layouts)
-    return Plan(task, found, here, tokens, assumed)
+    return PlannedLayouts(task, found, here, tokens, assumed)
 
 
 def vocabulary_of(spec: Spec) -> tuple[int, bool]:
@@ -106,13 +106,13 @@ def _accelerator(spec: Spec, name: str, calibration: Path | None, price: float |
 
 def _prices(spec: Spec, hour: float | None) -> dict[str, float]:
     """Those of the spec, which come before the table's; `hour` before both."""
-    told = spec.cluster.prices
+    prices = spec.cluster.prices
     known = {
-        "price": told.accelerator_hour if hour is None else hour,
-        "spot_price": told.spot_accelerator_hour,
-        "spot_interruptions": told.spot_interruptions,
-        "kilowatt_hour": told.kilowatt_hour,
-        "carbon": told.carbon_per_kilowatt_hour,
+        "price": prices.accelerator_hour if hour is None else hour,
+        "spot_price": prices.spot_accelerator_hour,
+        "spot_interruptions": prices.spot_interruptions,
+        "kilowatt_hour": prices.kilowatt_hour,
+        "carbon": prices.carbon_per_kilowatt_hour,
     }
     return {name: value for name, value in known.items() if value is not None}
 

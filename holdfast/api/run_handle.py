@@ -346,7 +346,7 @@ def runs(store: str | Store = "") -> list[Run]:
 
 
 def backend_runs(at: Location) -> list[RunStatus]:
-    """The runs that a backend knows, newest first, from whatever store."""
+    """The runs that a backend knows, newest first, from any store."""
     return open_backend(at.backend, store=at.store, endpoint=at.endpoint, namespace=at.namespace).list()
 
 

@@ -60,7 +60,12 @@ def target_of(name: str) -> Target:
 
 
 def compile_spec(
-    spec: Spec, target: Target | str = Target.KFP, *, image: str = "", over: Sequence[str] = (), at_once: int = 0
+    spec: Spec,
+    target: Target | str = Target.KFP,
+    *,
+    image: str = "",
+    over: Sequence[str] = (),
+    concurrent_trials: int = 0,
 ) -> str:
     """The manifests of a spec for a system, or with `over` those of a sweep, as YAML or JSON. Sends nothing."""
     chosen = target_of(target)
@@ -69,7 +74,7 @@ def compile_spec(
     if over and chosen not in WITH_SWEEPS:
         raise UsageError(f"the target {chosen} has no sweeps", "--over", f"use one of {', '.join(WITH_SWEEPS)}")
     if over:
-        return _sweep(spec, chosen, over, at_once, image)
+        return _sweep(spec, chosen, over, concurrent_trials, image)
     if chosen in _WRITERS:
         return _WRITERS[chosen](spec, image or None)
     from holdfast.launch import emitters
@@ -135,7 +140,7 @@ def delete_schedule(spec: Spec, server: Server) -> tuple[tuple[str, ...], tuple[
     return delete(server, spec.name)
 
 
-def _sweep(spec: Spec, target: Target, over: Sequence[str], at_once: int, image: str) -> str:
+def _sweep(spec: Spec, target: Target, over: Sequence[str], concurrent_trials: int, image: str) -> str:
     from holdfast.pipelines.trials import grid
 
     trials = grid(spec, over)
@@ -147,7 +152,7 @@ def _sweep(spec: Spec, target: Target, over: Sequence[str], at_once: int, image:
     from holdfast.pipelines.backends.argo.emit import sweep_objects
     from holdfast.pipelines.documents import as_yaml
 
-    return as_yaml(*sweep_objects(spec, trials, at_once=at_once, image=image or None))
+    return as_yaml(*sweep_objects(spec, trials, at_once=concurrent_trials, image=image or None))
 
 
 def _kfp(spec: Spec, image: str | None) -> str:

@@ -73,7 +73,7 @@ def runs(
 ) -> None:  # fmt: skip
     """List the runs in the store, newest first.
 
-    With --backend, list the runs that a backend knows, from whatever store.
+    With --backend, list the runs that a backend knows, from any store.
 
     Example: holdfast runs --store s3://bucket/prefix
     """
