@@ -1,0 +1,132 @@
+"""Log-probabilities of target tokens, in chunks of tokens: no tensor of tokens x vocabulary exists.
+
+The chunk is part of the plan, because it is part of the order of sums. A chunk never crosses a row, so the sums of a
+row do not depend on the other rows. Sums over the vocabulary and the gradient of the head are fp32 (fp64 for fp64 inputs).
+Backward computes the logits of a chunk again.
+
+With a process group, each of its ranks has consecutive rows of the head (vocabulary shards). A chunk then costs two
+small reductions in forward (the maximum; the sum of exponentials with the target's logit) and none in backward, which
+adds the gradient of `hidden` over the ranks once.
+
+Shape suffixes: as in `decoder`; C tokens of a chunk.
+"""
+
+# ruff: noqa: N803, N806 - shape suffixes are upper case
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+IGNORED = -100  # as a target: log-probability 0, no gradient
+CHUNK = 1024  # tokens whose logits exist at a time
+
+
+def token_logprobs(
+    hidden_BTD: Tensor,
+    head_VD: Tensor,
+    targets_BT: Tensor,
+    *,
+    chunk: int = CHUNK,
+    group: dist.ProcessGroup | None = None,
+    first_token: int = 0,
+) -> Tensor:
+    """The log-probability of each target, fp32 [B, T]; 0 where the target is IGNORED.
+
+    `head_VD` is the weight of the head. With a `group` it is this rank's shard of the vocabulary, which begins at
+    `first_token`. A collective call of the group, forward and backward.
+    """
+    if chunk < 1:
+        raise ValueError(f"the chunk of token_logprobs is {chunk}; give at least 1 token")
+    if hidden_BTD.dtype != head_VD.dtype:
+        raise ValueError(
+            f"the input of the head is {hidden_BTD.dtype} and its weight {head_VD.dtype}; give both in one dtype"
+        )
+    logprobs_BT: Tensor = _TokenLogprobs.apply(hidden_BTD, head_VD, targets_BT, chunk, group, first_token)
+    return logprobs_BT
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """The sums of `token_logprobs`, and their gradients by hand."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_BTD: Tensor,
+        head_VD: Tensor,
+        targets_BT: Tensor,
+        chunk: int,
+        group: dist.ProcessGroup | None,
+        first_token: int,
+    ) -> Tensor:
+        """Log-probabilities, chunk by chunk."""
+        precise = _precise(hidden_BTD.dtype)
+        logprobs_BT = torch.empty(targets_BT.shape, dtype=precise, device=hidden_BTD.device)
+        lse_BT = torch.empty_like(logprobs_BT)
+        for row, tokens in _chunks(targets_BT, chunk):
+            logits_CV = (hidden_BTD[row, tokens] @ head_VD.T).to(precise)
+            index_C, owned_C = _local_targets(targets_BT[row, tokens], first_token, len(head_VD))
+            target_C = logits_CV.gather(1, index_C[:, None])[:, 0].where(owned_C, 0)
+            if group is None:
+                lse_C = logits_CV.logsumexp(1)
+            else:
+                largest_C = logits_CV.amax(1)
+                dist.all_reduce(largest_C, dist.ReduceOp.MAX, group=group)
+                sums_2C = torch.stack((logits_CV.sub_(largest_C[:, None]).exp_().sum(1), target_C))
+                dist.all_reduce(sums_2C, group=group)
+                lse_C, target_C = largest_C + sums_2C[0].log(), sums_2C[1]
+            lse_BT[row, tokens] = lse_C
+            logprobs_BT[row, tokens] = (target_C - lse_C).where(targets_BT[row, tokens] != IGNORED, 0)
+        ctx.save_for_backward(hidden_BTD, head_VD, targets_BT, lse_BT)
+        ctx.chunk, ctx.group, ctx.first_token = chunk, group, first_token
+        return logprobs_BT
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the input and the weight of the head."""
+        hidden_BTD, head_VD, targets_BT, lse_BT = ctx.saved_tensors
+        gradient_BT = gradients[0].where(targets_BT != IGNORED, 0)
+        precise = lse_BT.dtype
+        wants_hidden, wants_head = ctx.needs_input_grad[:2]
+        shards = ctx.group is not None
+        d_hidden_BTD = torch.empty_like(hidden_BTD, dtype=precise if shards else None) if wants_hidden else None
+        d_head_VD = torch.zeros_like(head_VD, dtype=precise) if wants_head else None
+        for row, tokens in _chunks(targets_BT, ctx.chunk):
+            x_CD, gradient_C1 = hidden_BTD[row, tokens], gradient_BT[row, tokens, None]
+            d_CV = (x_CD @ head_VD.T).to(precise).sub_(lse_BT[row, tokens, None]).exp_().mul_(-gradient_C1)
+            index_C, owned_C = _local_targets(targets_BT[row, tokens], ctx.first_token, len(head_VD))
+            own_C1 = gradient_C1.where(owned_C[:, None], 0)
+            d_CV = d_CV.scatter_add_(1, index_C[:, None], own_C1).to(head_VD.dtype)
+            if d_hidden_BTD is not None:
+                d_hidden_BTD[row, tokens] = d_CV @ head_VD
+            if d_head_VD is not None:
+                if d_head_VD.dtype == x_CD.dtype:
+                    d_head_VD.addmm_(d_CV.T, x_CD)
+                else:
+                    d_head_VD += d_CV.T @ x_CD
+        if shards and d_hidden_BTD is not None:
+            dist.all_reduce(d_hidden_BTD, group=ctx.group)
+            d_hidden_BTD = d_hidden_BTD.to(hidden_BTD.dtype)
+        return d_hidden_BTD, None if d_head_VD is None else d_head_VD.to(head_VD.dtype), None, None, None, None
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _chunks(targets_BT: Tensor, chunk: int) -> Iterator[tuple[int, slice]]:
+    """The chunks of each row, in their order."""
+    rows, length = targets_BT.shape
+    for row in range(rows):
+        for start in range(0, length, chunk):
+            yield row, slice(start, min(start + chunk, length))
+
+
+def _local_targets(targets_C: Tensor, first_token: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """The targets as rows of this shard, and which of them it has. The other targets are row 0."""
+    index_C = targets_C - first_token
+    owned_C = (index_C >= 0) & (index_C < vocabulary) & (targets_C != IGNORED)
+    return index_C.where(owned_C, 0), owned_C
