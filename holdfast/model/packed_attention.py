@@ -224,7 +224,7 @@ def _tiles(
 
 
 def _tile_mask(queries: int, keys: int, ahead: int, window: int | None, like: Tensor) -> Tensor:
-    """The additive mask of a tile, [1, 1, queries, keys]. The first query lies `ahead` positions after the first key."""
+    """The additive mask of a tile, [1, 1, queries, keys]. Its first query is `ahead` of its first key."""
     padded = -(-keys // 8) * 8 if like.is_cuda else keys  # alignment that the CUDA kernel needs
     back = torch.arange(ahead, ahead + queries, device=like.device)[:, None] - torch.arange(padded, device=like.device)
     hidden = back < 0 if window is None else (back < 0) | (back >= window)

@@ -1,7 +1,7 @@
 """Log-probabilities of target tokens, in chunks of tokens: no tensor of tokens x vocabulary exists.
 
 The chunk is part of the plan, because it is part of the order of sums. A chunk never crosses a row, so the sums of a
-row do not depend on the other rows. Sums over the vocabulary and the gradient of the head are fp32
+row do not depend on the other rows. Sums over the vocabulary and the gradient of the head are fp32.
 Inputs in fp64 have sums in fp64. Backward computes the logits of a chunk again.
 
 With a process group, each of its ranks has consecutive rows of the head (vocabulary shards). A chunk then costs two
