@@ -32,11 +32,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from holdfast.spec.errors import Problem, SpecError
 
 BLOCK = 256  # queries of a tile with a band mask; part of the order of sums
-LONG_DOCUMENT = 8192  # tokens from which the flash backward of a document is a call of its own
+LONG_DOCUMENT = 16384  # tokens from which a document has a separate call of the flash backward (decision 043)
 FLASH_WIDTH = 256  # the largest head width of the flash kernel
 
 aten = torch.ops.aten
@@ -57,9 +58,13 @@ class Segments:
     )
 
     def __post_init__(self) -> None:
-        lengths = [(q, k) for _, q, _, k in self.each()]
-        if len(self.queries) != len(self.keys) or any(not 0 <= q <= k for q, k in lengths):
-            raise ValueError(f"segments of (queries, keys) {lengths}: each needs at least as many keys as queries")
+        lengths = [(q, k) for _, q, _, k in self.each()] if len(self.queries) == len(self.keys) else []
+        fit = len(self.queries) == len(self.keys) and all(0 <= q <= k for q, k in lengths)
+        if not fit or self.queries[:1] != (0,) or self.keys[:1] != (0,):
+            raise ValueError(
+                f"segments with the bounds {self.queries} of queries and {self.keys} of keys; "
+                "begin both at 0, and give each segment at least as many keys as queries"
+            )
 
     @classmethod
     def of_rows(cls, rows: int, length: int, chunk: int | None = None) -> Segments:
@@ -147,6 +152,7 @@ class _PackedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """See `attention_backward`."""
         q, k, v, sinks, out, lse = ctx.saved_tensors
@@ -224,12 +230,17 @@ def _tiles(
 
 
 def _tile_mask(queries: int, keys: int, ahead: int, window: int | None, like: Tensor) -> Tensor:
-    """The additive mask of a tile, [1, 1, queries, keys]. Its first query is `ahead` of its first key."""
-    padded = -(-keys // 8) * 8 if like.is_cuda else keys  # alignment that the CUDA kernel needs
+    """The additive mask of a tile, [1, H, queries, keys]. Its first query is `ahead` of its first key.
+
+    The memory-efficient kernel of CUDA takes a bias of exactly this shape. Its last dimension must be contiguous, and
+    its other strides multiples of 8, as in torch's `preprocess_mask` (aten/native/transformers/attention.cpp). All
+    heads share the same numbers.
+    """
+    padded = -(-keys // 8) * 8
     back = torch.arange(ahead, ahead + queries, device=like.device)[:, None] - torch.arange(padded, device=like.device)
     hidden = back < 0 if window is None else (back < 0) | (back >= window)
     mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -math.inf)
-    return mask[None, None, :, :keys]
+    return mask[None, None, :, :keys].expand(1, like.shape[1], queries, keys)
 
 
 class _TileMasks:
@@ -423,14 +434,9 @@ def _longest(segments: Segments, window: int | None) -> tuple[int, int]:
 
 def _window(window: int | None) -> dict[str, int | None]:
     """The kernel's window does not count the query itself."""
-    return (
-        {"window_size_left": None, "window_size_right": None}
-        if window is None
-        else {
-            "window_size_left": window - 1,
-            "window_size_right": 0,
-        }
-    )
+    if window is None:
+        return {"window_size_left": None, "window_size_right": None}
+    return {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def _flat(x_BHTK: Tensor) -> Tensor:
@@ -478,6 +484,9 @@ def _refuse_unsupported(
     if uses_flash(q) and width > FLASH_WIDTH:
         problem = f"is wider than the flash kernel's largest head ({FLASH_WIDTH}) in {q.dtype}"
         problems.append(Problem("attention.head_width", width, problem, "train this model in fp32"))
+    if q.is_cuda and q.dtype == torch.float64:
+        remedy = "use fp32, bf16 or fp16, or the CPU"
+        problems.append(Problem("attention.dtype", str(q.dtype), "has no attention kernel on CUDA", remedy))
     if q.device.type not in ("cpu", "cuda", "meta"):
         problem, remedy = "has no kernel for packed attention", "use CPU or CUDA"
         problems.append(Problem("attention.device", q.device.type, problem, remedy))
@@ -493,3 +502,9 @@ def _refuse_unsupported(
         raise ValueError(
             f"the segments end at {bounds} and the batch at {(batch * length, batch * keys)}; give those of the batch"
         )
+    for q_start, q_count, k_start, k_count in segments.each():
+        if q_start % length + q_count > length or k_start % keys + k_count > keys:
+            raise ValueError(
+                f"the segment of {q_count} queries at {q_start} and {k_count} keys at {k_start} crosses rows of "
+                f"{length} and {keys}; end a segment where its row ends"
+            )

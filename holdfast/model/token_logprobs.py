@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 IGNORED = -100  # as a target: log-probability 0, no gradient
 CHUNK = 1024  # tokens whose logits exist at a time
@@ -85,6 +86,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs_BT
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the input and the weight of the head."""
         hidden_BTD, head_VD, targets_BT, lse_BT = ctx.saved_tensors

@@ -1,0 +1,325 @@
+"""Packed attention: exact numbers, bits that depend on nothing outside a document, memory that grows with T."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from holdfast.model import packed_attention as module
+from holdfast.model.packed_attention import Segments, attention_backward, packed_attention
+from holdfast.spec.errors import SpecError
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+LENGTHS = (1, 300, 17, 70, 256, 8)  # documents of one row: shorter and longer than a tile
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape) + seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+
+def of_lengths(*lengths: int) -> Segments:
+    bounds = tuple(sum(lengths[:index]) for index in range(len(lengths) + 1))
+    return Segments(bounds, bounds)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Tensor, scale: float | None = None) -> Tensor:
+    """The reference: all scores, a softmax, and a sink as one more key without a value."""
+    shared = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+    scores = (q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)).masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)), -1)
+    weights = scores.softmax(-1)
+    return weights[..., : k.shape[2]] @ v
+
+
+def visible(lengths: tuple[int, ...], window: int | None) -> Tensor:
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    back = torch.arange(len(document))[:, None] - torch.arange(len(document))
+    return (document[:, None] == document) & (back >= 0) & (back < (window or len(document)))
+
+
+def with_gradients(attention: Callable[..., Tensor], gradient: Tensor, *inputs: Tensor | None) -> list[Tensor]:
+    """The output of an attention, and the gradient of each of its inputs."""
+    leaves = [None if each is None else each.detach().clone().requires_grad_() for each in inputs]
+    out = attention(*leaves)
+    out.backward(gradient)
+    return [out.detach(), *(each.grad for each in leaves if each is not None and each.grad is not None)]
+
+
+CASES = {
+    "documents": {},
+    "one position": {"window": 1},
+    "short window": {"window": 5},
+    "window of a tile": {"window": 256},
+    "long window": {"window": 5000},
+    "sinks": {"sinks": True},
+    "sinks and window": {"sinks": True, "window": 40},
+    "heads not grouped": {"groups": 4},
+    "one group": {"groups": 1, "sinks": True, "window": 40},
+    "MLA": {"groups": 4, "value_width": 16},
+    "wide values": {"value_width": 40, "window": 40, "sinks": True},
+    "scale": {"scale": 0.7},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_gradients_are_those_of_the_dense_reference(name: str, device: str, dtype: torch.dtype) -> None:
+    case: dict[str, Any] = {
+        "window": None,
+        "sinks": False,
+        "groups": 2,
+        "value_width": 24,
+        "scale": None,
+        **CASES[name],
+    }
+    length, window, scale = sum(LENGTHS), case["window"], case["scale"]
+    q = random(1, 4, length, 24, dtype=dtype, device=device)
+    k = random(1, case["groups"], length, 24, dtype=dtype, device=device, seed=1)
+    v = random(1, case["groups"], length, case["value_width"], dtype=dtype, device=device, seed=2)
+    sinks = torch.linspace(-1, 2, 4, dtype=dtype, device=device) if case["sinks"] else None
+    gradient = random(1, 4, length, case["value_width"], dtype=dtype, device=device, seed=3)
+    segments = of_lengths(*LENGTHS)
+    found = with_gradients(
+        lambda *inputs: packed_attention(*inputs[:3], segments, window, inputs[3], scale), gradient, q, k, v, sinks
+    )
+    seen = visible(LENGTHS, window).to(device)
+    exact = [None if each is None else each.double() for each in (q, k, v, sinks)]
+    expected = with_gradients(lambda *inputs: dense(*inputs, seen, scale), gradient.double(), *exact)
+    names = ["output", "q", "k", "v", *(["sinks"] if sinks is not None else [])]
+    for tensor, ours, theirs in zip(names, found, expected, strict=True):
+        if window == 1 and tensor in ("q", "k") and sinks is None:
+            assert ours.abs().max() < 0.05, "the only weight is 1, whatever the score"
+            continue
+        error = ((ours.double() - theirs).norm() / theirs.norm()).item()
+        assert error < (2e-6 if dtype == torch.float32 else 8e-3), f"{tensor} differs by {error:.1e}"
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_gradients_are_those_of_finite_differences(window: int | None) -> None:
+    segments = of_lengths(1, 4, 6)
+    shapes = ((1, 2, 11, 4), (1, 1, 11, 4), (1, 1, 11, 2), (2,))
+    inputs = [random(*shape, dtype=torch.float64, seed=at).requires_grad_() for at, shape in enumerate(shapes)]
+    assert torch.autograd.gradcheck(lambda *given: packed_attention(*given[:3], segments, window, given[3]), inputs)
+
+
+def test_second_derivatives_are_refused() -> None:
+    q = random(1, 2, 8, 4).requires_grad_()
+    (first,) = torch.autograd.grad(packed_attention(q, q, q, of_lengths(8)).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+DOCUMENT = 300
+
+
+def around(before: int, after: int, dtype: torch.dtype, window: int | None, device: str) -> list[Tensor]:
+    """Output and gradients of the one same document, between others of these numbers of tokens."""
+    length = before + DOCUMENT + after
+    own = [random(1, heads, DOCUMENT, 16, dtype=dtype, device=device, seed=9) for heads in (4, 2, 2, 4)]
+    given = [random(1, heads, length, 16, dtype=dtype, device=device, seed=before) for heads in (4, 2, 2, 4)]
+    for whole, part in zip(given, own, strict=True):
+        whole[:, :, before : before + DOCUMENT] = part
+    segments = of_lengths(*(each for each in (before, DOCUMENT, after) if each))
+    q, k, v, gradient = given
+    found = with_gradients(lambda *inputs: packed_attention(*inputs, segments, window), gradient, q, k, v)
+    return [each[:, :, before : before + DOCUMENT] for each in found]
+
+
+def equal(first: list[Tensor], second: list[Tensor]) -> list[bool]:
+    return [torch.equal(*pair) for pair in zip(first, second, strict=True)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 100])
+def test_bits_of_a_document_do_not_depend_on_its_neighbors(window: int | None, dtype: torch.dtype, device: str) -> None:
+    alone = around(0, 0, dtype, window, device)
+    for before, after in ((0, 400), (3, 0), (257, 1000)):
+        assert all(equal(around(before, after, dtype, window, device), alone)), (before, after)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [None, 100])
+def test_bits_do_not_depend_on_the_batch_or_the_split_of_heads(window: int | None, device: str) -> None:
+    q, k, v, gradient = (random(3, heads, 320, 16, device=device, seed=heads) for heads in (8, 4, 4, 8))
+
+    def attend(rows: slice, heads: int) -> list[Tensor]:
+        groups = heads // 2
+        inputs = q[rows, :heads], k[rows, :groups], v[rows, :groups]
+        segments = Segments.of_rows(len(inputs[0]), 320)
+        return with_gradients(
+            lambda *given: packed_attention(*given, segments, window), gradient[rows, :heads], *inputs
+        )
+
+    whole = attend(slice(None), 8)
+    assert all(equal(attend(slice(1, 2), 8), [each[1:2] for each in whole])), "one row alone"
+    half = [each[:, : each.shape[1] // 2] for each in whole]
+    assert all(equal(attend(slice(None), 4), half)), "half of the heads"
+
+
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            found.append(around(10, 30, torch.float32, 100, "cpu"))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(equal(found[0], found[1]) + equal(found[0], found[2]))
+
+
+@pytest.mark.parametrize("window", [None, 60])
+def test_queries_may_be_the_last_positions_of_more_keys(window: int | None) -> None:
+    """Context parallelism: the pieces of a rank, with keys of a document that none of its queries sees."""
+    segments = Segments((0, 100, 100, 400), (0, 350, 500, 1000))
+    positions = torch.cat((torch.arange(250, 350), torch.arange(700, 1000)))
+    q, k, v = (random(1, heads, 1000, 16, seed=heads) for heads in (4, 2, 2))
+    gradient = random(1, 4, 400, 16)
+    found = with_gradients(
+        lambda *inputs: packed_attention(*inputs, segments, window), gradient, q[:, :, positions], k, v
+    )
+    seen = visible((350, 150, 500), window)[positions]
+    exact = [each.double() for each in (q[:, :, positions], k, v)]
+    expected = with_gradients(lambda *inputs: dense(*inputs, None, seen), gradient.double(), *exact)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+    assert not found[2][:, :, 350:500].any(), "keys that nothing sees have no gradient"
+
+
+def test_segments_are_the_documents_of_each_row_cut_into_chunks() -> None:
+    documents = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1]])
+    assert Segments.of_documents(documents).queries == (0, 3, 5, 6, 10)
+    assert Segments.of_documents(documents, chunk=2).keys == (0, 2, 3, 5, 6, 8, 10)
+    assert Segments.of_rows(2, 5) == Segments((0, 5, 10), (0, 5, 10))
+    assert Segments.of_rows(2, 5, chunk=3).queries == (0, 3, 5, 8, 10)
+
+
+class Recorder(TorchDispatchMode):
+    """The shape and bytes of every tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor):
+                self.shapes.add(tuple(each.shape))
+                self.largest = max(self.largest, each.untyped_storage().nbytes())
+        return result
+
+    def squares(self, length: int) -> set[tuple[int, ...]]:
+        """The shapes with two dimensions of at least this length."""
+        return {shape for shape in self.shapes if sum(size >= length for size in shape) > 1}
+
+
+def recorded(attention: Callable[..., Tensor], length: int) -> Recorder:
+    q, k, v, gradient = (random(1, heads, length, 64, seed=heads) for heads in (4, 2, 2, 4))
+    with Recorder() as recorder:
+        with_gradients(attention, gradient, q, k, v)
+    return recorder
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("documents", [1, 4])
+def test_no_tensor_has_two_dimensions_of_the_sequence(documents: int, window: int | None) -> None:
+    def attention(length: int) -> Callable[..., Tensor]:
+        return lambda *inputs: packed_attention(*inputs, of_lengths(*[length // documents] * documents), window)
+
+    records = {length: recorded(attention(length), length) for length in (1024, 2048)}
+    assert not [square for length, record in records.items() for square in record.squares(length // 2)]
+    assert records[2048].largest == 2 * records[1024].largest == 4 * 2048 * 64 * 4, "the largest tensor is q"
+    control = recorded(lambda q, k, v: dense(q, k, v, None, visible((1024,), None)), 1024)
+    assert control.squares(1024), "the recorder does not see the scores of dense attention"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout": 0.1}, r"attention\.dropout: is not computed by packed attention \(value: 0\.1\)"),
+        ({"softcap": 50.0}, r"attention\.softcap: is not computed by packed attention \(value: 50\.0\)"),
+        ({"window": 0}, r"attention\.window: hides every position \(value: 0\)"),
+    ],
+)
+def test_what_no_kernel_computes_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    q = random(1, 2, 8, 4)
+    with pytest.raises(SpecError, match=message):
+        packed_attention(q, q, q, of_lengths(8), **options)
+
+
+def test_a_head_too_wide_for_the_flash_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "uses_flash", lambda _: True)  # as for bf16 on CUDA
+    q = random(1, 2, 8, 264, dtype=torch.bfloat16)
+    with pytest.raises(
+        SpecError, match=r"attention\.head_width.*largest head \(256\) in torch.bfloat16 \(value: 264\)"
+    ):
+        packed_attention(q, q, q, of_lengths(8))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: packed_attention(*[random(1, 2, 8, 4)] * 3, of_lengths(4)), "segments end at"),
+        (lambda: packed_attention(*[random(2, 2, 8, 4)] * 3, of_lengths(4, 8, 4)), "crosses rows"),
+        (lambda: packed_attention(random(1, 3, 8, 4), *[random(1, 2, 8, 4)] * 2, of_lengths(8)), "fit together"),
+        (lambda: packed_attention(*[random(1, 2, 8, 4)] * 2, random(1, 2, 8, 4).double(), of_lengths(8)), "one dtype"),
+        (lambda: packed_attention(*[random(1, 2, 8, 4)] * 3, of_lengths(8), None, torch.zeros(3)), "fit together"),
+        (lambda: Segments((0, 8), (0, 4)), "at least as many keys"),
+        (lambda: Segments((0, 4, 8), (0, 8)), "begin both at 0"),
+        (lambda: Segments((2, 8), (2, 8)), "begin both at 0"),
+    ],
+)
+def test_tensors_that_do_not_fit_together_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("keys", [1, 13, 16, 511])
+def test_masks_have_the_layout_of_the_memory_efficient_kernel(keys: int) -> None:
+    """On CUDA the kernel refuses a bias of another shape than [B, H, Q, K], or without strides of 8 numbers."""
+    mask = module._tile_mask(1, keys, keys - 1, 7, random(1, 6, 1, 8))
+    assert mask.shape == (1, 6, 1, keys)
+    assert mask.stride(3) == 1
+    assert not any(stride % 8 for stride in mask.stride()[:3])
+
+
+def test_long_documents_have_their_own_calls_of_the_flash_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONG_DOCUMENT", 10)
+    calls = module._backward_calls(of_lengths(3, 4, 12, 2, 10, 11))
+    assert [(part.queries, first, end) for part, first, end, _, _ in calls] == [
+        ((0, 3, 7), 0, 7), ((0, 12), 7, 19), ((0, 2), 19, 21), ((0, 10), 21, 31), ((0, 11), 31, 42),
+    ]  # fmt: skip
+    whole = of_lengths(3, 4, 9)
+    assert module._backward_calls(whole) == [(whole, 0, 16, 0, 16)]
+
+
+def test_bounds_on_a_device_have_empty_segments_up_to_the_slots() -> None:
+    queries, keys = Segments((0, 2, 5), (0, 4, 9)).on(torch.device("cpu"), 4)
+    assert queries.tolist() == [0, 2, 5, 5, 5]
+    assert keys.tolist() == [0, 4, 9, 9, 9]
+    assert queries.dtype == torch.int32
+
+
+def test_the_gradient_of_a_sink_is_part_of_the_backward() -> None:
+    """torch's variable-length attention drops the gradient of lse: training with sinks would be silently wrong."""
+    q = random(1, 1, 1, 2)
+    out, lse = module.attention_forward(q, q, q, torch.zeros(1), of_lengths(1), None, 1.0)
+    weight = torch.sigmoid((q * q).sum())  # of the only key beside a sink of 0
+    torch.testing.assert_close(out, weight * q)
+    *_, sink = attention_backward(torch.ones_like(q), q, q, q, torch.zeros(1), out, lse, of_lengths(1), None, 1.0)
+    assert sink is not None
+    torch.testing.assert_close(sink, (-(1 - weight) * weight * q.sum())[None])
