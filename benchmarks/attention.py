@@ -101,7 +101,7 @@ def flex(segments: Segments) -> Attention:
 def flash(strict: bool) -> Iterator[None]:
     """Only SDPA's flash kernel, deterministic if `strict`."""
     torch.use_deterministic_algorithms(strict)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             yield
