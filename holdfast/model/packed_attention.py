@@ -100,6 +100,15 @@ class Segments:
         return self._on_device[device, slots]
 
 
+@dataclass(frozen=True)
+class AttentionPattern:
+    """What is the same for all heads: the segments, the window, and the factor of the scores."""
+
+    segments: Segments
+    window: int | None
+    scale: float
+
+
 def packed_attention(
     q_BHTK: Tensor,
     k_BGSK: Tensor,
@@ -108,17 +117,15 @@ def packed_attention(
     window: int | None = None,
     sinks_H: Tensor | None = None,
     scale: float | None = None,
-    *,
-    dropout: float = 0.0,
-    softcap: float | None = None,
+    **unsupported: float | None,
 ) -> Tensor:
     """Causal attention inside segments: [B, H, T, V].
 
     A query sees itself and at most `window - 1` positions before it. `scale` is K ** -0.5 if not given. Raises
-    SpecError for what no kernel computes.
+    SpecError for what no kernel computes: a `dropout` that is not 0, and a `softcap` that is not None.
     """
-    _refuse_unsupported(q_BHTK, k_BGSK, v_BGSV, segments, window, sinks_H, dropout, softcap)
-    scale = q_BHTK.shape[-1] ** -0.5 if scale is None else scale
+    _refuse_unsupported(q_BHTK, k_BGSK, v_BGSV, segments, window, sinks_H, unsupported)
+    pattern = AttentionPattern(segments, window, q_BHTK.shape[-1] ** -0.5 if scale is None else scale)
     width, value_width = q_BHTK.shape[-1], v_BGSV.shape[-1]
     common = max(width, value_width)
     if q_BHTK.is_cuda:
@@ -127,7 +134,7 @@ def packed_attention(
         q_BHTK, k_BGSK = F.pad(q_BHTK, (0, common - width)), F.pad(k_BGSK, (0, common - width))
     if common != value_width:
         v_BGSV = F.pad(v_BGSV, (0, common - value_width))
-    out_BHTV: Tensor = _PackedAttention.apply(q_BHTK, k_BGSK, v_BGSV, sinks_H, segments, window, scale)
+    out_BHTV: Tensor = _PackedAttention.apply(q_BHTK, k_BGSK, v_BGSV, sinks_H, pattern)
     return out_BHTV[..., :value_width]
 
 
@@ -141,14 +148,12 @@ class _PackedAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        segments: Segments,
-        window: int | None,
-        scale: float,
+        pattern: AttentionPattern,
     ) -> Tensor:
         """See `attention_forward`."""
-        out, lse = attention_forward(q, k, v, sinks, segments, window, scale)
+        out, lse = attention_forward(q, k, v, sinks, pattern)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.segments, ctx.window, ctx.scale = segments, window, scale
+        ctx.pattern = pattern
         return out
 
     @staticmethod
@@ -156,16 +161,16 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """See `attention_backward`."""
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        found = attention_backward(gradients[0], q, k, v, sinks, out, lse, ctx.segments, ctx.window, ctx.scale)
-        return (*found, None, None, None)
+        found = attention_backward(gradients[0], q, k, v, sinks, out, lse, ctx.pattern)
+        return (*found, None)
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, segments: Segments, window: int | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, pattern: AttentionPattern
 ) -> tuple[Tensor, Tensor]:
     """The output [B, H, T, K], and lse [B, H, T] in fp32 (fp64 for fp64), both with the sinks. All widths are equal."""
     flash = uses_flash(q)
-    out, lse = (_flash_forward if flash else _tiles_forward)(q, k, v, segments, window, scale)
+    out, lse = (_flash_forward if flash else _tiles_forward)(q, k, v, pattern)
     if sinks is not None:
         with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         out = (out * (lse - with_sink).exp_()[..., None]).to(out.dtype)
@@ -181,9 +186,7 @@ def attention_backward(
     sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    segments: Segments,
-    window: int | None,
-    scale: float,
+    pattern: AttentionPattern,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and the sinks, from the output and lse of `attention_forward`."""
     d_sinks = None
@@ -192,7 +195,7 @@ def attention_backward(
         delta = (gradient.to(lse.dtype) * out).sum(-1)
         d_sinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
     backward = _flash_backward if uses_flash(q) else _tiles_backward
-    return (*backward(gradient, q, k, v, out, lse, segments, window, scale), d_sinks)
+    return (*backward(gradient, q, k, v, out, lse, pattern), d_sinks)
 
 
 def uses_flash(q: Tensor) -> bool:
@@ -203,12 +206,11 @@ def uses_flash(q: Tensor) -> bool:
 # Tiles
 
 
-def _tiles(
-    segments: Segments, window: int | None, length: int, keys: int
-) -> Iterator[tuple[int, slice, int, slice, int | None]]:
+def _tiles(pattern: AttentionPattern, length: int, keys: int) -> Iterator[tuple[int, slice, int, slice, int | None]]:
     """Row and positions of the queries, and of the keys, of each tile in order. Last, how many positions the first
     query lies behind the first key; None if the tile is causal and square."""
-    for q, q_count, k, k_count in segments.each():
+    window = pattern.window
+    for q, q_count, k, k_count in pattern.segments.each():
         if q_count == 0:
             continue
         q_row, q_start = divmod(q, length)
@@ -261,21 +263,21 @@ class _TileMasks:
         return self._mask
 
 
-def _tiles_forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: int | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _tiles_forward(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> tuple[Tensor, Tensor]:
     batch, heads, length, width = q.shape
     out = q.new_empty(batch, length, heads, width).transpose(1, 2)
     lse = q.new_empty(batch, heads, length, dtype=torch.promote_types(q.dtype, torch.float32))
-    masks = _TileMasks(window, q)
-    for row, queries, k_row, keys, ahead in _tiles(segments, window, length, k.shape[2]):
+    masks = _TileMasks(pattern.window, q)
+    for row, queries, k_row, keys, ahead in _tiles(pattern, length, k.shape[2]):
         tile = q[row, None, :, queries], _for_heads(k, heads, k_row, keys), _for_heads(v, heads, k_row, keys)
         mask = masks.of(tile[0].shape[2], tile[1].shape[2], ahead)
         if q.is_cuda:
-            found = aten._scaled_dot_product_efficient_attention(*tile, mask, True, 0.0, mask is None, scale=scale)
+            found = aten._scaled_dot_product_efficient_attention(
+                *tile, mask, True, 0.0, mask is None, scale=pattern.scale
+            )
         else:
             found = aten._scaled_dot_product_flash_attention_for_cpu(
-                *tile, 0.0, mask is None, attn_mask=mask, scale=scale
+                *tile, 0.0, mask is None, attn_mask=mask, scale=pattern.scale
             )
         out[row, :, queries] = found[0][0]
         lse[row, :, queries] = found[1][0, :, : tile[0].shape[2]]  # CUDA pads it
@@ -289,15 +291,13 @@ def _tiles_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    segments: Segments,
-    window: int | None,
-    scale: float,
+    pattern: AttentionPattern,
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, length, groups = q.shape[1], q.shape[2], k.shape[1]
     d_q = torch.empty_like(q)
     d_k, d_v = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
-    masks = _TileMasks(window, q)
-    for row, queries, k_row, keys, ahead in _tiles(segments, window, length, k.shape[2]):
+    masks = _TileMasks(pattern.window, q)
+    for row, queries, k_row, keys, ahead in _tiles(pattern, length, k.shape[2]):
         given, kept = gradient[row, None, :, queries].contiguous(), out[row, None, :, queries]
         tile = q[row, None, :, queries], _for_heads(k, heads, k_row, keys), _for_heads(v, heads, k_row, keys)
         tile_lse = lse[row, None, :, queries]
@@ -308,12 +308,12 @@ def _tiles_backward(
             with _deterministic():
                 found = aten._scaled_dot_product_efficient_attention_backward(
                     given, *tile, mask, kept, tile_lse, unused, unused, 0.0, [True, True, True, False], mask is None,
-                    scale=scale,
+                    scale=pattern.scale,
                 )  # fmt: skip
         else:
             tile_lse = tile_lse.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel's own layout
             found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                given, *tile, kept, tile_lse, 0.0, mask is None, attn_mask=mask, scale=scale
+                given, *tile, kept, tile_lse, 0.0, mask is None, attn_mask=mask, scale=pattern.scale
             )
         d_q[row, :, queries] = found[0][0]
         for total, part in ((d_k, found[1]), (d_v, found[2])):
@@ -332,16 +332,14 @@ def _for_heads(x_BGSK: Tensor, heads: int, row: int, positions: slice) -> Tensor
 # Flash
 
 
-def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: int | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> tuple[Tensor, Tensor]:
     batch, _heads, length, _ = q.shape
-    q_bounds, k_bounds = segments.on(q.device, _slots(q))
+    q_bounds, k_bounds = pattern.segments.on(q.device, _slots(q))
     more = {"num_splits": 1} if _takes_num_splits() else {}
     # Older versions have no such argument. Their kernel splits keys only for a cache in pages.
     found = aten._flash_attention_forward(
-        _flat(q), _flat(k), _flat(v), q_bounds, k_bounds, *_longest(segments, window), 0.0, window is None, False,
-        scale=scale, **_window(window), **more,
+        _flat(q), _flat(k), _flat(v), q_bounds, k_bounds, *_longest(pattern.segments, pattern.window), 0.0,
+        pattern.window is None, False, scale=pattern.scale, **_window(pattern.window), **more,
     )  # fmt: skip
     out = found[0].unflatten(0, (batch, length)).transpose(1, 2)
     return out, found[1].unflatten(1, (batch, length)).transpose(0, 1)
@@ -354,16 +352,14 @@ def _flash_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    segments: Segments,
-    window: int | None,
-    scale: float,
+    pattern: AttentionPattern,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, length, keys = q.shape[0], q.shape[2], k.shape[2]
     flat = [_flat(each) for each in (gradient, q, k, v, out)]
     flat_lse = lse.transpose(0, 1).flatten(1)
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random state of dropout
     parts: list[tuple[Tensor, ...]] = []
-    for part, first_q, end_q, first_k, end_k in _backward_calls(segments):
+    for part, first_q, end_q, first_k, end_k in _backward_calls(pattern.segments):
         own, theirs = slice(first_q, end_q), slice(first_k, end_k)
         d_out, x_q, x_k, x_v, x_out = (
             flat[0][own], flat[1][own], flat[2][theirs], flat[3][theirs], flat[4][own],
@@ -373,7 +369,8 @@ def _flash_backward(
         with _deterministic():
             found = aten._flash_attention_backward(
                 d_out, x_q, x_k, x_v, x_out, flat_lse[:, own].contiguous(), q_bounds, k_bounds,
-                *_longest(part, window), 0.0, window is None, unused, unused[:0], scale=scale, **_window(window),
+                *_longest(part, pattern.window), 0.0, pattern.window is None, unused, unused[:0], scale=pattern.scale,
+                **_window(pattern.window),
             )  # fmt: skip
         for _, q_count, k_start, k_count in part.each():
             if q_count == 0 and k_count:  # keys that nothing sees, which the kernel leaves out
@@ -468,10 +465,12 @@ def _refuse_unsupported(
     segments: Segments,
     window: int | None,
     sinks: Tensor | None,
-    dropout: float,
-    softcap: float | None,
+    unsupported: dict[str, float | None],
 ) -> None:
     """Raise SpecError for what no kernel computes, and ValueError for tensors that do not fit together."""
+    if unknown := unsupported.keys() - {"dropout", "softcap"}:
+        raise TypeError(f"packed_attention has no parameter {min(unknown)}")
+    dropout, softcap = unsupported.get("dropout"), unsupported.get("softcap")
     problems = []
     if dropout:
         problems.append(Problem("attention.dropout", dropout, "is not computed by packed attention", "set it to 0"))

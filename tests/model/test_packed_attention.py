@@ -316,10 +316,10 @@ def test_bounds_on_a_device_have_empty_segments_up_to_the_slots() -> None:
 
 def test_the_gradient_of_a_sink_is_part_of_the_backward() -> None:
     """torch's variable-length attention drops the gradient of lse: training with sinks would be silently wrong."""
-    q = random(1, 1, 1, 2)
-    out, lse = module.attention_forward(q, q, q, torch.zeros(1), of_lengths(1), None, 1.0)
+    q, pattern = random(1, 1, 1, 2), module.AttentionPattern(of_lengths(1), None, 1.0)
+    out, lse = module.attention_forward(q, q, q, torch.zeros(1), pattern)
     weight = torch.sigmoid((q * q).sum())  # of the only key beside a sink of 0
     torch.testing.assert_close(out, weight * q)
-    *_, sink = attention_backward(torch.ones_like(q), q, q, q, torch.zeros(1), out, lse, of_lengths(1), None, 1.0)
+    *_, sink = attention_backward(torch.ones_like(q), q, q, q, torch.zeros(1), out, lse, pattern)
     assert sink is not None
     torch.testing.assert_close(sink, (-(1 - weight) * weight * q.sum())[None])
