@@ -38,6 +38,7 @@ from holdfast.checkpoint.gc import Collector
 from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.components.notify import summary
 from holdfast.launch import launches
+from holdfast.launch.exits import LaunchExit
 from holdfast.pipelines.backends.record import Record
 from holdfast.pipelines.cli import app
 from holdfast.spec import Spec, dump_spec, parse_spec
@@ -111,7 +112,9 @@ def _many_commits(store: Store, spec: Spec, many: int) -> None:
                 collector._lease.take()
                 collector._fold_telemetry()
         _fold_events(store, attempt)
-        launches.record_ending(store, TRAINED, number, {"code": 1, "blamed_nodes": [], "ended": time.time()})
+        launches.record_exit(
+            store, TRAINED, number, LaunchExit.model_validate({"code": 1, "blamed_nodes": [], "ended": time.time()})
+        )
 
 
 def _commit(store: Store, attempt: Attempt, commit: int, *, whole: bool) -> None:
@@ -149,7 +152,7 @@ def _many_launches(store: Store, many: int) -> None:
         if number % 32 == 0:
             _fold_events(store, attempt)
         ending = {"code": 1, "blamed_nodes": [f"node-{number % 50}"], "ended": time.time()}
-        launches.record_ending(store, RESTARTED, number, ending)
+        launches.record_exit(store, RESTARTED, number, LaunchExit.model_validate(ending))
 
 
 def _fold_events(store: Store, attempt: Attempt) -> None:
@@ -206,7 +209,7 @@ def _launch(store: Store, folder: Path, many: int) -> None:
 
 
 def _endings(store: Store, folder: Path, many: int) -> None:  # noqa: ARG001
-    launches.read_endings(store, RESTARTED)
+    launches.read_exits(store, RESTARTED)
     launches.nodes_of_the_last_end(store, RESTARTED)
 
 

@@ -1,11 +1,11 @@
 """Launching a gang: the description of a distributed job, and the launchers that run it.
 
-`supervise` owns the restart budget. A launcher starts one launch and follows it to its end.
+`Supervisor` owns the restart budget. A launcher starts one launch and follows it to its end.
 """
 
 from holdfast.launch.choose import choose_launcher
 from holdfast.launch.interface import Ending, Job, Launcher
 from holdfast.launch.local.launcher import LocalLauncher
-from holdfast.launch.supervisor import supervise
+from holdfast.launch.supervisor import Supervisor
 
-__all__ = ["Ending", "Job", "Launcher", "LocalLauncher", "choose_launcher", "supervise"]
+__all__ = ["Ending", "Job", "Launcher", "LocalLauncher", "Supervisor", "choose_launcher"]

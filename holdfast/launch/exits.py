@@ -13,8 +13,9 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from holdfast.runtime.secrets import redact
 from holdfast.spec.errors import ExitCode
@@ -57,6 +58,19 @@ class NodeExit(BaseModel):
         """The rank that explains the node's code: one with this code, else one that was killed without a record."""
         same = [rank for rank in self.ranks if rank.code == self.code]
         return next(iter([*same, *(rank for rank in self.ranks if rank.code is None)]), None)
+
+
+class LaunchExit(BaseModel):
+    """How a launch ended, as its launcher stores it for the next launch."""
+
+    model_config = ConfigDict(frozen=True)
+
+    code: int | None = None
+    detail: str = ""
+    blamed_nodes: tuple[str, ...] = ()
+    ended: FiniteFloat | None = None  # unix seconds
+    ran_out: bool = False  # of memory, and `next_plan` is the planner's proposal
+    next_plan: dict[str, Any] | None = None  # None after running out of memory: no layout needs less
 
 
 class RankRecord:

@@ -6,7 +6,6 @@ operator. It then starts the same command again and claims a new attempt.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -16,8 +15,9 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
-from pydantic import BaseModel, FiniteFloat
+from pydantic import BaseModel, ConfigDict, FiniteFloat
 
+from holdfast.launch.exits import LaunchExit
 from holdfast.launch.node.spot_notice import RECENT, reclaims
 from holdfast.spec.cluster import Cluster
 from holdfast.spec.errors import DataError, ExitCode, MissingError
@@ -36,14 +36,16 @@ ENDINGS = 100  # launches whose endings the next launch considers
 BLAMES_TO_EXCLUDE = 2  # launches that a node may fail before the next ones avoid it
 
 
-class LaunchEnding(BaseModel):
-    """How a launch ended, as it is stored."""
+class LaunchRecord(BaseModel):
+    """A launch, as it was claimed."""
 
-    code: int | None = None
-    detail: str = ""
-    blamed_nodes: tuple[str, ...] = ()
-    ended: FiniteFloat | None = None  # unix seconds
-    next_plan: dict[str, Any] | None = None  # the layout after running out of memory; null if none needs less
+    model_config = ConfigDict(frozen=True)
+
+    host: str = ""  # of the launcher
+    pid: int = 0
+    claimed: FiniteFloat = 0.0  # unix seconds by the launcher's clock
+    assignment: dict[str, Any]  # what the ranks compute; the trainer checks it
+    replan: bool = False  # whether they may compute it under another plan than earlier attempts
 
 
 def claim_launch(store: Store, run_id: str, assignment: Mapping[str, Any], *, replan: bool = False) -> int:
@@ -57,22 +59,23 @@ def newest_launch(store: Store, run_id: str) -> int:
     return newest(store, layout.launches(run_id))
 
 
-def read_launch(store: Store, run_id: str, number: int) -> dict[str, Any]:
+def read_launch(store: Store, run_id: str, number: int) -> LaunchRecord:
     """The record of a launch. Raises MissingError, and BadReaderError if it is incomplete."""
-    return read_record(store, layout.launches(run_id), number)
+    found = read_record(store, layout.launches(run_id), number, LaunchRecord)
+    return LaunchRecord.model_validate(found)
 
 
-def record_ending(store: Store, run_id: str, number: int, ending: Mapping[str, Any]) -> None:
+def record_exit(store: Store, run_id: str, number: int, ended: LaunchExit) -> None:
     """Record how a launch ended. The next launch reads it."""
-    store.put(layout.ending(run_id, number), json.dumps(ending).encode())
+    store.put(layout.ending(run_id, number), ended.model_dump_json().encode())
 
 
-def read_ending(store: Store, run_id: str, number: int) -> dict[str, Any] | None:
+def read_exit(store: Store, run_id: str, number: int) -> LaunchExit | None:
     """The record of how a launch ended. None if it has not ended, its launcher died, or the record is damaged: the next
     launch then starts without it."""
     key = layout.ending(run_id, number)
     try:
-        return read_json(store, key, LaunchEnding, "it is left out").model_dump(exclude_unset=True)
+        return read_json(store, key, LaunchExit, "it is left out")
     except MissingError:
         return None
     except DataError as error:
@@ -80,19 +83,19 @@ def read_ending(store: Store, run_id: str, number: int) -> dict[str, Any] | None
         return None
 
 
-def read_endings(store: Store, run_id: str, last: int = ENDINGS) -> dict[int, dict[str, Any]]:
+def read_exits(store: Store, run_id: str, last: int = ENDINGS) -> dict[int, LaunchExit]:
     """The records of how the newest launches ended, by number. Only the `last` launches are listed and read, so a
     launch does not slow down after ten thousand launches of its run."""
     numbers = _ended(store, run_id, last)
-    endings = in_parallel(lambda number: read_ending(store, run_id, number), numbers)
+    endings = in_parallel(lambda number: read_exit(store, run_id, number), numbers)
     return {number: ending for number, ending in zip(numbers, endings, strict=True) if ending is not None}
 
 
 def nodes_of_the_last_end(store: Store, run_id: str) -> tuple[str, ...]:
     """The nodes that the launch which ended last blames."""
     newest_first = reversed(_ended(store, run_id, ENDINGS))
-    found = (ending for number in newest_first if (ending := read_ending(store, run_id, number)) is not None)
-    return tuple(next(found, {}).get("blamed_nodes", ()))
+    found = (ending for number in newest_first if (ending := read_exit(store, run_id, number)) is not None)
+    return next((ending.blamed_nodes for ending in found), ())
 
 
 def _ended(store: Store, run_id: str, last: int) -> list[int]:
@@ -114,10 +117,9 @@ def bad_nodes(store: Store, run_id: str) -> frozenset[str]:
     Of several nodes that were blamed for wrong arithmetic, the wrong one is unknown.
     """
     blamed: Counter[str] = Counter()
-    for ending in read_endings(store, run_id).values():
-        nodes = ending.get("blamed_nodes", ())
-        code = ending.get("code")
-        if code == ExitCode.UNHEALTHY_NODE and time.time() - (ending.get("ended") or math.inf) > UNHEALTHY_SECONDS:
+    for ending in read_exits(store, run_id).values():
+        nodes, code = ending.blamed_nodes, ending.code
+        if code == ExitCode.UNHEALTHY_NODE and time.time() - (ending.ended or math.inf) > UNHEALTHY_SECONDS:
             continue
         sure = code == ExitCode.UNHEALTHY_NODE or (code == ExitCode.WRONG_ARITHMETIC and len(nodes) == 1)
         blamed.update(dict.fromkeys(nodes, BLAMES_TO_EXCLUDE if sure else 1))

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from holdfast.launch.interface import Ending, Job, Launcher, where_the_log_is
 from holdfast.spec.cluster import Restarts
@@ -25,17 +25,18 @@ AWAY = (StoreUnreachableError, ClusterUnreachableError)
 NOT_HERE = (ExitCode.UNSCHEDULABLE, ExitCode.NO_SPACE)  # retryable, but not by an immediate restart
 
 
-def supervise(
-    launcher: Launcher,
-    next_job: Callable[[], Job],
-    restarts: Restarts,
-    stopping: threading.Event,
-    on_ending: Callable[[Job, Ending], None] = lambda job, ending: None,  # noqa: ARG005
-    saved_step: Callable[[], int] = lambda: 0,
-    clock: Callable[[], float] = time.monotonic,
-    reclaimed: Callable[[Job], bool] = lambda job: False,  # noqa: ARG005
-) -> Ending:
-    """Launch the gang until it succeeds or no restart is possible. Returns the ending of the last launch.
+def _ignore(_job: Job, _ending: Ending) -> None:
+    """Receive an ending that nothing else records."""
+
+
+def _never(_job: Job) -> bool:
+    """The answer where no cloud reclaims nodes."""
+    return False
+
+
+@dataclass
+class Supervisor:
+    """Launches a gang until it succeeds or no restart is possible.
 
     - `next_job` records a launch, or finds one to take over, and describes it.
     - `on_ending` receives each ending.
@@ -58,50 +59,68 @@ def supervise(
 
     Raises TerminatedError if `stopping` is set while the store or the cluster is unavailable.
     """
-    recent: deque[float] = deque()
-    progress = _Progress(saved_step, restarts.max_stalled_launches)
-    untold: deque[tuple[Job, Ending]] = deque()
 
-    def tell() -> None:
-        while untold:
-            on_ending(*untold[0])
-            untold.popleft()
+    launcher: Launcher
+    next_job: Callable[[], Job]
+    restarts: Restarts
+    stopping: threading.Event
+    on_ending: Callable[[Job, Ending], None] = _ignore
+    saved_step: Callable[[], int] = lambda: 0
+    clock: Callable[[], float] = time.monotonic
+    reclaimed: Callable[[Job], bool] = _never
 
-    def prepare() -> Job:
-        tell()
-        progress.begin()
-        return next_job()
+    def __post_init__(self) -> None:
+        self._recent: deque[float] = deque()  # times of the restarts that count
+        self._progress = _Progress(self.saved_step, self.restarts.max_stalled_launches)
+        self._unrecorded: deque[tuple[Job, Ending]] = deque()
 
-    while True:
-        job = _patiently(prepare, stopping, clock)
-        ending = launcher.run(job)
-        if ending.code != ExitCode.OK:
-            detail = "; ".join(filter(None, (ending.detail, where_the_log_is(job, ending))))
-            ending = replace(ending, detail=detail)
-        untold.append((job, ending))
-        try:
-            tell()
-        except AWAY as error:
-            log.warning("how launch %d ended is written down when the store is back: %s", job.launch, error)
-        wait = None
+    def run(self) -> Ending:
+        """Supervise the gang to its end. Returns the ending of the last launch."""
+        while True:
+            job = _patiently(self._prepare, self.stopping, self.clock)
+            ending = self.launcher.run(job)
+            if ending.code != ExitCode.OK:
+                detail = "; ".join(filter(None, (ending.detail, where_the_log_is(job, ending))))
+                ending = replace(ending, detail=detail)
+            self._unrecorded.append((job, ending))
+            try:
+                self._record()
+            except AWAY as error:
+                log.warning("how launch %d ended is written down when the store is back: %s", job.launch, error)
+            ending, wait = self._decide(job, ending)
+            ended = LaunchEnded(launch=job.launch, code=ending.code, detail=ending.detail, restart_in=wait)
+            log.log(logging.INFO if ending.code == ExitCode.OK else logging.WARNING, "%s", ended.text)
+            emit(ended)
+            if wait is None or self.stopping.wait(wait):
+                return ending
+
+    def _record(self) -> None:
+        """Pass the endings on that are not recorded yet. Raises the errors of the store."""
+        while self._unrecorded:
+            self.on_ending(*self._unrecorded[0])
+            self._unrecorded.popleft()
+
+    def _prepare(self) -> Job:
+        self._record()
+        self._progress.begin()
+        return self.next_job()
+
+    def _decide(self, job: Job, ending: Ending) -> tuple[Ending, float | None]:
+        """The ending, with the reason if the run is given up, and the seconds until the next launch; None for none."""
         refused = ending.code == ExitCode.UNHEALTHY_NODE and not ending.elsewhere
-        if ending.retryable and ending.code not in NOT_HERE and not refused and not stopping.is_set():
-            missing = progress.is_missing()
-            again = RECLAIM_BACKOFF * progress.fruitless
-            wait = again if _is_known(reclaimed, job) else _pause(recent, restarts, clock())
-            if missing:
-                wait, told = None, f"{restarts.max_stalled_launches} launches in a row ended without a new checkpoint"
-                ending = replace(ending, detail=f"{told}, the last one so: {ending.detail}")
-                log.error("%s: the run is given up, see cluster.restarts.max_stalled_launches", told)
-            elif wait is None:
-                log.error(
-                    "the budget of %d restarts in %g minutes is used up", restarts.budget, restarts.window_minutes
-                )
-        ended = LaunchEnded(launch=job.launch, code=ending.code, detail=ending.detail, restart_in=wait)
-        log.log(logging.INFO if ending.code == ExitCode.OK else logging.WARNING, "%s", ended.text)
-        emit(ended)
-        if wait is None or stopping.wait(wait):
-            return ending
+        if not ending.retryable or ending.code in NOT_HERE or refused or self.stopping.is_set():
+            return ending, None
+        restarts = self.restarts
+        missing = self._progress.is_missing()
+        again = RECLAIM_BACKOFF * self._progress.fruitless
+        wait = again if _is_known(self.reclaimed, job) else _pause(self._recent, restarts, self.clock())
+        if missing:
+            why = f"{restarts.max_stalled_launches} launches in a row ended without a new checkpoint"
+            log.error("%s: the run is given up, see cluster.restarts.max_stalled_launches", why)
+            return replace(ending, detail=f"{why}, the last one so: {ending.detail}"), None
+        if wait is None:
+            log.error("the budget of %d restarts in %g minutes is used up", restarts.budget, restarts.window_minutes)
+        return ending, wait
 
 
 def _is_known(reclaimed: Callable[[Job], bool], job: Job) -> bool:

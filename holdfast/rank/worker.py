@@ -85,7 +85,7 @@ def work(
     the gang has formed."""
     phases.enter("start", 0)
     launched = read_launch(store, run_id, launch)
-    spec, replan = Assignment.model_validate(launched["assignment"]), bool(launched["replan"])
+    spec, replan = Assignment.model_validate(launched.assignment), launched.replan
     make_deterministic(spec.training.determinism, spec.parallel.threads)
     dataset = Dataset.open(store, spec.dataset_id, cache_dir())
     phases.enter("meet")
@@ -97,7 +97,7 @@ def work(
             claiming = partial(claim, store, spec, launch, gang.size, plan, replan)
             attempt = gang.from_rank_0(claiming, Attempt)
             engine = built.enter_context(closing(build(spec, dataset)))  # it may own files
-        set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched["claimed"])
+        set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched.claimed)
         if record is not None:
             record.formed(attempt.number)
         leave.raise_if_stopping("before the state was loaded")

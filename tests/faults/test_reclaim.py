@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.launch.launches import leaving_nodes, read_endings, was_reclaimed
+from holdfast.launch.launches import leaving_nodes, read_exits, was_reclaimed
 from holdfast.runtime.node import node_name
 from holdfast.spec import ExitCode
 from holdfast.telemetry import read_events
@@ -49,13 +49,13 @@ def test_a_reclaimed_gang_saves_leaves_and_goes_on_to_the_bits_of_a_calm_one_at_
         printed, _ = process.communicate(timeout=300)
     assert process.returncode == ExitCode.OK, printed
     assert [began.step >= 5 for began in held.began()] == [False, True], "what it had computed was lost"
-    assert {number: ending["code"] for number, ending in read_endings(store, identity).items()} == {
+    assert {number: ending.code for number, ending in read_exits(store, identity).items()} == {
         1: ExitCode.PREEMPTED,
         2: ExitCode.OK,
     }
     told = f"node {node_name()} reclaimed by the cloud, 30 s notice: GCP preempts it"
     assert [(event.launch, event.text) for event in notices()] == [(1, told)]
-    assert told in read_endings(store, identity)[1]["detail"]
+    assert told in read_exits(store, identity)[1].detail
     assert [was_reclaimed(store, identity, launch) for launch in (1, 2)] == [True, False]
     assert leaving_nodes(store, identity, tiny_spec("cluster.spot=gcp").cluster) == {node_name()}
     assert leaving_nodes(store, identity, spec.cluster) == frozenset()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from holdfast.launch.exits import LaunchExit
 from holdfast.launch.launches import (
     UNHEALTHY_SECONDS,
     avoided_nodes,
     bad_nodes,
     nodes_of_the_last_end,
-    record_ending,
+    record_exit,
 )
 from holdfast.spec.cluster import Cluster, Nodes
 from holdfast.spec.errors import ExitCode
@@ -22,7 +23,7 @@ from holdfast.telemetry.events import StragglerDetected
 def ended(folder: Path, *endings: tuple[int, list[str]]) -> Store:
     store = open_store(f"file://{folder}")
     for number, (code, nodes) in enumerate(endings, 1):
-        record_ending(store, "run", number, {"code": code, "blamed_nodes": nodes})
+        record_exit(store, "run", number, LaunchExit.model_validate({"code": code, "blamed_nodes": nodes}))
     return store
 
 
@@ -45,7 +46,7 @@ def test_a_failed_health_check_is_forgotten_after_a_day_because_nodes_are_mended
     store = open_store(f"file://{tmp_path}")
     for number, ago in enumerate((60.0, UNHEALTHY_SECONDS + 60.0), 1):
         told = {"code": ExitCode.UNHEALTHY_NODE, "blamed_nodes": [f"node-{number}"], "ended": time.time() - ago}
-        record_ending(store, "run", number, told)
+        record_exit(store, "run", number, LaunchExit.model_validate(told))
     assert bad_nodes(store, "run") == {"node-1"}
 
 
@@ -80,5 +81,7 @@ def test_of_the_nodes_of_slow_ranks_the_newest_are_avoided_and_enough_are_left_t
         return avoided_nodes(store, "run", Cluster(nodes=Nodes(min=fewest, max=most), stragglers="exclude"))
 
     assert [avoided(2, 6), avoided(2, 4), avoided(3, 4), avoided(4, 4)] == [{"a", "b", "c"}, {"a", "c"}, {"a"}, {"a"}]
-    record_ending(store, "run", 1, {"code": ExitCode.WRONG_ARITHMETIC, "blamed_nodes": ["wrong"]})
+    record_exit(
+        store, "run", 1, LaunchExit.model_validate({"code": ExitCode.WRONG_ARITHMETIC, "blamed_nodes": ["wrong"]})
+    )
     assert [avoided(2, 4), avoided(3, 4)] == [{"wrong", "a"}, {"wrong"}]

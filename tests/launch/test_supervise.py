@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
-from holdfast.launch import Ending, Job, supervise
+from holdfast.launch import Ending, Job, Supervisor
 from holdfast.launch.supervisor import PATIENCE
 from holdfast.spec import ExitCode
 from holdfast.spec.cluster import Cluster, Restarts
 from holdfast.spec.errors import StoreUnreachableError, TerminatedError
+
+
+def supervise(*given: Any, **named: Any) -> Ending:
+    """The ending of a supervised gang."""
+    return Supervisor(*given, **named).run()
 
 
 class Scripted:

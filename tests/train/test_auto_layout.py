@@ -10,7 +10,8 @@ from holdfast.checkpoint import newest_segments
 from holdfast.components.train import run
 from holdfast.components.train.auto_layout import resolve_layout
 from holdfast.engines.assignment import Assignment
-from holdfast.launch.launches import claim_launch, read_endings, record_ending
+from holdfast.launch.exits import LaunchExit
+from holdfast.launch.launches import claim_launch, read_exits, record_exit
 from holdfast.planning import calibration
 from holdfast.planning.auto import with_fields
 from holdfast.spec import ExitCode, HoldfastError, Spec, SpecError, run_id
@@ -93,12 +94,19 @@ def test_after_a_launch_that_ran_out_of_memory_the_next_plan_is_taken(tmp_path: 
     identity, first = run_id(spec, DATASET_ID), planned(spec, store)
     told = Assignment.of(first, identity, DATASET_ID).model_dump(mode="json")
     number = claim_launch(store, identity, told)
-    record_ending(store, identity, number, {"code": 20, "next_plan": {"training.activation_checkpointing": "full"}})
+    record_exit(
+        store,
+        identity,
+        number,
+        LaunchExit.model_validate(
+            {"code": 20, "ran_out": True, "next_plan": {"training.activation_checkpointing": "full"}}
+        ),
+    )
     second = planned(spec, store)
     assert second.training.activation_checkpointing == "full"
     assert second.training.micro_batch == first.training.micro_batch
     number = claim_launch(store, identity, told)
-    record_ending(store, identity, number, {"code": 20, "next_plan": None})
+    record_exit(store, identity, number, LaunchExit.model_validate({"code": 20, "ran_out": True, "next_plan": None}))
     with pytest.raises(SpecError, match=r"ran out of memory in launch 2.*(?s:.)*more ranks"):
         planned(spec, store)
 
@@ -113,9 +121,7 @@ def test_ranks_that_run_out_of_memory_end_with_a_code_and_the_plan_that_follows(
     with pytest.raises(HoldfastError, match=r"next plan that fits .*add to the command: --set .* --replan") as caught:
         run(spec, DATASET_ID, store)
     assert caught.value.exit_code == ExitCode.OUT_OF_MEMORY
-    (ending,) = read_endings(store, run_id(spec, DATASET_ID)).values()
-    assert ending["code"] == ExitCode.OUT_OF_MEMORY
-    again = tiny_spec(
-        *wide, "parallel.processes=2", *(f"{name}={value}" for name, value in ending["next_plan"].items())
-    )
+    (ending,) = read_exits(store, run_id(spec, DATASET_ID)).values()
+    assert ending.code == ExitCode.OUT_OF_MEMORY
+    again = tiny_spec(*wide, "parallel.processes=2", *(f"{name}={value}" for name, value in ending.next_plan.items()))
     assert run_id(again, DATASET_ID) == run_id(spec, DATASET_ID)

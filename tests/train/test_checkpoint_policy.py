@@ -12,7 +12,8 @@ import pytest
 from holdfast.checkpoint import Attempt, claim_attempt, read_manifest
 from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.collectives import Gang
-from holdfast.launch.launches import claim_launch, record_ending
+from holdfast.launch.exits import LaunchExit
+from holdfast.launch.launches import claim_launch, record_exit
 from holdfast.planning.run_estimate import RANK_SECONDS_PER_FAILURE
 from holdfast.rank.checkpoint_policy import CheckpointPolicy, Failures, failures_before
 from holdfast.spec import ExitCode, run_id
@@ -94,7 +95,7 @@ def test_the_failures_of_a_run_are_its_attempts_that_did_not_end_well(folder_sto
     for number, code in enumerate(codes, start=1):
         claim_launch(folder_store, "run", {})
         claim_attempt(folder_store, "run", launch=number)
-        record_ending(folder_store, "run", number, {"code": int(code), "blamed_nodes": []})
+        record_exit(folder_store, "run", number, LaunchExit.model_validate({"code": int(code), "blamed_nodes": []}))
     claim_launch(folder_store, "run", {})
     claim_attempt(folder_store, "run", launch=4)  # a gang that formed and was lost within the launch
     now = claim_attempt(folder_store, "run", launch=4)

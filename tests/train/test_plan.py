@@ -12,7 +12,7 @@ from holdfast.checkpoint import list_attempts, read_manifest
 from holdfast.components.train import run
 from holdfast.components.train.result import read_result
 from holdfast.launch.device import device_name
-from holdfast.launch.launches import newest_launch, read_endings
+from holdfast.launch.launches import newest_launch, read_exits
 from holdfast.rank.plan import plan_of as plan_here
 from holdfast.rank.plan import require_one_plan
 from holdfast.runtime.environment import IMAGE_VARIABLE
@@ -77,7 +77,7 @@ def test_an_exact_run_refuses_another_environment_by_name_and_takes_it_when_told
     assert refused.returncode == ExitCode.PLAN_CHANGED, printed
     assert "variable ATEN_CPU_CAPABILITY: not set before, default now" in printed
     assert "CPU capability: " in printed
-    assert [ending["code"] for ending in read_endings(store, identity).values()] == [ExitCode.PLAN_CHANGED]
+    assert [ending.code for ending in read_exits(store, identity).values()] == [ExitCode.PLAN_CHANGED]
     assert [number for number, _ in list_attempts(store, identity)] == [1]  # nobody was fenced off
     allowed = start_training(spec, store.url, tmp_path / "home", environment=changed, replan=True)
     printed, _ = allowed.communicate(timeout=300)

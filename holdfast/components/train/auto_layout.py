@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.checkpoint import newest_segments
 from holdfast.engines.assignment import Assignment
 from holdfast.launch import Ending
-from holdfast.launch.launches import newest_launch, read_ending, read_launch
+from holdfast.launch.launches import newest_launch, read_exit, read_launch
 from holdfast.planning.auto import Proposal, best, layout_fields, with_fields
 from holdfast.runtime.environment import in_step_pod
 from holdfast.spec import Spec
@@ -58,7 +58,7 @@ def _recorded(spec: Spec, identity: str, store: Store) -> dict[str, Any] | None:
     if segments := newest_segments(store, identity):
         settings = dict(segments[-1].plan.settings)
     elif number := newest_launch(store, identity):
-        told = Assignment.model_validate(read_launch(store, identity, number)["assignment"])
+        told = Assignment.model_validate(read_launch(store, identity, number).assignment)
         settings = settings_of(told.training, told.parallel, told.accelerator, told.nodes)
     else:
         return None
@@ -82,17 +82,17 @@ def _after_running_out(spec: Spec, identity: str, store: Store, *, replan: bool)
     """The fields of the layout that was proposed when the newest launch ran out of memory. It is used before the
     first save, or with `--replan`. Raises SpecError if no layout could be proposed."""
     number = newest_launch(store, identity)
-    ending = read_ending(store, identity, number) or {}
-    if "next_plan" not in ending or (newest_segments(store, identity) and not replan):
+    ended = read_exit(store, identity, number)
+    if ended is None or not ended.ran_out or (newest_segments(store, identity) and not replan):
         return None
-    told = Assignment.model_validate(read_launch(store, identity, number)["assignment"])
+    told = Assignment.model_validate(read_launch(store, identity, number).assignment)
     if (told.parallel.processes, told.nodes) != (spec.parallel.processes, spec.cluster.nodes.max):
         return None  # the proposal does not fit other ranks
-    if ending["next_plan"] is None:
+    if ended.next_plan is None:
         what = f"ran out of memory in launch {number}, and no layout of these ranks needs less by the planner's count"
         raise SpecError([Problem("parallel.auto", True, what, "use more ranks, or a smaller model")])
     settings = settings_of(told.training, told.parallel, told.accelerator, told.nodes)
-    return _layout_in(settings) | ending["next_plan"]
+    return _layout_in(settings) | ended.next_plan
 
 
 def ran_out_of_memory(ending: Ending) -> bool:

@@ -25,15 +25,16 @@ from holdfast.components.train.export import export
 from holdfast.components.train.result import TrainingResult, read_result
 from holdfast.dataset import Dataset
 from holdfast.engines.assignment import Assignment
-from holdfast.launch import Ending, Job, Launcher, choose_launcher, supervise
+from holdfast.launch import Ending, Job, Launcher, Supervisor, choose_launcher
 from holdfast.launch.emitters import training_job
+from holdfast.launch.exits import LaunchExit
 from holdfast.launch.launches import (
     avoided_nodes,
     claim_launch,
     leaving_nodes,
     newest_launch,
     nodes_of_the_last_end,
-    record_ending,
+    record_exit,
     was_reclaimed,
 )
 from holdfast.model.exported import require_intact
@@ -160,19 +161,25 @@ def _run_gang(
 
     def on_ending(job: Job, ending: Ending) -> None:
         nonlocal advice
-        blamed = sorted(ending.blamed_nodes)
-        told = {"code": ending.code, "detail": ending.detail, "blamed_nodes": blamed, "ended": time.time()}
-        advice = ""
+        advice, ran_out, plan = "", False, None
         if ran_out_of_memory(ending):
             try:
                 proposal = next_plan(spec, vocabulary, here=not in_step_pod())
             except (SpecError, MissingError) as error:  # advice does not change how a launch ended
                 log.warning("launch %d ran out of memory, and no next plan can be proposed: %s", job.launch, error)
             else:
-                told["next_plan"] = None if proposal is None else dict(proposal.fields)
+                ran_out, plan = True, None if proposal is None else dict(proposal.fields)
                 advice = recovery_advice(proposal, auto=auto, saved=saved_step() > 0)
                 log.warning("launch %d ran out of memory: %s", job.launch, advice)
-        record_ending(store, identity, job.launch, told)
+        ended = LaunchExit(
+            code=ending.code,
+            detail=ending.detail,
+            blamed_nodes=tuple(sorted(ending.blamed_nodes)),
+            ended=time.time(),
+            ran_out=ran_out,
+            next_plan=plan,
+        )
+        record_exit(store, identity, job.launch, ended)
 
     def saved_step() -> int:
         return newest_step(store, identity) or 0
@@ -186,9 +193,9 @@ def _run_gang(
         request_shutdown()
 
     with _signals(stop):
-        ending = supervise(
+        ending = Supervisor(
             launcher, next_job, spec.cluster.restarts, stopping, on_ending, saved_step, reclaimed=reclaimed
-        )
+        ).run()
     if ending.code == ExitCode.OK:
         return
     if stopping.is_set() and ending.retryable:

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.engines.assignment import Assignment
 from holdfast.launch.kubernetes import KubernetesLauncher
-from holdfast.launch.launches import read_endings
+from holdfast.launch.launches import read_exits
 from holdfast.spec import ExitCode, run_id
 from holdfast.telemetry.event_log import StoreEvents
 from tests.cluster.emulation import Emulation
@@ -68,8 +68,8 @@ def test_those_that_are_left_go_on_and_take_the_lost_node_in_when_it_is_back(
     assert len(waiting) == 1, "the job had a place for all its pods"
     assert held.worlds() == [3, 2, 3]
     assert held.began()[-1].step >= 22, "growth lost a step"
-    endings = read_endings(store, identity).values()
-    assert [ending["code"] == 0 for ending in endings] == [False, True][-launches:], (endings, "".join(output.lines))
+    endings = read_exits(store, identity).values()
+    assert [ending.code == 0 for ending in endings] == [False, True][-launches:], (endings, "".join(output.lines))
     require_sound_history(store, Assignment.of(spec, identity, DATASET_ID))
     assert train_in_ranks(1, store.url, tmp_path / "calm", [(COMMON, "calm", None)]) == [""]
     assert trained(store, spec) == trained(store, tiny_spec(*COMMON), "calm")

@@ -14,7 +14,7 @@ from holdfast.checkpoint import list_attempts
 from holdfast.components.train import step
 from holdfast.engines.assignment import Assignment
 from holdfast.launch.kubernetes import KubernetesLauncher
-from holdfast.launch.launches import read_endings
+from holdfast.launch.launches import read_exits
 from holdfast.spec import ExitCode, Spec, run_id
 from holdfast.store import Store
 from holdfast.telemetry.event_log import StoreEvents
@@ -162,9 +162,9 @@ def test_a_node_that_spoiled_two_launches_is_avoided_by_the_third(world) -> None
     step._run_gang(
         world.spec, Assignment.of(world.spec, world.run_id, DATASET_ID), world.store, launcher, vocabulary=VOCABULARY
     )
-    endings = read_endings(world.store, world.run_id)
-    assert {number: ending["code"] for number, ending in endings.items()} == {1: 139, 2: 139, 3: 0}
-    assert endings[2]["blamed_nodes"] == ("node-b",)
-    assert "exit code 139, signal 11" in endings[1]["detail"]
+    endings = read_exits(world.store, world.run_id)
+    assert {number: ending.code for number, ending in endings.items()} == {1: 139, 2: 139, 3: 0}
+    assert endings[2].blamed_nodes == ("node-b",)
+    assert "exit code 139, signal 11" in endings[1].detail
     last = world.cluster.objects.all("pods")
     assert {pod["spec"]["nodeName"] for pod in last} <= {"node-a", "node-c"}

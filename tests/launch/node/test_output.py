@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.launch import Ending, Job, LocalLauncher, supervise
+from holdfast.launch import Ending, Job, LocalLauncher, Supervisor
 from holdfast.launch.node.output import Place, RankOutput
 from holdfast.spec.cluster import Cluster, Restarts
 from holdfast.store import Store, layout, open_store
@@ -175,13 +175,13 @@ def test_ranks_that_start_cold_are_kept_too(tmp_path: Path, monkeypatch: pytest.
 def test_the_ending_tells_the_command_that_shows_the_log_of_the_rank_to_blame(tmp_path: Path, store: Store) -> None:
     jobs = deque([job(store.url, "peer", "12")])
     told: list[Ending] = []
-    ending = supervise(
+    ending = Supervisor(
         LocalLauncher(tmp_path / "logs"),
         jobs.popleft,
         Restarts(budget=0),
         threading.Event(),
         lambda _, e: told.append(e),
-    )
+    ).run()
     assert ending.detail.endswith(f"its log: holdfast logs {RUN} --rank 1 --launch 1")
     assert told == [ending]
     assert json.loads(store.get(f"{layout.rank_log(RUN, 1, stream_of(store, 1).name)}stream.json"))["code"] == 12
