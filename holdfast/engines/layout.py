@@ -56,9 +56,12 @@ class TensorLayout:
     def copied_over(self, groups: int, group: int) -> TensorLayout:
         """This layout for a tensor that `groups` groups of ranks hold alike. This rank is in group `group`."""
         return replace(
-            self, mesh=(groups, *self.mesh), coordinate=(group, *self.coordinate), cut=(None, *self.cut),
+            self,
+            mesh=(groups, *self.mesh),
+            coordinate=(group, *self.coordinate),
+            cut=(None, *self.cut),
             order=(0, *(index + 1 for index in self.order)) if self.order else (),
-        )  # fmt: skip
+        )
 
     @property
     def copied(self) -> tuple[tuple[int, int | None], ...]:

@@ -134,5 +134,8 @@ class CheckpointPolicy:
             log.info(
                 "checkpoint.every auto: a save costs %.3f s and a failure is to be expected every %.1f h, so %.0f s "
                 "lie between two saves, and at most %d steps",
-                cost, mean / 3600, best, self._settings.every_steps,
-            )  # fmt: skip
+                cost,
+                mean / 3600,
+                best,
+                self._settings.every_steps,
+            )

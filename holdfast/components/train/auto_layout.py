@@ -37,8 +37,13 @@ def resolve_layout(spec: Spec, identity: str, store: Store, vocabulary: int, *, 
         recorded = _recorded(spec, identity, store)
     if recorded is None:
         chosen = best(spec, vocabulary, here=not in_step_pod())
-        log.info("parallel: auto is %s: %.0f tokens/s, %.1f GB, by the figures of %s", chosen.layout,
-                 chosen.speed.tokens_per_second, chosen.memory.total / 1e9, chosen.task.accelerator.name)  # fmt: skip
+        log.info(
+            "parallel: auto is %s: %.0f tokens/s, %.1f GB, by the figures of %s",
+            chosen.layout,
+            chosen.speed.tokens_per_second,
+            chosen.memory.total / 1e9,
+            chosen.task.accelerator.name,
+        )
         return with_fields(spec, layout_fields(chosen.task, chosen.layout))
     try:
         found = spec.with_overrides(recorded | {"parallel.auto": False})

@@ -140,9 +140,15 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
 
 
 def _run_gang(
-    spec: Spec, assignment: Assignment, store: Store, launcher: Launcher, replan: bool = False, *, auto: bool = False,
+    spec: Spec,
+    assignment: Assignment,
+    store: Store,
+    launcher: Launcher,
+    replan: bool = False,
+    *,
+    auto: bool = False,
     vocabulary: int,
-) -> None:  # fmt: skip
+) -> None:
     identity, stopping = assignment.run_id, threading.Event()
     advice = ""  # of the last launch, if it ran out of memory
 

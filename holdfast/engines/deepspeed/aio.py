@@ -82,12 +82,26 @@ def _compile(name: str, sources: list[Path], tree: Path, library: Path) -> None:
         whole.write_text("".join(_included(copy / each.relative_to(tree), n) for n, each in enumerate(sources)))
         folders = [copy / "aio/py_lib", copy / "aio/common", copy / "pin_memory", sysconfig.get_paths()["include"]]
         command = [
-            "g++", "-shared", "-fPIC", "-std=c++20", "-O1", "-fopenmp", "-DTORCH_API_INCLUDE_EXTENSION_H",
-            f"-DTORCH_EXTENSION_NAME={name}", *(f"-I{each}" for each in folders),
-            *(f"-isystem{each}" for each in include_paths()), str(whole), "-o", str(built),
-            *(f"-L{each}" for each in library_paths()), "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python",
+            "g++",
+            "-shared",
+            "-fPIC",
+            "-std=c++20",
+            "-O1",
+            "-fopenmp",
+            "-DTORCH_API_INCLUDE_EXTENSION_H",
+            f"-DTORCH_EXTENSION_NAME={name}",
+            *(f"-I{each}" for each in folders),
+            *(f"-isystem{each}" for each in include_paths()),
+            str(whole),
+            "-o",
+            str(built),
+            *(f"-L{each}" for each in library_paths()),
+            "-lc10",
+            "-ltorch_cpu",
+            "-ltorch",
+            "-ltorch_python",
             *(["-laio"] if name == "async_io" else []),
-        ]  # fmt: skip
+        ]
         try:
             done = subprocess.run(command, check=False, capture_output=True, text=True)
         except FileNotFoundError as error:

@@ -54,9 +54,12 @@ class PowerSGD:
         self._shapes = {name: tuple(parameter.shape) for name, parameter in module.module.named_parameters()}
         self._places: dict[int, list[tuple[str, int]]] = {}  # by bucket: its parameters, and where each begins
         self._state = PowerSGDState(
-            None, rank, start_powerSGD_iter=2, orthogonalization_epsilon=NO_DIVISION_BY_ZERO,
+            None,
+            rank,
+            start_powerSGD_iter=2,
+            orthogonalization_epsilon=NO_DIVISION_BY_ZERO,
             compression_stats_logging_frequency=2**62,
-        )  # fmt: skip
+        )
         self._state.iter = self._state.start_powerSGD_iter
         # A lambda, because DDP checks annotations, and ours are strings.
         module.register_comm_hook(self._state, lambda state, bucket: self._reduce(state, bucket))  # noqa: PLW0108

@@ -130,9 +130,12 @@ class _Bucket:
         sums.clear()
         self._received = self._flat.new_empty(sum(counts), share)
         self._work = dist.all_to_all_single(
-            self._received.view(-1), self._sent.view(-1), [count * share for count in counts], [mine * share] * ranks,
+            self._received.view(-1),
+            self._sent.view(-1),
+            [count * share for count in counts],
+            [mine * share] * ranks,
             async_op=True,
-        )  # fmt: skip
+        )
 
     def meet(self) -> None:
         """Add the received part, start sending the result to all ranks, and free the inputs."""

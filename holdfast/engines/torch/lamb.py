@@ -62,8 +62,10 @@ class Lamb(torch.optim.Optimizer):
             torch.div(first / (1 - beta1 ** state["step"]), update, out=update)
             updates.append(update.add_(weight * decay) if decay else update)
             weights.append(weight)
-        places = [Rows(0, len(each)) if self._rows is None else self._rows[parameter] for parameter, each in
-                  zip((parameter for parameter, _, _ in held), weights, strict=True)]  # fmt: skip
+        places = [
+            Rows(0, len(each)) if self._rows is None else self._rows[parameter]
+            for parameter, each in zip((parameter for parameter, _, _ in held), weights, strict=True)
+        ]
         parts = [place.of(part) for place, part in zip(places * 2, chain(weights, updates), strict=True)]
         norms = torch.stack(squared_norms(parts, together=self._rows is not None)).sqrt().view(2, -1)
         ratios = torch.where((norms > 0).all(dim=0), norms[0] / norms[1], 1.0)

@@ -68,9 +68,14 @@ def _machine(device: torch.device, kind: str, ranks: int) -> Machine:
     on_host = device.type == "cpu"
     memory = _host_memory() / ranks if on_host else torch.cuda.get_device_properties(device).total_memory
     return Machine(
-        device=device_name(device), kind=kind, processors=len(os.sched_getaffinity(0)), memory=memory,
-        backend="gloo" if on_host else dist.get_backend(), torch=torch.__version__, ranks=ranks,
-    )  # fmt: skip
+        device=device_name(device),
+        kind=kind,
+        processors=len(os.sched_getaffinity(0)),
+        memory=memory,
+        backend="gloo" if on_host else dist.get_backend(),
+        torch=torch.__version__,
+        ranks=ranks,
+    )
 
 
 def _host_memory() -> int:
@@ -117,10 +122,8 @@ def _rates(device: torch.device, gang: Gang) -> Rates:
     queries = torch.randn(batch, heads, length, wide, device=device).to(kind)
     seconds = _slowest(
         gang,
-        _seconds(
-            device, lambda: functional.scaled_dot_product_attention(queries, queries, queries, is_causal=True), 9
-        ),
-    )  # fmt: skip
+        _seconds(device, lambda: functional.scaled_dot_product_attention(queries, queries, queries, is_causal=True), 9),
+    )
     found["attention"] = 2 * batch * heads * length * length * wide / seconds  # half of the scores are masked
     elements = 2**22 if on_cpu else 2**27
     one, other = torch.randn(elements, device=device), torch.randn(elements, device=device)
@@ -206,9 +209,14 @@ def _steps(device: torch.device, gang: Gang, kind: str, count: int) -> Iterator[
 
             seconds = _slowest(gang, _seconds(device, step, count))
             yield Step(
-                **model, vocabulary=VOCABULARY, global_batch=batch, micro_batch=micro_batch, precision=precision,
-                strategy=strategy, seconds=seconds,
-            )  # fmt: skip
+                **model,
+                vocabulary=VOCABULARY,
+                global_batch=batch,
+                micro_batch=micro_batch,
+                precision=precision,
+                strategy=strategy,
+                seconds=seconds,
+            )
             del engine
 
 

@@ -101,9 +101,13 @@ class _Baseline:
         """Add a window with each rank's work and the usual work. `named` are the ranks known to be slow."""
         least = max(HARDLY * usual, usual + LEAST)
         self._slow.append(frozenset(rank for rank, work in works.items() if work >= least))
-        self._logs.append({
-            rank: abs(math.log(max(work, 1e-9) / max(usual, 1e-9))) for rank, work in works.items() if rank not in named
-        })  # fmt: skip
+        self._logs.append(
+            {
+                rank: abs(math.log(max(work, 1e-9) / max(usual, 1e-9)))
+                for rank, work in works.items()
+                if rank not in named
+            }
+        )
 
     def forget(self, rank: int, length: int) -> None:
         """Remove the last `length` windows of a reported rank from the usual differences."""
@@ -194,8 +198,12 @@ class Stragglers:
         for one in slow if self._gang.rank == 0 else ():
             seconds = one.seconds * self._work
             event = StragglerDetected(
-                rank=one.rank, host=self._nodes[one.rank], phase=one.phase, ratio=one.ratio, step=step,
+                rank=one.rank,
+                host=self._nodes[one.rank],
+                phase=one.phase,
+                ratio=one.ratio,
+                step=step,
                 seconds=seconds,
-            )  # fmt: skip
+            )
             log.warning("%s", event.text)
             emit(event)
