@@ -64,8 +64,18 @@ def health(
     cluster = (spec.cluster if spec else Cluster()).model_copy(update={"accelerator": kind})
     with temporary_folder("health") as folder:
         path = Path(folder) / "report.json"
-        command = ["-m", "holdfast.health.program", "--accelerator", kind, "--seconds", str(seconds),
-                   "--store", url, "--report", str(path)]  # fmt: skip
+        command = [
+            "-m",
+            "holdfast.health.program",
+            "--accelerator",
+            kind,
+            "--seconds",
+            str(seconds),
+            "--store",
+            url,
+            "--report",
+            str(path),
+        ]
         launcher = LocalLauncher(Path(folder))
         threads = spec.parallel.threads if spec else 1
         try:
@@ -113,9 +123,14 @@ def chaos(
 
     checked = load_spec(spec, overrides)
     return compare.Chaos(
-        spec, overrides, steps or min(checked.training.steps, compare.STEPS),
-        compare.draw_seed() if seed is None else seed, minutes, compare.known_faults(faults), store,
-    )  # fmt: skip
+        spec,
+        overrides,
+        steps or min(checked.training.steps, compare.STEPS),
+        compare.draw_seed() if seed is None else seed,
+        minutes,
+        compare.known_faults(faults),
+        store,
+    )
 
 
 def run_with_faults(wanted: Chaos, tell: Callable[[object], None] = lambda _: None) -> Chaos:

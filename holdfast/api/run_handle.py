@@ -319,9 +319,14 @@ def run(
     Raises RunFailedError if a run of this machine fails.
     """
     wanted = request(
-        spec, backend=backend, overrides=overrides, store=store, salt=new_salt() if fresh else salt, replan=replan,
+        spec,
+        backend=backend,
+        overrides=overrides,
+        store=store,
+        salt=new_salt() if fresh else salt,
+        replan=replan,
         options=options,
-    )  # fmt: skip
+    )
     made = submit(wanted, backend=backend, options=options)
     status, where = made.run, store or wanted.spec.store or ""
     if capabilities_of(default_backend(backend)).foreground:

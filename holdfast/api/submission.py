@@ -146,9 +146,15 @@ def request(
     checked = spec if isinstance(spec, Spec) and not overrides else load_spec(_path(spec), overrides)
     trials = grid(checked, over) if over else ()
     wanted = RunRequest(
-        spec_of(checked) if able.foreground else checked, store, salt, service_account=options.service_account,
-        image=options.image, replan=replan, trials=trials, at_once=options.concurrent_trials,
-    )  # fmt: skip
+        spec_of(checked) if able.foreground else checked,
+        store,
+        salt,
+        service_account=options.service_account,
+        image=options.image,
+        replan=replan,
+        trials=trials,
+        at_once=options.concurrent_trials,
+    )
     if able.foreground:
         return wanted  # the run identifies itself
     return identify_request(wanted, shared_folders=able.shared_folders, shared_volumes=able.shared_volumes)
@@ -263,9 +269,11 @@ def open_recorded(at: Location, record: Record) -> Backend:
     name = at.backend or record.backend
     same = name == record.backend  # another backend's places are not in the record
     return open_backend(
-        name, store=at.store, endpoint=at.endpoint or (record.endpoint if same else ""),
+        name,
+        store=at.store,
+        endpoint=at.endpoint or (record.endpoint if same else ""),
         namespace=at.namespace or (record.namespace if same else ""),
-    )  # fmt: skip
+    )
 
 
 def default_backend(name: str = "") -> str:
@@ -284,14 +292,18 @@ def _require_usable(name: str, options: ClusterOptions, *, sweep: bool) -> None:
     if sweep and not able.sweeps:
         raise UsageError(f"{name} runs no sweeps", "--backend", f"use one of {', '.join(backends_with('sweeps'))}")
     needs = {
-        "image": "images", "service_account": "images", "endpoint": "endpoints", "namespace": "namespaces",
-    }  # fmt: skip
+        "image": "images",
+        "service_account": "images",
+        "endpoint": "endpoints",
+        "namespace": "namespaces",
+    }
     for field, capability in needs.items():
         if getattr(options, field) and able.foreground and not getattr(able, capability):
             raise UsageError(
-                f"the backend {name} has no use for it", f"--{field.replace('_', '-')}",
+                f"the backend {name} has no use for it",
+                f"--{field.replace('_', '-')}",
                 f"leave it out, or add --backend with one of {', '.join(backends_with(capability))}",
-            )  # fmt: skip
+            )
 
 
 def _opened(name: str, store: str, options: ClusterOptions, console: Console | None = None, again: str = "") -> Backend:

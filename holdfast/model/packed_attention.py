@@ -307,9 +307,18 @@ def _tiles_backward(
             unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of dropout
             with _deterministic():
                 found = aten._scaled_dot_product_efficient_attention_backward(
-                    given, *tile, mask, kept, tile_lse, unused, unused, 0.0, [True, True, True, False], mask is None,
+                    given,
+                    *tile,
+                    mask,
+                    kept,
+                    tile_lse,
+                    unused,
+                    unused,
+                    0.0,
+                    [True, True, True, False],
+                    mask is None,
                     scale=pattern.scale,
-                )  # fmt: skip
+                )
         else:
             tile_lse = tile_lse.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel's own layout
             found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -338,9 +347,19 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -
     more = {"num_splits": 1} if _takes_num_splits() else {}
     # Older versions have no such argument. Their kernel splits keys only for a cache in pages.
     found = aten._flash_attention_forward(
-        _flat(q), _flat(k), _flat(v), q_bounds, k_bounds, *_longest(pattern.segments, pattern.window), 0.0,
-        pattern.window is None, False, scale=pattern.scale, **_window(pattern.window), **more,
-    )  # fmt: skip
+        _flat(q),
+        _flat(k),
+        _flat(v),
+        q_bounds,
+        k_bounds,
+        *_longest(pattern.segments, pattern.window),
+        0.0,
+        pattern.window is None,
+        False,
+        scale=pattern.scale,
+        **_window(pattern.window),
+        **more,
+    )
     out = found[0].unflatten(0, (batch, length)).transpose(1, 2)
     return out, found[1].unflatten(1, (batch, length)).transpose(0, 1)
 
@@ -362,16 +381,32 @@ def _flash_backward(
     for part, first_q, end_q, first_k, end_k in _backward_calls(pattern.segments):
         own, theirs = slice(first_q, end_q), slice(first_k, end_k)
         d_out, x_q, x_k, x_v, x_out = (
-            flat[0][own], flat[1][own], flat[2][theirs], flat[3][theirs], flat[4][own],
-        )  # fmt: skip
+            flat[0][own],
+            flat[1][own],
+            flat[2][theirs],
+            flat[3][theirs],
+            flat[4][own],
+        )
         alone = len(part.queries) == 2 and part.keys[-1] >= LONG_DOCUMENT
         q_bounds, k_bounds = part.on(q.device, 1 if alone else _slots(q))
         with _deterministic():
             found = aten._flash_attention_backward(
-                d_out, x_q, x_k, x_v, x_out, flat_lse[:, own].contiguous(), q_bounds, k_bounds,
-                *_longest(part, pattern.window), 0.0, pattern.window is None, unused, unused[:0], scale=pattern.scale,
+                d_out,
+                x_q,
+                x_k,
+                x_v,
+                x_out,
+                flat_lse[:, own].contiguous(),
+                q_bounds,
+                k_bounds,
+                *_longest(part, pattern.window),
+                0.0,
+                pattern.window is None,
+                unused,
+                unused[:0],
+                scale=pattern.scale,
                 **_window(pattern.window),
-            )  # fmt: skip
+            )
         for _, q_count, k_start, k_count in part.each():
             if q_count == 0 and k_count:  # keys that nothing sees, which the kernel leaves out
                 found[1][k_start : k_start + k_count] = 0

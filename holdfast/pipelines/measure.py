@@ -43,13 +43,24 @@ def calibrate(ranks: int, kind: str = "cpu", steps: int = 5) -> Calibration:
     with temporary_folder() as folder:
         path = Path(folder) / "calibration.json"
         arguments = [
-            "holdfast.launch.torchrun", "--nnodes=1", f"--nproc-per-node={ranks}", "-m", MACHINE,
-            "--out", str(path), "--accelerator", kind, "--steps", str(steps),
-        ]  # fmt: skip
+            "holdfast.launch.torchrun",
+            "--nnodes=1",
+            f"--nproc-per-node={ranks}",
+            "-m",
+            MACHINE,
+            "--out",
+            str(path),
+            "--accelerator",
+            kind,
+            "--steps",
+            str(steps),
+        ]
         environment = {
-            **ACCELERATORS[kind].environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            **ACCELERATORS[kind].environment,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }  # fmt: skip
+        }
         _run(arguments, environment, path, "use fewer ranks: --ranks")
         return read(path)
 
@@ -68,13 +79,21 @@ def stage_costs(spec: Spec, vocabulary: int) -> StageCosts:
         path, out = Path(folder) / "spec.json", Path(folder) / "costs.json"
         path.write_text(spec.model_dump_json(), encoding="utf-8")
         arguments = [
-            STAGES, "--spec", str(path), "--vocabulary", str(vocabulary), "--repetitions", str(REPETITIONS),
-            "--out", str(out),
-        ]  # fmt: skip
+            STAGES,
+            "--spec",
+            str(path),
+            "--vocabulary",
+            str(vocabulary),
+            "--repetitions",
+            str(REPETITIONS),
+            "--out",
+            str(out),
+        ]
         environment = {
-            **ACCELERATORS[spec.cluster.accelerator].environment, PARENT: str(os.getpid()),
+            **ACCELERATORS[spec.cluster.accelerator].environment,
+            PARENT: str(os.getpid()),
             "OMP_NUM_THREADS": str(spec.parallel.threads),
-        }  # fmt: skip
+        }
         _run(arguments, environment, out, "use a smaller micro-batch")
         return StageCosts.model_validate_json(out.read_text(encoding="utf-8"))
 

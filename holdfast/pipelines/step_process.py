@@ -32,9 +32,13 @@ class StepProcess:
     leave_seconds = math.inf  # saving has no time limit
 
     def __init__(
-        self, step: str, label: str, spec: str, arguments: Sequence[str],
+        self,
+        step: str,
+        label: str,
+        spec: str,
+        arguments: Sequence[str],
         start: Callable[[Sequence[str]], subprocess.Popen[bytes]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`label`: prefix of each line; `spec`: its text; `start`: starts a process with these arguments."""
         self._label, self._resources = label, ExitStack()
         folder = Path(self._resources.enter_context(temporary_folder("step")))

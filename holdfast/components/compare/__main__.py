@@ -53,12 +53,14 @@ def _mirror(spec: Spec, made: Comparison, store: Store) -> None:
         name=made.name,
         runs=[*(row.run_id for row in made.rows), *(one.run_id for one in made.failed)],
         tags={
-            "holdfast.dataset_id": made.dataset_id, "holdfast.best_run_id": best.run_id, "holdfast.verdict": best.word,
+            "holdfast.dataset_id": made.dataset_id,
+            "holdfast.best_run_id": best.run_id,
+            "holdfast.verdict": best.word,
             "holdfast.best_changes": json.dumps(best.changes),
         },
         metrics={**figures, "trials/compared": len(made.rows), "trials/failed": len(made.failed)},
         files={"comparison.md": made.markdown, "comparison.json": made.model_dump_json(indent=1)},
-    )  # fmt: skip
+    )
     try:
         mirror_sweep(spec, shown, store)
     except TrackingUnavailable as error:

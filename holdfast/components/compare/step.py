@@ -73,10 +73,15 @@ def compare(
 
 def _row(changes: tuple[str, ...], identity: str, result: Mapping[str, Any], verdict: Mapping[str, Any]) -> Row:
     return Row(
-        changes=changes, run_id=identity, step=result["step"], training_loss=result["loss"],
-        loss=verdict["metrics"]["loss"], perplexity=verdict["metrics"]["perplexity"], word=verdict["word"],
+        changes=changes,
+        run_id=identity,
+        step=result["step"],
+        training_loss=result["loss"],
+        loss=verdict["metrics"]["loss"],
+        perplexity=verdict["metrics"]["perplexity"],
+        word=verdict["word"],
         state_digest=result["state_digest"],
-    )  # fmt: skip
+    )
 
 
 def _failed(changes: tuple[str, ...], identity: str, step: str, part: str, outcomes: Sequence[Outcome]) -> FailedTrial:

@@ -23,8 +23,11 @@ NOT_DUE, NOT_BLESSED = "not_due", "not_blessed"  # prefixes of results that end 
 SKIPPED = "skipped"  # prefix of the result of a step whose condition did not hold
 _LAST = {"trigger": NOT_DUE, "evaluate": NOT_BLESSED, "compare": NOT_BLESSED, "register": ""}
 _HEADLINES: dict[str, Headline] = {
-    "trigger": "nothing to do", "evaluate": "not blessed", "compare": "not blessed", "register": "registered",
-}  # fmt: skip
+    "trigger": "nothing to do",
+    "evaluate": "not blessed",
+    "compare": "not blessed",
+    "register": "registered",
+}
 # Argo and Ray, kfp.local, KFP (COMPLETE, CACHED), Slurm (COMPLETED). KFP does not use SUCCEEDED here.
 _SUCCEEDED = frozenset({"succeeded", "success", "complete", "completed", "cached"})
 _CANCELLED = frozenset({"cancelled", "canceled", "cancelling", "canceling", "stopped"})

@@ -25,9 +25,15 @@ class Capabilities:
 
 LOCAL = Capabilities(sweeps=True, foreground=True, shared_folders=True)
 KUBEFLOW = Capabilities(
-    sweeps=True, schedules=True, parameters=True, images=True, endpoints=True, namespaces=True, kubernetes=True,
+    sweeps=True,
+    schedules=True,
+    parameters=True,
+    images=True,
+    endpoints=True,
+    namespaces=True,
+    kubernetes=True,
     own_account=True,
-)  # fmt: skip
+)
 ARGO = Capabilities(
     sweeps=True, limited_trials=True, schedules=True, parameters=True, images=True, namespaces=True, kubernetes=True
 )

@@ -19,10 +19,16 @@ from holdfast.spec.errors import ClusterUnreachableError, HoldfastError, Missing
 Object = dict[str, Any]
 PATIENCE = 5.0  # seconds; a person waits for the result of a dry run
 PLURALS = {
-    "PyTorchJob": "pytorchjobs", "TrainJob": "trainjobs", "TrainingRuntime": "trainingruntimes", "Job": "jobs",
-    "Workflow": "workflows", "WorkflowTemplate": "workflowtemplates", "CronWorkflow": "cronworkflows",
-    "RayJob": "rayjobs", "InferenceService": "inferenceservices",
-}  # fmt: skip
+    "PyTorchJob": "pytorchjobs",
+    "TrainJob": "trainjobs",
+    "TrainingRuntime": "trainingruntimes",
+    "Job": "jobs",
+    "Workflow": "workflows",
+    "WorkflowTemplate": "workflowtemplates",
+    "CronWorkflow": "cronworkflows",
+    "RayJob": "rayjobs",
+    "InferenceService": "inferenceservices",
+}
 
 
 @dataclass(frozen=True)

@@ -109,5 +109,9 @@ def _keeper(users: Sequence[str], folder: Path) -> subprocess.Popen[str]:
     """Start the process that holds a namespace with a file system at `folder`, until its standard input ends."""
     return subprocess.Popen(
         ["unshare", *users, "--mount", "--propagation", "private", "--", "sh", "-c", KEEPER, "sh", str(folder)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )

@@ -56,11 +56,17 @@ def _as_json(asked: Chaos) -> dict[str, object]:
         "left_out": asked.left_out,
         "storms": [
             {
-                "seed": storm.seed, "equal": storm.equal, "faults": storm.survived, "missed": storm.missed,
+                "seed": storm.seed,
+                "equal": storm.equal,
+                "faults": storm.survived,
+                "missed": storm.missed,
                 "commands": storm.commands,
-                "state_digest": storm.result.state_digest, "attempts": storm.result.attempts,
-                "seconds": storm.result.seconds, "goodput": asked.goodput(storm), "divergence": storm.divergence,
+                "state_digest": storm.result.state_digest,
+                "attempts": storm.result.attempts,
+                "seconds": storm.result.seconds,
+                "goodput": asked.goodput(storm),
+                "divergence": storm.divergence,
             }
             for storm in asked.storms
         ],
-    }  # fmt: skip
+    }

@@ -22,10 +22,11 @@ app = typer.Typer(
 AtStep = Annotated[
     str,
     typer.Argument(
-        metavar="RUN[@STEP]", help="A run, and the step of a checkpoint. Default: the newest one.",
+        metavar="RUN[@STEP]",
+        help="A run, and the step of a checkpoint. Default: the newest one.",
         show_default=False,
     ),
-]  # fmt: skip
+]
 Pinner = Annotated[str, typer.Option("--as", metavar="NAME", help="Owner of the pin. Each owner has a separate pin.")]
 
 

@@ -48,7 +48,7 @@ def health(
     differ and the wrong rank is unknown.
 
     Example: holdfast health examples/gpu.yaml --seconds 10
-    """  # fmt: skip
+    """
     from holdfast.api.machines import health as examine
     from holdfast.pipelines.view.health import print_report
     from holdfast.spec.load import load_spec

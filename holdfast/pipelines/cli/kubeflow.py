@@ -35,10 +35,12 @@ if TYPE_CHECKING:
 Store = Annotated[
     str,
     typer.Option(
-        "--store", metavar="URL", help="Root of the store: s3://bucket/prefix. Default: `store` of the spec, else "
-        "HOLDFAST_STORE of the pods.", show_default=False,
+        "--store",
+        metavar="URL",
+        help="Root of the store: s3://bucket/prefix. Default: `store` of the spec, else HOLDFAST_STORE of the pods.",
+        show_default=False,
     ),
-]  # fmt: skip
+]
 
 
 def upload(

@@ -177,8 +177,10 @@ def _print_champion(made: NewChampion, as_json: bool) -> None:
         if made.published is not None:
             _say(made.published)
     if error is not None:
-        err(f"error: version {champion.version} is the champion, and is not served yet: {error}\nwhen that is fixed: "
-            "holdfast models serve SPEC")  # fmt: skip
+        err(
+            f"error: version {champion.version} is the champion, and is not served yet: {error}\nwhen that is fixed: "
+            "holdfast models serve SPEC"
+        )
         raise typer.Exit(int(error.exit_code))
 
 

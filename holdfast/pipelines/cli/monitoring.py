@@ -58,13 +58,15 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="The file of the page, or the folder of the event file. Default: under "
-            "HOLDFAST_HOME.", show_default=False,
+            "--output",
+            "-o",
+            help="The file of the page, or the folder of the event file. Default: under HOLDFAST_HOME.",
+            show_default=False,
         ),
     ] = None,
     store: StoreRoot = "",
     as_json: AsJson = False,
-) -> None:  # fmt: skip
+) -> None:
     """Write a report of a training up to now: metrics, curves and the time of its ranks.
 
     The report is one HTML file. Prints its path, and that of the evaluation's report if it exists. With --follow, a

@@ -26,17 +26,22 @@ SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The spec: a YAML
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a field of the spec, such as training.steps=50. Repeat the "
-        "option for more fields.", show_default=False,
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a field of the spec, such as training.steps=50. Repeat the option for more fields.",
+        show_default=False,
     ),
-]  # fmt: skip
+]
 StoreRoot = Annotated[
     str,
     typer.Option(
-        "--store", metavar="URL", help="Root of the store: file:///path, s3://bucket/prefix or a folder. Default: "
-        "`store` of the spec, else HOLDFAST_STORE, else a folder under HOLDFAST_HOME.", show_default=False,
+        "--store",
+        metavar="URL",
+        help="Root of the store: file:///path, s3://bucket/prefix or a folder. Default: "
+        "`store` of the spec, else HOLDFAST_STORE, else a folder under HOLDFAST_HOME.",
+        show_default=False,
     ),
-]  # fmt: skip
+]
 Salt = Annotated[
     str,
     typer.Option(
@@ -62,24 +67,30 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the objects as YA
 Endpoint = Annotated[
     str,
     typer.Option(
-        "--endpoint", metavar="URL", help="Address of the KFP API. Default: KFP_ENDPOINT, else the API of this pod's "
+        "--endpoint",
+        metavar="URL",
+        help="Address of the KFP API. Default: KFP_ENDPOINT, else the API of this pod's "
         "cluster, else that of the current kubectl context. For Ray: address of the Jobs API; default: "
-        "RAY_API_SERVER_ADDRESS.", show_default=False,
+        "RAY_API_SERVER_ADDRESS.",
+        show_default=False,
     ),
-]  # fmt: skip
+]
 Namespace = Annotated[
     str,
     typer.Option(
-        "--namespace", "-n", help="Kubeflow: your profile, if Kubeflow has several users; default: KFP_NAMESPACE. "
-        "Argo: namespace of the Workflows; default: the current one.", show_default=False,
+        "--namespace",
+        "-n",
+        help="Kubeflow: your profile, if Kubeflow has several users; default: KFP_NAMESPACE. "
+        "Argo: namespace of the Workflows; default: the current one.",
+        show_default=False,
     ),
-]  # fmt: skip
+]
 ServiceAccount = Annotated[
     str,
     typer.Option(
         help="Service account of the pipeline's pods. Default: the one of the installation.", show_default=False
     ),
-]  # fmt: skip
+]
 
 
 BackendName = Annotated[

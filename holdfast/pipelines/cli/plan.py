@@ -125,9 +125,12 @@ def plan(spec: SpecOptions, hardware: HardwareOptions, search: SearchOptions, as
 def _measure(spec: Spec, path: Path, hardware: HardwareOptions, search: SearchOptions, as_json: bool) -> None:
     """Measure the stages of the spec's pipeline, print them, and write them if requested."""
     given = {
-        "--gpus": hardware.gpus, "--accelerator": hardware.accelerator or None, "--budget": search.budget,
-        "--any": search.any_ or None, "--count": None if search.count == SHOWN else search.count,
-    }  # fmt: skip
+        "--gpus": hardware.gpus,
+        "--accelerator": hardware.accelerator or None,
+        "--budget": search.budget,
+        "--any": search.any_ or None,
+        "--count": None if search.count == SHOWN else search.count,
+    }
     if unused := [name for name, value in given.items() if value is not None]:
         raise typer.BadParameter(f"it searches no layouts; leave out {', '.join(unused)}", param_hint="--measure")
     stages = _measured(spec, search.vocabulary, timeline=search.timeline, as_json=as_json)

@@ -35,9 +35,13 @@ if TYPE_CHECKING:
 
 
 def run(
-    spec: SpecOptions, where: BackendOptions, options: RunOptions, fresh: Fresh = False, dry_run: DryRun = False,
+    spec: SpecOptions,
+    where: BackendOptions,
+    options: RunOptions,
+    fresh: Fresh = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
-) -> None:  # fmt: skip
+) -> None:
     """Run a spec: on this machine, or with --backend on a cluster. It ends with a registered model.
 
     The same command resumes the run, or shows the result if the run has finished. On this machine it shows the progress
@@ -56,16 +60,28 @@ def run(
 
 
 def submit(
-    spec: SpecOptions, where: BackendOptions, options: RunOptions, *, dry_run: bool, as_json: bool,
-    over: Sequence[str] = (), at_once: int = 0,
-) -> None:  # fmt: skip
+    spec: SpecOptions,
+    where: BackendOptions,
+    options: RunOptions,
+    *,
+    dry_run: bool,
+    as_json: bool,
+    over: Sequence[str] = (),
+    at_once: int = 0,
+) -> None:
     """Submit a spec, or a sweep over it, and print where it runs; or print what would be sent."""
     name = api.default_backend(where.backend)
     cluster = api.ClusterOptions(options.image, options.service_account, where.endpoint, where.namespace, at_once)
     wanted = api.request(
-        spec.path, backend=name, overrides=spec.overrides or (), store=where.store, salt=options.salt,
-        replan=options.replan, over=over, options=cluster,
-    )  # fmt: skip
+        spec.path,
+        backend=name,
+        overrides=spec.overrides or (),
+        store=where.store,
+        salt=options.salt,
+        replan=options.replan,
+        over=over,
+        options=cluster,
+    )
     foreground = capabilities_of(name).foreground
     if not wanted.run_id and not foreground:
         err(

@@ -62,15 +62,18 @@ def runs(
     backend: Annotated[
         str,
         typer.Option(
-            "--backend", "-b", metavar="NAME",
-            help=f"List what this backend knows, instead of the store: {', '.join(BACKENDS)}.", show_default=False,
+            "--backend",
+            "-b",
+            metavar="NAME",
+            help=f"List what this backend knows, instead of the store: {', '.join(BACKENDS)}.",
+            show_default=False,
         ),
     ] = "",
     store: StoreRoot = "",
     endpoint: Endpoint = "",
     namespace: Namespace = "",
     as_json: AsJson = False,
-) -> None:  # fmt: skip
+) -> None:
     """List the runs in the store, newest first.
 
     With --backend, list the runs that a backend knows, from any store.

@@ -33,10 +33,11 @@ class ViewOptions:
     price: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=VALUE", help=f"With --cost: a price instead of that of the spec: {', '.join(PRICES)}. "
-            "Repeat it for more prices.", show_default=False,
+            metavar="NAME=VALUE",
+            help=f"With --cost: a price instead of that of the spec: {', '.join(PRICES)}. Repeat it for more prices.",
+            show_default=False,
         ),
-    ] = None  # fmt: skip
+    ] = None
 
     def check(self) -> None:
         """Refuse combinations. Raises BadParameter."""

@@ -19,9 +19,14 @@ AtOnce = Annotated[
 
 
 def sweep(
-    spec: SpecOptions, where: BackendOptions, options: RunOptions, over: Over = None, at_once: AtOnce = 0,
-    dry_run: DryRun = False, as_json: AsJson = False,
-) -> None:  # fmt: skip
+    spec: SpecOptions,
+    where: BackendOptions,
+    options: RunOptions,
+    over: Over = None,
+    at_once: AtOnce = 0,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
     """Train a spec with several values of some fields on one dataset, compare them, and register the best one.
 
     The same command resumes the sweep, or shows the comparison if it has finished. `holdfast show`, `logs`, `stop` and

@@ -43,13 +43,14 @@ def check_permissions(cluster: Cluster) -> Iterator[Finding]:
     optional = {one.name for one in CUSTOM_RESOURCES if one.job and not one.needed(cluster)}
     listed = ", ".join(f"{verb} {resource}" for resource, verb in denied)
     yield Finding(
-        PERMISSIONS_CHECK, "warn" if all(resource in optional for resource, _ in denied) else "fail",
+        PERMISSIONS_CHECK,
+        "warn" if all(resource in optional for resource, _ in denied) else "fail",
         f"service account {account} may not, in {cluster.namespace}: {listed}",
         f"apply the role and bind it: kubectl apply -n {cluster.namespace} -f manifests/components/launcher/role.yaml; "
         f"kubectl create rolebinding -n {cluster.namespace} {account}-launches --role holdfast-launcher "
         f"--serviceaccount {cluster.namespace}:{account}",
         ExitCode.ACCESS_DENIED,
-    )  # fmt: skip
+    )
 
 
 def _allowed(cluster: Cluster, user: str, group: str, resource: str, verb: str) -> bool:

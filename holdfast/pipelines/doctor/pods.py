@@ -302,9 +302,10 @@ def check_accelerators(cluster: Cluster) -> Iterator[Finding]:
     each, nodes = spec.parallel.processes, spec.cluster.nodes.min
     listed = cluster.api.read("/api/v1/nodes") or {"items": []}
     chosen = [
-        node for node in listed["items"]
+        node
+        for node in listed["items"]
         if spec.cluster.node_selector.items() <= (node.get("metadata", {}).get("labels") or {}).items()
-    ]  # fmt: skip
+    ]
     having = [
         node for node in chosen if amount(str(node.get("status", {}).get("allocatable", {}).get(resource, "0"))) >= each
     ]

@@ -40,10 +40,11 @@ def check_gang_scheduling(cluster: Cluster) -> Iterator[Finding]:
     patch = {"op": "add", "path": f"{arguments}/-" if there else arguments, "value": OPTION if there else [OPTION]}
     where = f"-n {operator['metadata']['namespace']} deployment/{operator['metadata']['name']}"
     yield Finding(
-        GANG_SCHEDULING_CHECK, "fail" if needed else "warn",
+        GANG_SCHEDULING_CHECK,
+        "fail" if needed else "warn",
         f"{about}: half of a job may start, and wait for the other half",
         f"kubectl patch {where} --type json -p '{json.dumps([patch], separators=(',', ':'))}'",
-    )  # fmt: skip
+    )
 
 
 # Check that Volcano's scheduler may preempt jobs for more important ones. Its defaults do not allow that.
@@ -156,9 +157,12 @@ def check_priority_class(cluster: Cluster) -> Iterator[Finding]:
     if cluster.api.read(f"{path}/{wanted}") is None:
         known = wanted in ("holdfast-low", "holdfast-standard", "holdfast-high")
         yield cluster.absent(
-            PRIORITY_CLASS_CHECK, f"there is no {kind} {wanted!r}", bool(named), manifest=manifest if known else "",
+            PRIORITY_CLASS_CHECK,
+            f"there is no {kind} {wanted!r}",
+            bool(named),
+            manifest=manifest if known else "",
             field="cluster.priority_class",
-        )  # fmt: skip
+        )
     else:
         yield Finding(PRIORITY_CLASS_CHECK, "ok", f"{kind} {wanted} is there")
 

@@ -96,9 +96,11 @@ def _artifacts(uri: str, location: str) -> Iterator[Finding]:
     except HoldfastError as error:
         said = _said(error, uri)
         yield Finding(
-            MLFLOW_CHECK, "warn", f"artifacts lie in {redact(location)}, which clients write themselves: {said}",
+            MLFLOW_CHECK,
+            "warn",
+            f"artifacts lie in {redact(location)}, which clients write themselves: {said}",
             "give runs credentials for it, or start the server with --serve-artifacts; metrics do not need it",
-        )  # fmt: skip
+        )
 
 
 def _said(error: HoldfastError, uri: str) -> str:

@@ -125,13 +125,25 @@ class RunRecord:
     def as_json(self) -> dict[str, Any]:
         """The run for scripts."""
         return {
-            "run_id": self.run_id, "name": self.name, "state": self.state, "dataset_id": self.dataset_id,
-            "parent": self.parent, "step": self.step, "steps": self.steps, "loss": self.loss, "verdict": self.word,
-            "state_digest": (self.result or {}).get("state_digest", ""), "reason": self.stopped.get("reason", ""),
-            "version": self.model_version, "attempts": self.attempts, "checkpoints": sorted(self.checkpoints),
-            "backend": self.submission.get("backend", ""), "started": self.started, "changed": self.changed,
+            "run_id": self.run_id,
+            "name": self.name,
+            "state": self.state,
+            "dataset_id": self.dataset_id,
+            "parent": self.parent,
+            "step": self.step,
+            "steps": self.steps,
+            "loss": self.loss,
+            "verdict": self.word,
+            "state_digest": (self.result or {}).get("state_digest", ""),
+            "reason": self.stopped.get("reason", ""),
+            "version": self.model_version,
+            "attempts": self.attempts,
+            "checkpoints": sorted(self.checkpoints),
+            "backend": self.submission.get("backend", ""),
+            "started": self.started,
+            "changed": self.changed,
             "unreadable": self.unreadable,
-        }  # fmt: skip
+        }
 
     @property
     def _running(self) -> bool:
@@ -229,8 +241,12 @@ def _objects_of(store: Store, run_id: str) -> list[ObjectInfo]:
     if len(first) < PAGE:
         return first
     listed = [store.list(layout.run(run_id, folder)) for folder in _FOLDERS]
-    found = {info.key: info for infos in [*listed, [store.stat(layout.run(run_id, name)) for name in _FILES]]
-             for info in infos if info is not None}  # fmt: skip
+    found = {
+        info.key: info
+        for infos in [*listed, [store.stat(layout.run(run_id, name)) for name in _FILES]]
+        for info in infos
+        if info is not None
+    }
     return list(({info.key: info for info in first} | found).values())
 
 

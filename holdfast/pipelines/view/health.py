@@ -18,8 +18,10 @@ def print_report(report: Report) -> str:
 
     rows = [["rank", "node", "device", "compute", "memory", "disk", "store", "clock"]]
     for one in report.measured[:SHOWN]:
-        rates = [shown_rate(one.rates[probe], probe) if probe in one.rates else "-"
-                 for probe in ("compute", "memory", "disk", "store")]  # fmt: skip
+        rates = [
+            shown_rate(one.rates[probe], probe) if probe in one.rates else "-"
+            for probe in ("compute", "memory", "disk", "store")
+        ]
         rows.append([str(one.rank), one.node, one.device, *rates, _clock(one)])
     lines = _table(rows)
     if len(report.measured) > SHOWN:

@@ -85,8 +85,9 @@ def print_stages(spec: Spec, costs: StageCosts, stages: list[int], *, timeline: 
         )
     console.print(
         f"parallel.stages: {stages} is the fastest split: the slowest stage takes {max(seconds) * milli:.2f}, all on "
-        f"average {sum(seconds) / len(seconds) * milli:.2f}", soft_wrap=True
-    )  # fmt: skip
+        f"average {sum(seconds) / len(seconds) * milli:.2f}",
+        soft_wrap=True,
+    )
     if timeline:
         layout, ranks = layout_of(spec), spec.parallel.pipeline
         own = [sum(seconds[rank::ranks]) for rank in range(ranks)]
@@ -123,9 +124,12 @@ def print_calibration(found: Calibration) -> None:
     for step in found.steps:
         seconds = found.step(step).seconds
         steps.add_row(
-            f"{step.strategy}, {step.layers} x {step.hidden}, {step.precision}", str(step.micro_batch),
-            f"{step.seconds * 1e3:.0f} ms", f"{seconds * 1e3:.0f} ms", f"{seconds / step.seconds:.2f}",
-        )  # fmt: skip
+            f"{step.strategy}, {step.layers} x {step.hidden}, {step.precision}",
+            str(step.micro_batch),
+            f"{step.seconds * 1e3:.0f} ms",
+            f"{seconds * 1e3:.0f} ms",
+            f"{seconds / step.seconds:.2f}",
+        )
     if machine.ranks > 1:
         console.print(lines)
         console.print()
@@ -159,9 +163,13 @@ def _print_best(console: Console, best: Candidate) -> None:
 def _row(candidate: Candidate) -> tuple[str, ...]:
     speed = candidate.speed
     return (
-        f"{speed.tokens_per_second:,.0f}", f"{speed.mfu:.1%}", f"{candidate.memory.total / GB:.0f} GB",
-        duration(speed.seconds), str(candidate.layout), candidate.limit,
-    )  # fmt: skip
+        f"{speed.tokens_per_second:,.0f}",
+        f"{speed.mfu:.1%}",
+        f"{candidate.memory.total / GB:.0f} GB",
+        duration(speed.seconds),
+        str(candidate.layout),
+        candidate.limit,
+    )
 
 
 def _shares(terms: Mapping[str, float], unit: float, suffix: str) -> str:

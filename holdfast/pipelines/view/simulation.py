@@ -77,10 +77,18 @@ def write_report(path: Path, model: ClusterModel, trace: str, outcomes: Sequence
 
 def _row(outcome: Outcome) -> tuple[str, ...]:
     return (
-        outcome.policy, f"{outcome.utilisation:.1%}", f"{outcome.goodput:.1%}", duration(outcome.wait_mean),
-        duration(outcome.wait_p99), f"{outcome.slowdown_mean:.2f}", f"{outcome.fairness:.2f}",
-        f"{outcome.fragmentation:.0%}", f"{outcome.lost_hours:,.0f}", f"{outcome.evictions:,}", f"{outcome.cost:,.0f}",
-    )  # fmt: skip
+        outcome.policy,
+        f"{outcome.utilisation:.1%}",
+        f"{outcome.goodput:.1%}",
+        duration(outcome.wait_mean),
+        duration(outcome.wait_p99),
+        f"{outcome.slowdown_mean:.2f}",
+        f"{outcome.fairness:.2f}",
+        f"{outcome.fragmentation:.0%}",
+        f"{outcome.lost_hours:,.0f}",
+        f"{outcome.evictions:,}",
+        f"{outcome.cost:,.0f}",
+    )
 
 
 def _chart(outcome: Outcome, width: int = 720, height: int = 120) -> dict[str, object]:
@@ -92,5 +100,12 @@ def _chart(outcome: Outcome, width: int = 720, height: int = 120) -> dict[str, o
     waiting = " ".join(
         f"{(at - first) / end * width:.1f},{height * (1 - count / most):.1f}" for at, _, count in outcome.curve
     )
-    return {"policy": outcome.policy, "busy": busy, "waiting": waiting, "most": most, "span": duration(end),
-            "width": width, "height": height}  # fmt: skip
+    return {
+        "policy": outcome.policy,
+        "busy": busy,
+        "waiting": waiting,
+        "most": most,
+        "span": duration(end),
+        "width": width,
+        "height": height,
+    }

@@ -251,8 +251,10 @@ class Server:
             return retried(
                 find_or_make,
                 lambda error: isinstance(error, _UncertainError),
-                tries=TRIES, first=PAUSE, longest=LONGEST_PAUSE,
-            )  # fmt: skip
+                tries=TRIES,
+                first=PAUSE,
+                longest=LONGEST_PAUSE,
+            )
         except _UncertainError as error:
             raise self._told(error.__cause__) from error
 

@@ -135,9 +135,12 @@ class LocalSteps:
     def _popen(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-m", STEP, *words],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env={**os.environ, PARENT: str(os.getpid())}, pass_fds=self._holders,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, PARENT: str(os.getpid())},
+            pass_fds=self._holders,
+        )
 
 
 def local_plan(spec: Spec, trials: Trials = ()) -> tuple[Node, ...]:

@@ -55,10 +55,14 @@ class Ray:
         """The request that `submit` would send to the Jobs API."""
         wanted = RayOrder.of(request)
         name = wanted.submission_id(1)
-        return [{
-            "submission_id": name, "entrypoint": wanted.entrypoint(name), "runtime_env": wanted.runtime_env(),
-            "metadata": wanted.metadata(),
-        }]  # fmt: skip
+        return [
+            {
+                "submission_id": name,
+                "entrypoint": wanted.entrypoint(name),
+                "runtime_env": wanted.runtime_env(),
+                "metadata": wanted.metadata(),
+            }
+        ]
 
     def submit(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Submit a job, unless one of this run is unfinished or has succeeded."""

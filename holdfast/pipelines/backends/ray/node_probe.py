@@ -75,9 +75,9 @@ def probe_all_nodes(url: str, key: str) -> list[NodeProbe]:
     asked = {}
     for one in nodes:
         place = NodeAffinitySchedulingStrategy(one["NodeID"], soft=False)
-        asked[one["NodeID"]] = ray.remote(task).options(num_cpus=0, scheduling_strategy=place, max_retries=0).remote(
-            url, key
-        )  # fmt: skip
+        asked[one["NodeID"]] = (
+            ray.remote(task).options(num_cpus=0, scheduling_strategy=place, max_retries=0).remote(url, key)
+        )
     done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=SECONDS)
     found = []
     for one in nodes:

@@ -211,9 +211,14 @@ class Slurm:
                 with suppress(HoldfastError):
                     client.cancel(number)
             raise
-        return Submitted(chain.key, next(iter(made.values())), {
-            step: BatchJob(number, job_name(chain.key, step), "PENDING", "Dependency") for step, number in made.items()
-        })  # fmt: skip
+        return Submitted(
+            chain.key,
+            next(iter(made.values())),
+            {
+                step: BatchJob(number, job_name(chain.key, step), "PENDING", "Dependency")
+                for step, number in made.items()
+            },
+        )
 
     def _kept(self, key: str) -> Submitted | None:
         """The valid chain of a key: an unfinished one, otherwise the newest.

@@ -31,14 +31,29 @@ WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT",
 AT_WORK = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 ENDING = ("COMPLETING",)
 ENDED = (
-    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
-)  # fmt: skip
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "TIMEOUT",
+)
 NEVER_SATISFIED = "DependencyNeverSatisfied"  # reason of a job that Slurm itself cancels
 
 _COLUMNS = {
-    "id": "ArrayJobID:32", "task": "ArrayTaskID:16", "name": "Name:256", "state": "State:32", "reason": "Reason:256",
-    "exit": "exit_code:16", "restarts": "RestartCnt:16", "seconds": "TimeUsed:32", "comment": "Comment:256",
-}  # fmt: skip
+    "id": "ArrayJobID:32",
+    "task": "ArrayTaskID:16",
+    "name": "Name:256",
+    "state": "State:32",
+    "reason": "Reason:256",
+    "exit": "exit_code:16",
+    "restarts": "RestartCnt:16",
+    "seconds": "TimeUsed:32",
+    "comment": "Comment:256",
+}
 _SACCT = ("JobID", "JobName", "State", "Reason", "ExitCode", "ElapsedRaw", "Comment")
 
 
@@ -123,10 +138,16 @@ def partitions() -> list[Partition]:
             int(memory.rstrip("+")),
         )
         before = found.get(one.name)
-        found[one.name] = one if before is None else replace(
-            one, nodes=one.nodes + before.nodes, cores=min(one.cores, before.cores),
-            memory=min(one.memory, before.memory),
-        )  # fmt: skip
+        found[one.name] = (
+            one
+            if before is None
+            else replace(
+                one,
+                nodes=one.nodes + before.nodes,
+                cores=min(one.cores, before.cores),
+                memory=min(one.memory, before.memory),
+            )
+        )
     return list(found.values())
 
 
@@ -201,9 +222,17 @@ def _from_squeue(line: str) -> BatchJob:
     values = dict(zip(_COLUMNS, (part.strip() for part in line.split("|")), strict=False))
     status = int(values["exit"] or 0)
     return BatchJob(
-        int(values["id"]), values["name"], values["state"], _reason(values["reason"]), status >> 8, status & 0x7F,
-        int(values["restarts"] or 0), _seconds(values["seconds"]), values["comment"], _number(values["task"]),
-    )  # fmt: skip
+        int(values["id"]),
+        values["name"],
+        values["state"],
+        _reason(values["reason"]),
+        status >> 8,
+        status & 0x7F,
+        int(values["restarts"] or 0),
+        _seconds(values["seconds"]),
+        values["comment"],
+        _number(values["task"]),
+    )
 
 
 def _accounted(chosen: Sequence[str]) -> list[BatchJob]:
@@ -235,10 +264,19 @@ def _accounted(chosen: Sequence[str]) -> list[BatchJob]:
             word = state.split()[0] if state else ""  # "CANCELLED by 0"
             if state == "CANCELLED" and not int(seconds or 0):  # no user did: its dependency failed
                 reason = NEVER_SATISFIED
-            found.append(BatchJob(
-                int(number), name, word, _reason(reason), int(code or 0), int(signal or 0),
-                seconds=float(seconds or 0), comment=comment, task=_number(task),
-            ))  # fmt: skip
+            found.append(
+                BatchJob(
+                    int(number),
+                    name,
+                    word,
+                    _reason(reason),
+                    int(code or 0),
+                    int(signal or 0),
+                    seconds=float(seconds or 0),
+                    comment=comment,
+                    task=_number(task),
+                )
+            )
     return found
 
 
@@ -270,9 +308,15 @@ def asked(command: Sequence[str], given: str = "") -> str:
     """
     try:
         done = subprocess.run(
-            command, input=given, capture_output=True, text=True, timeout=SECONDS, check=False, errors="replace",
+            command,
+            input=given,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+            errors="replace",
             env=without_job(os.environ),
-        )  # fmt: skip
+        )
     except FileNotFoundError:
         raise MissingError(
             f"{command[0]}: is not installed here; run this where Slurm's commands are, such as a login node"
