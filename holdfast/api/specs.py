@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from holdfast.components.trigger import Decision
     from holdfast.pipelines.backends.kubeflow.connection import Server
     from holdfast.pipelines.backends.kubeflow.schedule import Entry, Scheduled
-    from holdfast.pipelines.backends.kubeflow.upload import Uploaded
+    from holdfast.pipelines.backends.kubeflow.submit import Uploaded
     from holdfast.pipelines.backends.local.run import LocalRun
 
 
@@ -102,7 +102,7 @@ def connect(options: ClusterOptions = NO_OPTIONS, *, dry_run: bool = False) -> S
 
 def upload(spec: Spec, server: Server, image: str = "") -> Uploaded:
     """Upload the pipeline of a spec. New content becomes a new version; the same content is never uploaded twice."""
-    from holdfast.pipelines.backends.kubeflow.upload import upload as uploaded
+    from holdfast.pipelines.backends.kubeflow.submit import upload as uploaded
 
     return uploaded(server, spec, image or None)
 

@@ -18,13 +18,12 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from holdfast.checkpoint.agent.buffers import laid_out
+from holdfast.checkpoint.agent.buffers import Copy, Staging, free_buffers, laid_out
 from holdfast.checkpoint.agent.client import AgentClient
-from holdfast.checkpoint.agent.local import LocalSaver
 from holdfast.checkpoint.agent.protocol import ROOM, VARIABLE, Outcome, Save, Writer, require_small
 from holdfast.checkpoint.agent.store_writer import StoreWriter
 from holdfast.checkpoint.agent.tier_copies import TierCopies
-from holdfast.checkpoint.agent.worker import as_failure
+from holdfast.checkpoint.agent.worker import LocalSaver, as_failure
 from holdfast.checkpoint.attempts import Attempt
 from holdfast.checkpoint.box import TensorBox
 from holdfast.checkpoint.gc import Collector
@@ -35,7 +34,6 @@ from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.reader import Checkpoint
 from holdfast.checkpoint.retention import Retention
 from holdfast.checkpoint.save_request import SaveRequest
-from holdfast.checkpoint.staging import Copy, Staging, free_buffers
 from holdfast.collectives import Gang
 from holdfast.spec.errors import (
     FencedError,

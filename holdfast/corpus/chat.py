@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.corpus.encode import LossyError, exact_offsets, is_lossless, require_same
-from holdfast.corpus.user_files import read_user_file
+from holdfast.corpus.files import read_user_file
 from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
 from holdfast.rendering.chat import CLOSE, OPEN, Rendered
 from holdfast.rendering.process import Template, TemplateRefusedError

@@ -15,12 +15,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal, cast, overload
 
 from blake3 import blake3
 
+from holdfast.model.hub import hub_file, is_hub
 from holdfast.spec.errors import AccessDeniedError, DataError, HoldfastError, MissingError
 from holdfast.store import Store, open_store
+from holdfast.store.json_reading import read_bounded, read_file_bounded
+from holdfast.store.payload import check_key
 
 # File names: formats that are read, and data that must not be trained on as text.
 
@@ -378,3 +381,49 @@ def is_lfs_pointer(file: SourceFile) -> bool:
         return False
     with opened(file, decompress=False) as stream:
         return stream.read(len(LFS_POINTER)) == LFS_POINTER
+
+
+# Small files that the user names, such as a tokenizer or a chat template, from a path, a bucket or the Hub.
+
+
+@overload
+def read_user_file(path: str, field: str, limit: int, remedy: str = ...) -> bytes: ...
+@overload
+def read_user_file(path: str, field: str, limit: int, remedy: str = ..., *, missing: None) -> bytes | None: ...
+
+
+def read_user_file(
+    path: str,
+    field: str,
+    limit: int,
+    remedy: str = "name a file that is there",
+    *,
+    missing: Literal["refuse"] | None = "refuse",
+) -> bytes | None:
+    """The bytes of the file at `path`, which the spec's field `field` names, at most `limit`. With `missing=None` a
+    missing file gives None. Raises MissingError, DataError, AccessDeniedError."""
+    if path.startswith("s3://"):
+        bucket, _, key = path.removeprefix("s3://").partition("/")
+        try:
+            check_key(key)
+        except ValueError as error:
+            raise DataError(f"{field}: {path}: {error}; {remedy}") from None
+        store = bucket_store(f"s3://{bucket}")
+        info = store.stat(key)
+        if info is not None:
+            _bounded(path, field, info.size, limit, remedy)
+            return read_bounded(store, key, limit)
+    else:
+        local = hub_file(path) if is_hub(path) else Path(path.removeprefix("file://")).expanduser()
+        if local is not None and local.is_file():
+            _bounded(path, field, local.stat().st_size, limit, remedy)
+            return read_file_bounded(local, limit)
+    if missing is None:
+        return None
+    where = f" is no file (working directory {Path.cwd()})" if "://" not in path else " does not exist"
+    raise MissingError(f"{field}: {path}{where}; {remedy}")
+
+
+def _bounded(path: str, field: str, size: int, limit: int, remedy: str) -> None:
+    if size > limit:
+        raise DataError(f"{field}: {path} has {size} bytes, more than {limit}; {remedy}")

@@ -196,8 +196,7 @@ def _tokenise(data: Data, division: ShardPlan, pieces: Sequence[Piece], store: S
 
 def _join(spec: Spec, division: ShardPlan, store: Store, progress: Progress) -> tuple[Manifest, int]:
     """Make the dataset of finished units. Returns its manifest, and the number of missing units that it made."""
-    from holdfast.corpus.assemble import assemble
-    from holdfast.corpus.unit_reader import UnitReader
+    from holdfast.corpus.assemble import UnitReader, assemble
 
     data, tokenizer, packed = spec.data, division.tokenizer, sample_tokens(spec)
     settings = dataset_settings(data, packed)

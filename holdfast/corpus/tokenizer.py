@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 
 from holdfast.corpus.encode import load_tokenizer, settled
+from holdfast.corpus.files import read_user_file
 from holdfast.corpus.units import Piece, documents
-from holdfast.corpus.user_files import read_user_file
 from holdfast.dataset.manifest import DtypeName
 from holdfast.dataset.shards import dtype_for
 from holdfast.dataset.vocabulary import vocabulary_size

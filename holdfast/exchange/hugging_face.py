@@ -10,8 +10,8 @@ from holdfast.corpus.chat import read_settings, templates_beside
 from holdfast.dataset import Dataset
 from holdfast.model.config import Base
 from holdfast.model.export import ExportFile, Rows, export_files, peft_files
+from holdfast.model.hub import require_weights
 from holdfast.model.hugging_face import open_weights, require_fit
-from holdfast.model.imported import require_weights
 from holdfast.model.lora import adapter_shapes, merging_rows
 from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.logs import log

@@ -9,8 +9,7 @@ from pathlib import Path
 from holdfast.launch.interface import Launcher
 from holdfast.launch.local.launcher import LocalLauncher
 from holdfast.spec.cluster import Cluster
-from holdfast.spec.errors import Problem, SpecError
-from holdfast.spec.extras import require_package
+from holdfast.spec.errors import Problem, SpecError, require_package
 from holdfast.spec.tree import Spec
 
 log = logging.getLogger("holdfast.launch")

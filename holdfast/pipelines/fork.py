@@ -133,7 +133,7 @@ def _dataset_id(parent: RunRecord, before: Spec, spec: Spec) -> str:
 
 
 def _weights(spec: Spec) -> str:
-    from holdfast.model.imported import weights_digest
+    from holdfast.model.hub import weights_digest
 
     return weights_digest(spec.model.init_from)
 

@@ -11,7 +11,7 @@ from holdfast.checkpoint import Checkpointer, Manifest, TensorBox
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import Engine, Scalars
 from holdfast.engines.weights import AdaptedState, FirstState, ImportedState, SeededState, require_left_out_taken
-from holdfast.model.imported import require_weights
+from holdfast.model.hub import require_weights
 from holdfast.spec.plan import Plan, require_plan
 from holdfast.telemetry import phases
 

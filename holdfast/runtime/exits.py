@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable
 
 from holdfast.runtime.logs import log
-from holdfast.spec.errors import ExitCode, HoldfastError
-from holdfast.spec.extras import missing_package
+from holdfast.spec.errors import ExitCode, HoldfastError, missing_package
 
 
 def code_of(error: BaseException) -> ExitCode:

@@ -91,7 +91,7 @@ def trials_of(
     spec: Spec, trials: Sequence[Sequence[str]], dataset_id: str, salt: str = ""
 ) -> Iterator[tuple[tuple[str, ...], Spec, str]]:
     """The changes, spec and run id of each trial. Reads the first weights if the spec has any."""
-    from holdfast.model.imported import weights_digest
+    from holdfast.model.hub import weights_digest
 
     for changes in trials:
         trial = spec.with_overrides(changes)

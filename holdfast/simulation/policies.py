@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from holdfast.simulation.backfill import Reservation, conservative
+from holdfast.simulation.backfill import Evictor, Reservation, conservative
 from holdfast.simulation.cluster import HOUR, part_of_day
-from holdfast.simulation.eviction import Evictor
 
 if TYPE_CHECKING:
     from holdfast.simulation.engine import Simulation, Task

@@ -6,7 +6,6 @@ terminal line.
 """
 
 from holdfast.steps.parameter_overrides import parameter_values
-from holdfast.steps.result import Artifact, StepResult
 from holdfast.steps.table import (
     ARTIFACTS,
     COMMON,
@@ -15,8 +14,10 @@ from holdfast.steps.table import (
     PLACE,
     STEPS,
     TRIAL,
+    Artifact,
     Parameter,
     Step,
+    StepResult,
     producer_of,
 )
 

@@ -30,10 +30,19 @@ from holdfast.steps.command_line import add_common, overrides_of, publish, spec_
 from holdfast.steps.jobs import recorder
 from holdfast.steps.outcomes import EXIT_HANDLER
 from holdfast.steps.parameter_overrides import changed_parameters
-from holdfast.steps.result import Artifact, StepResult
 from holdfast.steps.runner import run_step
 from holdfast.steps.step_logs import step_log
-from holdfast.steps.table import ENDS_ALL_TRIALS, FIELDS, PARAMETERS, PLACE, STEPS, TRIAL, producer_of
+from holdfast.steps.table import (
+    ENDS_ALL_TRIALS,
+    FIELDS,
+    PARAMETERS,
+    PLACE,
+    STEPS,
+    TRIAL,
+    Artifact,
+    StepResult,
+    producer_of,
+)
 
 Body = Callable[..., StepResult]
 

@@ -25,8 +25,7 @@ from holdfast.runtime.logs import configure_logging, copied_records
 from holdfast.runtime.output import copied_output, prepare_streams, redacted_output
 from holdfast.runtime.shutdown import on_shutdown_request, request_shutdown
 from holdfast.spec.engine_text import restore_environment
-from holdfast.spec.errors import ExitCode, HoldfastError, TerminatedError
-from holdfast.spec.extras import missing_package
+from holdfast.spec.errors import ExitCode, HoldfastError, TerminatedError, missing_package
 from holdfast.steps.outcomes import EXIT_HANDLER, POD, Outcome, Recorder, was_stopped
 
 # <ConfigMap or Secret>/<key>: KFP mounts them whole, but has no envFrom.

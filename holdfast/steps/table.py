@@ -13,6 +13,28 @@ from holdfast.spec.errors import ExitCode
 from holdfast.spec.tree import Spec
 from holdfast.steps.outcomes import EXIT_HANDLER
 
+# Result of a step for any caller: its values, and artifacts for the UIs.
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An artifact for a UI: a document, or a pointer to data in the store under `key`."""
+
+    text: str = ""
+    key: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # includes figures; NaN is left out
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of a step: `result` as JSON values, and artifacts by their names in the table. `summary` is for the
+    exit handler, and defaults to the first output."""
+
+    result: Mapping[str, Any]
+    artifacts: Mapping[str, Artifact] = field(default_factory=dict)
+    summary: str = ""
+
+
 HTML, MARKDOWN, METRICS, DATASET, MODEL = "HTML", "Markdown", "Metrics", "Dataset", "Model"  # names in KFP's UI
 FILES = {HTML: "html", MARKDOWN: "md"}  # artifacts that are documents, and their file extensions
 PLACE = ("scheme", "uri")  # outputs on KFP with the location of an artifact: its scheme, and its full URI

@@ -17,9 +17,8 @@ from holdfast.dataset.manifest import Manifest
 from holdfast.runtime.secrets import redact
 from holdfast.spec import Spec, digest, dump_spec
 from holdfast.store import Store, layout
-from holdfast.tracking.artifacts import write_text
+from holdfast.tracking.artifacts import dvc_revisions, git_commit, write_text
 from holdfast.tracking.failures import write_missing
-from holdfast.tracking.lineage import dvc_revisions, git_commit
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

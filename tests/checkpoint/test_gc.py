@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from holdfast.checkpoint import Attempt, Retention, claim_attempt, gc, open_checkpoint, pin
-from holdfast.checkpoint.gc import MARK_SECONDS, Collector
-from holdfast.checkpoint.lease import LEASE_SECONDS
+from holdfast.checkpoint.gc import LEASE_SECONDS, MARK_SECONDS, Collector
 from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.spec.errors import FencedError, MissingError

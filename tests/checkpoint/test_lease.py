@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from holdfast.checkpoint.lease import LEASE_SECONDS, Lease, LostLeaseError
+from holdfast.checkpoint.gc import LEASE_SECONDS, Lease, LostLeaseError
 from holdfast.store import Store
 from tests.checkpoint.test_commit import Hurry
 

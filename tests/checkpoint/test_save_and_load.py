@@ -20,9 +20,9 @@ from holdfast.checkpoint import (
 )
 from holdfast.checkpoint import box as box_module
 from holdfast.checkpoint import reader as reader_module
+from holdfast.checkpoint.agent.buffers import Copy
 from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.checkpoint.root import UnfitError
-from holdfast.checkpoint.staging import Copy
 from holdfast.collectives import Gang
 from holdfast.spec.errors import DivergedError, MissingError
 from holdfast.store import Store, layout

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint import staging, writer
-from holdfast.checkpoint.agent import protocol
+from holdfast.checkpoint import writer
+from holdfast.checkpoint.agent import buffers, protocol
 from holdfast.checkpoint.agent.protocol import VARIABLE, Outcome
 from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.spec.errors import (
@@ -31,14 +31,14 @@ FIRST = lambda _: None  # noqa: E731 - the first state is as it is
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Copies that are not made before this is set, and little patience."""
-    let_go, fill = threading.Event(), staging.Staging.fill
+    let_go, fill = threading.Event(), buffers.Staging.fill
 
     def slow(self: Any, *arguments: Any) -> Any:
         let_go.wait(600)
         return fill(self, *arguments)
 
-    monkeypatch.setattr(staging.Staging, "fill", slow)
-    monkeypatch.setattr(staging, "COPY_SECONDS", 0.2)
+    monkeypatch.setattr(buffers.Staging, "fill", slow)
+    monkeypatch.setattr(buffers, "COPY_SECONDS", 0.2)
     monkeypatch.setattr(writer, "HAND_OVER_SECONDS", 0.2)
     return let_go
 

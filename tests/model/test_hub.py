@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from holdfast.model.hub import Place, hub_file, parse_place
+from holdfast.model.hub import Place, hub_file, parse_place, require_weights, weights_digest
 from holdfast.model.hugging_face import open_weights
-from holdfast.model.imported import require_weights, weights_digest
 from holdfast.spec.errors import DataError, MissingError, StoreUnreachableError
 from tests.model.tiny_model import decoder, export, shape
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.model.imported import require_weights, weights_digest
+from holdfast.model.hub import require_weights, weights_digest
 from holdfast.spec import Spec, parse_spec, run_id
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import open_store

@@ -17,7 +17,6 @@ from holdfast.checkpoint import (
     damage_reports,
     fetch,
     gc,
-    lease,
     lineage,
     load,
     load_newest,
@@ -51,7 +50,7 @@ from tests.protocol.states import blank, cut, state
 from tests.protocol.world import START, Process, World
 
 MODULES = (
-    attempts, box, gc, commit, damage_reports, fetch, lease, lineage, load, packing, pieces, reader, sequence,
+    attempts, box, gc, commit, damage_reports, fetch, gc, lineage, load, packing, pieces, reader, sequence,
     shard_writer,
     tiles, tree, store_writer,
 )  # fmt: skip

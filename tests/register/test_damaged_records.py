@@ -12,7 +12,7 @@ from holdfast.components.register.registration import _read
 from holdfast.corpus.chat import read_settings
 from holdfast.spec.errors import DataError
 from holdfast.store import open_store
-from holdfast.tracking.lineage import whole_text
+from holdfast.tracking.artifacts import whole_text
 
 DEEP = b"[" * 200_000
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from holdfast.components.register import promotion
-from holdfast.components.register.promotion import promote_in_order
+from holdfast.components.register import registration
+from holdfast.components.register.registration import promote_in_order
 from holdfast.runtime.environment import tracking_uri
 from holdfast.store import Store
 from holdfast.tracking import Champion, champion, connect, promote, rollback
@@ -43,7 +43,7 @@ def die_after_the_claim(store: Store, version: int, monkeypatch: pytest.MonkeyPa
         raise Killed
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(promotion, "promote", dying)
+        patched.setattr(registration, "promote", dying)
         crowned(store, version)
 
 
@@ -132,7 +132,7 @@ def test_a_claim_of_a_version_that_was_deleted_keeps_nobody_from_being_champion(
 
 def test_who_was_slow_leaves_the_newer_champion_in_place(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     crowned(store, 1)
-    original = promotion.promote
+    original = registration.promote
 
     def slow(model: str, version: int, where: Store, uri: str) -> Champion:
         if version == 2 and not others:
@@ -141,6 +141,6 @@ def test_who_was_slow_leaves_the_newer_champion_in_place(store: Store, monkeypat
         return original(model, version, where, uri)
 
     others: list[int] = []
-    monkeypatch.setattr(promotion, "promote", slow)
+    monkeypatch.setattr(registration, "promote", slow)
     assert crowned(store, 2) == [1]
     assert number_of(champion(MODEL, store)) == 3

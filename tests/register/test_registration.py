@@ -23,7 +23,7 @@ from holdfast.spec import ExitCode, HoldfastError, dump_spec
 from holdfast.spec.errors import ChampionChangedError, DataError, ForeignVersionError, MissingError
 from holdfast.store import Store, layout, open_store
 from holdfast.tracking import champion, connect, promote, registration_key, rollback, versions
-from holdfast.tracking.lineage import whole_text
+from holdfast.tracking.artifacts import whole_text
 from tests import warm
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.breaking_store import Killed as Dead

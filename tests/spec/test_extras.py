@@ -18,8 +18,7 @@ import pytest
 from holdfast.launch.choose import choose_launcher
 from holdfast.runtime.exits import exit_code_of
 from holdfast.spec import ExitCode, parse_spec
-from holdfast.spec.errors import MissingError
-from holdfast.spec.extras import EXTRAS, missing_package
+from holdfast.spec.errors import EXTRAS, MissingError, missing_package
 from tests.spec.conftest import text_with
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +85,6 @@ def test_an_engine_that_is_not_installed_is_refused_before_a_launch(
     launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_LAUNCHER", launcher)
-    monkeypatch.setattr("holdfast.spec.extras.find_spec", lambda _: None)
+    monkeypatch.setattr("holdfast.spec.errors.find_spec", lambda _: None)
     with pytest.raises(MissingError, match=r"parallel.strategy: zero3 .*'holdfast\[deepspeed\]'"):
         choose_launcher(parse_spec(text_with(**{"parallel.strategy": "zero3"})), tmp_path)

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.spec import ExitCode, HoldfastError, Spec, digest, errors, run_id
 from holdfast.spec.fields import Leaf, is_list, is_mapping, leaves
-from holdfast.spec.rules.pods import STEP_PODS
+from holdfast.spec.rules.cluster import STEP_PODS
 from holdfast.spec.schema import identity_of
 from holdfast.spec.training import Parallel
 

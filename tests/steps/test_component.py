@@ -292,7 +292,7 @@ def _in_a_pod(tmp_path: Path, spec: str, given: dict[str, str]) -> subprocess.Co
     (tmp_path / "spec.yaml").write_text(spec)
     code = (
         "from holdfast.steps.adapters import main\n"
-        "from holdfast.steps.result import StepResult\n"
+        "from holdfast.steps.table import StepResult\n"
         "def body(spec, url, **inputs):\n"
         "    print('worked')\n"
         "    return StepResult({'dataset_id': 'abc'})\n"

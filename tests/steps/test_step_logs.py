@@ -18,8 +18,8 @@ from holdfast.spec.tree import Spec
 from holdfast.steps import step_logs
 from holdfast.steps.adapters import main
 from holdfast.steps.outcomes import LOG_FILE
-from holdfast.steps.result import StepResult
 from holdfast.steps.step_logs import StepLogReader
+from holdfast.steps.table import StepResult
 from holdfast.store import layout, open_store
 
 SPEC = "{name: a, data: {sources: [{uri: x}]}}"

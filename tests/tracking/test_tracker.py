@@ -21,7 +21,7 @@ from holdfast.runtime.environment import tracking_uri
 from holdfast.store import Store
 from holdfast.tracking import RunTracker, TrackingUnavailable, claim, connect
 from holdfast.tracking import tracker as tracker_module
-from holdfast.tracking.lineage import git_commit, whole_tags
+from holdfast.tracking.artifacts import git_commit, whole_tags
 from holdfast.tracking.tracker import is_copied
 from tests import warm
 from tests.ports import free_port

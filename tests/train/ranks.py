@@ -14,7 +14,7 @@ from torch import Tensor
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import Engine
 from holdfast.launch.launches import claim_launch
-from holdfast.model.imported import weights_digest
+from holdfast.model.hub import weights_digest
 from holdfast.spec import Spec, run_id
 from holdfast.store import Store, open_store
 from tests.checkpoint.ranks import in_ranks

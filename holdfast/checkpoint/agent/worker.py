@@ -1,9 +1,11 @@
 """The save worker of one writer: makes each copy durable, in order, and commits it where the writer leads. The agent
-runs it, or threads of the rank where no agent runs."""
+runs it, or threads of the rank where no agent runs.
+"""
 
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -11,9 +13,13 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from holdfast.checkpoint.agent.protocol import Outcome
+import torch
+
+from holdfast.checkpoint.agent.buffers import boxes_in
+from holdfast.checkpoint.agent.protocol import Outcome, Save
 from holdfast.checkpoint.agent.tier_copies import TierCopies
 from holdfast.checkpoint.box import TensorBox
+from holdfast.checkpoint.local_tiers.peers import Server
 from holdfast.checkpoint.save_request import SaveRequest
 from holdfast.spec.errors import FencedError, HoldfastError, NoSpaceError, StoreUnreachableError
 
@@ -233,3 +239,55 @@ def as_failure(step: int, error: BaseException) -> HoldfastError:
         return error
     text = "".join(traceback.format_exception(error))
     return HoldfastError(f"step {step}: the save failed unexpectedly: please report it with this traceback\n{text}")
+
+
+# The work of the agent in threads of the rank, where no agent runs: a single process, a library, a test.
+
+CLOSE_SECONDS = 60.0  # limit for the saves in flight
+SETTLE_SECONDS = 600.0  # limit for collection
+
+
+class LocalSaver:
+    """Takes saves as `AgentClient` does."""
+
+    def __init__(self, work: Work, tell: Callable[[Outcome], None], near: TierCopies | None = None) -> None:
+        self._saving = SaveWorker(work, tell, "this rank", near)
+        self._near = near
+        self._server: Server | None = None
+        self._memory: dict[int, torch.Tensor] = {}
+
+    def allocate(self, buffer: int, size: int) -> torch.Tensor:
+        """See AgentClient."""
+        self._memory[buffer] = torch.empty(size, dtype=torch.uint8)
+        return self._memory[buffer]
+
+    def save(self, save: Save) -> None:
+        """See AgentClient."""
+        assert save.buffer is not None, "nothing is saved twice without an agent"
+        boxes = boxes_in(self._memory[save.buffer], save.slots)
+        self._saving.save(save.request, boxes)
+
+    def listen(self, listener: socket.socket, token: str) -> None:
+        """See AgentClient."""
+        if self._near is not None:
+            self._server = Server(listener, token, self._near.run_id, self._near.tiers)
+
+    def lost(self, step: int, reason: str) -> None:
+        """See AgentClient."""
+        self._saving.give_up(step, reason)
+
+    def lift(self) -> None:
+        """See AgentClient."""
+        self._saving.lift()
+
+    def settle(self) -> None:
+        """Wait for the collection that follows a commit."""
+        self._saving.settle(SETTLE_SECONDS)
+
+    def close(self) -> None:
+        """See AgentClient. Waits, since no other process finishes the work."""
+        self._saving.hurry()
+        self._saving.finish(CLOSE_SECONDS)
+        self._saving.close()
+        if self._server is not None:
+            self._server.close(listener=True)

@@ -6,12 +6,14 @@ All work in bounded memory, also while the run trains. Only a collection changes
 from holdfast.checkpoint.tools.collection import Collected, collect_now
 from holdfast.checkpoint.tools.difference import (
     Difference,
+    Divergence,
     ScalarDifference,
+    Side,
     TensorDifference,
     differences,
     equal,
+    find_divergence,
 )
-from holdfast.checkpoint.tools.first_divergence import Divergence, Side, find_divergence
 from holdfast.checkpoint.tools.listing import CheckpointInfo, list_checkpoints, retention_of
 from holdfast.checkpoint.tools.verify import Damage, Verified, verify
 

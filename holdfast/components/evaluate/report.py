@@ -162,7 +162,7 @@ def _plan(segments: Sequence[Segment]) -> dict[str, Any] | None:
 
 
 def _lineage(verdict: Verdict, manifest: Manifest, store: Store) -> list[tuple[str, str]]:
-    from holdfast.tracking.lineage import git_commit
+    from holdfast.tracking.artifacts import git_commit
 
     facts = [
         ("Run", verdict.run_id),

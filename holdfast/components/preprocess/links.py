@@ -14,7 +14,7 @@ from holdfast.launch.emitters.pod import RUN_LABEL
 from holdfast.launch.kubernetes.client import PODS
 from holdfast.launch.kubernetes.kinds import KINDS
 from holdfast.launch.launches import newest_launch
-from holdfast.model.imported import weights_digest
+from holdfast.model.hub import weights_digest
 from holdfast.runtime.environment import tracking_uri
 from holdfast.runtime.secrets import redact
 from holdfast.spec import HoldfastError, Spec, run_id

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from holdfast.checkpoint import pin
-from holdfast.components.register.promotion import promote_in_order
 from holdfast.components.register.publish import publish
 from holdfast.dataset.manifest import Manifest, load_manifest
 from holdfast.model.exported import require_intact
@@ -22,22 +21,24 @@ from holdfast.runtime.environment import tracking_uri
 from holdfast.runtime.secrets import redact
 from holdfast.scoring import reached_against
 from holdfast.spec import ExitCode, HoldfastError, Spec, digest, dump_spec
-from holdfast.spec.errors import ChampionChangedError, MissingError
+from holdfast.spec.errors import ChampionChangedError, ForeignVersionError, MissingError
 from holdfast.spec.json_parsing import parse_json_object
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_bounded
+from holdfast.store.sequence import newest, read_record, record_key
 from holdfast.tracking import (
     Champion,
     Registration,
     RunTracker,
     champion,
     connect,
+    promote,
     registration_key,
     trusted_stores,
 )
+from holdfast.tracking.artifacts import dvc_revisions, git_commit, whole_tags
 from holdfast.tracking.connection import translated
 from holdfast.tracking.failures import write_missing
-from holdfast.tracking.lineage import dvc_revisions, git_commit, whole_tags
 from holdfast.tracking.registrations import content_digest, read_registration
 from holdfast.tracking.registry import CHALLENGER, CHAMPION, all_versions, set_alias
 
@@ -45,12 +46,77 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
+# Promotion to champion, in a fixed order for concurrent registrations.
+#
+# MLflow moves an alias without any condition. Of two models judged against the same champion, the later one would
+# replace the earlier one without a comparison. No rollback would find the earlier one. So a champion is first claimed
+# in the store, by number. Each champion was judged against the one that it replaces, if the registrations share a
+# store. A claim of a dead process is applied by the next one.
+
+log = logging.getLogger("holdfast.register")
+
+
+def promote_in_order(
+    stores: Sequence[Store],
+    model: str,
+    version: int,
+    uri: str,
+    require_fresh: Callable[[Champion | None], None],
+    *,
+    compared: bool = True,
+) -> None:
+    """Make `version`, which is registered from the first of `stores`, the champion. `require_fresh` receives the
+    champion that it would replace, and raises if that is not allowed. If nothing is `compared`, a foreign champion
+    is replaced too. Raises TrackingUnavailable and ForeignVersionError."""
+    store = stores[0]
+    folder = layout.champions(registration_key(model, uri))
+    while True:
+        number = newest(store, folder)
+        _apply(store, folder, number, model, uri)
+        now = _current_champion(stores, model, uri, compared)
+        require_fresh(now)
+        claim = {"version": version, "replaces": None if now is None else now.version}
+        if store.put_if_absent(record_key(folder, number + 1), json.dumps(claim).encode()):
+            break
+    promote(model, version, store, uri)
+    store.put(_done(folder, number + 1), b"")
+    while (last := newest(store, folder)) > number + 1:  # other processes claimed meanwhile: their version is newer
+        number = last - 1
+        promote(model, read_record(store, folder, last)["version"], store, uri)
+
+
+def _current_champion(stores: Sequence[Store], model: str, uri: str, compared: bool) -> Champion | None:
+    try:
+        return champion(model, stores, uri)
+    except ForeignVersionError:
+        if compared:
+            raise
+        return None
+
+
+def _apply(store: Store, folder: str, number: int, model: str, uri: str) -> None:
+    """Apply the newest claim to MLflow, unless it was applied before. A person may have chosen another version
+    since."""
+    if number and store.stat(_done(folder, number)) is None:
+        version = read_record(store, folder, number)["version"]
+        try:
+            promote(model, version, store, uri)
+        except (
+            MissingError,
+            ForeignVersionError,
+        ) as error:  # deleted, or changed, in MLflow since
+            log.warning("champion %d of %s is not made champion any more: %s", number, model, error)
+        store.put(_done(folder, number), b"")
+
+
+def _done(folder: str, number: int) -> str:
+    return f"{folder}{number:06d}.done"
+
+
 VERSION_KEY_TAG = "holdfast.version_key"
 BLESSED = "blessed"
 _MAX_TAG = 5000  # MLflow allows longer tags, but some of its databases do not
 REQUIRED_OF_RESULT = ("dataset_id", "step", "checkpoint", "export", "export_digest", "state_digest")
-
-log = logging.getLogger("holdfast.register")
 
 
 class NotBlessedError(HoldfastError):

@@ -38,7 +38,7 @@ from holdfast.launch.launches import (
     was_reclaimed,
 )
 from holdfast.model.exported import require_intact
-from holdfast.model.imported import weights_digest
+from holdfast.model.hub import weights_digest
 from holdfast.model.initialise import parameter_count
 from holdfast.planning.auto import next_plan
 from holdfast.rank.health_gate import health_check_request

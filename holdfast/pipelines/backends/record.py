@@ -217,7 +217,7 @@ def as_it_ran(store: Store, record: Record) -> Record:
     """Add the id of the run that its steps work on, once the first step has recorded the dataset id."""
     if not record.job or record.trials or record.ran:
         return record
-    from holdfast.model.imported import weights_digest
+    from holdfast.model.hub import weights_digest
 
     outcome = outcome_of(store, record.job, "preprocess")
     if outcome is not None and outcome.result:

@@ -76,7 +76,7 @@ def identify_request(request: RunRequest, *, shared_folders: bool = False, share
     machine's folders. `shared_volumes`: they see `cluster.volumes`. Raises SpecError.
     """
     from holdfast.corpus import identify
-    from holdfast.model.imported import weights_digest
+    from holdfast.model.hub import weights_digest
 
     spec = request.spec
     if not shared_folders:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.spec.errors import Problem, SpecError
-from holdfast.spec.rules.pods import MAX_ARGUMENT
+from holdfast.spec.rules.cluster import MAX_ARGUMENT
 
 MAX_WORKFLOW = 1_000_000  # of a submission; the rest of etcd's limit is for Argo's node status
 KFP_OWN = 8_192  # of KFP's argument besides parameters: outputs and artifact addresses

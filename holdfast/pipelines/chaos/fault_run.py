@@ -19,9 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from holdfast.pipelines.chaos.clock import Clock
 from holdfast.pipelines.chaos.disk import Disk
-from holdfast.pipelines.chaos.faults import FAULTS, Scene
+from holdfast.pipelines.chaos.faults import FAULTS, Clock, Scene
 from holdfast.pipelines.chaos.proxy import FaultyProxy
 from holdfast.spec import ExitCode
 from holdfast.spec.errors import HoldfastError

@@ -12,21 +12,65 @@ import os
 import random
 import signal
 import socket
+import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from holdfast.pipelines.chaos import disk
-from holdfast.pipelines.chaos.clock import Clock
 from holdfast.pipelines.chaos.disk import Disk
 from holdfast.pipelines.chaos.proxy import Act, FaultyProxy, answer, flip, lose_reply, reset, slow, truncate
 from holdfast.spec import ExitCode
+
+# A wall clock with an adjustable offset for the processes of a run.
+#
+# Changing the machine's clock would require root and affect all processes. So the run's interpreters get a
+# `sitecustomize` that adds the offset in a file to `time.time`. Code that reads the clock another way gets the true
+# time. S3 requests are signed with the true time, as by a client that has corrected its clock.
+
+VARIABLE = "HOLDFAST_CHAOS_CLOCK"  # file with the offset
+OFFSET = struct.Struct("d")  # seconds
+CUSTOM = """import mmap, os, struct, time
+
+def _jump(path, real=time.time, unpack=struct.Struct("d").unpack_from):
+    with open(path, "rb") as file:
+        offset = mmap.mmap(file.fileno(), 8, access=mmap.ACCESS_READ)
+    time.time = lambda: real() + unpack(offset)[0]
+    time.time_ns = lambda: int(time.time() * 1e9)
+
+_jump(os.environ["HOLDFAST_CHAOS_CLOCK"])
+"""
+
+
+class Clock:
+    """The clock of a run's processes."""
+
+    def __init__(self, folder: Path) -> None:
+        """Create `folder`, which only this clock uses, with offset 0."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "sitecustomize.py").write_text(CUSTOM)
+        self._folder, self._file = folder, folder / "offset"
+        if not self._file.exists():  # processes that survived an earlier run here may have mapped it
+            self._file.write_bytes(OFFSET.pack(0.0))
+        self.jump(0.0)
+
+    def environment(self, before: Mapping[str, str]) -> dict[str, str]:
+        """The additional variables of a process with the variables `before`."""
+        paths = filter(None, (str(self._folder), before.get("PYTHONPATH")))
+        return {VARIABLE: str(self._file), "PYTHONPATH": os.pathsep.join(paths)}
+
+    def jump(self, seconds: float) -> None:
+        """Set the offset."""
+        with self._file.open("r+b") as file:
+            file.write(OFFSET.pack(seconds))
+
 
 # Cut network connections between ranks: both ends of each connection of a rank to its peers are closed.
 #

@@ -43,8 +43,7 @@ from holdfast.pipelines.cli.trigger import trigger
 from holdfast.runtime.environment import give_home, home, make_folder
 from holdfast.runtime.output import ReaderGoneError, outlive_reader, prepare_streams, watch_reader
 from holdfast.runtime.secrets import redact
-from holdfast.spec.errors import ExitCode, HoldfastError, SpecError
-from holdfast.spec.extras import missing_package
+from holdfast.spec.errors import ExitCode, HoldfastError, SpecError, missing_package
 
 EPILOG = (
     "Exit codes: 0 done; 1 a bug; 2 wrong command line; 3 the model is not blessed; 4 no retraining is due; 5 trials"

@@ -12,11 +12,18 @@ from contextlib import suppress
 from holdfast.spec.errors import Problem
 from holdfast.spec.rules.cluster import (
     check_accelerator,
+    check_cache_size,
     check_elastic_nodes,
+    check_mounts,
     check_node_range,
+    check_reserved_environment,
+    check_reserved_metadata,
+    check_resources,
     check_scheduler_fields,
     check_spares,
+    check_step_pods,
     check_straggler_removal,
+    check_text_sizes,
     check_topology,
 )
 from holdfast.spec.rules.data import (
@@ -49,15 +56,6 @@ from holdfast.spec.rules.parallel import (
     check_resharding,
     check_stage_layers,
     check_tensor_parallel,
-)
-from holdfast.spec.rules.pods import (
-    check_cache_size,
-    check_mounts,
-    check_reserved_environment,
-    check_reserved_metadata,
-    check_resources,
-    check_step_pods,
-    check_text_sizes,
 )
 from holdfast.spec.rules.secrets import check_no_secrets_in_urls
 from holdfast.spec.rules.training import (

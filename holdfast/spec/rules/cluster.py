@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from contextlib import suppress
 from math import lcm
 
-from holdfast.spec.cluster import Cluster, StepPod, Steps
+from holdfast.spec.cluster import Cluster, StepPod, Steps, amount
 from holdfast.spec.errors import Problem
-from holdfast.spec.rules.pods import STEP_PODS
+from holdfast.spec.rules.secrets import carries_secret, names_secret
 from holdfast.spec.training import KEEPING
 from holdfast.spec.tree import Spec
 
@@ -200,3 +202,174 @@ def check_topology(spec: Spec) -> Iterator[Problem]:
             "has no effect in Volcano, because the operator rewrites the pod group of a PyTorchJob",
             "use cluster.job: volcano or trainjob, or cluster.scheduler: kueue",
         )
+
+
+# Rules of `cluster` for the pods of ranks and steps: resources, mounts, variables and metadata.
+
+STEP_PODS = ("trigger", "divide", "tokenise", "preprocess", "train", "evaluate", "register", "notify")
+
+# Environment variables that the launchers set, and the field to use instead.
+RESERVED = {
+    "OMP_NUM_THREADS": "parallel.threads",
+    "HOLDFAST_ESCAPED": "the variables themselves",  # holdfast.spec.engine_text
+    **dict.fromkeys(("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), "cluster.nodes"),
+    **dict.fromkeys(
+        ("HOLDFAST_LAUNCH_KEY", "HOLDFAST_NEAR_KEY", "HOLDFAST_MEETING_FILE"), "nothing: every launch has its own"
+    ),
+}
+
+# Labels and annotations that Holdfast sets, and the remedy.
+INJECT = "sidecar.istio.io/inject"
+OURS = {
+    "app.kubernetes.io/name": "remove it",
+    "app.kubernetes.io/component": "remove it",
+    "app.kubernetes.io/managed-by": "remove it",
+    "kueue.x-k8s.io/queue-name": "use cluster.queue",
+    "kueue.x-k8s.io/priority-class": "use cluster.priority_class",
+    "kueue.x-k8s.io/podset-preferred-topology": "use cluster.topology",
+    "kueue.x-k8s.io/podset-required-topology": "use cluster.topology",
+    INJECT: "remove it: a proxy in the pod of a rank stands between that rank and its peers",
+}
+
+
+def check_step_pods(spec: Spec) -> Iterator[Problem]:
+    """The pod of every step requests resources, and accelerators in only one way and only if they exist."""
+    steps, accelerator = spec.cluster.steps, spec.cluster.accelerator
+    for step in STEP_PODS:
+        for name in ("cpu", "memory", "ephemeral_storage"):
+            value = getattr(getattr(steps, step), name)
+            if not amount(value):
+                yield Problem(f"cluster.steps.{step}.{name}", value, "requests nothing", "request more than zero")
+    if steps.evaluate.accelerators and (accelerator == "cpu" or spec.cluster.slice is not None):
+        yield Problem(
+            "cluster.steps.evaluate.accelerators",
+            steps.evaluate.accelerators,
+            f"is given together with cluster.slice = {spec.cluster.slice}"
+            if spec.cluster.slice
+            else "is not possible with cluster.accelerator: cpu",
+            "keep one of the two" if spec.cluster.slice else "use 0, or name an accelerator",
+        )
+    if spec.schedule.max_decay is not None and steps.trigger != type(steps.trigger)():
+        yield Problem(
+            "cluster.steps.trigger",
+            "(changed)",
+            "is not used with schedule.max_decay: the trigger scores the champion, with the pod settings of evaluate",
+            "use cluster.steps.evaluate",
+        )
+
+
+def check_resources(spec: Spec) -> Iterator[Problem]:
+    """Every node requests resources, and /dev/shm, which counts as memory, fits into its memory."""
+    resources = spec.cluster.resources
+    if spec.cluster.topology.numa != "any" and amount(resources.cpu) % 1:
+        yield Problem(
+            "cluster.resources.cpu",
+            resources.cpu,
+            "is not a whole number of cores, which topology.numa needs",
+            f"use {math.ceil(amount(resources.cpu))}",
+        )
+    for name, value in resources.extended.items():
+        if amount(value) % 1 or not amount(value):
+            yield Problem(
+                f"cluster.resources.extended.{name}", value, "is not a whole number above zero", "use a whole number"
+            )
+    for name in ("cpu", "memory", "ephemeral_storage"):
+        value = getattr(resources, name)
+        if not amount(value):
+            yield Problem(f"cluster.resources.{name}", value, "requests nothing", "request more than zero")
+    if amount(resources.shared_memory) > amount(resources.memory):
+        yield Problem(
+            "cluster.resources.shared_memory",
+            resources.shared_memory,
+            f"is above cluster.resources.memory = {resources.memory}, which includes it",
+            f"use at most {resources.memory}, or request more memory",
+        )
+
+
+def check_mounts(spec: Spec) -> Iterator[Problem]:
+    """No two volumes have the same mount path, and none covers a path that the container needs."""
+    taken = {"/", "/dev/shm", "/tmp"}  # noqa: S108
+    for index, volume in enumerate(spec.cluster.volumes):
+        path = "/" + volume.path.strip("/")
+        if path in taken or ".." in path.split("/"):
+            yield Problem(
+                f"cluster.volumes.{index}.path",
+                volume.path,
+                "is already used, or contains ..",
+                "choose another path",
+            )
+        taken.add(path)
+
+
+MAX_ARGUMENT = 131_071  # maximum bytes of one argument or variable in Linux (MAX_ARG_STRLEN)
+MAX_ANNOTATIONS = 240 * 1024  # bytes; the limit of Kubernetes is 256 KiB per object, and controllers add some
+
+
+def check_text_sizes(spec: Spec) -> Iterator[Problem]:
+    """No variable exceeds the limit of Linux, and no annotations exceed the limit of Kubernetes."""
+    for name, value in spec.cluster.environment.items():
+        if (size := len(f"{name}={value}".encode())) > MAX_ARGUMENT:
+            yield Problem(
+                f"cluster.environment.{name}",
+                f"{size} bytes",
+                f"is longer than Linux allows ({MAX_ARGUMENT:,} bytes)",
+                "put it into a file on one of cluster.volumes, and give its path here",
+            )
+    found = {
+        "cluster.annotations": spec.cluster.annotations,
+        "cluster.steps.annotations": spec.cluster.steps.annotations,
+    }
+    if spec.serving.kserve is not None:
+        found["serving.kserve.annotations"] = spec.serving.kserve.annotations
+    for field, texts in found.items():
+        if (size := sum(len(f"{name}{value}".encode()) for name, value in texts.items())) > MAX_ANNOTATIONS:
+            message = f"are longer than Kubernetes allows ({MAX_ANNOTATIONS:,} bytes in all)"
+            yield Problem(field, f"{size} bytes", message, "remove long texts, or keep them in a ConfigMap")
+
+
+def check_reserved_environment(spec: Spec) -> Iterator[Problem]:
+    """Variables of the launchers are not set in the spec, and the spec contains no secret."""
+    for name, value in spec.cluster.environment.items():
+        field = f"cluster.environment.{name}"
+        if names_secret(name) or carries_secret(value):
+            yield Problem(
+                field,
+                "(hidden)",
+                "looks like a secret",
+                "keep it in a Kubernetes Secret, and name the Secret in cluster.secrets",
+            )
+        elif instead := RESERVED.get(name, "the other fields of cluster" if name.startswith("PET_") else None):
+            yield Problem(field, value, "is set by the launcher", f"remove it, and use {instead}")
+
+
+def check_reserved_metadata(spec: Spec) -> Iterator[Problem]:
+    """Labels and annotations that Holdfast or an operator uses are not set in the spec."""
+    cluster = spec.cluster
+    for place, section in (("cluster", cluster), ("cluster.steps", cluster.steps)):
+        for kind in ("labels", "annotations"):
+            for key, value in getattr(section, kind).items():
+                instead = OURS.get(key) or ("remove it" if key.startswith("holdfast/") else "")
+                if instead and not (key == INJECT and place == "cluster.steps"):
+                    yield Problem(f"{place}.{kind}.{key}", value, "is set by Holdfast", instead)
+
+
+def check_cache_size(spec: Spec) -> Iterator[Problem]:
+    """The cache of the datasets fits on the disk that the pods request."""
+    given = spec.cluster.environment.get("HOLDFAST_CACHE_GIB", "0")
+    steps = spec.cluster.steps
+    disks = {
+        "resources": spec.cluster.resources.ephemeral_storage,
+        "steps.divide": steps.divide.ephemeral_storage,
+        "steps.tokenise": steps.tokenise.ephemeral_storage,
+        "steps.preprocess": steps.preprocess.ephemeral_storage,
+        "steps.evaluate": steps.evaluate.ephemeral_storage,
+    }
+    place, disk = min(disks.items(), key=lambda item: amount(item[1]))
+    with suppress(ValueError):  # the steps refuse a value that is not a number
+        if float(given) * 2**30 > amount(disk):
+            yield Problem(
+                "cluster.environment.HOLDFAST_CACHE_GIB",
+                given,
+                f"is above cluster.{place}.ephemeral_storage = {disk}",
+                "lower it, remove it (the default is three quarters of that), or request more disk",
+            )

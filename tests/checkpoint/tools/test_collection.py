@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from holdfast.checkpoint import Retention, claim_attempt, open_checkpoint, pin
-from holdfast.checkpoint.lease import Lease
+from holdfast.checkpoint.gc import Lease
 from holdfast.checkpoint.retention import checkpoint_times
 from holdfast.checkpoint.tools import collect_now, verify
 from holdfast.spec.errors import DataError, MissingError

@@ -12,8 +12,7 @@ from holdfast.pipelines.backends.interface import RunStatus, StepStatus, ended_w
 from holdfast.pipelines.backends.kubeflow import watch
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
 from holdfast.pipelines.backends.kubeflow.records import with_records
-from holdfast.pipelines.backends.kubeflow.submit import submit
-from holdfast.pipelines.backends.kubeflow.upload import in_namespace
+from holdfast.pipelines.backends.kubeflow.submit import in_namespace, submit
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root
 from holdfast.runtime.environment import store_url

@@ -7,9 +7,10 @@ Each source has a time limit, and an unavailable one hides nothing of the rest.
 from __future__ import annotations
 
 import logging
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.launch.kubernetes.classify import obstacle_of
@@ -17,11 +18,122 @@ from holdfast.launch.kubernetes.client import PODS, WORKFLOWS, Api, Object
 from holdfast.pipelines.backends.explain import explained, known_of, store_named_by
 from holdfast.pipelines.backends.interface import FAILED, PENDING, RUNNING, RunStatus, StepStatus
 from holdfast.pipelines.backends.kubeflow.connection import Server
-from holdfast.pipelines.backends.kubeflow.nodes import Tasks
 from holdfast.spec import parse_spec
 from holdfast.spec.engine_text import text_of, unescape_tree
 from holdfast.spec.errors import ExitCode, HoldfastError
 from holdfast.steps.parameter_overrides import changed_parameters
+
+# The task list of a run on a KFP server: the nodes of its Argo Workflow.
+#
+# A row does not name its own node, only its child nodes, by their ids. An id is the workflow's name and the FNV-1a hash
+# of the node's name, and that name is a path (`wf(0).root(0).exit-handler-1(0).train(0).executor(0)`). So the ids in
+# the list determine the paths. One node can have several rows; only the newest is valid.
+
+_BASIS, _PRIME, _BITS = 0x811C9DC5, 0x01000193, 0xFFFFFFFF  # FNV-1a, 32 bits
+_TRY = re.compile(r"\(\d+\)$")
+MAX_TRIES = 64  # of one node
+EXECUTOR, DRIVER = "executor", "-driver"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the task list."""
+
+    name: str
+    state: str  # empty: the node never began
+    started: float | None  # unix seconds
+    ended: float | None  # None while it runs
+    error: str
+    children: tuple[str, ...]  # node ids
+
+
+class Tasks:
+    """The task list of one run."""
+
+    def __init__(self, run: Any) -> None:
+        listed = list((run.run_details.task_details if run.run_details else None) or ())
+        self.rows = [_row(task) for task in listed]
+        self._ids = {child for row in self.rows for child in row.children}
+        self._pods: dict[str, list[str]] | None = None
+
+    def row(self, name: str) -> Row | None:
+        """The newest row called `name`: the one with the later end, or one that began after it."""
+        found = [row for row in self.rows if row.name == name]
+        return max(found, key=lambda row: (row.ended or row.started or 0.0, row.ended is not None), default=None)
+
+    def names(self) -> list[str]:
+        """The distinct names in the list."""
+        return list(dict.fromkeys(row.name for row in self.rows))
+
+    def pods(self, name: str) -> tuple[str, ...]:
+        """The node ids of the pods of the task `name`, oldest first."""
+        if self._pods is None:
+            self._pods = {}
+            for task, node in self._executors():
+                self._pods.setdefault(task, []).append(node)
+        return tuple(self._pods.get(name, ()))
+
+    @property
+    def workflow(self) -> str:
+        """The name of the Argo Workflow; empty before it has nodes."""
+        return next((child.rpartition("-")[0] for child in sorted(self._ids)), "")
+
+    def pending_since(self, pods: Sequence[str]) -> float | None:
+        """The time since when the newest of a task's `pods` is pending, in unix seconds.
+
+        None where it has begun, or where the list does not determine it.
+        """
+        whole = [row for row in self.rows if row.name == EXECUTOR and pods and pods[-1] in row.children]
+        if not whole or any(row.ended is not None for row in whole):
+            return None
+        begun = max(row.started or 0.0 for row in whole)
+        tries = [row for row in self.rows if row.name == f"{EXECUTOR}({len(pods) - 1})" and row.started is not None]
+        ours = [row for row in tries if (row.started == begun if len(pods) == 1 else (row.started or 0.0) > begun)]
+        if not ours or any(row.state != "PENDING" for row in ours):
+            return None
+        return max(row.started or 0.0 for row in ours)
+
+    def _executors(self) -> Iterator[tuple[str, str]]:
+        """(task, id) of each node that is a pod of a task."""
+        names = sorted({name for row in self.rows if "." not in (name := _TRY.sub("", row.name))})
+        for workflow in sorted({child.rpartition("-")[0] for child in self._ids}):
+            for path in self._below(workflow, workflow, _hash(workflow), names):
+                *_, outer, last = ("", *path.split("."))
+                if last.startswith(f"{EXECUTOR}("):
+                    yield _TRY.sub("", outer), f"{workflow}-{_hash(path)}"
+
+    def _below(self, workflow: str, path: str, known: int, names: list[str]) -> Iterator[str]:
+        """The paths of the nodes below `path` whose ids are in the list."""
+        if _TRY.search(path):
+            outer = _TRY.sub("", path).rpartition(".")[2]
+            more = [] if outer == EXECUTOR or outer.endswith(DRIVER) else [f".{name}" for name in names]
+        else:
+            more = [*(f"({number})" for number in range(MAX_TRIES)), ".onExit"]
+        for part in more:
+            value = _hash(part, known)
+            if f"{workflow}-{value}" in self._ids:
+                yield path + part
+                yield from self._below(workflow, path + part, value, names)
+
+
+def _row(task: Any) -> Row:
+    started, ended = task.start_time or task.create_time, task.end_time
+    over = started is not None and ended is not None and ended >= started
+    return Row(
+        str(task.display_name or ""),
+        str(task.state or "").replace("RUNTIME_STATE_UNSPECIFIED", ""),
+        started.timestamp() if started is not None else None,
+        ended.timestamp() if over else None,
+        str(task.error.message or "") if task.error else "",
+        tuple(child.pod_name for child in task.child_tasks or () if child.pod_name),
+    )
+
+
+def _hash(text: str, value: int = _BASIS) -> int:
+    for byte in text.encode():
+        value = ((value ^ byte) * _PRIME) & _BITS
+    return value
+
 
 PATIENCE = 3.0  # seconds for a request to Kubernetes
 SLOW_POD = 120.0  # seconds after which a pod that has not begun is reported

@@ -17,8 +17,15 @@ import kfp_server_api
 
 from holdfast.pipelines.backends.kubeflow.compile import pipeline_digest, pipeline_text
 from holdfast.pipelines.backends.kubeflow.connection import Server
-from holdfast.pipelines.backends.kubeflow.submit import UNFINISHED, experiment
-from holdfast.pipelines.backends.kubeflow.upload import CONTAINS, Uploaded, in_namespace, named, upload_text
+from holdfast.pipelines.backends.kubeflow.submit import (
+    CONTAINS,
+    UNFINISHED,
+    Uploaded,
+    experiment,
+    in_namespace,
+    named,
+    upload_text,
+)
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.spec import Spec, SpecError
 from holdfast.spec.cron import expand

@@ -21,10 +21,9 @@ from holdfast.pipelines.backends.interface import (
     step_called,
 )
 from holdfast.pipelines.backends.kubeflow.connection import Server
-from holdfast.pipelines.backends.kubeflow.nodes import Row, Tasks
 from holdfast.pipelines.backends.kubeflow.pod_logs import PodLogs
-from holdfast.pipelines.backends.kubeflow.submit import UNFINISHED, end
-from holdfast.pipelines.backends.kubeflow.upload import CONTAINS, in_namespace, named
+from holdfast.pipelines.backends.kubeflow.records import Row, Tasks
+from holdfast.pipelines.backends.kubeflow.submit import CONTAINS, UNFINISHED, end, in_namespace, named
 from holdfast.runtime.exits import code_in
 from holdfast.runtime.logs import plain
 from holdfast.spec.errors import MissingError

@@ -60,7 +60,7 @@ class LocalRun:
 def identified(spec: Spec, store: str = "", salt: str = "", replan: bool = False) -> LocalRun:
     """Identify the run of a spec. Relative paths start at the working directory. Raises what `identify` raises."""
     from holdfast.corpus import identify
-    from holdfast.model.imported import weights_digest
+    from holdfast.model.hub import weights_digest
 
     spec = with_absolute_paths(spec)
     if spec.parallel.auto:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.pipelines.backends.kubeflow.engine import EngineRetries, engine_retries
+from holdfast.pipelines.doctor.cluster import EngineRetries, engine_retries
 
 DEFAULTS = (
     "spec:\n  ttlStrategy: {secondsAfterCompletion: 3600}\n  templateDefaults:\n    retryStrategy:\n      limit: '2'\n"

@@ -15,8 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.pipelines.backends.kubeflow.connection import KubeflowRefusedError, Server
-from holdfast.pipelines.backends.kubeflow.submit import experiment
-from holdfast.pipelines.backends.kubeflow.upload import Uploaded, upload
+from holdfast.pipelines.backends.kubeflow.submit import Uploaded, experiment, upload
 from holdfast.pipelines.cli import app
 from holdfast.spec import Spec, parse_spec, run_id
 from holdfast.spec.engine_text import from_struct, unescape_tree

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from holdfast.pipelines.backends.kubeflow.connection import Server
-from holdfast.pipelines.backends.kubeflow.nodes import Tasks
 from holdfast.pipelines.backends.kubeflow.pod_logs import error_in
+from holdfast.pipelines.backends.kubeflow.records import Tasks
 from holdfast.pipelines.backends.kubeflow.submit import submit
 from holdfast.pipelines.backends.kubeflow.watch import find_run, state_of
 from holdfast.pipelines.backends.request import RunRequest

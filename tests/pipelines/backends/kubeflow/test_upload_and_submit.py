@@ -17,8 +17,7 @@ from holdfast.pipelines.backends.kubeflow.connection import (
     KubeflowUnreachableError,
     Server,
 )
-from holdfast.pipelines.backends.kubeflow.submit import submit
-from holdfast.pipelines.backends.kubeflow.upload import upload
+from holdfast.pipelines.backends.kubeflow.submit import submit, upload
 from holdfast.pipelines.backends.request import RunRequest, identify_request
 from holdfast.spec.errors import AccessDeniedError, ExitCode, MissingError, SpecError
 from tests.kubeflow_server import Fault, KubeflowServer
@@ -140,7 +139,7 @@ def test_every_request_may_fail_once_and_nothing_is_made_twice(
 ) -> None:
     """A request that is refused by one of two codes, or applied although its answer is lost."""
     text = pipeline_text(spec())
-    monkeypatch.setattr("holdfast.pipelines.backends.kubeflow.upload.pipeline_text", lambda *_: text)
+    monkeypatch.setattr("holdfast.pipelines.backends.kubeflow.submit.pipeline_text", lambda *_: text)
     submit(connect(kubeflow), RunRequest(spec("name=other"), run_id="00"))
     count = len(kubeflow.requests)
     for broken in range(count):
