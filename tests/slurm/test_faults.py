@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from holdfast.checkpoint import list_attempts, read_manifest
@@ -16,8 +19,9 @@ from holdfast.pipelines.backends.slurm.emit import Chain, job_name, options_of
 from holdfast.spec import parse_spec
 from holdfast.store import open_store
 from tests.slurm.chain import LIKE_TWO_NODES, Place
-from tests.slurm.cluster import SlurmCluster
+from tests.slurm.cluster import NODES, SlurmCluster
 from tests.whole import small
+from tests.whole.listeners import listening, open_to_others, unix_listeners
 from tests.whole.submitting import until
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(1200)]
@@ -58,11 +62,32 @@ def attempts(place: Place, run: str) -> list[tuple[int, int]]:
     return [(number, read_attempt(place.store, run, number)["launch"]) for number in numbers]
 
 
+def of_jobs(slurm: SlurmCluster, home: Path) -> list[psutil.Process]:
+    """The processes that jobs have started for a home. Slurm's own programs are left out: srun listens on all
+    interfaces for its nodes, which Slurm authenticates."""
+    found = []
+    for pid in {pid for node in NODES for pid in slurm.tasks_of(node)}:
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.environ().get("HOLDFAST_HOME") == str(home) and process.name() != "srun":
+                found.append(process)
+    return found
+
+
 def test_a_cancelled_step_the_time_limit_and_each_node_that_goes_down_cost_no_bit(
     slurm: SlurmCluster, tmp_path: Path, calm: dict[int, str]
 ) -> None:
     place = Place(slurm, tmp_path, "cluster.slurm={slot_minutes: 60}", "checkpoint.grace_seconds=10", held=0, **LONG)
-    run = str(place.submit()["run_id"])
+    made, again = place.submit(), place.submit()
+    assert (made["created"], again["created"]) == (True, False)
+    run = str(made["run_id"])
+    place.let(20 + AHEAD)
+    place.wait_for_step(run, 20)
+    members = of_jobs(slurm, place.home)  # they listen on the addresses of the job, and to nothing open to others
+    addresses, sockets = listening(members), unix_listeners(members)
+    assert addresses, "ranks of two nodes listen somewhere"
+    assert {address for address, _ in addresses if not ipaddress.ip_address(address).is_loopback} == set()
+    assert {name for name in sockets if not name.startswith("/") or open_to_others(Path(name))} == set()
     disturb(place, run, 20, lambda job: slurm.ask("scancel", f"{job}.0"))
     assert place.step(run, "train")["error"] == ""  # never went back into the queue
 
@@ -90,6 +115,11 @@ def test_a_cancelled_step_the_time_limit_and_each_node_that_goes_down_cost_no_bi
     found = attempts(place, run)
     assert [number for number, _ in found] == [1, 2, 3, 4, 5]
     assert found[:3] == [(1, 1), (2, 2), (3, 3)]  # a later launch that found the node gone before Slurm did has no gang
+    states = {step["name"]: step["state"] for step in status["steps"]}
+    assert states == dict.fromkeys(("preprocess", "train", "evaluate", "register", "notify"), "SUCCEEDED")
+    assert "resuming from step" in place.holdfast("logs", run, "--rank", "0")
+    again = place.submit()
+    assert (again["created"], again["run"]["id"]) == (False, made["run"]["id"])
 
 
 def test_a_run_that_was_cancelled_or_is_past_its_deadline_has_saved_and_goes_on_when_it_is_resumed(

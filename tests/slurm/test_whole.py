@@ -1,4 +1,4 @@
-"""The whole DAG as jobs of a real Slurm, on two nodes."""
+"""Submissions to a real Slurm of two nodes. The whole DAG runs as jobs in test_faults.py."""
 
 from __future__ import annotations
 
@@ -16,22 +16,6 @@ from tests.slurm.cluster import SlurmCluster
 from tests.whole.submitting import until
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(1200)]
-
-
-def test_the_whole_dag_runs_as_jobs_and_the_same_submission_again_is_that_run(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
-    place = Place(slurm, tmp_path)
-    made = place.submit()
-    assert made["created"] is True
-    assert place.submit()["created"] is False
-    status = place.wait(made["run_id"])
-    assert status["state"] == "SUCCEEDED", place.logs()
-    states = {step["name"]: step["state"] for step in status["steps"]}
-    assert states == dict.fromkeys(("preprocess", "train", "evaluate", "register", "notify"), "SUCCEEDED")
-    assert "starting from step 0 of 10" in place.holdfast("logs", made["run_id"], "--rank", "0")
-    again = place.submit()
-    assert (again["created"], again["run"]["id"]) == (False, made["run"]["id"])
 
 
 def test_two_who_submit_the_same_at_once_get_one_chain(slurm: SlurmCluster, tmp_path: Path) -> None:
