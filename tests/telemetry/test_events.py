@@ -45,6 +45,12 @@ RUN = "0123456789abcdef"
 
 
 @pytest.fixture
+def store(store_url: str) -> Store:
+    """An empty store, over a folder and over S3."""
+    return open_store(store_url, deadline=120)
+
+
+@pytest.fixture
 def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that HOLDFAST_EVENTS names."""
     path = tmp_path / "pipe"

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import random
-from pathlib import Path
 
 import pytest
 
 from holdfast.spec.errors import DataError
-from holdfast.store import Store, layout, open_store
+from holdfast.store import Store, layout
 from holdfast.store.sequence import record_key
 from holdfast.telemetry import read_history, segment
 from holdfast.telemetry.history import FOLD, HistoryFollower, MetricSegment, cover, fold_history, segments_of
@@ -18,12 +17,6 @@ from tests.checkpoint.breaking_store import BreakingStore, Killed
 from tests.telemetry.histories import commit, write_segment
 
 RUN = "0123456789abcdef"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    """A store: how S3 differs from a folder is for tests/store."""
-    return open_store(f"file://{tmp_path}")
 
 
 def rows(first: int, last: int, attempt: int) -> list[dict[str, float]]:

@@ -1,0 +1,15 @@
+"""A store in a folder: how S3 differs from it is for tests/store, and tests of events run over both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.store import Store, open_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """An empty store."""
+    return open_store(f"file://{tmp_path / 'store'}")
