@@ -207,6 +207,11 @@ def _deepspeed(spec: Spec, _image: str | None) -> str:
 
 
 _WRITERS = {
-    Target.KFP: _kfp, Target.ARGO: _argo, Target.SLURM: _slurm, Target.RAYJOB: _rayjob, Target.KSERVE: _kserve,
-    Target.DEEPSPEED: _deepspeed, Target.FORM: _form,
-}  # fmt: skip
+    Target.KFP: _kfp,
+    Target.ARGO: _argo,
+    Target.SLURM: _slurm,
+    Target.RAYJOB: _rayjob,
+    Target.KSERVE: _kserve,
+    Target.DEEPSPEED: _deepspeed,
+    Target.FORM: _form,
+}

@@ -63,13 +63,14 @@ _OF_THE_STATE = {
         "leave `training.lora` as it is, or export the run and begin a new one with model.init_from",
     ),
     "data.tokenizer": (
-        "is another one than that of the run, whose weights know its tokens", "leave `data.tokenizer` as it is",
+        "is another one than that of the run, whose weights know its tokens",
+        "leave `data.tokenizer` as it is",
     ),
     "data.kind": (
         "is another one than that of the run, whose past was trained and counted as the other",
         "leave it as it is, or export the run and begin a new one with model.init_from",
     ),
-}  # fmt: skip
+}
 
 
 def _require_same_state(before: Spec, spec: Spec, step: int) -> None:
@@ -83,23 +84,33 @@ def _require_same_state(before: Spec, spec: Spec, step: int) -> None:
             problems += [Problem(name, value, why, remedy) for name, value in _changed(before, spec, field)]
     kinds = before.training.gradient_compression, spec.training.gradient_compression
     if kinds[0] != kinds[1] and any(kind in KEEPING for kind in kinds):
-        problems.append(Problem(
-            "training.gradient_compression", kinds[1],
-            "is another one than that of the run: what ranks leave out with powersgd and topk is part of the state",
-            f"leave it at {kinds[0]}, or export the run and begin a new one with model.init_from",
-        ))  # fmt: skip
+        problems.append(
+            Problem(
+                "training.gradient_compression",
+                kinds[1],
+                "is another one than that of the run: what ranks leave out with powersgd and topk is part of the state",
+                f"leave it at {kinds[0]}, or export the run and begin a new one with model.init_from",
+            )
+        )
     if not 0 < step < spec.training.steps:
-        problems.append(Problem(
-            "training.steps", spec.training.steps, f"leaves nothing to train after step {step}",
-            f"more than {step}: --set training.steps=N, or an earlier --to",
-        ))  # fmt: skip
+        problems.append(
+            Problem(
+                "training.steps",
+                spec.training.steps,
+                f"leaves nothing to train after step {step}",
+                f"more than {step}: --set training.steps=N, or an earlier --to",
+            )
+        )
     anomalies = spec.training.anomalies
     if anomalies.action == "rewind" and step % anomalies.rewind_steps:
-        problems.append(Problem(
-            "training.anomalies.rewind_steps", anomalies.rewind_steps,
-            f"step {step} is no multiple of it: an anomaly could send the run back behind where it begins",
-            "--to a multiple, or --set training.anomalies.rewind_steps=N with one that divides the step",
-        ))  # fmt: skip
+        problems.append(
+            Problem(
+                "training.anomalies.rewind_steps",
+                anomalies.rewind_steps,
+                f"step {step} is no multiple of it: an anomaly could send the run back behind where it begins",
+                "--to a multiple, or --set training.anomalies.rewind_steps=N with one that divides the step",
+            )
+        )
     if problems:
         raise SpecError(problems, "--set")
 
@@ -143,6 +154,20 @@ def _record(store: Store, parent: RunRecord, spec: Spec, identity: str, salt: st
     submitted = find_record(store, parent.run_id)
     made = submitted or Record("local", identity, identity, spec.name, "", 0.0, store.url)
     return replace(
-        made, id=identity, run_id=identity, name=spec.name, spec=dump_spec(spec), salt=salt, submitted=time.time(),
-        replan=False, host="", pid=0, began=0.0, log="", outcomes="", former=None, job="", ran="",
-    )  # fmt: skip
+        made,
+        id=identity,
+        run_id=identity,
+        name=spec.name,
+        spec=dump_spec(spec),
+        salt=salt,
+        submitted=time.time(),
+        replan=False,
+        host="",
+        pid=0,
+        began=0.0,
+        log="",
+        outcomes="",
+        former=None,
+        job="",
+        ran="",
+    )

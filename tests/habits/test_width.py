@@ -12,8 +12,6 @@ MIRRORS = {  # functions whose parameters another interface dictates
     "components/notify/__main__.py:body": "the inputs of the step's component",
     "pipelines/cli/audit.py:replay": "the options of the command",
     "pipelines/cli/kubeflow.py:schedule": "the options of the command",
-    "engines/torch/parallelize.py:parallelize": "the parts of the model and the mesh",
-    "rank/loop.py:train": "the parts of a rank",
 }
 
 

@@ -44,9 +44,7 @@ def links(
     return "\n".join(lines) + "\n"
 
 
-def _of_run(
-    spec: Spec, dataset_id: str, salt: str, store: Store, trial: Sequence[str], here: str
-) -> Iterator[str]:  # fmt: skip
+def _of_run(spec: Spec, dataset_id: str, salt: str, store: Store, trial: Sequence[str], here: str) -> Iterator[str]:
     identity = run_id(spec, dataset_id, salt, weights_digest(spec.model.init_from))
     job = f"holdfast-{identity}-{newest_launch(store, identity) + 1}"
     root, there = redact(store.url), spec.cluster.namespace or here

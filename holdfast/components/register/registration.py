@@ -206,9 +206,13 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
     alias = CHAMPION if spec.registration.promote else CHALLENGER
     if alias == CHAMPION:
         promote_in_order(
-            stores, model, version, uri, lambda now: _require_fresh(lineage, now if compared else None),
+            stores,
+            model,
+            version,
+            uri,
+            lambda now: _require_fresh(lineage, now if compared else None),
             compared=compared,
-        )  # fmt: skip
+        )
     else:
         with translated(uri):
             set_alias(client, model, CHALLENGER, version)

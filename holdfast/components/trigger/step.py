@@ -137,8 +137,12 @@ def of_decay(decay: Decay, most: float) -> Condition:
 # The same data, spec and code fail again with these codes. Failures that can be fixed elsewhere (credentials, files)
 # are not listed.
 PERMANENT = (
-    ExitCode.BAD_SPEC, ExitCode.BAD_DATA, ExitCode.DIVERGED, ExitCode.PLAN_CHANGED, ExitCode.OUT_OF_MEMORY,
-)  # fmt: skip
+    ExitCode.BAD_SPEC,
+    ExitCode.BAD_DATA,
+    ExitCode.DIVERGED,
+    ExitCode.PLAN_CHANGED,
+    ExitCode.OUT_OF_MEMORY,
+)
 
 log = logging.getLogger("holdfast.trigger")
 

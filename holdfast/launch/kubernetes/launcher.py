@@ -1,7 +1,7 @@
 """Kubernetes launcher: one job object for each launch, created or adopted, and followed to its end.
 
 A run has exactly one job, even if several launchers start it. An ending names the rank, the node and the reason. No pod
-of a launch remains when the next launch starts. `supervise` owns the restart budget.
+of a launch remains when the next launch starts. `Supervisor` owns the restart budget.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Launcher on a Ray cluster: a placement group for each launch, with an actor on each node that runs torchrun.
 
 Ray restarts nothing, and nothing outlives the launcher: it owns the actors, and their processes die with them.
-`supervise` owns the restart budget, `placement_group` the reservation, and Ray's autoscaler adds machines.
+`Supervisor` owns the restart budget, `placement_group` the reservation, and Ray's autoscaler adds machines.
 """
 
 from __future__ import annotations

@@ -80,10 +80,16 @@ class Record:
                 written = parse_spec(self.written)
                 spec = written if written == spec else spec
         return RunRequest(
-            spec, self.store, self.salt, self.run_id if self.identified else "", service_account=self.service_account,
-            image=self.image, replan=self.replan, trials=tuple(tuple(trial) for trial in self.trials),
+            spec,
+            self.store,
+            self.salt,
+            self.run_id if self.identified else "",
+            service_account=self.service_account,
+            image=self.image,
+            replan=self.replan,
+            trials=tuple(tuple(trial) for trial in self.trials),
             at_once=self.at_once,
-        )  # fmt: skip
+        )
 
     @property
     def alive(self) -> bool:
@@ -136,11 +142,25 @@ def record_of(
 ) -> Record:
     """The record of a submission at the current time."""
     return Record(
-        backend, identity, request.key, request.title, dump_spec(request.spec), time.time(), request.store,
+        backend,
+        identity,
+        request.key,
+        request.title,
+        dump_spec(request.spec),
+        time.time(),
+        request.store,
         request.salt,
-        request.image, request.service_account, request.replan, endpoint, namespace, trials=request.trials,
-        at_once=request.at_once, job=job, identified=bool(request.run_id), written=dump_written(request.spec),
-    )  # fmt: skip
+        request.image,
+        request.service_account,
+        request.replan,
+        endpoint,
+        namespace,
+        trials=request.trials,
+        at_once=request.at_once,
+        job=job,
+        identified=bool(request.run_id),
+        written=dump_written(request.spec),
+    )
 
 
 def keep(record: Record, url: str) -> str:

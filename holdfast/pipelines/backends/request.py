@@ -42,9 +42,12 @@ class RunRequest:
     def parameters(self) -> dict[str, Any]:
         """The parameters of the DAG for forms, with the spec as its author wrote it."""
         found = {
-            "spec": to_struct(written_spec(self.spec)), "overrides": [], "store": self.store, "salt": self.salt,
+            "spec": to_struct(written_spec(self.spec)),
+            "overrides": [],
+            "store": self.store,
+            "salt": self.salt,
             "replan": self.replan,
-        }  # fmt: skip
+        }
         if self.trials:
             del found["overrides"]  # each trial has its own
         return found

@@ -114,9 +114,12 @@ class Run:
         return Clock(self.log.with_suffix(".clock"))
 
     def go(
-        self, planned: Sequence[Planned], proxy: FaultyProxy | None, seed: int,
+        self,
+        planned: Sequence[Planned],
+        proxy: FaultyProxy | None,
+        seed: int,
         tell: Callable[[Planned | Survived | int], None],
-    ) -> list[Survived]:  # fmt: skip
+    ) -> list[Survived]:
         """Run it to its end through all of `planned`.
 
         `tell` receives each fault when it begins, its result, and the steps in between. Raises ChaosError when the run
@@ -201,9 +204,12 @@ class Run:
         with self.log.open("ab") as output:
             process = self.start(
                 self.command if self._disk is None else self._disk.inside(self.command),
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
                 env=self._environment(),
-            )  # fmt: skip
+            )
         try:
             yield process
         finally:

@@ -82,17 +82,29 @@ def holdfast(
 
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Runs on any backend": {
-        "run": run.run, "sweep": sweep.sweep, "resume": run.resume, "runs": runs.runs, "show": show.show,
-        "watch": monitoring.watch, "logs": runs.logs, "stop": runs.stop, "fork": audit.fork,
-        "report": monitoring.report, "profile": monitoring.profile,
+        "run": run.run,
+        "sweep": sweep.sweep,
+        "resume": run.resume,
+        "runs": runs.runs,
+        "show": show.show,
+        "watch": monitoring.watch,
+        "logs": runs.logs,
+        "stop": runs.stop,
+        "fork": audit.fork,
+        "report": monitoring.report,
+        "profile": monitoring.profile,
     },
     "Specs": {"validate": specs.validate, "compile": compile_.compile_, "plan": plan, "trigger": trigger},
     "Models": {"ui": models.ui},
     "Kubeflow": {"upload": kubeflow.upload, "schedule": kubeflow.schedule},
     "Clusters and this machine": {
-        "doctor": doctor.doctor, "health": health, "chaos": chaos, "calibrate": calibrate, "simulate": simulate,
+        "doctor": doctor.doctor,
+        "health": health,
+        "chaos": chaos,
+        "calibrate": calibrate,
+        "simulate": simulate,
     },
-}  # fmt: skip
+}
 GROUPS: dict[str, tuple[str, typer.Typer]] = {
     "checkpoints": ("Runs on any backend", checkpoints.app),
     "audit": ("Runs on any backend", audit.app),
@@ -173,13 +185,15 @@ def _as_json(error: Exception, code: ExitCode) -> dict[str, Any]:
     hint = getattr(error, "param_hint", None)  # of a wrong command line
     return {
         "error": {
-            "code": int(code), "name": code.name, "retryable": code.retryable,
+            "code": int(code),
+            "name": code.name,
+            "retryable": code.retryable,
             "message": redact(error.format_message() if hasattr(error, "format_message") else str(error)),
             "field": str(getattr(first, "field", "") or (hint if isinstance(hint, str) else "")),
             "remedy": redact(str(getattr(first, "remedy", ""))),
             "problems": [asdict(problem) for problem in problems],
         }
-    }  # fmt: skip
+    }
 
 
 def _leave(code: ExitCode) -> NoReturn:

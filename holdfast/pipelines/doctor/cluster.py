@@ -188,14 +188,16 @@ CUSTOM_RESOURCES = (
         PYTORCHJOBS, "v1", "Kubeflow training operator", f"install it: {TRAINING_OPERATOR}", job="pytorchjob"
     ),
     CustomResource(
-        "workflows.argoproj.io", "v1alpha1", "Argo Workflows",
+        "workflows.argoproj.io",
+        "v1alpha1",
+        "Argo Workflows",
         "install Kubeflow Pipelines, which brings it, or Argo Workflows itself",
     ),
     CustomResource("trainjobs.trainer.kubeflow.org", "v1alpha1", "Kubeflow Trainer 2", "install it", job="trainjob"),
     CustomResource("jobs.batch.volcano.sh", "v1alpha1", "Volcano", "install Volcano", job="volcano"),
     CustomResource(VOLCANO_QUEUES, "v1beta1", "Volcano", "install Volcano", scheduler="volcano"),
     CustomResource(KUEUE_QUEUES, "v1beta2", "Kueue", "install Kueue, or a newer one", scheduler="kueue"),
-)  # fmt: skip
+)
 
 
 def check_custom_resources(cluster: Cluster) -> Iterator[Finding]:
@@ -242,11 +244,12 @@ def check_settings(cluster: Cluster) -> Iterator[Finding]:
     missing = [key for key in KEYS if key not in keys and key not in values]
     if missing:
         yield Finding(
-            SECRET_NAME, "warn",
+            SECRET_NAME,
+            "warn",
             f"{' and '.join(missing)} are in no Secret of {cluster.namespace}: pods need an identity of the cloud",
             f"kubectl create secret generic {SECRETS} -n {cluster.namespace} --from-env-file=secrets.env, or give the "
             "service accounts an identity (manifests/components/workload-identity)",
-        )  # fmt: skip
+        )
     else:
         yield Finding(SECRET_NAME, "ok", f"the keys of S3 are in {', '.join(name for name in named if secrets[name])}")
 

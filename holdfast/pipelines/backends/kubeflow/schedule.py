@@ -74,23 +74,26 @@ def trigger_of(spec: Spec, controller_timezone: str = "UTC") -> kfp_server_api.V
         raise SpecError(
             [
                 Problem(
-                    "schedule", None, "says neither cron nor every_minutes",
+                    "schedule",
+                    None,
+                    "says neither cron nor every_minutes",
                     "give one of them, such as schedule.cron: '0 3 * * 1'",
                 )
             ],
-        )  # fmt: skip
+        )
     if schedule.timezone != controller_timezone and not {schedule.timezone, controller_timezone} <= set(_UTC):
         raise SpecError(
             [
                 Problem(
-                    "schedule.timezone", schedule.timezone,
+                    "schedule.timezone",
+                    schedule.timezone,
                     f"is not the one that KFP's scheduler counts in ({controller_timezone}); KFP knows no time zone of "
                     "a schedule",
                     "write the cron expression in UTC, use every_minutes, or set CRON_SCHEDULE_TIMEZONE of "
                     "ml-pipeline-scheduledworkflow and say so with --controller-timezone; Argo's CronWorkflow has them",
                 )
             ],
-        )  # fmt: skip
+        )
     six = f"0 {expand(schedule.cron)}"  # seconds first
     return kfp_server_api.V2beta1Trigger(cron_schedule=kfp_server_api.V2beta1CronSchedule(cron=six))
 
@@ -123,9 +126,14 @@ def schedule(server: Server, wanted: RunRequest, *, controller_timezone: str = "
     ours = {one.recurring_run_id for one in former}
     removed, kept = _remove(server, [one for one in others if one.display_name == name or one.recurring_run_id in ours])
     return Scheduled(
-        current.recurring_run_id, name, when(trigger), server.link("recurringrun", current.recurring_run_id), created,
-        removed, kept,
-    )  # fmt: skip
+        current.recurring_run_id,
+        name,
+        when(trigger),
+        server.link("recurringrun", current.recurring_run_id),
+        created,
+        removed,
+        kept,
+    )
 
 
 def _body(
@@ -225,9 +233,11 @@ def _of(server: Server, pipeline: str) -> list[Any]:
 
 def _listed(server: Server, pipeline: str = "") -> Iterator[Any]:
     yield from server.every(
-        server.recurring_runs.recurring_run_service_list_recurring_runs, "recurring_runs",
-        filter=named(f"{pipeline}{_SCHEDULED}", CONTAINS), **in_namespace(server),
-    )  # fmt: skip
+        server.recurring_runs.recurring_run_service_list_recurring_runs,
+        "recurring_runs",
+        filter=named(f"{pipeline}{_SCHEDULED}", CONTAINS),
+        **in_namespace(server),
+    )
 
 
 def _oldest(found: Iterable[Any]) -> Any | None:

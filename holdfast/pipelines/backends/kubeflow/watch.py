@@ -107,9 +107,14 @@ def cancel(server: Server, wanted: str) -> tuple[Any, bool]:
 
 
 def logs(
-    server: Server, wanted: str, step: str = "", *, follow: bool = False, pause: Callable[[float], None] = time.sleep,
+    server: Server,
+    wanted: str,
+    step: str = "",
+    *,
+    follow: bool = False,
+    pause: Callable[[float], None] = time.sleep,
     pods: Callable[[str], Iterable[str]] = lambda _: (),
-) -> Iterator[tuple[str, str]]:  # fmt: skip
+) -> Iterator[tuple[str, str]]:
     """Yield (step, line) of everything that KFP has of the steps, or only of `step`; with `follow`, until the run has
     ended.
 

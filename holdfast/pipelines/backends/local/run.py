@@ -147,9 +147,12 @@ def keep_here(request: RunRequest, log: Path, outcomes: Path) -> None:
     pid = os.getpid()
     record = replace(
         record_of(request, "local", request.run_id),
-        host=socket.gethostname(), pid=pid, began=process_start(pid) or 0.0,
-        log=str(log), outcomes=str(outcomes),
-    )  # fmt: skip
+        host=socket.gethostname(),
+        pid=pid,
+        began=process_start(pid) or 0.0,
+        log=str(log),
+        outcomes=str(outcomes),
+    )
     keep(record, request.store)  # the first step reports an unavailable store, with its exit code
 
 
