@@ -7,7 +7,7 @@ division, which a mean of means would.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class TokenLosses(Protocol):
 class Objective(Protocol):
     """What a step minimizes."""
 
-    needs_reference: bool  # whether `loss_sum` needs the losses of a frozen reference model
+    needs_reference: ClassVar[bool]  # whether `loss_sum` needs the losses of a frozen reference model
 
     def count(self, rows: Tensor) -> Tensor:
         """The number of terms in `rows`: an integer scalar on their device. `rows` are [rows, context + 1] ids with
