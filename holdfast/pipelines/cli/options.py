@@ -148,8 +148,10 @@ class RunOptions:
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command with each field of its options classes as a separate option, for Typer."""
-    classes = {name: hint for name, hint in get_type_hints(command, include_extras=True).items() if is_dataclass(hint)}
     hints = get_type_hints(command, include_extras=True)
+    classes: dict[str, type[Any]] = {
+        name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)
+    }
     parameters = []
     for name, parameter in inspect.signature(command).parameters.items():
         if name not in classes:
