@@ -61,7 +61,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import the API when it is first asked for: steps and ranks import this package, and need none of it."""
+    """Import the API on first access. Steps and ranks import this package and do not need the API."""
     if name not in __all__:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
     from holdfast import api
