@@ -112,8 +112,8 @@ def replay_steps(
         with _watched(results, last - start, progress), closing(LocalLauncher(folder)) as launcher:
             ending = launcher.run(job)
         if ending.code == PlanChangedError.exit_code:
-            said = "\n".join(ending.log_tail)  # each rank prints it
-            raise PlanChangedError(said[max(0, said.find("this machine computes")) :].partition("\n")[0])
+            log = "\n".join(ending.log_tail)  # each rank prints it
+            raise PlanChangedError(log[max(0, log.find("this machine computes")) :].partition("\n")[0])
         if ending.code:
             tail = "\n".join(f"    {line}" for line in ending.log_tail)
             raise GangError(f"the replay ended ({ending.reason}); the end of its log:\n{tail}", ending.code)

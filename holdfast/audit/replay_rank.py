@@ -65,8 +65,8 @@ def replay(
     differently from `plan`, if given. Raises DataError if the checkpoint at `start` does not have `state_digest`, if
     given.
     """
-    told = Assignment.model_validate(read_launch(store, run_id, launch).assignment)
-    spec = told.model_copy(update={"checkpoint": told.checkpoint.model_copy(update={"digest_every": 1})})
+    assignment = Assignment.model_validate(read_launch(store, run_id, launch).assignment)
+    spec = assignment.model_copy(update={"checkpoint": assignment.checkpoint.model_copy(update={"digest_every": 1})})
     make_deterministic(spec.training.determinism, spec.parallel.threads)
     device = local_device(spec.accelerator)
     dataset = Dataset.open(store, spec.dataset_id, cache_dir())
