@@ -237,11 +237,11 @@ def require_whole(step: int, catalogue: Any, totals: Any, writers: int) -> None:
 def _failure(store: Store, key: str) -> HoldfastError:
     """The failure that a child recorded."""
     try:
-        told = read_json_object(store, key)
-        kind, message = str(told["error"]), str(told["message"])
+        record = read_json_object(store, key)
+        kind, message = str(record["error"]), str(record["message"])
     except (DataError, KeyError) as error:
         return StoreUnreachableError(f"{key}: a part of the save failed, and its reason cannot be read ({error})")
-    found = getattr(errors, kind, None) if re.fullmatch(r"[A-Z]\w*Error", kind) else None
-    if isinstance(found, type) and issubclass(found, HoldfastError) and found is not errors.SpecError:
-        return found(message)
+    error_class = getattr(errors, kind, None) if re.fullmatch(r"[A-Z]\w*Error", kind) else None
+    if isinstance(error_class, type) and issubclass(error_class, HoldfastError) and error_class is not errors.SpecError:
+        return error_class(message)
     return HoldfastError(message)

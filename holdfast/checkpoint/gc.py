@@ -111,8 +111,8 @@ class Lease:
 
     def _swap(self, expected: str | None, *, held: bool) -> str:
         self._beat += 1
-        told = {"owner": self._owner, "attempt": self._attempt, "beat": self._beat, "held": held}
-        return self._store.compare_and_swap(self._key, json.dumps(told).encode(), expected)
+        record = {"owner": self._owner, "attempt": self._attempt, "beat": self._beat, "held": held}
+        return self._store.compare_and_swap(self._key, json.dumps(record).encode(), expected)
 
 
 T = TypeVar("T")
@@ -288,9 +288,9 @@ class Collector:
         borrowed = root.holder != self.attempt.run_id  # what it needs is pinned in the run that holds it
         needed, waiting = set[str](), [(entry, False) for entry in root.indexes if not borrowed]
         while waiting:
-            entry, told = waiting.pop()
+            entry, packs_known = waiting.pop()
             needed.add(layout.index(root.holder, entry.name))
-            if told and not entry.is_node:
+            if packs_known and not entry.is_node:
                 continue
             if (needs := self._needs.get(entry.digest)) is None:
                 try:
@@ -316,7 +316,7 @@ class Collector:
         its own clock: they are deleted."""
         now, live, dead = self.clock.monotonic(), [], []
         found = {info.key: info for info in self.store.list(layout.readers(self.attempt.run_id))}
-        self._marks = {key: seen for key, seen in self._marks.items() if key in found}
+        self._marks = {key: sighting for key, sighting in self._marks.items() if key in found}
         for key, info in found.items():
             sign = info.version, info.modified  # the same bytes written again keep their entity tag in a bucket
             last, since = self._marks.setdefault(key, (sign, now))

@@ -122,9 +122,9 @@ class Checkpoint:
             by_name[box.name].append(box)
         found = [use for key, index in self.leaves(wanted) for use in uses_of(key, index, by_name)]
         covered = sum(prod(meeting_shape(use)) for use in found)
-        asked = sum(box.data.numel() for box in wanted)
-        if covered != asked:
-            what = f"{self._root}: its indexes hold {covered} of the {asked} elements that are asked for"
+        requested = sum(box.data.numel() for box in wanted)
+        if covered != requested:
+            what = f"{self._root}: its indexes hold {covered} of the {requested} elements that are asked for"
             raise DamageError(DamageReport(what, self._root))
         return found
 

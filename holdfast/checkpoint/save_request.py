@@ -1,4 +1,4 @@
-"""Request to save the state after a step: what its writer, the agent and the local tiers need besides the tensors."""
+"""Request to save the state after a step: what its writer, the agent and the local tiers need, except the tensors."""
 
 from __future__ import annotations
 

@@ -212,9 +212,9 @@ class ShardWriter:
 
 def record_failure(store: Store, attempt: Attempt, step: int, child: str, error: HoldfastError) -> None:
     """Write `<child>.failed`, the reason why a child of the tree will not come."""
-    told = {"error": type(error).__name__, "message": str(error), "code": int(error.exit_code)}
+    record = {"error": type(error).__name__, "message": str(error), "code": int(error.exit_code)}
     key = f"{layout.indexes(attempt.run_id, attempt.number, step)}{child}.failed"
-    store.put(key, json.dumps(told).encode())
+    store.put(key, json.dumps(record).encode())
 
 
 def _part(boxes: Sequence[TensorBox], piece: Piece) -> Part:

@@ -175,10 +175,10 @@ def require_small(save: Save, room: int = 0) -> None:
     Sending it would break the connection every time."""
     size = len(save.model_dump_json())
     if size + room > MAX_MESSAGE:
-        said = f"what is said of them takes {size:,} bytes" + (f", and metrics up to {room:,}" if room else "")
+        sizes = f"what is said of them takes {size:,} bytes" + (f", and metrics up to {room:,}" if room else "")
         remedy = "spread the state over more ranks, so that each saves fewer boxes, or save more often"
-        told = f"{said}: more than the {MAX_MESSAGE:,} that the checkpoint agent takes in one message"
-        raise SpecError([Problem("parallel", f"{len(save.slots):,} boxes of a rank", told, remedy)], "checkpoint")
+        message = f"{sizes}: more than the {MAX_MESSAGE:,} that the checkpoint agent takes in one message"
+        raise SpecError([Problem("parallel", f"{len(save.slots):,} boxes of a rank", message, remedy)], "checkpoint")
 
 
 class Connection:

@@ -154,7 +154,7 @@ class SaveWorker:
                 raise StoreUnreachableError(copy.abandoned)
             if copy.boxes is not None:
                 self._work.write(copy.request, copy.boxes)
-        except BaseException as error:  # noqa: BLE001 - told to whoever asked, and raised there
+        except BaseException as error:  # noqa: BLE001 - passed to the caller that waits, and raised there
             failure = as_failure(step, error)
             with self._changed:
                 self._untold[step] = failure
@@ -175,7 +175,7 @@ class SaveWorker:
         while (copy := self._commits.get()) is not None:
             try:
                 written = self._work.commit(copy.request)
-            except BaseException as error:  # noqa: BLE001 - told to whoever asked, and raised there
+            except BaseException as error:  # noqa: BLE001 - passed to the caller that waits, and raised there
                 self._end(copy.step, as_failure(copy.step, error))
                 continue
             with self._changed:

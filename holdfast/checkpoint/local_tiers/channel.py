@@ -125,9 +125,9 @@ def _proof(token: str, purpose: bytes, both: bytes) -> bytes:
 
 
 def _mac(key: bytes, direction: bytes, number: int, data: bytes | memoryview) -> bytes:
-    made = hmac.new(key, direction + _NUMBER.pack(number), _HASH)
-    made.update(data)
-    return made.digest()
+    mac = hmac.new(key, direction + _NUMBER.pack(number), _HASH)
+    mac.update(data)
+    return mac.digest()
 
 
 def _until(size: int) -> float:

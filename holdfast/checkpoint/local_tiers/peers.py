@@ -236,8 +236,8 @@ class Nodes:
                 log.warning("no other node can have copies of this one, or send any: %s", error)
         self._own = own and own.keyed()
         # By rank; set for the first rank of each node.
-        told: list[Endpoint | None] = gang.all_gather(own, Endpoint | None)
-        self.endpoints = [endpoint and endpoint.keyed() for endpoint in told]
+        endpoints: list[Endpoint | None] = gang.all_gather(own, Endpoint | None)
+        self.endpoints = [endpoint and endpoint.keyed() for endpoint in endpoints]
 
     @property
     def neighbour(self) -> Endpoint | None:

@@ -143,8 +143,8 @@ def _memory_left() -> Iterator[tuple[int, str]]:
         with suppress(OSError, ValueError):  # "max" is no number, and no limit
             limit = int((group / "memory.max").read_text())
             used = int((group / "memory.current").read_text())
-            told = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            yield limit - used + int(told.get("inactive_file", 0)), f"the memory limit of {group}"
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            yield limit - used + int(statistics.get("inactive_file", 0)), f"the memory limit of {group}"
 
 
 def _groups() -> Iterator[Path]:

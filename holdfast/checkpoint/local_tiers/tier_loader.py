@@ -233,11 +233,11 @@ class TierLoader:
                         record = Record.from_bytes(self._tiers[name].store(0).get(key), key)
                         if (record.run_id, record.attempt, record.step) != (self._run_id, attempt, step):
                             raise DataError(f"{key}: is the record of attempt {record.attempt}, step {record.step}")
-                    except Exception as error:  # noqa: BLE001 - whoever cannot read it has none
+                    except Exception as error:  # noqa: BLE001 - a rank that cannot read it has none
                         record = None
                         log.warning("%s", error)
-                if (told := self._gang.broadcast(record, Record | None, rank)) is not None:
-                    return told
+                if (received := self._gang.broadcast(record, Record | None, rank)) is not None:
+                    return received
         return None
 
     def _indexes(self, attempt: int, step: int) -> dict[tuple[int, str], bytes]:
@@ -321,17 +321,17 @@ class TierLoader:
 
     def _sources(self, parts: Mapping[int, Sequence[tuple[int, Part]]]) -> dict[str, list[Source]]:
         """The sources of each writer's index and packs for this rank, by the key of the index: its own node first."""
-        found: dict[str, list[Source]] = {}
+        sources: dict[str, list[Source]] = {}
         for writer, copies in parts.items():
-            here: list[Source] = []
-            there: list[Source] = []
+            local: list[Source] = []
+            remote: list[Source] = []
             for rank, part in copies:
                 if self._nodes.names[rank] == self._nodes.here and part.tier in self._tiers:
-                    here.append(self._tiers[part.tier].store(writer))
+                    local.append(self._tiers[part.tier].store(writer))
                 elif (endpoint := self._nodes.endpoints[rank]) is not None:
-                    there.append(Remote(endpoint, part.tier, writer))
-            found[layout.index(self._run_id, copies[0][1].entry.name)] = [*here, *there]
-        return found
+                    remote.append(Remote(endpoint, part.tier, writer))
+            sources[layout.index(self._run_id, copies[0][1].entry.name)] = [*local, *remote]
+        return sources
 
     def _filled(self, checkpoint: Checkpoint, boxes: Sequence[TensorBox]) -> str:
         """Fill this rank's boxes. Return the reason of a failure, or an empty string."""

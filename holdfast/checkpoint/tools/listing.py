@@ -67,8 +67,8 @@ def list_checkpoints(store: Store, run_id: str, retention: Retention) -> list[Ch
             found.append(CheckpointInfo(step, committed, kept=kept, pins=held, damaged=str(error)))
     for info in store.list(layout.damaged(run_id)):
         if match := re.search(r"/step-(\d{9,})\.json$", info.key):
-            told = "set aside as damaged: two readers could not verify it"
-            found.append(CheckpointInfo(int(match[1]), info.modified, damaged=told))
+            reason = "set aside as damaged: two readers could not verify it"
+            found.append(CheckpointInfo(int(match[1]), info.modified, damaged=reason))
     if not found:
         raise MissingError(f"run {run_id} has no checkpoint in {store.url} yet")
     return sorted(found, key=lambda each: (each.step, each.damaged))
