@@ -23,7 +23,7 @@ log = logging.getLogger("holdfast.compare")
 def body(spec: Spec, url: str, *, dataset_id: str, trials: str, salt: str, job: str) -> StepResult:
     """Compare the trials of the execution `job`. `trials` is a JSON list of lists of overrides. The result has the
     outcome, run and overrides of the best trial."""
-    made = compare(
+    comparison = compare(
         spec,
         dataset_id,
         parse_json(trials, list[list[str]], "--trials"),
@@ -31,13 +31,15 @@ def body(spec: Spec, url: str, *, dataset_id: str, trials: str, salt: str, job: 
         salt,
         known_outcomes(job, store=url),
     )
-    best = made.best
-    _mirror(spec, made, open_store(url))
-    for one in made.failed:
-        log.warning("not compared: %s", one.text)
-    log.info("sweep %s: %d trials compared, %d failed", made.sweep_id, len(made.rows), len(made.failed))
+    best = comparison.best
+    _mirror(spec, comparison, open_store(url))
+    for trial in comparison.failed:
+        log.warning("not compared: %s", trial.text)
+    log.info(
+        "sweep %s: %d trials compared, %d failed", comparison.sweep_id, len(comparison.rows), len(comparison.failed)
+    )
     result = {"word": best.word, "winner": best.run_id, "changes": list(best.changes)}
-    return StepResult(result, {"comparison": Artifact(made.markdown)})
+    return StepResult(result, {"comparison": Artifact(comparison.markdown)})
 
 
 def _mirror(spec: Spec, made: Comparison, store: Store) -> None:

@@ -63,12 +63,12 @@ def compare(
     if not rows:
         raise NoTrialEndedError(failed)
     rows.sort(key=lambda row: (row.word != BLESSED, row.loss, row.run_id))
-    made = Comparison(
+    comparison = Comparison(
         sweep_id=sweep_id(runs), name=sweep_name(spec), dataset_id=dataset_id, rows=tuple(rows), failed=tuple(failed)
     )
-    store.put(layout.sweep(made.sweep_id, "comparison.md"), made.markdown.encode())
-    store.put(layout.sweep(made.sweep_id, "comparison.json"), made.model_dump_json(indent=1).encode())
-    return made
+    store.put(layout.sweep(comparison.sweep_id, "comparison.md"), comparison.markdown.encode())
+    store.put(layout.sweep(comparison.sweep_id, "comparison.json"), comparison.model_dump_json(indent=1).encode())
+    return comparison
 
 
 def _row(changes: tuple[str, ...], identity: str, result: Mapping[str, Any], verdict: Mapping[str, Any]) -> Row:

@@ -19,9 +19,9 @@ def body(spec: Spec, url: str, *, run_id: str) -> StepResult:
     """Score a run. The result is its `Verdict`. `not_blessed` is a result, not a failure."""
     store = open_store(url)
     verdict = run(spec, run_id, store)
-    said = {"run_id": run_id, "verdict": verdict.word, "reasons": list(verdict.reasons)}
+    summary = {"run_id": run_id, "verdict": verdict.word, "reasons": list(verdict.reasons)}
     report = store.get(layout.verdict(run_id, verdict.key, "html")).decode()
-    shown = {"metrics": Artifact(metadata={**verdict.metrics, **said}), "report": Artifact(report)}
+    shown = {"metrics": Artifact(metadata={**verdict.metrics, **summary}), "report": Artifact(report)}
     return StepResult(verdict.model_dump(mode="json"), shown)
 
 

@@ -173,12 +173,12 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
     if champion is not None:
         compared = [task for task in tasks if task.task.champion_tolerance is not None]
         opponent = _oppose(spec, champion, trained, dataset, devices, compared, context=model.decoder.shape.context)
-    made = checks(spec.evaluation, measured, opponent)
-    word, reasons = decide(made)
+    checklist = checks(spec.evaluation, measured, opponent)
+    word, reasons = decide(checklist)
     verdict = Verdict(
         word=word,
         reasons=reasons,
-        checks=made,
+        checks=checklist,
         metrics=measured.figures,
         device=devices[0].type,
         champion=opponent,

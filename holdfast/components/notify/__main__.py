@@ -42,14 +42,14 @@ def body(
     final status. `message`, or Argo's `failures`, is the cluster's report of the failed step. `trials` are those of
     a sweep."""
     outcomes = known_outcomes(job, spec, overrides, store)
-    node, said = first_failed_node(failures)
-    ending = ending_of(status, outcomes, stopped=was_stopped(), message=message or said)
+    node, node_message = first_failed_node(failures)
+    ending = ending_of(status, outcomes, stopped=was_stopped(), message=message or node_message)
     ended_well = ending == "succeeded"
     if ended_well and (reason := not_due(outcomes)):
         return _done(nothing_to_do(spec, overrides, reason), job)
     log_place = os.environ.get(LOG_FILE) or (f"holdfast logs {job}" if job and not outcomes_folder() else "")
     if trials:
-        end = PipelineExit(ending, node, message or said, log_place=log_place, outcomes=outcomes)
+        end = PipelineExit(ending, node, message or node_message, log_place=log_place, outcomes=outcomes)
         return _done(run_sweep(end, trials, spec, store, overrides=overrides, salt=salt), job)
     # A step's own message is better than the cluster's message about its pod. After a success, the record of a killed
     # try no longer matters.
@@ -59,7 +59,7 @@ def body(
     end = PipelineExit(
         ending,
         failed_step=failure.step if failure else node,
-        message=failure.reason if failure else message or said,
+        message=failure.reason if failure else message or node_message,
         exit_code=failure.exit_code if failure else None,
         log_place=log_place,
         outcomes=outcomes,

@@ -53,15 +53,15 @@ def ending_of(word: str, outcomes: Iterable[Outcome] = (), *, stopped: bool = Fa
     """The outcome of the DAG. `word` is the engine's status in any case, and `outcomes` are those of this
     execution's steps. `stopped` is true if a person stopped it on this machine. `message` is the engine's message
     about the failed step."""
-    told, said = [one for one in outcomes if one.step != EXIT_HANDLER], word.lower().split()[:1]
-    if stopped or _CANCELLED & {*said} or _SHUT_DOWN in message:
+    counted, status = [one for one in outcomes if one.step != EXIT_HANDLER], word.lower().split()[:1]
+    if stopped or _CANCELLED & {*status} or _SHUT_DOWN in message:
         return "cancelled"
-    if any(_ends_well(one) for one in told):
+    if any(_ends_well(one) for one in counted):
         return "succeeded"
-    succeeded = bool(_SUCCEEDED & {*said})
-    if compared(told):  # the comparison leaves failed trials out
-        told = [one for one in told if not one.part]
-    failures = [one for one in told if one.exit_code or (one.ended is None and not succeeded)]
+    succeeded = bool(_SUCCEEDED & {*status})
+    if compared(counted):  # the comparison leaves failed trials out
+        counted = [one for one in counted if not one.part]
+    failures = [one for one in counted if one.exit_code or (one.ended is None and not succeeded)]
     if not failures:
         return "succeeded" if succeeded else "failed"
     first = first_failure(failures)
@@ -88,8 +88,8 @@ def headline_of(
 
 def not_due(outcomes: Iterable[Outcome]) -> str:
     """Why a scheduled execution had nothing to do. Empty if it had, or was not scheduled."""
-    said = next((one.result for one in outcomes if one.step == "trigger" and one.result.startswith(NOT_DUE)), "")
-    return said.removeprefix(NOT_DUE).lstrip(": ") or ("no retraining is due" if said else "")
+    result = next((one.result for one in outcomes if one.step == "trigger" and one.result.startswith(NOT_DUE)), "")
+    return result.removeprefix(NOT_DUE).lstrip(": ") or ("no retraining is due" if result else "")
 
 
 def compared(outcomes: Iterable[Outcome]) -> bool:

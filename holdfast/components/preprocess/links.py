@@ -47,7 +47,7 @@ def links(
 def _of_run(spec: Spec, dataset_id: str, salt: str, store: Store, trial: Sequence[str], here: str) -> Iterator[str]:
     identity = run_id(spec, dataset_id, salt, weights_digest(spec.model.init_from))
     job = f"holdfast-{identity}-{newest_launch(store, identity) + 1}"
-    root, there = redact(store.url), spec.cluster.namespace or here
+    root, namespace = redact(store.url), spec.cluster.namespace or here
     objects = f"{KINDS[spec.cluster.job].resource},{PODS}"
     yield f"**{spec.name}** trains as run {_code(identity)}" + (f", with {_code(' '.join(trial))}" if trial else "")
     yield ""
@@ -55,8 +55,8 @@ def _of_run(spec: Spec, dataset_id: str, salt: str, store: Store, trial: Sequenc
     yield f"- state: {_code(f'holdfast show {identity} --store {root}')}"
     yield f"- log of a rank, live and afterwards: {_code(f'holdfast logs {identity} --rank 0 --follow --store {root}')}"
     yield (
-        f"- job: {_code(job)} in namespace {_code(there)}; each restart counts one up. "
-        + _code(f"kubectl -n {there} get {objects} -l {RUN_LABEL}={identity}")
+        f"- job: {_code(job)} in namespace {_code(namespace)}; each restart counts one up. "
+        + _code(f"kubectl -n {namespace} get {objects} -l {RUN_LABEL}={identity}")
     )
     yield f"- checkpoints and everything else: {_code(f'{root}/{layout.run(identity)}')}"
 

@@ -15,10 +15,10 @@ from holdfast.store import layout, open_store
 
 def body(spec: Spec, url: str, *, run_id: str) -> StepResult:
     """Register the model of a run whose newest verdict blesses it. The result is the `Registration`."""
-    made = run(spec, run_id, open_store(url))
-    registered = {"run_id": run_id, "model": made.model, "version": made.version}
+    registration = run(spec, run_id, open_store(url))
+    registered = {"run_id": run_id, "model": registration.model, "version": registration.version}
     return StepResult(
-        made.model_dump(mode="json"), {"registered": Artifact(key=layout.run(run_id), metadata=registered)}
+        registration.model_dump(mode="json"), {"registered": Artifact(key=layout.run(run_id), metadata=registered)}
     )
 
 

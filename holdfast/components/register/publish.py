@@ -120,8 +120,8 @@ def publish(
         if not _is_described(store, export):
             _describe(store, export, record)
         return f"{store.url}/{folder}"
-    there = bounded(lambda: client.list_artifacts(mlflow_run_id, name), "listing artifacts")
-    if not any(Path(file.path).name == MARKER for file in there):
+    artifacts = bounded(lambda: client.list_artifacts(mlflow_run_id, name), "listing artifacts")
+    if not any(Path(file.path).name == MARKER for file in artifacts):
         with temporary_folder("register") as temporary:
             marker = describe_model(Path(temporary) / "model", record, f"{store.url}/{export}")[-1]
             marker = marker.rename(Path(temporary) / MARKER)

@@ -180,9 +180,9 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
             version = _create(client, model, version_key, source, mlflow_run_id, shown)
         else:  # from an earlier call, possibly under another verdict
             _set_tags(client, model, version, shown)
-    told = f"registered as models:/{model}/{version} in {redact(uri)}"
+    reason = f"registered as models:/{model}/{version} in {redact(uri)}"
     holder = f"{model.replace(' ', '_')}-{version}"[-128:]
-    pin(store, run_id, lineage.result["step"], holder, told, state_digest=lineage.result["state_digest"])
+    pin(store, run_id, lineage.result["step"], holder, reason, state_digest=lineage.result["state_digest"])
     registration = Registration(
         run_id=run_id,
         model=model,
@@ -360,8 +360,8 @@ def _set_tags(client: MlflowClient, model: str, version: int, tags: Mapping[str,
     """Set the tags of a version to the current lineage."""
 
     def other() -> list[tuple[str, str]]:
-        there = client.get_model_version(model, str(version)).tags
-        return [(name, value) for name, value in tags.items() if there.get(name) != value]
+        current = client.get_model_version(model, str(version)).tags
+        return [(name, value) for name, value in tags.items() if current.get(name) != value]
 
     def write(changed: list[tuple[str, str]]) -> None:
         for name, value in changed:

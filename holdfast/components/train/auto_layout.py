@@ -63,8 +63,8 @@ def _recorded(spec: Spec, identity: str, store: Store) -> dict[str, Any] | None:
     if segments := newest_segments(store, identity):
         settings = dict(segments[-1].plan.settings)
     elif number := newest_launch(store, identity):
-        told = Assignment.model_validate(read_launch(store, identity, number).assignment)
-        settings = settings_of(told.training, told.parallel, told.accelerator, told.nodes)
+        assignment = Assignment.model_validate(read_launch(store, identity, number).assignment)
+        settings = settings_of(assignment.training, assignment.parallel, assignment.accelerator, assignment.nodes)
     else:
         return None
     ranks = (settings["parallel.processes"], settings["cluster.nodes"])
@@ -90,13 +90,13 @@ def _after_running_out(spec: Spec, identity: str, store: Store, *, replan: bool)
     ended = read_exit(store, identity, number)
     if ended is None or not ended.ran_out or (newest_segments(store, identity) and not replan):
         return None
-    told = Assignment.model_validate(read_launch(store, identity, number).assignment)
-    if (told.parallel.processes, told.nodes) != (spec.parallel.processes, spec.cluster.nodes.max):
+    assignment = Assignment.model_validate(read_launch(store, identity, number).assignment)
+    if (assignment.parallel.processes, assignment.nodes) != (spec.parallel.processes, spec.cluster.nodes.max):
         return None  # the proposal does not fit other ranks
     if ended.next_plan is None:
         what = f"ran out of memory in launch {number}, and no layout of these ranks needs less by the planner's count"
         raise SpecError([Problem("parallel.auto", True, what, "use more ranks, or a smaller model")])
-    settings = settings_of(told.training, told.parallel, told.accelerator, told.nodes)
+    settings = settings_of(assignment.training, assignment.parallel, assignment.accelerator, assignment.nodes)
     return _layout_in(settings) | ended.next_plan
 
 

@@ -156,8 +156,8 @@ def _run_gang(
         number = newest_launch(store, identity)
         if not (adopted := launcher.adopt(identity, number)):
             health = health_check_request(spec, nodes_of_the_last_end(store, identity))
-            told = assignment.model_copy(update=health)
-            number = claim_launch(store, identity, told.model_dump(mode="json"), replan=replan)
+            checked = assignment.model_copy(update=health)
+            number = claim_launch(store, identity, checked.model_dump(mode="json"), replan=replan)
         avoided = avoided_nodes(store, identity, spec.cluster)
         leaving = leaving_nodes(store, identity, spec.cluster)
         job = training_job(spec, identity, number, store.url, avoided, leaving)
@@ -395,7 +395,7 @@ def _pass_on_to(listener: Callable[[], object]) -> None:
     listeners."""
     try:
         listener()
-    except Exception as error:  # noqa: BLE001 - said, and the store has the truth
+    except Exception as error:  # noqa: BLE001 - logged, and the store has the truth
         log.warning("what the ranks told is not passed on: %s: %s", type(error).__name__, error)
 
 
@@ -403,5 +403,5 @@ def _try_to(mirror: Callable[[], object]) -> None:
     """Call a mirror. Its failure is logged and does not change how a run ends."""
     try:
         mirror()
-    except Exception as error:  # noqa: BLE001 - said, and the store has the truth
+    except Exception as error:  # noqa: BLE001 - logged, and the store has the truth
         log.warning("metrics are not copied to MLflow: %s", error)

@@ -18,10 +18,10 @@ from holdfast.store import open_store
 def body(spec: Spec, url: str, *, salt: str, job: str = "") -> StepResult:
     """Decide whether a retraining is due. The result is the `Decision`. `salt` is that of the possible retraining.
     `job` is this execution."""
-    made = run(spec, open_store(url), salt, job=job)
-    found = {"word": made.word, "run_id": made.run_id, "dataset_id": made.dataset_id}
-    decision = Artifact(f"**{made.word.replace('_', ' ')}**: {made.reason}\n", metadata=found)
-    return StepResult(made.model_dump(mode="json"), {"decision": decision}, f"{made.word}: {made.reason}")
+    decision = run(spec, open_store(url), salt, job=job)
+    metadata = {"word": decision.word, "run_id": decision.run_id, "dataset_id": decision.dataset_id}
+    artifact = Artifact(f"**{decision.word.replace('_', ' ')}**: {decision.reason}\n", metadata=metadata)
+    return StepResult(decision.model_dump(mode="json"), {"decision": artifact}, f"{decision.word}: {decision.reason}")
 
 
 if __name__ == "__main__":
