@@ -167,12 +167,12 @@ def batch_of(store: Store, spec: Spec, dataset_id: str, step: int, micro_batch: 
         found, note = None, str(error)
     tokenizer = load_tokenizer(dataset.tokenizer_json())
     numbers = range(sizes.size(step - 1))[chosen]
-    made = []
+    batch_rows = []
     for at, (number, row, (source, start, _)) in enumerate(zip(numbers, rows, spans, strict=True)):
         ids = [int(token) for token in row & ID]
         ends = (row & ENDS) != 0 if dataset.manifest.chat is not None else row == dataset.end_of_text
         passages = _unnamed(ends) if found is None else _passages(found[at], start, len(ids))
-        made.append(
+        batch_rows.append(
             Row(
                 number,
                 number // size,
@@ -184,7 +184,7 @@ def batch_of(store: Store, spec: Spec, dataset_id: str, step: int, micro_batch: 
                 passages,
             )
         )
-    return Batch(step, dataset_id, tuple(made), note)
+    return Batch(step, dataset_id, tuple(batch_rows), note)
 
 
 def _passages(found: list[Document], start: int, length: int) -> tuple[Passage, ...]:

@@ -214,21 +214,21 @@ def read_template(data: Data) -> ChatTemplate:
     or DataError that names the field."""
     folder = (data.tokenizer.path or "").rpartition("/")[0]
     named = data.chat.template
-    beside = f"{folder}/" if folder else ""
-    settings = read_settings(f"{beside}tokenizer_config.json", "data.tokenizer.path")
+    place = f"{folder}/" if folder else ""
+    settings = read_settings(f"{place}tokenizer_config.json", "data.tokenizer.path")
     if named is not None:
         raw = read_user_file(named, "data.chat.template", MAX_CONFIG_BYTES)
         assert raw is not None
         found = _of_config(_json(raw, named)) if named.endswith(".json") else {"default": _utf8(raw, named)}
     else:
-        found = templates_beside(beside, settings)
+        found = templates_beside(place, settings)
     text = found.pop("default", None)
     others = {name: one for name, one in found.items() if name in TEMPLATE_NAMES}
     if text is None and (others or (data.kind == "preferences" and named is None)):
         text = ""  # plain texts need none, and those with tools use another one
     if text is None:
         raise DataError(
-            f"data.chat.template: there is no chat template in {named or beside or 'the working directory'}; name a "
+            f"data.chat.template: there is no chat template in {named or place or 'the working directory'}; name a "
             "Jinja file, or bring the chat_template.jinja or tokenizer_config.json of the tokenizer"
         )
     if (size := max(map(len, (text, *others.values())))) > MAX_TEMPLATE_BYTES:

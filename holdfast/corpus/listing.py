@@ -171,16 +171,16 @@ class _Walk:
     def _folders(self, prefix: str, top: Path) -> Iterator[tuple[str, Path, list[os.DirEntry[str]]]]:
         """A folder and all folders below it that are not hidden, each once with its entries. Real folders come
         before links."""
-        seen: set[tuple[int, int]] = set()
+        visited: set[tuple[int, int]] = set()
         waiting, links = deque([(prefix, top)]), deque[tuple[str, Path]]()
         while waiting or links:
             is_link = not waiting
             name, path = (links if is_link else waiting).popleft()
             status = path.stat()
-            if (identity := (status.st_dev, status.st_ino)) in seen:
+            if (identity := (status.st_dev, status.st_ino)) in visited:
                 self._listing.others[name.rstrip("/")] = READ_ALREADY
                 continue
-            seen.add(identity)
+            visited.add(identity)
             entries = _entries(path)
             yield name, path, entries
             for entry in entries:

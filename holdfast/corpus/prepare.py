@@ -239,13 +239,13 @@ def _commit(store: Store, manifest: Manifest) -> Manifest:
     they differ."""
     if store.put_if_absent(layout.dataset(manifest.dataset_id), manifest.dump()):
         return manifest
-    there = load_manifest(store, manifest.dataset_id)
-    if there.shards() != manifest.shards() or there.tokenizer != manifest.tokenizer:
+    committed = load_manifest(store, manifest.dataset_id)
+    if committed.shards() != manifest.shards() or committed.tokenizer != manifest.tokenizer:
         raise DataError(
             f"{store.url}/{layout.dataset(manifest.dataset_id)}: another version of the libraries gave other tokens "
             "for the same input; delete the dataset's folder and run preprocess again"
         )
-    return there
+    return committed
 
 
 def _refuse_empty(manifest: Manifest) -> None:
