@@ -157,5 +157,5 @@ class Prefetcher:
                 self._ready.put((step, batches.batch(step, rows)))
                 step += 1
             self._ready.put(None)
-        except BaseException as error:  # noqa: BLE001 - raised again where the batch is asked for
+        except BaseException as error:  # noqa: BLE001 - raised again where the batch is requested
             self._ready.put(error)

@@ -212,12 +212,12 @@ class Dataset:
         """A description of where the samples of the batch of `step` are: their sources, and their tokens in the
         training split of each. Reads nothing."""
         sources, starts = batches.origins(step)
-        said = []
+        places = []
         for number in sorted(set(sources.tolist())):
             first = sorted(starts[sources == number].tolist())
             spans = ", ".join(f"{start}-{start + batches.context}" for start in first)
-            said.append(f"{self.manifest.sources[number].uri} at tokens {spans}")
-        return "; ".join(said)
+            places.append(f"{self.manifest.sources[number].uri} at tokens {spans}")
+        return "; ".join(places)
 
     def validation(self, context: int, max_tokens: int, rows: int = READ_ROWS) -> Iterator[NDArray[np.int64]]:
         """Held-out text in order: int64 [n <= rows, context + 1], with at most `max_tokens` targets in total, but at
