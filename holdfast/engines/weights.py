@@ -50,11 +50,11 @@ class SeededState:
         row = math.prod(box.global_shape[1:])
         columns = tuple(slice(low, low + size) for low, size in zip(box.offset[1:], box.data.shape[1:], strict=True))
         for part, first in parts_of(box, max(1, FILL_ELEMENTS // max(1, row))):
-            made = initial_slice(
+            values = initial_slice(
                 box.name, box.global_shape, self._model, self._seed, start=first * row, stop=(first + len(part)) * row
             )
             with torch.no_grad():
-                part.copy_(made.view(len(part), *box.global_shape[1:])[(slice(None), *columns)])
+                part.copy_(values.view(len(part), *box.global_shape[1:])[(slice(None), *columns)])
 
 
 class ImportedState:

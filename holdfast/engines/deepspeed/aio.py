@@ -49,8 +49,8 @@ def load_async_io(handle: Callable[[Any], Any]) -> None:
                 _compile(builder.NAME, [sources / each for each in builder.sources()], sources / "csrc", library)
         OpBuilder._loaded_ops[builder.NAME] = _imported(builder.NAME, library)
         builder.load()
-    made = OpBuilder._loaded_ops[AsyncIOBuilder.NAME].aio_handle
-    OpBuilder._loaded_ops[AsyncIOBuilder.NAME] = SimpleNamespace(aio_handle=lambda **asked: handle(made(**asked)))
+    original = OpBuilder._loaded_ops[AsyncIOBuilder.NAME].aio_handle
+    OpBuilder._loaded_ops[AsyncIOBuilder.NAME] = SimpleNamespace(aio_handle=lambda **asked: handle(original(**asked)))
 
 
 def _imported(name: str, library: Path) -> ModuleType:
@@ -109,6 +109,6 @@ def _compile(name: str, sources: list[Path], tree: Path, library: Path) -> None:
                 f"parallel.offload_path: DeepSpeed's {name} needs a compiler ({error}); {REMEDY}"
             ) from error
         if done.returncode:
-            said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-500:])
-            raise MissingError(f"parallel.offload_path: DeepSpeed's {name} does not compile: {said}; {REMEDY}")
+            message = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-500:])
+            raise MissingError(f"parallel.offload_path: DeepSpeed's {name} does not compile: {message}; {REMEDY}")
         built.rename(library)

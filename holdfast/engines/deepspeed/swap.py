@@ -141,8 +141,8 @@ def _sum(numbers: torch.Tensor) -> bytes:
 def _is_mounted(folder: Path) -> bool:
     """Whether a folder, or its nearest existing parent, is on a different disk from the system. The system's disk may
     be read-only by design, as in a container. The kernel makes a failing disk read-only."""
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    return there.stat().st_dev != Path("/").stat().st_dev
+    existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    return existing.stat().st_dev != Path("/").stat().st_dev
 
 
 def _remove_if_dead(folder: Path) -> None:

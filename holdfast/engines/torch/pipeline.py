@@ -167,13 +167,13 @@ class Pipeline:
         each."""
         ranks, place = group.size(), group.rank()
         count = ranks * len(stages)
-        made = [_Stage(stage, place + ranks * index, count, device, group=group) for index, stage in enumerate(stages)]
+        built = [_Stage(stage, place + ranks * index, count, device, group=group) for index, stage in enumerate(stages)]
         settings: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": _share, "scale_grads": False}
         self._schedule: Any
         if schedule in _SEVERAL:  # takes any number of stages, also one
-            self._schedule = _SEVERAL[schedule](list(made), **settings)
+            self._schedule = _SEVERAL[schedule](list(built), **settings)
         else:
-            self._schedule = _ONE[schedule](made[0], **settings)
+            self._schedule = _ONE[schedule](built[0], **settings)
         self._first, self._last = place == 0, place == ranks - 1
 
     def forward_backward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None, share: Tensor) -> Tensor:
