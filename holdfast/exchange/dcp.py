@@ -101,12 +101,12 @@ class _Streaming(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """See SavePlanner."""
-        name, told = write_item.index.fqn, write_item.tensor_data
+        name, target = write_item.index.fqn, write_item.tensor_data
         if name in self._scalars:
             return self._scalars[name]
-        assert told is not None
-        data = torch.empty(tuple(told.chunk.sizes), dtype=told.properties.dtype)
-        self._checkpoint.fill([TensorBox(name, tuple(told.size), tuple(told.chunk.offsets), data)])
+        assert target is not None
+        data = torch.empty(tuple(target.chunk.sizes), dtype=target.properties.dtype)
+        self._checkpoint.fill([TensorBox(name, tuple(target.size), tuple(target.chunk.offsets), data)])
         self._done += data.nbytes
         self._progress(self._done, self._total)
         return data
@@ -143,11 +143,11 @@ class DistributedCheckpoint:
         self._files: dict[tuple[str, tuple[int, ...]], _Part] = {}
         name = ""
         try:
-            for name, told in tensors.by_text().items():
-                if (fields := record_of(told, f"{_METADATA}.TensorStorageMetadata")) is not None:
+            for name, entry in tensors.by_text().items():
+                if (fields := record_of(entry, f"{_METADATA}.TensorStorageMetadata")) is not None:
                     self._tensors[name] = _tensor(fields)
-            for index, told in files.pairs:
-                key, fields = record_of(index, f"{_METADATA}.MetadataIndex"), record_of(told, _STORED)
+            for index, entry in files.pairs:
+                key, fields = record_of(index, f"{_METADATA}.MetadataIndex"), record_of(entry, _STORED)
                 if key is not None and fields is not None:
                     name = fqn if isinstance(fqn := key.get("fqn"), str) else ""
                     self._files[name, numbers(key.get("offset") or ())] = _part(fields)
@@ -167,15 +167,15 @@ class DistributedCheckpoint:
         """See Source."""
         key = self._key(name)
         assert key is not None
-        told = self._tensors[key]
-        for offset, size in told.chunks:
+        tensor = self._tensors[key]
+        for offset, size in tensor.chunks:
             if not prod(size):
                 continue
             part = self._stored(key, offset)
             if part.shape != size:
                 raise DataError(f"{self.where}: {key} holds {list(part.shape)} at {list(offset)}, not {list(size)}")
             for first, data in part.rows(BOX_BYTES):
-                yield TensorBox(name, told.shape, (offset[0] + first, *offset[1:]) if offset else (), data)
+                yield TensorBox(name, tensor.shape, (offset[0] + first, *offset[1:]) if offset else (), data)
 
     def _key(self, name: str) -> str | None:
         """The name of a tensor in the checkpoint, or None. Raises DataError if several names fit."""
@@ -193,13 +193,13 @@ class DistributedCheckpoint:
         return fitting[0] if fitting else None
 
     def _stored(self, key: str, offset: tuple[int, ...]) -> StoredTensor:
-        told = self._files.get((key, offset)) or (self._files.get((key, ())) if not any(offset) else None)
-        if told is None:
+        location = self._files.get((key, offset)) or (self._files.get((key, ())) if not any(offset) else None)
+        if location is None:
             raise DataError(f"{self.where}: nothing says where {key} at {list(offset)} lies")
-        if told.transformed:
+        if location.transformed:
             raise DataError(f"{self.where}: {key} is transformed; save it without transforms")
-        path = file_inside(self._folder, told.file)
-        read = read_tensors(path, told.start, told.length)
+        path = file_inside(self._folder, location.file)
+        read = read_tensors(path, location.start, location.length)
         if not isinstance(read, StoredTensor):
             raise DataError(f"{path}: {key} is no tensor")
         return read
@@ -229,8 +229,8 @@ def _tensor(fields: Mapping[str, Any]) -> _Tensor:
     chunks: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     left = prod(shape)
     for chunk in found if isinstance(found := fields.get("chunks"), list) else ():
-        told = record_of(chunk, f"{_METADATA}.ChunkStorageMetadata") or {}
-        offset, size = numbers(told.get("offsets")), numbers(told.get("sizes"))
+        record = record_of(chunk, f"{_METADATA}.ChunkStorageMetadata") or {}
+        offset, size = numbers(record.get("offsets")), numbers(record.get("sizes"))
         if not len(offset) == len(size) == len(shape) or any(
             begin + length > whole for begin, length, whole in zip(offset, size, shape, strict=True)
         ):

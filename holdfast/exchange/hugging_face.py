@@ -70,20 +70,20 @@ def read_base(spec: Spec, dataset: Dataset) -> Base | None:
     if spec.model.init_from is None and dataset.manifest.chat is None:
         return None
     origin = spec.model.init_from
-    beside = (spec.data.tokenizer.path or "").rpartition("/")[0]
+    tokenizer_folder = (spec.data.tokenizer.path or "").rpartition("/")[0]
     weights = _documents(f"{origin.rstrip('/')}/", "model.init_from") if origin else _Documents({}, {}, {}, {})
     if origin and not weights.config:
         log.warning("%s: has no config.json any more, so the export keeps nothing of it", origin)
     tokens = weights
-    if spec.data.tokenizer.kind == "file" and f"{beside}/" != f"{(origin or '').rstrip('/')}/":
-        there = _documents(f"{beside}/" if beside else "", "data.tokenizer.path")
-        tokens = there if there.tokenizer_config else weights
-        beside = beside if there.tokenizer_config else (origin or "").rstrip("/")
+    if spec.data.tokenizer.kind == "file" and f"{tokenizer_folder}/" != f"{(origin or '').rstrip('/')}/":
+        documents = _documents(f"{tokenizer_folder}/" if tokenizer_folder else "", "data.tokenizer.path")
+        tokens = documents if documents.tokenizer_config else weights
+        tokenizer_folder = tokenizer_folder if documents.tokenizer_config else (origin or "").rstrip("/")
     chat = dataset.manifest.chat
     if chat is not None and chat.get("text"):
         templates = {"default": chat["text"], **chat.get("named", {})}
     else:
-        templates = templates_beside(f"{beside}/" if beside else "", tokens.tokenizer_config)
+        templates = templates_beside(f"{tokenizer_folder}/" if tokenizer_folder else "", tokens.tokenizer_config)
     # The dataset has the settings used to render the template, even if the file is missing.
     tokenizer_config = {**((chat or {}).get("specials") or {}), **tokens.tokenizer_config}
     return Base(

@@ -94,7 +94,7 @@ def import_checkpoint(
     digest = str(sum((digest_of([box]) for box in boxes()), StateDigest()) + scalars_digest(scalars))
     salt = f"imported-{step}-{digest[:16]}"
     identity = run_id(spec, dataset_id, salt)
-    told = ImportedCheckpoint(identity, salt, step, digest, total // 2, moments)
+    imported = ImportedCheckpoint(identity, salt, step, digest, total // 2, moments)
     if steps := list(checkpoint_times(store, identity)):
         if steps == [step] and open_checkpoint(store, identity, step).manifest.state_digest != digest:
             raise DataError(f"run {identity} has another state at step {step}; please report it")
@@ -115,7 +115,7 @@ def import_checkpoint(
         "random": {"scheme": "keyed by step", "seed": spec.training.seed},
     }
     committer.commit(step, fields, scalars)
-    return told
+    return imported
 
 
 def _shapes(spec: Spec, source: Source) -> tuple[Mapping[str, tuple[int, ...]], bool]:
@@ -132,11 +132,13 @@ def _shapes(spec: Spec, source: Source) -> tuple[Mapping[str, tuple[int, ...]], 
                 f"{source.where}: {name} has {have}, the model of the spec needs {list(shape)}; mend `model`"
             )
     of_moments = {prefix + name: shape for prefix in MOMENTS for name, shape in shapes.items() if trained(name)}
-    there = [source.shape(name) for name in of_moments]
-    if all(found is None for found in there):
+    moment_shapes = [source.shape(name) for name in of_moments]
+    if all(found is None for found in moment_shapes):
         return shapes, False
-    if there != [*of_moments.values()]:
-        name = next(name for (name, shape), found in zip(of_moments.items(), there, strict=True) if found != shape)
+    if moment_shapes != [*of_moments.values()]:
+        name = next(
+            name for (name, shape), found in zip(of_moments.items(), moment_shapes, strict=True) if found != shape
+        )
         raise DataError(f"{source.where}: {name} is missing or of another shape, and other moments are there")
     return shapes, True
 

@@ -259,17 +259,22 @@ def _tensor(value: Any, archive: _Archive, path: Path) -> StoredTensor | None:
     if not isinstance(value, Record) or not value.kind.startswith(_TENSOR) or len(value.arguments) < 4:
         return None
     storage, first, shape, strides = value.arguments[:4]
-    told = storage.arguments[0] if isinstance(storage, Record) and storage.kind == PERSISTENT else None
-    if not (isinstance(told, tuple) and len(told) == 5 and isinstance(told[1], Name) and isinstance(told[2], str)):
+    location = storage.arguments[0] if isinstance(storage, Record) and storage.kind == PERSISTENT else None
+    if not (
+        isinstance(location, tuple)
+        and len(location) == 5
+        and isinstance(location[1], Name)
+        and isinstance(location[2], str)
+    ):
         raise ValueError("a tensor does not say where its numbers lie")
-    dtype = _STORAGES.get(told[1].text)
-    if value.kind == f"{_TENSOR}_v3" and told[1].text in _RAW and len(value.arguments) > 6:
+    dtype = _STORAGES.get(location[1].text)
+    if value.kind == f"{_TENSOR}_v3" and location[1].text in _RAW and len(value.arguments) > 6:
         named = value.arguments[6]
         dtype = DTYPES.get(named.text) if isinstance(named, Name) else None
     if dtype is None or not dtype.is_floating_point:
         return None
     return _placed(
-        dtype, numbers(shape), numbers(strides), numbers((first,))[0], archive.place(f"data/{told[2]}"), path
+        dtype, numbers(shape), numbers(strides), numbers((first,))[0], archive.place(f"data/{location[2]}"), path
     )
 
 
