@@ -126,10 +126,10 @@ def pair_links(gang: Gang, device: torch.device) -> tuple[Link, ...]:
         partner = gang.rank ^ distance
         if partner < gang.size:
             mine[partner] = _exchange(sent, partner, received, partner, device)
-    told = gang.all_gather(mine, dict[int, float])
+    rates_by_rank = gang.all_gather(mine, dict[int, float])
     return tuple(
-        Link(first=first, second=second, rate=min(rate, told[second][first]))
-        for first, rates in enumerate(told)
+        Link(first=first, second=second, rate=min(rate, rates_by_rank[second][first]))
+        for first, rates in enumerate(rates_by_rank)
         for second, rate in sorted(rates.items())
         if first < second
     )

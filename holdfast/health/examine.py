@@ -107,8 +107,8 @@ def _identified(gang: Gang, device: torch.device) -> Measured:
     name, notes = device_name(device), []
     capability = torch.backends.cpu.get_cpu_capability()
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    counted, versions, told = machine.counters(device.type, uuid)
-    notes += told
+    counted, versions, more_notes = machine.counters(device.type, uuid)
+    notes += more_notes
     versions |= {"torch": torch.__version__, "device": name}
     if device.type == "cuda":
         versions |= {"CUDA": torch.version.cuda or f"ROCm {torch.version.hip}"}

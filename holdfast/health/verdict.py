@@ -205,8 +205,8 @@ def _peaks(ranks: Ranks) -> Iterator[Finding]:
             continue
         usual = known.reach * known.bf16
         if severity := _OF_USUAL_PEAK.severity(rate / usual):
-            there = shown_rate(usual, "compute")
-            words = f"{shown_rate(rate, 'compute')}, where large products reach {there} on such a board"
+            usual_text = shown_rate(usual, "compute")
+            words = f"{shown_rate(rate, 'compute')}, where large products reach {usual_text} on such a board"
             yield _finding(ranks, [one.rank], "compute", severity, words)
 
 
@@ -224,15 +224,15 @@ def _links(ranks: Ranks, links: Sequence[Link]) -> Iterator[Finding]:
         for peers in _groups((ranks[rank] for rank in sorted(best)), _device):
             for rank, severity, usual in outliers({one.rank: best[one.rank] for one in peers}, _limit_of_links(peers)):
                 slow.add(rank)
-                here, there = shown_rate(best[rank], "link"), shown_rate(usual, "link")
-                words = f"its best link {where} carries {here}, and those of others {there}"
+                rate_text, usual_text = shown_rate(best[rank], "link"), shown_rate(usual, "link")
+                words = f"its best link {where} carries {rate_text}, and those of others {usual_text}"
                 yield _finding(ranks, [rank], "link", severity, words)
         for link in same:
             usual = min(best[link.first], best[link.second])
             limit = _limit_of_links([ranks[link.first], ranks[link.second]])
             if usual and link.rate < limit.fails * usual and not slow & {link.first, link.second}:
-                here, there = shown_rate(link.rate, "link"), shown_rate(usual, "link")
-                words = f"the link between them carries {here}, and others of theirs {there}"
+                rate_text, usual_text = shown_rate(link.rate, "link"), shown_rate(usual, "link")
+                words = f"the link between them carries {rate_text}, and others of theirs {usual_text}"
                 yield _finding(ranks, [link.first, link.second], "link", "warned", words)
 
 
@@ -255,8 +255,8 @@ def _clocks(ranks: Ranks) -> Iterator[Finding]:
 
 def _counters(ranks: Ranks) -> Iterator[Finding]:
     for one in ranks.values():
-        told: tuple[tuple[Severity, Mapping[str, str]], ...] = (("failed", FATAL), ("warned", SUSPICIOUS))
-        for severity, names in told:
+        levels: tuple[tuple[Severity, Mapping[str, str]], ...] = (("failed", FATAL), ("warned", SUSPICIOUS))
+        for severity, names in levels:
             for name, words in names.items():
                 if count := one.counters.get(name, 0):
                     yield _finding(ranks, [one.rank], "counters", severity, f"{words}: {count}")
