@@ -113,8 +113,10 @@ def device_name(device: torch.device) -> str:
     if device.type != "cpu":
         return str(getattr(torch, device.type).get_device_name(device))
     info = Path("/proc/cpuinfo")
-    said = dict(re.findall(r"^([\w ]+?)\s*:\s*(.+?)\s*$", info.read_text(), re.M)) if info.exists() else {}
-    if "model name" not in said:
+    cpu_info = dict(re.findall(r"^([\w ]+?)\s*:\s*(.+?)\s*$", info.read_text(), re.M)) if info.exists() else {}
+    if "model name" not in cpu_info:
         return platform.processor() or platform.machine()
-    numbers = [f"{field.removeprefix('cpu ')} {said[field]}" for field in ("cpu family", "model") if field in said]
-    return said["model name"] + (f" ({', '.join(numbers)})" if numbers else "")
+    numbers = [
+        f"{field.removeprefix('cpu ')} {cpu_info[field]}" for field in ("cpu family", "model") if field in cpu_info
+    ]
+    return cpu_info["model name"] + (f" ({', '.join(numbers)})" if numbers else "")

@@ -93,8 +93,8 @@ class RankRecord:
 
     def ended(self, code: int, blames_node: bool = False) -> None:
         """Record that this process exits with `code`."""
-        told = {"code": int(code), "ended": time.time(), "blames_node": blames_node}
-        self._ending = self._ending.model_copy(update=told)
+        update = {"code": int(code), "ended": time.time(), "blames_node": blames_node}
+        self._ending = self._ending.model_copy(update=update)
         self._write()
 
     def _write(self) -> None:

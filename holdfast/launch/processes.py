@@ -61,10 +61,10 @@ class WarmProcess:
 
     def __init__(self, args: Sequence[str], status: socket.socket) -> None:
         self.args, self._status = args, status
-        said = status.recv(_STATUS.size)
-        if not said:
+        message = status.recv(_STATUS.size)
+        if not message:
             raise BrokenPipeError("the server of warm processes was killed")
-        self.pid: int = _STATUS.unpack(said)[0]
+        self.pid: int = _STATUS.unpack(message)[0]
         self.returncode: int | None = None
 
     def fileno(self) -> int:
@@ -104,9 +104,9 @@ class WarmProcess:
             if not selector.select(timeout):
                 raise TimeoutError
         # Peek, so that an exception from a signal handler cannot lose the status.
-        said = self._status.recv(_STATUS.size, socket.MSG_PEEK)
+        message = self._status.recv(_STATUS.size, socket.MSG_PEEK)
         # A killed server sends nothing, and its processes die with it.
-        return int(_STATUS.unpack(said)[0]) if said else -signal.SIGKILL
+        return int(_STATUS.unpack(message)[0]) if message else -signal.SIGKILL
 
 
 class WarmServer:

@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         keeper = _agent(server, Path(folder)) if place is not None else None
         _start_ranks_with(server, given.training_script, output, watchdog)
         _choose_meeting(given, Path(folder), key)
-        codes, detail, seen = list[int](), "", dict[int, int]()
+        codes, detail, codes_by_pid = list[int](), "", dict[int, int]()
         leaving = _Leaving()
         end = _End(Path(folder), watchdog, keeper, output, reclaim, leaving)
         _choose_agent(given, folder)
@@ -90,8 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
             finally:  # nothing is left to stop, and a signal must not replace the reason
                 leaving.listen()
         except ChildFailedError as error:
-            seen = {failure.pid: as_exit_code(failure.exitcode) for failure in error.failures.values()}
-            codes = list(seen.values())
+            codes_by_pid = {failure.pid: as_exit_code(failure.exitcode) for failure in error.failures.values()}
+            codes = list(codes_by_pid.values())
         # A signal stopped torchrun. The ranks' exits say more, and also which ranks were dead before it.
         except SignalException as error:
             leaving.told()
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
         except (RendezvousError, DistError) as error:  # another node failed, or the one that hosts the rendezvous
             codes, detail = _apart(error, read_ranks(Path(folder)))
         code = end.come(codes, detail)
-        output.close({} if end.hung else seen)
+        output.close({} if end.hung else codes_by_pid)
     for number in _TOLD_BY:  # the interpreter restores default handlers at exit
         signal.signal(number, signal.SIG_IGN)
     return code

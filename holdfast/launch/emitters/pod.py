@@ -165,13 +165,13 @@ def withheld(variables: Container[str] = ()) -> list[dict[str, Any]]:
 def resources(job: Job) -> dict[str, dict[str, Any]]:
     """The resources of a node's pod. Only cores are overcommitted: the pod may use idle ones."""
     cluster = job.cluster
-    asked = cluster.resources
-    limits: dict[str, Any] = {"memory": asked.memory, **asked.extended}
+    demand = cluster.resources
+    limits: dict[str, Any] = {"memory": demand.memory, **demand.extended}
     if cluster.scheduler != "kueue":  # Kueue refuses a job with a resource for which its queue has no quota
-        limits["ephemeral-storage"] = asked.ephemeral_storage
+        limits["ephemeral-storage"] = demand.ephemeral_storage
     if resource := ACCELERATORS[cluster.accelerator].resource:
         limits[resource] = job.processes
-    requests = {"cpu": asked.cpu, **limits}
+    requests = {"cpu": demand.cpu, **limits}
     if cluster.topology.numa != "any":  # the kubelet binds only pods whose limits equal their requests
         limits = requests
     return {"requests": requests, "limits": limits}

@@ -72,13 +72,13 @@ def refused(error: ApiException, what: str) -> Exception:  # noqa: PLR0911
     """The error that the server's response to the request `what` means: a TransientError, or an error with an exit
     code."""
     try:
-        said = str(parse_json_object(error.body, what)["message"])
+        reason = str(parse_json_object(error.body, what)["message"])
     except (DataError, KeyError):
-        said = str(error.reason)
-    message = f"{what}: {said}"
-    if error.status in _RETRYABLE and not any(words in said for words in _UNKNOWN_FIELDS):
+        reason = str(error.reason)
+    message = f"{what}: {reason}"
+    if error.status in _RETRYABLE and not any(words in reason for words in _UNKNOWN_FIELDS):
         return TransientError(
-            message, error.status, _seconds((error.headers or {}).get("Retry-After")), _blocker_of(said)
+            message, error.status, _seconds((error.headers or {}).get("Retry-After")), _blocker_of(reason)
         )
     if error.status == 404:
         return MissingError(message)
@@ -92,7 +92,7 @@ def refused(error: ApiException, what: str) -> Exception:  # noqa: PLR0911
         missing = 'is forbidden: User "' in message  # a right is missing; otherwise an admission controller refused it
         remedy = "give the service account the right: manifests/components/launcher has what a launcher needs"
         return AccessDeniedError(f"{message}; {remedy if missing else 'ask who runs the cluster'}")
-    return SpecError([Problem("cluster", said, "is refused by the API server", "change the field it names")], what)
+    return SpecError([Problem("cluster", reason, "is refused by the API server", "change the field it names")], what)
 
 
 def _blocker_of(said: str) -> Blocker:

@@ -95,15 +95,15 @@ def _terminated(state: Object, disruption: Object, symptom: Callable[..., Sympto
         )
     if reason == "ContainerStatusUnknown":
         return symptom(ExitCode.KILLED, "nobody knows how its container ended; its node was away", True)
-    told = parse_exit_report(state.get("message") or "")  # written by torchrun, unless it was killed
-    words = _in_words(code) + _after(told.detail if told is not None else "")
-    cause = told.cause if told is not None else None
-    if told is not None and told.blames_node:
+    report = parse_exit_report(state.get("message") or "")  # written by torchrun, unless it was killed
+    words = _in_words(code) + _after(report.detail if report is not None else "")
+    cause = report.cause if report is not None else None
+    if report is not None and report.blames_node:
         return replace(symptom(code, f"{words}, and blames its node", True), process=cause)
     if disruption:
         words += f", told to leave by the cluster ({disruption.get('reason')}){_after(_message(disruption))}"
     ended = symptom(code, words, code in _BAD_NODE_CODES and not disruption)
-    return replace(ended, process=cause, reclaimed=told is not None and told.reclaimed)
+    return replace(ended, process=cause, reclaimed=report is not None and report.reclaimed)
 
 
 def obstacle_of(pod: Object, container: str, rank: int, pending_seconds: float) -> Obstacle | None:

@@ -40,8 +40,8 @@ def load_configuration() -> Configuration:
 def own_namespace() -> str:
     """The namespace of this pod (HOLDFAST_POD_NAMESPACE, else its service account's), else that of the kubeconfig's
     context."""
-    if told := os.environ.get(NAMESPACE_VARIABLE):
-        return told
+    if namespace := os.environ.get(NAMESPACE_VARIABLE):
+        return namespace
     if NAMESPACE_FILE.exists():
         return NAMESPACE_FILE.read_text().strip()
     try:

@@ -249,10 +249,10 @@ class Follower:
                     )
                     return _Verdict(lost.code, str(lost), lost, classify.blamed_nodes(lost, [lost]))
         cause = classify.cause_of(symptoms)
-        told = str(cause)
+        detail = str(cause)
         if cause.code == ExitCode.RENDEZVOUS_TIMEOUT and self._waits:  # the pods that came waited for others in vain
-            told += f"; {self._missing()}"
-        return _Verdict(cause.code, told, cause, classify.blamed_nodes(cause, symptoms))
+            detail += f"; {self._missing()}"
+        return _Verdict(cause.code, detail, cause, classify.blamed_nodes(cause, symptoms))
 
     def _deleted(self, symptoms: list[classify.Symptom]) -> _Verdict:
         """The verdict for a job object that was deleted, but not by this launcher."""
@@ -321,23 +321,23 @@ class Follower:
         if not self._waits:
             self._report.end()
             return None
-        waited, words, told = now - self._since[_ABSENT], self._complaints.words, self._missing()
+        waited, words, detail = now - self._since[_ABSENT], self._complaints.words, self._missing()
         if not found and (words or waited > QUIET_SECONDS):
-            self._report.record(told)
+            self._report.record(detail)
         if waited >= pending_seconds:
             if found:  # it was seen a little after the wait began, and says more
                 symptom = next(iter(found.values())).symptom
                 return _Verdict(symptom.code, str(symptom), symptom)
             code, _ = pod_events.classify_message(words)
-            return _Verdict(code, f"{told} (cluster.pending_timeout_minutes: {pending_seconds / 60:g})")
+            return _Verdict(code, f"{detail} (cluster.pending_timeout_minutes: {pending_seconds / 60:g})")
         return None
 
     def _missing(self) -> str:
         """How many pods have not started, and why."""
         started, words = sum(map(self._runs, self._pods.objects.values())), self._complaints.words
         why = f"{words}; {pod_events.classify_message(words)[1]}" if words else ""
-        told = f"{started} of {self._nodes} pods of job {self._name} have started: "
-        return told + (why or "no event says why; does the controller of its kind run?")
+        detail = f"{started} of {self._nodes} pods of job {self._name} have started: "
+        return detail + (why or "no event says why; does the controller of its kind run?")
 
     def _confirmed(self, verdict: _Verdict, uid: str) -> _Verdict | None:
         """The verdict after a second look at the job; None if a queue took the job back.

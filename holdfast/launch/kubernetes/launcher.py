@@ -189,9 +189,9 @@ class KubernetesLauncher:
         contended quota."""
         for _ in range(MAKING_TRIES):
             try:
-                made = self._api.create(resource, body)
+                created = self._api.create(resource, body)
                 log.info("created %s %s in %s", resource, job.name, self._api.namespace)
-                return made
+                return created
             except MissingError as error:
                 raise self._unknown(error) from error
             except ConflictError as error:

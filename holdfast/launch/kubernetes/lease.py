@@ -81,26 +81,26 @@ class RunLease:
 
     def _acquire(self) -> None:
         begun = since = time.monotonic()
-        seen, told = "", False
+        last_version, logged = "", False
         while True:
-            found = self._api.get(LEASES, self._name)
-            if found is not None:
-                version = found["metadata"]["resourceVersion"]
-                if version != seen:
-                    seen, since = version, time.monotonic()
-                holder = found["spec"].get("holderIdentity") or ""
-                dying = "deletionTimestamp" in found["metadata"]  # a launcher that took it would lose it
+            lease = self._api.get(LEASES, self._name)
+            if lease is not None:
+                version = lease["metadata"]["resourceVersion"]
+                if version != last_version:
+                    last_version, since = version, time.monotonic()
+                holder = lease["spec"].get("holderIdentity") or ""
+                dying = "deletionTimestamp" in lease["metadata"]  # a launcher that took it would lose it
                 if dying or not (time.monotonic() - since > self._duration or self._is_free(holder)):
-                    if not told:
+                    if not logged:
                         what = "the lease that is being deleted" if dying else f"the launcher {holder}"
                         log.info("run %s: waiting for %s", self._run_id, what)
-                    told = True
+                    logged = True
                     if time.monotonic() - begun > self._patience:
                         raise HeldError(f"{holder} has the lease {self._name}")
                     time.sleep(POLL)
                     continue
             try:
-                self._lease = self._write(found)
+                self._lease = self._write(lease)
                 return
             except ConflictError:  # another launcher was faster, or the reply to this request was lost
                 continue

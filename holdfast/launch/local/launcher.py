@@ -100,8 +100,8 @@ class LocalLauncher:
         self._grace = job.grace_seconds
         make_folder(self._logs)
         tail: deque[str] = deque(maxlen=TAIL_LINES)
-        path, told = self._log_of(job), self._ending_of(job)
-        told.write_text("")
+        path, report_file = self._log_of(job), self._ending_of(job)
+        report_file.write_text("")
         gang = self._gang = self._start(job)
         with _killed_with_us(gang):
             if self._stopping:  # stopped between two launches
@@ -111,7 +111,7 @@ class LocalLauncher:
             status = gang.process.wait()
             if status < 0:  # the ranks die with it a moment later; the next launch may need their resources
                 gang.wait_for_ranks()
-        ending = parse_exit_report(told.read_text())  # None when torchrun itself was killed
+        ending = parse_exit_report(report_file.read_text())  # None when torchrun itself was killed
         code = ending.code if ending else as_exit_code(status)
         blamed = frozenset({ending.node}) if ending is not None and ending.blames_node else frozenset[str]()
         detail = f"{ending.detail}. The log is {path}" if ending is not None and ending.detail else f"The log is {path}"

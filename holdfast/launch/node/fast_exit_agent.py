@@ -131,10 +131,10 @@ def _tell_where(ranks: Sequence[Started]) -> None:
     folder = os.environ.get(FOLDER_VARIABLE)
     if not ranks or not folder:
         return
-    found = stacks_of(Path(folder), {rank.pid: partial(_send, rank) for rank in ranks}, starved_seconds=STACK_SECONDS)
-    for pid, told in found.items():
+    stacks = stacks_of(Path(folder), {rank.pid: partial(_send, rank) for rank in ranks}, starved_seconds=STACK_SECONDS)
+    for pid, text in stacks.items():
         log.warning(
-            "the stacks of process %d:\n%s", pid, told.decode(errors="replace").rstrip() or "  it does not answer"
+            "the stacks of process %d:\n%s", pid, text.decode(errors="replace").rstrip() or "  it does not answer"
         )
 
 
@@ -156,9 +156,9 @@ def _ends(processes: Sequence[Started]) -> Iterator[Callable[[float], object]]:
     poll, opened, blind = select.poll(), list[int](), False
     try:
         for process in processes:
-            told = getattr(process, "fileno", None)
-            if told is not None:  # the process that forked it reports there, a moment after the kernel knows
-                poll.register(told(), select.POLLIN)
+            fileno = getattr(process, "fileno", None)
+            if fileno is not None:  # the process that forked it reports there, a moment after the kernel knows
+                poll.register(fileno(), select.POLLIN)
             elif (pidfd := _pidfd(process)) is not None:
                 opened.append(pidfd)
                 poll.register(pidfd, select.POLLIN)

@@ -70,20 +70,20 @@ class HangConsensus:
         self._store.set(f"{self._key}/{self._node}", self._sealed(str(self._node), json.dumps(own)))
         others = [node for node in range(self._nodes) if node != self._node]
         keys = [f"{self._key}/{node}" for node in others]
-        found = [(node_name(), one) for one in mine]
+        states = [(node_name(), one) for one in mine]
         if not self._store.check(keys):  # some have not started
-            return found
-        for node, said in zip(others, self._store.multi_get(keys), strict=True):
+            return states
+        for node, sealed in zip(others, self._store.multi_get(keys), strict=True):
             try:
-                told = json.loads(self._opened(str(node), said))
+                message = json.loads(self._opened(str(node), sealed))
             except ValueError as error:
                 log.warning("what the store holds for node %d is ignored: %s", node, error)
                 continue
             before, silent = self._heard.get(node, (0, 0.0))
-            silent = silent + passed if told["told"] == before else 0.0
-            self._heard[node] = (told["told"], silent)
-            found += [(told["node"], _unpacked(one, silent)) for one in told["ranks"]]
-        return found
+            silent = silent + passed if message["told"] == before else 0.0
+            self._heard[node] = (message["told"], silent)
+            states += [(message["node"], _unpacked(one, silent)) for one in message["ranks"]]
+        return states
 
     def decide(self, verdict: HangDecision) -> HangDecision:
         """The verdict that counts: this one, or an earlier one of another node. Raises RuntimeError if the store does
@@ -127,16 +127,16 @@ class HangConsensus:
 
 
 def _packed(one: Watched) -> list[Any]:
-    seen, usual = one.seen, one.seen.usual
-    steps = [] if usual is None else [usual, usual, max(seen.steps)]  # with the same median and the same maximum
+    page, usual = one.seen, one.seen.usual
+    steps = [] if usual is None else [usual, usual, max(page.steps)]  # with the same median and the same maximum
     return [
-        seen.rank,
-        seen.world,
-        seen.step,
-        seen.phase,
-        seen.waiting,
-        seen.requests,
-        seen.beats,
+        page.rank,
+        page.world,
+        page.step,
+        page.phase,
+        page.waiting,
+        page.requests,
+        page.beats,
         steps,
         one.quiet,
         one.idle,
@@ -146,7 +146,7 @@ def _packed(one: Watched) -> list[Any]:
 
 def _unpacked(told: Sequence[Any], silent: float) -> Watched:
     rank, world, step, phase, waiting, requests, beats, steps, quiet, idle, stopped = told
-    seen = Seen(rank, world, step, phase, waiting, requests, beats, tuple(steps))
+    page = Seen(rank, world, step, phase, waiting, requests, beats, tuple(steps))
     if silent >= SILENT:
-        return Watched(seen, quiet + silent, idle + silent, silent, unheard=True)
-    return Watched(seen, quiet + silent, idle + silent, stopped)
+        return Watched(page, quiet + silent, idle + silent, silent, unheard=True)
+    return Watched(page, quiet + silent, idle + silent, stopped)

@@ -204,14 +204,14 @@ class RankOutput:
 
     def _look_at(self, one: _Rank, last: bool) -> None:
         """Read from the rank's own record which attempt it is, and how it ended."""
-        stream, told = one.log.stream, None
+        stream, record = one.log.stream, None
         with suppress(OSError, ValidationError):
-            told = RankExit.model_validate_json(one.record.read_bytes())
-        known: dict[str, object] = {"attempt": told.attempt if told and told.attempt else stream.attempt}
+            record = RankExit.model_validate_json(one.record.read_bytes())
+        fields: dict[str, object] = {"attempt": record.attempt if record and record.attempt else stream.attempt}
         if last:
-            code = told.code if told and told.code is not None else self._codes.get(stream.pid)
-            known |= {"ended": time.time() if stream.ended is None else stream.ended, "code": code}
-        one.log.describe(stream.model_copy(update=known))
+            code = record.code if record and record.code is not None else self._codes.get(stream.pid)
+            fields |= {"ended": time.time() if stream.ended is None else stream.ended, "code": code}
+        one.log.describe(stream.model_copy(update=fields))
 
 
 def _read(pipe: int) -> bytes:

@@ -103,8 +103,10 @@ class Aws:
     def ask(self) -> Notice | None:
         """See Cloud."""
         if text := self._read("spot/instance-action"):
-            told = _object(text)
-            return Notice(f"AWS will {str(told['action'])[:20]} it", _until(datetime.fromisoformat(str(told["time"]))))
+            action = _object(text)
+            return Notice(
+                f"AWS will {str(action['action'])[:20]} it", _until(datetime.fromisoformat(str(action["time"])))
+            )
         if self._read("events/recommendations/rebalance"):
             return Notice("AWS is likely to reclaim it", certain=False)
         return None
@@ -113,8 +115,8 @@ class Aws:
         """The text at a path; empty if it has none."""
         for fresh in (False, True):  # an expired token gets 401
             if fresh or not self._token:
-                asked = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
-                token = self._service.ask("/latest/api/token", asked, "PUT")
+                headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
+                token = self._service.ask("/latest/api/token", headers, "PUT")
                 if token.status != 200:
                     raise OSError(f"AWS gives no token: status {token.status}")
                 self._token = token.text.strip()
@@ -157,8 +159,8 @@ class Azure:
     def ask(self) -> Notice | None:
         """See Cloud."""
         self._name = self._name or self._read("instance/compute/name?api-version=2021-02-01&format=text").strip()
-        told = _object(self._read("scheduledevents?api-version=2020-07-01"))
-        for event in told.get("Events", []):
+        events = _object(self._read("scheduledevents?api-version=2020-07-01"))
+        for event in events.get("Events", []):
             if event["EventType"] in _GOES and self._name in event.get("Resources", []):
                 begins = event.get("NotBefore") or ""  # empty once it has begun
                 words = f"Azure has an event of kind {event['EventType']} for it"

@@ -138,8 +138,8 @@ class Watchdog:
                 self._say_gone()
                 continue
             try:
-                seen = [one for each in ranks if (one := self._look(each, passed)) is not None]
-                if len(seen) == len(ranks) and (verdict := self._verdict(seen, environment, now)) is not None:
+                states = [one for each in ranks if (one := self._look(each, passed)) is not None]
+                if len(states) == len(ranks) and (verdict := self._verdict(states, environment, now)) is not None:
                     self._end(verdict, ranks)
             except Exception:  # the watchdog must not end a training
                 log.exception("the watchdog is blind for a moment: please report it with this traceback")
@@ -190,10 +190,10 @@ class Watchdog:
                 one.reader = HeartbeatReader(self._folder / f"{one.pid}{SUFFIX}")
             except (OSError, ValueError):
                 return None
-        seen = one.reader.read()
-        if seen.beats != one.beats:
-            one.beats, one.quiet, one.idle, one.stopped = seen.beats, 0.0, 0.0, 0.0
-            return Watched(seen, 0.0)
+        page = one.reader.read()
+        if page.beats != one.beats:
+            one.beats, one.quiet, one.idle, one.stopped = page.beats, 0.0, 0.0, 0.0
+            return Watched(page, 0.0)
         one.quiet += passed
         if one.quiet <= LOOK_AFTER:
             one.idle += passed
@@ -204,7 +204,7 @@ class Watchdog:
             one.stopped = one.stopped + passed if main in "Tt" else 0.0
             if main not in WORKING and WORKING.isdisjoint(states) and not has_working_child(one.pid):
                 one.idle += passed
-        return Watched(seen, one.quiet, one.idle, one.stopped)
+        return Watched(page, one.quiet, one.idle, one.stopped)
 
     def _end(self, verdict: HangDecision, ranks: list[_Rank]) -> None:
         self._words = verdict.words
@@ -256,8 +256,8 @@ class Watchdog:
         path = self._folder / f"{one.pid}.json"
         with suppress(OSError, ValueError):
             record = RankExit.model_validate_json(path.read_text())
-            told = {"code": int(code), "ended": time.time(), "blames_node": blames_node}
-            path.write_text(record.model_copy(update=told).model_dump_json())
+            update = {"code": int(code), "ended": time.time(), "blames_node": blames_node}
+            path.write_text(record.model_copy(update=update).model_dump_json())
 
 
 def _decision_of(hang: Hang, known: Sequence[tuple[str, Watched]]) -> HangDecision:

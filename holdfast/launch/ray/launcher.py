@@ -65,15 +65,15 @@ class RayLauncher:
     @contextmanager
     def only_one(self, run_id: str) -> Iterator[None]:
         """See Launcher. The lock is a named actor, which dies with its launcher."""
-        name, told = f"launcher-{run_id}", False
+        name, logged = f"launcher-{run_id}", False
         while True:
             try:
                 lock = ray.remote(_Lock).options(name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=-1).remote()
                 break
             except ValueError:  # the name is taken
-                if not told:
+                if not logged:
                     log.info("run %s is being trained on this cluster: waiting for it", run_id)
-                    told = True
+                    logged = True
                 time.sleep(POLL_SECONDS)
         try:
             yield
@@ -98,8 +98,8 @@ class RayLauncher:
                     return Ending(ExitCode.TERMINATED, (), "asked to stop before there was room for the gang")
                 if room.is_expired:
                     limit = f"cluster.pending_timeout_minutes ({job.cluster.pending_timeout_minutes:g})"
-                    said = f"given up after {limit}: {room.shortfall()}"
-                    return Ending(ExitCode.UNSCHEDULABLE, (), said)
+                    detail = f"given up after {limit}: {room.shortfall()}"
+                    return Ending(ExitCode.UNSCHEDULABLE, (), detail)
             return self._gang(job, room, count)
         except RayError as error:
             return Ending(ExitCode.KILLED, (), f"a node was lost while the gang was being made: {_short(error)}")
@@ -134,25 +134,25 @@ class RayLauncher:
                 environment[NODE_NAME] = where[rank][2]
                 stream = node.run.options(num_returns="streaming").remote(_torchrun(job), environment)
                 threading.Thread(target=_follow, args=(rank, stream, printed, ended), daemon=True).start()
-            told = self._wait(nodes, ended)
-        return _ending(told, [place[2] for place in where], printed.tail, path)
+            outcomes = self._wait(nodes, ended)
+        return _ending(outcomes, [place[2] for place in where], printed.tail, path)
 
     def _wait(self, nodes: Sequence[Any], ended: queue.SimpleQueue[tuple[int, tuple[int, str]]]) -> dict[int, Any]:
         """How each node ended, by its rank. After the first failure, the other nodes have the grace period to end."""
-        told: dict[int, tuple[int, str]] = {}
-        while len(told) < len(nodes):
+        outcomes: dict[int, tuple[int, str]] = {}
+        while len(outcomes) < len(nodes):
             try:
                 rank, how = ended.get(timeout=POLL_SECONDS)
-                told[rank] = how
+                outcomes[rank] = how
                 if how[0] != ExitCode.OK and self._deadline is None:
                     self._deadline = time.monotonic() + self._grace + LEAVE_MARGIN
             except queue.Empty:
                 if self._deadline is not None and time.monotonic() > self._deadline:
                     for rank, node in enumerate(nodes):
-                        if rank not in told:
+                        if rank not in outcomes:
                             ray.kill(node)
                     self._deadline = time.monotonic() + LEAVE_MARGIN
-        return told
+        return outcomes
 
 
 class _Log:
@@ -198,11 +198,11 @@ def connect() -> None:
 
 def bundle(job: Job) -> dict[str, float]:
     """The resources of a node of the gang, by Ray's names; memory in bytes."""
-    asked = job.cluster.resources
-    found = {"CPU": float(amount(asked.cpu)), "memory": float(amount(asked.memory))}
+    demand = job.cluster.resources
+    resources = {"CPU": float(amount(demand.cpu)), "memory": float(amount(demand.memory))}
     if name := RESOURCES.get(job.cluster.accelerator):
-        found[name] = float(job.processes)
-    return found
+        resources[name] = float(job.processes)
+    return resources
 
 
 def _count(job: Job) -> int:
@@ -255,23 +255,25 @@ def _follow(rank: int, stream: Any, printed: _Log, ended: queue.SimpleQueue[tupl
 
 def _ending(told: dict[int, tuple[int, str]], names: Sequence[str], tail: Sequence[str], path: Path) -> Ending:
     """How the launch ended, from each node's exit report. Nodes are named by their Ray ids."""
-    said: dict[int, NodeExit] = {}
+    reports: dict[int, NodeExit] = {}
     codes = []
     for number, (code, text) in sorted(told.items()):
         ending = parse_exit_report(text)
         if ending is not None:
-            said[number] = ending
+            reports[number] = ending
         codes.append(ending.code if ending is not None else code)
     cause = root_cause(codes)
-    silent = [names[number] for number in told if number not in said]
+    silent = [names[number] for number in told if number not in reports]
     lost = f"{', '.join(silent)} did not say how it ended. " if cause != ExitCode.OK and silent else ""
-    blamed = frozenset(names[number] for number, ending in said.items() if ending.blames_node and ending.code == cause)
+    blamed = frozenset(
+        names[number] for number, ending in reports.items() if ending.blames_node and ending.code == cause
+    )
     node, explains = next(
-        ((number, ending.cause) for number, ending in said.items() if ending.code == cause), (None, None)
+        ((number, ending.cause) for number, ending in reports.items() if ending.code == cause), (None, None)
     )
     rank, attempt = (explains.rank, explains.attempt) if explains else (None, None)
-    if node is not None and cause != ExitCode.OK and said[node].detail:
-        lost += f"{said[node].detail}. "
+    if node is not None and cause != ExitCode.OK and reports[node].detail:
+        lost += f"{reports[node].detail}. "
     return Ending(cause, tail, f"{lost}The log is {path}", blamed, rank, node, attempt)
 
 

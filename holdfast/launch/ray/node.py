@@ -65,14 +65,16 @@ class Node:
     def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[str | tuple[int, str]]:
         """Run Python with `arguments`. Yields its output, and at the end its code and its exit report."""
         with temporary_folder() as folder:
-            told = Path(folder) / "ending.json"
-            told.touch()
-            self._process = process = start(arguments, {**environment, FILE_VARIABLE: str(told)}, for_ranks(os.environ))
+            report_file = Path(folder) / "ending.json"
+            report_file.touch()
+            self._process = process = start(
+                arguments, {**environment, FILE_VARIABLE: str(report_file)}, for_ranks(os.environ)
+            )
             if self._asked.is_set():
                 self.stop()
             yield from printed_by(process)
             code = as_exit_code(process.wait())
-            yield code, told.read_text()
+            yield code, report_file.read_text()
 
     def stop(self) -> None:
         """Tell the process to save and leave."""

@@ -88,9 +88,9 @@ class SlurmLauncher:
         path = self._logs / f"launch-{job.launch:06d}.log"
         self._grace = job.grace_seconds
         code, tail = self._follow(_command(job, len(hosts)), _environment(job, hosts, endings), path)
-        told = {node: parse_exit_report((endings / str(node)).read_text()) for node in range(len(hosts))}
+        reports = {node: parse_exit_report((endings / str(node)).read_text()) for node in range(len(hosts))}
         shutil.rmtree(endings, ignore_errors=True)
-        return _ending(code, {hosts[node]: ending for node, ending in told.items()}, tail, path)
+        return _ending(code, {hosts[node]: ending for node, ending in reports.items()}, tail, path)
 
     def stop(self) -> None:
         """See Launcher. Sends SIGTERM to all processes of the step, but not to the batch shell."""
@@ -192,8 +192,8 @@ def _ending(code: int, told: dict[str, NodeExit | None], tail: tuple[str, ...], 
     blamed = frozenset(node for node, ending in told.items() if ending and ending.blames_node and ending.code == cause)
     silent = sorted(node for node, ending in told.items() if ending is None) if code != ExitCode.OK else []
     detail = f"{', '.join(silent)} did not say how it ended. " if silent else ""
-    if silent and (said := [line.strip() for line in tail if _BY_SLURM.match(line)]):
-        detail += f"Slurm says: {'; '.join(dict.fromkeys(said[-SAID_LINES:]))}. "
+    if silent and (slurm_lines := [line.strip() for line in tail if _BY_SLURM.match(line)]):
+        detail += f"Slurm says: {'; '.join(dict.fromkeys(slurm_lines[-SAID_LINES:]))}. "
     node, first = next((place, told[name]) for place, name in enumerate(codes) if codes[name] == cause)
     rank = first.cause if first and cause != ExitCode.OK else None
     detail += f"{first.detail}. " if first and first.detail and cause != ExitCode.OK else ""
