@@ -373,14 +373,14 @@ def config(shape: Model, vocabulary: int, end_id: int) -> dict[str, Any]:
 def _of_mixture(shape: Model, family: _Family) -> dict[str, Any]:
     """The config.json keys of the experts."""
     routing = shape.routing
-    said: dict[str, Any] = {
+    values: dict[str, Any] = {
         "experts": shape.experts,
         "ffn": shape.ffn_width,
         "routing.top_k": routing.top_k,
         "routing.normalise": routing.normalise,
         "routing.shared": routing.shared,
     }
-    found = {key: said[field] for field, key in family.mixture.items()}
+    found = {key: values[field] for field, key in family.mixture.items()}
     if shape.family == "qwen2_moe":
         found["shared_expert_intermediate_size"] = routing.shared * shape.ffn_width
     return found
@@ -445,20 +445,20 @@ def _shape(path: str, family: str, settings: Mapping[str, Any]) -> Model:
 def _read_mixture(path: str, family: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The spec's fields of the experts. Empty for a dense model."""
     keys = _FAMILIES[family].mixture
-    said = {field: settings.get(key) for field, key in keys.items()}
+    values = {field: settings.get(key) for field, key in keys.items()}
     if family == "qwen2_moe":
         width, one = settings["shared_expert_intermediate_size"], settings["moe_intermediate_size"]
-        said["routing.shared"], rest = divmod(width, one) if width is not None and one else (None, 0)
+        values["routing.shared"], rest = divmod(width, one) if width is not None and one else (None, 0)
         if rest:
             raise DataError(
                 f"{path}: shared_expert_intermediate_size is {width!r}; only multiples of moe_intermediate_size = "
                 f"{one} can be read"
             )
-    if missing := [keys[field] for field, value in said.items() if value is None]:
+    if missing := [keys[field] for field, value in values.items() if value is None]:
         raise DataError(f"{path}: has no {missing[0]}; add it")
-    routing = {field.removeprefix("routing."): said[field] for field in said if field.startswith("routing.")}
+    routing = {field.removeprefix("routing."): values[field] for field in values if field.startswith("routing.")}
     routing["balance"] = "none"  # a training setting, not part of the weights
-    dense = {field: said[field] for field in said if not field.startswith("routing.")}
+    dense = {field: values[field] for field in values if not field.startswith("routing.")}
     return {**dense, "routing": routing} if keys else {}
 
 

@@ -216,10 +216,10 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Load | None]:
         """The residual stream [B, T, D] after this layer, and the load of its experts, or None."""
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TK, sin_TK, mask_B1TS, cache)
-        made, load = self.mlp(self.post_attention_layernorm(x_BTD)), None
+        output, load = self.mlp(self.post_attention_layernorm(x_BTD)), None
         if isinstance(self.mlp, Mixture):
-            made, load = made
-        return x_BTD + made, load
+            output, load = output
+        return x_BTD + output, load
 
 
 class Trunk(nn.Module):
@@ -243,7 +243,7 @@ class Decoder(nn.Module):
         self.shape = shape
         self.vocabulary = vocabulary
         self.end_of_text = end_of_text
-        self.stops: tuple[int, ...] = ()  # tokens that end generation, besides `end_of_text`
+        self.stops: tuple[int, ...] = ()  # tokens that end generation, in addition to `end_of_text`
         self.positions_T: Tensor | None = None  # the positions of each sequence on this rank; None: all
         self.add_up: Callable[[Tensor], Tensor] | None = None  # sums counts over the ranks with the other positions
         self.model = Trunk(shape, vocabulary)

@@ -105,8 +105,8 @@ def damaged_files(
         if written is None:
             yield name, "is missing"
             continue
-        there = store.stat(f"{export.rstrip('/')}/{name}")
-        if not (changed and there is not None and there.version == written.version):
+        stored = store.stat(f"{export.rstrip('/')}/{name}")
+        if not (changed and stored is not None and stored.version == written.version):
             yield from ((name, reason) for reason in files.damages(name))
         done += written.size
         progress(done, total)

@@ -35,13 +35,13 @@ def generate(
         if decoder.end_of_text is None:
             raise DataError("an empty prompt needs a model with an end-of-text token; give a prompt")
         given = [decoder.end_of_text]
-    said: list[int] = []
+    generated: list[int] = []
     with _fitting_threads(decoder):
         for token in sample(decoder, given, temperature=temperature, seed=seed):
-            if len(said) == tokens or token == decoder.end_of_text or token in decoder.stops:
+            if len(generated) == tokens or token == decoder.end_of_text or token in decoder.stops:
                 break
-            said.append(token)
-    return tokenizer.decode(given + said)[len(tokenizer.decode(given)) :]
+            generated.append(token)
+    return tokenizer.decode(given + generated)[len(tokenizer.decode(given)) :]
 
 
 @contextmanager

@@ -84,12 +84,12 @@ class Weights(NamedTuple):
             return read_part(self.files, name, self.places[name][0][1], place)
         first, last, _ = place[0].indices(self.shapes[name][0]) if place else (0, self.shapes[name][0], 1)
         inside = [
-            (max(first - start, 0), min(last - start, there.shape[0]), there) for start, there in self.places[name]
+            (max(first - start, 0), min(last - start, piece.shape[0]), piece) for start, piece in self.places[name]
         ]
         return torch.cat(
             [
-                read_part(self.files, name, there, (slice(low, high), *place[1:]))
-                for low, high, there in inside
+                read_part(self.files, name, piece, (slice(low, high), *place[1:]))
+                for low, high, piece in inside
                 if low < high
             ]
             or [torch.empty(0, *self.shapes[name][1:])[(slice(None), *place[1:])]]
@@ -155,7 +155,7 @@ def open_weights(location: str, cache_dir: Path) -> Weights:
 def require_fit(weights: Weights, shape: Model, vocabulary: int) -> None:
     """Refuse weights that do not fit a spec's model. Raises SpecError with every different field."""
     kind = weights.shape.rope_scaling.kind
-    asked, found = _compared(shape, kind), _compared(weights.shape, kind)
+    expected, found = _compared(shape, kind), _compared(weights.shape, kind)
     problems = [
         Problem(
             f"model.{field}",
@@ -163,7 +163,7 @@ def require_fit(weights: Weights, shape: Model, vocabulary: int) -> None:
             f"is {found[field]!r} in the weights of model.init_from",
             f"write {field.rpartition('.')[2]}: {found[field]}",
         )
-        for field, ours in asked.items()
+        for field, ours in expected.items()
         if ours != found[field]
     ]
     if vocabulary != weights.vocabulary:
