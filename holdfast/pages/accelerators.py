@@ -33,12 +33,12 @@ class Row:
 
 def accelerator_charts(events: Sequence[Event]) -> list[Chart]:
     """One chart for each reported metric: its mean and its maximum over all ranks."""
-    told = _by_step(events)
+    reports = _by_step(events)
     charts = []
     for title, field, factor in CURVES:
         mean: list[Point] = []
         highest: list[Point] = []
-        for step, ranks in told.items():
+        for step, ranks in reports.items():
             if values := [factor * value for each in ranks if (value := getattr(each, field)) is not None]:
                 mean.append((step, sum(values) / len(values)))
                 highest.append((step, max(values)))
@@ -68,9 +68,9 @@ def _by_step(events: Sequence[Event]) -> dict[int, list[TimeSpent]]:
     """All ranks' latest reports at each step where one of them reported. A repeated step keeps its last reports."""
     newest: dict[int, TimeSpent] = {}
     found: dict[int, list[TimeSpent]] = {}
-    told = (event for event in events if isinstance(event, AttemptBegan | TimeSpent))
-    for step, at_once in groupby(told, lambda event: event.step):
-        for event in at_once:
+    reports = (event for event in events if isinstance(event, AttemptBegan | TimeSpent))
+    for step, same_step in groupby(reports, lambda event: event.step):
+        for event in same_step:
             if isinstance(event, AttemptBegan):
                 newest = {rank: each for rank, each in newest.items() if rank < event.world}
             else:

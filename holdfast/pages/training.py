@@ -54,8 +54,8 @@ def account_tiles(account: Ledger, spent: Cost) -> list[tuple[str, str, str]]:
         tiles.append(("Carbon dioxide", number(spent.carbon), "grams"))
     if spent.price is not None:
         each = spent.price_per_million_tokens
-        told = [spent.prices.currency, "" if each is None else f"{number(each)} a million tokens"]
-        tiles.append(("Cost", number(spent.price), ", ".join(filter(None, told))))
+        notes = [spent.prices.currency, "" if each is None else f"{number(each)} a million tokens"]
+        tiles.append(("Cost", number(spent.price), ", ".join(filter(None, notes))))
     return tiles
 
 
@@ -128,11 +128,11 @@ def _with_newest(history: Sequence[Row], events: Sequence[Event]) -> list[Row]:
     """The history up to the newest checkpoint, and the progress that rank 0 reported since."""
     rows = list(history)
     last = rows[-1]["step"] if rows else 0
-    told = {event.step: event for event in events if isinstance(event, Progress) and event.step > last}
-    for step in sorted(told):
-        given = told[step].model_dump(exclude_none=True)
+    newer = {event.step: event for event in events if isinstance(event, Progress) and event.step > last}
+    for step in sorted(newer):
+        given = newer[step].model_dump(exclude_none=True)
         row: Row = {name: given[name] for name in given if name != "phase_seconds"}
-        rows.append(row | {PHASE_SECONDS + name: seconds for name, seconds in told[step].phase_seconds.items()})
+        rows.append(row | {PHASE_SECONDS + name: seconds for name, seconds in newer[step].phase_seconds.items()})
     return rows
 
 
