@@ -101,7 +101,7 @@ class Candidate:
 
     @property
     def limit(self) -> str:
-        """The limiting term of a step: the largest besides matrix products if it is large, otherwise the products."""
+        """The limiting term of a step: matrix products, or the largest other term if it is large."""
         terms = {name: seconds for name, seconds in self.speed.terms.items() if name not in ("products", "attention")}
         worst = max(terms, key=lambda name: terms[name])
         share = terms[worst] / self.speed.seconds
@@ -246,13 +246,13 @@ def _offloaded(candidate: Candidate) -> Iterator[Candidate]:
 
 def _distinct(ordered: list[Candidate], count: int) -> list[Candidate]:
     """The best layout of each combination of degrees; otherwise the best five would differ only in micro-batches."""
-    seen: set[tuple[object, ...]] = set()
+    keys: set[tuple[object, ...]] = set()
     best = []
     for each in ordered:
         layout = each.layout
         key = (layout.tensor, layout.pipeline, layout.context, layout.expert, layout.sharding, layout.shard)
-        if key not in seen:
-            seen.add(key)
+        if key not in keys:
+            keys.add(key)
             best.append(each)
         if len(best) == count:
             break

@@ -102,8 +102,8 @@ def break_even(chosen: Candidate, *, notice: bool) -> float:
     without, nodes = mix(chosen, 0, notice=notice).cost, nodes_of(chosen)
 
     def dearer(rate: float) -> bool:
-        there = task.accelerator.model_copy(update={"spot_interruptions": rate})
-        return mix(replace(chosen, task=replace(task, accelerator=there)), nodes, notice=notice).cost >= without
+        accelerator = task.accelerator.model_copy(update={"spot_interruptions": rate})
+        return mix(replace(chosen, task=replace(task, accelerator=accelerator)), nodes, notice=notice).cost >= without
 
     low, high = 0.0, HOUR / RESTART_SECONDS  # at this rate, a single node only restarts
     if dearer(low):
@@ -116,8 +116,8 @@ def break_even(chosen: Candidate, *, notice: bool) -> float:
 
 def in_words(found: Spot) -> Iterator[str]:
     """Lines for people: the mixes, the best one, and the break-even rate."""
-    said = "with a notice" if found.notice else "without a notice (cluster.spot is not set)"
-    yield f"Spot nodes, taken back {said}:"
+    condition = "with a notice" if found.notice else "without a notice (cluster.spot is not set)"
+    yield f"Spot nodes, taken back {condition}:"
     yield "  on spot  on demand      hours  goodput  taken back         cost"
     for one in found.shown:
         if math.isinf(one.seconds):
