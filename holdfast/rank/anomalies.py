@@ -121,8 +121,8 @@ class Anomalies:
         )
         if self._settings.action != "skip":
             self._blocked = self._blocked | odd
-        told = torch.stack([odd.float(), *seen, *self._kept[-2:]])
-        self._pending.append((self._step, _AsyncScalar(told)))
+        values = torch.stack([odd.float(), *seen, *self._kept[-2:]])
+        self._pending.append((self._step, _AsyncScalar(values)))
         return held.float()
 
     def resolve(self, before: int) -> bool:
@@ -176,16 +176,16 @@ class Anomalies:
         return torch.zeros_like(in_a_row)
 
     def _require_few(self, anomaly: Anomaly, in_a_row: int) -> None:
-        said = f"step {anomaly.step + 1}: loss {anomaly.loss:g}, gradient norm {anomaly.norm:g}"
+        what = f"step {anomaly.step + 1}: loss {anomaly.loss:g}, gradient norm {anomaly.norm:g}"
         remedy = "Lower training.optimizer.learning_rate, lengthen training.schedule.warmup_steps, or look at the data"
         if self._settings.action == "stop":
             raise DivergedError(
-                f"{said}: an anomaly, and training.anomalies.action says stop. The last checkpoint is kept. {remedy}, "
+                f"{what}: an anomaly, and training.anomalies.action says stop. The last checkpoint is kept. {remedy}, "
                 "or let anomalies be skipped"
             )
         if in_a_row >= self._settings.max_consecutive:
             raise DivergedError(
-                f"{said}: the {in_a_row}th anomaly in a row, and training.anomalies.max_consecutive allows fewer than "
+                f"{what}: the {in_a_row}th anomaly in a row, and training.anomalies.max_consecutive allows fewer than "
                 f"{self._settings.max_consecutive}. {remedy}"
             )
 

@@ -22,8 +22,8 @@ from holdfast.telemetry import phases
 def train(session: RankSession, batches: Iterable[tuple[int, NDArray[np.int64]]]) -> None:
     """Train on `batches`, which are numbered batches with this rank's rows, up to the last step.
 
-    Raises PreemptedError after a save if any rank was asked to stop. Raises DivergedError if an anomaly ends the run.
-    Raises WrongArithmeticError (LostPeerError on the sound ranks) if replicas of the state differ.
+    Raises PreemptedError after a save if any rank received a stop request. Raises DivergedError if an anomaly ends the
+    run. Raises WrongArithmeticError (LostPeerError on the sound ranks) if replicas of the state differ.
     """
     training, anomalies = session.spec.training, session.anomalies
     phases.enter("data")

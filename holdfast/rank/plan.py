@@ -49,8 +49,8 @@ def require_one_plan(plans: Sequence[Plan], determinism: str) -> None:
     odd = {rank: found for rank, plan in enumerate(plans) if (found := plans[0].differences(plan, "on rank 0", "here"))}
     if not odd:
         return
-    said = "; ".join(f"rank {rank}: {', '.join(found)}" for rank, found in list(odd.items())[:ODD_RANKS_SHOWN])
-    message = f"{len(odd)} of {len(plans)} ranks compute in another way than rank 0 ({said})"
+    differing = "; ".join(f"rank {rank}: {', '.join(found)}" for rank, found in list(odd.items())[:ODD_RANKS_SHOWN])
+    message = f"{len(odd)} of {len(plans)} ranks compute in another way than rank 0 ({differing})"
     if determinism != "off":
         raise PlanChangedError(
             f"{message}, and training.determinism: {determinism} promises bits. Make the nodes alike, for instance by "

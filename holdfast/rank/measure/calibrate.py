@@ -57,9 +57,9 @@ def main() -> None:
     points = list(_collectives(device, gang))
     steps = list(_steps(device, gang, arguments.accelerator, arguments.steps))
     if gang.rank == 0:
-        made = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         machine = _machine(device, arguments.accelerator, gang.size)
-        found = Calibration(made=made, machine=machine, rates=rates, points=tuple(points), steps=tuple(steps))
+        found = Calibration(made=created, machine=machine, rates=rates, points=tuple(points), steps=tuple(steps))
         write(found, arguments.out)
     dist.destroy_process_group()
 

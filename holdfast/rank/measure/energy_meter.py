@@ -40,7 +40,7 @@ class Meter:
         self._before: float | None = None  # joules since the driver was loaded
         try:
             self._open(device)
-        except Exception as error:  # noqa: BLE001 - whatever a driver answers, the training goes on
+        except Exception as error:  # noqa: BLE001 - a failure of the driver does not end the training
             self._give_up(error)
 
     def read(self) -> Figures:
@@ -63,12 +63,12 @@ class Meter:
         self._handle, self.unknown = None, f"NVML does not tell it: {error}"
 
     def _since(self) -> Figures:
-        told = self._ask(*_NVML)
-        now, before = told.pop("joules", None), self._before
+        figures = self._ask(*_NVML)
+        now, before = figures.pop("joules", None), self._before
         self._before = now
         if now is not None and before is not None and now >= before:
-            told["joules"] = now - before
-        return Figures.model_validate(told)
+            figures["joules"] = now - before
+        return Figures.model_validate(figures)
 
     def _open(self, device: torch.device) -> None:
         if device.type == "cpu":
@@ -94,14 +94,14 @@ class Meter:
 
     def _ask(self, *names: str, missing_metrics: dict[str, str] | None = None) -> dict[str, float]:
         """The reported figures of `names`. Reasons for missing ones go into `missing_metrics`."""
-        told: dict[str, float] = {}
+        figures: dict[str, float] = {}
         for name in names if self._handle is not None else ():
             try:
-                told[name] = _NVML[name](self._nvml, self._handle)
+                figures[name] = _NVML[name](self._nvml, self._handle)
             except (self._nvml.NVMLError, AttributeError) as error:  # or the library has no such call (any more)
                 if missing_metrics is not None:
                     missing_metrics[name] = str(error)
-        return told
+        return figures
 
 
 def _memory(nvml: Any, handle: Any) -> Any:

@@ -71,14 +71,14 @@ class PhaseTimeReporter:
             # After a failure a device may block forever in a collective with lost peers, so it is not waited for.
             spent.update(lap.host if failed else lap.seconds)
         self._laps, self._last_report = [], time.monotonic()
-        told = {name: round(value, 6) for name, value in spent.items() if value > 0}
+        seconds = {name: round(value, 6) for name, value in spent.items() if value > 0}
         read = self._meter.read().model_dump(exclude_none=True)
         if not self._metered:
             read.pop("joules", None)  # time before the first report is longer than the meter's measurement
         event = TimeSpent(
             rank=self._rank,
             step=self._step,
-            seconds=told,
+            seconds=seconds,
             peak_memory=peak_memory(),
             last=last,
             failed=failed,

@@ -173,8 +173,8 @@ class Stragglers:
         """A collective call. Ranks with the same `like` do the same kind of work. `work` is this rank's amount of
         it, in a unit that they share."""
         self._gang, self._work = gang, work
-        told = gang.all_gather((like, node_name()), tuple[int, str])
-        self._comparison, self._nodes = Comparison([each for each, _ in told]), [node for _, node in told]
+        peers = gang.all_gather((like, node_name()), tuple[int, str])
+        self._comparison, self._nodes = Comparison([each for each, _ in peers]), [node for _, node in peers]
         self._before: list[float] | None = None  # at the end of the last window
         self._pending: PendingValues | None = None
 
