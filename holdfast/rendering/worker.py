@@ -81,8 +81,8 @@ def main() -> None:
                     kind, *arguments = json.loads(given)
                     programs[number] = PROGRAMS[kind](*arguments)
                 else:
-                    made = programs[number].run(given)
-                    payload = json.dumps(made, ensure_ascii=False).encode("utf-8", "surrogatepass")
+                    result = programs[number].run(given)
+                    payload = json.dumps(result, ensure_ascii=False).encode("utf-8", "surrogatepass")
         except MemoryError:
             status, payload = MEMORY, b""
         except TooLongError:
