@@ -25,18 +25,18 @@ PREFIX, HELD = "holdfast-", ".held"  # a folder gets its last name once its lock
 def temporary_folder(name: str = "") -> Iterator[str]:
     """The path of an empty folder of this user, which is removed at the end. `name` describes its purpose."""
     remove_abandoned()
-    made = tempfile.mkdtemp(prefix=f"{PREFIX}{name}-" if name else PREFIX)
+    folder = tempfile.mkdtemp(prefix=f"{PREFIX}{name}-" if name else PREFIX)
     holder = None
     try:
-        holder = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        holder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         with suppress(OSError):  # without locks, it keeps a name that no other process removes
             fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            made = str(Path(made).rename(f"{made}{HELD}"))
-        _holders[made] = holder
-        yield made
+            folder = str(Path(folder).rename(f"{folder}{HELD}"))
+        _holders[folder] = holder
+        yield folder
     finally:
-        _holders.pop(made, None)
-        shutil.rmtree(made, ignore_errors=True)
+        _holders.pop(folder, None)
+        shutil.rmtree(folder, ignore_errors=True)
         if holder is not None:
             os.close(holder)
 
