@@ -347,18 +347,18 @@ def _model(decoder: Decoder, tokenizer: Tokenizer, progress: Any) -> Any:
             return found
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:  # noqa: ARG002
-            found = []
-            for number, (prompt, asked) in enumerate(request.args for request in requests):
-                if asked.get("do_sample") and asked.get("temperature", 1) > 0:
+            texts = []
+            for number, (prompt, settings) in enumerate(request.args for request in requests):
+                if settings.get("do_sample") and settings.get("temperature", 1) > 0:
                     raise DataError("a task that samples has no one answer: set do_sample: false")
-                until = asked.get("until") or []
-                tokens = int(asked.get("max_gen_toks", _TOKENS))
+                until = settings.get("until") or []
+                tokens = int(settings.get("max_gen_toks", _TOKENS))
                 text = generate(decoder, tokenizer, prompt, tokens=tokens, temperature=0)
                 for stop in [until] if isinstance(until, str) else until:
                     text = text.partition(stop)[0] if stop else text
-                found.append(text)
+                texts.append(text)
                 progress(number + 1, len(requests))
-            return found
+            return texts
 
     return Model()
 
