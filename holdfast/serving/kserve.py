@@ -23,25 +23,25 @@ def inference_service(spec: Spec, source: str, lineage: dict[str, str]) -> dict[
 
     Raises SpecError where the spec has no `serving.kserve`, or KServe cannot read from `source`.
     """
-    asked = spec.serving.kserve
-    if asked is None:
+    settings = spec.serving.kserve
+    if settings is None:
         problem = Problem("serving.kserve", None, "is missing", "say how the champion is served: docs/serving.md")
         raise SpecError([problem])
     if not source.startswith("s3://"):
         problem = Problem("store", source, "is no bucket, and KServe reads models from one", "use s3://bucket/prefix")
         raise SpecError([problem])
     metadata: dict[str, Any] = {
-        "name": asked.name or spec.name,
-        "labels": {**asked.labels, "app.kubernetes.io/name": "holdfast", "app.kubernetes.io/managed-by": "holdfast"},
-        "annotations": {**asked.annotations, **{f"holdfast/{name}": value for name, value in lineage.items()}},
+        "name": settings.name or spec.name,
+        "labels": {**settings.labels, "app.kubernetes.io/name": "holdfast", "app.kubernetes.io/managed-by": "holdfast"},
+        "annotations": {**settings.annotations, **{f"holdfast/{name}": value for name, value in lineage.items()}},
     }
-    if namespace := asked.namespace or spec.cluster.namespace:
+    if namespace := settings.namespace or spec.cluster.namespace:
         metadata["namespace"] = namespace
     return {
         "apiVersion": f"{API.group}/{API.version}",
         "kind": "InferenceService",
         "metadata": metadata,
-        "spec": {"predictor": _predictor(spec, asked, source)},
+        "spec": {"predictor": _predictor(spec, settings, source)},
     }
 
 

@@ -61,24 +61,24 @@ class ModelRegistry:
         Raises ClusterUnreachableError while the registry is unavailable, AccessDeniedError, RefusedError.
         """
         parent = self._model(model)
-        said = {"author": self._author, "state": "LIVE", "customProperties": _properties(properties)}
-        found = self._made(
+        fields = {"author": self._author, "state": "LIVE", "customProperties": _properties(properties)}
+        version_id = self._made(
             "model_version",
             "model_versions",
             {"name": version, "parentResourceId": parent},
             {"name": version, "registeredModelId": parent},
-            said,
+            fields,
         )
         artifact = {"uri": source, "modelFormatName": format_, "modelFormatVersion": "1", "state": "LIVE"}
         self._made(
             "model_artifact",
             "model_artifacts",
-            {"name": f"{model}-{version}", "parentResourceId": found},
+            {"name": f"{model}-{version}", "parentResourceId": version_id},
             {"name": f"{model}-{version}"},
             {"artifactType": "model-artifact", **artifact},
-            under=f"model_versions/{found}/artifacts",
+            under=f"model_versions/{version_id}/artifacts",
         )
-        return found
+        return version_id
 
     def point(self, model: str, version: str) -> None:
         """Mark a version as the champion on the RegisteredModel."""

@@ -73,13 +73,13 @@ def settings_of(model: str, store: Store, uri: str | None = None) -> Spec | None
 
     Its `serving` section has the current settings.
     """
-    made = [version for version in versions(model, store, uri) if not version.foreign]
-    text = made[-1].tags.get("holdfast.spec", "") if made else ""
+    own = [version for version in versions(model, store, uri) if not version.foreign]
+    text = own[-1].tags.get("holdfast.spec", "") if own else ""
     try:
         return parse_spec(text) if text else None
     except SpecError as error:
         log.warning(
-            "the spec that version %d of %s was made from is not one of today's: %s", made[-1].version, model, error
+            "the spec that version %d of %s was made from is not one of today's: %s", own[-1].version, model, error
         )
         return None
 
