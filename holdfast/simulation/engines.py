@@ -112,8 +112,8 @@ def configuration(engine: Engine, policy: str, model: ClusterModel, jobs: Sequen
     for name, weight in weights.items():
         if weight <= 0 and policy in ("fair-share", "drf"):
             raise SpecError([Problem(f"quotas.{name}", weight, "is no share of a cluster", "use a number above 0")])
-    made = _kueue if engine == "kueue" else _volcano
-    objects, settings = made(policy, model, groups, weights, priorities)
+    build = _kueue if engine == "kueue" else _volcano
+    objects, settings = build(policy, model, groups, weights, priorities)
     differs = _DIFFERS[engine, policy]
     return Configuration(
         tuple(objects), settings, _COUNTS + differs if engine == "kueue" and policy != "topology" else differs
@@ -260,10 +260,10 @@ def _named(field: str, names: Iterable[str]) -> dict[str, str]:
     """Kubernetes names by the names in the trace or cluster. Raises SpecError."""
     found: dict[str, str] = {}
     for name in sorted(set(names)):
-        made = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-        if not made or len(made) > 63 or made in found.values():
+        kubernetes_name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+        if not kubernetes_name or len(kubernetes_name) > 63 or kubernetes_name in found.values():
             raise SpecError(
                 [Problem(field, name, "makes no name of a queue that is its own", "use letters, digits and dashes")]
             )
-        found[name] = made
+        found[name] = kubernetes_name
     return found
