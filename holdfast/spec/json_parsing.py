@@ -29,10 +29,10 @@ def parse_json(data: bytes | str, model: type[T], source: str, remedy: str = REM
     try:
         return cast(T, _adapter(cast(Hashable, model)).validate_json(data, strict=True))
     except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, found["loc"]))
-        said = f"{place}: {found['msg']}" if place else found["msg"]
-        raise DataError(f"{source}: is damaged ({said}); {remedy}") from None
+        problem = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, problem["loc"]))
+        message = f"{place}: {problem['msg']}" if place else problem["msg"]
+        raise DataError(f"{source}: is damaged ({message}); {remedy}") from None
 
 
 def parse_json_lines(data: bytes, source: str, remedy: str = REMEDY, *, finite: bool = True) -> list[JsonObject]:

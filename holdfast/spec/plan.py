@@ -87,8 +87,8 @@ def settings_of(training: Training, parallel: Parallel, accelerator: str, nodes:
 
 def stages_of(settings: Mapping[str, Value]) -> tuple[int, ...] | None:
     """The layers of each stage in the settings of a plan. None if they have no stages."""
-    said = settings.get("parallel.stages")
-    return None if said is None else tuple(map(int, str(said).split(", ")))
+    stages = settings.get("parallel.stages")
+    return None if stages is None else tuple(map(int, str(stages).split(", ")))
 
 
 def free_under(determinism: str) -> tuple[str, ...]:

@@ -480,13 +480,13 @@ def carries_secret(url: str) -> bool:
     if not separator:
         return any(char in url for char in ":=-_.") and "\n" not in url and _redacted(url) != url
     place, _, fragment = rest.partition("#")
-    place, asked, query = place.partition("?")
+    place, question_mark, query = place.partition("?")
     if found := _USER.search(url):
         user = found[0].rstrip("@")
         if ":" in user or "ssh" not in scheme:
             return True
         url = url.replace(found[0], "", 1)
-    if "=" in query or "=" in fragment or (asked and query and scheme.startswith(("http", "ftp", "git"))):
+    if "=" in query or "=" in fragment or (question_mark and query and scheme.startswith(("http", "ftp", "git"))):
         return True
     return bool(_WORD.fullmatch(query) or _WORD.fullmatch(fragment)) or _redacted(url) != url
 

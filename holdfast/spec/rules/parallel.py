@@ -32,11 +32,11 @@ def check_auto_layout(spec: Spec) -> Iterator[Problem]:
     parallel, training = spec.parallel, spec.training
     if not parallel.auto:
         return
-    said: list[tuple[str, Section, str]] = [(f"parallel.{name}", parallel, name) for name in CHOSEN]
-    said.append(("training.activation_checkpointing", training, "activation_checkpointing"))
+    chosen: list[tuple[str, Section, str]] = [(f"parallel.{name}", parallel, name) for name in CHOSEN]
+    chosen.append(("training.activation_checkpointing", training, "activation_checkpointing"))
     if training.determinism != "elastic":
-        said.append(("training.micro_batch", training, "micro_batch"))
-    for field, section, name in said:
+        chosen.append(("training.micro_batch", training, "micro_batch"))
+    for field, section, name in chosen:
         if (value := getattr(section, name)) != type(section).model_fields[name].default:
             why = "is not used by parallel: auto" if name.startswith("offload") else "is chosen by parallel: auto"
             yield Problem(
@@ -361,12 +361,12 @@ def _fsdp_offloads(spec: Spec) -> Iterator[Problem]:
         f"parallel.{name}": (getattr(parallel, name), 1)
         for name in ("replicas", "tensor", "pipeline", "context", "expert")
     } | {"model.experts": (spec.model.experts, 1)}
-    said = [(field, value, f"use {field}: {one}") for field, (value, one) in without.items() if value != one]
+    unsupported = [(field, value, f"use {field}: {one}") for field, (value, one) in without.items() if value != one]
     if spec.training.determinism == "elastic":
-        said.append(("training.determinism", "elastic", "use training.determinism: exact"))
+        unsupported.append(("training.determinism", "elastic", "use training.determinism: exact"))
     if spec.training.precision == "fp16":
-        said.append(("training.precision", "fp16", "use training.precision: bf16"))
-    for field, value, remedy in said:
+        unsupported.append(("training.precision", "fp16", "use training.precision: bf16"))
+    for field, value, remedy in unsupported:
         yield Problem(
             "parallel.offload",
             offload,
