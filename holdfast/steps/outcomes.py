@@ -53,8 +53,8 @@ class Outcome:
 
     def as_json(self) -> bytes:
         """The outcome as a JSON object, without secrets."""
-        told = {**asdict(self), "reason": redact(self.reason), "result": redact(self.result)}
-        return json.dumps(told, ensure_ascii=False).encode()
+        fields = {**asdict(self), "reason": redact(self.reason), "result": redact(self.result)}
+        return json.dumps(fields, ensure_ascii=False).encode()
 
     def write(self, folder: Path) -> None:
         """Write it to `folder` atomically: a reader sees the whole file or the earlier one."""

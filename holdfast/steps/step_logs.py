@@ -229,14 +229,14 @@ def _collect(store: Store, job: str, since: float) -> bool:
     logs, outcomes = list(store.list(layout.step_log(job))), list(store.list(layout.job(job)))
     if any(info.modified > since for info in [*logs, *outcomes]):
         return False
-    told = outcomes_in(store, job)
-    ids = {outcome.result for outcome in told if outcome.step == "train" and outcome.result}
+    recorded = outcomes_in(store, job)
+    ids = {outcome.result for outcome in recorded if outcome.step == "train" and outcome.result}
     ids |= {info.key.rpartition("/")[2] for info in store.list(layout.named(job))}
     if match := _LOCAL.fullmatch(job):
         ids.add(match[1])
     if any(_shows(store, key, job) for key in _records_of(ids)):
         return False
-    failed = any(outcome.exit_code != 0 for outcome in told)
+    failed = any(outcome.exit_code != 0 for outcome in recorded)
     gone = [*logs] if failed else [*logs, *outcomes, *store.list(layout.named(job))]
     for some in _batches(gone):
         store.delete_many([info.key for info in some])
@@ -253,12 +253,12 @@ def _shows(store: Store, key: str, job: str) -> bool:
     """Whether `holdfast logs` shows this job for the record's run or sweep. True for an unreadable record, since it
     may."""
     try:
-        told = read_json(store, key, _Submission)
+        submission = read_json(store, key, _Submission)
     except MissingError:
         return False
     except DataError:
         return True
-    return job in (told.job or told.id, local_job(told.log))
+    return job in (submission.job or submission.id, local_job(submission.log))
 
 
 def _batches(items: Sequence[ObjectInfo]) -> Iterator[Sequence[ObjectInfo]]:
