@@ -161,13 +161,13 @@ class Stream:
             if self._failed:
                 raise DataError(f"{self._key}: not written, since what comes before byte {start} could not be made")
             try:
-                made = self._next(length)
+                pieces = self._next(length)
             except BaseException:
                 self._failed = True
                 raise
             finally:
                 self._turn.notify_all()
-            return made
+            return pieces
 
     def write_to(self, descriptor: int) -> None:
         """Write all of it to a file. Raises as `part` does."""
@@ -175,7 +175,7 @@ class Stream:
             write(descriptor, self.part(start, min(COPY_BYTES, self._size - start)))
 
     def _next(self, length: int) -> Pieces:
-        made: Pieces = []
+        pieces: Pieces = []
         filled = 0
         while filled < length:
             if not self._rest.nbytes:
@@ -185,13 +185,13 @@ class Stream:
                 self._rest = memoryview(following).cast("B")
             taken = self._rest[: length - filled]
             # Immutable bytes are not copied. The producer may reuse any other buffer for the next bytes.
-            made.append(taken if type(taken.obj) is bytes else memoryview(bytes(taken)))
+            pieces.append(taken if type(taken.obj) is bytes else memoryview(bytes(taken)))
             filled += taken.nbytes
             self._rest = self._rest[taken.nbytes :]
         self._position += length
         if self._position == self._size and (self._rest.nbytes or any(memoryview(each).nbytes for each in self._made)):
             raise self._wrong("goes on beyond them")
-        return made
+        return pieces
 
     def _wrong(self, how: str) -> DataError:
         return DataError(f"{self._key}: {self._size} bytes were to be written, and what makes them {how}")

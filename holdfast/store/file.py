@@ -238,9 +238,9 @@ class FileStore:
             if size != size_of(pieces):
                 return False
             for start in range(0, size, COPY_BYTES):
-                there = memoryview(bytearray(min(COPY_BYTES, size - start)))
-                fill(descriptor, there, start, key)
-                if there != b"".join(window(pieces, start, COPY_BYTES)):
+                stored = memoryview(bytearray(min(COPY_BYTES, size - start)))
+                fill(descriptor, stored, start, key)
+                if stored != b"".join(window(pieces, start, COPY_BYTES)):
                     return False
         return True
 

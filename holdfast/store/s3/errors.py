@@ -320,13 +320,13 @@ def explain_setup(error: Exception, what: str) -> HoldfastError:
 
 
 def _explain_tls(error: Exception, what: str) -> HoldfastError | RetryableError:
-    said = redact(str(error))
-    if not any(word in said.upper() for word in UNTRUSTED) and "Could not find a suitable" not in said:
-        return RetryableError(f"{type(error).__name__}: {said}")
+    message = redact(str(error))
+    if not any(word in message.upper() for word in UNTRUSTED) and "Could not find a suitable" not in message:
+        return RetryableError(f"{type(error).__name__}: {message}")
     remedy = "set AWS_CA_BUNDLE to a file with the certificate of its authority"
-    if "WRONG_VERSION_NUMBER" in said.upper() or "HTTP_REQUEST" in said.upper():
+    if "WRONG_VERSION_NUMBER" in message.upper() or "HTTP_REQUEST" in message.upper():
         remedy = "the endpoint does not speak TLS at this port: set AWS_ENDPOINT_URL to its http:// address"
-    return StoreRefusedError(f"{what}: {said}; {remedy}")
+    return StoreRefusedError(f"{what}: {message}; {remedy}")
 
 
 def _explain_redirect(error: RedirectedError, what: str) -> HoldfastError:
@@ -378,8 +378,8 @@ def damaged_again(error: boto.ClientError, what: str, times: int) -> HoldfastErr
 
 def _retry_after(error: boto.ClientError) -> float:
     """The delay in seconds that a reply requests; 0 if it has none, or a date."""
-    said = str(error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", ""))
-    return float(said) if said.isdecimal() else 0.0
+    header = str(error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", ""))
+    return float(header) if header.isdecimal() else 0.0
 
 
 def no_such_bucket(what: str, bucket: str) -> MissingError:

@@ -266,7 +266,7 @@ class Requests:
         except ClientError as other:
             if reply_meaning(other) in (Meaning.EXPIRED, Meaning.UNKNOWN_KEY, Meaning.CLOCK):
                 return other
-        except Exception:  # noqa: BLE001 - what the HEAD said stands
+        except Exception:  # noqa: BLE001 - the result of the HEAD stands
             return error
         return error
 

@@ -200,10 +200,10 @@ class S3Store:
         if (recorded := head["Metadata"].get(DIGEST)) is not None:
             return bool(recorded == content_digest(pieces))
         for start in range(0, size_of(pieces), COMPARE_BYTES):
-            here = b"".join(window(pieces, start, COMPARE_BYTES))
-            there = memoryview(bytearray(len(here)))
-            self._reads.fill("put_if_absent", key, start, there, head["ETag"])
-            if there != here:
+            expected = b"".join(window(pieces, start, COMPARE_BYTES))
+            stored = memoryview(bytearray(len(expected)))
+            self._reads.fill("put_if_absent", key, start, stored, head["ETag"])
+            if stored != expected:
                 return False
         return True
 
@@ -274,9 +274,9 @@ class Conditions:
 
         with ThreadPoolExecutor(WRITERS, thread_name_prefix="holdfast-probe") as pool:
             winners = sum(pool.map(write, range(WRITERS)))
-        there = self._reads.head("probe", key)
+        head = self._reads.head("probe", key)
         self._writes.delete([key])
-        if winners == 0 and there is not None and there["ETag"] != before:
+        if winners == 0 and head is not None and head["ETag"] != before:
             winners = 1  # its reply was lost, but its write was applied
         if winners != 1:
             raise StoreRefusedError(
