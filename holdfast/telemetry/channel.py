@@ -62,7 +62,7 @@ def emit(event: Event) -> None:
     """Send an event to all listeners and pipes. Never waits, and never raises."""
     try:
         _here.tell(event)
-    except Exception as error:  # noqa: BLE001 - what is told of a training must not end it
+    except Exception as error:  # noqa: BLE001 - reporting on a training must not end it
         log.debug("event %s is lost: %s", event.kind, error)
 
 

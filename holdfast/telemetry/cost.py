@@ -108,9 +108,9 @@ def cost(spec: Spec, events: Sequence[Event], account: Ledger) -> Cost:
     sizes = BatchSizes.of(spec.training)
     began = [event for event in events if isinstance(event, AttemptBegan)]
     saved = [event.step for event in events if isinstance(event, SaveCommitted)]
-    told = [event for event in events if isinstance(event, TimeSpent)]
-    measured = [event for event in told if event.joules is not None]
-    utilised = [event.utilisation for event in told if event.utilisation is not None]
+    reports = [event for event in events if isinstance(event, TimeSpent)]
+    measured = [event for event in reports if event.joules is not None]
+    utilised = [event.utilisation for event in reports if event.utilisation is not None]
     seconds = account.total - account.seconds.get("queue", 0.0)
     metered = sum(sum(event.seconds.values()) for event in measured)
     return Cost(

@@ -277,8 +277,8 @@ class AnomalyFound(_Event):
     @property
     def text(self) -> str:
         """See _Event."""
-        said = f"step {self.step} is an anomaly ({self.action}): loss {self.loss}, gradient norm {self.grad_norm}"
-        return _joined(said, self.batch)
+        sentence = f"step {self.step} is an anomaly ({self.action}): loss {self.loss}, gradient norm {self.grad_norm}"
+        return _joined(sentence, self.batch)
 
     @property
     def is_news(self) -> bool:

@@ -152,7 +152,7 @@ class _Attempt:
     def usual(self) -> Mapping[str, float]:
         """The phases of its steps, of all ranks."""
         total: Counter[str] = Counter()
-        for event in (event for told in self.told.values() for event in told):
+        for event in (event for reports in self.told.values() for event in reports):
             total.update({name: each for name, each in event.seconds.items() if name not in _BEFORE_STEPS})
         return total if sum(total.values()) > 0 else {"forward": 1.0}
 
@@ -336,14 +336,14 @@ def _spent(rank: int, span: _Span) -> Mapping[Class, float]:
         for index, attempt in enumerate(attempts):
             following = attempts[index + 1] if index + 1 < len(attempts) else None
             ended = min(launch.ended, span.end) if following is None else _first_sign(following, rank)
-            told = attempt.told.get(rank, [])
+            reports = attempt.told.get(rank, [])
             wait(min(_first_sign(attempt, rank), ended), launch)
-            for event in told:
+            for event in reports:
                 begin = event.time - sum(event.seconds.values())
                 work(min(begin, ended), attempt.usual(), attempt.lost_from)
                 work(min(event.time, ended), event.seconds, attempt.lost_from)
             failed = min(attempt.failed, ended) if following or launch.code != ExitCode.OK else ended
-            if not (told and told[-1].last):
+            if not (reports and reports[-1].last):
                 work(failed, attempt.usual(), attempt.lost_from)
             if following is not None:
                 wait(ended, launch)
@@ -356,9 +356,9 @@ def _spent(rank: int, span: _Span) -> Mapping[Class, float]:
 
 def _first_sign(attempt: _Attempt, rank: int) -> float:
     """When the rank's process in an attempt began, as far as known."""
-    told = attempt.told.get(rank) or next(iter(attempt.told.values()), [])
-    if told:
-        return told[0].time - sum(told[0].seconds.values())
+    reports = attempt.told.get(rank) or next(iter(attempt.told.values()), [])
+    if reports:
+        return reports[0].time - sum(reports[0].seconds.values())
     return attempt.failed if attempt.began is None else attempt.began
 
 

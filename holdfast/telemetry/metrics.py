@@ -178,11 +178,11 @@ class Metrics:
 
     def _accelerator(self, event: TimeSpent) -> None:
         figures = {name: (getattr(event, field), factor) for name, (_, field, factor) in ACCELERATORS.items()}
-        told = {name: value * factor for name, (value, factor) in figures.items() if value is not None}
-        self._forget(event.rank, self._told.get(event.rank, set()) - told.keys())
-        for name, value in told.items():
+        values = {name: value * factor for name, (value, factor) in figures.items() if value is not None}
+        self._forget(event.rank, self._told.get(event.rank, set()) - values.keys())
+        for name, value in values.items():
             self._set(name, value, rank=str(event.rank))
-        self._told[event.rank] = set(told)
+        self._told[event.rank] = set(values)
 
     def _forget_ranks(self, world: int) -> None:
         """Remove the accelerator metrics of ranks from `world` on."""

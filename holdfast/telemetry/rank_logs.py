@@ -111,9 +111,9 @@ def _nothing(
     store: Store, run_id: str, rank: int, streams: list[RankStream], attempt: int | None, launch: int | None
 ) -> str:
     if streams:
-        there = ", ".join(_of(one) for one in streams)
-        asked = f"attempt {attempt}" if attempt is not None else f"launch {launch}"
-        return f"run {run_id}: nothing that rank {rank} printed in {asked} is kept; there is {there}"
+        available = ", ".join(_of(one) for one in streams)
+        scope = f"attempt {attempt}" if attempt is not None else f"launch {launch}"
+        return f"run {run_id}: nothing that rank {rank} printed in {scope} is kept; there is {available}"
     if ranks := ranks_with_logs(store, run_id):
         several = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
         return f"run {run_id}: nothing that rank {rank} printed is kept; there is something of {several}"

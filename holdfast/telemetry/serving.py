@@ -44,12 +44,16 @@ def showing_metrics(settings: Telemetry, run_id: str, *, whole: bool = False) ->
 
 def show_traces(run_id: str) -> Traces | None:
     """The trace of a run, if OpenTelemetry's own variables name a collector. None otherwise, without an import."""
-    told = os.environ
-    if not run_id or not any(map(told.get, COLLECTORS)) or told.get("OTEL_SDK_DISABLED", "").lower() == "true":
+    environment = os.environ
+    if (
+        not run_id
+        or not any(map(environment.get, COLLECTORS))
+        or environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    ):
         return None
-    if "otlp" not in told.get("OTEL_TRACES_EXPORTER", "otlp"):
+    if "otlp" not in environment.get("OTEL_TRACES_EXPORTER", "otlp"):
         return None
-    if (protocol := next(filter(None, map(told.get, PROTOCOLS)), "http/protobuf")) != "http/protobuf":
+    if (protocol := next(filter(None, map(environment.get, PROTOCOLS)), "http/protobuf")) != "http/protobuf":
         log.warning("no traces are sent by the protocol %s; set OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf", protocol)
         return None
     try:

@@ -96,8 +96,10 @@ class Spans:
                 self._step = key
         elif isinstance(event, StepEnded):
             key = f"step {event.name} {event.writer}"
-            told: dict[str, Value] = {"holdfast.result": event.result} if event.result else {}
-            yield from self._close(key, event.time, _failure(event.code, event.reason), {**told, **_code(event.code)})
+            attributes: dict[str, Value] = {"holdfast.result": event.result} if event.result else {}
+            yield from self._close(
+                key, event.time, _failure(event.code, event.reason), {**attributes, **_code(event.code)}
+            )
         elif isinstance(event, LaunchBegan):
             self._launch = f"launch {event.launch}"
             if self._launch not in self._open:  # a launcher that takes one over continues its span
@@ -114,9 +116,9 @@ class Spans:
         elif isinstance(event, AttemptBegan):
             yield from self._close(self._attempt, event.time)
             self._attempt = f"attempt {event.attempt}"
-            told = {"holdfast.world": event.world, "holdfast.step": event.step, "holdfast.device": event.device}
+            attributes = {"holdfast.world": event.world, "holdfast.step": event.step, "holdfast.device": event.device}
             self._open[self._attempt] = Span(
-                self._attempt, self._attempt, self._launch or RUN, event.time, attributes=told
+                self._attempt, self._attempt, self._launch or RUN, event.time, attributes=attributes
             )
         elif isinstance(event, SaveCommitted):
             saved = {
@@ -149,8 +151,8 @@ class Spans:
 
 def spans(events: Iterable[Event]) -> list[Span]:
     """All spans of a run that have ended."""
-    made = Spans()
-    return [span for event in events for span in made.take(event)]
+    open_spans = Spans()
+    return [span for event in events for span in open_spans.take(event)]
 
 
 def _failure(code: int, reason: str) -> str:
@@ -205,14 +207,14 @@ class Traces:
                 trace_flags=TraceFlags(TraceFlags.SAMPLED),
             )
             within = set_span_in_context(NonRecordingSpan(parent))
-        made = self._tracer.start_span(
+        span_sent = self._tracer.start_span(
             span.name, within, attributes=span.attributes, start_time=_nanoseconds(span.begin)
         )
         for when, name, text in span.notes:
-            made.add_event(name, {"message": text}, _nanoseconds(when))
+            span_sent.add_event(name, {"message": text}, _nanoseconds(when))
         if span.error:
-            made.set_status(Status(StatusCode.ERROR, span.error))
-        made.end(_nanoseconds(span.end))
+            span_sent.set_status(Status(StatusCode.ERROR, span.error))
+        span_sent.end(_nanoseconds(span.end))
 
 
 def _patience() -> float:
