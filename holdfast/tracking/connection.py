@@ -84,7 +84,7 @@ _SET_BY_PERSON = frozenset(os.environ)
 BUSY_SECONDS = 20.0  # limit of the wait for another writer; MLflow itself waits as long
 LOCK_SECONDS = 600.0  # limit; creating the schema of a database takes seconds
 CONNECT_SECONDS = 30.0  # limit for connecting to a database
-_DATABASES = ("mysql", "mssql")  # besides SQLite and PostgreSQL
+_DATABASES = ("mysql", "mssql")  # in addition to SQLite and PostgreSQL
 _SQLITE = "sqlite:///"
 _LOCK = int.from_bytes(b"holdfast", "big") >> 1  # PostgreSQL advisory lock for creating MLflow's tables
 

@@ -1,4 +1,4 @@
-"""The description of a Holdfast run in its MLflow run, besides the metrics: parameters, tags, the dataset, and the
+"""The description of a Holdfast run in its MLflow run, except the metrics: parameters, tags, the dataset, and the
 spec.
 
 Describing is idempotent and may run in several processes concurrently. Parameters stay as the first attempt logged
@@ -45,8 +45,8 @@ def describe(client: MlflowClient, mlflow_run_id: str, spec: Spec, manifest: Man
     tags = [RunTag(key, value[:_MAX_TAG_LENGTH]) for key, value in _tags(spec, manifest, store).items()]
 
     def other_tags() -> list[RunTag]:
-        there = client.get_run(mlflow_run_id).data.tags
-        return [tag for tag in tags if there.get(tag.key) != tag.value]
+        current = client.get_run(mlflow_run_id).data.tags
+        return [tag for tag in tags if current.get(tag.key) != tag.value]
 
     write_missing(other_tags, lambda absent: client.log_batch(mlflow_run_id, tags=absent))
     trained_on = DatasetInput(_dataset(spec, manifest, store), [InputTag("mlflow.data.context", "training")])

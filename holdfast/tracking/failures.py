@@ -135,12 +135,12 @@ def is_bug(error: BaseException) -> bool:
 
 def causes(error: BaseException) -> Iterator[BaseException]:
     """An exception, and those that led to it."""
-    seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        yield one
-        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+    ids: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in ids:
+        ids.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
 def _codes(error: BaseException) -> Iterator[str]:

@@ -175,8 +175,8 @@ def _figures(store: Store, found: Registration, who: str) -> dict[str, Any]:
             "of that one; restore it, or run its spec again"
         )
     verdict = parse_json_object(data, f"{store.url}/{where}", finite=False)  # the bytes that were registered
-    said = tuple(verdict.get(name) for name in ("word", "run_id", "state_digest", "export_digest"))
-    if said != ("blessed", found.run_id, found.state_digest, found.export_digest):
+    identity = tuple(verdict.get(name) for name in ("word", "run_id", "state_digest", "export_digest"))
+    if identity != ("blessed", found.run_id, found.state_digest, found.export_digest):
         raise ForeignVersionError(
             f"{who} does not count: {store.url}/{where} does not bless this model; evaluate its run again"
         )

@@ -99,10 +99,10 @@ def registered(stores: Stores, uri: str | None = None) -> list[tuple[Champion, t
     with translated(uri):
         found = all_versions(client)
         aliases = {model: client.get_registered_model(model).aliases for model in {version.name for version in found}}
-    made = _described(found, trusted, uri)
+    described = _described(found, trusted, uri)
     return [
         (version, tuple(sorted(name for name, of in aliases[version.model].items() if int(of) == version.version)))
-        for version in sorted(made, key=lambda version: (version.model, -version.version))
+        for version in sorted(described, key=lambda version: (version.model, -version.version))
     ]
 
 

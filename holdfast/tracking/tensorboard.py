@@ -38,10 +38,10 @@ def write(folder: Path, spec: Spec, rows: Sequence[Row], evaluations: Iterable[M
 
     began = float(rows[0].get("time", 0.0)) if rows else 0.0
     path = folder.absolute() / FILE
-    beside = path.with_name(f".{os.getpid()}.part")  # a name that TensorBoard ignores
+    partial = path.with_name(f".{os.getpid()}.part")  # a name that TensorBoard ignores
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with beside.open("wb") as file:
+        with partial.open("wb") as file:
             records = RecordWriter(file)
             records.write(Event(wall_time=began, file_version=VERSION).SerializeToString())
             text = text_pb("spec", f"```yaml\n{dump_spec(spec)}\n```")
@@ -49,7 +49,7 @@ def write(folder: Path, spec: Spec, rows: Sequence[Row], evaluations: Iterable[M
             for step, when, figures in _all(rows, evaluations):
                 records.write(Event(wall_time=when, step=step, summary=scalars(figures)).SerializeToString())
             records.flush()
-        beside.replace(path)
+        partial.replace(path)
     except OSError as error:
         raise MissingError(f"{folder}: cannot be written: {error.strerror}; choose another folder") from None
     return path
