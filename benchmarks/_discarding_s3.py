@@ -60,10 +60,10 @@ class _Objects:
     def put(self, path: str, size: int, headers: dict[str, str]) -> str | None:
         """The version; None where a condition does not hold."""
         with self._lock:
-            there = self._found.get(path)
-            if "if-none-match" in headers and there is not None:
+            current = self._found.get(path)
+            if "if-none-match" in headers and current is not None:
                 return None
-            if "if-match" in headers and (there is None or there[1] != headers["if-match"]):
+            if "if-match" in headers and (current is None or current[1] != headers["if-match"]):
                 return None
             version = f'"{uuid.uuid4().hex}"'
             self._found[path] = (size, version)
@@ -146,16 +146,16 @@ class _Connection:
         if path.count("/") == 1:  # a bucket
             self._reply(200, [])
             return
-        said = [(name, value) for name, value in headers.items() if re.fullmatch("x-amz-checksum-crc.*", name)]
+        checksums = [(name, value) for name, value in headers.items() if re.fullmatch("x-amz-checksum-crc.*", name)]
         if "uploadId" in query:
             self._objects.add(query["uploadId"], int(query["partNumber"]), size)
-            self._reply(200, [("ETag", f'"{uuid.uuid4().hex}"'), *said])
+            self._reply(200, [("ETag", f'"{uuid.uuid4().hex}"'), *checksums])
             return
         version = self._objects.put(path, size, headers)
         if version is None:
             self._reply(412, [], b"<Error><Code>PreconditionFailed</Code><Message>no</Message></Error>")
             return
-        self._reply(200, [("ETag", version), *said])
+        self._reply(200, [("ETag", version), *checksums])
 
     def _post(self, path: str, query: dict[str, str]) -> None:
         bucket, _, key = path[1:].partition("/")
@@ -196,8 +196,12 @@ class _Connection:
             start, length = start + sent, length - sent
 
     def _reply(self, status: int, headers: list[tuple[str, str]], body: bytes = b"", length: int | None = None) -> None:
-        said = [*headers, ("Content-Length", str(len(body) if length is None else length)), ("Server", "DiscardingS3")]
-        lines = [f"HTTP/1.1 {status} -", *(f"{name}: {value}" for name, value in said), "", ""]
+        fields = [
+            *headers,
+            ("Content-Length", str(len(body) if length is None else length)),
+            ("Server", "DiscardingS3"),
+        ]
+        lines = [f"HTTP/1.1 {status} -", *(f"{name}: {value}" for name, value in fields), "", ""]
         self._socket.sendall("\r\n".join(lines).encode() + body)
 
 

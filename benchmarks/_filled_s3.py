@@ -46,8 +46,8 @@ def _serve(folder: Path) -> None:
     store = open_store(f"file://{folder}")
     with S3Server() as endpoint:
         for info in store.list(""):
-            made = backend.put_object(BUCKET, info.key, store.get(info.key))
-            made.last_modified = datetime.fromtimestamp(info.modified, UTC).replace(tzinfo=None)
+            stored = backend.put_object(BUCKET, info.key, store.get(info.key))
+            stored.last_modified = datetime.fromtimestamp(info.modified, UTC).replace(tzinfo=None)
         print(endpoint, flush=True)
         threading.Event().wait()
 

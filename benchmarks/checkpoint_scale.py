@@ -92,10 +92,10 @@ class BytelessShare(ShardWriter):
     """The share of a writer whose pieces have made-up digests, and one byte each."""
 
     def _hashed(self, boxes: Sequence[TensorBox]) -> list[packing.Piece]:
-        made = random.Random(f"{self._writer} {time.monotonic_ns()}").randbytes
+        random_bytes = random.Random(f"{self._writer} {time.monotonic_ns()}").randbytes
         byte = memoryview(b"\0")
         return [
-            packing.Piece(number, low, byte, (made(16), box.dtype_name), tiles.Form(1, (1,)))
+            packing.Piece(number, low, byte, (random_bytes(16), box.dtype_name), tiles.Form(1, (1,)))
             for number, box in enumerate(boxes)
             for low in [0, *packing.cuts_of(box)[:-1]]
         ]
@@ -111,15 +111,15 @@ def apart(work: Callable[[CountingStore], Any], url: str) -> dict[str, float]:
             work(store)
             seconds = time.perf_counter() - began
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-            told = {"s": seconds, "MiB": peak / 2**20, "read": store.read, "put": store.written, "n": store.requests}
-            os.write(sender, json.dumps(told).encode())
+            costs = {"s": seconds, "MiB": peak / 2**20, "read": store.read, "put": store.written, "n": store.requests}
+            os.write(sender, json.dumps(costs).encode())
         finally:
             os._exit(0)
     os.close(sender)
-    with os.fdopen(receiver) as told_by_child:
-        told_text = told_by_child.read()
+    with os.fdopen(receiver) as results:
+        text = results.read()
     os.waitpid(child, 0)
-    result: dict[str, float] = json.loads(told_text)
+    result: dict[str, float] = json.loads(text)
     return result
 
 
@@ -162,8 +162,8 @@ def measure(writers: int, url: str) -> None:
     for role, each in costs.items():
         if each:
             print("   ", role.ljust(28), "  ".join(_told(name, [cost[name] for cost in each]) for name in each[0]))
-    told = costs["collector"][0]
-    milliseconds, kibibytes = told["s"] / writers * 1e3, told["read"] / writers / 1024
+    collector = costs["collector"][0]
+    milliseconds, kibibytes = collector["s"] / writers * 1e3, collector["read"] / writers / 1024
     print(f"    collector, for each writer   {milliseconds:.2f} ms, {kibibytes:.1f} KiB")
 
 

@@ -72,7 +72,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
     engine.restored(saver.restore(engine.boxes(), SeededState(spec.model, 0).fill))
     size = sum(box.data.numel() * box.data.element_size() for box in engine.saved())
-    told: dict[str, Any] = {"bytes": size, "with": [], "without": [], "copies": []}
+    results: dict[str, Any] = {"bytes": size, "with": [], "without": [], "copies": []}
     done, begun, committed = 1, dict[int, float](), dict[int, float]()
 
     def on_commit(step: int) -> None:
@@ -110,17 +110,17 @@ def rank_main(arguments: argparse.Namespace) -> None:
         start = time.perf_counter()
         for box, target in zip(boxes, targets, strict=True):
             target.copy_(box.data)
-        told["copies"].append(time.perf_counter() - start)
+        results["copies"].append(time.perf_counter() - start)
     del targets
     stalled = []
     for _ in range(arguments.rounds):
-        told["without"].append(sum(window(saves=False) for _ in range(arguments.windows)))
+        results["without"].append(sum(window(saves=False) for _ in range(arguments.windows)))
         before = saver.stall_seconds
-        told["with"].append(with_saves())
+        results["with"].append(with_saves())
         stalled.append((saver.stall_seconds - before) / arguments.windows)
-    told["stalls"] = stalled
-    told["commits"] = [committed[step] - begun[step] for step in committed if step in begun]
-    (arguments.out / f"{gang.rank}.json").write_text(json.dumps(told))
+    results["stalls"] = stalled
+    results["commits"] = [committed[step] - begun[step] for step in committed if step in begun]
+    (arguments.out / f"{gang.rank}.json").write_text(json.dumps(results))
     saver.close()
     dist.destroy_process_group()
 

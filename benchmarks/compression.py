@@ -39,9 +39,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--of", type=int, default=300, help="steps of the whole schedule")
-    asked = parser.parse_args()
-    steps = asked.steps
-    spec = load_spec(SPEC, [f"training.steps={asked.of}", "parallel.processes=1"])
+    arguments = parser.parse_args()
+    steps = arguments.steps
+    spec = load_spec(SPEC, [f"training.steps={arguments.of}", "parallel.processes=1"])
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(f"file://{folder}/store")
         dataset_id = preprocess(spec, store).dataset_id

@@ -61,31 +61,34 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     os.environ.update(ACCELERATORS["cpu"].environment)
     context = get_context("spawn")
     for strategy in ("ddp", "fsdp"):
         with tempfile.TemporaryDirectory() as folder:
             pipes: dict[str, list[Connection]] = {}
             for level in LEVELS:
-                ends = [context.Pipe() for _ in range(asked.ranks)]
+                ends = [context.Pipe() for _ in range(arguments.ranks)]
                 for number, (_, theirs) in enumerate(ends):
-                    told = (theirs, level, strategy, number, asked.ranks, f"{folder}/{level}")
-                    context.Process(target=rank, args=told, daemon=True).start()
+                    rank_arguments = (theirs, level, strategy, number, arguments.ranks, f"{folder}/{level}")
+                    context.Process(target=rank, args=rank_arguments, daemon=True).start()
                 pipes[level] = [ours for ours, _ in ends]
             taken: dict[str, list[float]] = {level: [] for level in LEVELS}
             worked: dict[str, list[float]] = {level: [] for level in LEVELS}
-            for turn in range(asked.rounds + 1):
+            for turn in range(arguments.rounds + 1):
                 for level in LEVELS:
                     for pipe in pipes[level]:
-                        pipe.send(asked.steps if turn else WARM_UP)
+                        pipe.send(arguments.steps if turn else WARM_UP)
                     of_ranks = [pipe.recv() for pipe in pipes[level]]
                     if turn:
                         taken[level].append(max(seconds for seconds, _ in of_ranks))
                         worked[level].append(sum(cpu for _, cpu in of_ranks))
             for pipe in (pipe for each in pipes.values() for pipe in each):
                 pipe.send(0)
-        print(f"{strategy}, {asked.ranks} ranks, a step: {_told(taken)}; CPU of all ranks: {_told(worked)}", flush=True)
+        print(
+            f"{strategy}, {arguments.ranks} ranks, a step: {_told(taken)}; CPU of all ranks: {_told(worked)}",
+            flush=True,
+        )
 
 
 def _told(times: dict[str, list[float]]) -> str:

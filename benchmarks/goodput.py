@@ -91,10 +91,10 @@ def main() -> None:
     parser.add_argument("--every", type=float, nargs="+", default=list(BARS), metavar="SECONDS")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--memory", type=int, default=2, metavar="STEPS")
-    asked = parser.parse_args()
-    memory = [f"checkpoint.memory.every_steps={asked.memory}"] if asked.memory else []
+    arguments = parser.parse_args()
+    memory = [f"checkpoint.memory.every_steps={arguments.memory}"] if arguments.memory else []
     costs: dict[str, float] = {}
-    kept: dict[float, list[float]] = {every: [] for every in asked.every}
+    kept: dict[float, list[float]] = {every: [] for every in arguments.every}
     calm: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         events = Path(folder) / "events"
@@ -106,21 +106,21 @@ def main() -> None:
                 while pace.step() < SETTLE_STEPS and time.monotonic() < deadline:
                     time.sleep(0.2)
                 before = ledger(read_events(open_store(store_url), run_id)).seconds  # the first start is no kill's
-                for _ in range(asked.rounds):
-                    calm.append(pace.of_window(60 * asked.minutes, None, asked.ranks))
+                for _ in range(arguments.rounds):
+                    calm.append(pace.of_window(60 * arguments.minutes, None, arguments.ranks))
                     print(f"calm: {calm[-1]:.2f} steps a second", file=sys.stderr, flush=True)
                     for every, found in kept.items():
-                        seconds = every * max(1, math.ceil(60 * asked.minutes / every))
-                        found.append(pace.of_window(seconds, every, asked.ranks) / calm[-1])
+                        seconds = every * max(1, math.ceil(60 * arguments.minutes / every))
+                        found.append(pace.of_window(seconds, every, arguments.ranks) / calm[-1])
                         print(f"a kill every {every:g} s: {100 * found[-1]:.1f} %", file=sys.stderr, flush=True)
                 account = ledger(read_events(open_store(store_url), run_id)).seconds
                 spent = {name: account.get(name, 0.0) - before.get(name, 0.0) for name in COSTS}
-                costs.update({name: seconds / asked.ranks / max(1, pace.kills) for name, seconds in spent.items()})
+                costs.update({name: seconds / arguments.ranks / max(1, pace.kills) for name, seconds in spent.items()})
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        train_under(SPEC, asked.ranks, windows, *memory)
-    if not all(len(found) == asked.rounds for found in kept.values()):
+        train_under(SPEC, arguments.ranks, windows, *memory)
+    if not all(len(found) == arguments.rounds for found in kept.values()):
         sys.exit("goodput: the training ended before the last window did")
     figures = ", ".join(
         f"{100 * statistics.median(found):.1f} % at a kill every {every:g} s (worst {100 * min(found):.1f}"
@@ -129,7 +129,7 @@ def main() -> None:
     )
     pace_seconds = 1 / statistics.median(calm)
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in costs.items())
-    print(f"goodput: {figures}; {asked.rounds} rounds, {asked.ranks} ranks, {pace_seconds:.3f} s a step without a "
+    print(f"goodput: {figures}; {arguments.rounds} rounds, {arguments.ranks} ranks, {pace_seconds:.3f} s a step without a "
           f"kill; by the ledger, a kill: {parts}")  # fmt: skip
 
 

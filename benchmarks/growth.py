@@ -344,10 +344,10 @@ def main() -> None:
     parser.add_argument("--least", type=int, default=100)
     parser.add_argument("--stores", nargs="+", default=["folder", "s3"], choices=["folder", "s3"])
     parser.add_argument("--only", default="")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     for name in ("mlflow", "holdfast.components.trigger.step", "holdfast.pipelines.view.page"):
         importlib.import_module(name)  # once, and of no reading
-    sizes = [size for size in _sizes(asked.most) if size >= asked.least]
+    sizes = [size for size in _sizes(arguments.most) if size >= arguments.least]
     found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
     os.environ.update(
@@ -362,17 +362,17 @@ def main() -> None:
             _in_a_process(_make, folder, many)
             _in_a_process(lambda answer: answer.send(connect() and None))
             print(f"{many}: made in {time.perf_counter() - begun:.0f} s", flush=True)
-            for kind in sorted(asked.stores, reverse=True):  # the folder comes last: the collector changes it
+            for kind in sorted(arguments.stores, reverse=True):  # the folder comes last: the collector changes it
                 with FilledS3(folder / "store") if kind == "s3" else contextlib.nullcontext("") as endpoint:
                     os.environ["AWS_ENDPOINT_URL"] = endpoint or "http://127.0.0.1:1"
                     url = f"s3://{BUCKET}" if kind == "s3" else f"file://{folder}/store"
                     for reading in READINGS:
-                        if asked.only in reading:
+                        if arguments.only in reading:
                             figures = _in_a_process(_measured, reading, url, folder, many)
                             found.setdefault((kind, reading), []).append(figures)
                             print(json.dumps([many, kind, reading, figures]), flush=True)
     heads = " | ".join(f"{size:,}" for size in sizes)
-    for kind in asked.stores:
+    for kind in arguments.stores:
         print(f"\n| {kind}: requests; seconds; MiB of N = | {heads} |\n|---|{'---|' * len(sizes)}")
         for reading in READINGS:
             if (rows := found.get((kind, reading))) is not None:

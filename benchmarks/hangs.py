@@ -71,8 +71,8 @@ class Events:
 
     def step_seconds(self, since: float) -> float:
         """What a step usually took since a moment."""
-        told = [event for event in self.seen if isinstance(event, self._progress) and event.time > since]
-        further = [(one, other) for one, other in pairwise(told) if other.step > one.step]
+        progress = [event for event in self.seen if isinstance(event, self._progress) and event.time > since]
+        further = [(one, other) for one, other in pairwise(progress) if other.step > one.step]
         return statistics.median((other.time - one.time) / (other.step - one.step) for one, other in further)
 
 
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--ranks", type=int, default=2)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     from holdfast.telemetry.events import AttemptBegan, HangDetected, StragglerDetected
 
     false: list[str] = []  # what was named while nothing was done, in words
@@ -132,17 +132,17 @@ def main() -> None:
     slow: list[int] = []  # steps
 
     def alarms_and_hangs(events: Events) -> None:
-        events.until(lambda: events.step >= asked.steps, 3600.0)
+        events.until(lambda: events.step >= arguments.steps, 3600.0)
         hangs, slower = (
             sum(isinstance(event, kind) for event in events.seen) for kind in (HangDetected, StragglerDetected)
         )
         false.append(f"{hangs} hangs and {slower} stragglers named wrongly in {events.step} steps")
         print(false[0], file=sys.stderr, flush=True)
         since = 0.0
-        for number in range(asked.rounds):
+        for number in range(arguments.rounds):
             began = events.until(lambda: events.first(AttemptBegan, since))  # noqa: B023
             events.until(lambda: events.step >= began.step + SETTLE_STEPS)  # noqa: B023
-            usual, victim = events.step_seconds(began.time), number % asked.ranks
+            usual, victim = events.step_seconds(began.time), number % arguments.ranks
             since = time.time()
             os.kill(ranks_of(os.getpid())[str(victim)].pid, signal.SIGSTOP)
             named = events.until(lambda: events.first(HangDetected, since))  # noqa: B023
@@ -152,8 +152,8 @@ def main() -> None:
 
     def stragglers(events: Events) -> None:
         events.until(lambda: events.step >= SETTLE_STEPS)
-        for number in range(asked.rounds):
-            victim, since, step = number % asked.ranks, time.time(), events.step
+        for number in range(arguments.rounds):
+            victim, since, step = number % arguments.ranks, time.time(), events.step
             with slowed(ranks_of(os.getpid())[str(victim)].pid):
                 named = events.until(lambda: events.first(StragglerDetected, since))  # noqa: B023
             slow.append(named.step - step)
@@ -161,12 +161,12 @@ def main() -> None:
             print(f"{named.text}: {slow[-1]} steps", file=sys.stderr, flush=True)
             events.until(lambda: events.step >= named.step + SETTLE_STEPS)  # noqa: B023
 
-    trained(SPEC, asked.ranks, alarms_and_hangs)
-    trained(LONGER, asked.ranks, stragglers)
+    trained(SPEC, arguments.ranks, alarms_and_hangs)
+    trained(LONGER, arguments.ranks, stragglers)
     print(
         f"hangs: {false[0]}; a stopped rank named {statistics.median(beyond):.2f} s after three usual steps "
         f"(worst {max(beyond):.2f}; bar 1); a rank 1.3 times as slow named after {statistics.median(slow):.0f} steps "
-        f"(worst {max(slow)}; bar 20); {len(wrong)} of {len(beyond) + len(slow)} named wrongly; {asked.ranks} ranks"
+        f"(worst {max(slow)}; bar 20); {len(wrong)} of {len(beyond) + len(slow)} named wrongly; {arguments.ranks} ranks"
     )
 
 

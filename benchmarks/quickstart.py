@@ -44,13 +44,13 @@ def main() -> None:
                 time.sleep(0.5)
             first = time.perf_counter() - begun
             output.seek(0)
-            said = output.read()
+            printed = output.read()
         if running.returncode:
-            sys.exit(said)
+            sys.exit(printed)
         begun = time.perf_counter()
         subprocess.run(COMMAND, env=environment, check=True, capture_output=True)
         again = time.perf_counter() - begun
-    steps = ", ".join(f"{name} {took}" for name, took in re.findall(r"✓ (\w+) +((?:\d+ min )?[\d.]+ s)", said))
+    steps = ", ".join(f"{name} {took}" for name, took in re.findall(r"✓ (\w+) +((?:\d+ min )?[\d.]+ s)", printed))
     print(f"quickstart: {first:.0f} s ({steps}), {most / 2**20:.0f} MiB at most; second call {again:.2f} s")
 
 

@@ -105,10 +105,11 @@ def main() -> None:
 
 def measure(rounds: int, ranks: int) -> None:
     """Train and kill, and print the figures."""
-    told = recoveries(rounds, ranks)
-    whole = [sum(parts) for parts in told]
+    parts_of_rounds = recoveries(rounds, ranks)
+    whole = [sum(parts) for parts in parts_of_rounds]
     parts = ", ".join(
-        f"{name} {statistics.median(each):.3f}" for name, each in zip(PARTS, zip(*told, strict=True), strict=True)
+        f"{name} {statistics.median(each):.3f}"
+        for name, each in zip(PARTS, zip(*parts_of_rounds, strict=True), strict=True)
     )
     print(
         f"recovery: {statistics.median(whole):.3f} s from "
@@ -119,17 +120,17 @@ def measure(rounds: int, ranks: int) -> None:
 
 def recoveries(rounds: int, ranks: int) -> list[list[float]]:
     """Train with so many ranks, and kill so often: the seconds of each part of each recovery."""
-    told: list[list[float]] = []
+    seconds: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HOLDFAST_EVENTS"] = str(Path(folder) / "events")  # read beside the launcher's own work
         train_under(
             SPEC,
             ranks,
-            lambda *_: killed(rounds, ranks, told),
+            lambda *_: killed(rounds, ranks, seconds),
         )
-    if len(told) < rounds:
-        sys.exit(f"recovery: {len(told)} of {rounds} rounds")
-    return told
+    if len(seconds) < rounds:
+        sys.exit(f"recovery: {len(seconds)} of {rounds} rounds")
+    return seconds
 
 
 def train_under(template: str, ranks: int, act: Callable[[str, str], None], *overrides: str) -> None:

@@ -181,15 +181,17 @@ def report(size: int, seconds: dict[str, list[float]]) -> None:
     """One line for each operation."""
     for operation in dict.fromkeys(name.split()[0] for name in seconds):
         ours = seconds[f"{operation} holdfast"]
-        said = []
+        ratios_of_peers = []
         for name, theirs in seconds.items():
             if name.startswith(f"{operation} ") and not name.endswith(" holdfast"):
                 ratios = [other / own for own, other in zip(ours, theirs, strict=True)]
                 best = min(theirs) / min(ours)
-                said.append(f"{statistics.median(ratios):.2f}x ({best:.2f}x) {name.removeprefix(f'{operation} ')}")
+                ratios_of_peers.append(
+                    f"{statistics.median(ratios):.2f}x ({best:.2f}x) {name.removeprefix(f'{operation} ')}"
+                )
         middle = statistics.median(ours)
         figure = f"{size / middle / 1e9:.2f} GB/s" if size >= 2**20 else f"{middle * 1e3:.2f} ms"
-        print(f"{_said(size):>5} {operation:8} {figure:>10} | {' | '.join(said)}", flush=True)
+        print(f"{_said(size):>5} {operation:8} {figure:>10} | {' | '.join(ratios_of_peers)}", flush=True)
 
 
 def _said(size: int) -> str:
