@@ -1,12 +1,13 @@
-"""An S3 that costs next to nothing, so that in a benchmark the client is what limits: bodies that come in are dropped
-in the kernel and bodies that go out are sent from memory pages, neither being copied.
+"""An S3 server with almost no cost, so that a benchmark measures the client. The kernel drops incoming bodies, and
+outgoing bodies are sent from memory pages; neither is copied.
 
     with DiscardingS3() as endpoint: ...
 
-It speaks what the measured clients say: PUT, GET with a range, HEAD, DELETE, multipart uploads, listings (empty), and
-the conditions If-None-Match and If-Match on whole objects. Of an object it keeps the size; what is read back is always
-`content`, from the beginning of the object and again after PATTERN_BYTES. It checks neither signatures nor checksums,
-and counts what it is sent. It runs in a process of its own with a thread for each connection. Linux only.
+It supports the requests of the measured clients: PUT, GET with a range, HEAD, DELETE, multipart uploads, listings
+(empty), and the conditions If-None-Match and If-Match on whole objects. It keeps only the size of an object. A read
+returns `content`, from the beginning of the object and again after PATTERN_BYTES. It checks neither signatures nor
+checksums, and counts the bytes that it receives. It runs in a separate process with a thread for each connection. Linux
+only.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ DATE = "Wed, 01 Jan 2025 00:00:00 GMT"
 
 
 def content() -> bytes:
-    """What every object holds, again and again."""
+    """The content of every object, repeated."""
     return random.Random(8).randbytes(PATTERN_BYTES)
 
 
 class DiscardingS3:
-    """The server in a process of its own, on a free port of 127.0.0.1."""
+    """The server in a separate process, on a free port of 127.0.0.1."""
 
     def __enter__(self) -> str:
         self._server = subprocess.Popen([sys.executable, "-m", __name__], stdout=subprocess.PIPE, text=True)
@@ -47,7 +48,7 @@ class DiscardingS3:
 
 
 class _Objects:
-    """The sizes and versions of what was put."""
+    """The sizes and versions of the stored objects."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -58,7 +59,7 @@ class _Objects:
         return self._found.get(path)
 
     def put(self, path: str, size: int, headers: dict[str, str]) -> str | None:
-        """The version; None where a condition does not hold."""
+        """Record an object. Returns its version; None if a condition does not hold."""
         with self._lock:
             current = self._found.get(path)
             if "if-none-match" in headers and current is not None:
@@ -101,7 +102,7 @@ class _Connection:
                 pass
 
     def _one(self) -> bool:
-        """Answer a request. False when the client left."""
+        """Answer a request. Returns False if the client left."""
         filled = 0
         while (end := self._head.find(b"\r\n\r\n", 0, filled)) < 0:
             got = self._socket.recv_into(memoryview(self._head)[filled:])

@@ -1,9 +1,9 @@
-"""An S3 server that is full from the start: moto over HTTP, in a process of its own, with the objects of a folder.
+"""An S3 server that is full from the start: moto over HTTP, in a separate process, with the objects of a folder.
 
     with FilledS3(folder) as endpoint: ...
 
-Uploading 100,000 objects would take longer than what is measured afterwards. They are put into moto's own store before
-it begins to serve, with the times that their files have. The bucket is `growth`.
+Uploading 100,000 objects would take longer than the measurement. They are put into moto's store before it begins to
+serve, with the modification times of their files. The bucket is `growth`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BUCKET = "growth"
 
 
 class FilledS3:
-    """The server in a process of its own, on a free port of 127.0.0.1."""
+    """The server in a separate process, on a free port of 127.0.0.1."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""How many bytes of tensors live during a computation, by torch's own storages."""
+"""The bytes of tensors that live during a computation, counted by torch's storages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class Living(TorchDispatchMode):
-    """Counts what every operation under it makes, until it is freed. Works on the meta device as well."""
+    """Counts the result of every operation under it until it is freed. Works on the meta device as well."""
 
     def __init__(self, known: list[torch.Tensor] | None = None) -> None:
-        """`known` was there before: it is counted, too."""
+        """`known` are tensors that exist already; they count too."""
         super().__init__()
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._total = self.peak = 0  # bytes
@@ -26,7 +26,7 @@ class Living(TorchDispatchMode):
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor):
                 self._note(each)
-        if self._total > self.peak:  # what was freed since the last look is still in it
+        if self._total > self.peak:  # includes what was freed since the last count
             self.peak = max(self.peak, self.now())
         return result
 

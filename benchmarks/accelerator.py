@@ -195,7 +195,7 @@ def train_exactly(request: Request) -> None:
         if step % SAVE_EVERY == 0:
             saver.save(step, engine.saved(), engine.scalars(step))
             if request.kill:
-                saver.wait()  # a checkpoint is there when the process dies
+                saver.wait()  # a checkpoint exists when the process dies
     saver.wait()
     reduced = torch.arange(1 << 20, device=device, dtype=torch.float32) / 3
     before = reduced.clone()
@@ -371,7 +371,7 @@ def bare_step(spec: Any, vocabulary: int, device: torch.device, micro: int, comp
 
 
 def stall(request: Request) -> None:
-    """What a save costs training, beside `torch.save` and DCP's async_save; and copies from the device."""
+    """The cost of a save for training, compared with `torch.save` and DCP's async_save; and copies from the device."""
     from holdfast.checkpoint import Checkpointer, Retention, SaveOptions, claim_attempt
     from holdfast.store import open_store
 
@@ -477,7 +477,7 @@ def health(request: Request) -> None:
 
 
 def machine(request: Request) -> None:
-    """What the figures were measured on."""
+    """The machine of the measurement."""
     cuda = torch.cuda.is_available()
     request.write(
         {
@@ -518,7 +518,7 @@ class Bench:
         self.write()
 
     def write(self) -> None:
-        """Write what was measured so far."""
+        """Write the results so far."""
         (self._out / "accelerator.json").write_text(json.dumps(self.found, indent=1))
         lines = ["# One accelerator", ""]
         for section, parts in self.found.items():
@@ -557,7 +557,7 @@ class Bench:
             time.sleep(0.02)
         cut = code is None
         with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # also what it has started, such as compilers
+            os.killpg(child, signal.SIGKILL)  # also its children, such as compilers
         if cut:
             os.waitpid(child, 0)
         self._ended = time.time()

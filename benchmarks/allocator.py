@@ -1,7 +1,7 @@
-"""What glibc's allocator costs a training step on a CPU, with and without the settings of the local launcher.
+"""The cost of glibc's allocator for a training step on a CPU, with and without the settings of the local launcher.
 
-`python -m benchmarks.allocator [--rounds N]` runs steps of the quickstart's model on one thread both ways, in turn,
-each in a process of its own, and prints processor seconds a step, page faults a step and the ratio of medians.
+`python -m benchmarks.allocator [--rounds N]` runs steps of the quickstart's model on one thread both ways, alternately,
+each in a separate process. It prints processor seconds per step, page faults per step and the ratio of medians.
 """
 
 from __future__ import annotations

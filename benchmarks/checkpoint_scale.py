@@ -1,11 +1,11 @@
-"""K6: what a checkpoint of a 70 B model costs each rank of a large gang, beside the bytes of its tensors.
+"""K6: the cost of a checkpoint of a 70 B model for each rank of a large gang, apart from the bytes of its tensors.
 
-`python -m benchmarks.checkpoint_scale [--writers 64 256 1024]` saves twice, restores one rank and collects, by the
-production code against the file store in memory, one writer after another, and prints seconds, peak memory and bytes
-for each role. The tensor list is that of Llama 3 70 B with weights and both moments in fp32, cut by rows as FSDP does.
+`python -m benchmarks.checkpoint_scale [--writers 64 256 1024]` saves twice, restores one rank and collects. It runs the
+production code against the file store in memory, one writer after another. It prints seconds, peak memory and bytes for
+each role. The tensor list is that of Llama 3 70 B with weights and both moments in fp32, cut by rows as FSDP does.
 
-What is simulated: no tensor byte is allocated, hashed, written or read. Each piece has a made-up digest and one byte in
-its pack, a pack holds as many pieces as it would. Everything else is real: boxes, grid, coverage, indexes, nodes, root,
+Simulated: no tensor byte is allocated, hashed, written or read. Each piece has a random digest and one byte in its
+pack; a pack holds its usual number of pieces. Everything else is real: boxes, grid, coverage, indexes, nodes, root,
 listings, the reader's choice of indexes and ranges, and the collector.
 """
 
@@ -45,7 +45,7 @@ from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.checkpoint.tree import FANOUT
 from holdfast.store import open_store
 
-RUN, SAMPLES = "scale", 8  # of each role are measured, in processes of their own
+RUN, SAMPLES = "scale", 8  # measured members of each role, each in a separate process
 FIELDS: dict[str, Any] = {"dataset_id": "d", "layout": {"strategy": "fsdp"}, "random": {"seed": 0}}
 
 
@@ -89,7 +89,7 @@ def boxes(rank: int, ranks: int) -> list[TensorBox]:
 
 
 class BytelessShare(ShardWriter):
-    """The share of a writer whose pieces have made-up digests, and one byte each."""
+    """The share of a writer whose pieces have random digests and one byte each."""
 
     def _hashed(self, boxes: Sequence[TensorBox]) -> list[packing.Piece]:
         random_bytes = random.Random(f"{self._writer} {time.monotonic_ns()}").randbytes
@@ -102,7 +102,7 @@ class BytelessShare(ShardWriter):
 
 
 def apart(work: Callable[[CountingStore], Any], url: str) -> dict[str, float]:
-    """What `work` costs in a process of its own: seconds, peak memory beyond the process itself, bytes, requests."""
+    """The cost of `work` in a separate process: seconds, peak memory beyond the process itself, bytes, requests."""
     receiver, sender = os.pipe()
     if (child := os.fork()) == 0:
         try:
@@ -124,7 +124,7 @@ def apart(work: Callable[[CountingStore], Any], url: str) -> dict[str, float]:
 
 
 def measure(writers: int, url: str) -> None:
-    """Save twice, restore, collect, and print what each role cost."""
+    """Save twice, restore, collect, and print the cost of each role."""
     attempt = Attempt(RUN, 1)
     costs: dict[str, list[dict[str, float]]] = {"writer": [], "leader of 32": [], "root": [], "collector": []}
 
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--writers", nargs="+", type=int, default=[64, 256, 1024])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    packing.PACK_BYTES //= PIECE_BYTES  # of one byte each
+    packing.PACK_BYTES //= PIECE_BYTES  # one byte each
     setattr(shard_writer, "_require_finite", lambda *_: None)  # noqa: B010 - of what has no bytes
     memory = Path("/dev/shm")
     for writers in arguments.writers:

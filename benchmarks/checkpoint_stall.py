@@ -1,11 +1,11 @@
-"""Bar K1: what saving costs training. The time of steps with saves every 10 steps against the same steps without
-(bar: at most 1.05), and how long training stands still for a save against one copy of the state (bar: at most 0.1).
+"""Bar K1: the cost of saving for training. It compares the time of steps with saves every 10 steps with the same steps
+without (bar: at most 1.05). It also compares the stall of a save with one copy of the state (bar: at most 0.1).
 
 `python -m benchmarks.checkpoint_stall [--mib N] [--rounds N] [--store URL]` trains a decoder with FSDP on two real
-ranks, one thread each, started by the node's wrapper as a launcher starts them, in windows of 10 steps: with a save at
-the beginning and without, in turn (A B A B). The time of a window is that of both ranks, from barrier to barrier; what
-is left of the work for its saves then is waited for, and counted. The copy is measured in the same processes, into
-memory that is there already, both ranks at once.
+ranks with one thread each, started by the node's wrapper as a launcher does. It trains in windows of 10 steps,
+alternately (A B A B) with a save at the beginning and without. The time of a window is that of both ranks, from barrier
+to barrier, plus the wait for the rest of the work on its saves. The copy is measured in the same processes, into
+allocated memory, on both ranks concurrently.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ import torch
 
 from holdfast.launch.processes import PARENT_VARIABLE as PARENT
 
-STEPS = 10  # of a window
+STEPS = 10  # per window
 LAYERS, HEAD = 8, 64
 CONTEXT = 128
 
 
 def hidden_for(mib: int) -> int:
-    """The width at which a rank of two holds about so many MiB: 12 bytes a parameter, 13 or so x width^2 a layer."""
+    """The width at which one of two ranks holds about this many MiB: 12 bytes per parameter, about 13 x width^2 per
+    layer."""
     parameters = mib * 2**20 * 2 / 12
     return max(HEAD, round((parameters / (LAYERS * 12.5)) ** 0.5 / HEAD) * HEAD)
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    """One rank: windows with and without a save, in turn."""
+    """One rank: windows with and without a save, alternately."""
     import torch.distributed as dist
 
     from holdfast.checkpoint import Attempt, Checkpointer, Retention, SaveOptions, claim_attempt

@@ -1,10 +1,10 @@
-"""K2: how many bytes a save costs when the state is compressed without loss, against the raw fp32 state.
+"""K2: the bytes of a save when the state is compressed without loss, compared with the raw fp32 state.
 
-`python -m benchmarks.compression [--steps N] [--of M]` trains the quickstart's model on the Python standard library
-(one process, nothing made up: the statistics of real weights and moments decide), saves its state after N of M steps
-into a store of its own, and again 1 and 50 steps later, each time against the save after N. It prints the bytes of the
-new packs as the file system counts them, the speed of a save on one thread, and the bars: 0.70 at a lag of one step,
-0.80 at 50. A last save of the same state shows what unchanged content costs.
+`python -m benchmarks.compression [--steps N] [--of M]` trains the quickstart's model on the Python standard library in
+one process, so the statistics are those of real weights and moments. It saves the state after N of M steps into a new
+store, and again 1 and 50 steps later, each time against the save after N. It prints the bytes of the new packs as the
+file system counts them, the speed of a save on one thread, and the bars: 0.70 at a lag of one step, 0.80 at 50. A last
+save of the same state shows the cost of unchanged content.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def train(assignment: Assignment, engine: Engine, batches: Batches, start: int, stop: int) -> None:
-    """The steps in [start, stop)."""
+    """Train the steps in [start, stop)."""
     for step in range(start, stop):
         engine.step(torch.from_numpy(batches.batch(step)), learning_rate(assignment.training, step))
 
@@ -83,7 +83,7 @@ def written(store: Store, save: Callable[[], object]) -> tuple[int, float]:
 
 
 def report(what: str, raw: int, found: tuple[int, float], bar: float | None) -> None:
-    """One line of figures."""
+    """Print one line of figures."""
     size, seconds = found
     wanted = "" if bar is None else f" (bar {bar:.2f})"
     print(f"{what:>16}: {size / raw:.3f}x of the raw bytes{wanted}, {raw / seconds / 1e6:.0f} MB/s, digests and all")

@@ -1,4 +1,4 @@
-"""A store that counts what goes through it: what a server would see."""
+"""A store that counts its requests and bytes, as a server would see them."""
 
 from __future__ import annotations
 

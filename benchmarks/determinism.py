@@ -1,9 +1,10 @@
-"""F6: what equal bits cost: a step of two ranks under `determinism: off`, `exact` and `elastic`, side by side.
+"""F6: the cost of equal bits: a step of two ranks under `determinism: off`, `exact` and `elastic`, side by side.
 
 `python -m benchmarks.determinism [--ranks N] [--rounds N] [--steps N]` starts the ranks once for each level, with the
-model of examples/quickstart.yaml and the allocator's settings of a run, and lets the levels take turns: in every round
-each does so many steps while the others wait. It prints the median time of a step and that of its ratios to `exact` in
-the same round (bar: elastic at most 1.10), and the same of the processor time of all ranks, by layout.
+model of examples/quickstart.yaml and the allocator's settings of a run. The levels alternate: in every round each runs
+`--steps` steps while the remaining ones wait. For each layout it prints the median time of a step, and the median of
+its ratios to `exact` in the same round (bar: elastic at most 1.10). It prints the same for the processor time of all
+ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ WARM_UP = 3
 
 
 def rank(pipe: Connection, level: str, strategy: str, number: int, ranks: int, meeting: str) -> None:
-    """One rank: as many steps as it is told, each time answering with the seconds they took."""
+    """One rank. It receives numbers of steps, runs them, and replies with the seconds they took."""
     import torch
     import torch.distributed as dist
 
@@ -92,7 +93,7 @@ def main() -> None:
 
 
 def _told(times: dict[str, list[float]]) -> str:
-    """The median of each level, and the median of its ratios to what `exact` took in the same round."""
+    """The median of each level, and the median of its ratios to `exact` in the same round."""
     ratios = {
         level: statistics.median(each / exact for each, exact in zip(seconds, times["exact"], strict=True))
         for level, seconds in times.items()

@@ -1,8 +1,8 @@
-"""What the state digest costs: against one copy of the same bytes, and against an optimizer step.
+"""The cost of the state digest, compared with one copy of the same bytes and with an optimizer step.
 
 `python -m benchmarks.fingerprint [--rounds N]` digests AdamW's state of the quickstart's model (weights and both
-moments) and of one 64 Mi-element matrix on one thread, in turn with a copy of them (A B A B), and prints the ratios of
-medians; then the digest of the whole state against a step of one micro-batch.
+moments) and of one 64 Mi-element matrix on one thread, alternately with a copy of them (A B A B). It prints the ratios
+of medians; then the digest of the whole state against a step of one micro-batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def in_turn(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The median seconds of each, run one after another in every round."""
+    """The median seconds of each work, run one after another in every round."""
     for work in works.values():
         work()
     taken = [{name: seconds(work) for name, work in works.items()} for _ in range(rounds)]

@@ -1,16 +1,16 @@
-"""Bar F5: the share of its pace that a run keeps at a kill a minute (97 %) and at one every 15 s (90 %).
+"""Bar F5: the share of its pace that a run keeps with a kill per minute (97 %) and with one every 15 s (90 %).
 
 `python -m benchmarks.goodput [--rounds N] [--minutes M] [--every S ...] [--ranks N] [--memory STEPS]` trains a small
-model on two ranks (or N) of this machine as a person does. A round is a window of M minutes in which nothing is killed
-and then, for each S, a window in which a rank is killed with SIGKILL every S seconds, for the first time S/2 after its
-beginning. A window takes whole intervals, so each kill has the time until the next one in it. Goodput is how many new
-steps a second such a window has, over that of the calm window of its round: whatever a kill costs is missing in it,
-from the steps that are computed again to the slower ones while a gang begins. Medians of the rounds, and what the
-ledger says of each kill, in seconds a rank.
+model on two ranks (or N) of this machine, as a user does. A round is a window of M minutes without kills (the calm
+window), and then one window for each S. In that window a rank is killed with SIGKILL every S seconds, the first time
+S/2 after its beginning. A window takes whole intervals, so the time from each kill to the next one is inside it.
+Goodput is the number of new steps per second of such a window, divided by that of the calm window of its round. It
+includes every cost of a kill, from repeated steps to slower steps while a gang starts. The output has medians of the
+rounds, and the ledger's seconds per rank for each kill.
 
-The run saves to `checkpoint.memory` every few steps (0: not at all), as it should where machines fail so often. The
-calm window is under the same settings; that they cost pace themselves shows in the seconds a step beside those with
-`--memory 0`.
+The run saves to `checkpoint.memory` every few steps (0: not at all), as recommended for machines that fail this often.
+The calm window has the same settings. To see their own cost, compare the seconds per step with those under `--memory
+0`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ checkpoint: {every_steps: 5}
 parallel: {processes: %d}
 cluster: {restarts: {backoff_seconds: 0, budget: 10000}}
 """
-BARS = {60.0: 0.97, 15.0: 0.90}  # seconds between two kills: what is to be kept
+BARS = {60.0: 0.97, 15.0: 0.90}  # seconds between two kills: the share to keep
 SETTLE_STEPS = 50  # before the first window
-LOOK_SECONDS = 0.02  # between two looks for a rank to kill, in the very process that makes the next gang
+LOOK_SECONDS = 0.02  # between two searches for a rank to kill; this process also starts the next gang
 COSTS = (
     "lost",
     "detect",
@@ -47,11 +47,11 @@ COSTS = (
     "compile",
     "restore",
     "save",
-)  # of the ledger, that a kill has a part in
+)  # classes of the ledger that a kill adds to
 
 
 class Pace:
-    """Follows the steps of the training of this process."""
+    """Follows the steps of this process's training."""
 
     def __init__(self, events: Path) -> None:
         from holdfast.telemetry.event_log import PipeEvents
@@ -59,7 +59,7 @@ class Pace:
         self._events, self._step, self.kills = PipeEvents(events), 0, 0
 
     def step(self) -> int:
-        """The highest that was trained up to now."""
+        """The highest step so far."""
         from holdfast.telemetry.events import Progress
 
         reached = (event.step for event in self._events.new() if isinstance(event, Progress))
@@ -67,7 +67,7 @@ class Pace:
         return self._step
 
     def of_window(self, seconds: float, every: float | None, ranks: int) -> float:
-        """New steps a second in a window, with a kill every so many seconds or none."""
+        """New steps per second in a window, with a kill every `every` seconds or none."""
         began, before = time.monotonic(), self.step()
         kill = began + (every / 2 if every else math.inf)
         while (now := time.monotonic()) < began + seconds:
@@ -91,10 +91,10 @@ def main() -> None:
     parser.add_argument("--every", type=float, nargs="+", default=list(BARS), metavar="SECONDS")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--memory", type=int, default=2, metavar="STEPS")
-    arguments = parser.parse_args()
-    memory = [f"checkpoint.memory.every_steps={arguments.memory}"] if arguments.memory else []
+    options = parser.parse_args()
+    memory = [f"checkpoint.memory.every_steps={options.memory}"] if options.memory else []
     costs: dict[str, float] = {}
-    kept: dict[float, list[float]] = {every: [] for every in arguments.every}
+    kept: dict[float, list[float]] = {every: [] for every in options.every}
     calm: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         events = Path(folder) / "events"
@@ -105,22 +105,22 @@ def main() -> None:
                 pace, deadline = Pace(events), time.monotonic() + WAIT_SECONDS
                 while pace.step() < SETTLE_STEPS and time.monotonic() < deadline:
                     time.sleep(0.2)
-                before = ledger(read_events(open_store(store_url), run_id)).seconds  # the first start is no kill's
-                for _ in range(arguments.rounds):
-                    calm.append(pace.of_window(60 * arguments.minutes, None, arguments.ranks))
+                before = ledger(read_events(open_store(store_url), run_id)).seconds  # not due to a kill
+                for _ in range(options.rounds):
+                    calm.append(pace.of_window(60 * options.minutes, None, options.ranks))
                     print(f"calm: {calm[-1]:.2f} steps a second", file=sys.stderr, flush=True)
                     for every, found in kept.items():
-                        seconds = every * max(1, math.ceil(60 * arguments.minutes / every))
-                        found.append(pace.of_window(seconds, every, arguments.ranks) / calm[-1])
+                        seconds = every * max(1, math.ceil(60 * options.minutes / every))
+                        found.append(pace.of_window(seconds, every, options.ranks) / calm[-1])
                         print(f"a kill every {every:g} s: {100 * found[-1]:.1f} %", file=sys.stderr, flush=True)
                 account = ledger(read_events(open_store(store_url), run_id)).seconds
                 spent = {name: account.get(name, 0.0) - before.get(name, 0.0) for name in COSTS}
-                costs.update({name: seconds / arguments.ranks / max(1, pace.kills) for name, seconds in spent.items()})
+                costs.update({name: seconds / options.ranks / max(1, pace.kills) for name, seconds in spent.items()})
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        train_under(SPEC, arguments.ranks, windows, *memory)
-    if not all(len(found) == arguments.rounds for found in kept.values()):
+        train_under(SPEC, options.ranks, windows, *memory)
+    if not all(len(found) == options.rounds for found in kept.values()):
         sys.exit("goodput: the training ended before the last window did")
     figures = ", ".join(
         f"{100 * statistics.median(found):.1f} % at a kill every {every:g} s (worst {100 * min(found):.1f}"
@@ -129,7 +129,7 @@ def main() -> None:
     )
     pace_seconds = 1 / statistics.median(calm)
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in costs.items())
-    print(f"goodput: {figures}; {arguments.rounds} rounds, {arguments.ranks} ranks, {pace_seconds:.3f} s a step without a "
+    print(f"goodput: {figures}; {options.rounds} rounds, {options.ranks} ranks, {pace_seconds:.3f} s a step without a "
           f"kill; by the ledger, a kill: {parts}")  # fmt: skip
 
 

@@ -1,14 +1,14 @@
-"""What a store costs its readers when it has grown: requests, seconds and memory beside 100, 1,000 and 10,000 of each.
+"""The cost of a large store for its readers: requests, seconds and memory with 100, 1,000 and 10,000 of each kind.
 
 `python -m benchmarks.growth [--least 100] [--most 10000] [--stores folder s3] [--only WORD]` makes a store with the
-objects that a run leaves after N commits (in launches of 100 commits each), a run after N launches and attempts, and N
-runs, and reads it as the product does. Each reading is a process of its own. On S3 a request is an HTTP request to
-moto's server; on a folder it is a call of the store, and a listing counts once for each thousand keys. Memory is the
-peak of the process above what it had before.
+objects of a run after N commits (in launches of 100 commits each), of a run after N launches and attempts, and of N
+runs. It reads the store as the product does, each time in a separate process. On S3 a request is an HTTP request to
+moto's server. On a folder it is a call of the store, and a listing counts once for each thousand keys. Memory is the
+peak of the process above its start.
 
-The objects are made by the writers of the product (the claims of 10,000 launches are put as those write them, for each
-claim of theirs lists the folder): history, events, claims, endings, records, outcomes, step logs,
-checkpoints and the collector, which folds what is small. No model is trained: the state is one small tensor.
+The product's writers make the objects: history, events, claims, endings, records, outcomes, step logs, checkpoints and
+the collector, which folds small objects. Only the claims of 10,000 launches are put directly in the same form, because
+each real claim lists the folder. No model is trained: the state is one small tensor.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ from holdfast.telemetry.ledger import ledger
 from holdfast.telemetry.run_metadata import write_run_metadata
 from holdfast.tracking import connect
 
-TRAINED, RESTARTED = "a" * 16, "b" * 16  # the run of many commits; the one of many launches
+TRAINED, RESTARTED = "a" * 16, "b" * 16  # the run with many commits; the run with many launches
 NAME = "nightly"  # of all runs
 COMMITS = 100  # of a launch
 EVERY = 4  # steps between two commits
-OLD = 7 * 86_400.0  # seconds that all but the newest objects are old
+OLD = 7 * 86_400.0  # age in seconds of all objects except the newest ones
 FIELDS: dict[str, Any] = {"dataset_id": "d", "layout": {"strategy": "ddp"}, "random": {"seed": 0}}
 
 
@@ -103,7 +103,7 @@ def _many_commits(store: Store, spec: Spec, many: int) -> None:
     for launch in range(1, max(1, many // COMMITS) + 1):
         number = launches.claim_launch(store, TRAINED, {})
         attempt = claim_attempt(store, TRAINED, launch=number)
-        store.delete(layout.collector(TRAINED))  # of a process that is gone
+        store.delete(layout.collector(TRAINED))  # of a process that has ended
         collector = Collector(store, attempt, Retention(3))
         with recording(store, TRAINED, "rank 0", launch=number, attempt=attempt.number):
             emit(AttemptBegan(world=2, step=0, steps=1_000_000, device="cpu"))
@@ -118,7 +118,8 @@ def _many_commits(store: Store, spec: Spec, many: int) -> None:
 
 
 def _commit(store: Store, attempt: Attempt, commit: int, *, whole: bool) -> None:
-    """What one commit leaves; the checkpoint itself only of the last ones, for the collector takes the others."""
+    """The objects of one commit. Only the last commits get a checkpoint, because the collector removes the earlier
+    ones."""
     step = (commit + 1) * EVERY
     rows = [
         {"step": step - EVERY + 1 + one, "time": 1.0, "loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.001,
@@ -156,7 +157,7 @@ def _many_launches(store: Store, many: int) -> None:
 
 
 def _fold_events(store: Store, attempt: Attempt) -> None:
-    """As the collector does, now and then. All processes but that of the last launch ended hours ago."""
+    """Fold events as the collector does. All processes except that of the last launch ended hours ago."""
     paths = sorted(Path(store.url.removeprefix("file://"), "runs", attempt.run_id, "events").glob("*.jsonl"))
     for path in paths[:-1]:
         os.utime(path, (time.time() - OLD,) * 2)
@@ -308,7 +309,7 @@ def _measured(answer: Any, name: str, url: str, folder: Path, many: int) -> None
     store.stat("nothing")  # the client is made
     torch.set_num_threads(1)
     counter.requests = 0
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, begun = _memory("VmRSS"), time.perf_counter()
     READINGS[name](store, folder, many)
     answer.send((counter.requests, time.perf_counter() - begun, _memory("VmHWM") - before))
@@ -346,7 +347,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     arguments = parser.parse_args()
     for name in ("mlflow", "holdfast.components.trigger.step", "holdfast.pipelines.view.page"):
-        importlib.import_module(name)  # once, and of no reading
+        importlib.import_module(name)  # once, so that no reading includes it
     sizes = [size for size in _sizes(arguments.most) if size >= arguments.least]
     found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     shared = "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -1,11 +1,10 @@
-"""Bars F3 and F4: how soon a rank that hangs, and one that is slower than its like, is named, and what wrongly.
+"""Bars F3 and F4: the time until a hung rank and a slow rank are named, and the number of wrong names.
 
 `python -m benchmarks.hangs [--rounds N] [--steps N] [--ranks N]` trains a small model on two ranks (or N) of this
-machine as a person does. First nothing is done to it for N short steps: a hang that is named then is a false alarm, and
-on an idle machine so is a straggler (where others use it, a rank may well be slower than its like). Then ranks are
-stopped (SIGSTOP) in turn, and the time until each is named is held against three usual steps and a second (F3). Last,
-in a training of longer steps, a rank gets 10 of 13 parts of its time, which makes it 1.3 times as slow, and the steps
-until it is named are counted (F4: 20).
+machine, as a user does. First it trains N short steps without interference. A hang that is named then is a false alarm,
+and so is a straggler if the machine is otherwise idle. Then it stops ranks alternately (SIGSTOP), and compares the time
+until each is named with three usual steps and a second (F3). Last, in a training with longer steps, a rank gets 10 of
+13 parts of its time, which makes it 1.3 times as slow. The steps until it is named are counted (F4: 20).
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ model: {layers: 4, hidden: 128, heads: 4, context: 128}
 training: {steps: 100000, global_batch: 8, micro_batch: %d, log_every: 1}
 parallel: {processes: %d}
 """
-PERIOD, STOPPED = 0.026, 0.006  # seconds: of each period a slow rank has 20 ms
+PERIOD, STOPPED = 0.026, 0.006  # seconds: a slow rank runs for 20 ms of each period
 SETTLE_STEPS = 50
 
 
 class Events:
-    """Those of the training of this process, as they come."""
+    """The events of this process's training, as they arrive."""
 
     def __init__(self, path: Path) -> None:
         from holdfast.telemetry.event_log import PipeEvents
@@ -46,17 +45,17 @@ class Events:
 
         self._new, self._progress = PipeEvents(path).new, Progress
         self.seen: list[Any] = []
-        self.step = 0  # the newest that was trained
+        self.step = 0  # the newest one
 
     def look(self) -> None:
-        """Take what is new."""
+        """Read the new events."""
         for event in self._new():
             self.seen.append(event)
             if isinstance(event, self._progress):
                 self.step = event.step
 
     def until(self, holds: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
-        """Wait for something true. Raises TimeoutError."""
+        """Wait until a condition is true. Raises TimeoutError."""
         deadline = time.monotonic() + seconds
         while not (found := holds()):
             if time.monotonic() > deadline:
@@ -66,11 +65,11 @@ class Events:
         return found
 
     def first(self, kind: type, since: float) -> Any:
-        """The first of a kind after a moment, or None."""
+        """The first event of a kind after a moment, or None."""
         return next((event for event in self.seen if isinstance(event, kind) and event.time > since), None)
 
     def step_seconds(self, since: float) -> float:
-        """What a step usually took since a moment."""
+        """The usual seconds per step since a moment."""
         progress = [event for event in self.seen if isinstance(event, self._progress) and event.time > since]
         further = [(one, other) for one, other in pairwise(progress) if other.step > one.step]
         return statistics.median((other.time - one.time) / (other.step - one.step) for one, other in further)
@@ -78,7 +77,7 @@ class Events:
 
 @contextmanager
 def slowed(pid: int) -> Iterator[None]:
-    """That process has 10 of 13 parts of its time."""
+    """Give the process 10 of 13 parts of its time."""
     over = threading.Event()
 
     def slow() -> None:
@@ -98,7 +97,7 @@ def slowed(pid: int) -> Iterator[None]:
 
 
 def trained(template: str, ranks: int, act: Callable[[Events], None]) -> None:
-    """Train a spec while `act` looks at it and does what it wants to it; then end it."""
+    """Train a spec while `act` runs in a thread; then end the training."""
     failed: list[BaseException] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "events"
@@ -107,7 +106,7 @@ def trained(template: str, ranks: int, act: Callable[[Events], None]) -> None:
         def body(_store_url: str, _run_id: str) -> None:
             try:
                 act(Events(path))
-            except BaseException as error:  # noqa: BLE001 - told below: this is a thread
+            except BaseException as error:  # noqa: BLE001 - reported below: this is a thread
                 failed.append(error)
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -126,9 +125,9 @@ def main() -> None:
     arguments = parser.parse_args()
     from holdfast.telemetry.events import AttemptBegan, HangDetected, StragglerDetected
 
-    false: list[str] = []  # what was named while nothing was done, in words
+    false: list[str] = []  # names without interference, as text
     beyond: list[float] = []  # seconds after three usual steps
-    wrong: list[int] = []  # ranks that were named for another
+    wrong: list[int] = []  # ranks that were named instead of another one
     slow: list[int] = []  # steps
 
     def alarms_and_hangs(events: Events) -> None:

@@ -1,9 +1,9 @@
-"""Bar D1: reading batches, against mosaicml-streaming, litdata and a plain memory-map copy, in turn in one run.
+"""Bar D1: reading batches, alternately with mosaicml-streaming, litdata and a plain memory-map copy in one run.
 
     python -m benchmarks.loader [--tokens 33554432] [--context 2048] [--batch 64] [--rounds 7]
 
-Every contender ends with the same thing: int64 arrays [batch, context + 1] of shuffled samples in memory (the floor
-copies them in file order). A peer that is not installed is left out and said so: `pip install .[bench]`.
+Every contender returns the same: int64 arrays [batch, context + 1] of shuffled samples in memory (the floor copies them
+in file order). A peer that is not installed is skipped, and the output says so: `pip install .[bench]`.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def holdfast_dataset(folder: Path, tokens: Tokens) -> Dataset:
 
 
 def ours(folder: Path, tokens: Tokens, context: int, batch: int) -> Draw:
-    """Holdfast, blocks verified as they are touched."""
+    """Holdfast. It verifies each block on first use."""
     batches = holdfast_dataset(folder, tokens).training(context, batch, seed=0)
     steps = iter(range(10**9))
     return lambda: batches.batch(next(steps))
 
 
 def floor(folder: Path, tokens: Tokens, context: int, batch: int) -> Draw:
-    """The least that must be done: a sequential copy out of a memory map, widened to int64."""
+    """The minimum of work: a sequential copy out of a memory map, widened to int64."""
     folder.mkdir()
     tokens.tofile(folder / "tokens")
     mapped = np.asarray(np.memmap(folder / "tokens", dtype=np.uint16, mode="r"))
@@ -121,11 +121,11 @@ def stacked(samples: Iterator[np.ndarray], batch: int) -> Draw:
 
 
 def contend(make: Callable[..., Draw], folder: Path, size: int, context: int, batch: int, pipe: Connection) -> None:
-    """A contender in a process of its own, where no thread of another one is in its way: draws when it is told to."""
+    """A contender in a separate process, where no thread of another one disturbs it. It draws batches on request."""
     try:
         draw = make(folder, corpus(size), context, batch)
         assert draw().shape == (batch, context + 1)
-    except Exception as error:  # noqa: BLE001 - a peer that cannot run is said, never hidden
+    except Exception as error:  # noqa: BLE001 - a peer that cannot run is reported, never hidden
         pipe.send(f"{type(error).__name__}: {error}")
         return
     pipe.send(None)
@@ -137,13 +137,13 @@ def contend(make: Callable[..., Draw], folder: Path, size: int, context: int, ba
 
 
 def corpus(size: int) -> Tokens:
-    """Random tokens, always the same."""
+    """Random tokens, the same in each run."""
     return np.random.default_rng(0).integers(0, VOCABULARY, size).astype(np.uint16)
 
 
 def start_seconds(folder: Path, tokens: Tokens, context: int, batch: int) -> tuple[float, float]:
-    """To open a dataset, and then to read the first batch; medians of 9, warm page cache. The first batch maps at
-    most one shard, and checks one or two blocks, for each of its rows, whatever the size of the corpus."""
+    """Seconds to open a dataset, and then to read the first batch; medians of 9, warm page cache. For each of its rows,
+    the first batch maps at most one shard and checks one or two blocks, independent of the size of the corpus."""
     holdfast_dataset(folder, tokens)
     store = open_store(f"file://{folder}")
     opening, reading = [], []
@@ -188,7 +188,7 @@ def main() -> None:
                 count = steps if name in ("ours", "floor") else max(5, steps // 4)
                 pipe.send(count)
                 seconds = pipe.recv()
-                if number:  # the first round warms caches, and checks every block of ours
+                if number:  # the first round warms caches, and Holdfast checks every block
                     speeds[name].append(count * batch * context / seconds)
         for pipe in contenders.values():
             pipe.send(0)

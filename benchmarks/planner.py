@@ -1,9 +1,9 @@
 """The planner against real steps: memory, time and collectives. `python -m benchmarks.planner [--ranks N]`.
 
-Each line of the first part is a step of the torch engine on a CPU: the most bytes of tensors that lived at once, its
-state included, and what the planner says without its allowance for fragmentation. The bar is 5 % (S1). The second part
-is `holdfast calibrate` with N ranks: predicted over measured for collectives of sizes that no line was laid through,
-and for whole steps (bar: 15 %).
+Each line of the first part is a step of the torch engine on a CPU. It compares the peak bytes of tensors, state
+included, with the planner's estimate without its allowance for fragmentation. The bar is 5 % (S1). The second part is
+`holdfast calibrate` with N ranks: predicted over measured, for collectives of sizes outside the fit and for whole steps
+(bar: 15 %).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def compare_memory() -> float:
-    """Measure, estimate and print; the largest error."""
+    """Measure, estimate and print. Returns the largest error."""
     worst = 0.0
     kinds = itertools.product(("none", "selective", "full"), ("fp32", "bf16"), (False, True), ((4, 4), (12, 8)))
     for checkpointing, precision, masks, (layers, micro_batch) in kinds:

@@ -101,7 +101,7 @@ class Bench:
         self.tokenizer = folder / "tokenizer.json"
 
     def ours(self, corpus: Path, keep: bool = False) -> tuple[float, int]:
-        """Run the step as a person would."""
+        """Run the step as a user would."""
         spec = self.folder / "spec.yaml"
         spec.write_text(
             f"name: bench\ndata:\n  sources: [{{uri: {corpus}}}]\n  workers: {self.workers}\n  shard_tokens: {2**21}\n"

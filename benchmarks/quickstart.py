@@ -1,7 +1,7 @@
 """Bar U1: the quickstart on this machine, from raw text to a registered model, and the call after it.
 
-`python -m benchmarks.quickstart` runs it in a temporary folder and prints seconds for the whole and for each step, the
-most memory that all its processes held together, and the seconds of the second call (at most 5 minutes, and 3 s).
+`python -m benchmarks.quickstart` runs it in a temporary folder. It prints seconds for the whole and for each step, the
+peak memory of all its processes together, and the seconds of the second call (at most 5 minutes, and 3 s).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMMAND = [sys.executable, "-m", "holdfast.pipelines.cli", "run", str(SPEC)]
 
 
 def memory(process: psutil.Process) -> int:
-    """Bytes that a process and all below it hold by themselves."""
+    """Private bytes of a process and all its descendants."""
     total = 0
     for each in (process, *process.children(recursive=True)):
         try:

@@ -1,10 +1,10 @@
-"""Bar F1: from `kill -9` of a rank to the next optimizer step of the gang that follows, and where the time goes.
+"""Bar F1: the time from `kill -9` of a rank to the next optimizer step of the next gang, and where it is spent.
 
-`python -m benchmarks.recovery [--rounds N] [--ranks N]` trains a small model on two ranks (or N) of this machine as a
-person does, kills the last rank again and again in mid-step, and prints the medians of: *detect* (until the launch is
-told to have ended), *launch* (until the next one is recorded), *fork* (until torchrun has forked rank 0), what rank 0
-then did, by its own account: *start*, *meet*, *build*, *restore*, and *first step*. No restart waits: each is the first
-in its row.
+`python -m benchmarks.recovery [--rounds N] [--ranks N]` trains a small model on two ranks (or N) of this machine, as a
+user does. It kills the last rank repeatedly in the middle of a step, and prints medians of these parts: *detect* (until
+the end of the launch is recorded), *launch* (until the next one is recorded), *fork* (until torchrun has forked rank
+0), and rank 0's own report: *start*, *meet*, *build*, *restore*, and *first step*. No restart has a backoff, because
+each is the first one in its row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ checkpoint: {every_steps: 20}
 parallel: {processes: %d}
 cluster: {restarts: {backoff_seconds: 0, budget: 1000}}
 """
-WAIT_SECONDS = 120.0  # for what a run tells next
+WAIT_SECONDS = 120.0  # seconds to wait for the next event of a run
 PHASES = ("start", "meet", "build", "restore")
 PARTS = ("detect", "launch", "fork", *PHASES, "first step")
 
@@ -50,8 +50,8 @@ def ranks_of(parent: int) -> dict[str, psutil.Process]:
 
 
 def killed(rounds: int, ranks: int, told: list[list[float]]) -> None:
-    """Kill the last rank so often, once the gang has trained for a while, and note what the events say of each.
-    Ends the training, also when it tells nothing any more (TimeoutError)."""
+    """Kill the last rank `rounds` times, each time after the gang has trained for a while, and note the events of each
+    kill. Ends the training, also after a TimeoutError because no more events come."""
     from holdfast.telemetry.event_log import PipeEvents
     from holdfast.telemetry.events import AttemptBegan, LaunchBegan, LaunchEnded, Progress, TimeSpent
 
@@ -119,10 +119,10 @@ def measure(rounds: int, ranks: int) -> None:
 
 
 def recoveries(rounds: int, ranks: int) -> list[list[float]]:
-    """Train with so many ranks, and kill so often: the seconds of each part of each recovery."""
+    """Train with `ranks` ranks and kill `rounds` times. Returns the seconds of each part of each recovery."""
     seconds: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["HOLDFAST_EVENTS"] = str(Path(folder) / "events")  # read beside the launcher's own work
+        os.environ["HOLDFAST_EVENTS"] = str(Path(folder) / "events")  # this process reads it while the launcher works
         train_under(
             SPEC,
             ranks,
@@ -134,8 +134,8 @@ def recoveries(rounds: int, ranks: int) -> list[list[float]]:
 
 
 def train_under(template: str, ranks: int, act: Callable[[str, str], None], *overrides: str) -> None:
-    """Train a spec (a template for the text's pattern, the micro-batch and the ranks) as a person does, while a thread
-    runs `act` with the store's URL and the run's id, and ends this process's training by SIGTERM when it is done."""
+    """Train a spec as a user does. The spec is a template for the text's pattern, the micro-batch and the ranks. A
+    thread runs `act` with the store's URL and the run id, which then ends this process's training by SIGTERM."""
     from holdfast.components.preprocess import run as preprocess
     from holdfast.components.train import run
     from holdfast.spec import parse_spec, run_id
@@ -155,7 +155,7 @@ def train_under(template: str, ranks: int, act: Callable[[str, str], None], *ove
         threading.Thread(target=act, args=(store.url, run_id(spec, dataset_id)), daemon=True).start()
         try:
             run(spec, dataset_id, store)
-        except HoldfastError as error:  # it is told to leave in the end
+        except HoldfastError as error:  # SIGTERM ends it
             print(f"training: {error}", file=sys.stderr)
 
 

@@ -1,8 +1,8 @@
-"""K4: bytes that are read when a state is loaded at another layout, over the bytes that are needed.
+"""K4: the bytes read to load a state at another layout, over the bytes needed.
 
-`python -m benchmarks.reshard` saves a state of 498 MiB as 1 to 4 ranks would, cut by rows, by columns or by both, loads
-it as 1 to 8 ranks would, cut in each of these ways, compares every bit, and prints the ratio (all bytes that left the
-store, root and indexes included, over those of the boxes) and the requests of one rank.
+`python -m benchmarks.reshard` saves a state of 498 MiB as 1 to 4 ranks would, cut by rows, by columns or by both. It
+loads the state as 1 to 8 ranks would, cut in each of these ways, and compares every bit. It prints the ratio (all bytes
+read from the store, root and indexes included, over those of the boxes) and the requests of one rank.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How it scales: efficiency, communication and recovery against ranks, and jobs a day. `python -m benchmarks.scaling`.
+"""Scaling: efficiency, communication and recovery against ranks, and jobs per day. `python -m benchmarks.scaling`.
 
-What is measured here: with 1, 2, 4 ranks of this machine (`--ranks`), each with the same rows, the time of a step,
-what a sum of all gradients takes of it if nothing hides it, and the time from `kill -9` of a rank to the next step; and
-how many small jobs, from raw text to a registered model, one after another, fill a day. What is not: the same for 8 to
-1,024 accelerators, by the planner's arithmetic, with the errors that it has had here and against published tables.
-Cores are shared out: with more ranks than cores no efficiency can be above cores / ranks.
+Measured with 1, 2 and 4 ranks of this machine (`--ranks`), each with the same rows: the time of a step, the share of a
+sum of all gradients in it if nothing hides it, and the time from `kill -9` of a rank to the next step. Also measured:
+how many small jobs, from raw text to a registered model, one after another, fill a day. Not measured: the same for 8 to
+1,024 accelerators. It comes from the planner's arithmetic, with its errors here and against published tables. With more
+ranks than cores, no efficiency can exceed cores / ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def measured(sizes: list[int], kills: int) -> list[float]:
-    """Print what is seen here; predicted over measured of each step."""
+    """Print the measurements. Returns predicted over measured of each step."""
     cores, base = len(os.sched_getaffinity(0)), 0.0
     errors: list[float] = []
     print(f"measured here, {cores} cores")
@@ -80,11 +80,11 @@ def summing(one: Calibration, ranks: int) -> float:
 
 
 def job_seconds(count: int) -> float:
-    """Seconds of a small job from raw text to a registered model, as a person runs it; the median."""
+    """Median seconds of a small job from raw text to a registered model, run as a user does."""
     times = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for file in range(100):  # each another text: one that is there twice is left out
+        for file in range(100):  # each a different text, because duplicates are removed
             (folder / f"{file}.txt").write_text("\n".join(f"{number} and {file * number}" for number in range(100)))
         (folder / "spec.yaml").write_text(JOB % (folder / "*.txt"))
         environment = {**os.environ, "HOLDFAST_HOME": str(folder / "home")}
@@ -98,7 +98,7 @@ def job_seconds(count: int) -> float:
 
 
 def extrapolated(errors: list[float]) -> None:
-    """Print what the planner says of more ranks than are here."""
+    """Print the planner's estimates for more ranks than this machine has."""
     print(
         "extrapolated by the planner, nothing of it measured: 7 B on H100s, 4 M tokens a step. Its steps were "
         f"{min(errors):.2f} to {max(errors):.2f} of what was measured above, and 0.93 to 1.15 of published ones;\n"

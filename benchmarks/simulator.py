@@ -1,6 +1,6 @@
 """The simulator at its bar: 10,000 accelerators x 100,000 jobs on one core. `python -m benchmarks.simulator`.
 
-Prints a line a policy with its seconds and figures, and the slowest beside the bar (S2: 60 s).
+Prints a line per policy with its seconds and figures, and the slowest one against the bar (S2: 60 s).
 """
 
 from __future__ import annotations

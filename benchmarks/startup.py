@@ -1,8 +1,8 @@
-"""How soon Holdfast answers: a wrong spec (bar U3: under 2 s), `--help`, a run that is done (under 3 s), and
-text from the model of that run, which loads torch.
+"""How soon Holdfast responds: a wrong spec (bar U3: under 2 s), `--help`, a finished run (under 3 s), and text from the
+model of that run, which loads torch.
 
-`python -m benchmarks.startup [--rounds N]` runs each command in a process of its own and prints medians and the
-slowest. The run is the quickstart's, cut to a few steps, in a temporary folder.
+`python -m benchmarks.startup [--rounds N]` runs each command in a separate process and prints medians and the slowest.
+The run is the quickstart's, cut to a few steps, in a temporary folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHORT += ["--set", "evaluation.max_perplexity=null", "--set", "evaluation.prompt
 
 
 def seconds(arguments: list[str], home: Path, expected: int) -> float:
-    """How long `holdfast ARGUMENTS` takes, interpreter included."""
+    """Seconds of `holdfast ARGUMENTS`, interpreter included."""
     command = [sys.executable, "-m", "holdfast.pipelines.cli", *arguments]
     begun = time.perf_counter()
     done = subprocess.run(command, env={**os.environ, "HOLDFAST_HOME": str(home)}, capture_output=True, check=False)

@@ -1,15 +1,15 @@
-"""Bar K3: objects to and from S3, checksummed, against boto3, s3torchconnector and obstore, in turn in one run.
+"""Bar K3: objects to and from S3, checksummed, alternately with boto3, s3torchconnector and obstore in one run.
 
     python -m benchmarks.store [--sizes 1K,64K,1M,8M,32M,64M,256M,1G] [--rounds 9]
 
-The server (`benchmarks._discarding_s3`, on loopback) copies nothing, so the client is what limits. Each line is a size
-and an operation of Holdfast: its median, and the medians over the rounds of how many times faster it was than each peer
-in the same round; in parentheses, how many times faster its best round was than the peer's best, which a busy machine
-disturbs less. The first peer is the bar's: one unsigned `put_object` of boto3 without a checksum, and one plain
-ranged `get_object`. A restore reads into memory that is there already, in the ranges of a pack, and verifies the BLAKE3
-digest of each while others are on their way; nobody else verifies. Peers that are not installed are left out and said
-so: `pip install .[bench]`. Two words on fairness: obstore's puts and the peers' reads carry no checksum that is
-compared, and the last line says how busy the machine was with other things.
+The server (`benchmarks._discarding_s3`, on loopback) copies nothing, so the client is the limit. Each line is a size
+and an operation of Holdfast. It has Holdfast's median, and for each peer the median over the rounds of how many times
+faster Holdfast was. In parentheses: how many times faster its best round was than the peer's best, which a busy machine
+disturbs less. The first peer is the bar's: one unsigned `put_object` of boto3 without a checksum, and one plain ranged
+`get_object`. A restore reads into allocated memory, in the ranges of a pack, and verifies the BLAKE3 digest of each
+while further ones are in flight; no peer verifies. A peer that is not installed is skipped, and the output says so:
+`pip install .[bench]`. Two notes on fairness: obstore's puts and the peers' reads carry no checksum that is compared,
+and the last line shows the other load of the machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from holdfast.store import Read, open_store
 
 BUCKET = "bench"
 SIZES = "1K,64K,1M,8M,32M,64M,256M,1G"
-PIECE_BYTES = 16 * 2**20  # of a restore, as the reader of checkpoints asks for them
+PIECE_BYTES = 16 * 2**20  # of a restore, as the reader of checkpoints requests them
 SAMPLE_BYTES = 8 * 2**20  # small objects are sent this often in a row, at most SAMPLE_CALLS times
 SAMPLE_CALLS = 20
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "of-a-benchmark", "AWS_REGION": "us-east-1"}
@@ -45,7 +45,7 @@ Call = Callable[[], object]
 
 
 def boto3_client() -> Any:
-    """boto3 without checksums and with unsigned payloads: the least that it does."""
+    """boto3 without checksums and with unsigned payloads: its minimum of work."""
     config = Config(
         s3={"payload_signing_enabled": False},
         request_checksum_calculation="when_required",
@@ -56,7 +56,7 @@ def boto3_client() -> Any:
 
 
 def obstore_calls(endpoint: str, data: bytes, key: str) -> dict[str, Call]:
-    """obstore: parts in parallel beyond 5 MiB, unsigned; and with the only checksum that it has, SHA-256."""
+    """obstore: parts in parallel beyond 5 MiB, unsigned; and with SHA-256, its only checksum."""
     import obstore
     from obstore.store import S3Store
 
@@ -103,12 +103,12 @@ def s3torchconnector_calls(endpoint: str, data: bytes, key: str, target: memoryv
 
 
 def calls(endpoint: str, size: int, folder: Path) -> dict[str, Call]:
-    """Who does what with an object of `size` bytes: "operation name" → the call. "holdfast" is compared with others."""
+    """The calls for an object of `size` bytes, by "operation name". "holdfast" is compared with the rest."""
     pattern = content()
     data = (pattern * (-(-size // PATTERN_BYTES)))[:size]
     target = memoryview(bytearray(size))
     client, store, key = boto3_client(), open_store(f"s3://{BUCKET}"), f"object-{size}"
-    store.put_if_absent("claim", b"")  # what a store does once
+    store.put_if_absent("claim", b"")  # done once per store
     digests = [blake3(data[start : start + PIECE_BYTES]).digest() for start in range(0, size, PIECE_BYTES)]
 
     def verify(number: int, part: memoryview) -> None:
@@ -164,7 +164,7 @@ def _ranged(client: Any, key: str, size: int) -> bytes:
 
 
 def measure(found: dict[str, Call], size: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a call in each round, all in turn; a first round is thrown away."""
+    """Seconds of a call in each round, all calls alternately. A first round is not counted."""
     repeated = max(1, min(SAMPLE_CALLS, SAMPLE_BYTES // size))
     seconds: dict[str, list[float]] = {name: [] for name in found}
     for number in range(rounds + 1):
@@ -178,7 +178,7 @@ def measure(found: dict[str, Call], size: int, rounds: int) -> dict[str, list[fl
 
 
 def report(size: int, seconds: dict[str, list[float]]) -> None:
-    """One line for each operation."""
+    """Print one line for each operation."""
     for operation in dict.fromkeys(name.split()[0] for name in seconds):
         ours = seconds[f"{operation} holdfast"]
         ratios_of_peers = []

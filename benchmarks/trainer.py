@@ -1,8 +1,8 @@
 """Bar T1: tokens/s of the whole trainer against a bare PyTorch loop over the same model and the same batches.
 
-`python -m benchmarks.trainer [--steps N] [--rounds N]` trains the quickstart's model both ways, in turn (A B A B), on
-two processes with DDP, and prints the ratio of medians. Holdfast runs as a person runs it: observers, checkpoints every
-50 steps, verified data. The bare loop reads its batches from memory and does nothing but compute.
+`python -m benchmarks.trainer [--steps N] [--rounds N]` trains the quickstart's model both ways, alternately (A B A B),
+on two processes with DDP, and prints the ratio of medians. Holdfast runs as a user runs it: observers, checkpoints
+every 50 steps, verified data. The bare loop reads its batches from memory and only computes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def bare_rank(steps: int, batches: Path, out: Path) -> None:
 
 
 def bare(steps: int, batches: Path, folder: Path) -> float:
-    """Steps a second of the bare loop."""
+    """Steps per second of the bare loop."""
     out = folder / "bare"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     command += ["benchmarks.trainer", "--bare-rank", str(out), "--steps", str(steps), "--batches", str(batches)]
@@ -68,7 +68,7 @@ def bare(steps: int, batches: Path, folder: Path) -> float:
 
 
 def holdfast(steps: int, store_url: str, dataset_id: str, salt: str) -> float:
-    """Steps a second of the trainer, by the times in its own history."""
+    """Steps per second of the trainer, by the times in its history."""
     from holdfast.components.train import run
     from holdfast.spec import load_spec
     from holdfast.store import open_store
