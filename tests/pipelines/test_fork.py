@@ -46,7 +46,7 @@ def train(store: Store, folder: Path, salt: str, *overrides: str) -> None:
 
 
 def fork(store: Store, run: str, step: int, *overrides: str) -> Result:
-    changes = [word for each in overrides for word in ("--set", each)]
+    changes = [argument for override in overrides for argument in ("--set", override)]
     arguments = ["fork", run, "--to", str(step), *changes, "--store", store.url, "--json"]
     result = CliRunner().invoke(app, arguments)
     if result.exception and not isinstance(result.exception, SystemExit):
@@ -61,10 +61,10 @@ def test_a_rewound_run_shares_the_past_and_goes_on_with_the_same_bits_or_as_it_i
     parent = identity_of(spec)
     train(store, tmp_path / "parent", "")
     write_run_metadata(store, parent, spec, DATASET_ID, "")
-    made = json.loads(fork(store, parent, 6).stdout)
-    child, salt = made["run_id"], made["salt"]
-    assert (made["parent"], made["step"]) == (parent, 6)
-    assert json.loads(fork(store, parent, 6).stdout) == made, "the same again is the same run"
+    output = json.loads(fork(store, parent, 6).stdout)
+    child, salt = output["run_id"], output["salt"]
+    assert (output["parent"], output["step"]) == (parent, 6)
+    assert json.loads(fork(store, parent, 6).stdout) == output, "the same again is the same run"
     assert objects(store, child, "packs", "indexes") == []
     assert [pin.name for pin in list_pins(store, parent)] == [f"forked-{child}"]
     assert json.loads(store.get(layout.parent(child)))["run_id"] == parent
@@ -83,8 +83,8 @@ def test_a_rewound_run_shares_the_past_and_goes_on_with_the_same_bits_or_as_it_i
     assert trained(store, spec, salt) == trained(store, spec)
     assert find_divergence(Side(store, parent), Side(store, child)).none
     train(store, tmp_path / "other", other["salt"], SLOWER)
-    parted = find_divergence(Side(store, parent), Side(store, other["run_id"]))
-    assert (parted.first, parted.equal_at, parted.differs_at) == (7, 6, 12)
+    divergence = find_divergence(Side(store, parent), Side(store, other["run_id"]))
+    assert (divergence.first, divergence.equal_at, divergence.differs_at) == (7, 6, 12)
 
     collect_now(store, child, Retention(1))
     for pin in list_pins(store, parent):
@@ -99,7 +99,7 @@ def test_what_the_state_does_not_allow_is_refused_before_anything_is_written(sto
     train(store, tmp_path / "parent", "")
     write_run_metadata(store, parent, spec, DATASET_ID, "")
     before = sorted(info.key for info in store.list("runs/"))
-    for step, overrides, code, words in (
+    for step, overrides, code, message in (
         (
             6,
             ("model.layers=3",),
@@ -147,7 +147,7 @@ def test_what_the_state_does_not_allow_is_refused_before_anything_is_written(sto
         (6, ("training.anomalies={action: rewind, rewind_steps: 4}",), ExitCode.BAD_SPEC, "6 is no multiple of it"),
         (7, (), ExitCode.NOT_FOUND, "no checkpoint at step 7"),
     ):
-        with pytest.raises(Exception, match=words) as refused:
+        with pytest.raises(Exception, match=message) as error:
             fork(store, parent, step, *overrides)
-        assert refused.value.exit_code == code  # type: ignore[attr-defined]
+        assert error.value.exit_code == code  # type: ignore[attr-defined]
     assert sorted(info.key for info in store.list("runs/")) == before

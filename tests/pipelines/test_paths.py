@@ -27,15 +27,15 @@ def test_local_paths_become_absolute_and_urls_stay(tmp_path: Path, monkeypatch: 
         model: {init_from: base}
         """
     )
-    moved = with_absolute_paths(spec)
-    assert [source.uri for source in moved.data.sources] == [
+    absolute = with_absolute_paths(spec)
+    assert [source.uri for source in absolute.data.sources] == [
         f"{tmp_path}/texts/*.txt", "/already/absolute", "s3://bucket/key", "python:stdlib", "dvc:data/raw",
         "dvc:data/raw",
     ]  # fmt: skip
-    assert moved.data.sources[4].repo == f"{tmp_path}/../elsewhere"
-    assert moved.data.sources[5].repo == "https://host/repo"
-    assert moved.data.tokenizer.path == f"{tmp_path}/tokenizer.json"
-    assert moved.model.init_from == f"{tmp_path}/base"
+    assert absolute.data.sources[4].repo == f"{tmp_path}/../elsewhere"
+    assert absolute.data.sources[5].repo == "https://host/repo"
+    assert absolute.data.tokenizer.path == f"{tmp_path}/tokenizer.json"
+    assert absolute.model.init_from == f"{tmp_path}/base"
 
 
 def test_a_folder_is_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,11 +27,13 @@ def test_a_pipeline_fits_on_a_screen(module: object) -> None:
 @pytest.mark.parametrize("name", ["training", "retraining", "sweep"])
 def test_the_module_of_a_pipeline_compiles_what_the_commands_compile(name: str, tmp_path: Path) -> None:
     spec, file = load_spec(Path(QUICKSTART)), tmp_path / "pipeline.yaml"
-    options = [f"--over={one}" for one in OVER] if name == "sweep" else []
+    options = [f"--over={axis}" for axis in OVER] if name == "sweep" else []
     function = {"training": training.training, "retraining": retraining.retraining, "sweep": sweep.sweep}[name]
     main(function, [QUICKSTART, "-o", str(file), *options])
-    ours = sweep_ir(spec, grid(spec, OVER)) if name == "sweep" else pipeline_ir(spec, scheduled=name == "retraining")
-    assert list(yaml.safe_load_all(file.read_text(encoding="utf-8"))) == ours
+    expected = (
+        sweep_ir(spec, grid(spec, OVER)) if name == "sweep" else pipeline_ir(spec, scheduled=name == "retraining")
+    )
+    assert list(yaml.safe_load_all(file.read_text(encoding="utf-8"))) == expected
 
 
 def test_it_is_compiled_without_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,10 +38,10 @@ class Handle:
         return int(ExitCode.TERMINATED) if self.asked else None
 
     def result(self) -> dict[str, Any]:
-        found = self.steps.results[self.execution.step]
+        outputs = self.steps.results[self.execution.step]
         if self.execution.part in ("2", "3"):  # a trial, which KFP numbers from the second on
-            found = {name: f"{value}-{self.execution.part}" for name, value in found.items()}
-        return found
+            outputs = {name: f"{value}-{self.execution.part}" for name, value in outputs.items()}
+        return outputs
 
     def stop(self, *, force: bool) -> None:
         self.asked.append(force)
@@ -52,11 +52,11 @@ class Steps:
 
     def __init__(self, width: int = 0, **codes: Sequence[int | str]) -> None:
         self.width, self.started, self.recorded = width, list[Execution](), list[Outcome]()
-        self.codes = {name.replace("_", "-"): list(given) for name, given in codes.items()}
+        self.codes = {name.replace("_", "-"): list(code_list) for name, code_list in codes.items()}
         self.most, self.left, self.on_wait = 0, 0, lambda: None
         self.handles: dict[str, Handle] = {}
         self.results: dict[str, Any] = {
-            step.name: {one: f"<{step.name}.{one}>" for one in step.outputs} for step in STEPS.values()
+            step.name: {output: f"<{step.name}.{output}>" for output in step.outputs} for step in STEPS.values()
         }
         for step in ("evaluate", "compare"):
             self.results[step]["word"] = "blessed"
@@ -65,11 +65,11 @@ class Steps:
 
     def start(self, execution: Execution) -> Handle:
         self.started.append(execution)
-        given = self.codes.get(execution.name) or self.codes.get(execution.step) or [0]
-        self.handles[execution.name] = made = Handle(self, execution, given[0])
-        if len(given) > 1:
-            given.pop(0)
-        return made
+        codes = self.codes.get(execution.name) or self.codes.get(execution.step) or [0]
+        self.handles[execution.name] = handle = Handle(self, execution, codes[0])
+        if len(codes) > 1:
+            codes.pop(0)
+        return handle
 
     def wait(self, handles: Sequence[Any]) -> None:
         self.most = max(self.most, len(handles))
@@ -86,7 +86,7 @@ class Steps:
 
     @property
     def names(self) -> list[str]:
-        return [one.name for one in self.started]
+        return [execution.name for execution in self.started]
 
     @property
     def ending(self) -> dict[str, str]:
@@ -94,13 +94,13 @@ class Steps:
 
 
 def runner(steps: Steps, spec: Spec = SPEC, trials: Trials = ()) -> Runner:
-    given = {name: f"<{name}>" for name in ("salt", "replan")} | ({"trials": text_of(trials)} if trials else {})
-    return Runner(plan(spec, trials), steps, given)
+    values = {name: f"<{name}>" for name in ("salt", "replan")} | ({"trials": text_of(trials)} if trials else {})
+    return Runner(plan(spec, trials), steps, values)
 
 
 def words_of(execution: Execution) -> dict[str, str]:
-    found = (word.removeprefix("--").partition("=") for word in execution.arguments)
-    return {name.replace("-", "_"): value for name, _, value in found}
+    pairs = (argument.removeprefix("--").partition("=") for argument in execution.arguments)
+    return {name.replace("-", "_"): value for name, _, value in pairs}
 
 
 class Compiled:
@@ -118,13 +118,17 @@ class Compiled:
         """Read the tasks of a DAG with its inputs; the steps in it."""
         within: dict[str, set[str]] = {}
         while waiting := [name for name in tasks if name not in within]:
-            name = next(one for one in waiting if set(tasks[one].get("dependentTasks", ())) <= within.keys())
+            name = next(
+                candidate for candidate in waiting if set(tasks[candidate].get("dependentTasks", ())) <= within.keys()
+            )
             task, component = tasks[name], self._ir["components"][tasks[name]["componentRef"]["name"]]
             if ARTIFACTS in component.get("dag", {}).get("tasks", {}):  # shows addresses in a UI
                 within[name] = set()
                 continue
-            inputs = {key: _source(how, given) for key, how in task.get("inputs", {}).get("parameters", {}).items()}
-            needs = before.union(*(within[one] for one in task.get("dependentTasks", ())))
+            inputs = {
+                key: _source(source, given) for key, source in task.get("inputs", {}).get("parameters", {}).items()
+            }
+            needs = before.union(*(within[other_task] for other_task in task.get("dependentTasks", ())))
             if "dag" not in component:
                 within[name] = {name}
                 self.inputs[name], self.before[name], self.when[name] = inputs, needs, when
@@ -132,8 +136,8 @@ class Compiled:
             condition = task.get("triggerPolicy", {}).get("condition", "")
             if loop := task.get("parameterIterator"):
                 inputs[loop["itemInput"]] = ITEM
-            word = re.findall(r"== '(\w+)'", condition)
-            within[name] = self._read(component["dag"]["tasks"], inputs, needs, word[-1] if word else when)
+            outcomes = re.findall(r"== '(\w+)'", condition)
+            within[name] = self._read(component["dag"]["tasks"], inputs, needs, outcomes[-1] if outcomes else when)
             self.each |= within[name] if loop else set()
         return set().union(*within.values())
 
@@ -166,15 +170,15 @@ def test_the_plan_and_the_inputs_of_the_steps_are_those_of_the_compiled_pipeline
     assert {numbered(name, trials) for name in compiled.inputs} == {*nodes, EXIT_HANDLER}
 
     def all_before(name: str) -> Iterator[str]:
-        for one in nodes[name].before:
-            yield one
-            yield from all_before(one)
+        for predecessor in nodes[name].before:
+            yield predecessor
+            yield from all_before(predecessor)
 
     for name, needs in compiled.before.items():
         if name != EXIT_HANDLER:
             ours = set(all_before(numbered(name, trials)))
-            closed = {numbered(one, trials) for one in needs}
-            assert closed | {b for one in closed for b in all_before(one)} == ours
+            closed = {numbered(need, trials) for need in needs}
+            assert closed | {b for member in closed for b in all_before(member)} == ours
             assert nodes[numbered(name, trials)].when == compiled.when[name]
     assert {name for name, node in nodes.items() if node.each} == compiled.each
 
@@ -183,13 +187,17 @@ def test_the_plan_and_the_inputs_of_the_steps_are_those_of_the_compiled_pipeline
     for execution in steps.started:
         name = execution.step if execution.step in compiled.each else execution.name
         theirs = compiled.inputs[name if name in compiled.inputs else execution.step]
-        given = words_of(execution)
-        for one in STEPS[execution.step].inputs:
-            assert given.get(one) == (execution.part if theirs.get(one) == ITEM else theirs.get(one)), (name, one)
-        assert given.get("trial") == theirs.get("trial")
+        arguments = words_of(execution)
+        for name_of_input in STEPS[execution.step].inputs:
+            assert arguments.get(name_of_input) == (
+                execution.part if theirs.get(name_of_input) == ITEM else theirs.get(name_of_input)
+            ), (name, name_of_input)
+        assert arguments.get("trial") == theirs.get("trial")
         if trials:
             best = execution.step == "register"
-            assert json.loads(given.get("overrides", "[]")) == (["<compare.changes>"] if best else theirs["overrides"])
+            assert json.loads(arguments.get("overrides", "[]")) == (
+                ["<compare.changes>"] if best else theirs["overrides"]
+            )
     assert all(compiled.inputs["register"]["overrides"] == "<compare.changes>" for _ in trials)
 
 
@@ -205,7 +213,7 @@ def test_a_step_whose_condition_does_not_hold_is_skipped_and_recorded_so() -> No
     steps.results["evaluate"]["word"] = "not_blessed"
     assert runner(steps).run() == 0
     assert steps.names == ["preprocess", "train", "evaluate", "notify"]
-    assert [(one.step, one.exit_code, one.result) for one in steps.recorded] == [
+    assert [(outcome.step, outcome.exit_code, outcome.result) for outcome in steps.recorded] == [
         ("register", 0, "skipped: evaluate says not_blessed")
     ]
     assert steps.ending["status"] == "succeeded"
@@ -273,10 +281,10 @@ def test_what_does_not_leave_in_time_is_ended_by_force(monkeypatch: pytest.Monke
     start = steps.start
 
     def start_stubborn(execution: Execution) -> Handle:
-        made = start(execution)
+        handle = start(execution)
         if execution.name == "tokenise-0-3":
-            steps.handles[execution.name] = made = Stubborn(steps, execution, "waits")
-        return made
+            steps.handles[execution.name] = handle = Stubborn(steps, execution, "waits")
+        return handle
 
     monkeypatch.setattr(steps, "start", start_stubborn)
     assert runner(steps, FAN_OUT).run() == 11
@@ -300,7 +308,7 @@ def test_a_step_that_a_stopped_run_did_not_start_says_so() -> None:
     steps.on_wait = walker.request_stop
     assert walker.run() == ExitCode.TERMINATED
     assert steps.names == ["preprocess", "notify"]
-    assert [(one.step, one.exit_code, one.reason) for one in steps.recorded] == [
+    assert [(outcome.step, outcome.exit_code, outcome.reason) for outcome in steps.recorded] == [
         ("train", 143, "not begun, because the run was asked to stop")
     ]
 
@@ -317,7 +325,7 @@ def test_trials_run_together_where_the_backend_has_room() -> None:
     steps = Steps()
     assert runner(steps, SPEC, TRIALS).run() == 0
     assert steps.most == len(TRIALS)
-    assert Counter(one.step for one in steps.started)["evaluate"] == len(TRIALS)
+    assert Counter(execution.step for execution in steps.started)["evaluate"] == len(TRIALS)
 
 
 @pytest.mark.parametrize("code", [11, 137])

@@ -42,33 +42,33 @@ def through_argo(node: Any, values: Mapping[str, str]) -> Any:
 
 
 def _replaced(text: str, values: Mapping[str, str]) -> str:
-    found, place = [], 0
+    pieces, place = [], 0
     while (begin := text.find("{{", place)) >= 0:
         end = text.find("}}", begin + 2)
         if end < 0:
             raise EngineFailureError('Cannot find end tag="}}"')
-        found.append(text[place:begin])
+        pieces.append(text[place:begin])
         tag, place = text[begin + 2 : end], end + 2
         inner = tag.rpartition("{{")
         if tag.startswith("="):
-            found.append("EXPRESSION")
+            pieces.append("EXPRESSION")
         elif tag.strip() in values:
-            found.append(_go_quoted(values[tag.strip()]))
+            pieces.append(_go_quoted(values[tag.strip()]))
         elif inner[1] and inner[2] in values:
-            found.append("{{" + inner[0] + _go_quoted(values[inner[2]]))
+            pieces.append("{{" + inner[0] + _go_quoted(values[inner[2]]))
         else:
-            found.append("{{" + tag + "}}")
-    return "".join([*found, text[place:]])
+            pieces.append("{{" + tag + "}}")
+    return "".join([*pieces, text[place:]])
 
 
 def _go_quoted(text: str) -> str:
-    named = {"\a": r"\a", "\b": r"\b", "\f": r"\f", "\n": r"\n", "\r": r"\r", "\t": r"\t", "\v": r"\v"}
-    named |= {'"': r"\"", "\\": r"\\"}
+    escapes = {"\a": r"\a", "\b": r"\b", "\f": r"\f", "\n": r"\n", "\r": r"\r", "\t": r"\t", "\v": r"\v"}
+    escapes |= {'"': r"\"", "\\": r"\\"}
 
     def one(character: str) -> str:
         number = ord(character)
-        if character in named:
-            return named[character]
+        if character in escapes:
+            return escapes[character]
         if character.isprintable():
             return character
         return f"\\x{number:02x}" if number < 0x80 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
@@ -81,15 +81,15 @@ def through_kfp_server(parameters: Mapping[str, Any]) -> dict[str, Any]:
     formatted = {name: _formatted(value) if isinstance(value, str) else value for name, value in parameters.items()}
     task = json.dumps({"inputs": formatted}, ensure_ascii=False, separators=(",", ":"))
     (passed,) = through_argo(["{{inputs.parameters.task}}"], {"inputs.parameters.task": task})
-    found: dict[str, Any] = json.loads(passed)["inputs"]
-    for name, value in found.items():
+    inputs: dict[str, Any] = json.loads(passed)["inputs"]
+    for name, value in inputs.items():
         if isinstance(value, str) and "{{$.workspace_path}}" in value:
-            found[name] = value.replace("{{$.workspace_path}}", "/kfp-workspace")
+            inputs[name] = value.replace("{{$.workspace_path}}", "/kfp-workspace")
         if value in ("{{$.pipeline_job_name}}", "{{$.pipeline_job_uuid}}", "{{$.pipeline_task_name}}"):
-            found[name] = "of-the-driver"
+            inputs[name] = "of-the-driver"
         if isinstance(value, str) and "/kfp-workspace" in value:
             raise EngineFailureError("mounts the volume of a workspace that is not there")
-    return found
+    return inputs
 
 
 def _formatted(text: str) -> str:
@@ -110,8 +110,8 @@ def through_kfp_launcher(inputs: Mapping[str, Any], names: list[str]) -> dict[st
         value = inputs[name]
         text = value if isinstance(value, str) else json.dumps(value)
         argument = argument.replace(f"{{{{$.inputs.parameters['{name}']}}}}", text)
-    found: dict[str, Any] = json.loads(argument)["inputs"]["parameterValues"]
-    return found
+    parameters: dict[str, Any] = json.loads(argument)["inputs"]["parameterValues"]
+    return parameters
 
 
 def through_ray(value: str, variables: Mapping[str, str]) -> str:

@@ -17,12 +17,12 @@ FOLDERS = ("holdfast/pipelines", "holdfast/api")
 
 def named_in_comparisons(source: str) -> set[str]:
     """The names of backends that the comparisons of a module contain."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Compare):
-            constants = {one.value for one in ast.walk(node) if isinstance(one, ast.Constant)}
-            found |= constants & set(BACKENDS)
-    return found
+            constants = {child.value for child in ast.walk(node) if isinstance(child, ast.Constant)}
+            names |= constants & set(BACKENDS)
+    return names
 
 
 def test_no_caller_compares_the_name_of_a_backend() -> None:
@@ -30,15 +30,19 @@ def test_no_caller_compares_the_name_of_a_backend() -> None:
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     callers = [path for path in files if not any(path.is_relative_to(folder) for folder in backends)]
     assert len(callers) > 50
-    found = {str(path): names for path in callers if (names := named_in_comparisons(path.read_text()))}
-    assert found == {str(ROOT / "holdfast/pipelines/doctor/ray.py"): {"ray"}}  # the name of a Python package
+    names_by_file = {str(path): names for path in callers if (names := named_in_comparisons(path.read_text()))}
+    assert names_by_file == {str(ROOT / "holdfast/pipelines/doctor/ray.py"): {"ray"}}  # the name of a Python package
     assert named_in_comparisons('if name in ("local", "x"): pass') == {"local"}
 
 
 def test_every_backend_class_states_the_capabilities_of_the_table() -> None:
     for name, entry in BACKENDS.items():
         module = __import__(f"holdfast.pipelines.backends.{name}.backend", fromlist=[name])
-        (kind,) = (one for one in vars(module).values() if getattr(one, "name", "") == name and isinstance(one, type))
+        (kind,) = (
+            member
+            for member in vars(module).values()
+            if getattr(member, "name", "") == name and isinstance(member, type)
+        )
         assert kind.capabilities == entry.capabilities, name
 
 

@@ -17,42 +17,42 @@ THOUGHT, DATASET = "3f2a4b5c6d7e8f90", "d" * 16
 
 
 def test_a_run_whose_pods_have_another_python_than_who_submitted_it_is_found_by_its_own_id(tmp_path: Path) -> None:
-    store, ran = open_store(tmp_path.as_uri()), run_id(SPEC, DATASET)
+    store, identity = open_store(tmp_path.as_uri()), run_id(SPEC, DATASET)
     record_of(RunRequest(SPEC, run_id=THOUGHT), "argo", "small-1", job="uid-1").write(store)
-    found = find_record(store, "small-1")
-    assert found is not None and found.identity == THOUGHT  # nothing else is known yet
-    assert find_record(store, ran[:6]) is None
+    record = find_record(store, "small-1")
+    assert record is not None and record.identity == THOUGHT  # nothing else is known yet
+    assert find_record(store, identity[:6]) is None
     assert [run.run_id for run in all_runs(store)] == [THOUGHT]
     store.put(layout.job("uid-1", "preprocess"), Outcome("preprocess", 1, 1.0, result=DATASET).as_json())
-    for wanted in (ran, ran[:6], THOUGHT, "small-1", "uid-1", "small"):
-        found = find_record(store, wanted)
-        assert found is not None
-        assert (found.id, found.identity) == ("small-1", ran)
-        assert found.request == RunRequest(SPEC, run_id=THOUGHT)  # asked for again, it is the same Workflow
+    for wanted in (identity, identity[:6], THOUGHT, "small-1", "uid-1", "small"):
+        record = find_record(store, wanted)
+        assert record is not None
+        assert (record.id, record.identity) == ("small-1", identity)
+        assert record.request == RunRequest(SPEC, run_id=THOUGHT)  # asked for again, it is the same Workflow
     assert [run.run_id for run in all_runs(store)] == [THOUGHT]  # of the run itself nothing is there yet
-    store.put(layout.run(ran, "run.json"), b'{"spec": {"name": "small"}}')
-    assert [run.run_id for run in all_runs(store)] == [ran]
+    store.put(layout.run(identity, "run.json"), b'{"spec": {"name": "small"}}')
+    assert [run.run_id for run in all_runs(store)] == [identity]
 
 
 def test_a_run_that_could_not_be_identified_is_found_by_what_was_printed_of_it(tmp_path: Path) -> None:
     """`submit` prints the backend's id and the name, and no run id that might be another one's."""
-    store, ran = open_store(tmp_path.as_uri()), run_id(SPEC, DATASET)
-    wanted = identify_request(RunRequest(SPEC))
-    assert (wanted.run_id, "python:stdlib is that of the image" in wanted.unread) == ("", True)
-    assert ran not in wanted.name("digest")
+    store, identity = open_store(tmp_path.as_uri()), run_id(SPEC, DATASET)
+    request = identify_request(RunRequest(SPEC))
+    assert (request.run_id, "python:stdlib is that of the image" in request.unread) == ("", True)
+    assert identity not in request.name("digest")
     job = "0b7e1d2c-1111-4222-8333-444455556666"
-    assert keep(record_of(wanted, "kubeflow", job, job=job), store.url) == ""
+    assert keep(record_of(request, "kubeflow", job, job=job), store.url) == ""
     for printed in (job, "small"):
-        found = find_record(store, printed)
-        assert found is not None and (found.id, found.identified, found.ran) == (job, False, "")
-        assert found.request == replace(wanted, unread="")
-        assert find_run(store, printed).run_id == wanted.key  # it has not begun; what is known of it is shown
+        record = find_record(store, printed)
+        assert record is not None and (record.id, record.identified, record.ran) == (job, False, "")
+        assert record.request == replace(request, unread="")
+        assert find_run(store, printed).run_id == request.key  # it has not begun; what is known of it is shown
     store.put(layout.job(job, "preprocess"), Outcome("preprocess", 1, 1.0, result=DATASET).as_json())
-    store.put(layout.run(ran, "run.json"), b'{"spec": {"name": "small"}}')
-    for printed in (job, "small", ran):
-        found = find_record(store, printed)
-        assert found is not None and found.identity == ran
-        assert find_run(store, printed).run_id == ran
+    store.put(layout.run(identity, "run.json"), b'{"spec": {"name": "small"}}')
+    for printed in (job, "small", identity):
+        record = find_record(store, printed)
+        assert record is not None and record.identity == identity
+        assert find_run(store, printed).run_id == identity
 
 
 def test_an_id_is_known_only_where_the_steps_read_what_can_be_read_here(tmp_path: Path) -> None:
@@ -71,21 +71,21 @@ def test_an_id_is_known_only_where_the_steps_read_what_can_be_read_here(tmp_path
 
 
 def test_resuming_shows_the_spec_as_it_was_written(tmp_path: Path) -> None:
-    store, asked = open_store(tmp_path.as_uri()), RunRequest(SPEC, run_id=THOUGHT)
-    record_of(asked, "kubeflow", "uid-1", job="uid-1").write(store)
-    found = find_record(store, "uid-1")
-    assert found is not None
-    assert found.request.parameters()["spec"] == asked.parameters()["spec"] == {
+    store, request = open_store(tmp_path.as_uri()), RunRequest(SPEC, run_id=THOUGHT)
+    record_of(request, "kubeflow", "uid-1", job="uid-1").write(store)
+    record = find_record(store, "uid-1")
+    assert record is not None
+    assert record.request.parameters()["spec"] == request.parameters()["spec"] == {
         "name": "small", "store": "s3://bucket/prefix", "data": {"sources": [{"uri": "python:stdlib"}]},
     }  # fmt: skip
     every = RunRequest(parse_spec(dump_spec(SPEC)), run_id=THOUGHT)
-    assert every.name("digest") == asked.name("digest")  # another spelling is not another run
+    assert every.name("digest") == request.name("digest")  # another spelling is not another run
 
 
 def test_a_submission_whose_steps_work_on_what_was_thought_stays_as_it_is(tmp_path: Path) -> None:
-    store, ran = open_store(tmp_path.as_uri()), run_id(SPEC, DATASET)
-    record_of(RunRequest(SPEC, run_id=ran), "kubeflow", "uid-1", job="uid-1").write(store)
+    store, identity = open_store(tmp_path.as_uri()), run_id(SPEC, DATASET)
+    record_of(RunRequest(SPEC, run_id=identity), "kubeflow", "uid-1", job="uid-1").write(store)
     store.put(layout.job("uid-1", "preprocess"), Outcome("preprocess", 1, 1.0, result=DATASET).as_json())
-    found = find_record(store, ran)
-    assert found is not None and found.identity == found.run_id == ran
-    assert [run.run_id for run in all_runs(store)] == [ran]
+    record = find_record(store, identity)
+    assert record is not None and record.identity == record.run_id == identity
+    assert [run.run_id for run in all_runs(store)] == [identity]

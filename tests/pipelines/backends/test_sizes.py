@@ -22,24 +22,25 @@ NAME = "s3://corpus/web-crawl/language=en/quality=high/deduplicated=true/part-{0
 
 
 def spec(prompts: int = 0, sources: int = 1, **more: object) -> Spec:
-    given = {
+    document = {
         "name": "a",
         "store": "s3://b/p",
-        "data": {"sources": [{"uri": NAME.format(one)} for one in range(sources)]},
+        "data": {"sources": [{"uri": NAME.format(number)} for number in range(sources)]},
     }
-    given["evaluation"] = {"prompts": [f"{'x' * 4900}{one}" for one in range(prompts)]}
-    return parse_spec(yaml.safe_dump({**given, **more}))
+    document["evaluation"] = {"prompts": [f"{'x' * 4900}{number}" for number in range(prompts)]}
+    return parse_spec(yaml.safe_dump({**document, **more}))
 
 
 def test_a_list_of_many_sources_stands_in_the_spec_alone_and_reaches_every_pod_on_argo() -> None:
     many = spec(sources=1000)
     template, workflow = Argo(namespace="n").objects(RunRequest(many))
     parameters = {
-        f"workflow.parameters.{one['name']}": one["value"] for one in template["spec"]["arguments"]["parameters"]
+        f"workflow.parameters.{parameter['name']}": parameter["value"]
+        for parameter in template["spec"]["arguments"]["parameters"]
     }
-    for one in template["spec"]["templates"]:
-        for word in through_argo(one, parameters).get("container", {}).get("args", ()):
-            assert len(word.encode()) <= MAX_ARGUMENT
+    for step_template in template["spec"]["templates"]:
+        for argument in through_argo(step_template, parameters).get("container", {}).get("args", ()):
+            assert len(argument.encode()) <= MAX_ARGUMENT
     assert parameter_values(many)["data"] == []
     assert (
         changed_parameters({"data": "[]"}, parameter_values(many))
@@ -53,9 +54,9 @@ def test_a_list_of_many_sources_stands_in_the_spec_alone_and_reaches_every_pod_o
 @pytest.mark.parametrize("big", [{"prompts": 45}, {"prompts": 10, "sources": 1000}])
 def test_a_spec_that_kubeflow_cannot_pass_in_one_argument_is_refused_with_the_numbers(big: dict[str, int]) -> None:
     for render in (pipeline_text, lambda one: order_text(RunRequest(one))):
-        with pytest.raises(SpecError) as caught:
+        with pytest.raises(SpecError) as error:
             render(spec(**big))
-        (problem,) = caught.value.problems
+        (problem,) = error.value.problems
         assert problem.field == "spec"
         assert "passes 131,071" in problem.message
         assert "one pattern" in problem.remedy
@@ -72,12 +73,12 @@ def test_a_spec_of_a_hundred_kilobytes_goes_to_every_engine() -> None:
 )
 def test_any_other_parameter_that_is_too_long_is_named(long: RunRequest) -> None:
     name = "salt" if long.salt else "store"
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(SpecError) as error:
         Argo(namespace="n").objects(long)
-    assert [one.field for one in caught.value.problems] == [name]
-    with pytest.raises(SpecError) as caught:
+    assert [problem.field for problem in error.value.problems] == [name]
+    with pytest.raises(SpecError) as error:
         order_text(long)
-    assert [one.field for one in caught.value.problems] == [name]
+    assert [problem.field for problem in error.value.problems] == [name]
 
 
 def test_trials_that_no_argument_holds_are_refused() -> None:
@@ -89,11 +90,11 @@ def test_trials_that_no_argument_holds_are_refused() -> None:
 
 
 def test_variables_and_annotations_that_no_engine_takes_are_refused_everywhere() -> None:
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(SpecError) as error:
         spec(cluster={"environment": {"PROMPT": "x" * 131_070}})
-    assert [one.field for one in caught.value.problems] == ["cluster.environment.PROMPT"]
+    assert [problem.field for problem in error.value.problems] == ["cluster.environment.PROMPT"]
     spec(cluster={"environment": {"PROMPT": "x" * 131_000}})
     for field in ("annotations", "steps"):
-        found = {"a": "x" * 125_000, "b": "x" * 125_000}
+        variables = {"a": "x" * 125_000, "b": "x" * 125_000}
         with pytest.raises(SpecError, match="longer than Kubernetes allows"):
-            spec(cluster={field: {"annotations": found} if field == "steps" else found})
+            spec(cluster={field: {"annotations": variables} if field == "steps" else variables})

@@ -63,8 +63,8 @@ def until(what: Callable[[], bool]) -> None:
 
 def lines(store: Store, engine: Engine, step: str = "", **options: object) -> list[str]:
     record = options.pop("record", RECORD)
-    found = step_lines(store, record, lambda: (engine, "small-1"), step, **options)  # type: ignore[arg-type,return-value]
-    return [f"{name}: {line}" for name, line in found]
+    name_lines = step_lines(store, record, lambda: (engine, "small-1"), step, **options)  # type: ignore[arg-type,return-value]
+    return [f"{name}: {line}" for name, line in name_lines]
 
 
 RECORDED = '{"time": 0.0, "level": "INFO", "logger": "holdfast.train", "message": "step 1"}\n'
@@ -87,12 +87,12 @@ def test_the_engine_is_asked_only_for_steps_that_died_before_they_could_write(st
     assert lines(store, engine) == ["preprocess: tokenised", "train: OOMKilled"]
     assert engine.asked == ["train"]
     engine.has.clear()
-    (_, said) = lines(store, engine)
+    (_, message) = lines(store, engine)
     never = replace(
         ENDED, steps=(*ENDED.steps[:2], StepStatus("evaluate", "NOT_BEGUN"), StepStatus("register", "SKIPPED"))
     )
     assert len(lines(store, Engine(never))) == 2  # of a step that never began nobody misses a log
-    assert "argo neither: no log of train" in said
+    assert "argo neither: no log of train" in message
 
 
 def test_a_log_that_nothing_has_is_an_error(store: Store) -> None:

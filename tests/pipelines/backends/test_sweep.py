@@ -30,8 +30,8 @@ def test_a_sweep_becomes_its_golden_file(target: str, render: Any) -> None:
 
 
 def test_the_sweep_fits_the_official_schema_of_argo() -> None:
-    for thing in sweep_objects(SPEC, TRIALS):
-        validate(thing)
+    for manifest in sweep_objects(SPEC, TRIALS):
+        validate(manifest)
 
 
 def test_on_kubeflow_trials_share_the_dataset_run_at_once_and_end_in_one_comparison() -> None:
@@ -52,16 +52,17 @@ def test_on_kubeflow_trials_share_the_dataset_run_at_once_and_end_in_one_compari
 
 def test_on_argo_the_best_is_registered_with_what_it_changed() -> None:
     (template,) = sweep_objects(SPEC, TRIALS)
-    (dag,) = (one["dag"] for one in template["spec"]["templates"] if "dag" in one)
+    (dag,) = (entry["dag"] for entry in template["spec"]["templates"] if "dag" in entry)
     assert (dag["target"], dag["failFast"]) == ("evaluate-1 evaluate-2 register", False)
     tasks = {task["name"]: task for task in dag["tasks"]}
     assert tasks["train-1"]["depends"] == tasks["train-2"]["depends"] == "preprocess"
-    ended = " && ".join(
-        f"({one}.Succeeded || {one}.Failed || {one}.Errored || {one}.Omitted)" for one in ("evaluate-1", "evaluate-2")
+    condition = " && ".join(
+        f"({step}.Succeeded || {step}.Failed || {step}.Errored || {step}.Omitted)"
+        for step in ("evaluate-1", "evaluate-2")
     )
-    assert tasks["compare"]["depends"] == f"preprocess && {ended}"
-    given = {one["name"]: one["value"] for one in tasks["register"]["arguments"]["parameters"]}
-    assert given == {
+    assert tasks["compare"]["depends"] == f"preprocess && {condition}"
+    arguments = {parameter["name"]: parameter["value"] for parameter in tasks["register"]["arguments"]["parameters"]}
+    assert arguments == {
         "overrides": "{{tasks.compare.outputs.parameters.changes}}",
         "run-id": "{{tasks.compare.outputs.parameters.winner}}",
     }

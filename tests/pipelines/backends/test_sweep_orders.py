@@ -41,43 +41,43 @@ def node(name: str, kind: str, template: str, phase: str) -> dict[str, Any]:
 
 def test_argo_runs_a_sweep_as_a_workflow_and_tells_of_each_trial(server: ApiServer, argo: Argo) -> None:
     assert check(argo.objects(ORDER)) == []
-    made, created = argo.submit(ORDER)
+    run, created = argo.submit(ORDER)
     assert (created, argo.submit(ORDER)[1]) == (True, False)
-    assert made.name.startswith("holdfast-small-sweep-")
+    assert run.name.startswith("holdfast-small-sweep-")
     (workflow,) = workflows(server)
-    given = {one["name"] for one in workflow["spec"]["arguments"]["parameters"]}
-    assert given == {"spec", "store", "salt", "replan"}
+    names = {parameter["name"] for parameter in workflow["spec"]["arguments"]["parameters"]}
+    assert names == {"spec", "store", "salt", "replan"}
     (template,) = server.objects.all("workflowtemplates")
-    dag = next(one for one in template["spec"]["templates"] if "dag" in one)
+    dag = next(entry for entry in template["spec"]["templates"] if "dag" in entry)
     assert dag["parallelism"] == 1
     nodes = [
         node("train-1", "Retry", "train", "Succeeded"), node("train-1(0)", "Pod", "train", "Succeeded"),
         node("train-2", "Retry", "train", "Failed"), node("train-2(0)", "Pod", "train", "Failed"),
         node("compare", "Retry", "compare", "Running"),
     ]  # fmt: skip
-    ended(server, made.id, "Running", nodes={one["id"]: one for one in nodes})
-    for name in (SWEEP, SWEEP[:6], "small-sweep", made.id):
+    ended(server, run.id, "Running", nodes={entry["id"]: entry for entry in nodes})
+    for name in (SWEEP, SWEEP[:6], "small-sweep", run.id):
         steps = {step.name: step.state for step in argo.status(name).steps}
         assert steps == {"train-1": "SUCCEEDED", "train-2": "FAILED", "compare": "RUNNING"}
     other = argo.submit(replace(ORDER, trials=(("training.seed=1",), ("training.seed=3",))))
-    assert other[0].id != made.id
+    assert other[0].id != run.id
 
 
 @pytest.fixture
 def kubeflow() -> Iterator[KubeflowServer]:
-    with KubeflowServer() as found:
-        yield found
+    with KubeflowServer() as server:
+        yield server
 
 
 def test_kubeflow_runs_a_sweep_as_a_pipeline_of_its_own_and_tells_of_each_trial(kubeflow: KubeflowServer) -> None:
     backend = Kubeflow(Access(kubeflow.endpoint))
-    made, created = backend.submit(ORDER)
+    run, created = backend.submit(ORDER)
     assert (created, backend.submit(ORDER)[1]) == (True, False)
-    assert [one["display_name"] for one in kubeflow.pipelines.values()] == ["small-sweep"]
-    kubeflow.progress(made.id, "RUNNING", {"train": "SUCCEEDED", "train-2": "RUNNING", "evaluate": "RUNNING"})
+    assert [pipeline["display_name"] for pipeline in kubeflow.pipelines.values()] == ["small-sweep"]
+    kubeflow.progress(run.id, "RUNNING", {"train": "SUCCEEDED", "train-2": "RUNNING", "evaluate": "RUNNING"})
     for name in (SWEEP, "small-sweep"):
         assert [step.name for step in backend.status(name).steps] == ["train-1", "train-2", "evaluate-1"]
-    kubeflow.runs[made.id]["state"] = "SUCCEEDED"
+    kubeflow.runs[run.id]["state"] = "SUCCEEDED"
     assert backend.submit(ORDER)[1] is True  # KFP does not say whether a trial failed
 
 
@@ -86,9 +86,9 @@ def test_the_record_of_a_sweep_is_found_by_its_id_and_its_name_and_asks_for_the_
     record_of(replace(ORDER, trials=(), run_id="0" * 16), "argo", "workflow-1").write(store)
     record_of(ORDER, "argo", "workflow-2").write(store)
     for wanted in (SWEEP, SWEEP[:5], "small-sweep", "workflow-2"):
-        found = find_record(store, wanted)
-        assert found is not None
-        assert (found.id, found.request) == ("workflow-2", ORDER)
+        record = find_record(store, wanted)
+        assert record is not None
+        assert (record.id, record.request) == ("workflow-2", ORDER)
     run = find_record(store, "small")
     assert run is not None and run.id == "workflow-1"
 
@@ -96,5 +96,5 @@ def test_the_record_of_a_sweep_is_found_by_its_id_and_its_name_and_asks_for_the_
 def test_a_comparison_is_found_by_the_name_or_the_beginning_of_the_id(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
     judged(store, COMPARED_TRIALS[0], 1.0, "blessed")
-    made = compare(COMPARED, "d", COMPARED_TRIALS, store)
-    assert find_comparison(store, "a-sweep") == find_comparison(store, made.sweep_id[:6]) == made
+    comparison = compare(COMPARED, "d", COMPARED_TRIALS, store)
+    assert find_comparison(store, "a-sweep") == find_comparison(store, comparison.sweep_id[:6]) == comparison

@@ -93,11 +93,11 @@ def with_texts(section: BaseModel, text: str) -> Any:
     changed: dict[str, Any] = {}
     for name, info in type(section).model_fields.items():
         value, kinds = getattr(section, name), (info.annotation, *get_args(info.annotation))
-        free = not any(getattr(one, "pattern", None) for one in info.metadata)
+        free = not any(getattr(constraint, "pattern", None) for constraint in info.metadata)
         if isinstance(value, BaseModel):
             changed[name] = with_texts(value, text)
         elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
-            changed[name] = tuple(with_texts(one, text) for one in value)
+            changed[name] = tuple(with_texts(item, text) for item in value)
         elif free and str in kinds and get_origin(info.annotation) is tuple:
             changed[name] = (text,)
         elif free and get_origin(info.annotation) is dict and get_args(info.annotation)[1] is str:
@@ -114,9 +114,11 @@ def base() -> Spec:
 
 def filled(text: str) -> Spec:
     """A spec with the text in all of its fields; without it where an engine refuses it (see below)."""
-    found: Spec = with_texts(base(), text)
-    steps = found.cluster.steps.model_copy(update={"annotations": {}})
-    return found.model_copy(update={"cluster": found.cluster.model_copy(update={"steps": steps, "image": "i"})})
+    filled_spec: Spec = with_texts(base(), text)
+    steps = filled_spec.cluster.steps.model_copy(update={"annotations": {}})
+    return filled_spec.model_copy(
+        update={"cluster": filled_spec.cluster.model_copy(update={"steps": steps, "image": "i"})}
+    )
 
 
 def request(text: str) -> RunRequest:
@@ -132,7 +134,7 @@ def test_what_is_escaped_holds_nothing_that_an_engine_replaces_and_is_restored(t
     for escaped in (escape(text), escape_for_ray(text)):
         assert unescape(escaped) == text
         assert not any(
-            word in escaped for word in ("{{", "[[R", "[[S", "[[C", "[[I", "$(", "$$", "/kfp-workspace", "\x7f")
+            token in escaped for token in ("{{", "[[R", "[[S", "[[C", "[[I", "$(", "$$", "/kfp-workspace", "\x7f")
         )
     assert "$" not in escape_for_ray(text)
     assert unescape_tree(escape_tree({text: [text, 1, None]})) == {text: [text, 1, None]}
@@ -152,13 +154,13 @@ def test_a_variable_with_doubled_dollars_is_restored_by_the_kubelet(text: str) -
 @given(texts, st.randoms())
 @quick
 def test_kfp_passes_the_parameters_of_a_run_to_a_step_as_they_were_written(text: str, order_of: Any) -> None:
-    wanted = request(text)
-    names = [*wanted.parameters(), "compiled"]
+    order = request(text)
+    names = [*order.parameters(), "compiled"]
     order_of.shuffle(names)
-    given_to_step = {**wanted.escaped_parameters(), "compiled": escape_tree({"data": [{"uri": text}]})}
-    inputs = through_kfp_launcher(through_kfp_server(given_to_step), names)
+    step_parameters = {**order.escaped_parameters(), "compiled": escape_tree({"data": [{"uri": text}]})}
+    inputs = through_kfp_launcher(through_kfp_server(step_parameters), names)
     assert expanded(json.dumps(inputs), {"HOLDFAST_POD_NAME": "pod", "id": "x"}) == json.dumps(inputs)
-    assert unescape_tree(inputs) == {**wanted.parameters(), "compiled": {"data": [{"uri": text}]}}
+    assert unescape_tree(inputs) == {**order.parameters(), "compiled": {"data": [{"uri": text}]}}
 
 
 @given(texts)
@@ -166,35 +168,38 @@ def test_kfp_passes_the_parameters_of_a_run_to_a_step_as_they_were_written(text:
 def test_kfp_local_passes_the_parameters_of_a_run_to_a_step_as_they_were_written(text: str) -> None:
     from kfp.local.placeholder_utils import replace_placeholders
 
-    wanted = request(text)
-    found = replace_placeholders(
+    order = request(text)
+    command = replace_placeholders(
         ["--executor_input", "{{$}}"],
-        {"inputs": {"parameterValues": wanted.escaped_parameters()}, "outputs": {"outputFile": "o"}},
+        {"inputs": {"parameterValues": order.escaped_parameters()}, "outputs": {"outputFile": "o"}},
         "resource", "task", "root", "1",
     )  # fmt: skip
-    assert unescape_tree(json.loads(found[1])["inputs"]["parameterValues"]) == wanted.parameters()
+    assert unescape_tree(json.loads(command[1])["inputs"]["parameterValues"]) == order.parameters()
 
 
 def test_what_kfp_compiles_has_the_texts_of_every_field_for_its_steps() -> None:
     spec = filled(ALL)
     whole, platform = through_argo(pipeline_ir(spec), {})
-    defaults = {name: one.get("defaultValue") for name, one in whole["root"]["inputDefinitions"]["parameters"].items()}
+    defaults = {
+        name: definition.get("defaultValue")
+        for name, definition in whole["root"]["inputDefinitions"]["parameters"].items()
+    }
     assert unescape_tree(defaults["spec"]) == written_spec(spec)
-    assert [one["uri"] for one in unescape_tree(defaults["data"])] == [ALL, ALL]
+    assert [source["uri"] for source in unescape_tree(defaults["data"])] == [ALL, ALL]
     constants = [
-        one["runtimeValue"]["constant"]
+        argument["runtimeValue"]["constant"]
         for component in (whole["root"], *whole["components"].values())
         for task in component.get("dag", {}).get("tasks", {}).values()
-        for name, one in task.get("inputs", {}).get("parameters", {}).items()
+        for name, argument in task.get("inputs", {}).get("parameters", {}).items()
         if name == "compiled"
     ]
     assert len(constants) > 3
-    assert all([one["uri"] for one in unescape_tree(constant)["data"]] == [ALL, ALL] for constant in constants)
+    assert all([source["uri"] for source in unescape_tree(constant)["data"]] == [ALL, ALL] for constant in constants)
     for executor in whole["deploymentSpec"]["executors"].values():
         if "container" in executor:
             variables = {
-                one["name"]: expanded(one["value"], {"HOLDFAST_POD_NAME": "pod"})
-                for one in executor["container"]["env"]
+                variable["name"]: expanded(variable["value"], {"HOLDFAST_POD_NAME": "pod"})
+                for variable in executor["container"]["env"]
             }
             restore_environment(variables)
             assert variables["NAME"] == ALL
@@ -205,34 +210,36 @@ def test_what_kfp_compiles_has_the_texts_of_every_field_for_its_steps() -> None:
 @given(texts)
 @settings(quick, max_examples=8)
 def test_argo_passes_every_text_to_a_step_as_it_was_written(text: str) -> None:
-    wanted = request(text)
-    template, workflow = Argo(namespace="n").objects(wanted)
+    order = request(text)
+    template, workflow = Argo(namespace="n").objects(order)
     values = {
-        f"workflow.parameters.{one['name']}": one["value"]
-        for one in (*template["spec"]["arguments"]["parameters"], *workflow["spec"]["arguments"]["parameters"])
+        f"workflow.parameters.{parameter['name']}": parameter["value"]
+        for parameter in (*template["spec"]["arguments"]["parameters"], *workflow["spec"]["arguments"]["parameters"])
     }
     outputs = {"inputs.parameters.dataset-id": "d", "inputs.parameters.run-id": "r", "workflow.status": "Succeeded"}
     values |= {**outputs, "workflow.failures": "[]"}
-    for step in (through_argo(one, values) for one in template["spec"]["templates"] if "container" in one):
-        assert unescape(step["inputs"]["artifacts"][0]["raw"]["data"]) == dump_written(wanted.spec)
+    for step in (through_argo(entry, values) for entry in template["spec"]["templates"] if "container" in entry):
+        assert unescape(step["inputs"]["artifacts"][0]["raw"]["data"]) == dump_written(order.spec)
         arguments = _arguments(step["name"], step["container"]["args"])
-        assert arguments.store == wanted.store
+        assert arguments.store == order.store
         assert getattr(arguments, "salt", text) == text
-        assert [one["uri"] for one in json.loads(arguments.compiled).get("data", [])] in ([text, text], [])
-        assert [one["uri"] for one in json.loads(arguments.data)] == [text, text]
+        assert [source["uri"] for source in json.loads(arguments.compiled).get("data", [])] in ([text, text], [])
+        assert [source["uri"] for source in json.loads(arguments.data)] == [text, text]
         _same_variable(step["container"]["env"], text)
 
 
 def _arguments(step: str, words: list[str]) -> argparse.Namespace:
     """What a step reads from its command line."""
-    kubelet = [expanded(word, {"HOLDFAST_POD_NAME": "pod", "id": "x", "NAME": "y"}) for word in words]
-    found = parser_of(step).parse_args(kubelet)
-    assert found.escaped
-    return argparse.Namespace(**unescape_tree(vars(found)))
+    kubelet = [expanded(argument, {"HOLDFAST_POD_NAME": "pod", "id": "x", "NAME": "y"}) for argument in words]
+    namespace = parser_of(step).parse_args(kubelet)
+    assert namespace.escaped
+    return argparse.Namespace(**unescape_tree(vars(namespace)))
 
 
 def _same_variable(entries: list[dict[str, Any]], text: str) -> None:
-    variables = {one["name"]: expanded(one["value"], {"HOLDFAST_POD_NAME": "pod"}) for one in entries if "value" in one}
+    variables = {
+        entry["name"]: expanded(entry["value"], {"HOLDFAST_POD_NAME": "pod"}) for entry in entries if "value" in entry
+    }
     restore_environment(variables)
     assert variables["NAME"] == text
 
@@ -242,14 +249,17 @@ def test_a_sweep_on_argo_passes_the_overrides_of_its_trials(text: str) -> None:
     trials = tuple((f"model.init_from={text}{number}",) for number in (1, 2))
     (template,) = sweep_objects(filled("x"), trials)
     assert template["metadata"]["name"] == "holdfast-a-sweep"
-    by_name = {one["name"]: one for one in template["spec"]["templates"]}
+    by_name = {entry["name"]: entry for entry in template["spec"]["templates"]}
     tasks = through_argo(by_name["sweep"], {"tasks.preprocess.outputs.parameters.dataset-id": "d"})["dag"]["tasks"]
-    given_to = {task["name"]: {one["name"]: one["value"] for one in task["arguments"]["parameters"]} for task in tasks}
-    inputs = {f"inputs.parameters.{name}": value for name, value in given_to["train-2"].items()}
+    arguments_of = {
+        task["name"]: {parameter["name"]: parameter["value"] for parameter in task["arguments"]["parameters"]}
+        for task in tasks
+    }
+    inputs = {f"inputs.parameters.{name}": value for name, value in arguments_of["train-2"].items()}
     train = through_argo(by_name["train"], inputs | {"workflow.parameters.replan": "false"})
     assert overrides_of(_arguments("train", train["container"]["args"])) == list(trials[1])
     compare = through_argo(by_name["compare"], {})
-    assert json.loads(_arguments("compare", compare["container"]["args"]).trials) == [list(one) for one in trials]
+    assert json.loads(_arguments("compare", compare["container"]["args"]).trials) == [list(trial) for trial in trials]
 
 
 @pytest.mark.parametrize("field", ["cluster.steps.annotations", "cluster.image", "cluster.volumes"])
@@ -269,9 +279,9 @@ def test_a_text_that_no_step_can_restore_is_refused_for_argo_and_kubeflow(field:
         lambda one: order_text(RunRequest(one)),
         lambda one: sweep_objects(one, (("a=1",), ("a=2",))),
     ):
-        with pytest.raises(SpecError) as caught:
+        with pytest.raises(SpecError) as error:
             render(spec)
-        (problem,) = caught.value.problems
+        (problem,) = error.value.problems
         assert problem.field.startswith(field)
         assert problem.value in (text, f"/{text}")
         assert "without {{" in problem.remedy
@@ -281,47 +291,51 @@ def test_a_text_that_no_step_can_restore_is_refused_for_argo_and_kubeflow(field:
 @quick
 def test_the_pods_of_ranks_have_every_variable_and_argument_as_it_was_written(text: str) -> None:
     spec = filled(text)
-    found = training_job(spec, "0123456789abcdef", 1, f"s3://b/{text}")
+    draft = training_job(spec, "0123456789abcdef", 1, f"s3://b/{text}")
     for kind in ("pytorchjob", "trainjob", "volcano"):
-        job = replace(found, cluster=found.cluster.model_copy(update={"job": kind}))
+        job = replace(draft, cluster=draft.cluster.model_copy(update={"job": kind}))
         for container in _containers(objects_for(job)):
-            words = [expanded(word, {"HOLDFAST_POD_NAME": "pod", "id": "x"}) for word in container["command"]]
-            assert f"s3://b/{text}" in words
+            command = [expanded(argument, {"HOLDFAST_POD_NAME": "pod", "id": "x"}) for argument in container["command"]]
+            assert f"s3://b/{text}" in command
             _same_variable(container["env"], text)
 
 
 def _containers(node: Any) -> list[dict[str, Any]]:
     if isinstance(node, dict):
-        own = [one for one in node.get("containers", ()) if isinstance(one, dict) and "command" in one]
-        return own + [one for value in node.values() for one in _containers(value)]
-    return [one for value in node for one in _containers(value)] if isinstance(node, list) else []
+        own = [
+            container
+            for container in node.get("containers", ())
+            if isinstance(container, dict) and "command" in container
+        ]
+        return own + [container for value in node.values() for container in _containers(value)]
+    return [container for value in node for container in _containers(value)] if isinstance(node, list) else []
 
 
 @given(texts)
 @quick
 def test_ray_passes_the_spec_and_every_variable_as_they_were_written(text: str) -> None:
     spec = filled(text)
-    sent = RayOrder(RunRequest(spec, store="s3://b/p"), spec, "k").runtime_env()["env_vars"]
-    variables = {name: through_ray(value, {"HOME": "/h", **sent}) for name, value in sent.items()}
+    environment = RayOrder(RunRequest(spec, store="s3://b/p"), spec, "k").runtime_env()["env_vars"]
+    variables = {name: through_ray(value, {"HOME": "/h", **environment}) for name, value in environment.items()}
     restore_environment(variables)
     assert (variables["NAME"], variables[SPEC]) == (text, dump_spec(spec))
 
 
 def test_a_batch_script_gives_every_variable_and_argument_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", f"/tmp/{ALL[:60]} %j home")
-    found = request(ALL)
-    spec = copy.copy(found.spec).model_copy(update={"store": "s3://b/p"})
-    chain = Chain(replace(found, spec=spec), spec, "key", f"s3://b/{ALL}", Chain.of(RunRequest(base())).folder)
+    run_request = request(ALL)
+    spec = copy.copy(run_request.spec).model_copy(update={"store": "s3://b/p"})
+    chain = Chain(replace(run_request, spec=spec), spec, "key", f"s3://b/{ALL}", Chain.of(RunRequest(base())).folder)
     script = script_of(chain, "train", {})
-    shown = script.replace(
+    script_text = script.replace(
         "exec ", "python3 -c 'import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))' "
     )
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
-    done = subprocess.run(["bash"], input=shown, text=True, capture_output=True, check=True)
-    words, variables = json.loads(done.stdout)
+    result = subprocess.run(["bash"], input=script_text, text=True, capture_output=True, check=True)
+    argv, variables = json.loads(result.stdout)
     assert variables["NAME"] == ALL
-    assert f"--store=s3://b/{ALL}" in words
-    assert f"--salt={ALL}" in words
+    assert f"--store=s3://b/{ALL}" in argv
+    assert f"--salt={ALL}" in argv
     assert all(shlex.split(shlex.quote(option)) == [option] for option in options_of(chain, "train", {}))
 
 
@@ -330,11 +344,11 @@ def test_kserve_and_the_kubelet_leave_the_arguments_of_a_server_as_they_were_wri
     spec = parse_spec(yaml.safe_dump({
         "name": "a", "data": {"sources": [{"uri": "x"}]}, "store": "s3://b/p", "serving": {"kserve": serving},
     }))  # fmt: skip
-    found = [one["args"] for one in _models(inference_service(spec, "s3://b/p/model", {}))]
-    assert found == [["--template={{`{{`}} .Name }} {{`{{`}}{x}}}", "--name=$$(HOME) $$$"]]
+    arguments = [model["args"] for model in _models(inference_service(spec, "s3://b/p/model", {}))]
+    assert arguments == [["--template={{`{{`}} .Name }} {{`{{`}}{x}}}", "--name=$$(HOME) $$$"]]
 
 
 def _models(node: Any) -> list[dict[str, Any]]:
     if isinstance(node, dict):
-        return ([node] if "args" in node else []) + [one for value in node.values() for one in _models(value)]
+        return ([node] if "args" in node else []) + [model for value in node.values() for model in _models(value)]
     return []

@@ -34,10 +34,12 @@ def objects() -> list[dict[str, Any]]:
 
 def test_without_a_server_the_schemas_that_come_with_holdfast_check_every_custom_resource() -> None:
     spec = parse_spec(dump_spec(load_spec(SPEC)), ["serving.kserve.namespace=models"])
-    things = [*objects(), inference_service(spec, "s3://b/export", {})]
-    found = validate([*things, {"request": "to KFP"}, {"apiVersion": "batch/v1", "kind": "Job", "metadata": {}}])
-    assert found.by.startswith("the schemas that come with Holdfast")
-    assert (found.problems, found.unseen, found.checked) == ([], ["Job"], len(things))
+    manifests = [*objects(), inference_service(spec, "s3://b/export", {})]
+    validation = validate(
+        [*manifests, {"request": "to KFP"}, {"apiVersion": "batch/v1", "kind": "Job", "metadata": {}}]
+    )
+    assert validation.by.startswith("the schemas that come with Holdfast")
+    assert (validation.problems, validation.unseen, validation.checked) == ([], ["Job"], len(manifests))
 
 
 @pytest.mark.parametrize(
@@ -50,14 +52,14 @@ def test_without_a_server_the_schemas_that_come_with_holdfast_check_every_custom
 )
 def test_a_field_of_a_wrong_type_or_without_a_schema_is_named(kind: str, path: str, value: Any, named: str) -> None:
     spec = parse_spec(dump_spec(load_spec(SPEC)), ["serving.kserve.namespace=models"])
-    things = [*objects(), inference_service(spec, "s3://b/export", {})]
-    thing = node = next(one for one in things if one["kind"] == kind)
+    manifests = [*objects(), inference_service(spec, "s3://b/export", {})]
+    manifest = node = next(candidate for candidate in manifests if candidate["kind"] == kind)
     *parents, last = path.split(".")
     for part in parents:
         node = node[int(part)] if part.isdigit() else node[part]
     node[last] = value
-    (problem,) = validate([thing]).problems
-    assert problem.startswith(f"{kind} {thing['metadata']['name']}: ")
+    (problem,) = validate([manifest]).problems
+    assert problem.startswith(f"{kind} {manifest['metadata']['name']}: ")
     assert named in problem
 
 
@@ -71,7 +73,7 @@ def test_what_keeps_a_server_from_taking_an_object_does_not_make_it_out_of_reach
         cluster.server.faults.append(lambda verb, plural: StatusError(code, said))
         kubeconfig = cluster.kubeconfig(tmp_path / "kubeconfig")
         monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
-        found = validate(job, NAMESPACE)
-    assert found.by == f"the API server {cluster.server.url}"
-    (problem,) = found.problems
+        validation = validate(job, NAMESPACE)
+    assert validation.by == f"the API server {cluster.server.url}"
+    (problem,) = validation.problems
     assert said in problem

@@ -55,27 +55,27 @@ def test_only_what_connects_a_process_to_its_peers_is_cut_and_both_ends_see_it()
     with socket.create_server(("127.0.0.1", 0)) as server, child(CONNECTS) as peer, child("input()") as stranger:
         server.settimeout(60)
         assert ask(peer, str(server.getsockname()[1])) == "connected"
-        ours, _ = server.accept()
-        with ours:
-            process, us = psutil.Process(peer.pid), psutil.Process()
+        connection, _ = server.accept()
+        with connection:
+            process, this_process = psutil.Process(peer.pid), psutil.Process()
             assert cut(process, [psutil.Process(stranger.pid)]) == 0
-            assert cut(process, [us]) == 1
-            ours.settimeout(60)
-            assert ours.recv(1) == b""
+            assert cut(process, [this_process]) == 1
+            connection.settimeout(60)
+            assert connection.recv(1) == b""
             assert peer.stdout is not None
             assert peer.stdout.readline() == "0\n"
 
 
 def test_a_clock_jumps_for_processes_that_run_and_only_for_them(tmp_path: Path) -> None:
     clock = Clock(tmp_path / "clock")
-    says = "import time\nfor _ in sys.stdin: print(time.time(), time.time_ns(), flush=True)"
-    with child(says, **clock.environment({})) as process:
+    program = "import time\nfor _ in sys.stdin: print(time.time(), time.time_ns(), flush=True)"
+    with child(program, **clock.environment({})) as process:
         for offset in (0.0, 3600.0, -60.0, 0.0):
             clock.jump(offset)
             before = time.time()
-            told, nanoseconds = ask(process).split()
-            assert before + offset <= float(told) <= time.time() + offset
-            assert abs(int(nanoseconds) / 1e9 - float(told)) < 60
+            seconds, nanoseconds = ask(process).split()
+            assert before + offset <= float(seconds) <= time.time() + offset
+            assert abs(int(nanoseconds) / 1e9 - float(seconds)) < 60
 
 
 WRITES = """
@@ -96,8 +96,8 @@ def rights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param == "as root" and disk._tried() != ((), ""):
         pytest.skip("not root")
     if request.param == "as a user":
-        said, why = disk._keeper(disk.OWN_USERS, Path(os.devnull).parent / "shm").communicate()
-        if said != "there\n":
+        reply, why = disk._keeper(disk.OWN_USERS, Path(os.devnull).parent / "shm").communicate()
+        if reply != "there\n":
             pytest.skip(f"users have no namespaces here: {why}")
         monkeypatch.setattr(disk, "_tried", lambda: (disk.OWN_USERS, ""))
 
@@ -142,8 +142,8 @@ def test_nothing_of_a_disk_is_left_when_whoever_had_it_is_killed(tmp_path: Path)
         assert owner.stdout is not None
         keeper = psutil.Process(int(owner.stdout.readline()))
         owner.kill()
-    _, left = psutil.wait_procs([keeper], timeout=300)
-    assert not left
+    _, survivors = psutil.wait_procs([keeper], timeout=300)
+    assert not survivors
 
 
 def test_a_machine_that_gives_no_disk_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +151,8 @@ def test_a_machine_that_gives_no_disk_says_why(monkeypatch: pytest.MonkeyPatch) 
     assert "unshare and nsenter and mount of util-linux" in disk._tried.__wrapped__()[1]
     monkeypatch.undo()
     monkeypatch.setattr(disk, "KEEPER", "echo 'mount: permission denied' >&2; exit 32")
-    tried, why = disk._tried.__wrapped__()
-    assert tried == () and "takes root" in why and "permission denied" in why
+    command, why = disk._tried.__wrapped__()
+    assert command == () and "takes root" in why and "permission denied" in why
 
 
 RANK = """
@@ -174,9 +174,9 @@ def test_a_rank_that_needs_no_memory_gets_it_back_before_the_next_fault_is_due(t
             return len(limits) == 2
 
         scene = Scene(psutil.Process(command.pid), None, Clock(tmp_path), None, random.Random(1), late)
-        began = time.monotonic()
+        start = time.monotonic()
         assert "and needs none" in FAULTS["memory-limit"].act(scene)
-        assert time.monotonic() - began < LIMIT_SECONDS
+        assert time.monotonic() - start < LIMIT_SECONDS
         assert limits == [0, 0]
         assert rank.rlimit(psutil.RLIMIT_AS) == before
         rank.kill()
@@ -225,7 +225,7 @@ def test_a_storm_that_is_interrupted_right_after_the_pipeline_was_killed_leaves_
         run.go([Planned("pipeline-killed", 1, 9)], None, 1, lambda _: None)
     started = [int(path.name) for path in folder.iterdir()]
     assert len(started) == 4
-    _, left = psutil.wait_procs([psutil.Process(pid) for pid in started if psutil.pid_exists(pid)], timeout=0)
-    for each in left:
-        each.kill()
-    assert not left
+    _, survivors = psutil.wait_procs([psutil.Process(pid) for pid in started if psutil.pid_exists(pid)], timeout=0)
+    for process in survivors:
+        process.kill()
+    assert not survivors

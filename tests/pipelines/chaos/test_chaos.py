@@ -48,14 +48,14 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_seed_decides_the_order_and_the_steps_and_each_fault_happens_once() -> None:
-    planned = schedule(list(FAULTS), 200, 7)
-    assert planned == schedule(list(FAULTS), 200, 7) != schedule(list(FAULTS), 200, 8)
-    assert sorted(each.fault for each in planned) == sorted(FAULTS)
-    steps = [each.step for each in planned]
+    plan = schedule(list(FAULTS), 200, 7)
+    assert plan == schedule(list(FAULTS), 200, 7) != schedule(list(FAULTS), 200, 8)
+    assert sorted(entry.fault for entry in plan) == sorted(FAULTS)
+    steps = [entry.step for entry in plan]
     assert steps == sorted(steps)
     assert steps[0] > 0 and steps[-1] < 180
-    assert all(before.step < before.by <= after.step for before, after in pairwise(planned)), "each makes room in time"
-    assert planned[-1].by < 200
+    assert all(before.step < before.by <= after.step for before, after in pairwise(plan)), "each makes room in time"
+    assert plan[-1].by < 200
     assert schedule(["rank-killed"], 10, 1)[0].step >= 1
     with pytest.raises(DataError, match="rank-kiled: is not known; use some of rank-killed"):
         compare.known_faults("rank-kiled,store-away")
@@ -94,9 +94,9 @@ def test_a_command_is_given_again_as_long_as_its_code_says_that_this_may_help(
     assert (run.commands, run.code) == (3, ExitCode.NOT_BLESSED)
     assert run.log.read_text() == "None None\n" * 3, "nothing of the user's is touched"
     (bad := tmp_path / "bad").mkdir()
-    with pytest.raises(ChaosError, match=r"for good with code 11\n.*no such text") as ended:
+    with pytest.raises(ChaosError, match=r"for good with code 11\n.*no such text") as error:
         script(bad, "print('no such text'); sys.exit(11)").go([], None, 0, lambda _: None)
-    assert ended.value.exit_code == ExitCode.BAD_DATA
+    assert error.value.exit_code == ExitCode.BAD_DATA
     (never := tmp_path / "never").mkdir()
     with pytest.raises(ChaosError, match="4 times the command"):
         script(never, "sys.exit(137)").go([], None, 0, lambda _: None)
@@ -118,13 +118,13 @@ def test_a_difference_is_named_and_what_the_runs_left_is_kept(
         return side.run_id, result, [], 1
 
     monkeypatch.setattr(compare, "_trained", trained)
-    told = CliRunner().invoke(app, ["chaos", str(spec), "--store", str(tmp_path / "store"), "--seed", "3"])
-    assert isinstance(told.exception, ChaosError)
-    assert told.exception.exit_code == ExitCode.MISMATCH
+    cli_result = CliRunner().invoke(app, ["chaos", str(spec), "--store", str(tmp_path / "store"), "--seed", "3"])
+    assert isinstance(cli_result.exception, ChaosError)
+    assert cli_result.exception.exit_code == ExitCode.MISMATCH
     (kept,) = (tmp_path / "home" / "chaos").iterdir()
-    assert str(kept) in str(told.exception)
-    for words in ("left out: store-slow", "goodput 25 %", "part at step 5", "that of step 6", "[2, 3]"):
-        assert words in told.stdout, words
+    assert str(kept) in str(cli_result.exception)
+    for text in ("left out: store-slow", "goodput 25 %", "part at step 5", "that of step 6", "[2, 3]"):
+        assert text in cli_result.stdout, text
 
 
 @pytest.mark.parametrize(("storms", "code"), [(1, ExitCode.USAGE), (2, ExitCode.OK)])
@@ -140,18 +140,20 @@ def test_a_fault_for_which_there_was_no_time_may_come_in_another_storm(
         )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         happened = planned[:1] if salt == "storm-0" else planned
-        return salt, result, [Survived(each.fault, each.step, "it came", 1.0) for each in happened], 1
+        return salt, result, [Survived(fault.fault, fault.step, "it came", 1.0) for fault in happened], 1
 
     clock = iter([0.0, *(1.0 for _ in range(storms - 1)), 100.0])
     monkeypatch.setattr(compare, "_trained", trained)
     monkeypatch.setattr(compare, "time", SimpleNamespace(monotonic=lambda: next(clock), strftime=time.strftime,
                                                          gmtime=time.gmtime))  # fmt: skip
     faults = ["--faults", "rank-killed,command-killed", "--minutes", "1"]
-    told = CliRunner().invoke(app, ["chaos", str(spec), "--store", str(tmp_path / "store"), "--seed", "3", *faults])
+    cli_result = CliRunner().invoke(
+        app, ["chaos", str(spec), "--store", str(tmp_path / "store"), "--seed", "3", *faults]
+    )
     missed = schedule(["rank-killed", "command-killed"], 60, 3)[1].fault
-    assert f"over before: {missed}\n" in told.stdout
-    assert getattr(told.exception, "exit_code", ExitCode.OK) == code, told.exception
-    assert code == ExitCode.OK or missed in str(told.exception)
+    assert f"over before: {missed}\n" in cli_result.stdout
+    assert getattr(cli_result.exception, "exit_code", ExitCode.OK) == code, cli_result.exception
+    assert code == ExitCode.OK or missed in str(cli_result.exception)
 
 
 @pytest.fixture
@@ -159,18 +161,18 @@ def followed(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training never gets far ahead of who does something to it; the calm one is not held."""
     for name, value in held(spec.parent, AHEAD).items():
         monkeypatch.setenv(name, value)
-    go = Run.go
+    original_go = Run.go
 
     def led(run: Run, planned: Sequence[Planned], *others: Any) -> list[Survived]:
-        *given, tell = others
+        *leading, report = others
 
         def told(what: Planned | Survived | int) -> None:
-            tell(what)
+            report(what)
             if planned and isinstance(what, int):
                 hold(spec.parent, what + AHEAD)
 
         hold(spec.parent, AHEAD if planned else sys.maxsize)
-        return go(run, planned, *given, told)
+        return original_go(run, planned, *leading, told)
 
     monkeypatch.setattr(Run, "go", led)
     monkeypatch.setattr(faults, "WORKER", HELD)
@@ -187,11 +189,11 @@ def test_a_whole_pipeline_survives_faults_of_its_processes_and_its_store_and_com
     if not disk.refused():
         faults += ",disk-full"  # ...where only the training is on the disk
     arguments = ["chaos", str(spec), "--seed", "5", "--steps", "120", "--faults", faults, "--json"]
-    told = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert told.exit_code == ExitCode.OK, told.output
-    result = json.loads(told.stdout)
+    cli_result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert cli_result.exit_code == ExitCode.OK, cli_result.output
+    result = json.loads(cli_result.stdout)
     (storm,) = result["storms"]
     assert storm["equal"] and storm["state_digest"] == result["calm"]["state_digest"]
-    assert sorted(each["fault"] for each in storm["faults"]) == sorted(faults.split(","))
+    assert sorted(fault["fault"] for fault in storm["faults"]) == sorted(faults.split(","))
     assert storm["commands"] >= 3
     assert not list((spec.parent / "home" / "chaos").iterdir()), "nothing is left behind"

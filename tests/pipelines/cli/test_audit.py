@@ -30,13 +30,13 @@ def test_diff_ends_with_0_or_6_and_names_step_tensor_and_element(tmp_path: Path)
     assert (same.exit_code, "6 steps are the same bit for bit" in same.stdout) == (ExitCode.OK, True)
     other = holdfast("audit", "diff", "one", "other")
     assert other.exit_code == ExitCode.MISMATCH
-    for words in ("training.seed: not set, and 1", "part at step 5", "still equal at step 3", "of step 6", "[2, 3]"):
-        assert words in other.stdout, words
-    told = json.loads(holdfast("audit", "diff", "one", "other", "--json").stdout)
-    assert (told["equal"], told["divergence"]["first"], told["divergence"]["differs_at"]) == (False, 5, 6)
-    elsewhere = open_store(f"file://{tmp_path}/elsewhere")
-    write(elsewhere, "one", [3, 6])
-    assert holdfast("audit", "diff", "one", "one", "--other-store", elsewhere.url).exit_code == ExitCode.OK
+    for text in ("training.seed: not set, and 1", "part at step 5", "still equal at step 3", "of step 6", "[2, 3]"):
+        assert text in other.stdout, text
+    output = json.loads(holdfast("audit", "diff", "one", "other", "--json").stdout)
+    assert (output["equal"], output["divergence"]["first"], output["divergence"]["differs_at"]) == (False, 5, 6)
+    other_store = open_store(f"file://{tmp_path}/elsewhere")
+    write(other_store, "one", [3, 6])
+    assert holdfast("audit", "diff", "one", "one", "--other-store", other_store.url).exit_code == ExitCode.OK
 
 
 def test_batch_prints_the_rows_of_a_step_with_their_files_and_what_they_say(tmp_path: Path) -> None:
@@ -50,12 +50,12 @@ def test_batch_prints_the_rows_of_a_step_with_their_files_and_what_they_say(tmp_
     store = open_store(f"file://{tmp_path}/store")
     dataset_id = prepare(spec, store).dataset_id
     identity = run_id(spec, dataset_id)
-    described = {"spec": spec.model_dump(mode="json"), "dataset_id": dataset_id}
-    store.put(layout.run(identity, "run.json"), json.dumps(described).encode())
-    told = json.loads(holdfast("audit", "batch", identity, "5", "--json").stdout)
-    assert [len(row["tokens"]) for row in told["rows"]] == [17] * 4
-    shown = holdfast("audit", "batch", "small", "5", "--micro-batch", "1", "--text").stdout
-    assert f"{tmp_path}/text.txt, its tokens" in shown
-    assert "row 2, micro-batch 1" in shown and "row 1," not in shown
-    assert told["rows"][3]["text"] in shown
-    assert "again" in told["rows"][3]["text"]
+    document = {"spec": spec.model_dump(mode="json"), "dataset_id": dataset_id}
+    store.put(layout.run(identity, "run.json"), json.dumps(document).encode())
+    output = json.loads(holdfast("audit", "batch", identity, "5", "--json").stdout)
+    assert [len(row["tokens"]) for row in output["rows"]] == [17] * 4
+    page = holdfast("audit", "batch", "small", "5", "--micro-batch", "1", "--text").stdout
+    assert f"{tmp_path}/text.txt, its tokens" in page
+    assert "row 2, micro-batch 1" in page and "row 1," not in page
+    assert output["rows"][3]["text"] in page
+    assert "again" in output["rows"][3]["text"]

@@ -42,9 +42,9 @@ def holdfast(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def asked(store: Store, tmp_path: Path, *arguments: str, code: int = 0) -> str:
     """What `holdfast checkpoints` prints, and that it ends with `code`."""
-    done = holdfast(tmp_path, *arguments, "--store", store.url)
-    assert done.returncode == code, done.stderr
-    return done.stdout if code in (0, 6, 13) else done.stderr
+    result = holdfast(tmp_path, *arguments, "--store", store.url)
+    assert result.returncode == code, result.stderr
+    return result.stdout if code in (0, 6, 13) else result.stderr
 
 
 def as_json(store: Store, tmp_path: Path, *arguments: str, code: int = 0) -> Any:
@@ -53,22 +53,22 @@ def as_json(store: Store, tmp_path: Path, *arguments: str, code: int = 0) -> Any
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_of_the_group_shows_an_example(command: str) -> None:
-    done = CliRunner().invoke(app, ["checkpoints", command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
-    assert done.exit_code == 0
-    assert f"Example: holdfast checkpoints {command}" in done.stdout
+    result = CliRunner().invoke(app, ["checkpoints", command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == 0
+    assert f"Example: holdfast checkpoints {command}" in result.stdout
 
 
 def test_the_list_and_a_page_of_one(saved: Store, tmp_path: Path) -> None:
-    listed = asked(saved, tmp_path, "list", RUN)
-    assert "one of the newest 3" in listed
-    told = as_json(saved, tmp_path, "list", RUN)
-    assert [(each["step"], each["attempt"], each["kept"]) for each in told] == [
+    listing = asked(saved, tmp_path, "list", RUN)
+    assert "one of the newest 3" in listing
+    output = as_json(saved, tmp_path, "list", RUN)
+    assert [(checkpoint["step"], checkpoint["attempt"], checkpoint["kept"]) for checkpoint in output] == [
         (3, 1, ["one of the newest 3"]),
         (6, 1, ["one of the newest 3"]),
     ]
-    assert told[1]["fresh"] < told[1]["bytes"]
+    assert output[1]["fresh"] < output[1]["bytes"]
     page = asked(saved, tmp_path, "show", f"{RUN}@6")
-    assert told[1]["state_digest"] in page
+    assert output[1]["state_digest"] in page
     assert "matrix" in page and "[7, 5]" in page
     assert as_json(saved, tmp_path, "show", RUN)["step"] == 6  # the newest
 
@@ -77,8 +77,8 @@ def test_what_is_not_there_is_told_with_what_is(saved: Store, tmp_path: Path) ->
     assert "it has: 3, 6" in asked(saved, tmp_path, "verify", f"{RUN}@4", code=15)
     assert f"{RUN}@6" in asked(saved, tmp_path, "show", f"{RUN}@last", code=2)
     for command in ("list", "gc"):
-        told = " ".join(asked(saved, tmp_path, command, f"{RUN}@6", code=2).replace("│", " ").split())
-        assert f"write {RUN}. To show the checkpoint: holdfast checkpoints show {RUN}@6" in told
+        output = " ".join(asked(saved, tmp_path, command, f"{RUN}@6", code=2).replace("│", " ").split())
+        assert f"write {RUN}. To show the checkpoint: holdfast checkpoints show {RUN}@6" in output
 
 
 def test_verify_names_the_object_and_the_tensor_and_ends_with_13(tmp_path: Path) -> None:
@@ -92,10 +92,10 @@ def test_verify_names_the_object_and_the_tensor_and_ends_with_13(tmp_path: Path)
     data = bytearray(store.get(key))
     data[start] ^= 1
     store.put(key, bytes(data))
-    told = asked(store, tmp_path, "verify", RUN, code=13)
-    assert "step 3: intact" in told
-    assert "step 6: DAMAGED" in told
-    assert f"{key} (matrix)" in told
+    output = asked(store, tmp_path, "verify", RUN, code=13)
+    assert "step 3: intact" in output
+    assert "step 6: DAMAGED" in output
+    assert f"{key} (matrix)" in output
     damage = as_json(store, tmp_path, "verify", f"{RUN}@6", code=13)[0]["damages"][0]
     assert (damage["key"], damage["tensor"]) == (key, "matrix")
 
@@ -110,9 +110,11 @@ def test_damage_of_an_older_checkpoint_of_a_run_ends_verify_with_13(
     for step in (3, 6, 9):
         save(writer, step, whole({"matrix": state(step)["matrix"]}))  # none needs a pack of another one
     store.put(pack_of(store, damaged)[0], b"?" * 4096)
-    done = CliRunner().invoke(app, ["checkpoints", "verify", RUN, "--store", store.url, "--json"])
-    assert done.exit_code == 13, done.output
-    assert [bool(each["damages"]) for each in json.loads(done.stdout)] == [step == damaged for step in (3, 6, 9)]
+    result = CliRunner().invoke(app, ["checkpoints", "verify", RUN, "--store", store.url, "--json"])
+    assert result.exit_code == 13, result.output
+    assert [bool(checkpoint["damages"]) for checkpoint in json.loads(result.stdout)] == [
+        step == damaged for step in (3, 6, 9)
+    ]
     newest = CliRunner().invoke(app, ["checkpoints", "verify", f"{RUN}@9", "--store", store.url])
     assert newest.exit_code == 0, newest.output
 
@@ -125,11 +127,11 @@ def test_diff_ends_with_6_and_tells_the_first_differing_element(tmp_path: Path) 
     changed["matrix"].view(torch.int32)[2, 1] += 2
     save(checkpointer(other), 3, whole(changed))
     assert "equal: both have the state digest" in asked(store, tmp_path, "diff", RUN, f"{RUN}@3")
-    told = asked(store, tmp_path, "diff", RUN, RUN, "--other-store", other.url, code=6)
-    assert "1 of 35" in told and "[2, 1]" in told
-    found = as_json(store, tmp_path, "diff", RUN, RUN, "--other-store", other.url, code=6)
-    assert found["equal"] is False
-    (tensor,) = found["difference"]["tensors"]
+    output = asked(store, tmp_path, "diff", RUN, RUN, "--other-store", other.url, code=6)
+    assert "1 of 35" in output and "[2, 1]" in output
+    comparison = as_json(store, tmp_path, "diff", RUN, RUN, "--other-store", other.url, code=6)
+    assert comparison["equal"] is False
+    (tensor,) = comparison["difference"]["tensors"]
     assert (tensor["name"], tensor["first"], tensor["ulps"]) == ("matrix", [2, 1], 2)
 
 
@@ -144,19 +146,19 @@ def test_what_is_exported_for_torch_is_imported_as_a_run_of_its_own(saved: Store
     store = open_store(f"file://{tmp_path / 'store'}")
     save(checkpointer(store), 3, whole({name: torch.randn(shape) for name, shape in shapes.items()}))
     asked(store, tmp_path, "export", RUN, str(tmp_path / "dcp"), "--to", "dcp")
-    asked_for = ["import", str(spec), str(tmp_path / "dcp"), "--from", "dcp", "--step", "3", "--set", "training.seed=5"]
-    done = holdfast(tmp_path, *asked_for, "--store", store.url, "--json")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["step"], told["moments"], told["again"]) == (3, False, False)
-    again = holdfast(tmp_path, *asked_for, "--store", store.url)
-    assert f"run {told['run_id']} already has" in again.stdout
-    expected = f"holdfast run {spec} --set training.seed=5 --store {store.url} --salt {told['salt']}"  # the same run
-    assert expected in " ".join(again.stdout.split())
-    assert as_json(store, tmp_path, "show", told["run_id"])["state_digest"] == told["state_digest"]
-    found = as_json(store, tmp_path, "diff", RUN, told["run_id"], code=6)["difference"]
-    assert found["tensors"] == []
-    assert all(name.startswith("optimizer.") for name in found["only_other"])
+    arguments = ["import", str(spec), str(tmp_path / "dcp"), "--from", "dcp", "--step", "3", "--set", "training.seed=5"]
+    result = holdfast(tmp_path, *arguments, "--store", store.url, "--json")
+    assert result.returncode == 0, result.stderr
+    output = json.loads(result.stdout)
+    assert (output["step"], output["moments"], output["again"]) == (3, False, False)
+    second_result = holdfast(tmp_path, *arguments, "--store", store.url)
+    assert f"run {output['run_id']} already has" in second_result.stdout
+    expected = f"holdfast run {spec} --set training.seed=5 --store {store.url} --salt {output['salt']}"  # the same run
+    assert expected in " ".join(second_result.stdout.split())
+    assert as_json(store, tmp_path, "show", output["run_id"])["state_digest"] == output["state_digest"]
+    difference = as_json(store, tmp_path, "diff", RUN, output["run_id"], code=6)["difference"]
+    assert difference["tensors"] == []
+    assert all(name.startswith("optimizer.") for name in difference["only_other"])
 
 
 def test_a_pin_holds_and_is_listed_until_it_is_taken_away(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def commands(command: Any, words: tuple[str, ...] = ()) -> list[tuple[str, ...]]
     below = getattr(command, "commands", None)
     if below is None:
         return [words]
-    return [found for name, each in below.items() for found in commands(each, (*words, name))]
+    return [path for name, child in below.items() for path in commands(child, (*words, name))]
 
 
 def imports_of(commands: list[list[str]], modules: set[str], environment: dict[str, str]) -> dict[str, list[str]]:
@@ -57,121 +57,123 @@ def imports_of(commands: list[list[str]], modules: set[str], environment: dict[s
         f"    if new := sorted({modules!r} & (set(sys.modules) - before)): found[' '.join(command)] = new\n"
         "print(json.dumps(found), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    return dict(json.loads(done.stderr.strip().splitlines()[-1]))
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return dict(json.loads(result.stderr.strip().splitlines()[-1]))
 
 
 def test_help_teaches_with_an_example(tmp_path: Path) -> None:
-    done = holdfast(tmp_path, "--help", installed=True)
-    assert done.returncode == 0
-    assert "holdfast run examples/quickstart.yaml" in done.stdout
-    assert "(10 bad spec, 11 bad data, 12 diverged," in done.stdout, "the exit codes are one paragraph"
+    result = holdfast(tmp_path, "--help", installed=True)
+    assert result.returncode == 0
+    assert "holdfast run examples/quickstart.yaml" in result.stdout
+    assert "(10 bad spec, 11 bad data, 12 diverged," in result.stdout, "the exit codes are one paragraph"
 
 
-@pytest.mark.parametrize("command", sorted(" ".join(words) for words in commands(typer.main.get_command(app))))
+@pytest.mark.parametrize("command", sorted(" ".join(command) for command in commands(typer.main.get_command(app))))
 def test_every_command_shows_an_example(command: str) -> None:
-    done = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
-    assert done.exit_code == 0
-    assert f"Example: holdfast {command}" in done.stdout
+    result = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == 0
+    assert f"Example: holdfast {command}" in result.stdout
 
 
 def test_an_unknown_target_is_refused_with_those_that_exist() -> None:
-    done = CliRunner().invoke(app, ["compile", QUICKSTART, "--target", "nomad"], env={"COLUMNS": "200"})
-    assert done.exit_code == 2
-    assert "'nomad' is no target; use one of kfp, argo, pytorchjob, trainjob, volcano, slurm" in done.output
+    result = CliRunner().invoke(app, ["compile", QUICKSTART, "--target", "nomad"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "'nomad' is no target; use one of kfp, argo, pytorchjob, trainjob, volcano, slurm" in result.output
 
 
 def test_the_command_line_has_few_verbs() -> None:
-    assert len({words[0] for words in commands(typer.main.get_command(app))}) <= COMMANDS_AT_MOST
+    assert len({command[0] for command in commands(typer.main.get_command(app))}) <= COMMANDS_AT_MOST
 
 
 def test_sentences_of_the_help_break_where_the_terminal_does(tmp_path: Path) -> None:
-    told = "at steps that the seed decides. Prints the schedule, each fault, the goodput and the result."
-    assert told in holdfast(tmp_path, "chaos", "--help").stdout
+    sentence = "at steps that the seed decides. Prints the schedule, each fault, the goodput and the result."
+    assert sentence in holdfast(tmp_path, "chaos", "--help").stdout
 
 
 def test_a_backend_that_does_not_exist_is_refused_by_every_command_that_takes_one(tmp_path: Path) -> None:
     for command in (["run", QUICKSTART], ["runs"], ["doctor"]):
-        done = holdfast(tmp_path, *command, "--backend", "slrum")
-        assert (done.returncode, done.stdout) == (15, ""), command
-        assert "write one of local, kubeflow, argo, slurm" in done.stderr
+        result = holdfast(tmp_path, *command, "--backend", "slrum")
+        assert (result.returncode, result.stdout) == (15, ""), command
+        assert "write one of local, kubeflow, argo, slurm" in result.stderr
 
 
 def test_what_is_printed_for_other_systems_has_no_anchors(tmp_path: Path) -> None:
     served = ["--set", "store=s3://bucket/prefix", "--set", "serving.kserve={}"]
     for target in ("kserve", "argo"):
-        done = holdfast(tmp_path, "compile", QUICKSTART, "--target", target, "--output", "-", *served)
-        assert done.returncode == 0, done.stderr
-        assert "&id001" not in done.stdout
+        result = holdfast(tmp_path, "compile", QUICKSTART, "--target", target, "--output", "-", *served)
+        assert result.returncode == 0, result.stderr
+        assert "&id001" not in result.stdout
 
 
 def test_what_deepspeed_is_given_is_shown(tmp_path: Path) -> None:
     for strategy, expected in (("zero3", 0), ("fsdp", 10)):
-        asked = ["--set", f"parallel.strategy={strategy}", "--set", "training.clip_norm=0.5"]
-        asked += ["--set", "parallel.offload=parameters"] if expected == 0 else []
-        done = holdfast(tmp_path, "compile", QUICKSTART, "--target", "deepspeed", *asked)
-        assert done.returncode == expected, done.stderr
+        options = ["--set", f"parallel.strategy={strategy}", "--set", "training.clip_norm=0.5"]
+        options += ["--set", "parallel.offload=parameters"] if expected == 0 else []
+        result = holdfast(tmp_path, "compile", QUICKSTART, "--target", "deepspeed", *options)
+        assert result.returncode == expected, result.stderr
         if expected == 0:
-            config = json.loads(done.stdout)
+            config = json.loads(result.stdout)
             assert (config["zero_optimization"]["stage"], config["gradient_clipping"]) == (3, 0.5)
             zero = config["zero_optimization"]
             assert (zero["overlap_comm"], zero["offload_param"]["device"]) == (False, "cpu")
             assert zero["offload_optimizer"] == zero["offload_param"]
-            away = ("--set", "parallel.offload_path=/nvme/swap")
-            done = holdfast(tmp_path, "compile", QUICKSTART, "--target", "deepspeed", *asked, *away)
-            zero = json.loads(done.stdout)["zero_optimization"]
+            offload = ("--set", "parallel.offload_path=/nvme/swap")
+            result = holdfast(tmp_path, "compile", QUICKSTART, "--target", "deepspeed", *options, *offload)
+            zero = json.loads(result.stdout)["zero_optimization"]
             assert zero["offload_optimizer"].items() >= {"device": "nvme", "nvme_path": "/nvme/swap"}.items()
             assert zero["offload_param"]["device"] == "cpu"
-            away += ("--set", "parallel.offload=parameters_on_disk")
-            done = holdfast(tmp_path, "compile", QUICKSTART, "--target", "deepspeed", *asked, *away)
-            zero = json.loads(done.stdout)["zero_optimization"]
+            offload += ("--set", "parallel.offload=parameters_on_disk")
+            result = holdfast(tmp_path, "compile", QUICKSTART, "--target", "deepspeed", *options, *offload)
+            zero = json.loads(result.stdout)["zero_optimization"]
             assert (
                 zero["offload_param"].items() >= {"device": "nvme", "nvme_path": "/nvme/swap", "max_in_cpu": 0}.items()
             )
         else:
-            assert "use zero1, zero2 or zero3" in done.stderr
+            assert "use zero1, zero2 or zero3" in result.stderr
 
 
 def test_a_good_spec_is_called_fine(tmp_path: Path) -> None:
-    done = holdfast(tmp_path, "validate", QUICKSTART, "--set", "training.steps=50")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "50 steps" in done.stdout
+    result = holdfast(tmp_path, "validate", QUICKSTART, "--set", "training.steps=50")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "50 steps" in result.stdout
 
 
 def test_a_bad_spec_is_refused_with_field_value_and_remedy(tmp_path: Path) -> None:
-    done = holdfast(tmp_path, "validate", QUICKSTART, "--set", "training.global_batch=17", "--set", "model.layers=many")
-    assert done.returncode == 10
-    assert "model.layers" in done.stderr
-    assert "'many'" in done.stderr
-    assert "remedy" in done.stderr
-    assert "Traceback" not in done.stderr
+    result = holdfast(
+        tmp_path, "validate", QUICKSTART, "--set", "training.global_batch=17", "--set", "model.layers=many"
+    )
+    assert result.returncode == 10
+    assert "model.layers" in result.stderr
+    assert "'many'" in result.stderr
+    assert "remedy" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_misspelt_key_gets_a_suggestion(tmp_path: Path) -> None:
-    done = holdfast(tmp_path, "validate", QUICKSTART, "--set", "training.stesp=4")
-    assert done.returncode == 10
-    assert "did you mean 'steps'?" in done.stderr
+    result = holdfast(tmp_path, "validate", QUICKSTART, "--set", "training.stesp=4")
+    assert result.returncode == 10
+    assert "did you mean 'steps'?" in result.stderr
 
 
 def test_a_refusal_imports_nothing_that_takes_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
-    done = holdfast(tmp_path, "validate", QUICKSTART, "--set", "training.stesp=4", installed=True)
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines() if "|" in line}
+    result = holdfast(tmp_path, "validate", QUICKSTART, "--set", "training.stesp=4", installed=True)
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines() if "|" in line}
     assert "pydantic" in imported
     assert not imported & {"torch", "numpy", "mlflow", "kfp", "hera", "deepspeed", "ray", "boto3", "kubernetes"}
 
 
 def test_a_spec_that_is_not_there_is_not_found(tmp_path: Path) -> None:
-    done = holdfast(tmp_path, "run", "nowhere.yaml", cwd=tmp_path)
-    assert done.returncode == 15
-    assert "nowhere.yaml" in done.stderr
-    assert "Traceback" not in done.stderr
+    result = holdfast(tmp_path, "run", "nowhere.yaml", cwd=tmp_path)
+    assert result.returncode == 15
+    assert "nowhere.yaml" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_source_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    done = holdfast(tmp_path, "run", QUICKSTART, "--set", "data.sources.0.uri=nowhere/*.txt", cwd=tmp_path)
-    assert done.returncode == 15
-    assert "nowhere/*.txt" in done.stderr
+    result = holdfast(tmp_path, "run", QUICKSTART, "--set", "data.sources.0.uri=nowhere/*.txt", cwd=tmp_path)
+    assert result.returncode == 15
+    assert "nowhere/*.txt" in result.stderr
     assert not (tmp_path / "logs").exists()
 
 
@@ -181,18 +183,18 @@ def test_a_wrong_command_line_is_a_usage_error(tmp_path: Path, arguments: list[s
 
 
 def test_fresh_and_salt_exclude_each_other(tmp_path: Path) -> None:
-    done = holdfast(tmp_path, "run", QUICKSTART, "--fresh", "--salt", "abc")
-    assert done.returncode == 2
-    assert "--fresh" in done.stderr
+    result = holdfast(tmp_path, "run", QUICKSTART, "--fresh", "--salt", "abc")
+    assert result.returncode == 2
+    assert "--fresh" in result.stderr
 
 
 def test_a_run_of_several_machines_is_not_trained_on_one(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text")
     changes = ("data.sources=[{uri: text.txt}]", "cluster.nodes={min: 2, max: 2}", "training.global_batch=32")
-    overrides = [word for change in changes for word in ("--set", change)]
-    done = holdfast(tmp_path, "run", QUICKSTART, *overrides, cwd=tmp_path)
-    assert done.returncode == 10, done.stdout + done.stderr
-    assert "cluster.nodes.max: is more than this one machine (value: 2)" in done.stderr
+    overrides = [argument for change in changes for argument in ("--set", change)]
+    result = holdfast(tmp_path, "run", QUICKSTART, *overrides, cwd=tmp_path)
+    assert result.returncode == 10, result.stdout + result.stderr
+    assert "cluster.nodes.max: is more than this one machine (value: 2)" in result.stderr
 
 
 def test_without_deepspeed_a_strategy_of_it_is_refused_before_anything_is_done(
@@ -202,18 +204,18 @@ def test_without_deepspeed_a_strategy_of_it_is_refused_before_anything_is_done(
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['deepspeed'] = None\n")  # as if not installed
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     changes = ("data.sources=[{uri: text.txt}]", "parallel.strategy=zero2")
-    overrides = [word for change in changes for word in ("--set", change)]
-    done = holdfast(tmp_path, "run", QUICKSTART, *overrides, cwd=tmp_path, installed=True)
-    assert done.returncode == 15, done.stdout + done.stderr
-    assert "parallel.strategy: zero2 needs DeepSpeed" in done.stderr
-    assert "pip install 'holdfast[deepspeed]'" in done.stderr
+    overrides = [argument for change in changes for argument in ("--set", change)]
+    result = holdfast(tmp_path, "run", QUICKSTART, *overrides, cwd=tmp_path, installed=True)
+    assert result.returncode == 15, result.stdout + result.stderr
+    assert "parallel.strategy: zero2 needs DeepSpeed" in result.stderr
+    assert "pip install 'holdfast[deepspeed]'" in result.stderr
     assert not (tmp_path / "store").exists()
 
 
 def test_a_store_of_another_kind_is_refused(tmp_path: Path) -> None:
-    done = holdfast(tmp_path, "runs", "--store", "ftp://somewhere/else")
-    assert done.returncode == 10
-    assert "file://" in done.stderr
+    result = holdfast(tmp_path, "runs", "--store", "ftp://somewhere/else")
+    assert result.returncode == 10
+    assert "file://" in result.stderr
 
 
 def test_the_schema_describes_the_examples(tmp_path: Path) -> None:
@@ -225,9 +227,9 @@ def test_the_schema_describes_the_examples(tmp_path: Path) -> None:
 
 
 def test_without_runs_the_table_says_how_to_start_one(tmp_path: Path) -> None:
-    done = holdfast(tmp_path, "runs")
-    assert done.returncode == 0
-    assert "holdfast run" in done.stdout
+    result = holdfast(tmp_path, "runs")
+    assert result.returncode == 0
+    assert "holdfast run" in result.stdout
 
 
 def test_an_unknown_run_and_an_unknown_model_are_not_found(tmp_path: Path) -> None:
@@ -272,26 +274,26 @@ def test_output_to_a_full_disk_ends_with_no_space(tmp_path: Path) -> None:
     environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "holdfast.pipelines.cli", "validate", "--schema"]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 205
-    assert "free some space" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "Exception ignored" not in done.stderr
+        result = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 205
+    assert "free some space" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "Exception ignored" not in result.stderr
 
 
 def test_an_unexpected_failure_without_a_place_for_its_traceback_shows_it_once(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("a file where a folder should be")
-    done = broken(tmp_path / "home")
-    assert done.returncode == 1
-    assert done.stderr.count("Traceback") == 1
-    assert "cannot be written" in done.stderr
-    assert "ZeroDivisionError: of all things" in done.stderr
+    result = broken(tmp_path / "home")
+    assert result.returncode == 1
+    assert result.stderr.count("Traceback") == 1
+    assert "cannot be written" in result.stderr
+    assert "ZeroDivisionError: of all things" in result.stderr
 
 
 def test_an_unexpected_failure_leaves_its_traceback_in_a_file(tmp_path: Path) -> None:
-    done = broken(tmp_path)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
+    result = broken(tmp_path)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
     report = next((tmp_path / "logs").glob("crash-*.log"))
-    assert str(report) in done.stderr
+    assert str(report) in result.stderr
     assert "ZeroDivisionError: of all things" in report.read_text()

@@ -15,11 +15,15 @@ from holdfast.pipelines.view.health import print_report
 
 def test_this_machine_is_probed_and_the_report_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
-    asked = ["health", "--processes", "1", "--seconds", "0.1", "--store", str(tmp_path / "store"), "--json"]
-    result = CliRunner().invoke(entry.app, asked)  # one rank has no peers that may be slower at the moment
+    arguments = ["health", "--processes", "1", "--seconds", "0.1", "--store", str(tmp_path / "store"), "--json"]
+    result = CliRunner().invoke(entry.app, arguments)  # one rank has no peers that may be slower at the moment
     assert result.exit_code == 0, result.output
     report = Report.model_validate(json.loads(result.stdout))
-    assert [one.rank for one in report.measured] == [0] and report.measured[0].right and not report.failures
+    assert (
+        [measurement.rank for measurement in report.measured] == [0]
+        and report.measured[0].right
+        and not report.failures
+    )
     assert set(report.measured[0].rates) == {"compute", "memory", "disk", "store"}
 
 
@@ -28,8 +32,8 @@ def test_an_accelerator_that_is_not_there_ends_with_its_code_and_words(
 ) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    asked = ["health", "--accelerator", "nvidia", "--processes", "1", "--store", str(tmp_path / "store")]
-    result = CliRunner().invoke(entry.app, asked)
+    arguments = ["health", "--accelerator", "nvidia", "--processes", "1", "--store", str(tmp_path / "store")]
+    result = CliRunner().invoke(entry.app, arguments)
     assert result.exit_code == 15
     assert "needs 1 devices, this machine has 0" in result.output
 

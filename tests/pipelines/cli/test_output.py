@@ -24,8 +24,8 @@ HOSTILE = "a\x1b]52;c;cm0gLXJm\x07b\x1b[2Jc\x9b31md\x07e\x1bPq#0\x1b\\f\u202eg\r
 
 def shell(script: str, home: Path, *command: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HOLDFAST_HOME": str(home)}
-    words = ["bash", "-c", f"set -o pipefail; {script}", "bash", *(command or COMMAND)]
-    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    argv = ["bash", "-c", f"set -o pipefail; {script}", "bash", *(command or COMMAND)]
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,8 @@ def shell(script: str, home: Path, *command: str) -> subprocess.CompletedProcess
     ],
 )  # fmt: skip
 def test_a_reader_that_leaves_and_a_closed_stream_are_no_failure(tmp_path: Path, script: str) -> None:
-    done = shell(script, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    result = shell(script, tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
@@ -91,12 +91,12 @@ def test_text_of_others_is_shown_on_a_terminal_and_never_obeyed(monkeypatch: pyt
         monkeypatch.setattr(sys, "stdout", terminal)
         options.out(HOSTILE)
         terminal.flush()
-        shown = os.read(outer, 4096)
+        output = os.read(outer, 4096)
         SafeConsole(file=terminal, force_terminal=True, color_system=None).print(escape(HOSTILE))
         terminal.flush()
-        shown += os.read(outer, 4096)
+        output += os.read(outer, 4096)
     os.close(outer)
-    assert b"\x1b" not in shown and b"\x07" not in shown and b"\xc2\x9b" not in shown
+    assert b"\x1b" not in output and b"\x07" not in output and b"\xc2\x9b" not in output
     piped = io.StringIO()
     monkeypatch.setattr(sys, "stdout", piped)
     options.out(HOSTILE)
@@ -131,6 +131,6 @@ def test_a_user_without_a_home_gets_an_error_and_no_traceback(tmp_path: Path) ->
         "os.chdir('/'); os.setgid(61009); os.setuid(61009)\n"
         "sys.argv = ['holdfast', 'runs']; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert "set HOME or HOLDFAST_HOME" in done.stderr and "Traceback" not in done.stderr
-    assert done.returncode == 10
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert "set HOME or HOLDFAST_HOME" in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == 10

@@ -63,32 +63,35 @@ def holdfast(*arguments: str | Path) -> Result:
 def test_a_run_is_found_where_it_was_submitted_and_gone_on_with_there(spec: Path, tmp_path: Path) -> None:
     store = ("--store", f"file://{tmp_path}/store")
     with KubeflowServer() as kubeflow:
-        made = json.loads(
+        submission = json.loads(
             holdfast("run", spec, "--backend", "kubeflow", "--endpoint", kubeflow.endpoint, "--json").stdout
         )
-        run = made["run_id"]
+        run = submission["run_id"]
         assert json.loads(holdfast("show", run[:6], "--steps", *store, "--json").stdout)["backend"] == "kubeflow"
         assert json.loads(holdfast("runs", *store, "--json").stdout)[0]["backend"] == "kubeflow"
         assert (
             json.loads(holdfast("runs", "--backend", "kubeflow", "--endpoint", kubeflow.endpoint, "--json").stdout)[0][
                 "id"
             ]
-            == made["run"]["id"]
+            == submission["run"]["id"]
         )
         assert json.loads(holdfast("stop", run[:6], *store, "--json").stdout)["ended"] is True
-        kubeflow.progress(made["run"]["id"], "FAILED", {"preprocess": "FAILED"})
-        for wanted in (run[:6], made["run"]["id"], made["run"]["id"][:8], "small"):
-            assert json.loads(holdfast("show", wanted, "--steps", *store, "--json").stdout)["id"] == made["run"]["id"]
+        kubeflow.progress(submission["run"]["id"], "FAILED", {"preprocess": "FAILED"})
+        for wanted in (run[:6], submission["run"]["id"], submission["run"]["id"][:8], "small"):
+            assert (
+                json.loads(holdfast("show", wanted, "--steps", *store, "--json").stdout)["id"]
+                == submission["run"]["id"]
+            )
             assert json.loads(holdfast("show", wanted, *store, "--json").stdout)["run_id"] == run
-        again = json.loads(holdfast("resume", run[:6], *store, "--json").stdout)
-        assert again["created"] is True
-        assert json.loads(holdfast("show", run[:6], "--steps", *store, "--json").stdout)["id"] == again["run"]["id"]
+        output = json.loads(holdfast("resume", run[:6], *store, "--json").stdout)
+        assert output["created"] is True
+        assert json.loads(holdfast("show", run[:6], "--steps", *store, "--json").stdout)["id"] == output["run"]["id"]
 
 
 def test_the_command_that_submit_names_finds_the_run_from_another_shell(spec: Path) -> None:
     with KubeflowServer() as kubeflow:
-        said = holdfast("run", spec, "--backend", "kubeflow", "--endpoint", kubeflow.endpoint).stdout
-    (command,) = (line.split() for line in said.splitlines() if line.strip().startswith("holdfast show"))
+        output = holdfast("run", spec, "--backend", "kubeflow", "--endpoint", kubeflow.endpoint).stdout
+    (command,) = (line.split() for line in output.splitlines() if line.strip().startswith("holdfast show"))
     assert command[3:] == ["--store", json.loads(spec.read_text())["store"]]
 
 
@@ -109,34 +112,34 @@ def test_a_store_that_is_away_keeps_nobody_from_ending_a_run_whose_backend_is_na
 
 
 def test_the_dry_run_of_every_backend_prints_its_objects_and_sends_none(spec: Path, tmp_path: Path) -> None:
-    for backend, said in (
+    for backend, text in (
         ("argo", "kind: WorkflowTemplate"),
         ("kubeflow", "method: POST"),
         ("local", "nodes"),
     ):
-        shown = holdfast("run", spec, "--backend", backend, "--dry-run")
-        assert (shown.exit_code, said in shown.stdout) == (0, True)
+        result = holdfast("run", spec, "--backend", backend, "--dry-run")
+        assert (result.exit_code, text in result.stdout) == (0, True)
     assert not (tmp_path / "store").exists()
 
 
 def test_replan_reaches_the_parameters_of_the_dag(spec: Path) -> None:
-    shown = holdfast("run", spec, "--backend", "argo", "--dry-run", "--replan").stdout
-    assert "name: replan\n      value: 'true'" in shown
+    output = holdfast("run", spec, "--backend", "argo", "--dry-run", "--replan").stdout
+    assert "name: replan\n      value: 'true'" in output
 
 
 def test_going_on_does_not_repeat_a_replan_that_was_allowed_once(spec: Path, tmp_path: Path) -> None:
     with KubeflowServer() as kubeflow:
-        made = json.loads(
+        submission = json.loads(
             holdfast("run", spec, "--backend", "kubeflow", "--endpoint", kubeflow.endpoint, "--replan", "--json").stdout
         )
-        kubeflow.runs[made["run"]["id"]]["state"] = "FAILED"
-        command = ("resume", made["run_id"], "--store", f"file://{tmp_path}/store", "--json")
-        given = []
+        kubeflow.runs[submission["run"]["id"]]["state"] = "FAILED"
+        command = ("resume", submission["run_id"], "--store", f"file://{tmp_path}/store", "--json")
+        replans = []
         for extra in ((), ("--replan",)):
-            again = json.loads(holdfast(*command, *extra).stdout)["run"]["id"]
-            given.append(kubeflow.runs[again]["runtime_config"]["parameters"]["replan"])
-            kubeflow.runs[again]["state"] = "FAILED"
-    assert given == [False, True]
+            run_id = json.loads(holdfast(*command, *extra).stdout)["run"]["id"]
+            replans.append(kubeflow.runs[run_id]["runtime_config"]["parameters"]["replan"])
+            kubeflow.runs[run_id]["state"] = "FAILED"
+    assert replans == [False, True]
 
 
 def test_a_submission_that_was_refused_for_its_plan_is_not_what_is_gone_on_with(spec: Path, tmp_path: Path) -> None:
@@ -145,8 +148,8 @@ def test_a_submission_that_was_refused_for_its_plan_is_not_what_is_gone_on_with(
 
         def ended(made: dict[str, Any], code: int) -> None:
             kubeflow.runs[made["run"]["id"]]["state"] = "FAILED"
-            told = {"status": "failed", "exit_code": code, "ended": time.time()}
-            store.put(layout.run(made["run_id"], "summary.json"), json.dumps(told).encode())
+            summary = {"status": "failed", "exit_code": code, "ended": time.time()}
+            store.put(layout.run(made["run_id"], "summary.json"), json.dumps(summary).encode())
 
         def asked_for(made: dict[str, Any]) -> list[int]:
             parameters = kubeflow.runs[made["run"]["id"]]["runtime_config"]["parameters"]
@@ -154,37 +157,37 @@ def test_a_submission_that_was_refused_for_its_plan_is_not_what_is_gone_on_with(
             return [checked.training.micro_batch, parameters["replan"]]
 
         submit = ("run", spec, "--backend", "kubeflow", "--endpoint", kubeflow.endpoint, "--json")
-        made = json.loads(holdfast(*submit).stdout)
-        first = asked_for(made)
-        ended(made, 203)
-        for wanted in (1, 2):  # two, one after the other
-            refused = json.loads(holdfast(*submit, "--set", f"training.micro_batch={wanted}").stdout)
-            assert (refused["run_id"], asked_for(refused)) == (made["run_id"], [wanted, False])
+        submission = json.loads(holdfast(*submit).stdout)
+        first = asked_for(submission)
+        ended(submission, 203)
+        for size in (1, 2):  # two, one after the other
+            refused = json.loads(holdfast(*submit, "--set", f"training.micro_batch={size}").stdout)
+            assert (refused["run_id"], asked_for(refused)) == (submission["run_id"], [size, False])
             ended(refused, ExitCode.PLAN_CHANGED)
-        command = ("resume", made["run_id"], "--store", store.url, "--json")
+        command = ("resume", submission["run_id"], "--store", store.url, "--json")
         replanned = json.loads(holdfast(*command, "--replan").stdout)
         assert asked_for(replanned) == [2, True]
         ended(replanned, ExitCode.PLAN_CHANGED)
         for _ in range(2):
-            again = json.loads(holdfast(*command).stdout)
-            assert asked_for(again) == first
-            ended(again, 203)
+            output = json.loads(holdfast(*command).stdout)
+            assert asked_for(output) == first
+            ended(output, 203)
 
 
 def test_a_run_that_has_failed_tells_its_exit_code_and_one_that_goes_on_none(spec: Path, tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/store")
     with KubeflowServer() as kubeflow:
-        made = json.loads(
+        submission = json.loads(
             holdfast("run", spec, "--backend", "kubeflow", "--endpoint", kubeflow.endpoint, "--json").stdout
         )
-        assert made["run"]["exit_code"] is None
-        command = ("show", made["run_id"], "--steps", "--store", store.url, "--json")
-        kubeflow.runs[made["run"]["id"]]["state"] = "FAILED"
+        assert submission["run"]["exit_code"] is None
+        command = ("show", submission["run_id"], "--steps", "--store", store.url, "--json")
+        kubeflow.runs[submission["run"]["id"]]["state"] = "FAILED"
         assert json.loads(holdfast(*command).stdout)["exit_code"] is None  # nobody has said it yet
-        told = {"status": "failed", "exit_code": 12, "ended": time.time()}
-        store.put(layout.run(made["run_id"], "summary.json"), json.dumps(told).encode())
+        summary = {"status": "failed", "exit_code": 12, "ended": time.time()}
+        store.put(layout.run(submission["run_id"], "summary.json"), json.dumps(summary).encode())
         assert json.loads(holdfast(*command).stdout)["exit_code"] == 12
-        kubeflow.runs[made["run"]["id"]]["state"] = "SUCCEEDED"
+        kubeflow.runs[submission["run"]["id"]]["state"] = "SUCCEEDED"
         assert json.loads(holdfast(*command).stdout)["exit_code"] == 0
 
 
@@ -212,38 +215,40 @@ def test_no_command_of_the_control_plane_imports_torch() -> None:
 def test_status_says_how_far_the_training_is_wherever_it_runs(spec: Path, tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/store")
     with KubeflowServer() as kubeflow:
-        made = json.loads(
+        submission = json.loads(
             holdfast("run", spec, "--backend", "kubeflow", "--endpoint", kubeflow.endpoint, "--json").stdout
         )
-        kubeflow.runs[made["run"]["id"]]["state"] = "RUNNING"
-        command = ("show", made["run_id"][:6], "--steps", "--store", store.url)
+        kubeflow.runs[submission["run"]["id"]]["state"] = "RUNNING"
+        command = ("show", submission["run_id"][:6], "--steps", "--store", store.url)
         assert json.loads(holdfast(*command, "--json").stdout)["progress"] is None
-        with recording(store, made["run_id"], "rank-0"):
+        with recording(store, submission["run_id"], "rank-0"):
             for step in (20, 30):
                 emit(Progress(step=step, steps=300, loss=3.25, tokens_per_second=1234.0, seconds_left=90.0))
-        told = json.loads(holdfast(*command, "--json").stdout)["progress"]
-        said = holdfast(*command).stdout
-    wanted = {"step": 30, "steps": 300, "loss": 3.25, "tokens_per_second": 1234.0, "seconds_left": 90.0}
-    assert {name: told[name] for name in wanted} == wanted
-    assert "step 30/300 (10 %)  loss 3.2500" in said
-    assert "1,234 tokens/s  00:01:30 left" in said
+        progress = json.loads(holdfast(*command, "--json").stdout)["progress"]
+        output = holdfast(*command).stdout
+    expected = {"step": 30, "steps": 300, "loss": 3.25, "tokens_per_second": 1234.0, "seconds_left": 90.0}
+    assert {name: progress[name] for name in expected} == expected
+    assert "step 30/300 (10 %)  loss 3.2500" in output
+    assert "1,234 tokens/s  00:01:30 left" in output
 
 
 def test_what_is_uploaded_and_scheduled_is_told_a_script(spec: Path) -> None:
     every = ("--set", "schedule.every_minutes=60")
     with KubeflowServer() as kubeflow:
-        at = ("--endpoint", kubeflow.endpoint, "--json")
-        uploaded = json.loads(holdfast("upload", spec, *at).stdout)
+        options = ("--endpoint", kubeflow.endpoint, "--json")
+        uploaded = json.loads(holdfast("upload", spec, *options).stdout)
         assert (uploaded["pipeline"], uploaded["created"]) == ("small", True)
         assert uploaded["version_id"] in kubeflow.versions
-        made = json.loads(holdfast("schedule", spec, *every, *at).stdout)
-        assert made["recurring_run_id"] in kubeflow.recurring
-        (listed,) = json.loads(holdfast("schedule", "--list", *at).stdout)
-        assert (listed["pipeline"], listed["enabled"]) == ("small", True)
-        paused = json.loads(holdfast("schedule", spec, *every, "--pause", *at).stdout)
-        assert paused["paused"] == [made["recurring_run_id"]]
-        assert json.loads(holdfast("schedule", spec, *every, "--delete", *at).stdout)["removed"] == paused["paused"]
-        dry = json.loads(holdfast("upload", spec, "--dry-run", *at).stdout)
+        output = json.loads(holdfast("schedule", spec, *every, *options).stdout)
+        assert output["recurring_run_id"] in kubeflow.recurring
+        (entry,) = json.loads(holdfast("schedule", "--list", *options).stdout)
+        assert (entry["pipeline"], entry["enabled"]) == ("small", True)
+        paused = json.loads(holdfast("schedule", spec, *every, "--pause", *options).stdout)
+        assert paused["paused"] == [output["recurring_run_id"]]
+        assert (
+            json.loads(holdfast("schedule", spec, *every, "--delete", *options).stdout)["removed"] == paused["paused"]
+        )
+        dry = json.loads(holdfast("upload", spec, "--dry-run", *options).stdout)
     assert dry == []  # nothing would be changed
 
 
@@ -260,10 +265,10 @@ def test_what_is_uploaded_and_scheduled_is_told_a_script(spec: Path) -> None:
 def test_with_json_a_failure_is_one_document_on_standard_output(
     spec: Path, arguments: tuple[str, ...], code: int, name: str
 ) -> None:
-    command = [sys.executable, "-m", "holdfast.pipelines.cli", *(one.format(spec=spec) for one in arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stderr
-    error = json.loads(done.stdout)["error"]
+    command = [sys.executable, "-m", "holdfast.pipelines.cli", *(argument.format(spec=spec) for argument in arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == code, result.stderr
+    error = json.loads(result.stdout)["error"]
     assert (error["code"], error["name"], error["retryable"]) == (code, name, False)
     assert error["message"]
     if name == "BAD_SPEC":
@@ -275,5 +280,5 @@ def test_with_json_a_failure_is_one_document_on_standard_output(
 
 def test_a_result_is_all_that_json_prints(spec: Path) -> None:
     command = [sys.executable, "-m", "holdfast.pipelines.cli", "validate", str(spec), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, json.loads(done.stdout)["name"]) == (0, "small")
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, json.loads(result.stdout)["name"]) == (0, "small")

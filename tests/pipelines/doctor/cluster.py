@@ -114,18 +114,18 @@ class Cluster:
                     assert "dryRun=All" in self.path
                     assert "fieldValidation=Strict" in self.path
                     account = review["spec"].get("serviceAccountName", "default")
-                    there = account == "default" or f"{ACCOUNT}/{account}" in cluster.objects
-                    refusal = cluster.refusal or ("" if there else f'serviceaccount "{account}" not found')
+                    exists = account == "default" or f"{ACCOUNT}/{account}" in cluster.objects
+                    refusal = cluster.refusal or ("" if exists else f'serviceaccount "{account}" not found')
                     if refusal:
                         self.answer(403, {"kind": "Status", "message": refusal})
                     else:
                         self.answer(201, review)
                     return
-                asked = review["spec"]["resourceAttributes"]
+                attributes = review["spec"]["resourceAttributes"]
                 cluster.users.add(review["spec"]["user"])
-                assert asked["namespace"] == "team"
-                resource = "/".join(part for part in (asked["resource"], asked.get("subresource")) if part)
-                review["status"] = {"allowed": f"{asked['verb']} {resource}" not in cluster.denied}
+                assert attributes["namespace"] == "team"
+                resource = "/".join(part for part in (attributes["resource"], attributes.get("subresource")) if part)
+                review["status"] = {"allowed": f"{attributes['verb']} {resource}" not in cluster.denied}
                 self.answer(201, review)
 
             def answer(self, status: int, body: dict[str, Any]) -> None:
@@ -167,12 +167,12 @@ def spec_with(**cluster: Any) -> Spec:
 
 def examined(spec: Spec | None = None, without: tuple[str, ...] = ("images",)) -> dict[str, list[doctor.Finding]]:
     """The findings about the cluster that are not fine, by their check; without a spec about all that there can be."""
-    found: dict[str, list[doctor.Finding]] = {}
+    findings: dict[str, list[doctor.Finding]] = {}
     for finding in doctor.examine(spec, everything=spec is None):
         if finding.outcome != "ok" and finding.check not in ("store", "mlflow", *without):
             assert finding.remedy, finding
-            found.setdefault(finding.check, []).append(finding)
-    return found
+            findings.setdefault(finding.check, []).append(finding)
+    return findings
 
 
 def only(found: dict[str, list[doctor.Finding]], check: str) -> doctor.Finding:

@@ -13,12 +13,12 @@ from tests.pipelines.doctor.cluster import Cluster, kubeconfig
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    made = Cluster()
-    monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, made.url)))
+    fake_cluster = Cluster()
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, fake_cluster.url)))
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", os.environ["KUBECONFIG"])
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.delenv("HOLDFAST_STORE", raising=False)
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
+    yield fake_cluster
+    fake_cluster.server.shutdown()
+    fake_cluster.server.server_close()

@@ -51,8 +51,10 @@ def test_the_doctor_looks_at_the_cluster_that_a_launcher_here_would_use(
 
 
 def command(tmp_path: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST", "MLFLOW", "AWS_"))}
-    environment = {**kept, "HOLDFAST_HOME": str(tmp_path / "home"), "KUBECONFIG": str(tmp_path / "none"), **more}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST", "MLFLOW", "AWS_"))
+    }
+    environment = {**inherited, "HOLDFAST_HOME": str(tmp_path / "home"), "KUBECONFIG": str(tmp_path / "none"), **more}
     return subprocess.run(
         [sys.executable, "-m", "holdfast.pipelines.cli", "doctor", *arguments],
         check=False, env=environment, capture_output=True, text=True, timeout=300,
@@ -60,18 +62,18 @@ def command(tmp_path: Path, *arguments: str, **more: str) -> subprocess.Complete
 
 
 def test_without_a_cluster_the_rest_is_checked_and_said(tmp_path: Path) -> None:
-    done = command(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "WARN  api server: no cluster is configured" in done.stdout
-    assert "OK    store:" in done.stdout
+    result = command(tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "WARN  api server: no cluster is configured" in result.stdout
+    assert "OK    store:" in result.stdout
     assert not list((tmp_path / "home/store").rglob("doctor/*"))
 
 
 def test_the_command_ends_with_the_code_of_the_first_failure_and_prints_json(tmp_path: Path, cluster: Cluster) -> None:
     cluster.denied.add("create pytorchjobs")
-    done = command(tmp_path, "--json", KUBECONFIG=os.environ["KUBECONFIG"])
-    assert done.returncode == 16, done.stderr
-    findings = json.loads(done.stdout)
+    result = command(tmp_path, "--json", KUBECONFIG=os.environ["KUBECONFIG"])
+    assert result.returncode == 16, result.stderr
+    findings = json.loads(result.stdout)
     failed = [finding for finding in findings if finding["outcome"] == "fail"]
     assert [finding["check"] for finding in failed] == ["permissions"]
     local = {finding["check"]: finding["outcome"] for finding in findings if finding["check"] in ("store", "mlflow")}
@@ -93,16 +95,20 @@ class _Forgetful(S3Server):
 def _store_finding(endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> doctor.Finding:
     import boto3
 
-    made = f"bucket-{uuid.uuid4().hex}"
+    new_bucket = f"bucket-{uuid.uuid4().hex}"
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     for name, value in {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "mine", "AWS_REGION": "us-east-1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     client = boto3.client("s3")
-    client.create_bucket(Bucket=made)
-    (finding,) = (each for each in doctor.examine(store=f"s3://{bucket or made}/prefix") if each.check == "store")
-    left = [each["Key"] for each in client.list_objects_v2(Bucket=made).get("Contents", [])]
-    assert [key for key in left if "doctor" in key] == []
+    client.create_bucket(Bucket=new_bucket)
+    (finding,) = (
+        candidate
+        for candidate in doctor.examine(store=f"s3://{bucket or new_bucket}/prefix")
+        if candidate.check == "store"
+    )
+    leftovers = [content["Key"] for content in client.list_objects_v2(Bucket=new_bucket).get("Contents", [])]
+    assert [key for key in leftovers if "doctor" in key] == []
     return finding
 
 
@@ -130,7 +136,7 @@ def test_a_bucket_that_does_not_exist_is_named(cluster: Cluster, monkeypatch: py
 
 def test_a_tracking_server_that_is_away_is_named_without_its_password(tmp_path: Path) -> None:
     uri = "http://me:hidden@127.0.0.1:9"
-    done = command(tmp_path, MLFLOW_TRACKING_URI=uri, MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
-    assert done.returncode == 203, done.stderr
-    assert "FAIL  mlflow: http://127.0.0.1:9" in done.stdout
-    assert "hidden" not in done.stdout + done.stderr
+    result = command(tmp_path, MLFLOW_TRACKING_URI=uri, MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
+    assert result.returncode == 203, result.stderr
+    assert "FAIL  mlflow: http://127.0.0.1:9" in result.stdout
+    assert "hidden" not in result.stdout + result.stderr

@@ -31,14 +31,14 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_capabilities_that_the_namespace_refuses_are_named(cluster: Cluster) -> None:
-    asked = spec_with(capabilities=["IPC_LOCK"])
+    spec = spec_with(capabilities=["IPC_LOCK"])
     for level, fine in (("restricted", False), ("baseline", False), ("privileged", True)):
         labels = {"pod-security.kubernetes.io/enforce": level}
         cluster.objects["/api/v1/namespaces/team"] = {"metadata": {"labels": labels}}
         if fine:
-            assert examined(asked) == {}
+            assert examined(spec) == {}
         else:
-            finding = only(examined(asked), "capabilities")
+            finding = only(examined(spec), "capabilities")
             assert finding.outcome == "fail"
             assert f"{level}, which refuses pods with IPC_LOCK" in finding.message
             assert "LimitMEMLOCK" in finding.remedy
@@ -57,15 +57,17 @@ def test_the_account_that_kubeflow_gives_its_runs_must_be_in_the_namespace(
     cluster: Cluster, named: str, missing: str
 ) -> None:
     """As in a profile where KFP's default account is not: the run failed before its first step, without a word."""
-    found = [
-        one for one in doctor.examine(spec_with(), backend="kubeflow", service_account=named)
-        if one.check == "service accounts" and one.outcome == "fail"
+    findings = [
+        finding for finding in doctor.examine(spec_with(), backend="kubeflow", service_account=named)
+        if finding.check == "service accounts" and finding.outcome == "fail"
     ]  # fmt: skip
-    assert [(missing in one.message, "before its first step" in one.message) for one in found] == [(True, True)]
-    assert "--service-account" in found[0].remedy
+    assert [(missing in finding.message, "before its first step" in finding.message) for finding in findings] == [
+        (True, True)
+    ]
+    assert "--service-account" in findings[0].remedy
     cluster.objects[f"{ACCOUNT}/{missing}"] = {}
-    found = [*doctor.examine(spec_with(), backend="kubeflow", service_account=named)]
-    assert not [one for one in found if one.check == "service accounts" and one.outcome == "fail"]
+    findings = [*doctor.examine(spec_with(), backend="kubeflow", service_account=named)]
+    assert not [finding for finding in findings if finding.check == "service accounts" and finding.outcome == "fail"]
 
 
 @pytest.mark.parametrize(
@@ -85,9 +87,9 @@ def test_the_account_that_kubeflow_gives_its_runs_must_be_in_the_namespace(
 def test_what_admission_has_against_a_pod_is_said_with_the_remedy(cluster: Cluster, said: str, words: str) -> None:
     assert examined(spec_with()) == {}
     cluster.refusal = said
-    found = examined(spec_with())["pod admission"]
-    assert [finding.outcome for finding in found] == ["fail", "fail"]
-    assert all(said.partition(": ")[2] in finding.message and words in finding.remedy for finding in found)
+    findings = examined(spec_with())["pod admission"]
+    assert [finding.outcome for finding in findings] == ["fail", "fail"]
+    assert all(said.partition(": ")[2] in finding.message and words in finding.remedy for finding in findings)
 
 
 def test_settings_and_secrets_are_looked_for_by_key_and_no_value_is_shown(cluster: Cluster) -> None:
@@ -121,8 +123,8 @@ def test_a_quota_has_room_for_what_is_exactly_left_of_it(cluster: Cluster, used:
     cluster.objects[QUOTAS] = {"items": [
         {"metadata": {"name": "q"}, "spec": {"hard": {"requests.cpu": "8"}}, "status": {"used": {"requests.cpu": used}}}
     ]}  # fmt: skip
-    found = examined(spec_with(image="registry.example/train:1", resources={"cpu": 4}))
-    assert ("quota" not in found) is fits
+    checks = examined(spec_with(image="registry.example/train:1", resources={"cpu": 4}))
+    assert ("quota" not in checks) is fits
 
 
 def test_a_claim_must_be_there_and_fit_many_pods(cluster: Cluster) -> None:
@@ -142,7 +144,7 @@ def test_a_flow_that_no_policy_lets_through_is_named(cluster: Cluster, port: int
     for policy in cluster.objects[POLICIES]["items"]:
         for rule in policy["spec"].get("egress", []):
             if "ports" in rule:
-                rule["ports"] = [one for one in rule["ports"] if one["port"] != port]
+                rule["ports"] = [entry for entry in rule["ports"] if entry["port"] != port]
         policy["spec"]["egress"] = [rule for rule in policy["spec"].get("egress", []) if rule.get("ports") != []]
     finding = only(examined(), "network policies")
     assert blocked in finding.message
@@ -151,7 +153,7 @@ def test_a_flow_that_no_policy_lets_through_is_named(cluster: Cluster, port: int
 
 def test_ranks_that_cannot_reach_each_other_are_named(cluster: Cluster) -> None:
     cluster.objects[POLICIES]["items"] = [
-        one for one in cluster.objects[POLICIES]["items"] if one["metadata"]["name"] != "holdfast-ranks"
+        policy for policy in cluster.objects[POLICIES]["items"] if policy["metadata"]["name"] != "holdfast-ranks"
     ]
     assert "ranks to ranks" in only(examined(), "network policies").message
 
@@ -163,11 +165,11 @@ def test_what_kubeflows_engine_does_not_try_again_is_said(cluster: Cluster, poli
 
 
 def test_images_without_a_registry_and_pull_secrets_that_are_not_there_are_named(cluster: Cluster) -> None:
-    found = examined(spec_with(image="registry.example/train:latest", pull_secrets=["pull"]), without=())["images"]
-    said = " ".join(finding.message for finding in found)
-    assert "names no registry" in said
-    assert "changes under its name" in said
-    assert "pull secret pull in team is not there" in said
+    findings = examined(spec_with(image="registry.example/train:latest", pull_secrets=["pull"]), without=())["images"]
+    messages = " ".join(finding.message for finding in findings)
+    assert "names no registry" in messages
+    assert "changes under its name" in messages
+    assert "pull secret pull in team is not there" in messages
 
 
 @pytest.mark.parametrize("right", ["create pytorchjobs", "delete pytorchjobs", "get pods/log", "list events"])
@@ -187,12 +189,12 @@ def test_each_right_of_the_launchers_role_is_asked_for_and_missed(cluster: Clust
         (group, resource): tuple(rule["verbs"])
         for rule in role["rules"] for group in rule["apiGroups"] for resource in rule["resources"]
     }  # fmt: skip
-    asked = {(group, resource): verbs for group, resource, verbs in permissions.LAUNCHER}
-    jobs = {(one.group, one.plural): permissions.JOB_VERBS for one in CUSTOM_RESOURCES if one.job}
-    assert {kind: set(verbs) for kind, verbs in {**asked, **jobs}.items()} == {
+    verbs_of = {(group, resource): verbs for group, resource, verbs in permissions.LAUNCHER}
+    jobs = {(kind.group, kind.plural): permissions.JOB_VERBS for kind in CUSTOM_RESOURCES if kind.job}
+    assert {kind: set(verbs) for kind, verbs in {**verbs_of, **jobs}.items()} == {
         kind: set(verbs) for kind, verbs in granted.items() if kind != ("trainer.kubeflow.org", "trainingruntimes")
     }
-    for (_, resource), verbs in {**asked, ("", "pytorchjobs"): permissions.JOB_VERBS}.items():
+    for (_, resource), verbs in {**verbs_of, ("", "pytorchjobs"): permissions.JOB_VERBS}.items():
         for verb in verbs:
             cluster.denied.add(f"{verb} {resource}")
             assert f"{verb} {resource}" in only(examined(), "permissions").message
@@ -207,6 +209,6 @@ def test_a_permission_for_a_kind_of_job_that_is_not_used_is_only_mentioned(clust
 
 def test_what_one_may_not_look_at_is_a_warning_and_the_rest_is_checked(cluster: Cluster) -> None:
     cluster.forbidden |= {DEPLOYMENTS, ACTIONS, QUEUE}
-    found = examined()
-    assert set(found) == {"gang scheduling", "volcano actions", "volcano queue"}
-    assert all(finding.outcome == "warn" and "could not look" in finding.message for (finding,) in found.values())
+    checks = examined()
+    assert set(checks) == {"gang scheduling", "volcano actions", "volcano queue"}
+    assert all(finding.outcome == "warn" and "could not look" in finding.message for (finding,) in checks.values())

@@ -24,18 +24,18 @@ UNUSED = ("Volcano", "Kueue", "Trainer 2", "gang", "preempt", "PriorityClass")
 
 def texts() -> list[str]:
     """The texts in the code of the doctor, of which it makes its remedies."""
-    found = []
+    strings = []
     for file in sorted((ROOT / "pipelines/doctor").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return found
+                strings.append(node.value)
+    return strings
 
 
 def named(pattern: str) -> set[str]:
-    found = {match for text in texts() for match in re.findall(pattern, text)}
-    assert found
-    return found
+    names = {match for text in texts() for match in re.findall(pattern, text)}
+    assert names
+    return names
 
 
 @pytest.mark.parametrize("pattern", [r"\bmanifests/[\w./-]*\w", r"(?<![\w/])docs/[\w./-]*\w"])
@@ -78,7 +78,7 @@ def test_a_file_that_is_to_be_applied_makes_the_object_that_is_missing(
     served = {path: cluster.objects[path] for path in cluster.objects if re.fullmatch(r"/apis/[^/]+(/v\w+)?", path)}
     everything_missing(cluster)
     cluster.objects |= served
-    applied = 0
+    count = 0
     for finding in doctor.examine(spec_with(**asked) if asked else None, everything=asked is None):
         missing = re.search(r"(?:no \S+ |service account )'([\w-]+)'", f"{finding.message}")
         if finding.outcome == "ok" or missing is None or finding.check not in doctor.examine.__globals__["CHECKS"]:
@@ -87,22 +87,26 @@ def test_a_file_that_is_to_be_applied_makes_the_object_that_is_missing(
         if missing[1] == "mine":
             assert file is None, "no manifest makes it"
         elif file is not None:
-            made = yaml.safe_load_all((ROOT / file[1]).read_text(encoding="utf-8"))
-            assert missing[1] in {one["metadata"]["name"] for one in made if one}
-            applied += 1
-    assert applied >= (0 if asked and "mine" in asked.values() else 2)
+            manifests = yaml.safe_load_all((ROOT / file[1]).read_text(encoding="utf-8"))
+            assert missing[1] in {manifest["metadata"]["name"] for manifest in manifests if manifest}
+            count += 1
+    assert count >= (0 if asked and "mine" in asked.values() else 2)
 
 
 def test_a_plain_run_in_a_profile_of_kubeflow_is_not_told_of_volcano_kueue_and_trainer_2(cluster: Cluster) -> None:
     """As at a real Kubeflow Pipelines with the training operator, where six of ten warnings were of these."""
     for path in list(cluster.objects):
-        if any(word in path for word in ("volcano", "kueue", "trainer", "priorityclasses")) or path.startswith(ACCOUNT):
+        if any(term in path for term in ("volcano", "kueue", "trainer", "priorityclasses")) or path.startswith(ACCOUNT):
             del cluster.objects[path]
     cluster.objects[f"{ACCOUNT}/default-editor"] = {}
     operator = cluster.objects["/apis/apps/v1/deployments"]["items"][0]
     operator["spec"]["template"]["spec"]["containers"][0]["args"] = []
-    for asked in (spec_with(), None):
-        found = [one for one in doctor.examine(asked) if one.outcome != "ok"]
-        assert not [one for one in found if any(word in one.message + one.check for word in UNUSED)], found
-    told = [one.message for one in doctor.examine(spec_with(), everything=True) if one.outcome == "warn"]
-    assert all(any(word in text for text in told) for word in ("Volcano", "Kueue", "Trainer 2", "PriorityClass"))
+    for spec in (spec_with(), None):
+        findings = [finding for finding in doctor.examine(spec) if finding.outcome != "ok"]
+        assert not [
+            finding for finding in findings if any(term in finding.message + finding.check for term in UNUSED)
+        ], findings
+    messages = [
+        finding.message for finding in doctor.examine(spec_with(), everything=True) if finding.outcome == "warn"
+    ]
+    assert all(any(term in text for text in messages) for term in ("Volcano", "Kueue", "Trainer 2", "PriorityClass"))

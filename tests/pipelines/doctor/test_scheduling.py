@@ -35,7 +35,7 @@ def test_a_cluster_in_order_has_nothing_to_mend(cluster: Cluster) -> None:
         "gang scheduling", "volcano actions", "volcano queue", "kueue queue", "permissions", "service accounts",
         "priority class", "store", "mlflow",
     }  # fmt: skip
-    assert all(asked.startswith("GET") or asked.endswith("/subjectaccessreviews") for asked in cluster.asked)
+    assert all(request.startswith("GET") or request.endswith("/subjectaccessreviews") for request in cluster.asked)
     assert cluster.users == {"system:serviceaccount:team:holdfast-launcher"}
 
 
@@ -72,9 +72,9 @@ def test_a_version_without_the_resource_is_not_said_to_be_missing(cluster: Clust
 def test_what_the_spec_asks_for_must_be_there(cluster: Cluster) -> None:
     del cluster.objects["/apis/scheduling.volcano.sh/v1beta1"]
     del cluster.objects["/apis/kueue.x-k8s.io/v1beta2"]
-    found = examined(spec_with(scheduler="volcano", queue="holdfast"))
-    assert found["queues.scheduling.volcano.sh"][0].outcome == "fail"
-    assert "localqueues.kueue.x-k8s.io" not in found
+    checks = examined(spec_with(scheduler="volcano", queue="holdfast"))
+    assert checks["queues.scheduling.volcano.sh"][0].outcome == "fail"
+    assert "localqueues.kueue.x-k8s.io" not in checks
     assert examined(spec_with(scheduler="kueue", queue="holdfast"))["localqueues.kueue.x-k8s.io"][0].outcome == "fail"
 
 
@@ -132,38 +132,38 @@ def test_an_object_that_the_spec_names_must_be_there(cluster: Cluster, fields: d
 
 
 def test_a_device_that_no_node_has_enough_of_is_named(cluster: Cluster) -> None:
-    asked = spec_with(accelerator="nvidia", resources={"extended": {"vpc.amazonaws.com/efa": 4}})
+    spec = spec_with(accelerator="nvidia", resources={"extended": {"vpc.amazonaws.com/efa": 4}})
     node = {"status": {"allocatable": {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "4"}}}
     cluster.objects["/api/v1/nodes"] = {"items": [{"status": {"allocatable": {"cpu": "4"}}}, node]}
-    assert examined(asked) == {}
+    assert examined(spec) == {}
     node["status"]["allocatable"]["vpc.amazonaws.com/efa"] = "3"
-    finding = only(examined(asked), "devices")
+    finding = only(examined(spec), "devices")
     assert finding.outcome == "warn"
     assert "no node has 4 of vpc.amazonaws.com/efa: the most is 3" in finding.message
 
 
 @pytest.mark.parametrize(("placement", "outcome"), [("prefer", "warn"), ("require", "fail")])
 def test_neighbours_that_volcano_does_not_know_are_named(cluster: Cluster, placement: str, outcome: str) -> None:
-    asked = spec_with(
+    spec = spec_with(
         scheduler="volcano", job="volcano", queue="holdfast", topology={"placement": placement, "tier": 1}
     )  # fmt: skip
-    assert only(examined(asked), "topology").outcome == outcome
+    assert only(examined(spec), "topology").outcome == outcome
     cluster.objects["/apis/topology.volcano.sh/v1alpha1/hypernodes"] = {"items": [{"spec": {"tier": 2}}]}
-    assert "tiers are [2]" in only(examined(asked), "topology").message
+    assert "tiers are [2]" in only(examined(spec), "topology").message
     cluster.objects["/apis/topology.volcano.sh/v1alpha1/hypernodes"]["items"].append({"spec": {"tier": 1}})
-    assert examined(asked) == {}
+    assert examined(spec) == {}
 
 
 def test_a_resource_of_which_kueue_has_no_quota_is_named(cluster: Cluster) -> None:
-    asked = spec_with(scheduler="kueue", queue="holdfast", resources={"extended": {"rdma/hca": 1}})
+    spec = spec_with(scheduler="kueue", queue="holdfast", resources={"extended": {"rdma/hca": 1}})
     cluster.objects["/api/v1/nodes"] = {"items": [{"status": {"allocatable": {"rdma/hca": "1k"}}}]}
     cluster.objects["/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses/holdfast-standard"] = {"value": 1}
     path = "/apis/kueue.x-k8s.io/v1beta2/clusterqueues/holdfast"
-    assert "no ClusterQueue holdfast" in only(examined(asked), "kueue quota").message
+    assert "no ClusterQueue holdfast" in only(examined(spec), "kueue quota").message
     cluster.objects[path] = {"spec": {"resourceGroups": [{"coveredResources": ["cpu", "memory"]}]}}
-    assert "no quota of rdma/hca" in only(examined(asked), "kueue quota").message
+    assert "no quota of rdma/hca" in only(examined(spec), "kueue quota").message
     cluster.objects[path]["spec"]["resourceGroups"].append({"coveredResources": ["rdma/hca"]})
-    assert examined(asked) == {}
+    assert examined(spec) == {}
 
 
 def test_a_queue_that_admits_nothing_is_named_with_its_reason(cluster: Cluster) -> None:
@@ -188,12 +188,12 @@ def test_a_node_counts_when_it_has_exactly_what_one_node_of_the_gang_takes_or_mo
 ) -> None:
     (node,) = cluster.objects["/api/v1/nodes"]["items"]
     node["status"]["allocatable"]["nvidia.com/gpu"] = str(offered)
-    asked = spec_with(accelerator="nvidia", image="registry.example/train:1", nodes={"min": 1, "max": 1})
-    parallel = asked.parallel.model_copy(update={"processes": processes})
-    found = examined(asked.model_copy(update={"parallel": parallel}))
-    assert ("accelerators" not in found) is bool(fit)
+    spec = spec_with(accelerator="nvidia", image="registry.example/train:1", nodes={"min": 1, "max": 1})
+    parallel = spec.parallel.model_copy(update={"processes": processes})
+    checks = examined(spec.model_copy(update={"parallel": parallel}))
+    assert ("accelerators" not in checks) is bool(fit)
     if not fit:
-        assert f"0 of 1 nodes that fit cluster.node_selector offer {processes}" in found["accelerators"][0].message
+        assert f"0 of 1 nodes that fit cluster.node_selector offer {processes}" in checks["accelerators"][0].message
 
 
 @pytest.mark.parametrize(
@@ -210,20 +210,20 @@ def test_a_partition_of_slurm_that_fits_exactly_is_fine(nodes: int, cores: int, 
 
 
 def test_nodes_that_know_no_fp8_are_named(cluster: Cluster) -> None:
-    asked = spec_with(accelerator="nvidia").model_copy(
+    spec = spec_with(accelerator="nvidia").model_copy(
         update={"training": spec_with().training.model_copy(update={"precision": "fp8"})}
     )
     (node,) = cluster.objects["/api/v1/nodes"]["items"]
-    assert examined(asked) == {}, "a node that says nothing is not judged"
+    assert examined(spec) == {}, "a node that says nothing is not judged"
     node["metadata"] |= {
         "name": "a100",
         "labels": {"nvidia.com/gpu.compute.major": "8", "nvidia.com/gpu.compute.minor": "0"},
     }
-    finding = only(examined(asked), "accelerators")
+    finding = only(examined(spec), "accelerators")
     assert finding.outcome == "warn"
     assert "1 of 1 nodes" in finding.message and "a100" in finding.message
     node["metadata"]["labels"]["nvidia.com/gpu.compute.minor"] = "9"
-    assert examined(asked) == {}
+    assert examined(spec) == {}
 
 
 @pytest.mark.parametrize("scheduler", ["default", "kueue"])

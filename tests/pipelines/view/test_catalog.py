@@ -46,8 +46,8 @@ class Counted(MemoryStore):
 
 def write(store: Store, run_id: str, name: str, **more: bytes) -> None:
     """A run with a result, and with more of its records."""
-    told = {"spec": {"name": name, "training": {"steps": 10}}, "dataset_id": "d"}
-    store.put(layout.run(run_id, "run.json"), json.dumps(told).encode())
+    document = {"spec": {"name": name, "training": {"steps": 10}}, "dataset_id": "d"}
+    store.put(layout.run(run_id, "run.json"), json.dumps(document).encode())
     store.put(layout.result(run_id), b'{"step": 10, "loss": 1.5}')
     for file, data in more.items():
         store.put(layout.run(run_id, f"{file}.json"), data)
@@ -61,11 +61,11 @@ DAMAGED = [b"{", b"[" * 200_000, b"", b"\xff", b"null", b"[]", b'"x"', b'{"spec"
 def test_a_damaged_record_of_a_run_hides_no_other_run_and_is_named(folder_store: Store, name: str, data: bytes) -> None:
     write(folder_store, "aaaa", "good")
     write(folder_store, "bbbb", "bad", **{name: data})
-    found = {record.run_id: record for record in all_runs(folder_store)}
-    assert found.keys() == {"aaaa", "bbbb"}
-    assert found["aaaa"].unreadable == []
-    (said,) = found["bbbb"].as_json()["unreadable"]
-    assert f"runs/bbbb/{name}.json: is damaged" in said
+    records = {record.run_id: record for record in all_runs(folder_store)}
+    assert records.keys() == {"aaaa", "bbbb"}
+    assert records["aaaa"].unreadable == []
+    (message,) = records["bbbb"].as_json()["unreadable"]
+    assert f"runs/bbbb/{name}.json: is damaged" in message
     assert find_run(folder_store, "good").run_id == "aaaa"
     assert find_run(folder_store, "aa").run_id == "aaaa"
     assert find_record(folder_store, "aaaa") is None
@@ -90,21 +90,21 @@ def test_a_record_of_other_types_hides_no_run(folder_store: Store, name: str, da
     for record in all_runs(folder_store):
         record.as_json()
         assert record.state
-    shown = CliRunner().invoke(app, ["runs", "--store", folder_store.url])
-    assert shown.exit_code == 0
-    assert "good" in shown.stdout
+    result = CliRunner().invoke(app, ["runs", "--store", folder_store.url])
+    assert result.exit_code == 0
+    assert "good" in result.stdout
 
 
 def test_the_command_says_on_one_line_what_it_cannot_read_and_how_many_runs_it_leaves_out(folder_store: Store) -> None:
     write(folder_store, "aaaa", "good")
     write(folder_store, "bbbb", "bad", result=b"{")
-    shown = CliRunner().invoke(app, ["runs", "--store", folder_store.url, "--json"])
-    assert [bool(each["unreadable"]) for each in json.loads(shown.stdout)].count(True) == 1
-    assert shown.stderr.count("runs/bbbb/result.json: is damaged") == 1
+    result = CliRunner().invoke(app, ["runs", "--store", folder_store.url, "--json"])
+    assert [bool(run["unreadable"]) for run in json.loads(result.stdout)].count(True) == 1
+    assert result.stderr.count("runs/bbbb/result.json: is damaged") == 1
     for run_id in ("aaaa", "bbbb"):
         mark_name(folder_store, "n", run_id)
-    shown = CliRunner().invoke(app, ["runs", "--store", folder_store.url, "--limit", "1"])
-    assert "note: 1 older runs are not shown" in shown.stderr
+    result = CliRunner().invoke(app, ["runs", "--store", folder_store.url, "--limit", "1"])
+    assert "note: 1 older runs are not shown" in result.stderr
 
 
 def test_an_id_and_a_name_are_found_without_a_look_at_other_runs() -> None:
@@ -144,8 +144,8 @@ def test_the_newest_runs_cost_as_many_requests_as_are_shown_whatever_there_is() 
         write(store, f"{number:04x}", "tiny")
         mark_name(store, "tiny", f"{number:04x}")
     store.requests.clear()
-    found, left = some_runs(store, 20)
-    assert (len(found), left) == (20, 380)
+    records, remaining = some_runs(store, 20)
+    assert (len(records), remaining) == (20, 380)
     assert len(store.requests) <= 20 * 4 + 4
     assert len(all_runs(store)) == 400
 
@@ -155,9 +155,9 @@ def test_of_very_many_runs_of_one_name_the_newest_submission_costs_few_requests(
     for number in range(400):
         Record("argo", f"w{number}", f"{number:04x}", "nightly", "", 5.0 + number).write(store)
     store.requests.clear()
-    found = find_record(store, "nightly")
-    assert found is not None
-    assert found.id == "w399"
+    record = find_record(store, "nightly")
+    assert record is not None
+    assert record.id == "w399"
     assert len(store.requests) <= 40
 
 
@@ -181,7 +181,7 @@ def test_a_submission_is_found_by_its_id_its_name_and_what_the_backend_calls_it(
     record.write(folder_store)
     write(folder_store, "bbbb", "other", backend=b"{")
     for wanted in ("aaaa", "aa", "tiny", "workflow-x", "job-x"):
-        found = find_record(folder_store, wanted)
-        assert found is not None, wanted
-        assert found.id == "workflow-x"
+        run_record = find_record(folder_store, wanted)
+        assert run_record is not None, wanted
+        assert run_record.id == "workflow-x"
     assert find_record(folder_store, "none") is None

@@ -19,9 +19,9 @@ def test_a_trial_is_the_best_only_if_it_is_blessed(tmp_path: Path, word: str, be
         state_digest="ab",
     )  # fmt: skip
     other = row.model_copy(update={"run_id": "2", "loss": 2.0, "word": "not_blessed"})
-    found = Comparison(sweep_id="s", name="small-sweep", dataset_id="d", rows=(row, other))
+    comparison = Comparison(sweep_id="s", name="small-sweep", dataset_id="d", rows=(row, other))
     console = Console(record=True, width=150)
-    print_comparison(console, found, open_store(f"file://{tmp_path}"))
-    told = console.export_text()
-    assert ("│ best │" in told) is best
-    assert ("no trial is blessed, so none is the best, and none is registered" in told) is not best
+    print_comparison(console, comparison, open_store(f"file://{tmp_path}"))
+    output = console.export_text()
+    assert ("│ best │" in output) is best
+    assert ("no trial is blessed, so none is the best, and none is registered" in output) is not best

@@ -36,13 +36,13 @@ def test_a_run_that_trains_is_on_one_screen() -> None:
         screen.take([at(45, progress, 2)])
     screen.take([at(46, SaveCommitted(step=10, seconds=1), 2)])
     screen.take([at(46, StragglerDetected(rank=1, phase="data", ratio=1.5, seconds=0.1, step=12), 2)])
-    shown = seen(screen, 48)
-    wanted = (
+    text = seen(screen, 48)
+    expected = (
         "small  fedcba9876543210", "step 12 of 40", "1 min 30 s left", "█▁ 2.0000", "10,000 tokens/s", "40.0 % MFU",
         "saved step 10, 2 steps since", "goodput", "launch 1 ended (lost peer)", "resuming from step 10",
     )  # fmt: skip
-    for words in wanted:
-        assert words in shown, shown
+    for phrase in expected:
+        assert phrase in text, text
     assert not screen.has_ended
 
 
@@ -61,17 +61,17 @@ def test_accelerators_are_shown_as_their_drivers_tell_of_them_and_who_is_held_ba
     cool = TimeSpent(rank=0, step=1, utilisation=0.9, watts=600.0, memory_used=60 * 10**9, memory_total=80 * 10**9)
     hot = cool.model_copy(update={"rank": 1, "watts": 400.0, "memory_used": 70 * 10**9, "clock_reasons": 0x24})
     screen.take([at(9, cool, 1), at(9, hot, 1)])
-    shown = seen(screen, 10)
-    wanted = (
+    text = seen(screen, 10)
+    expected = (
         "accelerators: 90 % busy, 500 W each (1.00 kW), 70.0 of 80.0 GB in the fullest",
         "the accelerator of rank 1 is held back: hot", "not told: celsius (Not Supported)",
     )  # fmt: skip
-    for words in wanted:
-        assert words in shown, shown
-    assert "°C" not in shown and "MHz" not in shown
+    for phrase in expected:
+        assert phrase in text, text
+    assert "°C" not in text and "MHz" not in text
     screen.take([at(11, AttemptBegan(world=1, step=1, steps=40), 2)])
-    shown = seen(screen, 12)
-    assert "600 W each," in shown and "held back" not in shown, shown
+    text = seen(screen, 12)
+    assert "600 W each," in text and "held back" not in text, text
     screen.take([at(13, LaunchEnded(launch=1, code=0))])
     assert "accelerators" not in seen(screen, 14)
 
@@ -88,7 +88,7 @@ def test_it_ends_with_the_run_and_a_slow_rank_has_a_mark_of_its_own() -> None:
 
 def test_a_run_that_ended_and_was_resumed_is_watched_until_its_new_launch_ends() -> None:
     screen = Screen("small", "r")
-    told: list[tuple[Event, bool]] = [
+    sequence: list[tuple[Event, bool]] = [
         (LaunchBegan(launch=1, job="here", nodes=1, processes=2), False),
         (LaunchEnded(launch=1, code=205, restart_in=3.0), False),  # the next one is on its way
         (LaunchBegan(launch=2, job="here", nodes=1, processes=2), False),
@@ -97,11 +97,11 @@ def test_a_run_that_ended_and_was_resumed_is_watched_until_its_new_launch_ends()
         (Progress(step=11, steps=40, loss=4.0, tokens_per_second=1e4, seconds_left=90, step_seconds=0.5), False),
         (LaunchEnded(launch=3, code=0), True),
     ]
-    for number, (event, ended) in enumerate(told):
+    for number, (event, ends) in enumerate(sequence):
         screen.take([at(10 * number, event)])
-        assert screen.has_ended is ended, event
+        assert screen.has_ended is ends, event
     whole = Screen("small", "r")
-    whole.take(at(10 * number, event) for number, (event, _) in enumerate(told[:-1]))
+    whole.take(at(10 * number, event) for number, (event, _) in enumerate(sequence[:-1]))
     assert not whole.has_ended  # read from the store in one go
 
 

@@ -35,9 +35,9 @@ def progress(time: float, step: int) -> Event:
 
 
 def test_the_page_grows_with_the_run_and_stops_asking_when_it_has_ended(store: Store, tmp_path: Path) -> None:
-    story = killed_once()
+    events = killed_once()
     page = TrainingPage(tiny_spec("cluster.prices.accelerator_hour=36"), RUN, store, tmp_path / "pages" / "run.html")
-    tell(store, [*story[:5], progress(8, 1)])
+    tell(store, [*events[:5], progress(8, 1)])
     page.write(follow=True)
     first = page.path.read_text()
     assert page.goes_on
@@ -45,14 +45,14 @@ def test_the_page_grows_with_the_run_and_stops_asking_when_it_has_ended(store: S
     assert "step 1 of 12 · as of " in first
     assert "too few steps to draw" in first
 
-    tell(store, [*story[:5], progress(8, 1), progress(9, 5), progress(10, 6)])
+    tell(store, [*events[:5], progress(8, 1), progress(9, 5), progress(10, 6)])
     page.write(follow=True)
-    grown = page.path.read_text()
-    assert REFRESH in grown
-    assert "step 6 of 12" in grown
-    assert "<polyline" in grown
+    html = page.path.read_text()
+    assert REFRESH in html
+    assert "step 6 of 12" in html
+    assert "<polyline" in html
 
-    tell(store, [*story[:5], progress(8, 1), progress(9, 5), progress(10, 6), *story[5:]])
+    tell(store, [*events[:5], progress(8, 1), progress(9, 5), progress(10, 6), *events[5:]])
     write_committed(store, RUN, 0, [{"step": step, "loss": 9.0 - step, "grad_norm": 1.0} for step in range(1, 13)])
     page.write(follow=True)
     whole = page.path.read_text()
@@ -70,23 +70,23 @@ def test_the_page_grows_with_the_run_and_stops_asking_when_it_has_ended(store: S
 
 def test_every_accelerator_is_on_the_page_with_what_its_driver_tells(store: Store, tmp_path: Path) -> None:
     page = TrainingPage(tiny_spec(), RUN, store, tmp_path / "run.html")
-    story = killed_once()[:5]
-    tell(store, story)
+    events = killed_once()[:5]
+    tell(store, events)
     page.write(follow=True)
     assert "ccelerators" not in page.path.read_text().replace("Accelerator-hours", "")
-    told = [
+    readings = [
         at(10 + step, TimeSpent(rank=rank, step=step, utilisation=0.5 + rank / 4, watts=500.0 + 100 * rank), 1)
         for step in (1, 2) for rank in (0, 1)
     ]  # fmt: skip
-    told[-1] = told[-1].model_copy(update={"clock_reasons": 0x40})
-    tell(store, [*story, *told])
+    readings[-1] = readings[-1].model_copy(update={"clock_reasons": 0x40})
+    tell(store, [*events, *readings])
     page = TrainingPage(tiny_spec(), RUN, store, tmp_path / "run.html")
     page.write(follow=True)
     html = page.path.read_text()
-    for words in ("<td>1</td><td>75 %</td><td>600 W</td>", "<td>too hot</td>", "Power of an accelerator, watts",
+    for phrase in ("<td>1</td><td>75 %</td><td>600 W</td>", "<td>too hot</td>", "Power of an accelerator, watts",
                   '<span class="key second"></span>highest', '<span class="key third"></span>mean',
                   "step 2\nhighest: 600\nmean: 550"):  # fmt: skip
-        assert words in html, words
+        assert phrase in html, phrase
     assert "Temperature of an accelerator" not in html  # which nobody told
 
 

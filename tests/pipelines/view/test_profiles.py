@@ -37,11 +37,11 @@ def test_a_run_that_ended_before_it_was_asked_is_not_waited_for(store: Store, co
 
 
 def test_a_run_that_begins_again_is_waited_for_until_its_trace_is_there(store: Store) -> None:
-    begun = time.time()
+    start = time.time()
     told(store, BEGAN, LaunchEnded(launch=1, code=13), BEGAN, LaunchEnded(launch=2, code=137, restart_in=0.0))
     later = threading.Thread(target=told, args=(store, ProfileSaved(first=1, last=2, key="k")))
     later.start()
-    assert wait_for_trace(store, RUN, begun) == "k"
+    assert wait_for_trace(store, RUN, start) == "k"
     later.join()
 
 

@@ -30,9 +30,9 @@ def test_a_run_shows_the_plans_that_it_was_computed_under_finished_or_not(
     store = open_store((tmp_path / "store").as_uri())
     store.put(key, json.dumps({"step": 30, "segments": two_segments()}).encode())
     print_run(find_run(store, RUN_ID), store)
-    shown = capsys.readouterr().out
-    assert "from step 0: ddp, 1 process on 1 node, cpu, torch 2.13.0" in shown
-    assert "from step 30: parallel.strategy: ddp before, fsdp now" in shown
+    output = capsys.readouterr().out
+    assert "from step 0: ddp, 1 process on 1 node, cpu, torch 2.13.0" in output
+    assert "from step 30: parallel.strategy: ddp before, fsdp now" in output
 
 
 SPEC = "{name: small, data: {sources: [{uri: x}]}, training: {steps: 90}}"
@@ -42,10 +42,10 @@ SPEC = "{name: small, data: {sources: [{uri: x}]}, training: {steps: 90}}"
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """A store with a run of 90 steps that has just begun."""
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
-    opened = open_store((tmp_path / "store").as_uri())
-    described = {"name": "small", "spec": parse_spec(SPEC).model_dump(mode="json")}
-    opened.put(layout.run(RUN_ID, "run.json"), json.dumps(described).encode())
-    return opened
+    run_store = open_store((tmp_path / "store").as_uri())
+    document = {"name": "small", "spec": parse_spec(SPEC).model_dump(mode="json")}
+    run_store.put(layout.run(RUN_ID, "run.json"), json.dumps(document).encode())
+    return run_store
 
 
 def shown(store: Store, capsys: pytest.CaptureFixture[str], **more: bool) -> str:
@@ -76,8 +76,8 @@ def test_a_run_that_goes_on_shows_how_far_it_is_and_how_its_ranks_changed(
 def test_a_run_that_failed_says_so_and_why_until_it_is_submitted_again(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = {"status": "failed", "failed_step": "train", "reason": "no text", "next_command": "mend it", "ended": 5.0}
-    store.put(layout.run(RUN_ID, "summary.json"), json.dumps(told).encode())
+    summary = {"status": "failed", "failed_step": "train", "reason": "no text", "next_command": "mend it", "ended": 5.0}
+    store.put(layout.run(RUN_ID, "summary.json"), json.dumps(summary).encode())
     page = shown(store, capsys)
     assert "state       failed" in page
     assert "why         train: no text" in page
@@ -106,8 +106,8 @@ def test_what_the_dataset_dropped_is_shown_with_an_example_for_each_reason(
     (tmp_path / "gone.jsonl").symlink_to("/nowhere")
     data = {"sources": [{"uri": f"{tmp_path}/*.jsonl"}], "workers": 1, "cleaning": {"on_bad_record": "skip"}}
     spec = Spec.model_validate({"name": "small", "data": {**data, "tokenizer": {"vocabulary": 300}}})
-    described = {"name": "small", "spec": spec.model_dump(mode="json"), "dataset_id": prepare(spec, store).dataset_id}
-    store.put(layout.run(RUN_ID, "run.json"), json.dumps(described).encode())
+    document = {"name": "small", "spec": spec.model_dump(mode="json"), "dataset_id": prepare(spec, store).dataset_id}
+    store.put(layout.run(RUN_ID, "run.json"), json.dumps(document).encode())
     page = shown(store, capsys)
     print_summary(Console(width=300), store, find_run(store, RUN_ID), None)
     summary = capsys.readouterr().out
@@ -116,6 +116,6 @@ def test_what_the_dataset_dropped_is_shown_with_an_example_for_each_reason(
         assert f"1 no text, the first: {tmp_path}/a.jsonl:33 has no text under 'text'" in text
         assert f"1 not json, the first: {tmp_path}/a.jsonl:31 is not JSON" in text
         assert f"1 left out, link to nothing: {tmp_path}/gone.jsonl" in text
-    told = accounts(find_run(store, RUN_ID), store)
-    assert told["dropped"] == {"duplicate": 1, "no_text": 1, "not_json": 1}
-    assert told["dropped_examples"]["duplicate"]["place"] == f"{tmp_path}/a.jsonl:32"  # type: ignore[index]
+    report = accounts(find_run(store, RUN_ID), store)
+    assert report["dropped"] == {"duplicate": 1, "no_text": 1, "not_json": 1}
+    assert report["dropped_examples"]["duplicate"]["place"] == f"{tmp_path}/a.jsonl:32"  # type: ignore[index]

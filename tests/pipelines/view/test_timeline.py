@@ -28,7 +28,7 @@ def test_the_timeline_has_what_matters_in_order_and_how_far_it_is(
         emit(AttemptBegan(world=2, step=30, steps=90, device="cpu"))
         emit(SaveCommitted(step=40, seconds=1))
         emit(Progress(step=41, steps=90, loss=1, grad_norm=1, tokens_per_second=1, seconds_left=1))
-    assert [(who, what) for _, who, what in timeline(read_events(store, "r"))] == [
+    assert [(source, event) for _, source, event in timeline(read_events(store, "r"))] == [
         ("rank 0", "attempt 1: starting from step 0 of 90 on cpu x 2"),
         ("rank 0", "saved 3 checkpoints, steps 10 to 30; training waited 0.75 s"),
         ("train", "launch 1 ended (killed); starting the next in 0 s"),

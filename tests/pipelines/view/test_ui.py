@@ -70,9 +70,9 @@ def test_the_ui_answers_who_has_the_password_and_nobody_else_and_leaves_nothing_
         status, page = get(url, password)
         assert (status, b"MLflow" in page) == (200, True)
         family = psutil.Process(process.pid).children(recursive=True)
-        shown = " ".join(" ".join(member.cmdline()) for member in family)
-        assert "a-secret-name" not in shown
-        assert password not in shown
+        command_lines = " ".join(" ".join(member.cmdline()) for member in family)
+        assert "a-secret-name" not in command_lines
+        assert password not in command_lines
         # What asks an MLflow server, asks with the password where there is one.
         monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
         monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
@@ -81,9 +81,9 @@ def test_the_ui_answers_who_has_the_password_and_nobody_else_and_leaves_nothing_
             monkeypatch.delenv(name, raising=False)
         store = open_store(f"file://{tmp_path / 'store'}")
         for ask in (lambda: champion("story", store), lambda: require_usable(made.spec())):
-            with pytest.raises(HoldfastError, match="MLFLOW_TRACKING_USERNAME") as refused:
+            with pytest.raises(HoldfastError, match="MLFLOW_TRACKING_USERNAME") as error:
                 ask()
-            assert refused.value.exit_code == ExitCode.ACCESS_DENIED
+            assert error.value.exit_code == ExitCode.ACCESS_DENIED
         monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "holdfast")
         monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", password)
         require_usable(made.spec())
@@ -118,7 +118,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path)}
         command = [sys.executable, "-m", "holdfast.pipelines.cli", "ui", "--port", port]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert port in done.stderr
-    assert "--port 0" in done.stderr
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert port in result.stderr
+    assert "--port 0" in result.stderr

@@ -60,7 +60,7 @@ class Argo:
     """A namespace with objects in it. `instead`: the codes with which the first tries of a template end, unstarted."""
 
     def __init__(self, objects: Sequence[Object], folder: Path, environment: Mapping[str, str]) -> None:
-        self._objects = {(thing["kind"], thing["metadata"]["name"]): thing for thing in objects}
+        self._objects = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in objects}
         self._folder, self.environment = folder, environment
         self._runs = 0
         self.instead: dict[str, list[int]] = {}
@@ -91,8 +91,8 @@ class Argo:
         ]
         # Argo quotes this one once more, so that it survives being put into JSON.
         scope |= {"workflow.status": phase, "workflow.failures": json.dumps(json.dumps(failures))}
-        handled, _ = execution.template(whole["onExit"], {}, "onExit")
-        return Workflow(phase if handled == "Succeeded" else "Error", execution.nodes)
+        handler_phase, _ = execution.template(whole["onExit"], {}, "onExit")
+        return Workflow(phase if handler_phase == "Succeeded" else "Error", execution.nodes)
 
 
 class _Execution:
@@ -122,13 +122,15 @@ class _Execution:
             elif "withParam" in task:
                 self.nodes[name] = Node(name, task["template"], self._each(task, scope))
             else:
-                given = substituted(task.get("arguments", {}), scope).get("parameters", ())
-                phase, outputs = self.template(task["template"], {one["name"]: one["value"] for one in given}, name)
+                parameters = substituted(task.get("arguments", {}), scope).get("parameters", ())
+                phase, outputs = self.template(
+                    task["template"], {parameter["name"]: parameter["value"] for parameter in parameters}, name
+                )
                 self.nodes.setdefault(name, Node(name, task["template"], phase))
                 scope = scope | {f"tasks.{name}.outputs.parameters.{key}": value for key, value in outputs.items()}
             phases[name] = self.nodes[name].phase
         targets = dag.get("target", "").split() or list(phases)
-        failed = [phases[one] for one in targets if phases[one] in ("Failed", "Error")]
+        failed = [phases[target] for target in targets if phases[target] in ("Failed", "Error")]
         return failed[0] if failed else "Failed" if self._omitted(targets, phases, tasks) else "Succeeded"
 
     def _omitted(self, targets: list[str], phases: dict[str, str], tasks: list[Object]) -> bool:
@@ -138,16 +140,16 @@ class _Execution:
         def fails(name: str) -> bool:
             if phases[name] != "Omitted":
                 return phases[name] in ("Failed", "Error")
-            return any(fails(one) for one in before[name])
+            return any(fails(task_name) for task_name in before[name])
 
-        return any(fails(one) for one in targets)
+        return any(fails(target) for target in targets)
 
     def _each(self, task: Object, scope: dict[str, str]) -> str:
         """A task once for each item of a list, as nodes called after number and item; an empty list is skipped."""
         phases = []
         for number, item in enumerate(json.loads(substituted(task["withParam"], scope))):
-            given = substituted(task["arguments"], scope | {"item": item})["parameters"]
-            inputs = {one["name"]: one["value"] for one in given}
+            parameters = substituted(task["arguments"], scope | {"item": item})["parameters"]
+            inputs = {parameter["name"]: parameter["value"] for parameter in parameters}
             phases.append(self.template(task["template"], inputs, f"{task['name']}({number}:{item})")[0])
         failed = [phase for phase in phases if phase != "Succeeded"]
         return failed[0] if failed else "Succeeded" if phases else "Skipped"
@@ -168,9 +170,9 @@ class _Execution:
         return node.phase, node.outputs
 
     def _once(self, template: Object, node: Node) -> None:
-        planned = self.argo.instead.get(node.template, [])
-        if planned:
-            node.codes.append(planned.pop(0))
+        planned_codes = self.argo.instead.get(node.template, [])
+        if planned_codes:
+            node.codes.append(planned_codes.pop(0))
         else:
             name = re.sub(r"[^\w.-]", "-", node.name)
             root = self.argo._folder / f"{self.scope['workflow.name']}-{name}-{len(node.codes)}"
@@ -185,21 +187,21 @@ class _Execution:
         container, outputs = template["container"], template.get("outputs", {})
         files = {artifact["path"]: artifact["raw"]["data"] for artifact in template["inputs"]["artifacts"]}
         files |= {artifact["path"]: "" for artifact in outputs.get("artifacts", ())}
-        folders = {str(Path(one["valueFrom"]["path"]).parent) for one in outputs.get("parameters", ())}
-        folders |= {str(Path(one["path"]).parent) for one in outputs.get("artifacts", ())}
+        folders = {str(Path(parameter["valueFrom"]["path"]).parent) for parameter in outputs.get("parameters", ())}
+        folders |= {str(Path(artifact["path"]).parent) for artifact in outputs.get("artifacts", ())}
         for path, data in files.items():
             (root / path[1:]).parent.mkdir(parents=True, exist_ok=True)
             if data:
                 (root / path[1:]).write_text(data)
         argv = [_placed(argument, root, {*files, *folders}) for argument in (*container["command"], *container["args"])]
-        values = {one["name"]: one["value"] for one in container["env"] if "value" in one}
+        values = {variable["name"]: variable["value"] for variable in container["env"] if "value" in variable}
         environment = {**values, **self.argo.environment, "ARGO_PROGRESS_FILE": str(root / "progress")}
         with warm.popen(
             [sys.executable, *argv[1:]],
             environment, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         ) as process:  # fmt: skip
-            said, _ = process.communicate()
-        node.log += said
+            output, _ = process.communicate()
+        node.log += output
         if (root / "progress").exists():
             node.progress = (root / "progress").read_text().strip()
         return process.returncode if process.returncode >= 0 else 128 - process.returncode
@@ -222,11 +224,11 @@ def depends(expression: str, phases: Mapping[str, str]) -> bool:
 
     def one(match: re.Match[str]) -> str:
         name, _, result = match[0].partition(".")
-        wanted = {"": ("Succeeded", "Skipped"), "Errored": ("Error",)}.get(result, (result,))
-        return str(phases[name] in wanted)
+        expected = {"": ("Succeeded", "Skipped"), "Errored": ("Error",)}.get(result, (result,))
+        return str(phases[name] in expected)
 
-    said = re.sub(r"[\w-]+(?:\.\w+)?", one, expression)
-    return not said or holds(said, {"True": True, "False": False})
+    formula = re.sub(r"[\w-]+(?:\.\w+)?", one, expression)
+    return not formula or holds(formula, {"True": True, "False": False})
 
 
 def condition(when: str) -> bool:

@@ -66,13 +66,13 @@ def test_what_is_submitted_is_what_the_dry_run_shows_and_refers_to_nothing_that_
     assert workflows(server) == []
     argo.submit(ORDER)
     sent = [server.objects.all(plural)[0] for plural in ("workflowtemplates", "workflows")]
-    for one, other in zip(shown, sent, strict=True):
-        assert one["spec"] == other["spec"]
-        assert one["metadata"].items() <= other["metadata"].items()
+    for manifest, other in zip(shown, sent, strict=True):
+        assert manifest["spec"] == other["spec"]
+        assert manifest["metadata"].items() <= other["metadata"].items()
     assert check(shown) == []
-    given = {one["name"]: one["value"] for one in sent[1]["spec"]["arguments"]["parameters"]}
-    assert given["replan"] == "false"
-    assert parse_spec(given["spec"]) == ORDER.spec
+    arguments = {parameter["name"]: parameter["value"] for parameter in sent[1]["spec"]["arguments"]["parameters"]}
+    assert arguments["replan"] == "false"
+    assert parse_spec(arguments["spec"]) == ORDER.spec
 
 
 def test_the_same_order_is_one_workflow_until_it_fails(server: ApiServer, argo: Argo) -> None:
@@ -148,12 +148,12 @@ def failed(server: ApiServer, argo: Argo) -> str:
 
 @pytest.mark.parametrize("wanted", [RUN_ID, "3f2a", "small"])
 def test_a_run_is_found_by_its_id_and_its_name_and_shown_step_by_step(failed: str, argo: Argo, wanted: str) -> None:
-    found = argo.status(wanted)
-    assert (found.id, found.state, found.message) == (failed, "FAILED", "train failed")
-    preprocess, train, *rest = found.steps
+    status = argo.status(wanted)
+    assert (status.id, status.state, status.message) == (failed, "FAILED", "train failed")
+    preprocess, train, *rest = status.steps
     assert [(step.name, step.state) for step in rest] == [("evaluate", "NOT_BEGUN"), ("register", "NOT_BEGUN")]
     assert (preprocess.name, preprocess.state, preprocess.seconds) == ("preprocess", "SUCCEEDED", 7.0)
-    assert (train.exit_code, found.exit_code) == (12, 12)  # of the last try
+    assert (train.exit_code, status.exit_code) == (12, 12)  # of the last try
     assert (train.state, train.error, train.pods) == ("FAILED", "code 12", ("pod-wf-4", "pod-wf-5"))
 
 
@@ -182,12 +182,12 @@ def test_why_a_step_failed_and_why_another_is_skipped_is_told_by_the_records_in_
     ended = {"started": 1.0, "ended": 2.0}
     failed = Outcome("train", 1, **ended, exit_code=11, reason="the loss is not finite at step 7\nand more")
     made("wf-a", "Failed", {"preprocess": "Succeeded", "train": "Failed", "evaluate": "Omitted"}, train=failed)
-    found = argo.status("wf-a")
-    assert [(step.name, step.state) for step in found.steps] == [
+    run_status = argo.status("wf-a")
+    assert [(step.name, step.state) for step in run_status.steps] == [
         ("preprocess", "SUCCEEDED"), ("train", "FAILED"), ("evaluate", "NOT_BEGUN"), ("register", "NOT_BEGUN"),
     ]  # fmt: skip
-    assert found.steps[1].error.endswith(": the loss is not finite at step 7")
-    assert found.exit_code == 11
+    assert run_status.steps[1].error.endswith(": the loss is not finite at step 7")
+    assert run_status.exit_code == 11
 
     train = Outcome("train", 1, **ended, exit_code=0, result=RUN_ID)
     evaluate = Outcome("evaluate", 1, **ended, exit_code=0, result="not_blessed")
@@ -244,14 +244,14 @@ def test_cancelling_stops_a_workflow_once_and_leaves_an_ended_one(server: ApiSer
     (workflow,) = workflows(server)
     assert workflow["spec"]["shutdown"] == "Stop"  # not Terminate: the exit handler runs
     ended(server, name, "Failed")
-    found, running = argo.cancel(name)
-    assert (found.state, running) == ("CANCELED", False)
+    run_status, running = argo.cancel(name)
+    assert (run_status.state, running) == ("CANCELED", False)
 
 
 def test_the_listing_has_only_what_holdfast_made_the_newest_first(server: ApiServer, argo: Argo) -> None:
     server.objects.create("workflows", {"metadata": {"name": "of-others"}, "spec": {}})
     names = [argo.submit(replace(ORDER, salt=salt))[0].id for salt in ("a", "b")]
-    assert {one.id for one in argo.list()} == set(names)
+    assert {run.id for run in argo.list()} == set(names)
 
 
 def test_a_run_that_is_not_there_is_said_with_the_command_that_lists(argo: Argo) -> None:
@@ -262,11 +262,11 @@ def test_a_run_that_is_not_there_is_said_with_the_command_that_lists(argo: Argo)
 @pytest.mark.parametrize("length", [43, 44, 51])
 def test_a_name_that_argo_cuts_is_found_whole(argo: Argo, length: int) -> None:
     name = "n" * length
-    made = argo.submit(replace(ORDER, spec=parse_spec(SPEC, [f"name={name}"])))[0]
-    assert argo.status(name).id == made.id
+    run = argo.submit(replace(ORDER, spec=parse_spec(SPEC, [f"name={name}"])))[0]
+    assert argo.status(name).id == run.id
     sweep = replace(ORDER, spec=parse_spec(SPEC, [f"name={name}"]), trials=(("training.seed=1",), ("training.seed=2",)))
-    made = argo.submit(sweep)[0]
-    assert argo.status(f"{name}-sweep").id == made.id
+    run = argo.submit(sweep)[0]
+    assert argo.status(f"{name}-sweep").id == run.id
 
 
 def test_the_beginning_of_several_ids_cancels_none_of_them(server: ApiServer, argo: Argo) -> None:
@@ -276,7 +276,7 @@ def test_the_beginning_of_several_ids_cancels_none_of_them(server: ApiServer, ar
     for wanted, why in (("3f2", "several runs"), ("", "no Workflow")):
         with pytest.raises(MissingError, match=why):
             argo.cancel(wanted)
-    assert not any("shutdown" in one["spec"] for one in workflows(server))
+    assert not any("shutdown" in workflow["spec"] for workflow in workflows(server))
     assert argo.status("3f2b").id == names[1]
 
 
@@ -286,7 +286,7 @@ def test_however_often_a_run_of_a_long_name_has_failed_argo_takes_the_name_of_th
     request = replace(ORDER, spec=parse_spec(SPEC.replace("small", "a" + "-long" * 10)))
     for _ in range(11):
         ended(server, argo.submit(request)[0].id, "Failed")
-    names = {one["metadata"]["name"] for one in workflows(server)}
+    names = {workflow["metadata"]["name"] for workflow in workflows(server)}
     assert len(names) == 11
     assert max(map(len, names)) <= 63
 

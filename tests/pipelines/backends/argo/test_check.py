@@ -16,13 +16,13 @@ RIGHT = argo_objects(parse_spec("{name: a, data: {sources: [{uri: x}]}, schedule
 
 
 def template(objects: Objects, name: str) -> dict[str, Any]:
-    (found,) = [one for one in objects[0]["spec"]["templates"] if one["name"] == name]
-    return found
+    (match,) = [template for template in objects[0]["spec"]["templates"] if template["name"] == name]
+    return match
 
 
 def task(objects: Objects, name: str, dag: str = "train-and-register") -> dict[str, Any]:
-    (found,) = [one for one in template(objects, dag)["dag"]["tasks"] if one["name"] == name]
-    return found
+    (match,) = [task for task in template(objects, dag)["dag"]["tasks"] if task["name"] == name]
+    return match
 
 
 def argument(objects: Objects, name: str, value: str) -> None:

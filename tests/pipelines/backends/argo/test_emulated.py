@@ -54,10 +54,10 @@ def phases(workflow: Workflow) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a corpus and a spec."""
-    made = tmp_path_factory.mktemp("argo")
-    write_corpus(made)
-    write_spec(made)
-    return made
+    path = tmp_path_factory.mktemp("argo")
+    write_corpus(path)
+    write_spec(path)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -90,32 +90,32 @@ def test_training_reports_its_progress(first: Workflow) -> None:
 
 
 def test_when_nothing_changed_nothing_but_the_trigger_runs(first: Workflow, folder: Path) -> None:
-    again = argo(folder).fire(NAME)
-    assert again.phase == "Succeeded", again.log
-    assert phases(again) == {"trigger": "Succeeded", "run": "Skipped", "onExit": "Succeeded"}
-    assert "Nothing changed" in again.nodes["trigger"].outputs["reason"]
-    assert "Nothing changed" in again.nodes["onExit"].artifacts["summary"].read_text()
+    workflow = argo(folder).fire(NAME)
+    assert workflow.phase == "Succeeded", workflow.log
+    assert phases(workflow) == {"trigger": "Succeeded", "run": "Skipped", "onExit": "Succeeded"}
+    assert "Nothing changed" in workflow.nodes["trigger"].outputs["reason"]
+    assert "Nothing changed" in workflow.nodes["onExit"].artifacts["summary"].read_text()
     assert len(objects(folder, "runs/*/attempts/??????.json")) == 1
 
 
 def test_a_model_that_is_not_blessed_is_not_registered_and_nothing_is_trained_twice(
     first: Workflow, folder: Path
 ) -> None:
-    refused = submit(argo(folder), overrides='["evaluation.max_perplexity=1.0001"]')
-    assert refused.phase == "Succeeded", refused.log
-    assert refused.nodes["evaluate"].outputs["word"] == "not_blessed"
-    assert refused.nodes["register"].phase == "Skipped"
-    assert "not blessed" in refused.nodes["onExit"].artifacts["summary"].read_text()
+    workflow = submit(argo(folder), overrides='["evaluation.max_perplexity=1.0001"]')
+    assert workflow.phase == "Succeeded", workflow.log
+    assert workflow.nodes["evaluate"].outputs["word"] == "not_blessed"
+    assert workflow.nodes["register"].phase == "Skipped"
+    assert "not blessed" in workflow.nodes["onExit"].artifacts["summary"].read_text()
     assert len(objects(folder, "runs/*/registrations/*.json")) == 1
     assert len(objects(folder, "runs/*/attempts/??????.json")) == 1  # by another bound the same run is judged
 
 
 def test_a_bad_spec_is_not_tried_again_and_the_exit_handler_says_why(first: Workflow, folder: Path) -> None:
-    refused = submit(argo(folder), overrides='["training.steps=0"]')
-    assert refused.phase == "Failed"
-    assert refused.nodes["preprocess"].codes == [10]
-    assert [refused.nodes[name].phase for name in STEPS[1:]] == ["Omitted"] * 3
-    summary = refused.nodes["onExit"].artifacts["summary"].read_text()
+    workflow = submit(argo(folder), overrides='["training.steps=0"]')
+    assert workflow.phase == "Failed"
+    assert workflow.nodes["preprocess"].codes == [10]
+    assert [workflow.nodes[name].phase for name in STEPS[1:]] == ["Omitted"] * 3
+    summary = workflow.nodes["onExit"].artifacts["summary"].read_text()
     assert "failed step: preprocess" in summary
     assert "training.steps" in summary
 
@@ -131,33 +131,33 @@ def test_what_the_step_itself_said_reaches_the_exit_handler(first: Workflow, fol
 def test_infrastructure_errors_are_tried_again_with_growing_bounded_waits(first: Workflow, folder: Path) -> None:
     namespace = argo(folder)
     namespace.instead = {"trigger": [203, LOST, 137, 143, 204, 201, 202, 205]}
-    done = namespace.fire(NAME)
-    assert done.phase == "Succeeded", done.log
-    assert done.nodes["trigger"].codes == [203, LOST, 137, 143, 204, 201, 202, 205, 0]
-    assert done.nodes["trigger"].waits == [15, 30, 60, 120, 240, 480, 600, 600]
+    workflow = namespace.fire(NAME)
+    assert workflow.phase == "Succeeded", workflow.log
+    assert workflow.nodes["trigger"].codes == [203, LOST, 137, 143, 204, 201, 202, 205, 0]
+    assert workflow.nodes["trigger"].waits == [15, 30, 60, 120, 240, 480, 600, 600]
 
 
 @pytest.mark.parametrize("code", [1, 2, 7, 10, 11, 12, 13, 14, 15, 16, 17])
 def test_errors_that_repeat_themselves_are_not_tried_again(folder: Path, code: int) -> None:
     namespace = argo(folder)
     namespace.instead = {"preprocess": [code], "notify": [0]}
-    ended = submit(namespace)
-    assert (ended.phase, ended.nodes["preprocess"].codes) == ("Failed", [code])
+    workflow = submit(namespace)
+    assert (workflow.phase, workflow.nodes["preprocess"].codes) == ("Failed", [code])
 
 
 def test_retries_come_to_an_end(folder: Path) -> None:
     namespace = argo(folder)
     namespace.instead = {"preprocess": [203] * 100, "notify": [0]}
-    ended = submit(namespace)
-    assert (ended.phase, len(ended.nodes["preprocess"].codes)) == ("Failed", 21)
+    workflow = submit(namespace)
+    assert (workflow.phase, len(workflow.nodes["preprocess"].codes)) == ("Failed", 21)
 
 
 def test_a_failed_trigger_reaches_the_exit_handler_too(folder: Path) -> None:
     namespace = argo(folder)
     namespace.instead = {"trigger": [16]}
-    ended = namespace.fire(NAME)
-    assert phases(ended) == {"trigger": "Failed", "run": "Omitted", "onExit": "Succeeded"}
-    assert "failed step: trigger" in ended.nodes["onExit"].artifacts["summary"].read_text()
+    workflow = namespace.fire(NAME)
+    assert phases(workflow) == {"trigger": "Failed", "run": "Omitted", "onExit": "Succeeded"}
+    assert "failed step: trigger" in workflow.nodes["onExit"].artifacts["summary"].read_text()
 
 
 def test_a_file_that_is_added_retrains_the_next_time(first: Workflow, folder: Path) -> None:
@@ -173,10 +173,10 @@ def test_a_file_that_is_added_retrains_the_next_time(first: Workflow, folder: Pa
 def test_a_trial_that_fails_is_named_and_the_others_are_compared_and_registered(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     write_spec(tmp_path)
-    found = argo(tmp_path)
+    base = argo(tmp_path)
     trials = (("training.seed=1",), ("model.context=4096",))  # more than there is of held-out text
-    swept = Argo(sweep_objects(small(tmp_path), trials), tmp_path / "pods", found.environment)
-    workflow = swept.submit({"workflowTemplateRef": {"name": f"{NAME}-sweep"}})
+    argo_sweep = Argo(sweep_objects(small(tmp_path), trials), tmp_path / "pods", base.environment)
+    workflow = argo_sweep.submit({"workflowTemplateRef": {"name": f"{NAME}-sweep"}})
     assert workflow.phase == "Failed", workflow.log
     phase = phases(workflow)
     assert [phase[name] for name in ("train-1", "train-2", "evaluate-1", "evaluate-2", "compare", "register")] == [

@@ -44,10 +44,10 @@ def test_no_golden_file_is_left_over() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_what_an_example_becomes_fits_the_official_schema_and_itself(example: Path) -> None:
     for artifacts in ("true", "false"):
-        found = argo_objects(load_spec(example, [NIGHTLY, f"cluster.argo_artifacts={artifacts}"]))
-        for thing in found:
-            validate(thing)
-        assert check(found) == []
+        manifests = argo_objects(load_spec(example, [NIGHTLY, f"cluster.argo_artifacts={artifacts}"]))
+        for manifest in manifests:
+            validate(manifest)
+        assert check(manifests) == []
 
 
 def test_every_file_of_a_step_lies_in_a_volume_that_may_be_written_to() -> None:
@@ -55,8 +55,8 @@ def test_every_file_of_a_step_lies_in_a_volume_that_may_be_written_to() -> None:
         if container := template.get("container"):
             assert container["securityContext"]["readOnlyRootFilesystem"] is True
             mounts = [mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")]
-            given, made = template["inputs"]["artifacts"], template.get("outputs", {}).get("artifacts", [])
-            for file in (*given, *made):
+            inputs, outputs = template["inputs"]["artifacts"], template.get("outputs", {}).get("artifacts", [])
+            for file in (*inputs, *outputs):
                 assert any(Path(file["path"]).is_relative_to(mount) for mount in mounts), file["path"]
 
 
@@ -70,13 +70,13 @@ def test_the_command_writes_what_kubectl_takes(tmp_path: Path) -> None:
     from holdfast.pipelines.cli import app
 
     (tmp_path / "spec.yaml").write_text("{name: a, data: {sources: [{uri: x}]}, schedule: {every_minutes: 5}}")
-    said = CliRunner().invoke(app, ["compile", str(tmp_path / "spec.yaml"), "--target", "argo", "--image", "i:1"])
-    assert said.exit_code == 0, said.output
-    assert list(yaml.safe_load_all(said.stdout)) == argo_objects(spec("schedule.every_minutes=5"), image="i:1")
+    result = CliRunner().invoke(app, ["compile", str(tmp_path / "spec.yaml"), "--target", "argo", "--image", "i:1"])
+    assert result.exit_code == 0, result.output
+    assert list(yaml.safe_load_all(result.stdout)) == argo_objects(spec("schedule.every_minutes=5"), image="i:1")
 
 
 def test_the_cluster_section_reaches_every_step() -> None:
-    (thing,) = argo_objects(
+    (manifest,) = argo_objects(
         spec(
             "cluster.namespace=training",
             "cluster.node_selector={pool: heavy}",
@@ -95,8 +95,8 @@ def test_the_cluster_section_reaches_every_step() -> None:
         ),
         image="registry/holdfast@sha256:0",
     )
-    whole = thing["spec"]
-    assert thing["metadata"]["namespace"] == "training"
+    whole = manifest["spec"]
+    assert manifest["metadata"]["namespace"] == "training"
     assert whole["nodeSelector"] == {"pool": "light"}
     assert whole["tolerations"] == [{"key": "dedicated", "operator": "Equal", "value": "x", "effect": "NoSchedule"}]
     assert whole["podMetadata"]["labels"]["team"] == "llm"
@@ -108,7 +108,7 @@ def test_the_cluster_section_reaches_every_step() -> None:
     assert [volume for volume in whole["volumes"] if "persistentVolumeClaim" in volume] == [
         {"name": "claim-0", "persistentVolumeClaim": {"claimName": "corpora"}}
     ]
-    steps = {name: template for name, template in templates(thing).items() if "container" in template}
+    steps = {name: template for name, template in templates(manifest).items() if "container" in template}
     assert steps.keys() == {"preprocess", "train", "evaluate", "register", "trigger", "notify"}
     for name, template in steps.items():
         container = template["container"]
@@ -120,24 +120,26 @@ def test_the_cluster_section_reaches_every_step() -> None:
         assert [(mount["mountPath"], mount.get("readOnly")) for mount in mounts] == [
             ("/corpora", True), ("/more", None)
         ]  # fmt: skip
-        asked = container["resources"]["requests"]
-        assert asked["memory"] == {"preprocess": "5Gi", "evaluate": "8Gi"}.get(name, "2Gi")
-        assert asked["ephemeral-storage"] == {"preprocess": "40Gi", "evaluate": "16Gi"}.get(name, "4Gi")
+        requests = container["resources"]["requests"]
+        assert requests["memory"] == {"preprocess": "5Gi", "evaluate": "8Gi"}.get(name, "2Gi")
+        assert requests["ephemeral-storage"] == {"preprocess": "40Gi", "evaluate": "16Gi"}.get(name, "4Gi")
         assert ("HOLDFAST_CACHE_GIB", {"preprocess": "30", "evaluate": "12"}.get(name, "3")) in {
-            (one["name"], one.get("value")) for one in container["env"]
+            (variable["name"], variable.get("value")) for variable in container["env"]
         }
         assert template["nodeSelector"] == {"pool": "light"} | ({"disk": "fast"} if name == "evaluate" else {})
-        assert [one["key"] for one in template["tolerations"]] == ["dedicated"] + ["spot"] * (name == "evaluate")
+        assert [toleration["key"] for toleration in template["tolerations"]] == ["dedicated"] + ["spot"] * (
+            name == "evaluate"
+        )
         account = {"train": "holdfast-launcher", "notify": "holdfast-notify"}.get(name, "holdfast-step")
         assert template["serviceAccountName"] == account
 
 
 def test_every_pod_is_restricted_and_may_write_to_one_folder() -> None:
-    (thing,) = argo_objects(spec())
-    security = thing["spec"]["securityContext"]
+    (manifest,) = argo_objects(spec())
+    security = manifest["spec"]["securityContext"]
     assert (security["runAsNonRoot"], security["runAsUser"]) == (True, 1000)
     assert security["seccompProfile"] == {"type": "RuntimeDefault"}
-    for template in templates(thing).values():
+    for template in templates(manifest).values():
         if "container" in template:
             assert template["container"]["securityContext"] == {
                 "allowPrivilegeEscalation": False,
@@ -147,17 +149,17 @@ def test_every_pod_is_restricted_and_may_write_to_one_folder() -> None:
 
 
 def test_only_train_gets_the_launcher_and_time_to_leave() -> None:
-    (thing,) = argo_objects(spec("checkpoint.grace_seconds=100"))
+    (manifest,) = argo_objects(spec("checkpoint.grace_seconds=100"))
     launchers = [
-        name for name, template in templates(thing).items()
+        name for name, template in templates(manifest).items()
         if {"name": "HOLDFAST_LAUNCHER", "value": "kubernetes"} in template.get("container", {}).get("env", ())
     ]  # fmt: skip
     assert launchers == ["train"]
-    patch = json.loads(templates(thing)["train"]["podSpecPatch"])
+    patch = json.loads(templates(manifest)["train"]["podSpecPatch"])
     assert patch["terminationGracePeriodSeconds"] > 100
     fields = {
-        one["name"]: one["valueFrom"]["fieldRef"]["fieldPath"]
-        for one in templates(thing)["train"]["container"]["env"] if "valueFrom" in one
+        variable["name"]: variable["valueFrom"]["fieldRef"]["fieldPath"]
+        for variable in templates(manifest)["train"]["container"]["env"] if "valueFrom" in variable
     }  # fmt: skip
     assert fields["HOLDFAST_POD_NAME"] == "metadata.name"
     assert fields["HOLDFAST_POD_UID"] == "metadata.uid"
@@ -166,49 +168,49 @@ def test_only_train_gets_the_launcher_and_time_to_leave() -> None:
 
 
 def test_a_share_of_an_accelerator_goes_to_evaluate_alone() -> None:
-    (thing,) = argo_objects(spec("cluster.accelerator=nvidia", "cluster.slice=1g.10gb"))
+    (manifest,) = argo_objects(spec("cluster.accelerator=nvidia", "cluster.slice=1g.10gb"))
     sharing = {
-        name for name, template in templates(thing).items()
+        name for name, template in templates(manifest).items()
         if "nvidia.com/mig-1g.10gb" in template.get("container", {}).get("resources", {}).get("limits", {})
     }  # fmt: skip
     assert sharing == {"evaluate"}
-    assert templates(thing)["evaluate"]["container"]["image"].startswith("holdfast-train-nvidia:")
-    (taint,) = templates(thing)["evaluate"]["tolerations"]
+    assert templates(manifest)["evaluate"]["container"]["image"].startswith("holdfast-train-nvidia:")
+    (taint,) = templates(manifest)["evaluate"]["tolerations"]
     assert (taint["key"], taint["operator"]) == ("nvidia.com/gpu", "Exists")
 
 
 def test_a_trigger_that_scores_the_champion_has_a_pod_like_that_of_evaluate() -> None:
-    asked = ("cluster.accelerator=nvidia", "cluster.steps.evaluate={memory: 9Gi, accelerators: 2}")
+    overrides = ("cluster.accelerator=nvidia", "cluster.steps.evaluate={memory: 9Gi, accelerators: 2}")
     for decay, memory, accelerators in (("null", "2Gi", None), ("0.1", "9Gi", "2")):
-        (thing,) = argo_objects(spec(*asked, f"schedule.max_decay={decay}"))
-        limits = templates(thing)["trigger"]["container"]["resources"]["limits"]
+        (manifest,) = argo_objects(spec(*overrides, f"schedule.max_decay={decay}"))
+        limits = templates(manifest)["trigger"]["container"]["resources"]["limits"]
         assert (limits["memory"], limits.get("nvidia.com/gpu")) == (memory, accelerators)
 
 
 def test_only_the_step_that_writes_the_service_may_write_one() -> None:
-    for asked, account in (((), "holdfast-step"), (("serving.kserve={namespace: models}",), "holdfast-serving")):
-        (thing,) = argo_objects(spec("store=s3://b/p", *asked))
-        made = templates(thing)
-        assert made["register"]["serviceAccountName"] == account
-        assert made["evaluate"]["serviceAccountName"] == "holdfast-step"
-        assert made["train"]["serviceAccountName"] == "holdfast-launcher"
+    for overrides, account in (((), "holdfast-step"), (("serving.kserve={namespace: models}",), "holdfast-serving")):
+        (manifest,) = argo_objects(spec("store=s3://b/p", *overrides))
+        by_name = templates(manifest)
+        assert by_name["register"]["serviceAccountName"] == account
+        assert by_name["evaluate"]["serviceAccountName"] == "holdfast-step"
+        assert by_name["train"]["serviceAccountName"] == "holdfast-launcher"
 
 
 def test_argos_own_containers_fit_the_restricted_standard_and_a_quota() -> None:
-    (thing,) = argo_objects(spec())
-    patch = json.loads(thing["spec"]["podSpecPatch"])
+    (manifest,) = argo_objects(spec())
+    patch = json.loads(manifest["spec"]["podSpecPatch"])
     for container in (*patch["initContainers"], *patch["containers"]):
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert set(container["resources"]["requests"]) == set(container["resources"]["limits"])
-    assert [one["name"] for one in patch["initContainers"]] == ["init"]
-    assert [one["name"] for one in patch["containers"]] == ["wait"]
+    assert [entry["name"] for entry in patch["initContainers"]] == ["init"]
+    assert [entry["name"] for entry in patch["containers"]] == ["wait"]
 
 
 def test_a_stock_argo_has_no_artifact_repository_so_nothing_is_put_there() -> None:
-    (thing,) = argo_objects(spec())
-    assert "archiveLogs" not in thing["spec"]
-    assert not any(template.get("outputs", {}).get("artifacts") for template in templates(thing).values())
+    (manifest,) = argo_objects(spec())
+    assert "archiveLogs" not in manifest["spec"]
+    assert not any(template.get("outputs", {}).get("artifacts") for template in templates(manifest).values())
 
 
 @pytest.mark.parametrize(
@@ -238,14 +240,14 @@ def test_the_schedule_asks_first_and_never_overtakes_itself() -> None:
 def test_without_a_schedule_there_is_no_cron_workflow() -> None:
     from holdfast.pipelines.backends.argo import cron_workflow
 
-    assert [thing["kind"] for thing in argo_objects(spec())] == ["WorkflowTemplate"]
+    assert [manifest["kind"] for manifest in argo_objects(spec())] == ["WorkflowTemplate"]
     with pytest.raises(SpecError, match="neither cron nor every_minutes"):
         cron_workflow(spec())
 
 
 def test_names_fit_argo_and_stay_apart() -> None:
     long = [spec(f"name=a{'b' * 45}{last}x") for last in "cd"]
-    names = {template_name(one) for one in long}
+    names = {template_name(step) for step in long}
     assert len(names) == 2
     assert all(len(name) <= 52 for name in names)
     assert template_name(spec()) == "holdfast-a"

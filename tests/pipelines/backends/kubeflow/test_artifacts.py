@@ -35,16 +35,16 @@ def test_the_importers_enter_the_addresses_that_the_steps_gave(
 ) -> None:
     _, group = group_of(pipeline)
     alone = {**pipeline, "root": {**group, "dag": {**group["dag"]}}}  # as its own pipeline, when its condition holds
-    given = {
+    arguments = {
         "pipelinechannel--preprocess-uri": DATASET, "pipelinechannel--train-uri": MODEL,
         "pipelinechannel--train-scheme": "s3",
     }  # fmt: skip
-    assert given.keys() == group["inputDefinitions"]["parameters"].keys()
+    assert arguments.keys() == group["inputDefinitions"]["parameters"].keys()
     local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root=str(tmp_path / "artifacts"))
     with pytest.warns(UserWarning, match="remote file"):  # an importer on one machine cannot read it: nobody does here
-        components.load_component_from_text(yaml.safe_dump(alone))(**given)
-    said = " ".join(capfd.readouterr().out.split())
-    assert f"artifact: Dataset( name='artifact', uri='{DATASET}'" in said
-    assert f"artifact: Model( name='artifact', uri='{MODEL}'" in said
+        components.load_component_from_text(yaml.safe_dump(alone))(**arguments)
+    output = " ".join(capfd.readouterr().out.split())
+    assert f"artifact: Dataset( name='artifact', uri='{DATASET}'" in output
+    assert f"artifact: Model( name='artifact', uri='{MODEL}'" in output
     (document,) = (tmp_path / "artifacts").rglob("addresses")
     assert document.read_text() == f"- dataset: `{DATASET}`\n- model: `{MODEL}`\n"

@@ -69,10 +69,10 @@ def test_from_upload_to_cancel(there: KubeflowServer, spec: Path) -> None:
     run_id = re.findall(r"holdfast show (\S+)", submitted)[0]
     there.progress(kfp_run_id, "RUNNING", {"preprocess": "SUCCEEDED", "train": "SUCCEEDED"})
     there.logs = {(kfp_run_id, "preprocess"): b"done\n", (kfp_run_id, "train"): b"step 1\n"}
-    told = holdfast("show", run_id, "--steps").output
-    assert told.startswith("small ")
-    assert re.search(r"preprocess +SUCCEEDED +7\.0 s", told)
-    assert re.search(r"train +SUCCEEDED", told)
+    output = holdfast("show", run_id, "--steps").output
+    assert output.startswith("small ")
+    assert re.search(r"preprocess +SUCCEEDED +7\.0 s", output)
+    assert re.search(r"train +SUCCEEDED", output)
     assert holdfast("logs", run_id).output == "[preprocess] done\n[train] step 1\n"
     assert holdfast("logs", run_id, "--step", "train").output == "step 1\n"
     assert "is stopping" in holdfast("stop", run_id).output
@@ -85,19 +85,19 @@ def test_status_and_show_know_a_run_by_what_was_printed_and_give_its_id_once_pre
 ) -> None:
     """As at a real KFP: `submit` printed an id that was none, and `show` of it found nothing."""
     at = ("--store", f"file://{tmp_path}/store")
-    submitted = holdfast("run", spec, "--backend", "kubeflow", *at).output
+    output = holdfast("run", spec, "--backend", "kubeflow", *at).output
     (kfp_run_id,) = there.runs
-    assert kfp_run_id in submitted
-    assert not re.search(r"\b[0-9a-f]{16}\b", submitted)
+    assert kfp_run_id in output
+    assert not re.search(r"\b[0-9a-f]{16}\b", output)
     there.progress(kfp_run_id, "RUNNING", {"preprocess": "RUNNING"})
     assert "\n  run " not in holdfast("show", kfp_run_id, "--steps", *at).output
     for printed in (kfp_run_id, kfp_run_id[:8], "small"):
         assert holdfast("show", printed, *at).exit_code == 0
     store, dataset = open_store(f"file://{tmp_path}/store"), "d" * 16
     store.put(layout.job(kfp_run_id, "preprocess"), Outcome("preprocess", 1, 1.0, result=dataset).as_json())
-    known = run_id(load_spec(spec), dataset)
-    assert f"\n  run {known}\n" in holdfast("show", kfp_run_id, "--steps", *at).output
-    for printed in (kfp_run_id, known, "small"):
+    identity = run_id(load_spec(spec), dataset)
+    assert f"\n  run {identity}\n" in holdfast("show", kfp_run_id, "--steps", *at).output
+    for printed in (kfp_run_id, identity, "small"):
         assert holdfast("show", printed, *at).exit_code == 0
 
 
@@ -139,7 +139,9 @@ def test_a_dry_run_with_a_server_says_what_would_change_there(there: KubeflowSer
     holdfast("schedule", spec)
     changes = list(there.changes)
     assert holdfast("run", spec, "--backend", "kubeflow", "--dry-run").stdout == "# nothing would be changed\n"
-    paths = [found["path"] for found in yaml.safe_load_all(holdfast("schedule", spec, "--delete", "--dry-run").stdout)]
+    paths = [
+        document["path"] for document in yaml.safe_load_all(holdfast("schedule", spec, "--delete", "--dry-run").stdout)
+    ]
     assert [path.rpartition(":")[2] for path in paths[:1]] == ["disable"]
     assert there.changes == changes
 
@@ -164,14 +166,14 @@ def test_a_step_that_is_none_is_a_usage_error(there: KubeflowServer) -> None:
 def test_what_goes_wrong_has_a_code_and_no_traceback(
     tmp_path: Path, arguments: list[str], environment: dict[str, str], code: int, said: str
 ) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", "from holdfast.pipelines.backends.kubeflow import connection; connection.PAUSE = 0\n"
          "from holdfast.pipelines.cli import main; main()", *arguments],
         env={"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), **environment},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (done.returncode, said in done.stderr) == (code, True), done.stderr
-    assert "Traceback" not in done.stderr
+    assert (result.returncode, said in result.stderr) == (code, True), result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("target", ["pytorchjob", "trainjob", "volcano"])

@@ -93,7 +93,7 @@ def test_the_executor_of_kfp_prints_no_parameters_before_a_step_says_anything(
     ir: dict[str, Any], tmp_path: Path
 ) -> None:
     container = ir["deploymentSpec"]["executors"]["exec-artifacts"]["container"]
-    words = [sys.executable, "-m", "kfp.dsl.executor_main", "--function_to_execute", "artifacts"]
+    command = [sys.executable, "-m", "kfp.dsl.executor_main", "--function_to_execute", "artifacts"]
     (tmp_path / "component.py").write_text(container["command"][-1])
     inputs = {"dataset": "s3://bucket/dataset", "model": "s3://bucket/model"}
     place = str(tmp_path / "addresses")
@@ -102,11 +102,16 @@ def test_the_executor_of_kfp_prints_no_parameters_before_a_step_says_anything(
         "inputs": {"parameterValues": inputs},
         "outputs": {"artifacts": {"addresses": shown}, "outputFile": str(tmp_path / "out.json")},
     }
-    words += ["--component_module_path", str(tmp_path / "component.py"), "--executor_input", json.dumps(executor_input)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    command += [
+        "--component_module_path",
+        str(tmp_path / "component.py"),
+        "--executor_input",
+        json.dumps(executor_input),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "s3://bucket/model" in (tmp_path / "addresses").read_text()
-    assert "s3://bucket" not in done.stdout + done.stderr
-    assert len((done.stdout + done.stderr).splitlines()) < 6
+    assert "s3://bucket" not in result.stdout + result.stderr
+    assert len((result.stdout + result.stderr).splitlines()) < 6
 
 
 def test_nothing_is_cached_by_kfp_and_every_step_is_retried_longer_than_any_training(ir: dict[str, Any]) -> None:
@@ -155,16 +160,16 @@ def test_the_dataset_and_the_model_are_imported_in_a_group_that_ends_with_a_cont
 
 
 def test_what_a_person_looks_at_while_it_trains_is_an_artifact_of_a_step_before(ir: dict[str, Any]) -> None:
-    shown = {
+    artifact_types = {
         name: {
-            one: kind["artifactType"]["schemaTitle"]
-            for one, kind in component["outputDefinitions"]["artifacts"].items()
+            artifact: kind["artifactType"]["schemaTitle"]
+            for artifact, kind in component["outputDefinitions"]["artifacts"].items()
         }
         for name, component in ir["components"].items()
         if name in ("comp-preprocess", "comp-train")
     }
-    assert shown["comp-preprocess"]["links"] == "system.Markdown"
-    assert shown["comp-train"]["curves"] == "system.HTML"
+    assert artifact_types["comp-preprocess"]["links"] == "system.Markdown"
+    assert artifact_types["comp-train"]["curves"] == "system.HTML"
     train = _all_tasks(ir)["train"]
     assert "preprocess" in train["dependentTasks"]
 
@@ -178,7 +183,7 @@ def test_notify_runs_whatever_happened(ir: dict[str, Any]) -> None:
 def test_an_image_replaces_that_of_every_step(tmp_path: Path) -> None:
     compile_pipeline(load_spec(ROOT / "examples/quickstart.yaml"), tmp_path / "p.yaml", "elsewhere/holdfast:9")
     executors = next(yaml.safe_load_all((tmp_path / "p.yaml").read_text()))["deploymentSpec"]["executors"]
-    images = {one["container"]["image"] for one in executors.values() if "container" in one}
+    images = {executor["container"]["image"] for executor in executors.values() if "container" in executor}
     assert images == {"elsewhere/holdfast:9"}
 
 
@@ -206,13 +211,15 @@ def placed() -> tuple[dict[str, Any], dict[str, Any]]:
     """The containers and the pods of a pipeline whose spec says much about its cluster, by step."""
     pipeline, platform = pipeline_ir(load_spec(ROOT / "examples/quickstart.yaml", CLUSTER))
     containers = {
-        name.removeprefix("exec-"): found["container"]
-        for name, found in pipeline["deploymentSpec"]["executors"].items()
-        if "container" in found
+        name.removeprefix("exec-"): executor["container"]
+        for name, executor in pipeline["deploymentSpec"]["executors"].items()
+        if "container" in executor
     }
     kubernetes = platform["platforms"]["kubernetes"]
     assert kubernetes["pipelineConfig"] == {"resourceTtlOnCompletion": 90 * 60}
-    pods = {name.removeprefix("exec-"): found for name, found in kubernetes["deploymentSpec"]["executors"].items()}
+    pods = {
+        name.removeprefix("exec-"): executor for name, executor in kubernetes["deploymentSpec"]["executors"].items()
+    }
     assert set(containers) == set(pods) == STEPS
     return containers, pods
 

@@ -39,17 +39,17 @@ def definitions(kubeflow: KubeflowServer, version: Uploaded) -> dict[str, Any]:
 def form(known: dict[str, Any], **typed: str) -> dict[str, Any]:
     """What a form makes of its fields: texts, which are the defaults unless somebody typed something else."""
     texts = {}
-    for name, one in known.items():
-        default, kind = one["defaultValue"], one["parameterType"]
+    for name, definition in known.items():
+        default, kind = definition["defaultValue"], definition["parameterType"]
         if kind == "NUMBER_INTEGER":
             default = int(default)  # JavaScript writes a whole number without a fraction
         texts[name] = default if kind == "STRING" else json.dumps(default)
-    sent = {}
+    values = {}
     for name, text in {**texts, **typed}.items():
         if text == "" and known[name]["parameterType"] != "STRING":
             continue  # `undefined`, which JSON leaves out
-        sent[name] = text if known[name]["parameterType"] == "STRING" else json.loads(text)
-    return sent
+        values[name] = text if known[name]["parameterType"] == "STRING" else json.loads(text)
+    return values
 
 
 def recurring(server: Server, version: Uploaded, parameters: dict[str, Any], **more: Any) -> Any:
@@ -63,17 +63,19 @@ def recurring(server: Server, version: Uploaded, parameters: dict[str, Any], **m
         "no_catchup": False, "mode": "ENABLE", "trigger": CRON, **more,
     }  # fmt: skip
     assert checked(json.dumps(body).encode(), "V2beta1RecurringRun") == body  # nothing that KFP does not know
-    made = kfp_server_api.V2beta1RecurringRun(**body)
-    assert server.recurring_runs.api_client.sanitize_for_serialization(made) == body  # and nothing called otherwise
-    return server.recurring_runs.recurring_run_service_create_recurring_run(recurring_run=made)
+    recurring_run = kfp_server_api.V2beta1RecurringRun(**body)
+    assert (
+        server.recurring_runs.api_client.sanitize_for_serialization(recurring_run) == body
+    )  # and nothing called otherwise
+    return server.recurring_runs.recurring_run_service_create_recurring_run(recurring_run=recurring_run)
 
 
 def at_the_steps(kubeflow: KubeflowServer, version: Uploaded, fired: str, compiled: Spec) -> tuple[Spec, str]:
     """The spec and the salt that the steps of a run get: KFP puts in the defaults of what was not given."""
-    defaults = {name: one["defaultValue"] for name, one in definitions(kubeflow, version).items()}
-    given = {**defaults, **kubeflow.runs[fired]["runtime_config"]["parameters"]}
-    overrides = [*changed_parameters(given, parameter_values(compiled)), *given["overrides"]]
-    return parse_spec(from_struct(unescape_tree(through_struct(given["spec"]))), overrides), given["salt"]
+    defaults = {name: definition["defaultValue"] for name, definition in definitions(kubeflow, version).items()}
+    parameters = {**defaults, **kubeflow.runs[fired]["runtime_config"]["parameters"]}
+    overrides = [*changed_parameters(parameters, parameter_values(compiled)), *parameters["overrides"]]
+    return parse_spec(from_struct(unescape_tree(through_struct(parameters["spec"]))), overrides), parameters["salt"]
 
 
 def through_struct(value: Any) -> Any:
@@ -94,9 +96,9 @@ def test_the_form_shows_what_a_person_wrote_and_editing_it_there_changes_the_run
         "training": {"steps": 300, "seed": "9223372036854775807"},
     }  # fmt: skip
     edited = {**shown["defaultValue"], "training": {**shown["defaultValue"]["training"], "log_every": 7}}
-    made = recurring(server, version, form(definitions(kubeflow, version), spec=json.dumps(edited)))
-    found, _ = at_the_steps(kubeflow, version, kubeflow.fire(made.recurring_run_id), written)
-    assert found == parse_spec(text, ["training.log_every=7"])
+    recurring_run = recurring(server, version, form(definitions(kubeflow, version), spec=json.dumps(edited)))
+    step_spec, _ = at_the_steps(kubeflow, version, kubeflow.fire(recurring_run.recurring_run_id), written)
+    assert step_spec == parse_spec(text, ["training.log_every=7"])
 
 
 def test_a_spec_is_printed_as_the_json_that_the_form_takes(
@@ -106,9 +108,9 @@ def test_a_spec_is_printed_as_the_json_that_the_form_takes(
     (tmp_path / "spec.yaml").write_text(text)
     pasted = CliRunner().invoke(app, ["compile", str(tmp_path / "spec.yaml"), "--target", "form"]).output
     version = upload(server, spec())
-    made = recurring(server, version, form(definitions(kubeflow, version), spec=pasted))
-    found, _ = at_the_steps(kubeflow, version, kubeflow.fire(made.recurring_run_id), spec())
-    assert found == parse_spec(text)
+    recurring_run = recurring(server, version, form(definitions(kubeflow, version), spec=pasted))
+    step_spec, _ = at_the_steps(kubeflow, version, kubeflow.fire(recurring_run.recurring_run_id), spec())
+    assert step_spec == parse_spec(text)
 
 
 @pytest.mark.parametrize("trigger", [CRON, EVERY_HOUR], ids=["cron", "periodic"])
@@ -116,9 +118,9 @@ def test_a_recurring_run_of_the_form_as_it_opens_is_the_compiled_spec(
     kubeflow: KubeflowServer, server: Server, trigger: dict[str, Any]
 ) -> None:
     version = upload(server, spec())
-    made = recurring(server, version, form(definitions(kubeflow, version)), trigger=trigger)
-    found, salt = at_the_steps(kubeflow, version, kubeflow.fire(made.recurring_run_id), spec())
-    assert run_id(found, DATASET, salt) == run_id(spec(), DATASET)
+    recurring_run = recurring(server, version, form(definitions(kubeflow, version)), trigger=trigger)
+    step_spec, salt = at_the_steps(kubeflow, version, kubeflow.fire(recurring_run.recurring_run_id), spec())
+    assert run_id(step_spec, DATASET, salt) == run_id(spec(), DATASET)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +143,9 @@ def test_what_was_typed_into_the_form_arrives_as_it_was_meant(
     kubeflow: KubeflowServer, server: Server, typed: dict[str, str], changes: list[str]
 ) -> None:
     version = upload(server, spec())
-    made = recurring(server, version, form(definitions(kubeflow, version), **typed))
-    found, _ = at_the_steps(kubeflow, version, kubeflow.fire(made.recurring_run_id), spec())
-    assert found == spec(*changes)
+    recurring_run = recurring(server, version, form(definitions(kubeflow, version), **typed))
+    step_spec, _ = at_the_steps(kubeflow, version, kubeflow.fire(recurring_run.recurring_run_id), spec())
+    assert step_spec == spec(*changes)
 
 
 def test_a_salt_with_the_time_in_it_makes_each_firing_a_run_of_its_own(
@@ -151,33 +153,35 @@ def test_a_salt_with_the_time_in_it_makes_each_firing_a_run_of_its_own(
 ) -> None:
     version = upload(server, spec())
     week = "{{$.scheduledTime.strftime('%Y-%m-%d')}}"
-    made = recurring(server, version, form(definitions(kubeflow, version), salt=week))
+    recurring_run = recurring(server, version, form(definitions(kubeflow, version), salt=week))
     salts = []
-    for at in (0.0, 7 * 86400.0, 7 * 86400.0 + 60):
-        _, salt = at_the_steps(kubeflow, version, kubeflow.fire(made.recurring_run_id, at), spec())
+    for moment in (0.0, 7 * 86400.0, 7 * 86400.0 + 60):
+        _, salt = at_the_steps(kubeflow, version, kubeflow.fire(recurring_run.recurring_run_id, moment), spec())
         salts.append(salt)
     assert salts == ["1970-01-01", "1970-01-08", "1970-01-08"]
 
 
 def test_one_at_a_time_when_the_form_says_so(kubeflow: KubeflowServer, server: Server) -> None:
     version = upload(server, spec())
-    made = recurring(server, version, form(definitions(kubeflow, version)), max_concurrency="1", no_catchup=True)
-    first = kubeflow.fire(made.recurring_run_id)
-    assert kubeflow.fire(made.recurring_run_id) == ""
+    recurring_run = recurring(
+        server, version, form(definitions(kubeflow, version)), max_concurrency="1", no_catchup=True
+    )
+    first = kubeflow.fire(recurring_run.recurring_run_id)
+    assert kubeflow.fire(recurring_run.recurring_run_id) == ""
     kubeflow.progress(first, "SUCCEEDED", {})
-    assert kubeflow.fire(made.recurring_run_id)
+    assert kubeflow.fire(recurring_run.recurring_run_id)
 
 
 def test_always_the_latest_version_still_takes_what_the_form_had_said(kubeflow: KubeflowServer, server: Server) -> None:
     version = upload(server, spec())
     latest = {"pipeline_id": version.pipeline_id}
-    given = form(definitions(kubeflow, version), steps="12")
-    made = recurring(server, version, given, pipeline_version_reference=latest)
+    parameters = form(definitions(kubeflow, version), steps="12")
+    recurring_run = recurring(server, version, parameters, pipeline_version_reference=latest)
     newer = upload(server, spec("training.steps=9", "model.layers=2"))
     assert newer.version_id != version.version_id
     compiled = spec("training.steps=9", "model.layers=2")
-    found, _ = at_the_steps(kubeflow, newer, kubeflow.fire(made.recurring_run_id), compiled)
-    assert found == spec("training.steps=12")
+    step_spec, _ = at_the_steps(kubeflow, newer, kubeflow.fire(recurring_run.recurring_run_id), compiled)
+    assert step_spec == spec("training.steps=12")
 
 
 @pytest.mark.parametrize(
@@ -201,10 +205,10 @@ def test_a_run_of_the_form_has_no_more_fields_than_kfp_knows(kubeflow: KubeflowS
         "service_account": "training",
     }  # fmt: skip
     assert checked(json.dumps(body).encode(), "V2beta1Run") == body
-    made = server.runs.run_service_create_run(run=kfp_server_api.V2beta1Run(**body))
-    found, _ = at_the_steps(kubeflow, version, made.run_id, spec())
-    assert found == spec("training.steps=12")
-    assert kubeflow.runs[made.run_id]["service_account"] == "training"
+    api_run = server.runs.run_service_create_run(run=kfp_server_api.V2beta1Run(**body))
+    step_spec, _ = at_the_steps(kubeflow, version, api_run.run_id, spec())
+    assert step_spec == spec("training.steps=12")
+    assert kubeflow.runs[api_run.run_id]["service_account"] == "training"
 
 
 def test_our_own_requests_pass_the_same_examination(kubeflow: KubeflowServer, server: Server) -> None:

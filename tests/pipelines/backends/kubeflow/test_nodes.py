@@ -73,19 +73,19 @@ def test_a_run_that_failed_because_it_was_cancelled_is_cancelled(
 
 
 def test_the_emulated_server_answers_as_a_real_one_does(kubeflow: KubeflowServer, server: Server) -> None:
-    made = submit(server, RunRequest(spec(), run_id="3f2a4b5c6d7e8f90")).kfp_run_id
-    kubeflow.progress(made, "RUNNING", {"preprocess": "SUCCEEDED", "train": Node("RUNNING", "PENDING", tries=2)})
+    kfp_run_id = submit(server, RunRequest(spec(), run_id="3f2a4b5c6d7e8f90")).kfp_run_id
+    kubeflow.progress(kfp_run_id, "RUNNING", {"preprocess": "SUCCEEDED", "train": Node("RUNNING", "PENDING", tries=2)})
     kubeflow.progress(
-        made, "FAILED", {"preprocess": "SUCCEEDED", "train": Node("FAILED", tries=2), "notify": "SUCCEEDED"}
+        kfp_run_id, "FAILED", {"preprocess": "SUCCEEDED", "train": Node("FAILED", tries=2), "notify": "SUCCEEDED"}
     )
     real = kubeflow.runs[kubeflow.recorded("cancelled")]["run_details"]["task_details"]
-    rows = kubeflow.runs[made]["run_details"]["task_details"]
+    rows = kubeflow.runs[kfp_run_id]["run_details"]["task_details"]
     assert {key for row in rows for key in row} <= {key for row in real for key in row}
     assert [row["end_time"] for row in rows if (row["display_name"], row.get("state")) == ("train", "RUNNING")] == [
         NEVER
     ]
     assert [row.get("state") for row in rows if row["display_name"] == "evaluate"] == [None]
-    workflow, tasks = kubeflow.workflow(made), Tasks(find_run(server, made))
+    workflow, tasks = kubeflow.workflow(kfp_run_id), Tasks(find_run(server, kfp_run_id))
     assert tasks.pods("train") == (workflow.executor("train"), workflow.executor("train", 1))
     assert tasks.pods("notify") == (workflow.executor("notify"),)
 

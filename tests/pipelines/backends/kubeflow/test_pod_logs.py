@@ -34,10 +34,10 @@ def trains(kubeflow: KubeflowServer, server: Server) -> str:
 def test_an_answer_that_is_an_error_is_one_and_no_log(kubeflow: KubeflowServer, server: Server) -> None:
     run = trains(kubeflow, server)  # one user: KFP never finds a live pod
     for follow in (False, True):
-        with pytest.raises(MissingError, match=r"the answer was: .*Failed to read logs for run") as caught:
+        with pytest.raises(MissingError, match=r"the answer was: .*Failed to read logs for run") as error:
             for line in logs(server, run, "train", follow=follow, pause=lambda _: kubeflow.progress(run, "FAILED", {})):
                 pytest.fail(f"{line} is no line of a log")
-        assert caught.value.exit_code == 15
+        assert error.value.exit_code == 15
 
 
 def test_a_live_pod_is_read_by_the_name_that_its_step_has_told(tmp_path: Path) -> None:
@@ -48,8 +48,8 @@ def test_a_live_pod_is_read_by_the_name_that_its_step_has_told(tmp_path: Path) -
         backend = Kubeflow(access, store.url)
         with pytest.raises(MissingError):
             list(backend.logs(run, "train"))
-        told = Outcome("train", 1, 1.0, pod=kubeflow.workflow(run).pod("train"))
-        store.put(layout.job(run, "train"), told.as_json())
+        outcome = Outcome("train", 1, 1.0, pod=kubeflow.workflow(run).pod("train"))
+        store.put(layout.job(run, "train"), outcome.as_json())
         assert list(backend.logs(run, "train")) == [("train", "step 1")]
 
 
@@ -100,11 +100,11 @@ def test_following_reads_pods_whose_names_their_steps_tell_later() -> None:
     with KubeflowServer(multi_user=True) as kubeflow:
         server = Server(Access(endpoint=kubeflow.endpoint, namespace="team"))
         run = trains(kubeflow, server)
-        known: list[str] = []
+        pod_names: list[str] = []
 
         def pause(_: float) -> None:
-            assert not known, "the pod's name was known, and its log was not read"
-            known.append(kubeflow.workflow(run).pod("train"))
+            assert not pod_names, "the pod's name was known, and its log was not read"
+            pod_names.append(kubeflow.workflow(run).pod("train"))
 
-        followed = logs(server, run, "train", follow=True, pause=pause, pods=lambda _: known)
+        followed = logs(server, run, "train", follow=True, pause=pause, pods=lambda _: pod_names)
         assert next(followed) == ("train", "step 1")

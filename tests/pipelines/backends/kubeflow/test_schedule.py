@@ -30,12 +30,16 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_schedule_says_when_and_what(kubeflow: KubeflowServer, server: Server) -> None:
-    made = schedule(server, WEEKLY)
-    (one,) = kubeflow.recurring.values()
-    assert one["trigger"] == {"cron_schedule": {"cron": "0 0 3 * * 1"}}
-    assert (one["status"], one["max_concurrency"], one["no_catchup"]) == ("ENABLED", "1", True)
-    assert made.link.endswith(f"/#/recurringrun/details/{made.recurring_run_id}")
-    assert kubeflow.fire(made.recurring_run_id) in kubeflow.runs
+    recurring_run = schedule(server, WEEKLY)
+    (schedule_entry,) = kubeflow.recurring.values()
+    assert schedule_entry["trigger"] == {"cron_schedule": {"cron": "0 0 3 * * 1"}}
+    assert (schedule_entry["status"], schedule_entry["max_concurrency"], schedule_entry["no_catchup"]) == (
+        "ENABLED",
+        "1",
+        True,
+    )
+    assert recurring_run.link.endswith(f"/#/recurringrun/details/{recurring_run.recurring_run_id}")
+    assert kubeflow.fire(recurring_run.recurring_run_id) in kubeflow.runs
 
 
 def test_the_runs_of_a_schedule_have_readable_names(server: Server) -> None:
@@ -69,7 +73,7 @@ def test_a_run_of_the_former_schedule_goes_on_and_the_next_call_tidies_up(
     run = kubeflow.fire(first.recurring_run_id)
     second = schedule(server, DAILY)
     assert (second.removed, second.kept) == ((), (first.recurring_run_id,))
-    assert [one["recurring_run_id"] for one in kubeflow.enabled()] == [second.recurring_run_id]
+    assert [recurring_run["recurring_run_id"] for recurring_run in kubeflow.enabled()] == [second.recurring_run_id]
     kubeflow.runs[run]["state"] = "SUCCEEDED"
     assert schedule(server, DAILY).removed == (first.recurring_run_id,)
     assert kubeflow.killed == []
@@ -92,9 +96,9 @@ def test_killed_at_any_request_a_change_is_finished_by_the_next_call(kubeflow: K
         before = schedule(connect(kubeflow), RunRequest(spec(f"name={name}", "schedule.cron=0 3 * * 1")))
         run = kubeflow.fire(before.recurring_run_id)
         kubeflow.most_enabled = 0
-        begun = len(kubeflow.requests)
+        request_count = len(kubeflow.requests)
 
-        def from_then_on(index: int, _method: str, _path: str, at: int = begun + broken) -> Fault:
+        def from_then_on(index: int, _method: str, _path: str, at: int = request_count + broken) -> Fault:
             if index < at:
                 return None
             return fault if index == at else "drop"  # the process is gone
@@ -106,7 +110,7 @@ def test_killed_at_any_request_a_change_is_finished_by_the_next_call(kubeflow: K
         kubeflow.fault = lambda *_: None
         assert len(kubeflow.enabled()) <= 1
         now = schedule(connect(kubeflow), after)
-        assert [one["recurring_run_id"] for one in kubeflow.enabled()] == [now.recurring_run_id]
+        assert [recurring_run["recurring_run_id"] for recurring_run in kubeflow.enabled()] == [now.recurring_run_id]
         assert kubeflow.most_enabled == 1
         assert kubeflow.killed == []
         kubeflow.runs[run]["state"] = "SUCCEEDED"
@@ -120,7 +124,7 @@ def test_going_back_to_a_former_schedule_enables_it_again(kubeflow: KubeflowServ
     kubeflow.fire(first.recurring_run_id)
     schedule(server, DAILY)
     assert schedule(server, WEEKLY).recurring_run_id == first.recurring_run_id
-    assert [one["recurring_run_id"] for one in kubeflow.enabled()] == [first.recurring_run_id]
+    assert [recurring_run["recurring_run_id"] for recurring_run in kubeflow.enabled()] == [first.recurring_run_id]
 
 
 def test_of_two_equal_schedules_one_is_removed(kubeflow: KubeflowServer, server: Server) -> None:
@@ -139,9 +143,9 @@ def test_other_pipelines_and_what_people_scheduled_by_hand_are_left_alone(
     kubeflow: KubeflowServer, server: Server
 ) -> None:
     other = schedule(server, RunRequest(spec("name=small-too", "schedule.cron=0 5 * * *")))
-    made = schedule(server, WEEKLY)
+    recurring_run = schedule(server, WEEKLY)
     by_hand = {
-        **kubeflow.recurring[made.recurring_run_id],
+        **kubeflow.recurring[recurring_run.recurring_run_id],
         "recurring_run_id": "hand",
         "display_name": "small every day",
     }
@@ -153,21 +157,21 @@ def test_other_pipelines_and_what_people_scheduled_by_hand_are_left_alone(
 
 
 def test_a_paused_schedule_starts_nothing_until_it_is_given_again(kubeflow: KubeflowServer, server: Server) -> None:
-    made = schedule(server, WEEKLY)
-    assert pause(server, "small") == [made.recurring_run_id]
+    recurring_run = schedule(server, WEEKLY)
+    assert pause(server, "small") == [recurring_run.recurring_run_id]
     assert pause(server, "small") == []
     assert [entry.enabled for entry in entries(server)] == [False]
-    assert schedule(server, WEEKLY).recurring_run_id == made.recurring_run_id
+    assert schedule(server, WEEKLY).recurring_run_id == recurring_run.recurring_run_id
     assert len(kubeflow.enabled()) == 1
 
 
 def test_deleting_waits_for_what_is_running(kubeflow: KubeflowServer, server: Server) -> None:
-    made = schedule(server, WEEKLY)
-    run = kubeflow.fire(made.recurring_run_id)
-    assert delete(server, "small") == ((), (made.recurring_run_id,))
+    recurring_run = schedule(server, WEEKLY)
+    run = kubeflow.fire(recurring_run.recurring_run_id)
+    assert delete(server, "small") == ((), (recurring_run.recurring_run_id,))
     assert (kubeflow.enabled(), kubeflow.killed) == ([], [])
     kubeflow.runs[run]["state"] = "FAILED"
-    assert delete(server, "small") == ((made.recurring_run_id,), ())
+    assert delete(server, "small") == ((recurring_run.recurring_run_id,), ())
     with pytest.raises(MissingError, match="has no schedule"):
         pause(server, "small")
 
@@ -211,6 +215,6 @@ def test_what_kfp_cannot_keep_is_refused(changes: tuple[str, ...], field: str) -
 
 
 def test_the_time_zone_of_kfps_scheduler_is_one_that_can_be_said() -> None:
-    zoned = spec("schedule.cron=0 3 * * 1", "schedule.timezone=Europe/Berlin")
-    assert trigger_of(zoned, "Europe/Berlin").cron_schedule.cron == "0 0 3 * * 1"
+    zoned_spec = spec("schedule.cron=0 3 * * 1", "schedule.timezone=Europe/Berlin")
+    assert trigger_of(zoned_spec, "Europe/Berlin").cron_schedule.cron == "0 0 3 * * 1"
     assert schedules.trigger_of(spec("schedule.cron=0 3 * * 1", "schedule.timezone=Etc/UTC"))

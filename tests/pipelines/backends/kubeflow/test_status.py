@@ -65,11 +65,11 @@ TRAINED = (step("preprocess", "d"), step("train", RUN_ID))
 def test_each_step_of_a_run_that_ended_well_is_one_row_in_the_order_of_the_dag(
     kubeflow: KubeflowServer, store: Store
 ) -> None:
-    found = status(kubeflow, store, kubeflow.recorded("retried"))
-    assert shown(found) == [
+    run_status = status(kubeflow, store, kubeflow.recorded("retried"))
+    assert shown(run_status) == [
         (name, "SUCCEEDED", "", 0) for name in ("preprocess", "train", "evaluate", "register", "notify")
     ]
-    assert [step.seconds for step in found.steps] == [20, 64, 21, 22, 20]
+    assert [step.seconds for step in run_status.steps] == [20, 64, 21, 22, 20]
 
 
 def test_a_step_that_was_skipped_says_why(kubeflow: KubeflowServer, store: Store) -> None:
@@ -98,11 +98,11 @@ def test_a_refused_spec_of_the_form_is_the_reason_and_the_rest_never_began(
 ) -> None:
     run = kubeflow.recorded("failed-bad-parameter")
     kubeflow.runs[run]["runtime_config"]["parameters"]["spec"] = "{name: long, data: {sources: [{uri: x}]}}"
-    found = status(kubeflow, store, run)
-    name, state, error, code = shown(found)[0]
-    assert (name, state, code, found.exit_code) == ("preprocess", "FAILED", 10, 10)
+    run_status = status(kubeflow, store, run)
+    name, state, error, code = shown(run_status)[0]
+    assert (name, state, code, run_status.exit_code) == ("preprocess", "FAILED", 10, 10)
     assert "exit code 10" in error and "learning_rate" in error and "-1" in error
-    assert [row[:2] for row in shown(found)[1:]] == [
+    assert [row[:2] for row in shown(run_status)[1:]] == [
         ("train", "NOT_BEGUN"), ("evaluate", "NOT_BEGUN"), ("register", "NOT_BEGUN"), ("notify", "SUCCEEDED"),
     ]  # fmt: skip
 
@@ -139,8 +139,8 @@ def test_a_store_that_cannot_be_read_is_named_where_a_reason_is_missing(
     away.symlink_to(away)
     run = kubeflow.recorded("failed-bad-parameter")
     kubeflow.runs[run]["runtime_config"]["parameters"] = {"spec": "{name: long, data: {sources: [{uri: x}]}}"}
-    found = Kubeflow(Access(kubeflow.endpoint), away.as_uri(), no_cluster).status(run)
-    assert "why preprocess failed is not known: the records in the store cannot be read" in found.message
+    run_status = Kubeflow(Access(kubeflow.endpoint), away.as_uri(), no_cluster).status(run)
+    assert "why preprocess failed is not known: the records in the store cannot be read" in run_status.message
 
 
 def test_a_firing_that_found_nothing_due_skips_all_with_its_reason(kubeflow: KubeflowServer, store: Store) -> None:
@@ -158,18 +158,18 @@ def test_a_firing_that_found_nothing_due_skips_all_with_its_reason(kubeflow: Kub
 def test_a_cancelled_run_and_its_step_are_cancelled(kubeflow: KubeflowServer, store: Store) -> None:
     run = kubeflow.recorded("cancelled")
     left(store, run, step("preprocess", "d"), step("train", code=204, reason="asked to leave: saved step 80"))
-    found = status(kubeflow, store, run)
-    assert found.state == "CANCELED"
-    assert [row[:2] for row in shown(found)] == [
+    run_status = status(kubeflow, store, run)
+    assert run_status.state == "CANCELED"
+    assert [row[:2] for row in shown(run_status)] == [
         ("preprocess", "SUCCEEDED"), ("train", "CANCELED"), ("evaluate", "NOT_BEGUN"), ("register", "NOT_BEGUN"),
         ("notify", "SUCCEEDED"),
     ]  # fmt: skip
-    assert shown(found)[1][2] == "exit code 204 (preempted): asked to leave: saved step 80"
+    assert shown(run_status)[1][2] == "exit code 204 (preempted): asked to leave: saved step 80"
 
 
 def test_trials_of_a_sweep_that_runs_have_one_row_each(kubeflow: KubeflowServer, store: Store) -> None:
-    found = status(kubeflow, store, kubeflow.recorded("sweep-running"))
-    assert [row[:2] for row in shown(found)] == [
+    run_status = status(kubeflow, store, kubeflow.recorded("sweep-running"))
+    assert [row[:2] for row in shown(run_status)] == [
         ("preprocess", "SUCCEEDED"), ("train-1", "RUNNING"), ("train-2", "SUCCEEDED"), ("train-3", "RUNNING"),
         ("evaluate-2", "PENDING"),
     ]  # fmt: skip
@@ -187,8 +187,8 @@ def test_what_a_training_waits_for_is_said_until_it_trains(
         emit(LaunchPending(reason="2 pods cannot be scheduled: insufficient memory"))
         if trains:
             emit(Progress(step=1, steps=3, loss=2.0, grad_norm=1, tokens_per_second=1, seconds_left=1))
-    waits = "" if trains else "waits: 2 pods cannot be scheduled: insufficient memory"
-    assert ("train", "RUNNING", waits, None) in shown(status(kubeflow, store, run))
+    message = "" if trains else "waits: 2 pods cannot be scheduled: insufficient memory"
+    assert ("train", "RUNNING", message, None) in shown(status(kubeflow, store, run))
 
 
 # ---------------------------------------------------------------- pods that do not start
@@ -213,10 +213,10 @@ def reached(cluster: ApiServer) -> Any:
 def stuck(kubeflow: KubeflowServer, name: str = "image-not-pulled-then-cancelled") -> str:
     """That run as it was before a person ended it: the pod of its first step does not come."""
     run = kubeflow.recorded(name)
-    found = kubeflow.runs[run]
-    found["state_history"] = found["state_history"][:2]
-    found |= {"state": "RUNNING", "finished_at": "1970-01-01T00:00:00Z"}
-    rows = found["run_details"]["task_details"]
+    run_record = kubeflow.runs[run]
+    run_record["state_history"] = run_record["state_history"][:2]
+    run_record |= {"state": "RUNNING", "finished_at": "1970-01-01T00:00:00Z"}
+    rows = run_record["run_details"]["task_details"]
     rows[:] = [row for row in rows if row.get("state") and row["start_time"] < "2026-11-25T14:24:00Z"]
     for row in rows:
         if row["end_time"] >= "2026-11-25T14:24:00Z":
@@ -252,12 +252,12 @@ def test_where_kubernetes_can_be_asked_it_says_why_a_pod_does_not_start(
     kubeflow: KubeflowServer, store: Store, cluster: ApiServer, where: str
 ) -> None:
     run = stuck(kubeflow)
-    workflow, words = "noimage-dr6zw", 'Back-off pulling image "registry.example/none:1"'
-    node = {"type": "Pod", "phase": "Pending", "message": f"ImagePullBackOff: {words}" if where == "workflow" else ""}
+    workflow, reason = "noimage-dr6zw", 'Back-off pulling image "registry.example/none:1"'
+    node = {"type": "Pod", "phase": "Pending", "message": f"ImagePullBackOff: {reason}" if where == "workflow" else ""}
     metadata = {"name": workflow, "namespace": NAMESPACE}
     nodes = {f"{workflow}-4233412716": node}
     cluster.objects.create("workflows", {"metadata": metadata, "status": {"nodes": nodes}})
-    waiting = {"reason": "ImagePullBackOff", "message": words}
+    waiting = {"reason": "ImagePullBackOff", "message": reason}
     statuses = [{"name": "main", "state": {"waiting": waiting}}] if where == "pod" else []
     cluster.objects.create("pods", {
         "metadata": {"name": f"{workflow}-retry-system-container-impl-4233412716", "namespace": NAMESPACE,
@@ -265,20 +265,20 @@ def test_where_kubernetes_can_be_asked_it_says_why_a_pod_does_not_start(
         "status": {"phase": "Pending", "containerStatuses": statuses},
     })  # fmt: skip
     name, state, error, _ = shown(status(kubeflow, store, run, reached(cluster)))[0]
-    assert (name, state, words in error) == ("preprocess", "PENDING", True)
+    assert (name, state, reason in error) == ("preprocess", "PENDING", True)
 
 
 def test_a_workflow_that_failed_before_its_first_step_says_what_is_known_and_where_to_look(
     kubeflow: KubeflowServer, store: Store, cluster: ApiServer
 ) -> None:
     run = kubeflow.recorded("failed-before-any-step")
-    found = status(kubeflow, store, run)
-    assert found.state == "FAILED"
-    assert [row[:2] for row in shown(found)] == [
+    run_status = status(kubeflow, store, run)
+    assert run_status.state == "FAILED"
+    assert [row[:2] for row in shown(run_status)] == [
         (name, "NOT_BEGUN") for name in ("preprocess", "train", "evaluate", "register")
     ]
-    for words in ("before its first step", "serviceaccount pipeline-runner", "describe workflow mu-69rlt"):
-        assert words in found.message
+    for text in ("before its first step", "serviceaccount pipeline-runner", "describe workflow mu-69rlt"):
+        assert text in run_status.message
     why = 'error looking up service account train/pipeline-runner: serviceaccount "pipeline-runner" not found'
     nodes = {"mu-69rlt-1": {"type": "Pod", "phase": "Error", "message": why}}
     metadata = {"name": "mu-69rlt", "namespace": NAMESPACE}

@@ -51,8 +51,8 @@ def test_what_is_uploaded_is_the_pipeline_and_its_platform(kubeflow: KubeflowSer
 
 def test_many_versions_are_looked_through_to_the_last_page(kubeflow: KubeflowServer, server: Server) -> None:
     kubeflow.page_size = 1
-    made = [upload(server, spec(f"training.steps={steps}")) for steps in (5, 6, 7)]
-    assert upload(server, spec("training.steps=7")).version_id == made[-1].version_id
+    versions = [upload(server, spec(f"training.steps={steps}")) for steps in (5, 6, 7)]
+    assert upload(server, spec("training.steps=7")).version_id == versions[-1].version_id
     assert len(kubeflow.versions) == 3
 
 
@@ -86,11 +86,11 @@ def test_an_archived_run_does_not_count(kubeflow: KubeflowServer, server: Server
 def test_where_the_data_cannot_be_seen_a_success_may_be_one_on_older_data(
     kubeflow: KubeflowServer, server: Server
 ) -> None:
-    unread = RunRequest(spec())
-    first = submit(server, unread)
-    assert not submit(server, unread).created  # still running
+    request = RunRequest(spec())
+    first = submit(server, request)
+    assert not submit(server, request).created  # still running
     kubeflow.runs[first.kfp_run_id]["state"] = "SUCCEEDED"
-    assert submit(server, unread).created
+    assert submit(server, request).created
 
 
 def test_a_salt_another_store_or_other_settings_make_another_run(kubeflow: KubeflowServer, server: Server) -> None:
@@ -111,7 +111,7 @@ def test_at_the_same_moment_one_run_stays(kubeflow: KubeflowServer, monkeypatch:
     monkeypatch.setattr(submitting, "order_text", lambda _: text)
     count = 4
     together = threading.Barrier(count)
-    made: list[str] = []
+    run_ids: list[str] = []
     monkeypatch.setattr(submitting, "SETTLE_SECONDS", 1.2)  # as long as it takes to see all of one second
 
     def fault(_index: int, method: str, path: str) -> Fault:
@@ -121,16 +121,17 @@ def test_at_the_same_moment_one_run_stays(kubeflow: KubeflowServer, monkeypatch:
 
     kubeflow.fault = fault
     threads = [
-        threading.Thread(target=lambda: made.append(submit(connect(kubeflow), WANTED).kfp_run_id)) for _ in range(count)
+        threading.Thread(target=lambda: run_ids.append(submit(connect(kubeflow), WANTED).kfp_run_id))
+        for _ in range(count)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == count
-    assert len(set(made)) == 1
-    alive = [run["run_id"] for run in kubeflow.runs.values() if run["state"] == "PENDING"]
-    assert alive == made[:1]
+    assert len(run_ids) == count
+    assert len(set(run_ids)) == 1
+    pending = [run["run_id"] for run in kubeflow.runs.values() if run["state"] == "PENDING"]
+    assert pending == run_ids[:1]
 
 
 @pytest.mark.parametrize("faults", [(429, 500), ("lose", "lose")], ids=["refused", "lost"])
@@ -145,26 +146,28 @@ def test_every_request_may_fail_once_and_nothing_is_made_twice(
     for broken in range(count):
         name, first, fault = f"small-{broken}", len(kubeflow.requests), faults[broken % 2]
         kubeflow.fault = lambda index, method, path, at=first + broken, fault=fault: fault if index == at else None
-        made = submit(connect(kubeflow), RunRequest(spec(f"name={name}"), run_id="00"))
+        submission = submit(connect(kubeflow), RunRequest(spec(f"name={name}"), run_id="00"))
         assert [run["run_id"] for run in kubeflow.runs.values() if run["display_name"].startswith(f"{name} ")] == [
-            made.kfp_run_id
+            submission.kfp_run_id
         ]
-        assert len([one for one in kubeflow.pipelines.values() if one["display_name"] == name]) == 1
-        assert len([one for one in kubeflow.experiments.values() if one["display_name"] == name]) == 1
+        assert len([pipeline for pipeline in kubeflow.pipelines.values() if pipeline["display_name"] == name]) == 1
+        assert (
+            len([experiment for experiment in kubeflow.experiments.values() if experiment["display_name"] == name]) == 1
+        )
     assert kubeflow.terminated == []
 
 
 def test_a_server_that_stays_broken_is_given_up_as_unreachable(kubeflow: KubeflowServer) -> None:
     kubeflow.fault = lambda *_: 503
-    with pytest.raises(KubeflowUnreachableError, match="status 503") as raised:
+    with pytest.raises(KubeflowUnreachableError, match="status 503") as error:
         connect(kubeflow)
-    assert raised.value.exit_code.retryable
+    assert error.value.exit_code.retryable
 
 
 def test_nobody_at_the_endpoint_is_said_with_a_remedy() -> None:
-    with pytest.raises(KubeflowUnreachableError, match="port-forward") as raised:
+    with pytest.raises(KubeflowUnreachableError, match="port-forward") as error:
         Server(Access(endpoint="http://127.0.0.1:9"))
-    assert raised.value.exit_code is ExitCode.STORE_UNREACHABLE
+    assert error.value.exit_code is ExitCode.STORE_UNREACHABLE
 
 
 def test_without_any_endpoint_one_is_asked_for() -> None:
@@ -174,11 +177,11 @@ def test_without_any_endpoint_one_is_asked_for() -> None:
 
 def test_a_wrong_token_is_denied_and_shown_nowhere(kubeflow: KubeflowServer, caplog: pytest.LogCaptureFixture) -> None:
     kubeflow.required = {"Authorization": "Bearer right"}
-    with pytest.raises(AccessDeniedError) as raised:
+    with pytest.raises(AccessDeniedError) as error:
         submit(connect(kubeflow, token="a-wrong-secret"), WANTED)
-    assert "KFP_TOKEN" in str(raised.value)
-    assert "(hidden)" in str(raised.value)
-    assert "a-wrong-secret" not in str(raised.value) + caplog.text + repr(Access(token="a-wrong-secret"))
+    assert "KFP_TOKEN" in str(error.value)
+    assert "(hidden)" in str(error.value)
+    assert "a-wrong-secret" not in str(error.value) + caplog.text + repr(Access(token="a-wrong-secret"))
     assert kubeflow.changes == []
 
 
@@ -233,10 +236,10 @@ def test_what_the_server_refuses_is_told_in_its_words(kubeflow: KubeflowServer) 
 
 def test_several_users_keep_to_their_namespaces() -> None:
     with KubeflowServer(multi_user=True) as kubeflow:
-        ours = submit(connect(kubeflow, namespace="ours"), WANTED)
+        submission = submit(connect(kubeflow, namespace="ours"), WANTED)
         assert not submit(connect(kubeflow, namespace="ours"), WANTED).created
         (run,) = kubeflow.runs.values()
-        assert (run["run_id"], run["namespace"]) == (ours.kfp_run_id, "ours")
+        assert (run["run_id"], run["namespace"]) == (submission.kfp_run_id, "ours")
         with pytest.raises(KubeflowRefusedError, match="namespace is required"):
             submit(connect(kubeflow), RunRequest(spec("name=other")))
 
@@ -256,12 +259,12 @@ def test_a_dry_run_needs_no_kubeflow_in_the_cluster_of_the_kubeconfig(
     kubeflow: KubeflowServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The server in the kubeconfig's place answers 404 to the path of a service that it does not know."""
-    found = {
+    config = {
         "clusters": [{"name": "c", "cluster": {"server": kubeflow.endpoint}}],
         "users": [{"name": "u", "user": {}}],
     }
-    found |= {"contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}], "current-context": "x"}
-    (tmp_path / "config").write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **found}))
+    config |= {"contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}], "current-context": "x"}
+    (tmp_path / "config").write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **config}))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "config"))
     with pytest.raises(MissingError, match="has no such thing"):
@@ -300,6 +303,6 @@ def test_a_version_carries_date_and_commit_and_the_same_content_is_found_on_any_
     first = upload(server, spec())
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-5e9577d0-[0-9a-f]{16}", first.version)
     monkeypatch.setenv("HOLDFAST_GIT_COMMIT", "0" * 40 + "-dirty")  # nothing of the pipeline has changed
-    again = upload(server, spec())
-    assert (again.version_id, again.version, again.created) == (first.version_id, first.version, False)
+    version = upload(server, spec())
+    assert (version.version_id, version.version, version.created) == (first.version_id, first.version, False)
     assert upload(server, spec("training.steps=7")).version.split("-")[3:5] == ["00000000", "dirty"]

@@ -21,10 +21,10 @@ RUN_ID = "3f2a4b5c6d7e8f90"
 @pytest.fixture
 def run(kubeflow: KubeflowServer, server: Server) -> str:
     """KFP's id of a run that is at its second step."""
-    made = submit(server, RunRequest(spec(), run_id=RUN_ID)).kfp_run_id
-    kubeflow.progress(made, "RUNNING", {"preprocess": "SUCCEEDED", "train": "RUNNING"})
-    kubeflow.logs = {(made, "preprocess"): b"all of it\n", (made, "train"): b"first\nsec"}
-    return made
+    kfp_run_id = submit(server, RunRequest(spec(), run_id=RUN_ID)).kfp_run_id
+    kubeflow.progress(kfp_run_id, "RUNNING", {"preprocess": "SUCCEEDED", "train": "RUNNING"})
+    kubeflow.logs = {(kfp_run_id, "preprocess"): b"all of it\n", (kfp_run_id, "train"): b"first\nsec"}
+    return kfp_run_id
 
 
 @pytest.mark.parametrize("wanted", [RUN_ID, "3f2a", "small"])
@@ -39,9 +39,9 @@ def test_the_beginning_of_several_of_kfps_ids_is_refused_with_all_of_them(
 ) -> None:
     twin = run[:9] + "f" * 27
     kubeflow.runs[twin] = {**kubeflow.runs[run], "run_id": twin}
-    with pytest.raises(MissingError) as caught:
+    with pytest.raises(MissingError) as error:
         find_run(server, run[:9])
-    assert run in str(caught.value) and twin in str(caught.value)
+    assert run in str(error.value) and twin in str(error.value)
 
 
 @pytest.mark.parametrize("wanted", ["ffff", "2a4b", "00000000-0000-4000-8000-000000000000"])
@@ -71,9 +71,9 @@ def test_a_password_in_the_endpoint_is_in_no_link_and_no_error(kubeflow: Kubeflo
     server = Server(Access(endpoint=kubeflow.endpoint.replace("://", "://me:hunter2@")))
     assert "hunter2" not in server.link("runs", run)
     for wanted in ("nothing", "00000000-0000-4000-8000-000000000000"):
-        with pytest.raises(MissingError) as caught:
+        with pytest.raises(MissingError) as error:
             find_run(server, wanted)
-        assert "hunter2" not in str(caught.value)
+        assert "hunter2" not in str(error.value)
 
 
 def test_the_steps_are_those_of_the_dag_and_not_kfps_own_nodes(
@@ -88,11 +88,11 @@ def test_the_steps_are_those_of_the_dag_and_not_kfps_own_nodes(
 
 
 def test_a_run_that_has_just_been_made_has_no_steps(server: Server) -> None:
-    made = submit(server, RunRequest(spec("name=fresh"))).kfp_run_id
-    found = find_run(server, made)
-    assert (state_of(found), steps_of(found)) == ("PENDING", [])
+    kfp_run_id = submit(server, RunRequest(spec("name=fresh"))).kfp_run_id
+    run = find_run(server, kfp_run_id)
+    assert (state_of(run), steps_of(run)) == ("PENDING", [])
     with pytest.raises(MissingError, match="has not begun"):
-        list(logs(server, made))
+        list(logs(server, kfp_run_id))
 
 
 def test_logs_are_those_of_all_steps_or_of_one(kubeflow: KubeflowServer, run: str, server: Server) -> None:
@@ -104,7 +104,7 @@ def test_logs_are_those_of_all_steps_or_of_one(kubeflow: KubeflowServer, run: st
 def test_following_gives_every_line_once_and_whole_and_ends_with_the_run(
     kubeflow: KubeflowServer, run: str, server: Server
 ) -> None:
-    then = iter(
+    states = iter(
         [
             ("RUNNING", b"first\nsecond\nthi"),
             ("SUCCEEDED", b"first\nsecond\nthird\nlast without an end"),
@@ -112,7 +112,7 @@ def test_following_gives_every_line_once_and_whole_and_ends_with_the_run(
     )
 
     def pause(_seconds: float) -> None:
-        state, kubeflow.logs[run, "train"] = next(then)
+        state, kubeflow.logs[run, "train"] = next(states)
         kubeflow.progress(run, state, {"preprocess": "SUCCEEDED", "train": state})
 
     followed = [line for _, line in logs(server, run, "train", follow=True, pause=pause)]
@@ -136,6 +136,6 @@ def test_cancelling_ends_a_run_once(kubeflow: KubeflowServer, run: str, server: 
     assert cancel(server, "3f2a")[1] is True
     assert kubeflow.terminated == [run]
     kubeflow.progress(run, "FAILED", {"preprocess": "SUCCEEDED", "train": "FAILED"})
-    found, ended = cancel(server, "3f2a")
-    assert (state_of(found), ended) == ("CANCELED", False)
+    run_record, was_running = cancel(server, "3f2a")
+    assert (state_of(run_record), was_running) == ("CANCELED", False)
     assert kubeflow.terminated == [run]

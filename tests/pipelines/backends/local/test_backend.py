@@ -49,12 +49,12 @@ def record(tmp_path: Path, process: subprocess.Popen[str]) -> Record:
     log = tmp_path / "logs" / "run-1.log"
     log.parent.mkdir()
     log.write_text("first\nsecond\n")
-    made = replace(
+    new_record = replace(
         record_of(ORDER, "local", RUN_ID), host=socket.gethostname(), pid=process.pid,
         began=process_start(process.pid), log=str(log),
     )  # fmt: skip
-    made.write(open_store(f"file://{tmp_path}/store"))
-    return made
+    new_record.write(open_store(f"file://{tmp_path}/store"))
+    return new_record
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def test_a_run_is_running_as_long_as_its_process_and_cancelling_ends_that(
     assert [run.id for run in local.list()] == [RUN_ID]
     assert local.cancel("small")[1] is True
     assert process.wait(300) == 143
-    found, running = local.cancel("small")
-    assert (found.state, running) == ("UNFINISHED", False)
+    run_status, running = local.cancel("small")
+    assert (run_status.state, running) == ("UNFINISHED", False)
 
 
 def test_a_record_of_another_version_is_no_obstacle(record: Record, local: Local, tmp_path: Path) -> None:
@@ -153,13 +153,13 @@ def test_the_steps_of_a_run_that_has_ended_are_still_told(
     process.terminate()
     process.wait(300)
     assert local.status(RUN_ID).steps == ()  # killed before it could say
-    ended = [
+    outcomes = [
         Outcome("preprocess", 1, 10.0, 12.0, 0),
         Outcome("train", 2, 12.0, 15.0, 12, "NaN"),
         Outcome("notify", 3, 15.0),
     ]
-    keep_outcomes(Path(record.log), ended)
-    assert [(one.name, one.state, one.seconds, one.error, one.exit_code) for one in local.status(RUN_ID).steps] == [
+    keep_outcomes(Path(record.log), outcomes)
+    assert [(row.name, row.state, row.seconds, row.error, row.exit_code) for row in local.status(RUN_ID).steps] == [
         ("preprocess", "SUCCEEDED", 2.0, "", 0), ("train", "FAILED", 3.0, "NaN", 12),
         ("notify", "FAILED", None, KILLED, 137),
     ]  # fmt: skip
@@ -170,13 +170,13 @@ def test_a_failed_run_says_why(record: Record, local: Local, process: subprocess
     process.wait(300)
     store = open_store(f"file://{tmp_path}/store")
     assert local.status(RUN_ID).exit_code is None
-    told = {"status": "failed", "reason": "a.txt: is broken", "exit_code": 11, "ended": record.submitted + 1}
-    store.put(layout.run(RUN_ID, "summary.json"), json.dumps(told).encode())
-    found = local.status(RUN_ID)
-    assert (found.state, found.message, found.exit_code) == ("FAILED", "a.txt: is broken", 11)
-    store.put(layout.run(RUN_ID, "summary.json"), json.dumps({**told, "ended": record.submitted - 1}).encode())
-    found = local.status(RUN_ID)  # of the submission before
-    assert (found.state, found.message, found.exit_code) == ("UNFINISHED", "", None)
+    summary = {"status": "failed", "reason": "a.txt: is broken", "exit_code": 11, "ended": record.submitted + 1}
+    store.put(layout.run(RUN_ID, "summary.json"), json.dumps(summary).encode())
+    status = local.status(RUN_ID)
+    assert (status.state, status.message, status.exit_code) == ("FAILED", "a.txt: is broken", 11)
+    store.put(layout.run(RUN_ID, "summary.json"), json.dumps({**summary, "ended": record.submitted - 1}).encode())
+    status = local.status(RUN_ID)  # of the submission before
+    assert (status.state, status.message, status.exit_code) == ("UNFINISHED", "", None)
 
 
 @pytest.mark.parametrize(
@@ -192,19 +192,19 @@ def test_a_blessed_model_is_a_success_once_it_is_registered(
     process.wait(300)
     store = open_store(f"file://{tmp_path}/store")
     store.put(layout.verdict(RUN_ID, "key"), json.dumps({"word": word}).encode())
-    told = {"status": "failed", "reason": "another champion", "exit_code": 7, "ended": record.submitted + 1}
-    store.put(layout.run(RUN_ID, "summary.json"), json.dumps(told).encode())
+    summary = {"status": "failed", "reason": "another champion", "exit_code": 7, "ended": record.submitted + 1}
+    store.put(layout.run(RUN_ID, "summary.json"), json.dumps(summary).encode())
     if version is not None:
         store.put(layout.registration(RUN_ID, "key"), json.dumps({"model": "m", "version": version}).encode())
-    found = local.status(RUN_ID)
-    assert (found.state, found.exit_code) == (state, code)
+    status = local.status(RUN_ID)
+    assert (status.state, status.exit_code) == (state, code)
 
 
 def test_the_record_asks_for_the_very_same_again_and_keeps_no_password(tmp_path: Path) -> None:
     request = replace(ORDER, salt="s", image="i:1", replan=True, store="s3://b", service_account="a")
     store = open_store(f"file://{tmp_path}")
     record_of(request, "kubeflow", "id-1", "https://me:hunter2@kfp").write(store)
-    found = find_record(store, "id-1")
-    assert found is not None
-    assert found.request == request
+    record = find_record(store, "id-1")
+    assert record is not None
+    assert record.request == request
     assert b"hunter2" not in store.get(layout.run(RUN_ID, "backend.json"))

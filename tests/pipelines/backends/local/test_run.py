@@ -29,32 +29,32 @@ def registered_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) 
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", given.format(database))
     spec = parse_spec("name: story\ndata:\n  sources:\n    - uri: corpus/*.txt\n")
-    wanted = LocalRun(spec, (tmp_path / "store").as_uri(), "0123456789abcdef", RUN_ID, "")
+    local_run = LocalRun(spec, (tmp_path / "store").as_uri(), "0123456789abcdef", RUN_ID, "")
     (tmp_path / "config.json").write_text("{}")
-    export, digest = write_export(wanted.store, RUN_ID, 3, "state", tmp_path, ["config.json"])
-    blessed_as = {"model": "story", "version": 1, "alias": "champion"}
+    export, digest = write_export(local_run.store, RUN_ID, 3, "state", tmp_path, ["config.json"])
+    registration = {"model": "story", "version": 1, "alias": "champion"}
     for key, value in (
         (layout.result(RUN_ID), {"step": 3, "export": export, "export_digest": digest}),
         (layout.verdict(RUN_ID, f"{settings_key(spec)}-none"), {"word": "blessed"}),
-        (layout.registration(RUN_ID, registration_key(spec.registered_model)), blessed_as),
+        (layout.registration(RUN_ID, registration_key(spec.registered_model)), registration),
     ):
-        wanted.store.put(key, json.dumps(value).encode())
-    return wanted, database
+        local_run.store.put(key, json.dumps(value).encode())
+    return local_run, database
 
 
 @pytest.mark.parametrize("given", ["", "sqlite:///{}", "sqlite:///{}?timeout=5"])
 def test_a_registration_counts_only_while_its_mlflow_is_there(
     given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted, database = registered_run(tmp_path, monkeypatch, given)
-    assert finished(wanted) is None
+    local_run, database = registered_run(tmp_path, monkeypatch, given)
+    assert finished(local_run) is None
     database.touch()
-    record = finished(wanted)
+    record = finished(local_run)
     assert record is not None
     assert record.model_version == "story/1"
     database.unlink()
-    wanted.store.put(layout.verdict(RUN_ID, f"{settings_key(wanted.spec)}-none"), b'{"word": "not_blessed"}')
-    assert finished(wanted) is not None
+    local_run.store.put(layout.verdict(RUN_ID, f"{settings_key(local_run.spec)}-none"), b'{"word": "not_blessed"}')
+    assert finished(local_run) is not None
 
 
 @pytest.mark.parametrize("step", [name for name in STEPS if name not in ("trigger", "compare", "divide", "tokenise")])
@@ -62,13 +62,13 @@ def test_a_registration_counts_only_while_its_mlflow_is_there(
 def test_a_finished_run_whose_summary_could_not_be_sent_has_succeeded_and_one_that_failed_elsewhere_has_not(
     step: str, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted, database = registered_run(tmp_path, monkeypatch, "")
+    local_run, database = registered_run(tmp_path, monkeypatch, "")
     database.touch()
     monkeypatch.setattr(run, "print_summary", lambda *_: None)  # which reads a history
     (log := tmp_path / "run.log").write_text("")
     names = ["preprocess", "train", "evaluate", "register", "notify"]
     ends = [Outcome(name, 1, 0.0, 1.0, code if name == step else 0, "reason") for name in names]
-    ended = run._conclude(wanted, Console(file=io.StringIO()), ends, log, [], False, "holdfast run")
+    ended = run._conclude(local_run, Console(file=io.StringIO()), ends, log, [], False, "holdfast run")
     assert (ended == ExitCode.OK) is (step == "notify")
 
 
@@ -79,12 +79,12 @@ def test_a_finished_run_whose_summary_could_not_be_sent_has_succeeded_and_one_th
 def test_a_killed_process_of_the_pipeline_is_named_with_what_its_step_did(
     code: int | None, ends: ExitCode, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted, _ = registered_run(tmp_path, monkeypatch, "")
+    local_run, _ = registered_run(tmp_path, monkeypatch, "")
     (log := tmp_path / "run.log").write_text("")
-    said = io.StringIO()
+    output = io.StringIO()
     outcomes = [Outcome("preprocess", 1, 0.0, 1.0, 0), Outcome("train", 1, 0.0, 1.0, code)]
-    assert run._conclude(wanted, Console(file=said, width=300), outcomes, log, [], True, "holdfast run") == ends
-    assert run.WORKER_KILLED in said.getvalue() and words in said.getvalue()
+    assert run._conclude(local_run, Console(file=output, width=300), outcomes, log, [], True, "holdfast run") == ends
+    assert run.WORKER_KILLED in output.getvalue() and words in output.getvalue()
 
 
 @pytest.mark.parametrize("step", ["preprocess", "compare", "register", "notify"])
@@ -98,5 +98,5 @@ def test_a_sweep_that_was_compared_has_succeeded_though_its_summary_could_not_be
     names = ["preprocess", "compare", "register", "notify"]
     ends = [Outcome(name, 1, 0.0, 1.0, 1 if name == step else 0, "reason") for name in names]
     request = RunRequest(parse_spec("{name: a, data: {sources: [{uri: x}]}}"), tmp_path.as_uri(), run_id=RUN_ID)
-    ended = trial_series._conclude(request, open_store(request.store), ends, 0, log, Console(file=io.StringIO()))
-    assert (ended == ExitCode.OK) is (step == "notify")
+    code = trial_series._conclude(request, open_store(request.store), ends, 0, log, Console(file=io.StringIO()))
+    assert (code == ExitCode.OK) is (step == "notify")

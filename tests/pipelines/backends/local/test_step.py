@@ -86,9 +86,9 @@ def test_a_run_that_is_asked_to_stop_runs_its_exit_handler_and_nothing_else(aske
             while not psutil.Process(process.pid).children():
                 assert process.poll() is None
             process.send_signal(signal.SIGTERM)
-        printed = process.communicate(timeout=120)[0]
-    assert process.returncode == 143, printed
-    assert "**a: cancelled**" in printed
+        output = process.communicate(timeout=120)[0]
+    assert process.returncode == 143, output
+    assert "**a: cancelled**" in output
     assert (outcomes / "notify.json").exists()
     assert not (outcomes / "train.json").exists()
 

@@ -53,16 +53,16 @@ class FakeJobs(Jobs):
 @pytest.fixture
 def backend(tmp_path: Path) -> Ray:
     """The backend, on such an API."""
-    made = Ray(str(tmp_path))
-    made._jobs = FakeJobs()
-    return made
+    ray_backend = Ray(str(tmp_path))
+    ray_backend._jobs = FakeJobs()
+    return ray_backend
 
 
 def jobs(backend: Ray) -> FakeJobs:
     """Its API."""
-    found = backend._jobs
-    assert isinstance(found, FakeJobs)
-    return found
+    fake_jobs = backend._jobs
+    assert isinstance(fake_jobs, FakeJobs)
+    return fake_jobs
 
 
 def wanted(run_id: str = KEY) -> RunRequest:
@@ -71,39 +71,39 @@ def wanted(run_id: str = KEY) -> RunRequest:
 
 
 def test_the_same_again_is_the_job_that_is_there_until_it_has_failed(backend: Ray) -> None:
-    made, created = backend.submit(wanted())
-    assert made.id.startswith(f"holdfast-{KEY}-")
-    assert (made.id[-2:], made.state, created) == ("-1", "RUNNING", True)
-    assert backend.submit(wanted()) == (made, False)
-    jobs(backend).end(made.id, "FAILED", 1)
-    again, created = backend.resume(wanted())
-    assert (again.id, created) == (f"{made.id[:-2]}-2", True)
-    jobs(backend).end(again.id, "SUCCEEDED")
+    first, created = backend.submit(wanted())
+    assert first.id.startswith(f"holdfast-{KEY}-")
+    assert (first.id[-2:], first.state, created) == ("-1", "RUNNING", True)
+    assert backend.submit(wanted()) == (first, False)
+    jobs(backend).end(first.id, "FAILED", 1)
+    second, created = backend.resume(wanted())
+    assert (second.id, created) == (f"{first.id[:-2]}-2", True)
+    jobs(backend).end(second.id, "SUCCEEDED")
     assert backend.submit(wanted())[1] is False
-    assert [one.id for one in backend.list()] == [again.id, made.id]
+    assert [run.id for run in backend.list()] == [second.id, first.id]
 
 
 def test_of_two_submissions_at_once_one_makes_the_job(backend: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
-    known, slow = jobs(backend), RayOrder.of(wanted()).submission_id(1)
-    listed = iter([[], None])
+    fake_jobs, slow = jobs(backend), RayOrder.of(wanted()).submission_id(1)
+    listings = iter([[], None])
 
     def first_nothing() -> list[RayJob]:
-        found = next(listed, None)
-        return list(known.known.values()) if found is None else found
+        listing = next(listings, None)
+        return list(fake_jobs.known.values()) if listing is None else listing
 
-    monkeypatch.setattr(known, "all", first_nothing)
-    known.known[slow] = RayJob(slow, "RUNNING")  # after this one had looked
+    monkeypatch.setattr(fake_jobs, "all", first_nothing)
+    fake_jobs.known[slow] = RayJob(slow, "RUNNING")  # after this one had looked
     assert backend.submit(wanted()) == (backend.status(slow), False)
 
 
 def test_what_a_task_prints_is_told_by_step(backend: Ray) -> None:
-    made, _ = backend.submit(wanted())
+    run, _ = backend.submit(wanted())
     jobs(backend).printed = "\n".join((
         "\x1b[36m(run pid=7, ip=127.0.0.1)\x1b[0m [tokenise 0/3] made (all)", "[train] a step", "something of Ray",
         "[train] cut",
     ))  # fmt: skip
     assert list(backend.logs(KEY)) == [("tokenise", "made (all)"), ("train", "a step"), ("driver", "something of Ray")]
-    jobs(backend).end(made.id, "SUCCEEDED")
+    jobs(backend).end(run.id, "SUCCEEDED")
     assert list(backend.logs(KEY, "train")) == [("train", "a step"), ("train", "cut")]
 
 
@@ -122,15 +122,15 @@ def test_cancelling_asks_the_job_to_stop_and_may_be_repeated(backend: Ray) -> No
 
 
 def test_steps_are_as_their_outcomes_have_them(backend: Ray, tmp_path: Path) -> None:
-    made, _ = backend.submit(wanted())
+    run, _ = backend.submit(wanted())
     store, now = open_store(tmp_path.as_uri()), time.time()
     for outcome in (
         Outcome("preprocess", 1, now, now + 2, 0, result="d"),
         Outcome("train", 1, now + 3, now + 4, int(ExitCode.BAD_DATA), "the text is too short\nfor that"),
         Outcome("notify", 1, now + 5),
     ):
-        store.put(layout.job(made.id, outcome.name), outcome.as_json())
-    jobs(backend).end(made.id, "FAILED", int(ExitCode.BAD_DATA))
+        store.put(layout.job(run.id, outcome.name), outcome.as_json())
+    jobs(backend).end(run.id, "FAILED", int(ExitCode.BAD_DATA))
     status = backend.status(KEY)
     assert {step.name: step.state for step in status.steps} == {
         "preprocess": "SUCCEEDED", "train": "FAILED", "notify": "FAILED",

@@ -20,48 +20,51 @@ SPEC = "{name: small, data: {sources: [{uri: 's3://bucket/corpus'}]}}"
 
 def one(findings: object) -> Finding:
     """The only finding."""
-    (found,) = list(findings)  # type: ignore[call-overload]
-    assert isinstance(found, Finding)
-    return found
+    (finding,) = list(findings)  # type: ignore[call-overload]
+    assert isinstance(finding, Finding)
+    return finding
 
 
 def test_nodes_that_are_alike_are_fine() -> None:
     assert set(HERE) == {"python", *PACKAGES}
-    found = one(ray._versions([NODE, replace(NODE, node="10.0.0.2")]))
-    assert (found.outcome, found.message) == ("ok", "every node has " + ", ".join(f"{k} {v}" for k, v in HERE.items()))
+    finding = one(ray._versions([NODE, replace(NODE, node="10.0.0.2")]))
+    assert (finding.outcome, finding.message) == (
+        "ok",
+        "every node has " + ", ".join(f"{k} {v}" for k, v in HERE.items()),
+    )
 
 
 @pytest.mark.parametrize("name", ["python", "torch", "ray", "holdfast"])
 def test_nodes_that_differ_are_named(name: str) -> None:
     other = replace(NODE, node="10.0.0.2", versions={**HERE, name: "0.0.1"})
-    found = one(ray._versions([NODE, other]))
-    assert found.outcome == "fail"
-    assert found.message == f"{name} differs: {HERE[name]} on 10.0.0.1; 0.0.1 on 10.0.0.2"
+    finding = one(ray._versions([NODE, other]))
+    assert finding.outcome == "fail"
+    assert finding.message == f"{name} differs: {HERE[name]} on 10.0.0.1; 0.0.1 on 10.0.0.2"
 
 
 @pytest.mark.parametrize(("name", "outcome"), [("ray", "warn"), ("holdfast", "fail")])
 def test_nodes_that_are_not_as_whoever_submits_are_said(name: str, outcome: str) -> None:
-    found = one(ray._versions([replace(NODE, versions={**HERE, name: "0.0.1"})]))
-    assert (found.outcome, found.message) == (outcome, f"{name}: 0.0.1 on 10.0.0.1; here it is {HERE[name]}")
+    finding = one(ray._versions([replace(NODE, versions={**HERE, name: "0.0.1"})]))
+    assert (finding.outcome, finding.message) == (outcome, f"{name}: 0.0.1 on 10.0.0.1; here it is {HERE[name]}")
 
 
 def test_a_store_that_is_another_one_there_or_is_not_read_is_said() -> None:
     url = "s3://bucket/prefix"
     assert one(ray._store([NODE], url + "/", "word")).message == f"every node reads {url}"
-    for node, said in (
+    for node, message in (
         (replace(NODE, word=""), f"10.0.0.1 sees another {url} than this machine"),
         (replace(NODE, word="", problem="it refused"), f"10.0.0.1 does not read {url}: it refused"),
         (replace(NODE, store="file:///tmp"), f"10.0.0.1 has its store at file:///tmp, and this machine at {url}"),
     ):
-        found = one(ray._store([node], url, "word"))
-        assert (found.outcome, found.message) == ("fail", said)
+        finding = one(ray._store([node], url, "word"))
+        assert (finding.outcome, finding.message) == ("fail", message)
 
 
 def test_a_gang_and_steps_need_nodes_that_are_large_enough() -> None:
     small, large = "cluster.resources={cpu: 8, memory: 32Gi}", "cluster.resources={cpu: 9, memory: 32Gi}"
     two = ("cluster.nodes={min: 2, max: 2}", "training.global_batch=16")
     assert one(ray._room(parse_spec(SPEC, [small]), [NODE])).outcome == "ok"
-    for overrides, said in (([large], "wants a node with 9 CPU"), ([small, *two], "wants 2 nodes with 8 CPU")):
-        found = one(ray._room(parse_spec(SPEC, overrides), [NODE]))
-        assert (found.outcome, found.code) == ("fail", ExitCode.UNSCHEDULABLE)
-        assert said in found.message
+    for overrides, message in (([large], "wants a node with 9 CPU"), ([small, *two], "wants 2 nodes with 8 CPU")):
+        finding = one(ray._room(parse_spec(SPEC, overrides), [NODE]))
+        assert (finding.outcome, finding.code) == ("fail", ExitCode.UNSCHEDULABLE)
+        assert message in finding.message

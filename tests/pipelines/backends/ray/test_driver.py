@@ -58,8 +58,8 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RaySteps:
     kept.clear()
 
     def wait(references: Sequence[str], timeout: float) -> tuple[list[str], list[str]]:
-        done = [task.label for task in FakeTask.made if task.label in kept and len(task.was_queued) >= 3]
-        return [one for one in references if one in done], []
+        ready = [task.label for task in FakeTask.made if task.label in kept and len(task.was_queued) >= 3]
+        return [reference for reference in references if reference in ready], []
 
     monkeypatch.setattr(driver, "Task", FakeTask)
     monkeypatch.setattr(driver, "ray", SimpleNamespace(wait=wait, get=lambda _: (0, "")))
@@ -68,14 +68,14 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RaySteps:
 
 def codes_of(steps: RaySteps) -> list[int]:
     """The codes of two shares that are started together, in the order in which they end."""
-    handles, found = [steps.start(Execution("tokenise", share)) for share in SHARES], []
+    handles, codes = [steps.start(Execution("tokenise", share)) for share in SHARES], []
     while handles:
         steps.wait(handles)
-        for one in list(handles):
-            if (code := one.poll()) is not None:
-                handles.remove(one)
-                found.append(code)
-    return found
+        for handle in list(handles):
+            if (code := handle.poll()) is not None:
+                handles.remove(handle)
+                codes.append(code)
+    return codes
 
 
 def test_a_share_that_waits_for_others_waits_and_is_given_up_once_there_is_nobody_to_wait_for(
@@ -83,8 +83,8 @@ def test_a_share_that_waits_for_others_waits_and_is_given_up_once_there_is_nobod
 ) -> None:
     kept.add("tokenise 0/2")
     assert codes_of(steps) == [ExitCode.OK, ExitCode.UNSCHEDULABLE]
-    _, waits = FakeTask.made
-    *queued, last = waits.was_queued
+    _, waiting_task = FakeTask.made
+    *queued, last = waiting_task.was_queued
     assert (set(queued), last) == ({True}, False)
     assert len(queued) >= 3
     (outcome,) = outcomes_of("holdfast-job", "", store=tmp_path.as_uri())
@@ -120,9 +120,9 @@ def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
     """Makes the process of any step one that is killed some times; what counts its beginnings."""
 
     def dying(times: int, number: int = signal.SIGKILL, code: int = 0) -> Path:
-        words = ["-c", DYING, str(tmp_path / "begun"), str(times), str(int(number)), str(code)]
+        command = ["-c", DYING, str(tmp_path / "begun"), str(times), str(int(number)), str(code)]
         for module in (driver, task):
-            monkeypatch.setattr(module, "start", lambda _, environment: node.start(words, environment))
+            monkeypatch.setattr(module, "start", lambda _, environment: node.start(command, environment))
         return tmp_path / "begun"
 
     return dying
@@ -177,10 +177,10 @@ def test_the_process_of_a_task_that_was_killed_is_lost_and_any_other_ending_is_i
 def test_ray_runs_every_task_again_that_was_lost_within_the_budget(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: dict[str, dict[str, Any]] = {}
+    options_by_name: dict[str, dict[str, Any]] = {}
 
     def options(**asked: Any) -> SimpleNamespace:
-        told[asked["name"]] = asked
+        options_by_name[asked["name"]] = asked
         return SimpleNamespace(remote=lambda *_: "reference")
 
     room = SimpleNamespace(is_ready=lambda **_: True, place=lambda: None)
@@ -188,10 +188,10 @@ def test_ray_runs_every_task_again_that_was_lost_within_the_budget(
     monkeypatch.setattr(task, "GangReservation", lambda *_, **__: room)
     spec = parse_spec(SPEC, (f"cluster.retries.budget={budget}",))
     for step in STEPS:
-        made = task.Task(step, step, spec, SPEC, [])
-        assert made.go_on(queued=False) == ""
-        assert made.reference == "reference"
-    assert told.keys() == STEPS.keys()
-    for asked in told.values():
-        assert asked["max_retries"] == budget
-        assert asked["retry_exceptions"] == ([task.LostError] if budget else False)
+        ray_task = task.Task(step, step, spec, SPEC, [])
+        assert ray_task.go_on(queued=False) == ""
+        assert ray_task.reference == "reference"
+    assert options_by_name.keys() == STEPS.keys()
+    for settings in options_by_name.values():
+        assert settings["max_retries"] == budget
+        assert settings["retry_exceptions"] == ([task.LostError] if budget else False)

@@ -37,8 +37,8 @@ def test_a_training_goes_on_to_be_seen_after_slurm_has_forgotten_the_step_before
         for number, (step, state) in enumerate(others.items(), 7)
     ]
     knows(home, *lines)
-    told = Outcome("preprocess", 1, 5.0, 8.0, 0, result="a-dataset")
-    open_store(url).put(layout.job(f"{key}-6", "preprocess"), told.as_json())
+    outcome = Outcome("preprocess", 1, 5.0, 8.0, 0, result="a-dataset")
+    open_store(url).put(layout.job(f"{key}-6", "preprocess"), outcome.as_json())
     folder_of(key).mkdir(parents=True)
     for log in ("preprocess-2", "preprocess-6", "preprocess-12", "train-7"):
         (folder_of(key) / f"{log}.log").write_text(f"said by {log}\n")
@@ -50,7 +50,7 @@ def test_a_training_goes_on_to_be_seen_after_slurm_has_forgotten_the_step_before
         ("notify", "PENDING"),
     ]  # fmt: skip
     assert list(slurm.logs("abc")) == [("preprocess", "said by preprocess-6"), ("train", "said by train-7")]
-    assert [one.id for one in slurm.list()] == [f"{key}-6"]
+    assert [run.id for run in slurm.list()] == [f"{key}-6"]
 
 
 def test_two_chains_of_one_run_are_told_apart_though_the_first_jobs_of_both_are_forgotten(home: Path) -> None:
@@ -62,7 +62,7 @@ def test_two_chains_of_one_run_are_told_apart_though_the_first_jobs_of_both_are_
     knows(home, *lines)
     url = (home / "store").as_uri()
     open_store(url).put(layout.job("abc-0-6", "register"), Outcome("register", 1, 5.0, 8.0, 0, "", "1").as_json())
-    assert [(one.id, one.state) for one in Slurm(url).list()] == [
+    assert [(run.id, run.state) for run in Slurm(url).list()] == [
         ("abc-0-11", "RUNNING"), ("abc-0-6", "SUCCEEDED"),
     ]  # fmt: skip
 
@@ -84,22 +84,22 @@ def test_a_run_of_which_slurm_knows_the_exit_handler_alone_has_succeeded_only_if
     url = (home / "store").as_uri()
     key = f"abc-{store_mark(url)}"
     knows(home, JOB.format(number=10, key=key, step="notify", state="COMPLETED"))
-    for begun, (step, code) in enumerate(told.items()):
-        outcome = Outcome(step, 1, float(begun), begun + 1.0, code, "no text" if code else "", "done")
+    for start, (step, code) in enumerate(told.items()):
+        outcome = Outcome(step, 1, float(start), start + 1.0, code, "no text" if code else "", "done")
         open_store(url).put(layout.job(f"{key}-6", step), outcome.as_json())
     status = Slurm(url).status("abc")
     assert (status.state, status.message) == (state, message)
     assert [step.name for step in status.steps] == ["preprocess", "train", "evaluate", "register", "notify"]
-    assert [one.state for one in Slurm(url).list()] == [state]
+    assert [run.state for run in Slurm(url).list()] == [state]
 
 
 def test_a_listing_reads_what_the_steps_said_though_the_first_job_is_known(home: Path) -> None:
     url = (home / "store").as_uri()
     first = JOB.format(number=6, key="abc-0", step="preprocess", state="COMPLETED").replace("abc-0-6", "abc-0")
     knows(home, first, JOB.format(number=10, key="abc-0", step="notify", state="COMPLETED"))
-    assert [one.state for one in Slurm(url).list()] == ["CANCELED"]
+    assert [run.state for run in Slurm(url).list()] == ["CANCELED"]
     open_store(url).put(layout.job("abc-0-6", "register"), Outcome("register", 1, 5.0, 8.0, 0, "", "1").as_json())
-    assert [one.state for one in Slurm(url).list()] == ["SUCCEEDED"]
+    assert [run.state for run in Slurm(url).list()] == ["SUCCEEDED"]
 
 
 def test_a_step_before_one_that_began_has_ended_well_though_nobody_knows_it(home: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_step_before_one_that_began_has_ended_well_though_nobody_knows_it(home
         for number, step in enumerate(("evaluate", "register", "notify"), 8)
     ]
     knows(home, *lines)
-    assert [one.state for one in Slurm((home / "store").as_uri()).list()] == ["SUCCEEDED"]
+    assert [run.state for run in Slurm((home / "store").as_uri()).list()] == ["SUCCEEDED"]
 
 
 def test_a_chain_that_is_being_made_has_no_step_that_was_forgotten(home: Path) -> None:

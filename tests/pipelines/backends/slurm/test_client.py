@@ -53,22 +53,22 @@ def test_what_the_accounting_refuses_is_said_once_and_that_there_is_none_is_not(
 def test_a_job_that_the_controller_forgets_between_two_questions_is_told_by_the_accounting(
     waited_for: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    moved, job = tmp_path / "moved", f"7|holdfast-x-train|CANCELLED|{waited_for}|0:0|0|tiny x-6"
-    for name, script in (("squeue", f"touch {moved}"), ("sacct", f'test -e {moved} && echo "{job}"')):
+    marker, job = tmp_path / "moved", f"7|holdfast-x-train|CANCELLED|{waited_for}|0:0|0|tiny x-6"
+    for name, script in (("squeue", f"touch {marker}"), ("sacct", f'test -e {marker} && echo "{job}"')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    (found,) = client.jobs_of()
-    assert (found.id, found.comment) == (7, "tiny x-6")
-    assert said_of(found) == "not begun: a step before it did not succeed"
+    (entry,) = client.jobs_of()
+    assert (entry.id, entry.comment) == (7, "tiny x-6")
+    assert said_of(entry) == "not begun: a step before it did not succeed"
 
 
 def test_what_the_controller_says_of_a_job_counts_more_than_the_accounting(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    again = "7|N/A|holdfast-x-train|RUNNING|None|0|1|0:05|tiny x-6|"  # since the end that the accounting tells of
-    ended = "7|holdfast-x-train|NODE_FAIL|None|0:0|9|tiny x-6"
-    for name, line in (("squeue", again), ("sacct", ended)):
+    queue_line = "7|N/A|holdfast-x-train|RUNNING|None|0|1|0:05|tiny x-6|"  # since the end that the accounting tells of
+    accounting_line = "7|holdfast-x-train|NODE_FAIL|None|0:0|9|tiny x-6"
+    for name, line in (("squeue", queue_line), ("sacct", accounting_line)):
         (tmp_path / name).write_text(f"#!/bin/sh\necho '{line}'\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

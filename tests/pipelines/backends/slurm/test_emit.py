@@ -27,11 +27,11 @@ def _home(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def jobs_of(*overrides: str, spec: Spec | None = None, **fields: Any) -> dict[str, dict[str, Any]]:
     """The jobs by step, each with the options of sbatch as a dictionary."""
     request = RunRequest(spec or tiny_spec(*overrides), "s3://bucket/x", run_id=RUN, **fields)
-    found = {}
+    by_step = {}
     for job in Slurm("s3://bucket/x").objects(request):
         options = dict(option.removeprefix("--").partition("=")[::2] for option in job["sbatch"])
-        found[job["job"]] = {**job, "options": options}
-    return found
+        by_step[job["job"]] = {**job, "options": options}
+    return by_step
 
 
 def arguments(script: str) -> list[str]:
@@ -42,8 +42,8 @@ def arguments(script: str) -> list[str]:
 def test_each_step_waits_for_the_one_before_and_notify_for_all_however_they_ended() -> None:
     jobs = jobs_of()
     assert list(jobs) == ["preprocess", "train", "evaluate", "register", "notify"]
-    waits = {step: job["options"]["dependency"] for step, job in jobs.items()}
-    assert waits == {
+    dependencies = {step: job["options"]["dependency"] for step, job in jobs.items()}
+    assert dependencies == {
         "preprocess": "singleton", "train": "afterok:1,singleton", "evaluate": "afterok:2,singleton",
         "register": "afterok:3,singleton", "notify": "afterany:1:2:3:4",
     }  # fmt: skip
@@ -132,7 +132,7 @@ def test_names_and_comments_carry_the_run_and_another_store_is_another_chain() -
     assert options["job-name"].endswith("-train")
     assert options["comment"].startswith(f"tiny {RUN}-")
     request = RunRequest(tiny_spec(), "s3://bucket/y", run_id=RUN)
-    other = next(word for word in Slurm().objects(request)[1]["sbatch"] if word.startswith("--job-name="))
+    other = next(argument for argument in Slurm().objects(request)[1]["sbatch"] if argument.startswith("--job-name="))
     assert other != f"--job-name={options['job-name']}"
 
 
@@ -178,16 +178,16 @@ def test_the_trials_of_a_sweep_are_arrays_whose_steps_wait_for_each_other_trial_
     trials = (("training.seed=1",), ("training.seed=2",), ("training.seed=3",))
     jobs = jobs_of(trials=trials, at_once=2)
     assert list(jobs) == ["preprocess", "train", "evaluate", "compare", "register", "notify"]
-    waits = {step: job["options"]["dependency"] for step, job in jobs.items()}
-    assert waits == {
+    dependencies = {step: job["options"]["dependency"] for step, job in jobs.items()}
+    assert dependencies == {
         "preprocess": "singleton", "train": "afterok:1", "evaluate": "aftercorr:2",
         "compare": "afterok:1,afterany:3,singleton", "register": "afterok:4,singleton", "notify": "afterany:1:2:3:4:5",
     }  # fmt: skip
     assert {job["options"].get("array") for step, job in jobs.items() if step in ("train", "evaluate")} == {"1-3%2"}
     assert jobs["train"]["options"]["output"].endswith("/train-%A_%a.log")
-    words = arguments(jobs["register"]["script"])
-    assert "--best-of=compare" in words
-    assert not [word for word in words if word.startswith("--needs")]
+    command = arguments(jobs["register"]["script"])
+    assert "--best-of=compare" in command
+    assert not [argument for argument in command if argument.startswith("--needs")]
     assert "HOLDFAST_RUN_ID" not in jobs["train"]["script"]  # many runs
 
 

@@ -52,8 +52,8 @@ def test_the_exit_code_of_a_run_is_that_of_the_first_step_that_did_not_succeed()
     ]  # fmt: skip
     assert [step.exit_code for step in steps] == [0, 203, None]
     assert ended_with(whole_state(steps), steps) == 203
-    going = step_of("train", job("RUNNING"), Outcome("train", 1, 0.0))
-    assert (going.exit_code, ended_with(whole_state([going]), [going])) == (None, None)
+    running_step = step_of("train", job("RUNNING"), Outcome("train", 1, 0.0))
+    assert (running_step.exit_code, ended_with(whole_state([running_step]), [running_step])) == (None, None)
     assert step_of("train", job("FAILED", "NonZeroExitCode", 11), None).exit_code == 11
     assert step_of("train", BatchJob(7, "n", "OUT_OF_MEMORY", signal=9), None).exit_code == 137
 
@@ -72,13 +72,16 @@ def test_the_exit_handler_is_told_of_the_first_step_that_did_not_succeed() -> No
 
 
 def test_what_slurm_has_forgotten_is_told_to_the_exit_handler_as_the_step_itself_said_it() -> None:
-    told = {"preprocess": Outcome("preprocess", 1, 0.0, 2.0, 0), "train": Outcome("train", 1, 3.0, 4.0, 11, "no text")}
-    assert ended_as(["preprocess", "train", "evaluate"], {}, told) == ("failed", "train: no text")
-    told["train"] = Outcome("train", 1, 3.0)
-    assert ended_as(["preprocess", "train"], {}, told)[0] == "failed"
-    assert ended_as(["preprocess"], {}, told) == ("succeeded", "")
-    never = ("cancelled", "register: is not known to have begun, and Slurm has forgotten it")
-    assert ended_as(["preprocess", "register"], {}, told) == never
+    outcomes = {
+        "preprocess": Outcome("preprocess", 1, 0.0, 2.0, 0),
+        "train": Outcome("train", 1, 3.0, 4.0, 11, "no text"),
+    }
+    assert ended_as(["preprocess", "train", "evaluate"], {}, outcomes) == ("failed", "train: no text")
+    outcomes["train"] = Outcome("train", 1, 3.0)
+    assert ended_as(["preprocess", "train"], {}, outcomes)[0] == "failed"
+    assert ended_as(["preprocess"], {}, outcomes) == ("succeeded", "")
+    expected = ("cancelled", "register: is not known to have begun, and Slurm has forgotten it")
+    assert ended_as(["preprocess", "register"], {}, outcomes) == expected
     parts = {f"train-{part}": Outcome("train", 1, 0.0, 1.0, 0, part=part) for part in "01"}
     assert ended_as(["train"], {}, parts) == ("succeeded", "")
     parts["train-1"] = Outcome("train", 1, 0.0, 1.0, 11, "no text", part="1")
@@ -99,9 +102,9 @@ def test_an_array_is_one_job_that_fails_when_a_task_does() -> None:
 
 def test_a_trial_whose_task_slurm_has_forgotten_is_as_its_outcome_says() -> None:
     array = BatchJob(7, "n", "RUNNING", tasks=(BatchJob(7, "n", "RUNNING", task=10),))
-    left = {"train-2": Outcome("train", 1, 1.0, 3.0, 11, "no text", part="2")}
-    steps = list(trials_of("train", array, left))
-    assert [(one.name, one.state, one.error) for one in steps] == [
+    outcomes = {"train-2": Outcome("train", 1, 1.0, 3.0, 11, "no text", part="2")}
+    steps = list(trials_of("train", array, outcomes))
+    assert [(step.name, step.state, step.error) for step in steps] == [
         ("train-2", "FAILED", "no text"), ("train-10", "RUNNING", ""),
     ]  # fmt: skip
 

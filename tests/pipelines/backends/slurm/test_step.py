@@ -53,9 +53,9 @@ def test_a_training_that_comes_back_after_its_deadline_does_not_begin(
     trials = ["--trials-file=trials.json"] if part else []
     (tmp_path / f"train-7{'_' * bool(part)}{part}.began").write_text(str(time.time() - 3600))
     lost = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])"
-    done = ended(tmp_path, "print('it began')", "--deadline=3600", *trials, before=lost, **task)
-    assert done.returncode == ExitCode.CANCELLED, done.stderr
-    assert "it began" not in done.stdout
+    result = ended(tmp_path, "print('it began')", "--deadline=3600", *trials, before=lost, **task)
+    assert result.returncode == ExitCode.CANCELLED, result.stderr
+    assert "it began" not in result.stdout
     outcome = outcome_of(open_store((tmp_path / "store").as_uri()), "a-6", f"train-{part}" if part else "train")
     assert outcome is not None
     assert (outcome.exit_code, outcome.reason) == (
@@ -64,14 +64,14 @@ def test_a_training_that_comes_back_after_its_deadline_does_not_begin(
 
 
 def test_a_deadline_that_passes_before_the_step_takes_signals_is_one_all_the_same(tmp_path: Path) -> None:
-    done = ended(tmp_path, "time.sleep(200)", "--deadline=0.5")
-    assert done.returncode == ExitCode.CANCELLED, done.stderr
-    assert "took longer than cluster.deadline_hours" in done.stderr
+    result = ended(tmp_path, "time.sleep(200)", "--deadline=0.5")
+    assert result.returncode == ExitCode.CANCELLED, result.stderr
+    assert "took longer than cluster.deadline_hours" in result.stderr
     assert (tmp_path / "train-7.began").exists()
 
 
 def test_a_step_that_must_leave_before_it_takes_signals_tries_to_come_back(tmp_path: Path) -> None:
-    done = ended(tmp_path, "os.kill(os.getpid(), signal.SIGTERM)")
-    assert done.returncode == ExitCode.TERMINATED, done.stderr
-    assert "train does not go back into the queue" in done.stderr
+    result = ended(tmp_path, "os.kill(os.getpid(), signal.SIGTERM)")
+    assert result.returncode == ExitCode.TERMINATED, result.stderr
+    assert "train does not go back into the queue" in result.stderr
     assert (tmp_path / "train-7.tries").read_text() == "1"
