@@ -14,18 +14,18 @@ import torch
 
 
 def main() -> object:
-    deed, *more = sys.argv[1:]
-    if deed == "say":
-        said = {"environment": dict(os.environ), "session": os.getsid(0) == os.getpid(), "folder": str(Path.cwd())}
-        print(json.dumps({**said, "title": Path("/proc/self/cmdline").read_bytes().split(b"\0")[2].decode()}))
-    elif deed == "collect":
+    action, *more = sys.argv[1:]
+    if action == "say":
+        state = {"environment": dict(os.environ), "session": os.getsid(0) == os.getpid(), "folder": str(Path.cwd())}
+        print(json.dumps({**state, "title": Path("/proc/self/cmdline").read_bytes().split(b"\0")[2].decode()}))
+    elif action == "collect":
         gc.collect()
         print(json.dumps([gc.get_freeze_count() > 100_000, len(gc.get_objects()) < 100_000]))
-    elif deed == "sums":
+    elif action == "sums":
         print(sums(*map(int, more)))
-    elif deed == "leave":
+    elif action == "leave":
         return int(more[0])
-    elif deed == "fail":
+    elif action == "fail":
         raise RuntimeError("a bug")
     else:
         print(f"{os.getpid()} waits", flush=True)

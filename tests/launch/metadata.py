@@ -70,8 +70,8 @@ class Metadata:
 
     def _aws(self, request: BaseHTTPRequestHandler, path: str) -> None:
         if path == "/latest/api/token":
-            asked = request.command == "PUT" and request.headers["X-aws-ec2-metadata-token-ttl-seconds"]
-            self._say(request, 200 if asked else 400, self.token)
+            has_ttl = request.command == "PUT" and request.headers["X-aws-ec2-metadata-token-ttl-seconds"]
+            self._say(request, 200 if has_ttl else 400, self.token)
         elif request.headers["X-aws-ec2-metadata-token"] != self.token:
             self._say(request, 401, "")
         elif path.endswith("/spot/instance-action") and self.action is not None:

@@ -50,17 +50,17 @@ def test_a_slice_has_the_name_of_its_device_plugin() -> None:
 
 
 def test_the_rules_know_the_networks_of_the_table() -> None:
-    assert {kind: tuple(found) for kind, found in accelerators.NETWORKS.items()} == NETWORKS
+    assert {kind: tuple(networks) for kind, networks in accelerators.NETWORKS.items()} == NETWORKS
     assert set(accelerators.POD_INTERFACE) == set(NETWORKS) == set(ACCELERATORS) - {"tpu"}
-    words = set(get_args(get_args(Cluster.model_fields["network"].annotation)[0]))
-    assert words == {name for found in NETWORKS.values() for name in found}
+    names = set(get_args(get_args(Cluster.model_fields["network"].annotation)[0]))
+    assert names == {name for network in NETWORKS.values() for name in network}
 
 
 def test_what_decides_between_networks_is_recorded_in_the_plan() -> None:
     """Another network may be another algorithm, and so another order of sums."""
     deciding = {"NCCL_NET", "FI_PROVIDER"}
-    for found in accelerators.NETWORKS.values():
-        for variables in found.values():
+    for network in accelerators.NETWORKS.values():
+        for variables in network.values():
             assert all(CHANGES_BITS.fullmatch(name) for name in deciding & set(variables))
 
 
@@ -95,9 +95,9 @@ def test_the_cpu_is_always_there() -> None:
     ],
 )
 def test_an_accelerator_that_is_not_there_is_named_with_the_remedy(kind: str, says: str) -> None:
-    with pytest.raises(MissingError, match=says) as caught:
+    with pytest.raises(MissingError, match=says) as error:
         local_device(kind)
-    assert "--set cluster.accelerator=cpu" in str(caught.value)
+    assert "--set cluster.accelerator=cpu" in str(error.value)
 
 
 def test_emitting_needs_no_torch() -> None:

@@ -44,9 +44,9 @@ def test_a_node_that_failed_the_health_check_is_avoided_at_once_and_so_is_each_o
 
 def test_a_failed_health_check_is_forgotten_after_a_day_because_nodes_are_mended(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}")
-    for number, ago in enumerate((60.0, UNHEALTHY_SECONDS + 60.0), 1):
-        told = {"code": ExitCode.UNHEALTHY_NODE, "blamed_nodes": [f"node-{number}"], "ended": time.time() - ago}
-        record_exit(store, "run", number, LaunchExit.model_validate(told))
+    for number, age in enumerate((60.0, UNHEALTHY_SECONDS + 60.0), 1):
+        exit_record = {"code": ExitCode.UNHEALTHY_NODE, "blamed_nodes": [f"node-{number}"], "ended": time.time() - age}
+        record_exit(store, "run", number, LaunchExit.model_validate(exit_record))
     assert bad_nodes(store, "run") == {"node-1"}
 
 

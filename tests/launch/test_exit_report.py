@@ -67,10 +67,10 @@ def test_each_process_of_a_rank_leaves_a_record_and_the_last_one_counts(
     in_process("record.formed(1); record.ended(202)", 0)
     in_process("record.formed(1); import os; os.kill(os.getpid(), 9)", 1)
     (tmp_path / "3.unfinished").write_text("")  # killed while it wrote
-    assert [(each.rank, each.attempt, each.code) for each in read_ranks(tmp_path)] == [(0, 1, 202), (1, 1, None)]
+    assert [(entry.rank, entry.attempt, entry.code) for entry in read_ranks(tmp_path)] == [(0, 1, 202), (1, 1, None)]
     for rank in (0, 1):  # torchrun starts the same ranks anew when the members of the gang change
         in_process("record.formed(2); record.ended(0)", rank)
-    assert [(each.attempt, each.code) for each in read_ranks(tmp_path)] == [(2, 0), (2, 0)]
+    assert [(entry.attempt, entry.code) for entry in read_ranks(tmp_path)] == [(2, 0), (2, 0)]
     assert node_exit_of(read_ranks(tmp_path), []).code == 0
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "gone"))
     RankRecord().ended(12)  # a disk that is full or gone must not hide the code it leaves with

@@ -36,14 +36,14 @@ def test_what_a_rank_prints_keeps_its_beginning_and_its_end_and_says_what_was_cu
     for start in range(0, 3000, 1000):  # the file is opened again while a launch ends
         assert not _keep(printed(lines[start : start + 1000]), path, deque())
     assert max(sizes) <= 4000
-    found = path.read_text().splitlines(keepends=True)
-    (cut,) = [index for index, line in enumerate(found) if line.startswith("[holdfast: ")]
-    head, tail = found[:cut], found[cut + 1 :]
+    log_lines = path.read_text().splitlines(keepends=True)
+    (cut,) = [index for index, line in enumerate(log_lines) if line.startswith("[holdfast: ")]
+    head, tail = log_lines[:cut], log_lines[cut + 1 :]
     assert head == lines[: len(head)] != []
     assert tail == lines[-len(tail) :] != []
-    gone = len("".join(lines[len(head) : -len(tail)]).encode())
-    assert found[cut] == f"[holdfast: {gone} bytes of this log were cut here]\n"
-    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    cut_bytes = len("".join(lines[len(head) : -len(tail)]).encode())
+    assert log_lines[cut] == f"[holdfast: {cut_bytes} bytes of this log were cut here]\n"
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_line_without_an_end_is_bounded_too(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_line_without_an_end_is_bounded_too(tmp_path: Path) -> None:
         for _ in range(500):
             log.write("x" * 100)
             assert path.stat().st_size <= 4000
-    found = path.read_text()
-    assert found.startswith("x" * 500)
-    assert found.endswith("x" * 1500)
-    assert "bytes of this log were cut here" in found
+    text = path.read_text()
+    assert text.startswith("x" * 500)
+    assert text.endswith("x" * 1500)
+    assert "bytes of this log were cut here" in text

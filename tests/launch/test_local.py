@@ -27,7 +27,7 @@ from tests.launch.worker import HELD
 
 
 def job(*deeds: str, grace: float = 20.0, launch: int = 1) -> Job:
-    arguments = [f"{rank}:{deed}" for rank, deed in enumerate(deeds)]
+    arguments = [f"{rank}:{action}" for rank, action in enumerate(deeds)]
     command = ["-m", "tests.launch.worker", *arguments]
     return Job("job", "run", launch, command, len(deeds), 1, grace, Cluster(), {"GREETING": "hello"})
 
@@ -59,8 +59,8 @@ def test_what_the_ranks_print_is_kept_and_appended(tmp_path: Path) -> None:
         ending = launched(tmp_path, job("0", "0"))
         assert ending.code == 0
     lines = (tmp_path / "logs" / "launch-000001.log").read_text().splitlines()
-    left = sorted(line for line in lines if "leaves" in line)
-    assert left == ["rank 0 leaves: 0"] * 2 + ["rank 1 leaves: 0"] * 2
+    exit_lines = sorted(line for line in lines if "leaves" in line)
+    assert exit_lines == ["rank 0 leaves: 0"] * 2 + ["rank 1 leaves: 0"] * 2
     assert {"rank 0 leaves: 0", "rank 1 leaves: 0"} <= set(ending.log_tail)
 
 
@@ -74,16 +74,16 @@ def test_a_launch_leaves_nothing_among_the_temporary_files(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("deed", "code"), [("12", 12), ("kill", 137)])
 def test_a_launch_ends_only_when_what_started_its_ranks_has_ended(tmp_path: Path, deed: str, code: int) -> None:
-    held, log = tmp_path / "held", tmp_path / "logs" / "launch-000001.log"
+    marker, log = tmp_path / "held", tmp_path / "logs" / "launch-000001.log"
     launcher, endings = LocalLauncher(tmp_path / "logs"), list[Ending]()
 
     def let() -> None:
         until(lambda: log.exists() and "is held" in log.read_text())
         assert not endings
-        held.touch()
+        marker.touch()
 
     with closing(launcher), let_by(let):
-        endings.append(launcher.run(replace(job(deed), environment={HELD: str(held)})))
+        endings.append(launcher.run(replace(job(deed), environment={HELD: str(marker)})))
     assert [ending.code for ending in endings] == [code]
     assert log.read_text().endswith("what started the ranks goes on\n")
 
@@ -97,23 +97,23 @@ def test_what_a_cloud_says_of_the_node_is_recorded_before_the_launch_ends(tmp_pa
         cloud.preempt()
 
     with Metadata() as cloud, closing(launcher), let_by(let):
-        told = {"HOLDFAST_SPOT": "gcp", "HOLDFAST_METADATA_URL": cloud.url}
-        assert launcher.run(replace(job("save"), environment=told)).code == 204
+        variables = {"HOLDFAST_SPOT": "gcp", "HOLDFAST_METADATA_URL": cloud.url}
+        assert launcher.run(replace(job("save"), environment=variables)).code == 204
 
 
 def test_a_launch_whose_torchrun_was_killed_ends_when_no_process_of_it_is_left(tmp_path: Path) -> None:
-    left: list[int] = []
+    pids: list[int] = []
 
     def kill() -> None:
-        left.extend(ready(tmp_path, 2))
-        rank = next(one for one in map(psutil.Process, left) if one.name() != "sleep")
+        pids.extend(ready(tmp_path, 2))
+        rank = next(process for process in map(psutil.Process, pids) if process.name() != "sleep")
         server = rank.parent()  # of warm processes
         assert server is not None
         os.kill(server.ppid(), signal.SIGKILL)
 
     with closing(LocalLauncher(tmp_path / "logs")) as launcher, let_by(kill):
         assert launcher.run(job("ignore", "parent")).code == 137
-        assert not any(map(holds_files, left))
+        assert not any(map(holds_files, pids))
 
 
 def holds_files(pid: int) -> bool:
@@ -144,9 +144,9 @@ def ready(folder: Path, ranks: int) -> list[int]:
     """The process ids of the ranks of the first launch, once all have said that they are ready."""
     log, deadline = folder / "logs" / "launch-000001.log", time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
-        found = re.findall(r"pid (\d+) ready", log.read_text()) if log.exists() else []
-        if len(found) == ranks:
-            return [int(pid) for pid in found]
+        matches = re.findall(r"pid (\d+) ready", log.read_text()) if log.exists() else []
+        if len(matches) == ranks:
+            return [int(pid) for pid in matches]
         time.sleep(0.01)
     raise AssertionError("the ranks are not ready")
 
@@ -206,8 +206,8 @@ sys.exit(code)
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "while the interpreter is taken down"])
 def test_a_gang_that_has_ended_keeps_its_code_when_it_is_told_to_stop_too_late(at_once: bool) -> None:
-    late = TORCHRUN.format(at_once=at_once)
-    assert subprocess.run([sys.executable, "-c", late], check=False).returncode == 12
+    program = TORCHRUN.format(at_once=at_once)
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 12
 
 
 def test_a_gang_that_does_not_stop_is_killed_after_its_grace(tmp_path: Path) -> None:
@@ -227,9 +227,9 @@ def test_what_goes_wrong_while_following_leaves_no_gang_behind(tmp_path: Path) -
     log = tmp_path / "logs" / "launch-000001.log"
     log.parent.mkdir()
     log.symlink_to("/dev/full")
-    marked = replace(job("wait"), environment={"MARK": str(tmp_path)})
+    marked_job = replace(job("wait"), environment={"MARK": str(tmp_path)})
     with pytest.raises(OSError, match=f"No space.*{log}"):
-        launched(tmp_path, marked)
+        launched(tmp_path, marked_job)
     assert_gone([process.pid for process in psutil.process_iter() if is_marked(process, str(tmp_path))])
 
 
@@ -242,12 +242,12 @@ def is_marked(process: psutil.Process, mark: str) -> bool:
 
 def assert_gone(pids: list[int]) -> None:
     """Fails if one of the processes lives on for long."""
-    there: list[psutil.Process] = []
+    processes: list[psutil.Process] = []
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
-            there.append(psutil.Process(pid))
-    _, alive = psutil.wait_procs(there, timeout=PATIENCE)
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+            processes.append(psutil.Process(pid))
+    _, survivors = psutil.wait_procs(processes, timeout=PATIENCE)
+    assert [process for process in survivors if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 LAUNCH = """
@@ -281,7 +281,7 @@ def test_a_process_whose_parent_died_before_it_could_ask_dies_too() -> None:
 def test_the_first_process_of_a_container_leaves_on_sigterm_before_it_has_started_a_rank() -> None:
     """Process 1 is ended by no signal that it does not handle: a pod would stand until its grace is over."""
     torchrun = [sys.executable, "-m", "holdfast.launch.torchrun", "--nproc-per-node=1"]
-    ended = subprocess.run(
+    result = subprocess.run(
         [*torchrun, "-m", "tests.launch.told_early"], capture_output=True, timeout=PATIENCE, check=False
     )
-    assert ended.returncode == 143  # of itself; -15 is that of one that the signal has killed
+    assert result.returncode == 143  # of itself; -15 is that of one that the signal has killed

@@ -25,8 +25,11 @@ def ended(code: int, **told: NodeExit | None) -> Ending:
 
 
 def test_the_rank_that_explains_the_others_is_named_with_its_node_and_attempt() -> None:
-    told = {"n9": said("n9", ExitCode.LOST_PEER, 1), "n1": said("n1", ExitCode.WRONG_ARITHMETIC, 2, blames_node=True)}
-    ending = ended(1, **told)
+    reports = {
+        "n9": said("n9", ExitCode.LOST_PEER, 1),
+        "n1": said("n1", ExitCode.WRONG_ARITHMETIC, 2, blames_node=True),
+    }
+    ending = ended(1, **reports)
     assert (ending.code, ending.rank, ending.node, ending.attempt) == (ExitCode.WRONG_ARITHMETIC, 2, 1, 7)
     assert ending.blamed_nodes == {"n1"}
 
@@ -44,12 +47,12 @@ def test_a_launch_that_ended_well_blames_nobody(told: dict[str, NodeExit | None]
 
 
 def test_what_srun_itself_says_is_the_reason_where_no_node_says_one() -> None:
-    printed = (
+    output = (
         "holdfast",
         "srun: fatal: Failed to parse --cpu-bind= values",
         "srun: fatal: Failed to parse --cpu-bind= values",
     )
-    ending = _ending(1, {"n1": None}, printed, Path("log"))
+    ending = _ending(1, {"n1": None}, output, Path("log"))
     assert ending.detail == (
         "n1 did not say how it ended. Slurm says: srun: fatal: Failed to parse --cpu-bind= values. The log is log"
     )
@@ -60,8 +63,8 @@ def test_the_ranks_are_told_the_network_that_the_spec_names(tmp_path: Path, monk
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     cluster = Cluster(accelerator="nvidia", network="infiniband", environment={"NCCL_DEBUG": "INFO"})
-    found = _environment(Job("job", "run", 1, ["-m", "x"], 1, 1, 20.0, cluster), ["n1"], tmp_path)
-    assert (found["NCCL_NET"], found["NCCL_DEBUG"], found["PET_MASTER_ADDR"]) == ("IB", "INFO", "127.0.0.1")
+    variables = _environment(Job("job", "run", 1, ["-m", "x"], 1, 1, 20.0, cluster), ["n1"], tmp_path)
+    assert (variables["NCCL_NET"], variables["NCCL_DEBUG"], variables["PET_MASTER_ADDR"]) == ("IB", "INFO", "127.0.0.1")
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,8 @@ def test_launches_without_a_new_checkpoint_end_it_however_long_each_takes() -> N
 
 def test_a_new_checkpoint_gives_every_chance_back() -> None:
     launcher = Scripted([137] * 7 + [0], minutes=25)
-    saved = iter([0, 0, 0, 10, 10, 10, 20, 20])  # before the first launch, and after each
-    launcher.saved_step = lambda: next(saved)  # type: ignore[method-assign]
+    steps = iter([0, 0, 0, 10, 10, 10, 20, 20])  # before the first launch, and after each
+    launcher.saved_step = lambda: next(steps)  # type: ignore[method-assign]
     assert supervised(launcher, Waits(), max_stalled_launches=3).code == 0
     assert launcher.jobs == 8
 

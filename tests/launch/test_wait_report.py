@@ -20,9 +20,9 @@ from holdfast.telemetry.events import LaunchPending
 @pytest.fixture
 def waits() -> Iterator[list[LaunchPending]]:
     """The events that are emitted."""
-    found: list[LaunchPending] = []
-    remove = add_listener(lambda event, _: found.append(event) if isinstance(event, LaunchPending) else None)
-    yield found
+    events: list[LaunchPending] = []
+    remove = add_listener(lambda event, _: events.append(event) if isinstance(event, LaunchPending) else None)
+    yield events
     remove()
 
 

@@ -22,9 +22,9 @@ CHILD = "tests.launch.child"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[WarmServer]:
-    made = WarmServer.spawn([CHILD])
-    yield made
-    made.close()
+    warm_server = WarmServer.spawn([CHILD])
+    yield warm_server
+    warm_server.close()
 
 
 def ask(server: WarmServer, *arguments: str, **environment: str) -> tuple[int, str]:
@@ -32,36 +32,36 @@ def ask(server: WarmServer, *arguments: str, **environment: str) -> tuple[int, s
     reading, writing = os.pipe()
     process = server.start(CHILD, arguments, {**os.environ, **environment}, writing, writing)
     os.close(writing)
-    with os.fdopen(reading) as printed:
-        said = printed.read()
-    return process.wait(PATIENCE), said
+    with os.fdopen(reading) as stream:
+        output = stream.read()
+    return process.wait(PATIENCE), output
 
 
 def test_it_has_its_own_environment_session_title_and_folder(server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, said = ask(server, "say", RANK="7")
-    known = json.loads(said)
+    code, output = ask(server, "say", RANK="7")
+    state = json.loads(output)
     assert code == 0
-    assert known == {
+    assert state == {
         "environment": {**os.environ, "RANK": "7"}, "session": True, "folder": str(tmp_path), "title": CHILD,
     }  # fmt: skip
 
 
 def test_others_see_its_command_and_what_its_environment_adds(server):
     process = server.start(CHILD, ["wait"], {**os.environ, "RANK": "7"})
-    seen = psutil.Process(process.pid)
-    while "wait" not in seen.cmdline():
-        assert seen.is_running()
-    assert seen.environ()["RANK"] == "7"
+    child_process = psutil.Process(process.pid)
+    while "wait" not in child_process.cmdline():
+        assert child_process.is_running()
+    assert child_process.environ()["RANK"] == "7"
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == -signal.SIGTERM
 
 
 def test_it_ends_with_the_code_or_the_signal_and_the_traceback_of_a_spawned_one(server):
     assert ask(server, "leave", "204") == (204, "")
-    code, said = ask(server, "fail")
+    code, output = ask(server, "fail")
     assert code == 1
-    assert said.endswith("RuntimeError: a bug\n")
+    assert output.endswith("RuntimeError: a bug\n")
     process = server.start(CHILD, ["wait"], os.environ)
     assert process.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
@@ -105,12 +105,12 @@ def test_it_hears_a_signal_that_comes_the_moment_its_process_id_is_known(server)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_it_computes_the_bits_of_a_spawned_one(threads, server):
     environment = {"OMP_NUM_THREADS": str(threads)}
-    spawned = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", CHILD, "sums", str(threads)],
         env={**os.environ, **environment}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     first, second = (ask(server, "sums", str(threads), **environment) for _ in range(2))
-    assert first == second == (0, spawned.stdout)
+    assert first == second == (0, result.stdout)
 
 
 def test_it_collects_nothing_of_what_was_imported_which_would_copy_it(server):
@@ -148,7 +148,7 @@ def test_nothing_is_forked_beside_a_thread(tmp_path: Path):
     )
     code = "from holdfast.launch.processes import WarmServer\nWarmServer.fork(['threaded'])"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         env=environment,
         stdin=subprocess.PIPE,
@@ -156,7 +156,7 @@ def test_nothing_is_forked_beside_a_thread(tmp_path: Path):
         text=True,
         check=False,
     )
-    assert "2 threads run after the import of threaded: nothing can be forked" in done.stderr
+    assert "2 threads run after the import of threaded: nothing can be forked" in result.stderr
 
 
 LATE = """
@@ -171,5 +171,5 @@ print(*sorted(set(sys.modules) - before))
 
 
 def test_what_every_rank_needs_of_torch_is_imported_before_ranks_are_forked():
-    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    result = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []

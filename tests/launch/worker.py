@@ -59,31 +59,31 @@ def main() -> None:
     die_with_parent()
     record = RankRecord()
     rank = os.environ["RANK"]
-    deeds = dict(each.split(":", 1) for each in sys.argv[1:] if ":" in each)
-    deed, folder = deeds[rank], Path(os.environ[FOLDER_VARIABLE])
-    if deed == "ignore":
+    actions = dict(argument.split(":", 1) for argument in sys.argv[1:] if ":" in argument)
+    action, folder = actions[rank], Path(os.environ[FOLDER_VARIABLE])
+    if action == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if deed in ("save", "peer"):
-        signal.signal(signal.SIGTERM, lambda *_: leave(record, 204 if deed == "save" else 202))
+    if action in ("save", "peer"):
+        signal.signal(signal.SIGTERM, lambda *_: leave(record, 204 if action == "save" else 202))
         record.formed(1)
     child = None
-    if deed == "parent":
+    if action == "parent":
         child = subprocess.Popen(["sleep", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     say(f"rank {rank} pid {os.getpid() if child is None else child.pid} ready")
-    if deed in WAITS:
+    if action in WAITS:
         (folder / f"ready-{rank}").touch()
         threading.Event().wait(SECONDS)
     one_node = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
-    waiting = [other for other, its in deeds.items() if one_node and its in WAITS]
+    waiting = [other for other, other_action in actions.items() if one_node and other_action in WAITS]
     while not all((folder / f"ready-{other}").exists() for other in waiting):
         time.sleep(0.01)
-    if deed in ("kill", "term"):
-        os.kill(os.getpid(), signal.SIGKILL if deed == "kill" else signal.SIGTERM)
+    if action in ("kill", "term"):
+        os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGTERM)
         threading.Event().wait(SECONDS)
-    say(f"rank {rank} leaves: {deed}")
-    if deed == "raise":
+    say(f"rank {rank} leaves: {action}")
+    if action == "raise":
         raise RuntimeError("a bug")
-    leave(record, int(deed))
+    leave(record, int(action))
 
 
 if __name__ == "__main__":

@@ -143,22 +143,24 @@ def flags(thing: dict[str, Any]) -> dict[str, str]:
     (replica,) = thing["spec"]["pytorchReplicaSpecs"].values()
     (container,) = replica["template"]["spec"]["containers"]
     return dict(
-        word.lstrip("-").split("=", 1) for word in container["command"] if word.startswith("--") and "=" in word
+        argument.lstrip("-").split("=", 1)
+        for argument in container["command"]
+        if argument.startswith("--") and "=" in argument
     )
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_pytorchjob_is_workers_that_meet_at_the_first_so_that_no_container_is_put_before_them(count: int) -> None:
-    thing = only(f"cluster.nodes={{min: {count}, max: {count}, rendezvous_seconds: 60}}")
-    assert {role: found["replicas"] for role, found in thing["spec"]["pytorchReplicaSpecs"].items()} == {
+    manifest = only(f"cluster.nodes={{min: {count}, max: {count}, rendezvous_seconds: 60}}")
+    assert {role: replica["replicas"] for role, replica in manifest["spec"]["pytorchReplicaSpecs"].items()} == {
         "Worker": count
     }
-    given = flags(thing)
-    assert given["master-addr"] == f"{thing['metadata']['name']}-worker-0"
-    assert (given["nnodes"], given["node-rank"]) == (str(count), "$(HOLDFAST_NODE_RANK)")
-    assert given["rdzv-conf"] == "timeout=60"
-    (container,) = thing["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
-    (index,) = [found["valueFrom"] for found in container["env"] if found["name"] == "HOLDFAST_NODE_RANK"]
+    arguments = flags(manifest)
+    assert arguments["master-addr"] == f"{manifest['metadata']['name']}-worker-0"
+    assert (arguments["nnodes"], arguments["node-rank"]) == (str(count), "$(HOLDFAST_NODE_RANK)")
+    assert arguments["rdzv-conf"] == "timeout=60"
+    (container,) = manifest["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    (index,) = [variable["valueFrom"] for variable in container["env"] if variable["name"] == "HOLDFAST_NODE_RANK"]
     assert index == {"fieldRef": {"fieldPath": "metadata.labels['training.kubeflow.org/replica-index']"}}
 
 
@@ -183,24 +185,24 @@ def test_the_nodes_of_an_elastic_job_meet_under_the_name_of_their_launch() -> No
         assert spec["pytorchReplicaSpecs"]["Worker"]["replicas"] == 3
         assert set(spec["pytorchReplicaSpecs"]) == {"Worker"}
         assert spec["elasticPolicy"] == {"minReplicas": 1, "maxReplicas": 3, "maxRestarts": 10}
-        given = flags({"spec": spec})
-        assert given["max-restarts"] == "10"
-        assert (given["nnodes"], given["rdzv-backend"]) == ("1:3", "c10d")
-        assert given["rdzv-endpoint"] == f"holdfast-0123456789abcdef-{launch}-worker-0:23456"
-        names.add(given["rdzv-id"])
+        arguments = flags({"spec": spec})
+        assert arguments["max-restarts"] == "10"
+        assert (arguments["nnodes"], arguments["rdzv-backend"]) == ("1:3", "c10d")
+        assert arguments["rdzv-endpoint"] == f"holdfast-0123456789abcdef-{launch}-worker-0:23456"
+        names.add(arguments["rdzv-id"])
     assert len(names) == 2
 
 
 def test_spares_are_workers_more_that_no_gang_waits_for_and_that_have_no_seat() -> None:
-    thing = only("cluster.nodes={min: 2, max: 2}", "cluster.spares=3", "cluster.scheduler=volcano")
-    spec = thing["spec"]
+    manifest = only("cluster.nodes={min: 2, max: 2}", "cluster.spares=3", "cluster.scheduler=volcano")
+    spec = manifest["spec"]
     assert spec["pytorchReplicaSpecs"]["Worker"]["replicas"] == 5
     assert spec["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "ExitCode"
     assert spec["elasticPolicy"] == {"minReplicas": 2, "maxReplicas": 5, "maxRestarts": 10}
     assert spec["runPolicy"]["schedulingPolicy"] == {"minAvailable": 2}
-    given = flags({"spec": spec})
-    assert (given["nnodes"], given["rdzv-backend"], given["max-restarts"]) == ("2:2", "c10d", "10")
-    assert given["rdzv-conf"].endswith(",spares=3")
+    arguments = flags({"spec": spec})
+    assert (arguments["nnodes"], arguments["rdzv-backend"], arguments["max-restarts"]) == ("2:2", "c10d", "10")
+    assert arguments["rdzv-conf"].endswith(",spares=3")
 
 
 def test_a_job_with_spares_fits_the_official_schema() -> None:
@@ -220,10 +222,10 @@ def test_kueue_lets_a_suspended_job_go_and_places_all_its_pods_together(kind: st
         "cluster.scheduler=kueue", "cluster.queue=q", "cluster.priority_class=high",
         "cluster.topology={placement: require, level: example.com/rack}",
     )  # fmt: skip
-    thing = objects_for(job(*KINDS[kind], *overrides))[-1]
-    assert thing["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
-    assert thing["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == "high"
-    assert thing["spec"].get("suspend", thing["spec"].get("runPolicy", {}).get("suspend")) is True
+    manifest = objects_for(job(*KINDS[kind], *overrides))[-1]
+    assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
+    assert manifest["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == "high"
+    assert manifest["spec"].get("suspend", manifest["spec"].get("runPolicy", {}).get("suspend")) is True
     for template in pods(kind, *overrides):
         annotations = template["metadata"]["annotations"]
         assert annotations["kueue.x-k8s.io/podset-required-topology"] == "example.com/rack"
@@ -236,16 +238,16 @@ def test_the_default_scheduler_is_told_by_affinity() -> None:
         for template in pods("pytorchjob", f"cluster.topology={{placement: {placement}, level: rack}}"):
             affinity = template["spec"]["affinity"]["podAffinity"]
             assert ("requiredDuringSchedulingIgnoredDuringExecution" in affinity) == (placement == "require")
-            wishes = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
-            keys = [wish["podAffinityTerm"]["topologyKey"] for wish in wishes]
+            preferences = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+            keys = [preference["podAffinityTerm"]["topologyKey"] for preference in preferences]
             assert keys == ["rack", "kubernetes.io/hostname"][placement != "prefer" :]
 
 
 def test_volcano_keeps_the_topology_of_its_own_job_and_of_a_trainjob() -> None:
-    wish = ("cluster.scheduler=volcano", "cluster.topology={placement: require, tier: 2}", "cluster.queue=q")
-    thing = only("cluster.job=volcano", *wish)
-    assert thing["spec"]["networkTopology"] == {"mode": "hard", "highestTierAllowed": 2}
-    runtime, _ = objects_for(job("cluster.job=trainjob", *wish))
+    overrides = ("cluster.scheduler=volcano", "cluster.topology={placement: require, tier: 2}", "cluster.queue=q")
+    manifest = only("cluster.job=volcano", *overrides)
+    assert manifest["spec"]["networkTopology"] == {"mode": "hard", "highestTierAllowed": 2}
+    runtime, _ = objects_for(job("cluster.job=trainjob", *overrides))
     group = runtime["spec"]["podGroupPolicy"]["volcano"]
     assert group == {"networkTopology": {"mode": "hard", "highestTierAllowed": 2}}
     assert runtime["spec"]["template"]["metadata"]["annotations"] == {"scheduling.volcano.sh/queue-name": "q"}
@@ -274,8 +276,8 @@ def test_a_trainjob_comes_after_the_runtime_that_it_names() -> None:
 
 
 def test_two_pod_templates_share_no_part_that_a_caller_could_change_in_both() -> None:
-    described = job()
-    (first,), (second,) = (objects_for(described)[0]["spec"]["pytorchReplicaSpecs"].values() for _ in range(2))
+    launch_job = job()
+    (first,), (second,) = (objects_for(launch_job)[0]["spec"]["pytorchReplicaSpecs"].values() for _ in range(2))
     first["template"]["spec"]["containers"][0]["image"] = "other"
     assert second["template"]["spec"]["containers"][0]["image"] != "other"
 
@@ -303,12 +305,12 @@ def test_what_a_target_cannot_do_is_refused_with_the_reason(monkeypatch: pytest.
 
 
 def test_the_key_of_a_launch_belongs_to_its_job_and_stands_in_no_other_object_and_no_text() -> None:
-    several, alone = job(), job("cluster.nodes.min=1", "cluster.nodes.max=1")
-    owner = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "name": several.name, "uid": "1"}
-    first, second = key_secret(several, owner), key_secret(several, owner)
+    gang_job, alone = job(), job("cluster.nodes.min=1", "cluster.nodes.max=1")
+    owner = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "name": gang_job.name, "uid": "1"}
+    first, second = key_secret(gang_job, owner), key_secret(gang_job, owner)
     key = first["stringData"]["key"]
     assert len(key) >= 32 and key != second["stringData"]["key"]
-    assert first["metadata"]["ownerReferences"] == [owner] and first["metadata"]["name"] == f"{several.name}-key"
+    assert first["metadata"]["ownerReferences"] == [owner] and first["metadata"]["name"] == f"{gang_job.name}-key"
     assert not re.search(r"\b[0-9a-f]{64}\b", render(parse_spec(SPEC), "pytorchjob"))
-    assert has_key(several) and not has_key(alone)
+    assert has_key(gang_job) and not has_key(alone)
     assert "HOLDFAST_LAUNCH_KEY" not in str(objects_for(alone))

@@ -40,8 +40,8 @@ def test_an_example_becomes_its_golden_file_which_fits_the_schema_or_is_refused(
         return
     text = render(spec, target, "0123456789abcdef", 3)
     assert_golden(text, *golden_of(GOLDEN, f"{example.stem}.{target}", base=f"cluster-h100.{target}"))
-    for thing in yaml.safe_load_all(text):
-        validate(thing)
+    for manifest in yaml.safe_load_all(text):
+        validate(manifest)
 
 
 def test_no_golden_file_is_left_over() -> None:
@@ -53,6 +53,6 @@ def test_no_golden_file_is_left_over() -> None:
 def test_what_a_launcher_creates_fits_the_official_schema(example: Path) -> None:
     spec = load_spec(example)
     job = training_job(spec, "0123456789abcdef", 12, "s3://bucket/x", frozenset({"node-b", "node-a"}))
-    for thing in objects_for(job, OWNER):
-        validate(thing)
-        assert thing["metadata"]["ownerReferences"] == [OWNER]
+    for manifest in objects_for(job, OWNER):
+        validate(manifest)
+        assert manifest["metadata"]["ownerReferences"] == [OWNER]

@@ -44,10 +44,10 @@ def command(container: dict, name: str, node: int, port: int) -> list[str]:
     """As the kubelet starts it, on one machine: worker 0 is here, at a free port."""
     places = {f"{name}-worker-0:23456": f"127.0.0.1:{port}", f"{name}-worker-0": "127.0.0.1"}
     places |= {"--master-port=23456": f"--master-port={port}", "$(HOLDFAST_NODE_RANK)": str(node)}
-    found = container["command"][1:]
-    for word, place in places.items():
-        found = [each.replace(word, place) for each in found]
-    return [sys.executable, *found]
+    arguments = container["command"][1:]
+    for placeholder, place in places.items():
+        arguments = [argument.replace(placeholder, place) for argument in arguments]
+    return [sys.executable, *arguments]
 
 
 def start(thing: dict, node: int, port: int, folder: Path) -> subprocess.Popen[str]:
@@ -55,10 +55,12 @@ def start(thing: dict, node: int, port: int, folder: Path) -> subprocess.Popen[s
     (replica,) = thing["spec"]["pytorchReplicaSpecs"].values()
     (container,) = replica["template"]["spec"]["containers"]
     variables = {
-        each["name"]: each["value"] for each in container["env"] if "value" in each and "HOME" not in each["name"]
+        variable["name"]: variable["value"]
+        for variable in container["env"]
+        if "value" in variable and "HOME" not in variable["name"]
     }
-    (told := folder / f"ending-{node}").touch()
-    variables |= {"HOLDFAST_HOME": str(folder), "GLOO_SOCKET_IFNAME": "lo", "HOLDFAST_ENDING_FILE": str(told)}
+    (report := folder / f"ending-{node}").touch()
+    variables |= {"HOLDFAST_HOME": str(folder), "GLOO_SOCKET_IFNAME": "lo", "HOLDFAST_ENDING_FILE": str(report)}
     return warm.popen(
         command(container, thing["metadata"]["name"], node, port),
         {**os.environ, **LAUNCH_KEY, **variables, **injected(thing, node)},
@@ -76,9 +78,9 @@ def test_the_containers_meet_and_end_with_a_code_of_the_table(
 ) -> None:
     job = training_job(parse_spec(SPEC % fewest), "0123456789abcdef", 1, "s3://bucket/prefix")
     job = replace(job, command=["-m", "tests.launch.worker", *deeds])
-    (thing,) = objects_for(job)
+    (manifest,) = objects_for(job)
     port = free_port()
-    pods = [start(thing, node, port, tmp_path) for node in range(2)]
+    pods = [start(manifest, node, port, tmp_path) for node in range(2)]
     first = pods[0]
     if 12 in codes:  # the operator ends the others of a failed job
         first.wait(200)
@@ -98,8 +100,8 @@ def test_a_node_that_waits_for_one_that_never_comes_ends_in_time_and_says_so(
         SPEC % 2, [f"cluster.nodes.max={most}", "cluster.nodes.rendezvous_seconds=3", "training.global_batch=48"]
     )
     job = training_job(spec, "0123456789abcdef", 1, "s3://bucket/prefix")
-    (thing,) = objects_for(replace(job, command=["-m", "tests.launch.worker", "0:0", "1:0"]))
-    pod = start(thing, node, free_port(), tmp_path)
+    (manifest,) = objects_for(replace(job, command=["-m", "tests.launch.worker", "0:0", "1:0"]))
+    pod = start(manifest, node, free_port(), tmp_path)
     output, _ = pod.communicate(timeout=200)
     assert pod.returncode == ExitCode.RENDEZVOUS_TIMEOUT, output
     ending = parse_exit_report((tmp_path / f"ending-{node}").read_text())

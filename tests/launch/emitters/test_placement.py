@@ -22,40 +22,40 @@ FABRIC = (
 
 def variables(template: dict) -> dict[str, str]:
     (container,) = template["spec"]["containers"]
-    return {one["name"]: one["value"] for one in container["env"] if "value" in one}
+    return {variable["name"]: variable["value"] for variable in container["env"] if "value" in variable}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_devices_of_a_fabric_are_asked_for_and_given(kind: str) -> None:
     for template in pods(kind, *FABRIC):
         (container,) = template["spec"]["containers"]
-        for asked in container["resources"].values():
-            assert asked["rdma/hca_shared_devices_a"] == "1"
-            assert asked["vpc.amazonaws.com/efa"] == "4"
-            assert asked["hugepages-2Mi"] == "5Gi"
+        for resource in container["resources"].values():
+            assert resource["rdma/hca_shared_devices_a"] == "1"
+            assert resource["vpc.amazonaws.com/efa"] == "4"
+            assert resource["hugepages-2Mi"] == "5Gi"
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_labels_and_annotations_of_the_spec_are_on_the_pods_and_on_what_makes_them(kind: str) -> None:
-    for thing in [one["metadata"] for one in (*objects_for(job(*KINDS[kind], *FABRIC)), *pods(kind, *FABRIC))]:
-        assert thing["labels"]["team"] == "llm"
-        assert thing["labels"]["cost.example.com/center"] == "42"
-        assert thing["labels"]["holdfast/run-id"] == "0123456789abcdef"
-        assert thing["annotations"]["k8s.v1.cni.cncf.io/networks"] == "rail-0, rail-1"
+    for metadata in [entry["metadata"] for entry in (*objects_for(job(*KINDS[kind], *FABRIC)), *pods(kind, *FABRIC))]:
+        assert metadata["labels"]["team"] == "llm"
+        assert metadata["labels"]["cost.example.com/center"] == "42"
+        assert metadata["labels"]["holdfast/run-id"] == "0123456789abcdef"
+        assert metadata["annotations"]["k8s.v1.cni.cncf.io/networks"] == "rail-0, rail-1"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scheduler", ["default", "kueue"])
 def test_all_of_it_together_fits_the_official_schemas(kind: str, scheduler: str) -> None:
-    asked = ["cluster.topology={placement: require, numa: require}", *FABRIC]
+    overrides = ["cluster.topology={placement: require, numa: require}", *FABRIC]
     if kind == "pytorchjob" or scheduler == "kueue":
-        asked += [f"cluster.scheduler={scheduler}"]
-    asked += ["cluster.queue=q"] if scheduler == "kueue" else []
+        overrides += [f"cluster.scheduler={scheduler}"]
+    overrides += ["cluster.queue=q"] if scheduler == "kueue" else []
     if kind == "volcano" and scheduler == "kueue":
         pytest.skip("Kueue does not place a Volcano Job")
-    for thing in objects_for(job(*KINDS[kind], *asked)):
-        validate(thing)
+    for manifest in objects_for(job(*KINDS[kind], *overrides)):
+        validate(manifest)
 
 
 @pytest.mark.parametrize("network", ["infiniband", "roce"])
@@ -67,10 +67,10 @@ def test_collectives_over_remote_memory_access_never_fall_back_to_sockets(accele
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_network_that_was_named_is_used_or_the_job_fails(kind: str) -> None:
     for template in pods(kind, *FABRIC):
-        found = variables(template)
-        assert (found["NCCL_NET"], found["FI_PROVIDER"]) == ("AWS Libfabric", "efa")
+        environment = variables(template)
+        assert (environment["NCCL_NET"], environment["FI_PROVIDER"]) == ("AWS Libfabric", "efa")
         # A second interface of the pod must not be where the ranks meet.
-        assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("=eth0", "eth0")
+        assert (environment["NCCL_SOCKET_IFNAME"], environment["GLOO_SOCKET_IFNAME"]) == ("=eth0", "eth0")
     for template in pods(kind):
         assert not {"NCCL_NET", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & set(variables(template))
     for template in pods(kind, "cluster.network=roce", "cluster.environment={NCCL_NET: mine}"):
@@ -98,8 +98,10 @@ def test_kueue_is_not_asked_for_disk_of_which_no_queue_has_a_quota() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nodes_of_one_job_stand_on_different_machines_where_there_are_enough(kind: str) -> None:
     for template in pods(kind):
-        (wish,) = template["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-        assert wish["podAffinityTerm"] == {
+        (preference,) = template["spec"]["affinity"]["podAntiAffinity"][
+            "preferredDuringSchedulingIgnoredDuringExecution"
+        ]
+        assert preference["podAffinityTerm"] == {
             "labelSelector": {"matchLabels": {"holdfast/run-id": "0123456789abcdef", "holdfast/launch": "1"}},
             "topologyKey": "kubernetes.io/hostname",
         }
@@ -109,13 +111,13 @@ def test_nodes_of_one_job_stand_on_different_machines_where_there_are_enough(kin
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_cores_of_one_numa_node_need_a_pod_whose_limits_are_its_requests(kind: str) -> None:
-    for word, policy in (("prefer", "best-effort"), ("require", "single-numa-node")):
-        for template in pods(kind, f"cluster.topology.numa={word}"):
+    for setting, policy in (("prefer", "best-effort"), ("require", "single-numa-node")):
+        for template in pods(kind, f"cluster.topology.numa={setting}"):
             (container,) = template["spec"]["containers"]
             assert container["resources"]["limits"] == container["resources"]["requests"]
             assert container["resources"]["limits"]["cpu"] == "4"
         if kind == "volcano":
-            (task,) = objects_for(job(*KINDS[kind], f"cluster.topology.numa={word}"))[0]["spec"]["tasks"]
+            (task,) = objects_for(job(*KINDS[kind], f"cluster.topology.numa={setting}"))[0]["spec"]["tasks"]
             assert task["topologyPolicy"] == policy
 
 
@@ -123,9 +125,9 @@ def test_a_tpu_is_a_word_that_the_emitters_know() -> None:
     """The rules refuse to train on one; the object is what such a job would be on GKE."""
     place = {"cloud.google.com/gke-tpu-accelerator": "tpu-v5-lite-podslice", "cloud.google.com/gke-tpu-topology": "2x4"}
     plain = job("cluster.accelerator=cpu")
-    asked = replace(plain, cluster=plain.cluster.model_copy(update={"accelerator": "tpu", "node_selector": place}))
-    (thing,) = objects_for(asked)
-    for replica in thing["spec"]["pytorchReplicaSpecs"].values():
+    tpu_job = replace(plain, cluster=plain.cluster.model_copy(update={"accelerator": "tpu", "node_selector": place}))
+    (manifest,) = objects_for(tpu_job)
+    for replica in manifest["spec"]["pytorchReplicaSpecs"].values():
         pod = replica["template"]["spec"]
         assert pod["containers"][0]["resources"]["limits"]["google.com/tpu"] == 2
         assert pod["nodeSelector"] == place
@@ -153,11 +155,11 @@ def test_every_node_is_told_which_cloud_may_take_it_back(kind: str) -> None:
 def test_others_are_preferred_to_a_node_that_leaves_and_one_that_failed_is_ruled_out(kind: str) -> None:
     placed = replace(job(*KINDS[kind]), excluded_nodes=frozenset({"bad"}), leaving_nodes=frozenset({"gone"}))
     objects = objects_for(placed)
-    for each in objects:
-        validate(each)
+    for manifest in objects:
+        validate(manifest)
     for template in pods_of(kind, objects):
-        found = template["spec"]["affinity"]["nodeAffinity"]
-        (wish,) = found["preferredDuringSchedulingIgnoredDuringExecution"]
-        (term,) = found["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
-        assert [rule["values"] for rule in wish["preference"]["matchExpressions"]] == [["gone"]]
+        affinity = template["spec"]["affinity"]["nodeAffinity"]
+        (preference,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+        (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+        assert [rule["values"] for rule in preference["preference"]["matchExpressions"]] == [["gone"]]
         assert [rule["values"] for rule in term["matchExpressions"]] == [["bad"]]

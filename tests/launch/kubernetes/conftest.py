@@ -96,7 +96,7 @@ class Running:
     def wait_for(self, line: str) -> None:
         """Wait until the launcher has seen a line of rank 0."""
         deadline = time.monotonic() + PATIENCE
-        while not any(line in one.tail for one in self.followers if one._api is self.launcher._api):
+        while not any(line in follower.tail for follower in self.followers if follower._api is self.launcher._api):
             assert self._thread.is_alive() and time.monotonic() < deadline, (self.followers, self.ending, self.error)
             time.sleep(0.01)
 
@@ -111,16 +111,16 @@ class Running:
 
 def in_vain(monkeypatch: pytest.MonkeyPatch, check: Callable[[], bool]) -> None:
     """The pods have waited as long as they may, in the launcher's eyes, as soon as `check` holds."""
-    late = 60.0 * PENDING
-    monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late * check()))
+    offset = 60.0 * PENDING
+    monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + offset * check()))
 
 
 def both_ready(cluster: Emulation) -> None:
     """Wait until each pod has printed that it is ready: SERVE leaves with a code of its own from then on."""
 
     def ready() -> bool:
-        printed = list(cluster.kubelet.printed.values())
-        return len(printed) == 2 and all(any("ready" in line for line in one.snapshot()[0]) for one in printed)
+        outputs = list(cluster.kubelet.printed.values())
+        return len(outputs) == 2 and all(any("ready" in line for line in output.snapshot()[0]) for output in outputs)
 
     deadline = time.monotonic() + PATIENCE
     while not ready():

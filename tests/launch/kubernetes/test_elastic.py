@@ -53,13 +53,13 @@ def test_those_that_are_left_go_on_and_take_the_lost_node_in_when_it_is_back(
         held.wait_for_world(3)
         held.let(12)
         pods = {pod["metadata"]["name"]: pod for pod in cluster.objects.all("pods")}
-        lost = pods[f"holdfast-{identity}-1-worker-{node}"]["spec"]["nodeName"]
-        cluster.kubelet.lose(lost)
+        node_name = pods[f"holdfast-{identity}-1-worker-{node}"]["spec"]["nodeName"]
+        cluster.kubelet.lose(node_name)
         held.hold(22)
         held.wait_for_world(2)
         held.let(22)
         waiting = [pod["metadata"]["name"] for pod in cluster.objects.all("pods") if not pod["spec"].get("nodeName")]
-        cluster.kubelet.bring_back(lost)
+        cluster.kubelet.bring_back(node_name)
         held.wait_for_world(3)
         held.hold(STEPS)
         code = process.wait(180)
@@ -92,36 +92,36 @@ raise SystemExit(204)
 def test_a_pod_of_an_elastic_job_may_be_lost_but_not_the_first_nor_again_and_again(
     cluster: Emulation, rank: int, lives: list[str], code: int, pods: int
 ) -> None:
-    begun: list[str] = []
+    pod_names: list[str] = []
 
     def program(pod: Object) -> list[str]:
         if rank_of(pod) != rank:
             return python(SERVE)
-        begun.append(pod["metadata"]["name"])
-        return python(lives[min(len(begun), len(lives)) - 1])
+        pod_names.append(pod["metadata"]["name"])
+        return python(lives[min(len(pod_names), len(lives)) - 1])
 
     cluster.kubelet.program = program
     elastic = {"nodes": {"min": 1, "max": 2}, "restarts": {"budget": 2}}
     ending = Running(KubernetesLauncher(settings(**elastic), cluster.api()), job(**elastic)).end()
     assert ending.code == code
     assert ending.detail.startswith(f"node rank {rank} " if code else "")
-    assert len(begun) >= pods  # the operator goes on to make them until the job is gone
+    assert len(pod_names) >= pods  # the operator goes on to make them until the job is gone
 
 
 def test_a_pod_of_a_job_with_spares_may_be_lost_and_is_made_again(cluster: Emulation) -> None:
-    begun: list[str] = []
+    pod_names: list[str] = []
 
     def program(pod: Object) -> list[str]:
         if rank_of(pod) != 1:
             return python(SERVE)
-        begun.append(pod["metadata"]["name"])
-        return python(KILLED if len(begun) == 1 else DONE)
+        pod_names.append(pod["metadata"]["name"])
+        return python(KILLED if len(pod_names) == 1 else DONE)
 
     cluster.kubelet.program = program
     spared = {"nodes": {"min": 2, "max": 2}, "spares": 1, "restarts": {"budget": 2}}
     ending = Running(KubernetesLauncher(settings(**spared), cluster.api()), job(**spared)).end()
     assert ending.code == ExitCode.OK, ending
-    assert len(begun) == 2
+    assert len(pod_names) == 2
 
 
 def held_by(held: Held):
@@ -129,7 +129,7 @@ def held_by(held: Held):
 
     def program(pod: Object) -> None:
         container = pod["spec"]["containers"][0]
-        container["command"] = [HELD if word == PLAIN else word for word in container["command"]]
+        container["command"] = [HELD if argument == PLAIN else argument for argument in container["command"]]
         container["env"] += [{"name": name, "value": value} for name, value in held.variables.items()]
 
     return program

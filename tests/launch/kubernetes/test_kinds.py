@@ -10,10 +10,13 @@ from holdfast.launch.kubernetes.kinds import KINDS
 
 def conditions(*words: str, spec: Object | None = None, **status: object) -> Object:
     """Words that are true, and one that was."""
-    found = [{"type": word, "status": "True", "reason": word, "message": f"it is {word}"} for word in words]
-    found.append({"type": "Restarting", "status": "False"})
-    kept = {"runPolicy": {"ttlSecondsAfterFinished": 60}} if spec is None else spec
-    return {"spec": kept, "status": {"conditions": found, **status}}
+    entries = [
+        {"type": condition, "status": "True", "reason": condition, "message": f"it is {condition}"}
+        for condition in words
+    ]
+    entries.append({"type": "Restarting", "status": "False"})
+    job_spec = {"runPolicy": {"ttlSecondsAfterFinished": 60}} if spec is None else spec
+    return {"spec": job_spec, "status": {"conditions": entries, **status}}
 
 
 @pytest.mark.parametrize(

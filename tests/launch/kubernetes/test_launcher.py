@@ -54,7 +54,7 @@ def launcher(cluster, pod=None) -> KubernetesLauncher:
 
 def left(cluster) -> set[str]:
     """The names of all objects there are, but for a pipeline and its pods."""
-    names = {found["metadata"]["name"] for plural in PLURALS for found in cluster.objects.all(plural)}
+    names = {manifest["metadata"]["name"] for plural in PLURALS for manifest in cluster.objects.all(plural)}
     return names - {"pipeline", "launcher-1", "launcher-2"}
 
 
@@ -86,8 +86,8 @@ def test_a_job_that_is_not_to_be_kept_is_gone(cluster) -> None:
     ids=["diverged", "bad data", "killed", "store", "preempted"],
 )
 def test_a_failure_names_the_rank_that_was_the_cause_and_leaves_nothing(cluster, tmp_path, codes, code, rank) -> None:
-    said = (f"print('the end of the log', flush=True)\n{text}" for text in codes)
-    cluster.kubelet.program = each(*(text.replace("PEER", str(tmp_path / "peer")) for text in said))
+    programs = (f"print('the end of the log', flush=True)\n{text}" for text in codes)
+    cluster.kubelet.program = each(*(text.replace("PEER", str(tmp_path / "peer")) for text in programs))
     ending = Running(launcher(cluster), job()).end()
     assert ending.code == code
     pod = cluster.kubelet.nodes[rank]
@@ -330,8 +330,8 @@ def test_a_lease_says_which_pod_of_which_namespace_holds_it_and_a_new_pod_of_tha
         cluster.objects.create("pods", {key: first[key] for key in ("spec", "status")} | {"metadata": {
             "name": "launcher-1", "labels": first["metadata"]["labels"]}})  # fmt: skip
         with launcher(cluster, "launcher-1").only_one(RUN):
-            (taken,) = cluster.objects.all("leases")
-            assert taken["spec"]["holderIdentity"] != lease["spec"]["holderIdentity"]
+            (new_lease,) = cluster.objects.all("leases")
+            assert new_lease["spec"]["holderIdentity"] != lease["spec"]["holderIdentity"]
 
 
 def test_a_lease_that_is_being_deleted_is_not_taken(cluster) -> None:
@@ -431,18 +431,18 @@ def test_a_role_that_allows_too_little_is_named_with_the_remedy(cluster) -> None
 
 def test_a_name_that_is_taken_and_not_there_is_tried_a_few_times_and_then_told(cluster, monkeypatch) -> None:
     monkeypatch.setattr("holdfast.launch.kubernetes.launcher.MAKING_PAUSE", 0.0)
-    found = launcher(cluster)
-    asked = []
+    follower = launcher(cluster)
+    names = []
 
     def refused(resource, body):
-        asked.append(body["metadata"]["name"])
+        names.append(body["metadata"]["name"])
         raise ConflictError("the object has been modified")
 
-    monkeypatch.setattr(found._api, "create", refused)
-    with pytest.raises(ClusterUnreachableError, match=r"could not be made in 10 tries.*has been modified") as told:
-        found._create(job())
-    assert asked == [FIRST] * 10
-    assert told.value.exit_code.retryable
+    monkeypatch.setattr(follower._api, "create", refused)
+    with pytest.raises(ClusterUnreachableError, match=r"could not be made in 10 tries.*has been modified") as error:
+        follower._create(job())
+    assert names == [FIRST] * 10
+    assert error.value.exit_code.retryable
 
 
 @pytest.mark.parametrize("allowed", [True, False], ids=["allowed", "refused"])
@@ -452,11 +452,11 @@ def test_a_node_that_failed_its_health_check_is_labelled_where_that_is_permitted
     cluster.server.may_patch_nodes = allowed
     cluster.kubelet.program = each("raise SystemExit(210)", QUIET)
     assert Running(launcher(cluster), job(health={"on_failure": "label"})).end().code == ExitCode.UNHEALTHY_NODE
-    found = [cluster.objects.get("nodes", name)["metadata"] for name in cluster.kubelet.nodes]
-    labels = [one["labels"].get("holdfast/health") for one in found]
-    assert labels == ["failed" if allowed else None, *[None] * (len(found) - 1)]
+    nodes = [cluster.objects.get("nodes", name)["metadata"] for name in cluster.kubelet.nodes]
+    labels = [node["labels"].get("holdfast/health") for node in nodes]
+    assert labels == ["failed" if allowed else None, *[None] * (len(nodes) - 1)]
     if allowed:
-        assert found[0]["annotations"]["holdfast/health-found-by"].endswith(f"Z run {RUN} launch 1")
+        assert nodes[0]["annotations"]["holdfast/health-found-by"].endswith(f"Z run {RUN} launch 1")
     assert ("apply manifests/components/node-health" in caplog.text) is not allowed
     assert left(cluster) == set()
 
@@ -467,19 +467,19 @@ def test_no_node_is_labelled_by_default_or_for_an_ending_that_is_no_failed_check
     cluster.kubelet.program = each(f"raise SystemExit({code})", QUIET)
     assert Running(launcher(cluster), job(health={"on_failure": mark})).end().code == code
     labels = [cluster.objects.get("nodes", name)["metadata"]["labels"] for name in cluster.kubelet.nodes]
-    assert not [one for one in labels if "holdfast/health" in one]
+    assert not [label for label in labels if "holdfast/health" in label]
 
 
 def test_pods_avoid_excluded_nodes_prefer_others_to_leaving_ones_and_go_to_no_labelled_one_where_that_is_asked() -> (
     None
 ):
     def avoided(mark: str) -> list[dict[str, object]]:
-        given = {"excluded_nodes": frozenset({"node-a"}), "leaving_nodes": frozenset({"node-b"})}
-        launch = replace(job(health={"on_failure": mark}), **given)
+        exclusions = {"excluded_nodes": frozenset({"node-a"}), "leaving_nodes": frozenset({"node-b"})}
+        launch = replace(job(health={"on_failure": mark}), **exclusions)
         pod = objects_for(launch)[-1]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
         required = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-        (wish,) = pod["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-        assert [rule["values"] for rule in wish["preference"]["matchExpressions"]] == [["node-b"]]
+        (preference,) = pod["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+        assert [rule["values"] for rule in preference["preference"]["matchExpressions"]] == [["node-b"]]
         (term,) = required["nodeSelectorTerms"]
         return term["matchExpressions"]
 

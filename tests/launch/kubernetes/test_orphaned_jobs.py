@@ -61,19 +61,19 @@ def launcher(cluster, pod: str) -> KubernetesLauncher:
 def killed(cluster, pod: str = "launcher-1", phase: str = "Failed") -> None:
     """The launcher in `pod` makes a job and dies with no word. Its lease stays."""
     first = launcher(cluster, pod)
-    held = RunLease(cluster.api(), RUN, first._pod, [])
-    held._acquire()
+    lease = RunLease(cluster.api(), RUN, first._pod, [])
+    lease._acquire()
     first._create(job())
-    seen = cluster.objects.changed
-    with seen:
-        assert seen.wait_for(lambda: len(cluster.objects.all("pods", "training")) == 2, PATIENCE)
+    changed = cluster.objects.changed
+    with changed:
+        assert changed.wait_for(lambda: len(cluster.objects.all("pods", "training")) == 2, PATIENCE)
     cluster.objects.change("pods", pod, lambda found: found["status"].update(phase=phase), namespace=HOME)
 
 
 def left(cluster) -> set[str]:
-    return {one["metadata"]["name"] for plural in PLURALS for one in cluster.objects.all(plural, "training")} - {
-        "pipeline"
-    }
+    return {
+        manifest["metadata"]["name"] for plural in PLURALS for manifest in cluster.objects.all(plural, "training")
+    } - {"pipeline"}
 
 
 def as_exit_handler(cluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -94,8 +94,8 @@ def as_exit_handler(cluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> s
 def test_a_pipeline_that_was_ended_in_another_namespace_leaves_nothing(abroad, tmp_path, monkeypatch) -> None:
     killed(abroad)
     assert left(abroad) >= {FIRST, f"holdfast-{RUN}"}
-    said = as_exit_handler(abroad, tmp_path, monkeypatch)
-    assert f"happened: job {FIRST} was ended: no launcher followed it any more" in said
+    output = as_exit_handler(abroad, tmp_path, monkeypatch)
+    assert f"happened: job {FIRST} was ended: no launcher followed it any more" in output
     with abroad.objects.changed:
         assert abroad.objects.changed.wait_for(lambda: not left(abroad), PATIENCE), left(abroad)
 
@@ -118,9 +118,9 @@ def test_the_living_launcher_of_another_pipeline_keeps_its_job(abroad, monkeypat
             return str(abroad.objects.get("leases", f"holdfast-{RUN}")["metadata"]["resourceVersion"])
 
         def sleep(_: float) -> None:
-            known = version()
+            old_version = version()
             with abroad.objects.changed:
-                assert abroad.objects.changed.wait_for(lambda: version() != known, PATIENCE)
+                assert abroad.objects.changed.wait_for(lambda: version() != old_version, PATIENCE)
             now[0] += 2.0
 
         monkeypatch.setattr(lease, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
@@ -161,8 +161,8 @@ def test_a_job_that_ended_well_is_kept_for_its_time(abroad) -> None:
 def test_a_missing_right_is_told_and_not_raised(abroad, tmp_path, monkeypatch) -> None:
     killed(abroad)
     monkeypatch.setattr("tests.launch.kubernetes.test_orphaned_jobs.rights", lambda: {"pods": {"get"}})
-    said = as_exit_handler(abroad, tmp_path, monkeypatch)
-    assert "note: whether a job of the run is left: " in said and "cannot get" in said
+    output = as_exit_handler(abroad, tmp_path, monkeypatch)
+    assert "note: whether a job of the run is left: " in output and "cannot get" in output
 
 
 def test_cancelling_a_run_that_has_ended_ends_the_job_that_it_left(abroad) -> None:

@@ -20,8 +20,8 @@ Break = Callable[[dict[str, Any]], object]
 
 @pytest.fixture
 def right() -> dict[str, Any]:
-    (thing,) = objects_for(training_job(parse_spec(SPEC), "0123456789abcdef", 1, "s3://bucket/x"))
-    return copy.deepcopy(thing)
+    (manifest,) = objects_for(training_job(parse_spec(SPEC), "0123456789abcdef", 1, "s3://bucket/x"))
+    return copy.deepcopy(manifest)
 
 
 def pod(thing: dict[str, Any]) -> dict[str, Any]:

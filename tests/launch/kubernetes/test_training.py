@@ -31,9 +31,9 @@ COMMON = (f"training.steps={STEPS}", "checkpoint.every_steps=5", "checkpoint.gra
 
 def comparable(store: Store, spec: Spec) -> dict[str, object]:
     """What must be the same bits, whatever the run is called."""
-    _, found = outcome(store, spec)
-    export = {Path(key).name: data for key, data in found["export"].items()}  # type: ignore[attr-defined]
-    return {"tensors": found["tensors"], "history": found["history"], "export": export}
+    _, state = outcome(store, spec)
+    export = {Path(key).name: data for key, data in state["export"].items()}  # type: ignore[attr-defined]
+    return {"tensors": state["tensors"], "history": state["history"], "export": export}
 
 
 @pytest.fixture(scope="module")
@@ -108,17 +108,17 @@ def test_a_launcher_that_is_killed_at_every_stage_or_evicted_is_followed_by_one_
         """The launcher asks for that, is not answered while it lives, and so cannot go on; `then` came true."""
 
         def wait(process: psutil.Popen, output: Output) -> None:
-            asked = threading.Event()
+            requested = threading.Event()
 
             def hold(*request: str) -> StatusError | None:
                 if request == (verb, plural) and process.poll() is None:
-                    asked.set()
+                    requested.set()
                     process.wait(PATIENCE)
                     return StatusError(500, "nobody listens")
                 return None
 
             cluster.server.faults.append(hold)
-            assert asked.wait(PATIENCE)
+            assert requested.wait(PATIENCE)
             then(process, output)
 
         return wait

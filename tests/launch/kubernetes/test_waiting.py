@@ -75,29 +75,29 @@ def test_a_job_whose_operator_is_away_is_given_up_too(cluster) -> None:
 def test_a_full_queue_of_volcano_is_told_in_its_words(cluster, caplog, monkeypatch) -> None:
     """It tells of the PodGroup, as of something normal (volcano-sh/volcano: pkg/scheduler/plugins/capacity)."""
     caplog.set_level(logging.WARNING, "holdfast.launch")
-    words = "queue resource quota insufficient: insufficient cpu"
-    in_vain(monkeypatch, lambda: words in caplog.text)
-    where = {"job": "volcano", "scheduler": "volcano"}
-    running = Running(KubernetesLauncher(settings(**where), cluster.api()), job(**where))
+    message = "queue resource quota insufficient: insufficient cpu"
+    in_vain(monkeypatch, lambda: message in caplog.text)
+    overrides = {"job": "volcano", "scheduler": "volcano"}
+    running = Running(KubernetesLauncher(settings(**overrides), cluster.api()), job(**overrides))
     until(cluster, lambda: cluster.objects.all("jobs"))
-    (made,) = cluster.objects.all("jobs")
-    group = {"kind": "PodGroup", "name": f"{FIRST}-{made['metadata']['uid']}"}
-    event = {"metadata": {"name": "told"}, "involvedObject": group, "message": words}
+    (volcano_job,) = cluster.objects.all("jobs")
+    group = {"kind": "PodGroup", "name": f"{FIRST}-{volcano_job['metadata']['uid']}"}
+    event = {"metadata": {"name": "told"}, "involvedObject": group, "message": message}
     cluster.objects.create("events", {**event, "type": "Normal", "reason": "Unschedulable"})
     ending = running.end()
     assert ending.code == ExitCode.UNSCHEDULABLE
-    assert f"0 of 2 pods of job {FIRST} have started: Unschedulable: {words}" in ending.detail
+    assert f"0 of 2 pods of job {FIRST} have started: Unschedulable: {message}" in ending.detail
 
 
 def test_nodes_that_wait_in_vain_for_others_say_what_keeps_those_away(cluster, caplog) -> None:
     caplog.set_level(logging.WARNING, "holdfast.launch")
     cluster.set_quota({"pods": "1"})
-    told = cluster.token.parent / "told"
-    wait = f"import os, sys, time\nwhile not os.path.exists({str(told)!r}): time.sleep(0.1)\n"
+    marker = cluster.token.parent / "told"
+    wait = f"import os, sys, time\nwhile not os.path.exists({str(marker)!r}): time.sleep(0.1)\n"
     cluster.kubelet.program = each(f"{wait}sys.exit({int(ExitCode.RENDEZVOUS_TIMEOUT)})", SERVE)
     running = Running(launcher(cluster), job())
     wait_for_words(caplog, "exceeded quota: small")
-    told.touch()
+    marker.touch()
     ending = running.end()
     assert ending.code == ExitCode.RENDEZVOUS_TIMEOUT
     assert "1 of 2 pods" in ending.detail and "exceeded quota: small" in ending.detail
@@ -117,14 +117,14 @@ def pods(cluster) -> set[str]:
 
 
 def test_a_job_in_a_queue_waits_as_long_as_it_takes_and_says_so(cluster, caplog, monkeypatch) -> None:
-    late = [0.0]
-    monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late[0]))
+    offset = [0.0]
+    monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + offset[0]))
     caplog.set_level(logging.WARNING, "holdfast.launch")
     cluster.kubelet.program = each("print('done')", "pass")
     running = Running(launcher(cluster), job(scheduler="kueue", queue="q"))
     until(cluster, cluster.jobs)
     wait_for_words(caplog, f"waiting: job {FIRST} is in its queue")
-    late[0] = 3600.0  # longer than pods may take
+    offset[0] = 3600.0  # longer than pods may take
     look(running)
     assert caplog.text.count(f"waiting: job {FIRST} is in its queue") == 1
     suspend(cluster, False)
@@ -133,7 +133,7 @@ def test_a_job_in_a_queue_waits_as_long_as_it_takes_and_says_so(cluster, caplog,
 
 @pytest.mark.parametrize("when", ["later", "before anybody looks", "before anybody sees the pods go"])
 def test_a_job_that_its_queue_takes_back_goes_on_as_the_same_job_when_it_lets_it_go(cluster, tmp_path, when) -> None:
-    told = tmp_path / "told"
+    marker = tmp_path / "told"
     cluster.kubelet.program = each(SERVE, SERVE)
     running = Running(launcher(cluster), job(scheduler="kueue", queue="q"))
     until(cluster, cluster.jobs)
@@ -146,7 +146,7 @@ def test_a_job_that_its_queue_takes_back_goes_on_as_the_same_job_when_it_lets_it
         cluster.server.drop_connections()
     suspend(cluster, True)
     until(cluster, lambda: not pods(cluster))
-    wait = f"import os, time\nwhile not os.path.exists({str(told)!r}): time.sleep(0.1)\n"
+    wait = f"import os, time\nwhile not os.path.exists({str(marker)!r}): time.sleep(0.1)\n"
     cluster.kubelet.program = each(f"{wait}print('done')", wait)
     if when == "later":
         look(running)
@@ -157,15 +157,15 @@ def test_a_job_that_its_queue_takes_back_goes_on_as_the_same_job_when_it_lets_it
         cluster.server.faults.append(
             lambda verb, plural: StatusError(500, "later") if (verb, plural) == ("watch", "pods") else None
         )
-        asked = len(cluster.server.requests)
+        first_request = len(cluster.server.requests)
         cluster.server.away = False
-        while ("watch", "pytorchjobs") not in cluster.server.requests[asked:]:
+        while ("watch", "pytorchjobs") not in cluster.server.requests[first_request:]:
             look(running, 0.1)
         look(running)
         cluster.server.faults.clear()
     cluster.server.away = False
     look(running)
-    told.touch()
+    marker.touch()
     ending = running.end()
     assert (ending.code, ending.log_tail[-1]) == (0, "done")
     assert cluster.jobs() == [FIRST]

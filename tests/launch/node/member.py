@@ -18,15 +18,15 @@ def main() -> None:
     die_with_parent()
     record = RankRecord()
     record.formed(1)
-    code, met = 0, Path(os.environ["MET"])
+    code, marker = 0, Path(os.environ["MET"])
     if os.environ["WORLD_SIZE"] == "1":
-        if not met.exists():
+        if not marker.exists():
             threading.Event().wait(240)
     else:
         if os.environ["DEED"] == str(int(ExitCode.LOST_PEER)):
-            while not met.exists():
+            while not marker.exists():
                 time.sleep(0.02)
-        met.touch()
+        marker.touch()
         if os.environ["DEED"] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
             threading.Event().wait(120)

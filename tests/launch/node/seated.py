@@ -17,10 +17,10 @@ def main() -> None:
     record = RankRecord()
     record.formed(1)
     folder, name, rank = Path(os.environ["FOLDER"]), os.environ["NAME"], os.environ["RANK"]
-    again = (folder / "lost").exists()
-    with (folder / "gangs").open("a") as told:
-        told.write(f"{'second' if again else 'first'} {name} {rank}/{os.environ['WORLD_SIZE']}\n")
-    while not (folder / ("end" if again else "lost")).exists() and not (folder / "end").exists():
+    is_second = (folder / "lost").exists()
+    with (folder / "gangs").open("a") as gang_log:
+        gang_log.write(f"{'second' if is_second else 'first'} {name} {rank}/{os.environ['WORLD_SIZE']}\n")
+    while not (folder / ("end" if is_second else "lost")).exists() and not (folder / "end").exists():
         time.sleep(0.02)
     trained = (folder / "end").exists()
     while trained and name == "host" and os.environ["ENDS"] != "0" and not (folder / "last").exists():

@@ -23,9 +23,9 @@ MODULE = "tests.launch.node.agent_of_files"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[WarmServer]:
-    made = WarmServer.spawn([MODULE])
-    yield made
-    made.close()
+    warm_server = WarmServer.spawn([MODULE])
+    yield warm_server
+    warm_server.close()
 
 
 class Node:
@@ -39,10 +39,10 @@ class Node:
 
     def rank(self, number: int, world: int, *steps: int) -> WarmProcess:
         """Start a rank that saves at these steps."""
-        printed = os.open(self._folder / f"rank-{number}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        given = [str(self._folder / "checkpoint-agent"), str(self.store), str(number), str(world), *map(str, steps)]
-        self.ranks[number] = self._server.start(MODULE, given, os.environ, printed, printed)
-        os.close(printed)
+        descriptor = os.open(self._folder / f"rank-{number}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        arguments = [str(self._folder / "checkpoint-agent"), str(self.store), str(number), str(world), *map(str, steps)]
+        self.ranks[number] = self._server.start(MODULE, arguments, os.environ, descriptor, descriptor)
+        os.close(descriptor)
         return self.ranks[number]
 
     def said(self, number: int) -> list[str]:
@@ -68,10 +68,10 @@ class Node:
 
 @pytest.fixture
 def node(server: WarmServer, tmp_path: Path) -> Iterator[Node]:
-    made = Node(server, tmp_path)
-    yield made
-    (made.store / "hold").unlink(missing_ok=True)
-    made.end(1.0)
+    new_node = Node(server, tmp_path)
+    yield new_node
+    (new_node.store / "hold").unlink(missing_ok=True)
+    new_node.end(1.0)
 
 
 def wait_until(condition: Callable[[], bool], why: Callable[[], str] = lambda: "it never came") -> None:
@@ -91,8 +91,8 @@ def test_copies_of_all_ranks_are_committed_in_order_and_each_rank_hears_of_its_o
         node.rank(number, 2, 3, 6)
     node.wait_for(0, "6 done 65536")
     node.wait_for(1, "6 done None")
-    for what in ("durable None", "done 65536"):  # a step may be durable before the one before it is committed
-        assert [line for line in node.said(0) if line.endswith(what)] == [f"3 {what}", f"6 {what}"]
+    for text in ("durable None", "done 65536"):  # a step may be durable before the one before it is committed
+        assert [line for line in node.said(0) if line.endswith(text)] == [f"3 {text}", f"6 {text}"]
     for step in (3, 6):
         assert node.said(0).index(f"{step} durable None") < node.said(0).index(f"{step} done 65536")
     assert [line for line in node.said(1) if line != "handed over"] == ["3 done None", "6 done None"]
@@ -187,10 +187,10 @@ def test_an_agent_that_says_nothing_any_more_is_replaced(server: WarmServer, tmp
     (node.store / "hold").touch()
     node.rank(0, 1, 3)
     node.wait_for(0, "handed over")
-    os.kill(stopped := node.keeper.pid, signal.SIGSTOP)
+    os.kill(pid := node.keeper.pid, signal.SIGSTOP)
     (node.store / "hold").unlink()
     node.wait_for(0, "3 done 65536")
-    wait_until(lambda: not psutil.pid_exists(stopped))  # soon buried by who forked it
+    wait_until(lambda: not psutil.pid_exists(pid))  # soon buried by who forked it
     node.end()
 
 
@@ -236,7 +236,9 @@ def test_the_agent_dies_with_whatever_it_is_forked_from_and_leaves_nothing(tmp_p
     node.rank(0, 2, 3)
     node.wait_for(0, "3 durable None")
     agent, rank = psutil.Process(node.keeper.pid), psutil.Process(node.ranks[0].pid)
-    assert "/memfd:checkpoint" in {each.path for each in agent.memory_maps()}  # memory without a name goes with them
+    assert "/memfd:checkpoint" in {
+        mapping.path for mapping in agent.memory_maps()
+    }  # memory without a name goes with them
     node.keeper._ending = True  # its keeper is gone as well
     os.kill(server.pid, signal.SIGKILL)
     assert psutil.wait_procs([agent, rank], timeout=PATIENCE)[1] == []

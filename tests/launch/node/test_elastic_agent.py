@@ -45,5 +45,5 @@ def test_the_node_that_is_the_cause_ends_and_the_other_goes_on_if_that_may_help(
 ) -> None:
     port = free_port()
     nodes = [node(tmp_path, port, str(int(ExitCode.LOST_PEER)), host=True), node(tmp_path, port, deed, host=False)]
-    printed = [each.communicate(timeout=240)[0] for each in nodes]
-    assert [each.returncode for each in nodes] == [the_other, itself], "\n---\n".join(printed)
+    outputs = [process.communicate(timeout=240)[0] for process in nodes]
+    assert [process.returncode for process in nodes] == [the_other, itself], "\n---\n".join(outputs)

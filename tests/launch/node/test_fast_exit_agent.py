@@ -39,23 +39,23 @@ stuck()
 @contextmanager
 def deaf(count: int, *stacks: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Processes that do not hear SIGTERM, and write their stacks in a folder where one is given."""
-    made = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-c", DEAF, *map(str, stacks)], stdout=subprocess.PIPE, start_new_session=True
         )
         for _ in range(count)
     ]
     try:
-        for one in made:
-            assert one.stdout is not None
-            assert one.stdout.readline() == b"ready\n"
-        yield made
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+        yield processes
     finally:
-        for one in made:
-            one.kill()
-            one.wait()
-            assert one.stdout is not None
-            one.stdout.close()
+        for process in processes:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
 
 
 def killed_in(seconds: float, victim: subprocess.Popen[bytes]) -> threading.Timer:
@@ -70,12 +70,12 @@ def open_files() -> Sequence[str]:
 
 def test_a_wait_ends_with_the_first_process_and_leaves_no_descriptor_open():
     with deaf(2) as ranks:
-        before, begun = len(open_files()), time.monotonic()
+        before, start = len(open_files()), time.monotonic()
         wait_for_end(ranks, 0.01)
         assert len(open_files()) == before
         timer = killed_in(0.2, ranks[1])
         wait_for_end(ranks, LONG)
-        assert time.monotonic() - begun < LONG / 2
+        assert time.monotonic() - start < LONG / 2
         assert ranks[1].poll() == -signal.SIGKILL
         assert len(open_files()) == before
         wait_for_end(ranks, 0.01)  # what is known to have ended ends no wait
@@ -86,13 +86,13 @@ def test_a_wait_ends_with_the_first_process_and_leaves_no_descriptor_open():
 def test_a_wait_ends_with_a_process_that_was_forked_warm():
     server = WarmServer.spawn(["tests.launch.child"])
     try:
-        one = server.start("tests.launch.child", ["wait"], os.environ)
-        timer = threading.Timer(0.2, lambda: os.kill(one.pid, signal.SIGKILL))
+        child = server.start("tests.launch.child", ["wait"], os.environ)
+        timer = threading.Timer(0.2, lambda: os.kill(child.pid, signal.SIGKILL))
         timer.start()
-        begun = time.monotonic()
-        wait_for_end([one], LONG)
-        assert time.monotonic() - begun < LONG / 2
-        assert one.poll() == -signal.SIGKILL  # it is told by then, not only seen by the kernel
+        start = time.monotonic()
+        wait_for_end([child], LONG)
+        assert time.monotonic() - start < LONG / 2
+        assert child.poll() == -signal.SIGKILL  # it is told by then, not only seen by the kernel
         timer.join()
     finally:
         server.close()
@@ -106,9 +106,9 @@ def test_where_the_kernel_has_no_descriptors_of_processes_it_waits_and_looks(mon
     with deaf(1) as ranks:
         timer = killed_in(0.0, ranks[0])
         timer.join()
-        begun = time.monotonic()
+        start = time.monotonic()
         wait_for_end(ranks, 0.2)
-        assert time.monotonic() - begun >= 0.2
+        assert time.monotonic() - start >= 0.2
         while ranks[0].poll() is None:
             wait_for_end(ranks, 0.01)
 
@@ -125,30 +125,30 @@ def test_survivors_that_do_not_leave_are_killed_soon_and_one_that_saves_later(tm
         record(tmp_path, stuck.pid)
         end_survivors([dead, stuck, saves], seconds=0.2, saving_seconds=1.5)
         assert (stuck.poll(), saves.poll()) == (-signal.SIGKILL, -signal.SIGKILL)
-        said = [line for line in caplog.messages if "it is killed" in line]
-        assert [int(line.split()[1]) for line in said] == [stuck.pid, saves.pid], "each once, in this order"
-        assert [seconds_in(line) >= least for line, least in zip(said, (0.2, 1.5), strict=True)] == [True, True]
+        messages = [line for line in caplog.messages if "it is killed" in line]
+        assert [int(line.split()[1]) for line in messages] == [stuck.pid, saves.pid], "each once, in this order"
+        assert [seconds_in(line) >= least for line, least in zip(messages, (0.2, 1.5), strict=True)] == [True, True]
         stacks = [line for line in caplog.messages if line.startswith(f"the stacks of process {stuck.pid}:")]
-        assert [" in stuck\n" in each for each in stacks] == [True]
+        assert [" in stuck\n" in stack for stack in stacks] == [True]
         (ending,) = read_ranks(tmp_path)
         assert ending.code == ExitCode.LOST_PEER, "it is not the cause"
 
 
 def test_all_that_do_not_leave_are_asked_for_their_stacks_at_once(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    asked: list[set[int]] = []
-    monkeypatch.setattr(fast_exit_agent, "stacks_of", lambda _, who, **__: asked.append(set(who)) or {})
+    requests: list[set[int]] = []
+    monkeypatch.setattr(fast_exit_agent, "stacks_of", lambda _, who, **__: requests.append(set(who)) or {})
     with deaf(4) as (dead, *stuck):
         dead.kill()
         dead.wait()
         end_survivors([dead, *stuck], seconds=0.1)
-        assert asked == [{each.pid for each in stuck}]
+        assert requests == [{process.pid for process in stuck}]
 
 
 def record(folder: Path, pid: int) -> None:
     """What a rank that formed the gang has told."""
-    told = RankExit(rank=0, local_rank=0, pid=pid, node="n", attempt=1, began=time.time())
-    (folder / f"{pid}.json").write_text(told.model_dump_json())
+    report = RankExit(rank=0, local_rank=0, pid=pid, node="n", attempt=1, began=time.time())
+    (folder / f"{pid}.json").write_text(report.model_dump_json())
 
 
 def seconds_in(line: str) -> float:
@@ -156,16 +156,16 @@ def seconds_in(line: str) -> float:
 
 
 def test_a_survivor_that_hears_is_only_told_to_leave():
-    with deaf(1) as ranks, subprocess.Popen(["/bin/sleep", "600"], start_new_session=True) as hears:
+    with deaf(1) as ranks, subprocess.Popen(["/bin/sleep", "600"], start_new_session=True) as listener:
         ranks[0].kill()
         ranks[0].wait()
-        end_survivors([ranks[0], hears], seconds=LONG)
-        assert hears.poll() == -signal.SIGTERM
+        end_survivors([ranks[0], listener], seconds=LONG)
+        assert listener.poll() == -signal.SIGTERM
 
 
 def test_a_gang_whose_rank_was_killed_does_not_wait_half_a_minute_for_one_that_hangs(tmp_path: Path):
     assert launched(tmp_path, job("ignore", "kill")).code == 137
-    (said,) = (
+    (message,) = (
         line for line in (tmp_path / "logs" / "launch-000001.log").read_text().splitlines() if "it is killed" in line
     )
-    assert seconds_in(said) < SAVING_SECONDS
+    assert seconds_in(message) < SAVING_SECONDS

@@ -27,8 +27,8 @@ def rank(
     requests: int = 0,
 ) -> Watched:
     """A rank that sleeps where it is."""
-    seen = Seen(number, world, step, PHASES.index(phase), waiting, requests, 1000, steps)
-    return Watched(seen, quiet, quiet if idle is None else idle, stopped)
+    state = Seen(number, world, step, PHASES.index(phase), waiting, requests, 1000, steps)
+    return Watched(state, quiet, quiet if idle is None else idle, stopped)
 
 
 def waiters(quiet: float, *numbers: int, **more: object) -> list[Watched]:
@@ -37,8 +37,8 @@ def waiters(quiet: float, *numbers: int, **more: object) -> list[Watched]:
 
 def suspects(*ranks: Watched) -> list[int]:
     """Of three ranks, those that are said to hang."""
-    found = judge(ranks)
-    return [] if found is None else [one.seen.rank for one in found.suspects]
+    decision = judge(ranks)
+    return [] if decision is None else [suspect.seen.rank for suspect in decision.suspects]
 
 
 def test_a_rank_that_sleeps_while_the_others_wait_is_named_within_three_steps_and_a_second() -> None:
@@ -128,25 +128,25 @@ def test_of_a_gang_on_several_nodes_each_judges_its_own_ranks() -> None:
 
 
 def test_the_words_name_rank_node_place_and_time() -> None:
-    found = judge([rank(1, "optimizer", quiet=2.4), *waiters(2.4, 0, 2)])
-    assert found is not None
-    assert found.words("node-a") == (
+    decision = judge([rank(1, "optimizer", quiet=2.4), *waiters(2.4, 0, 2)])
+    assert decision is not None
+    assert decision.words("node-a") == (
         "rank 1 hangs on node-a, in the phase optimizer of step 11, since 2.4 s: it sleeps; 2 more wait"
     )
 
 
 def unheard(number: int, seconds: float, steps: tuple[float, ...] = USUAL) -> Watched:
     """A rank of a node that has told nothing for so long."""
-    seen = rank(number, "forward", steps=steps).seen
-    return Watched(seen, seconds, seconds, seconds, unheard=True)
+    state = rank(number, "forward", steps=steps).seen
+    return Watched(state, seconds, seconds, seconds, unheard=True)
 
 
 def test_a_node_that_cannot_tell_for_a_while_hangs_nobody_and_one_that_is_silent_for_a_minute_does() -> None:
     quiet = waiters(59.0, 0, 2)
     assert judge([unheard(1, 59.0), *quiet], hangs.ACROSS_NODES) is None
-    found = judge([unheard(1, 60.0), *quiet], hangs.ACROSS_NODES)
-    assert found is not None
-    assert found.words("node-b").endswith("nothing is heard of its node; 2 more wait")
+    decision = judge([unheard(1, 60.0), *quiet], hangs.ACROSS_NODES)
+    assert decision is not None
+    assert decision.words("node-b").endswith("nothing is heard of its node; 2 more wait")
     starting = waiters(59.0, 0, 2, steps=())  # the first steps compile, and machines are busy
     assert judge([unheard(1, 59.0, steps=()), *starting], hangs.ACROSS_NODES) is None
 

@@ -27,15 +27,15 @@ RUN = "0123456789abcdef"
 
 
 def job(store: str, *deeds: str, launch: int = 1) -> Job:
-    told = ["--run-id", RUN, "--launch", str(launch), "--store", store]
-    deeds = tuple(f"{rank}:{deed}" for rank, deed in enumerate(deeds))
-    command = ["-m", "tests.launch.worker", *told, *deeds]
+    arguments = ["--run-id", RUN, "--launch", str(launch), "--store", store]
+    deeds = tuple(f"{rank}:{action}" for rank, action in enumerate(deeds))
+    command = ["-m", "tests.launch.worker", *arguments, *deeds]
     return Job("job", RUN, launch, command, len(deeds), 1, 20.0, Cluster(), {CLOSING: str(PATIENCE)})
 
 
 def stream_of(store: Store, rank: int) -> RankStream:
-    (found,) = rank_streams(store, RUN, rank)
-    return found
+    (stream,) = rank_streams(store, RUN, rank)
+    return stream
 
 
 def has_formed(store: Store, rank: int) -> bool:
@@ -100,9 +100,9 @@ def test_a_store_that_is_away_neither_fails_nor_holds_up_a_gang(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # where nobody listens
     ending = launched(tmp_path, replace(job(store_url, "0", "0"), environment={}))
     assert ending.code == 0
-    said = (tmp_path / "logs" / "launch-000001.log").read_text()
-    assert "rank 1 leaves: 0" in said
-    assert "the last lines of the ranks did not reach the store" in said
+    log = (tmp_path / "logs" / "launch-000001.log").read_text()
+    assert "rank 1 leaves: 0" in log
+    assert "the last lines of the ranks did not reach the store" in log
 
 
 def test_a_rank_that_was_killed_while_its_peers_still_save_keeps_nobody_busy(
@@ -118,14 +118,14 @@ def test_a_rank_that_was_killed_while_its_peers_still_save_keeps_nobody_busy(
     monkeypatch.setattr(RankOutput, "_look_at", counted)
     output = RankOutput(Place(store.url, RUN, 1), tmp_path, flush_seconds=0.2)
     reader, writer = output.pipe()
-    begun = time.monotonic()
+    start = time.monotonic()
     output.follow(reader, 0, 4_000_000)
     os.write(writer, b"the last words\n")
     os.close(writer)
     while True not in looks:
         time.sleep(0.01)
     time.sleep(1.5)  # in which nothing happens: torchrun waits for the others
-    assert len(looks) < 10 + (time.monotonic() - begun) / 0.1
+    assert len(looks) < 10 + (time.monotonic() - start) / 0.1
     output.take_rest(PATIENCE)
     output.close({4_000_000: 137}, PATIENCE)
     assert stream_of(store, 0).code == 137
@@ -154,8 +154,8 @@ def test_ranks_that_work_on_no_run_are_only_passed_on(tmp_path: Path) -> None:
     assert Place.of(["0:0"]) is None
     assert Place.of(["--run-id", "r", "--launch", "x", "--store", "s"]) is None
     assert Place.of(["--store", "file:///s", "--run-id", "r", "--launch", "3"]) == Place("file:///s", "r", 3)
-    given = replace(job("", "0"), command=["-m", "tests.launch.worker", "0:0"])
-    assert launched(tmp_path, given).code == 0
+    other_job = replace(job("", "0"), command=["-m", "tests.launch.worker", "0:0"])
+    assert launched(tmp_path, other_job).code == 0
     assert "rank 0 leaves: 0" in (tmp_path / "logs" / "launch-000001.log").read_text()
 
 
@@ -174,15 +174,15 @@ def test_ranks_that_start_cold_are_kept_too(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_ending_tells_the_command_that_shows_the_log_of_the_rank_to_blame(tmp_path: Path, store: Store) -> None:
     jobs = deque([job(store.url, "peer", "12")])
-    told: list[Ending] = []
+    endings: list[Ending] = []
     ending = Supervisor(
         LocalLauncher(tmp_path / "logs"),
         jobs.popleft,
         Restarts(budget=0),
         threading.Event(),
-        lambda _, e: told.append(e),
+        lambda _, e: endings.append(e),
     ).run()
     assert ending.detail.endswith(f"its log: holdfast logs {RUN} --rank 1 --launch 1")
-    assert told == [ending]
+    assert endings == [ending]
     assert json.loads(store.get(f"{layout.rank_log(RUN, 1, stream_of(store, 1).name)}stream.json"))["code"] == 12
     assert isinstance(open_store(store.url), type(store))

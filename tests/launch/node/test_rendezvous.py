@@ -48,9 +48,9 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def state(*nodes: str) -> _RendezvousState:
-    found = _RendezvousState()
-    found.participants = {_NodeDesc(name, 1, 0): rank for rank, name in enumerate(nodes)}
-    return found
+    new_state = _RendezvousState()
+    new_state.participants = {_NodeDesc(name, 1, 0): rank for rank, name in enumerate(nodes)}
+    return new_state
 
 
 def participants(answer: Any) -> list[str]:
@@ -58,8 +58,8 @@ def participants(answer: Any) -> list[str]:
 
 
 def write(backend: SealedBackend, *nodes: str) -> None:
-    known = backend.get_state()
-    answer = backend.set_state(pickle.dumps(state(*nodes)), known[1] if known else None)
+    current = backend.get_state()
+    answer = backend.set_state(pickle.dumps(state(*nodes)), current[1] if current else None)
     assert answer is not None and answer[2]
 
 
@@ -134,7 +134,7 @@ def test_one_node_listens_nowhere_and_names_a_file_to_its_ranks(
         assert (info.rank, info.world_size) == (0, 1)
         files.append(os.environ[MEETING_VARIABLE])
     assert not handler.use_agent_store
-    assert len(set(files)) == 2 and all(Path(each).parent == tmp_path for each in files)
+    assert len(set(files)) == 2 and all(Path(file).parent == tmp_path for file in files)
 
 
 def test_where_files_cannot_be_locked_the_ranks_meet_on_the_loopback_address(

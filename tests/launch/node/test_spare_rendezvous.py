@@ -43,8 +43,8 @@ class Gang:
             f"--rdzv-conf=join_timeout=120,read_timeout=120,is_host={int(name == 'host')},spares=2",
             "-m", "tests.launch.node.seated",
         ]  # fmt: skip
-        mine = {"FOLDER": str(self.folder), "NAME": name, "ENDS": str(self._ends), "OMP_NUM_THREADS": "1"}
-        environment = {**os.environ, **LAUNCH_KEY, **mine, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        variables = {"FOLDER": str(self.folder), "NAME": name, "ENDS": str(self._ends), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **LAUNCH_KEY, **variables, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         with (self.folder / f"{name}.log").open("wb") as output:
             self.processes[name] = warm.popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
@@ -52,7 +52,7 @@ class Gang:
         """The rank of each node that sat in the `first` or `second` gang."""
         path = self.folder / "gangs"
         lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-        return {name: rank for which, name, rank in lines if which == gang}
+        return {name: rank for label, name, rank in lines if label == gang}
 
     def log(self, name: str) -> str:
         """What a node has printed."""
@@ -62,8 +62,8 @@ class Gang:
         """Wait until something is there."""
         deadline = time.monotonic() + 120
         while not there():
-            said = "\n".join(f"--- {name}\n{self.log(name)}" for name in self.processes)
-            assert time.monotonic() < deadline, f"{what} never came\n{said}"
+            logs = "\n".join(f"--- {name}\n{self.log(name)}" for name in self.processes)
+            assert time.monotonic() < deadline, f"{what} never came\n{logs}"
             time.sleep(0.1)
 
     def begin(self, *spares: str) -> None:
@@ -83,8 +83,8 @@ class Gang:
 
 @pytest.fixture
 def gang(tmp_path: Path) -> Iterator[Gang]:
-    with Gang(tmp_path) as made:
-        yield made
+    with Gang(tmp_path) as new_gang:
+        yield new_gang
 
 
 @pytest.mark.slow
@@ -96,8 +96,8 @@ def test_one_of_two_spares_takes_the_seat_of_a_lost_node_which_stands_by_when_it
     gang.start("second")
     gang.wait(lambda: STANDS in gang.log("second"), "the lost node as a spare")
     assert gang.codes() == {"host": 0, "second": 0, "spare": 0, "another": 0}
-    again = [line for line in (gang.folder / "gangs").read_text().splitlines() if line.startswith("second")]
-    assert len(again) == 2, f"the gang met more often than once: {again}"
+    second_lines = [line for line in (gang.folder / "gangs").read_text().splitlines() if line.startswith("second")]
+    assert len(second_lines) == 2, f"the gang met more often than once: {second_lines}"
     assert sorted(gang.seated("second").values()) == ["0/2", "1/2"]
     assert {"spare", "another"} & gang.seated("second").keys()
 

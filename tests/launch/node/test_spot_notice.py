@@ -71,12 +71,12 @@ def test_a_notice_is_a_sigterm_and_an_event_of_the_launch(
         metadata.action = {"action": "stop", "time": TIME}
         wait(told.is_set)
     events = read_events(store, "run")
-    words = "node node-7 reclaimed by the cloud, 0 s notice: AWS will stop it"
-    assert [event.text for event in events if isinstance(event, NodeReclaimed)] == [words]
+    message = "node node-7 reclaimed by the cloud, 0 s notice: AWS will stop it"
+    assert [event.text for event in events if isinstance(event, NodeReclaimed)] == [message]
     assert len([event for event in events if isinstance(event, WarningIssued)]) == 1
     assert [was_reclaimed(store, "run", launch) for launch in (2, 3)] == [False, True]
     ending = node_exit_of((), [ExitCode.TERMINATED], reclaimed=watch.words)
-    assert (ending.reclaimed, ending.detail) == (True, words)
+    assert (ending.reclaimed, ending.detail) == (True, message)
 
 
 def test_a_service_that_does_not_answer_is_said_once_and_asked_again(

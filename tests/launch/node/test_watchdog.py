@@ -69,11 +69,11 @@ def test_a_gang_that_goes_on_in_place_after_a_hang_is_watched_like_the_first(
     kept: dict[int, bytes] = {}
     watchdog = Watchdog(NodeEvents(), tmp_path, kept.__setitem__)
     for _ in range(2):  # attempts of the gang on this node
-        waits, hangs = start(0, "communication"), start(1, "data")
+        waiter, hangs = start(0, "communication"), start(1, "data")
         os.kill(hangs.pid, signal.SIGSTOP)
-        watchdog.follow(of(0), waits.pid)
+        watchdog.follow(of(0), waiter.pid)
         watchdog.follow(of(1), hangs.pid)
-        assert [each.wait(PATIENCE) for each in (waits, hangs)] == [-signal.SIGKILL] * 2
+        assert [rank_process.wait(PATIENCE) for rank_process in (waiter, hangs)] == [-signal.SIGKILL] * 2
     assert b"rank 1 hangs on" in kept[hangs.pid]
     last = start(0, "save"), start(1, "save")  # which hangs nobody, however late they are looked at
     for rank, process in enumerate(last):
@@ -91,12 +91,12 @@ def test_the_ranks_of_a_node_that_have_ended_are_not_missed_by_the_others(
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(host.port),
     }  # fmt: skip
     other = HangConsensus({**gang, "GROUP_RANK": "1"})
-    mine = Watched(Seen(1, 2, 6, PHASES.index("leave"), False, 0, 1, (0.01,) * 6), 0.0)
+    own_state = Watched(Seen(1, 2, 6, PHASES.index("leave"), False, 0, 1, (0.01,) * 6), 0.0)
     watchdog, process = Watchdog(NodeEvents(), tmp_path, lambda *_: None), start(0, "leave")
     watchdog.follow(of(0, GROUP_RANK="0", **gang), process.pid)
 
     def heard() -> list[int]:
-        return [one.seen.rank for _, one in other.exchange([mine], 0.0)]
+        return [entry.seen.rank for _, entry in other.exchange([own_state], 0.0)]
 
     deadline = time.monotonic() + PATIENCE
     while heard() != [1, 0]:
@@ -150,11 +150,11 @@ def test_the_stacks_of_a_rank_that_gets_no_core_while_it_writes_them_are_kept_to
         process.stdout.readline()
         if writer == "the main thread":
             process.stdout.readline()
-        written = tmp_path / f"{process.pid}{STACKS}"
-        (tmp_path / "stacks").rename(written)
+        stack_file = tmp_path / f"{process.pid}{STACKS}"
+        (tmp_path / "stacks").rename(stack_file)
         keeping = threading.Thread(target=watchdog._keep_stacks, args=[[_Rank(0, process.pid, None)]])
         keeping.start()
-        while not written.stat().st_size:
+        while not stack_file.stat().st_size:
             pass
         if writer == "another":
             process.stdout.readline()
@@ -183,15 +183,15 @@ def test_a_machine_that_slept_for_an_hour_has_hung_ranks_for_no_longer_than_two_
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock goes on while a laptop, or a virtual machine, stands still; its ranks stood still with it."""
-    slept, looks, enough = [0.0], list[float](), threading.Event()
+    offset, looks, enough = [0.0], list[float](), threading.Event()
 
     def look(_self: Watchdog, _rank: _Rank, passed: float) -> None:
-        slept[0] += 3600.0  # before the next look
+        offset[0] += 3600.0  # before the next look
         looks.append(passed)
         if len(looks) == 3:
             enough.set()
 
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + slept[0], time=time.time)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + offset[0], time=time.time)
     monkeypatch.setattr(watchdog_module, "time", clock)
     monkeypatch.setattr(Watchdog, "_look", look)
     watchdog = Watchdog(NodeEvents(), tmp_path, lambda *_: None)
@@ -204,10 +204,10 @@ def test_a_machine_that_slept_for_an_hour_has_hung_ranks_for_no_longer_than_two_
     assert watchdog.close() == ""
     assert max(looks) <= 0.02
 
-    heard: list[float] = []
+    passes: list[float] = []
     watchdog._consensus = SimpleNamespace(
-        exchange=lambda known, passed: heard.append(passed) or known, verdict=lambda: None
+        exchange=lambda known, passed: passes.append(passed) or known, verdict=lambda: None
     )  # type: ignore[assignment, func-returns-value]
     watchdog._consensus_of = {}
     assert watchdog._agreed([], {}, 1e6) is None
-    assert heard == [2 * watchdog_module.ASK_SECONDS]
+    assert passes == [2 * watchdog_module.ASK_SECONDS]

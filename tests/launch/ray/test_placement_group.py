@@ -37,8 +37,8 @@ def test_a_node_fits_that_has_all_of_it_whoever_uses_it() -> None:
 
 
 def test_amounts_become_what_a_task_takes() -> None:
-    wanted = {"CPU": 2.0, "memory": GIB, "TPU": 4.0}
-    assert options_of(wanted) == {"num_cpus": 2.0, "memory": GIB, "num_gpus": 0, "resources": {"TPU": 4.0}}
+    resources = {"CPU": 2.0, "memory": GIB, "TPU": 4.0}
+    assert options_of(resources) == {"num_cpus": 2.0, "memory": GIB, "num_gpus": 0, "resources": {"TPU": 4.0}}
     assert format_resources({"memory": GIB / 2, "GPU": 1.0, "CPU": 0.5}) == "0.5 CPU, 0.5 GiB memory, 1 GPU"
 
 
@@ -73,9 +73,9 @@ def test_it_is_said_within_seconds_and_given_up_after_the_patience(
     for fake.now in range(3, 60):
         assert not room.is_ready()
         assert not room.is_expired
-    (told,) = caplog.messages
-    assert told.startswith("waiting: train wants 2 nodes with 16 CPU")
-    assert told.endswith("cluster.pending_timeout_minutes: 1")
+    (message,) = caplog.messages
+    assert message.startswith("waiting: train wants 2 nodes with 16 CPU")
+    assert message.endswith("cluster.pending_timeout_minutes: 1")
     fake.now = 60.0
     assert room.is_expired
 
@@ -111,4 +111,4 @@ def test_a_change_of_what_there_is_is_said_at_once(
     monkeypatch.setattr(module, "nodes_of", lambda *_: [SMALL, LARGE])
     for fake.now in range(10, 20):
         room.is_ready()
-    assert ["none of Ray's 1 nodes" in said for said in caplog.messages] == [True, False]
+    assert ["none of Ray's 1 nodes" in message for message in caplog.messages] == [True, False]
