@@ -27,64 +27,64 @@ def metered() -> list[Event]:
     """Two ranks of an H100 each at 500 W, of which rank 1 is killed at second 28 and has told up to 27."""
 
     def told(event: Event) -> Event:
-        known: dict[str, object] = {}
+        update: dict[str, object] = {}
         if isinstance(event, AttemptBegan):
-            known = {"accelerator": "NVIDIA H100 80GB HBM3"}
+            update = {"accelerator": "NVIDIA H100 80GB HBM3"}
         if isinstance(event, TimeSpent) and "start" not in event.seconds:
-            known = {"joules": 500 * sum(event.seconds.values()), "utilisation": 0.25 + event.rank / 2}
-        return event.model_copy(update=known)
+            update = {"joules": 500 * sum(event.seconds.values()), "utilisation": 0.25 + event.rank / 2}
+        return event.model_copy(update=update)
 
     return [told(event) for event in killed_once()]
 
 
 def test_hours_are_those_of_the_ledger_and_cost_what_the_spec_says() -> None:
-    story = killed_once()
-    found = of(story, *PRICES)
-    seconds = ledger(story).total
-    assert (found.accelerators, found.hours) == (2, seconds / 3600)
-    assert found.price == seconds / 100  # 36 an hour
-    saved = 10  # the step of the story's one checkpoint
-    assert found.tokens == saved * TOKENS_PER_STEP
-    assert found.price_per_million_tokens == pytest.approx(seconds / 100 / (saved * TOKENS_PER_STEP) * 1e6)
-    assert found.figures()["cost/price"] == found.price
+    events = killed_once()
+    cost = of(events, *PRICES)
+    seconds = ledger(events).total
+    assert (cost.accelerators, cost.hours) == (2, seconds / 3600)
+    assert cost.price == seconds / 100  # 36 an hour
+    saved_steps = 10  # the step of the story's one checkpoint
+    assert cost.tokens == saved_steps * TOKENS_PER_STEP
+    assert cost.price_per_million_tokens == pytest.approx(seconds / 100 / (saved_steps * TOKENS_PER_STEP) * 1e6)
+    assert cost.figures()["cost/price"] == cost.price
 
 
 def test_what_nobody_told_or_priced_is_not_guessed_but_said() -> None:
-    began = at(7, AttemptBegan(world=2, step=0, steps=40, energy_unavailable="there is no accelerator"), 1)
-    found = of([*killed_once()[:3], began])
-    assert (found.kilowatt_hours, found.price, found.carbon, found.tokens) == (None, None, None, 0)
-    assert found.unknown == [
+    begin = at(7, AttemptBegan(world=2, step=0, steps=40, energy_unavailable="there is no accelerator"), 1)
+    cost = of([*killed_once()[:3], begin])
+    assert (cost.kilowatt_hours, cost.price, cost.carbon, cost.tokens) == (None, None, None, 0)
+    assert cost.unknown == [
         "energy: there is no accelerator", "price: cluster.prices.accelerator_hour says what an hour costs",
     ]  # fmt: skip
-    assert set(found.figures()) == {"cost/accelerator_hours"}
+    assert set(cost.figures()) == {"cost/accelerator_hours"}
     assert of(killed_once(), "cluster.prices.kilowatt_hour=0.3").price is None  # a part of it is not known
 
 
 def test_energy_is_the_meters_and_has_its_price_and_its_carbon() -> None:
-    story = metered()
-    found = of(story, "cluster.prices.kilowatt_hour=0.5", "cluster.prices.carbon_per_kilowatt_hour=400")
-    measured = [event for event in story if isinstance(event, TimeSpent) and event.joules is not None]
+    events = metered()
+    cost = of(events, "cluster.prices.kilowatt_hour=0.5", "cluster.prices.carbon_per_kilowatt_hour=400")
+    measured = [event for event in events if isinstance(event, TimeSpent) and event.joules is not None]
     joules = math.fsum(event.joules or 0 for event in measured)
-    assert found.kilowatt_hours == pytest.approx(joules / 3.6e6)
-    assert found.metered == pytest.approx(joules / 500 / ledger(story).total)
-    assert 0.5 < found.metered < 1  # starts, and what the killed rank did not tell
-    assert found.watts == pytest.approx(500)
-    assert found.utilisation == pytest.approx(sum(event.utilisation or 0 for event in measured) / len(measured))
-    assert found.price == pytest.approx(joules / 3.6e6 * 0.5)
-    assert found.carbon == pytest.approx(joules / 3.6e6 * 400)
-    assert found.accelerator == "NVIDIA H100 80GB HBM3"
+    assert cost.kilowatt_hours == pytest.approx(joules / 3.6e6)
+    assert cost.metered == pytest.approx(joules / 500 / ledger(events).total)
+    assert 0.5 < cost.metered < 1  # starts, and what the killed rank did not tell
+    assert cost.watts == pytest.approx(500)
+    assert cost.utilisation == pytest.approx(sum(event.utilisation or 0 for event in measured) / len(measured))
+    assert cost.price == pytest.approx(joules / 3.6e6 * 0.5)
+    assert cost.carbon == pytest.approx(joules / 3.6e6 * 400)
+    assert cost.accelerator == "NVIDIA H100 80GB HBM3"
 
 
 def test_nobody_pays_for_accelerators_that_a_job_waits_for_in_a_queue() -> None:
-    story = killed_once()
-    waiting = sorted([*story, at(1.5, LaunchPending(reason="queue"))], key=lambda event: event.time)
+    events = killed_once()
+    waiting = sorted([*events, at(1.5, LaunchPending(reason="queue"))], key=lambda event: event.time)
     account = ledger(waiting)
     assert account.seconds["queue"] > 0
     assert of(waiting).hours == pytest.approx((account.total - account.seconds["queue"]) / 3600)
 
 
 def test_a_run_that_began_at_anothers_step_has_not_paid_for_its_tokens() -> None:
-    story = [
+    events = [
         event.model_copy(update={"step": 4}) if isinstance(event, AttemptBegan) else event for event in killed_once()
     ]
-    assert of(story, *PRICES).tokens == (10 - 4) * TOKENS_PER_STEP
+    assert of(events, *PRICES).tokens == (10 - 4) * TOKENS_PER_STEP

@@ -61,33 +61,33 @@ def lines() -> Iterator[tuple[str, dict[str, object]]]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    made = open_store(f"file://{tmp_path}")
+    event_store = open_store(f"file://{tmp_path}")
     texts: dict[str, list[str]] = {}
     for writer, event in lines():
         texts.setdefault(writer, []).append(json.dumps(event, separators=(",", ":")) + "\n")
-    for writer, told in texts.items():
-        for segment, first in enumerate(range(0, len(told), 100)):
-            made.put(layout.events(RUN, writer, segment), "".join(told[first : first + 100]).encode())
-    return made
+    for writer, event_lines in texts.items():
+        for segment, first in enumerate(range(0, len(event_lines), 100)):
+            event_store.put(layout.events(RUN, writer, segment), "".join(event_lines[first : first + 100]).encode())
+    return event_store
 
 
 def test_what_is_told_all_the_time_is_merged_and_the_sums_stay(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = read_events(store, RUN)
     assert len([event for event in whole if isinstance(event, TimeSpent)]) == 2 * STEPS * RANKS
     monkeypatch.setattr(event_log, "MOST", 120)
-    found = read_events(store, RUN)
-    assert len(found) <= 2 * 120
-    assert [event.time for event in found] == sorted(event.time for event in found)
-    rest = [[event for event in events if not isinstance(event, TimeSpent)] for events in (whole, found)]
+    merged = read_events(store, RUN)
+    assert len(merged) <= 2 * 120
+    assert [event.time for event in merged] == sorted(event.time for event in merged)
+    rest = [[event for event in events if not isinstance(event, TimeSpent)] for events in (whole, merged)]
     assert rest[0] == rest[1]
-    one, other = ledger(whole), ledger(found)
-    assert other.wall == one.wall
-    assert {name: pytest.approx(seconds) for name, seconds in one.seconds.items()} == other.seconds
-    joules = [sum(event.joules or 0 for event in events if isinstance(event, TimeSpent)) for events in (whole, found)]
+    full, other = ledger(whole), ledger(merged)
+    assert other.wall == full.wall
+    assert {name: pytest.approx(seconds) for name, seconds in full.seconds.items()} == other.seconds
+    joules = [sum(event.joules or 0 for event in events if isinstance(event, TimeSpent)) for events in (whole, merged)]
     assert joules[0] == pytest.approx(joules[1])
-    peaks = [max(event.peak_memory for event in events if isinstance(event, TimeSpent)) for events in (whole, found)]
+    peaks = [max(event.peak_memory for event in events if isinstance(event, TimeSpent)) for events in (whole, merged)]
     assert peaks[0] == peaks[1] == 2 * STEPS
-    newest = {(event.attempt, event.rank): event.step for event in found if isinstance(event, TimeSpent)}
+    newest = {(event.attempt, event.rank): event.step for event in merged if isinstance(event, TimeSpent)}
     assert set(newest.values()) == {STEPS, 2 * STEPS}
 
 
@@ -98,22 +98,22 @@ def test_a_follower_that_meets_a_long_run_gets_the_rest_event_by_event(
     follower = StoreEvents(store, RUN)
     assert len(follower.new()) <= 2 * 120
     assert follower.new() == []
-    told = {"v": 1, "writer": "2-0", "number": 10_000, "kind": "time_spent", "time": 9e9, "rank": 0, "step": 801}
-    store.put(layout.events(RUN, "2-0", 99), json.dumps(told).encode() + b"\n")
+    entry = {"v": 1, "writer": "2-0", "number": 10_000, "kind": "time_spent", "time": 9e9, "rank": 0, "step": 801}
+    store.put(layout.events(RUN, "2-0", 99), json.dumps(entry).encode() + b"\n")
     assert [event.number for event in follower.new()] == [10_000]
 
 
 def test_one_kind_is_read_without_the_others(store: Store) -> None:
-    (found,) = read_events(store, RUN, kinds=[StragglerDetected])
-    assert isinstance(found, StragglerDetected)
-    assert (found.host, found.step) == ("slow", 7)
+    (straggler,) = read_events(store, RUN, kinds=[StragglerDetected])
+    assert isinstance(straggler, StragglerDetected)
+    assert (straggler.host, straggler.step) == ("slow", 7)
     assert {type(event) for event in read_events(store, RUN, kinds=[SaveCommitted])} == {SaveCommitted}
 
 
 def test_what_ends_a_process_or_says_that_it_failed_is_not_merged() -> None:
-    told = {"writer": "w", "rank": 0, "attempt": 1, "seconds": {"forward": 1.0}}
+    fields = {"writer": "w", "rank": 0, "attempt": 1, "seconds": {"forward": 1.0}}
     events = [
-        TimeSpent.model_validate({**told, "step": step, "time": float(step), "number": step, "last": step == 2})
+        TimeSpent.model_validate({**fields, "step": step, "time": float(step), "number": step, "last": step == 2})
         for step in (1, 2, 3)
     ]
     assert [event.step for event in condense(events)] == [2, 3]
@@ -122,12 +122,12 @@ def test_what_ends_a_process_or_says_that_it_failed_is_not_merged() -> None:
 
 @pytest.mark.parametrize("field", ["time", "seconds_left", "loss"])
 def test_an_event_with_a_number_that_is_too_large_is_left_out(tmp_path: Path, field: str) -> None:
-    told = {"v": 1, "writer": "w", "number": 1, "kind": "progress", "time": 1.0, "step": 1, "steps": 2, "loss": 1.0,
+    fields = {"v": 1, "writer": "w", "number": 1, "kind": "progress", "time": 1.0, "step": 1, "steps": 2, "loss": 1.0,
             "grad_norm": 1.0, "tokens_per_second": 1.0, "seconds_left": 1.0}  # fmt: skip
-    made = open_store(f"file://{tmp_path}")
-    line = json.dumps(told).encode()
-    made.put(layout.events(RUN, "w", 0), line + b"\n" + line.replace(b'"number": 1', b'"number": 2'))
-    assert [type(event) for event in read_events(made, RUN)] == [Progress, Progress]
-    changed = json.dumps({**told, field: 0.0, "number": 3}).replace(f'"{field}": 0.0', f'"{field}": 1e999')
-    made.put(layout.events(RUN, "w", 1), changed.encode() + b"\n" + b"[" * 100_000 + b"\n\xff\n")
-    assert len(read_events(made, RUN)) == 2
+    event_store = open_store(f"file://{tmp_path}")
+    line = json.dumps(fields).encode()
+    event_store.put(layout.events(RUN, "w", 0), line + b"\n" + line.replace(b'"number": 1', b'"number": 2'))
+    assert [type(event) for event in read_events(event_store, RUN)] == [Progress, Progress]
+    changed = json.dumps({**fields, field: 0.0, "number": 3}).replace(f'"{field}": 0.0', f'"{field}": 1e999')
+    event_store.put(layout.events(RUN, "w", 1), changed.encode() + b"\n" + b"[" * 100_000 + b"\n\xff\n")
+    assert len(read_events(event_store, RUN)) == 2

@@ -104,12 +104,12 @@ def test_a_writer_that_speaks_again_after_its_segment_was_folded_loses_nothing(s
     clock.now += QUIET_SECONDS
     write(store, 999, range(1, 2))
     follower = StoreEvents(store, RUN)
-    seen = texts(follower.new())
+    previous = texts(follower.new())
     fold_events(store, RUN)
     assert follower.new() == []
     write(store, 3, range(3, 9), segment=1)
     assert texts(follower.new()) == [f"3.{number}" for number in range(5, 9)]
-    assert sorted(texts(read_events(store, RUN))) == sorted([*seen, *(f"3.{number}" for number in range(5, 9))])
+    assert sorted(texts(read_events(store, RUN))) == sorted([*previous, *(f"3.{number}" for number in range(5, 9))])
 
 
 @pytest.mark.parametrize("kill", [True, False])
@@ -117,35 +117,35 @@ def test_a_fold_that_dies_anywhere_loses_no_event(store: Store, clock: Clock, ki
     launches(store, 0, FOLD)
     clock.now += QUIET_SECONDS
     write(store, 999, range(1, 2))
-    before, at = texts(read_events(store, RUN)), 0
+    before, position = texts(read_events(store, RUN)), 0
     while True:
-        breaking = BreakingStore(store, at, kill=kill)
+        breaking = BreakingStore(store, position, kill=kill)
         try:
             fold_events(breaking, RUN)  # type: ignore[arg-type]
         except (Killed, Exception):  # noqa: BLE001 - whatever the store raised
             assert texts(read_events(store, RUN)) == before
-            at += FOLD // 2 if 1 < at < FOLD else 1
+            position += FOLD // 2 if 1 < position < FOLD else 1
             continue
         break
     assert texts(read_events(store, RUN)) == before
 
 
 def test_a_reader_and_a_writer_beside_a_fold_see_and_keep_every_event(store: Store, clock: Clock) -> None:
-    for when in ("get", "put", "list", "delete_many"):
+    for point in ("get", "put", "list", "delete_many"):
         for key in names(store):
             store.delete(key)
         launches(store, 0, FOLD)
         clock.now += QUIET_SECONDS
         write(store, 999, range(1, 2))
-        expected, done = {*texts(read_events(store, RUN))}, []
+        expected, folds = {*texts(read_events(store, RUN))}, []
 
-        def fold(operation: str, _key: str, when: str = when, done: list[int] = done) -> None:
+        def fold(operation: str, _key: str, when: str = point, done: list[int] = folds) -> None:
             if operation == when and not done:
                 done.append(1)
                 fold_events(store, RUN)
 
         reading = BreakingStore(store, kill=False, before=fold)
-        assert {*texts(read_events(reading, RUN))} == expected, when  # type: ignore[arg-type]
+        assert {*texts(read_events(reading, RUN))} == expected, point  # type: ignore[arg-type]
 
         for key in names(store):
             store.delete(key)
@@ -154,13 +154,13 @@ def test_a_reader_and_a_writer_beside_a_fold_see_and_keep_every_event(store: Sto
         write(store, 999, range(1, 2))
         grown: list[int] = []
 
-        def grow(operation: str, _key: str, when: str = when, grown: list[int] = grown) -> None:
+        def grow(operation: str, _key: str, when: str = point, grown: list[int] = grown) -> None:
             if operation == when and not grown:
                 grown.append(1)
                 write(store, 5, range(3, 7), segment=1)
 
         folding = BreakingStore(store, kill=False, before=grow)
         fold_events(folding, RUN)  # type: ignore[arg-type]
-        found = {*texts(read_events(store, RUN))}
-        lost = {*expected, "5.5", "5.6"} - found if grown else expected - found
-        assert not lost or when == "delete_many", (when, lost)  # its writer still has them, and puts them again
+        present = {*texts(read_events(store, RUN))}
+        lost = {*expected, "5.5", "5.6"} - present if grown else expected - present
+        assert not lost or point == "delete_many", (point, lost)  # its writer still has them, and puts them again

@@ -72,21 +72,21 @@ def test_what_is_emitted_is_read_in_order_from_the_store_and_from_the_pipe(store
         for step in (60, 70):
             emit(at(step))
         emit(SaveCommitted(step=70, seconds=1.5, stall_seconds=0.1, bytes=10**6))
-    found = read_events(store, RUN)
-    assert found == PipeEvents(pipe).new()
-    assert [(event.kind, event.source, event.launch, event.attempt) for event in found] == [
+    events = read_events(store, RUN)
+    assert events == PipeEvents(pipe).new()
+    assert [(event.kind, event.source, event.launch, event.attempt) for event in events] == [
         ("attempt_began", "rank 0", 1, 2),
         ("progress", "rank 0", 1, 2),
         ("progress", "rank 0", 1, 2),
         ("save_committed", "rank 0", 1, 2),
     ]
-    assert told(found) == [
+    assert told(events) == [
         "attempt 2: resuming from step 50 of 100 on cpu x 2",
         "step 60/100 (60 %)  loss 2.5000  grad_norm 0.500  10,000 tokens/s  00:01:01 left",
         "step 70/100 (70 %)  loss 2.5000  grad_norm 0.500  10,000 tokens/s  00:01:01 left",
         "saved step 70 in 1.5 s, 1,000,000 bytes; training waited 0.10 s",
     ]
-    assert read_events(store, RUN, after=found[1].time) == [event for event in found if event.time > found[1].time]
+    assert read_events(store, RUN, after=events[1].time) == [event for event in events if event.time > events[1].time]
 
 
 def test_objects_of_long_ago_are_not_read_for_what_was_told_of_late(
@@ -94,23 +94,23 @@ def test_objects_of_long_ago_are_not_read_for_what_was_told_of_late(
 ) -> None:
     with recording(store, RUN, "rank 0", launch=1, attempt=2):
         emit(at(60))
-    (event,), listed = read_events(store, RUN), store.list
-    for age, found in ((WRONG_CLOCK / 2, [event]), (2 * WRONG_CLOCK, [])):
-        written = event.time - age
-        monkeypatch.setattr(store, "list", lambda of: [replace(each, modified=written) for each in listed(of)])  # noqa: B023
-        assert read_events(store, RUN, after=event.time - 1) == found
+    (event,), original_list = read_events(store, RUN), store.list
+    for age, expected in ((WRONG_CLOCK / 2, [event]), (2 * WRONG_CLOCK, [])):
+        modified = event.time - age
+        monkeypatch.setattr(store, "list", lambda of: [replace(info, modified=modified) for info in original_list(of)])  # noqa: B023
+        assert read_events(store, RUN, after=event.time - 1) == expected
         assert read_events(store, RUN) == [event]
 
 
 def test_each_kind_survives_its_line_and_says_itself_in_words() -> None:
     values: dict[str, object] = {"str": "x", "int": 3, "float": 1.5, "bool": True}
     for kind in get_args(Event):
-        given = {
+        fields = {
             name: values[str(field.annotation).split("'")[1] if "'" in str(field.annotation) else "float"]
             for name, field in kind.model_fields.items()
             if field.is_required()
         }
-        event = kind(**given, writer="w", number=1)
+        event = kind(**fields, writer="w", number=1)
         assert list(events_in([line_of(event)])) == [event]
         assert event.text
 
@@ -156,15 +156,15 @@ def test_texts_are_cut_and_carry_no_secrets(store: Store, pipe: Path) -> None:
 
 def test_the_longest_beginning_of_an_attempt_fits_into_its_line() -> None:
     long, most = "\x01ü" * 5000, 2**63
-    named = {name for name, field in AttemptBegan.model_fields.items() if field.annotation is str}
-    began = AttemptBegan(
-        **{**dict.fromkeys(named, long), "kind": "attempt_began"},
+    text_fields = {name for name, field in AttemptBegan.model_fields.items() if field.annotation is str}
+    begin = AttemptBegan(
+        **{**dict.fromkeys(text_fields, long), "kind": "attempt_began"},
         world=most, step=most, steps=most, number=most, launch=most, attempt=most, time=1.7976931348623157e308,
         peak_flops=1.7976931348623157e308, missing_metrics=dict.fromkeys(Figures.model_fields, long),
     )  # fmt: skip
-    assert {"mfu_unavailable", "energy_unavailable", "host", "device", "accelerator", "writer", "source"} <= named
-    assert len(line_of(began)) <= channel.MAX_LINE
-    assert list(events_in([line_of(began)])) == [began]
+    assert {"mfu_unavailable", "energy_unavailable", "host", "device", "accelerator", "writer", "source"} <= text_fields
+    assert len(line_of(begin)) <= channel.MAX_LINE
+    assert list(events_in([line_of(begin)])) == [begin]
 
 
 def test_emitting_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,9 +214,9 @@ def test_a_phase_tells_its_first_its_last_and_now_and_then_one_between(pipe: Pat
     now = [0.0]
     with ConsoleProgress(clock=lambda: now[0]) as progress:
         for phase in ("tokenise", "pack"):
-            for done in range(101):
+            for count in range(101):
                 now[0] += 0.01
-                progress(phase, done, 100)
+                progress(phase, count, 100)
     assert told(PipeEvents(pipe).new()) == [
         f"{phase} {percent} %" for phase in ("tokenise", "pack") for percent in (0, 50, 100)
     ]
@@ -271,13 +271,13 @@ def test_beyond_the_bound_the_oldest_progress_is_lost_and_that_is_said(
     while not any("were lost" in text for text in told(read_events(store, RUN))):
         assert away.answered.acquire(timeout=120)
     writer.close()
-    found = read_events(store, RUN)
-    steps = [event.step for event in found if isinstance(event, Progress)]
-    lost = int(next(event.text for event in found if "were lost" in event.text).split()[0])
-    assert found[0].text == "a person wants to know"
+    events = read_events(store, RUN)
+    steps = [event.step for event in events if isinstance(event, Progress)]
+    lost_count = int(next(event.text for event in events if "were lost" in event.text).split()[0])
+    assert events[0].text == "a person wants to know"
     assert steps == sorted(steps)
     assert steps[-1] == 199
-    assert lost == 200 - len(steps) > 0
+    assert lost_count == 200 - len(steps) > 0
 
 
 @pytest.mark.parametrize("notable_every", [1, 2, 5, 1000])
@@ -286,12 +286,12 @@ def test_while_the_store_is_away_the_oldest_lines_that_matter_least_go_and_none_
 ) -> None:
     store = open_store(f"file://{tmp_path}")
     monkeypatch.setattr(event_log, "MAX_WAITING", 1000)
-    began, goes_on = threading.Event(), threading.Event()
+    writing, resume = threading.Event(), threading.Event()
 
     class Slow:
         def put(self, key: str, data: bytes) -> None:
-            began.set()
-            assert goes_on.wait(180)
+            writing.set()
+            assert resume.wait(180)
             store.put(key, data)
 
     writer = event_log.EventWriter(Slow(), RUN, 0.01)  # type: ignore[arg-type]
@@ -303,30 +303,30 @@ def test_while_the_store_is_away_the_oldest_lines_that_matter_least_go_and_none_
         writer._take(SimpleNamespace(notable=notable), line)  # type: ignore[arg-type]
         waiting.append(number)
         if number == 0:
-            assert began.wait(180)  # the first line is being written from now on
+            assert writing.wait(180)  # the first line is being written from now on
         if len(waiting) > 10:
-            waiting.remove(next((each for each in waiting[1:] if each % notable_every != matters), waiting[1]))
+            waiting.remove(next((index for index in waiting[1:] if index % notable_every != matters), waiting[1]))
     assert writer._lost == 30
     monkeypatch.undo()  # there is room for the news of that
-    goes_on.set()
+    resume.set()
     writer.close(180)
-    written = b"".join(store.get(info.key) for info in store.list(layout.run(RUN, "events/")))
-    kept = [line for line in written.splitlines(keepends=True) if line in lines]
-    assert kept == [lines[number] for number in waiting]
+    content = b"".join(store.get(info.key) for info in store.list(layout.run(RUN, "events/")))
+    kept_lines = [line for line in content.splitlines(keepends=True) if line in lines]
+    assert kept_lines == [lines[number] for number in waiting]
 
 
 def test_segments_are_closed_when_they_are_large_and_a_follower_sees_all_of_them(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_log, "SEGMENT_BYTES", 1_000)
-    follower, seen = StoreEvents(store, RUN), []
+    follower, events = StoreEvents(store, RUN), []
     with recording(store, RUN, "rank 0"):
         for step in range(40):
             emit(at(step))
             emit(WarningIssued(message=str(step)))  # which goes to the store at once
-            seen += follower.new()
-    seen += follower.new()
-    assert told(seen) == [text for step in range(40) for text in (at(step).text, str(step))]
+            events += follower.new()
+    events += follower.new()
+    assert told(events) == [text for step in range(40) for text in (at(step).text, str(step))]
     assert len(list(store.list(layout.run(RUN, "events/")))) > 5
 
 
@@ -435,12 +435,12 @@ def test_the_order_is_right_when_the_clock_of_the_next_attempt_is_behind(
 
 
 def test_a_step_tells_how_it_ended(store: Store) -> None:
-    with recorded_step(store, RUN, "evaluate") as ended:
-        ended("blessed")
+    with recorded_step(store, RUN, "evaluate") as conclude:
+        conclude("blessed")
     with pytest.raises(StoreUnreachableError), recorded_step(store, RUN, "register"):
         raise StoreUnreachableError("nobody there")
-    began, well, again, badly = read_events(store, RUN)
-    assert isinstance(began, StepBegan) and isinstance(again, StepBegan)
+    begin, well, second_begin, badly = read_events(store, RUN)
+    assert isinstance(begin, StepBegan) and isinstance(second_begin, StepBegan)
     assert isinstance(well, StepEnded) and isinstance(badly, StepEnded)
     assert (well.name, well.code, well.result) == ("evaluate", 0, "blessed")
     assert (badly.code, badly.reason) == (ExitCode.STORE_UNREACHABLE, "nobody there")
@@ -458,9 +458,9 @@ def test_a_forked_process_is_another_writer(tmp_path: Path, pipe: Path) -> None:
         os._exit(0)
     os.waitpid(child, 0)
     emit(at(3))
-    found = PipeEvents(pipe).new()
-    assert [event.step for event in found if isinstance(event, Progress)] == [1, 2, 3]
-    assert len({event.writer for event in found}) == 2
+    events = PipeEvents(pipe).new()
+    assert [event.step for event in events if isinstance(event, Progress)] == [1, 2, 3]
+    assert len({event.writer for event in events}) == 2
 
 
 def test_the_words_of_an_ending_name_the_code() -> None:

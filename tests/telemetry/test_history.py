@@ -88,7 +88,7 @@ def test_no_rows_write_nothing(store: Store) -> None:
 
 
 def names(store: Store) -> list[tuple[int, int, int]]:
-    return [(one.after, one.upto, one.attempt) for one in segments_of(store, RUN)]
+    return [(segment.after, segment.upto, segment.attempt) for segment in segments_of(store, RUN)]
 
 
 def many(store: Store, commits: int, attempt: int = 1, after: int = 0) -> None:
@@ -131,31 +131,31 @@ def test_segments_of_two_attempts_and_those_with_steps_between_them_stay_apart(s
 def test_a_fold_that_dies_anywhere_loses_no_row_and_is_finished_by_the_next(store: Store, kill: bool) -> None:
     many(store, 6)
     commit(store, RUN, 12)
-    before, at = read_history(store, RUN), 0
+    before, position = read_history(store, RUN), 0
     while True:
-        breaking = BreakingStore(store, at, kill=kill)
+        breaking = BreakingStore(store, position, kill=kill)
         try:
             fold_history(breaking, RUN, 2)  # type: ignore[arg-type]
         except (Killed, Exception):  # noqa: BLE001 - whatever the store raised
             assert read_history(store, RUN) == before
-            at += 1
+            position += 1
             continue
         break
     assert names(store) == [(0, 12, 1)]
     assert read_history(store, RUN) == before
-    assert at > 4
+    assert position > 4
 
 
 def test_two_that_fold_at_once_and_a_reader_beside_them_see_every_row_once(store: Store) -> None:
     """Another fold, or the commits and a fold after them, come before each operation in turn."""
-    for at in range(30):
+    for position in range(30):
         for info in list(store.list(layout.run(RUN))):
             store.delete(info.key)
         many(store, 5)
         commit(store, RUN, 10)
         before, count = read_history(store, RUN), 0
 
-        def meanwhile(_operation: str, _key: str, at: int = at) -> None:
+        def meanwhile(_operation: str, _key: str, at: int = position) -> None:
             nonlocal count
             count += 1
             if count == at + 1:
@@ -163,12 +163,12 @@ def test_two_that_fold_at_once_and_a_reader_beside_them_see_every_row_once(store
                 fold_history(store, RUN, 2)
 
         breaking = BreakingStore(store, kill=False, before=meanwhile)
-        if at % 2:
+        if position % 2:
             fold_history(breaking, RUN, 2)  # type: ignore[arg-type]
-            found = read_history(store, RUN)
+            history = read_history(store, RUN)
         else:
-            found = read_history(breaking, RUN)  # type: ignore[arg-type]
-        assert found == before, at
+            history = read_history(breaking, RUN)  # type: ignore[arg-type]
+        assert history == before, position
         fold_history(store, RUN, 2)
         assert read_history(store, RUN) == before
 
@@ -177,11 +177,11 @@ def test_the_history_of_very_many_attempts_costs_one_listing(store: Store) -> No
     for attempt in range(1, 31):
         write(store, attempt, attempt, attempt)
     commit(store, RUN, 30, [(attempt - 1, attempt) for attempt in range(1, 31)])
-    asked: list[str] = []
-    watched = BreakingStore(store, kill=False, before=lambda operation, key: asked.append(f"{operation} {key}"))
-    found = read_history(watched, RUN)  # type: ignore[arg-type]
-    assert [(row["step"], row["loss"]) for row in found] == [(step, float(step)) for step in range(1, 31)]
-    assert sum(each.startswith("list") and "metrics" in each for each in asked) == 1
+    requests: list[str] = []
+    watched = BreakingStore(store, kill=False, before=lambda operation, key: requests.append(f"{operation} {key}"))
+    rows = read_history(watched, RUN)  # type: ignore[arg-type]
+    assert [(row["step"], row["loss"]) for row in rows] == [(step, float(step)) for step in range(1, 31)]
+    assert sum(request.startswith("list") and "metrics" in request for request in requests) == 1
 
 
 def test_a_follower_reads_only_what_is_new_and_has_the_rows_of_a_fresh_reading(store: Store) -> None:
@@ -208,26 +208,28 @@ def test_a_follower_reads_only_what_is_new_and_has_the_rows_of_a_fresh_reading(s
 
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_segments_there_are_the_fewest_are_read_and_every_step_is_there(seed: int) -> None:
-    drawn = random.Random(seed)
-    steps = sorted(drawn.sample(range(1, 60), 12))
+    generator = random.Random(seed)
+    steps = sorted(generator.sample(range(1, 60), 12))
     parts = [(begin, end) for begin, end in zip([0, *steps], steps, strict=False)]
-    parts += [(parts[low][0], parts[drawn.randrange(low, len(parts))][1]) for low in drawn.sample(range(12), 5)]
+    parts += [(parts[low][0], parts[generator.randrange(low, len(parts))][1]) for low in generator.sample(range(12), 5)]
     segments = sorted((MetricSegment("", *part, 1, 1) for part in set(parts)), key=lambda one: (one.after, one.upto))
-    after, upto = sorted(drawn.sample(range(60), 2))
-    found = cover(segments, after, upto)
-    there = {step for one in segments for step in range(one.after + 1, one.upto + 1) if after < step <= upto}
-    assert {step for one in found for step in range(one.after + 1, one.upto + 1)} >= there
-    assert all(one.upto > after and one.after < upto for one in found)
-    assert len(found) <= sum(one.after < upto and one.upto > after for one in segments)
+    after, upto = sorted(generator.sample(range(60), 2))
+    covering = cover(segments, after, upto)
+    expected = {
+        step for segment in segments for step in range(segment.after + 1, segment.upto + 1) if after < step <= upto
+    }
+    assert {step for segment in covering for step in range(segment.after + 1, segment.upto + 1)} >= expected
+    assert all(segment.upto > after and segment.after < upto for segment in covering)
+    assert len(covering) <= sum(segment.after < upto and segment.upto > after for segment in segments)
 
 
 def test_figures_of_a_training_that_diverged_are_read(store: Store) -> None:
     ((key, text),) = segment(RUN, 0, rows(1, 2, 1), 1).items()
     store.put(key, f'{text}{{"step": 3, "loss": NaN, "grad_norm": Infinity}}\n'.encode())
     commit(store, RUN, 3)
-    found = read_history(store, RUN)[-1]
-    assert math.isnan(found["loss"])
-    assert found["grad_norm"] == math.inf
+    row = read_history(store, RUN)[-1]
+    assert math.isnan(row["loss"])
+    assert row["grad_norm"] == math.inf
 
 
 @pytest.mark.parametrize("row", ["{", "[]", '{"loss": 1}', '{"step": "1"}', "[" * 9999])

@@ -49,7 +49,7 @@ def spent(time: float, rank: int, step: int, seconds: dict[str, float], attempt:
 def killed_once() -> list[Event]:
     """Two ranks, ten steps a second apart; at second 28 rank 1 is killed, of which rank 0 knows at once. The launch
     ends at 30, the next begins at 33. Step 10 was saved at 15, and the second attempt goes on from there."""
-    told = [
+    events = [
         at(0, StepBegan(name="train")),
         at(1, LaunchBegan(launch=1, job="j", nodes=1, processes=2)),
         *(spent(7, rank, 0, BEGUN, 1) for rank in (0, 1)),
@@ -67,35 +67,35 @@ def killed_once() -> list[Event]:
         at(51, LaunchEnded(launch=2, code=ExitCode.OK)),
         at(60, StepEnded(name="train", code=0, seconds=60)),
     ]
-    return sorted(told, key=lambda event: event.time)
+    return sorted(events, key=lambda event: event.time)
 
 
 def test_a_killed_rank_costs_what_was_computed_again_and_the_way_back() -> None:
-    found = ledger(killed_once())
-    untold = (0.0, 2 / 41)  # of its last second rank 1 told nothing: it was as the other 41 of the attempt were
+    totals = ledger(killed_once())
+    unreported = (0.0, 2 / 41)  # of its last second rank 1 told nothing: it was as the other 41 of the attempt were
     for rank in (0, 1):
-        assert found.ranks[rank] == pytest.approx({
+        assert totals.ranks[rank] == pytest.approx({
             "schedule": 1 + 1 + 3 + 2,  # before the launches, and until their processes began
             "start": 4.0, "compile": 4.0, "restore": 2.0,
             "productive": 12.0, "data": 2.0, "communication": 4.0, "check": 1.0,
-            "save": 1.5 + untold[rank],  # waiting for a save is no work that could be lost
-            "lost": 10.5 - untold[rank],  # from second 17 to the end of the first attempt at 28
+            "save": 1.5 + unreported[rank],  # waiting for a save is no work that could be lost
+            "lost": 10.5 - unreported[rank],  # from second 17 to the end of the first attempt at 28
             "detect": 2.0, "end": 1.0,
         })  # fmt: skip
-    assert found.wall == 51.0
-    assert found.total == pytest.approx(2 * 51)
-    assert found.goodput == pytest.approx(12 / 51)
+    assert totals.wall == 51.0
+    assert totals.total == pytest.approx(2 * 51)
+    assert totals.goodput == pytest.approx(12 / 51)
 
 
 def test_the_second_before_a_kill_that_a_rank_could_not_tell_is_shared_out_as_the_rest_was() -> None:
     events = [event for event in killed_once() if not (isinstance(event, TimeSpent) and event.time == 27)]
     assert ledger(events).total == pytest.approx(2 * 51)
     kept = [event for event in killed_once() if not (isinstance(event, AttemptBegan) and event.attempt == 2)]
-    unlost = ledger([event for event in kept if not (isinstance(event, TimeSpent) and event.time == 27)])
-    assert "lost" not in unlost.ranks[1]
+    totals = ledger([event for event in kept if not (isinstance(event, TimeSpent) and event.time == 27)])
+    assert "lost" not in totals.ranks[1]
     # Rank 0 told of its last second alone: 17 to 27 was as the attempt was, not as that second.
-    assert unlost.ranks[0]["communication"] == pytest.approx(2 + 10 * 5 / 21 + 1 + 2)
-    assert unlost.ranks[1]["productive"] == pytest.approx(6 + 11 * 12 / 21 + 6)  # from 17 to 28 as the attempt was
+    assert totals.ranks[0]["communication"] == pytest.approx(2 + 10 * 5 / 21 + 1 + 2)
+    assert totals.ranks[1]["productive"] == pytest.approx(6 + 11 * 12 / 21 + 6)  # from 17 to 28 as the attempt was
 
 
 @pytest.mark.parametrize(
@@ -113,52 +113,52 @@ def test_the_second_before_a_kill_that_a_rank_could_not_tell_is_shared_out_as_th
 def test_work_is_lost_that_any_later_attempt_did_again_however_many_there_were(
     attempts: list[tuple[int, int]], lost: int
 ) -> None:
-    told, now = [at(0, StepBegan(name="train"))], 1.0
+    events, now = [at(0, StepBegan(name="train"))], 1.0
     for number, (first, last) in enumerate(attempts, 1):
         code = ExitCode.OK if number == len(attempts) else ExitCode.LOST_PEER
-        told.append(at(now, LaunchBegan(launch=number, job="j", nodes=1, processes=1)))
-        told.append(at(now, AttemptBegan(world=1, step=first, steps=40), number))
+        events.append(at(now, LaunchBegan(launch=number, job="j", nodes=1, processes=1)))
+        events.append(at(now, AttemptBegan(world=1, step=first, steps=40), number))
         for step in range(first + 1, last + 1):
             now += 1
-            told.append(spent(now, 0, step, {"forward": 1.0}, number, last=step == last))
-        told.append(at(now, LaunchEnded(launch=number, code=code, restart_in=None if code == ExitCode.OK else 0)))
-    found = ledger(told).ranks[0]
-    assert found.get("lost", 0.0) == pytest.approx(lost)
-    assert found["productive"] == pytest.approx(40)  # each step of the run once
+            events.append(spent(now, 0, step, {"forward": 1.0}, number, last=step == last))
+        events.append(at(now, LaunchEnded(launch=number, code=code, restart_in=None if code == ExitCode.OK else 0)))
+    totals = ledger(events).ranks[0]
+    assert totals.get("lost", 0.0) == pytest.approx(lost)
+    assert totals["productive"] == pytest.approx(40)  # each step of the run once
 
 
 def test_what_a_launcher_says_that_it_waits_for_is_a_queue_from_then_on() -> None:
-    waits = at(34, LaunchPending(reason="job j is in its queue until that lets it go"))
-    found = ledger(sorted([*killed_once(), waits], key=lambda event: event.time))
-    assert [(one["queue"], one["schedule"]) for one in found.ranks.values()] == [(1.0, 1 + 1 + 3 + 1)] * 2
+    waiting_event = at(34, LaunchPending(reason="job j is in its queue until that lets it go"))
+    totals = ledger(sorted([*killed_once(), waiting_event], key=lambda event: event.time))
+    assert [(rank["queue"], rank["schedule"]) for rank in totals.ranks.values()] == [(1.0, 1 + 1 + 3 + 1)] * 2
 
 
 def test_a_hang_is_detection_from_its_first_moment_on() -> None:
     hang = at(27.5, HangDetected(rank=1, phase="backward", step=21, seconds=2.5, message="rank 1 hangs"))
-    found = ledger(sorted([*killed_once(), hang], key=lambda event: event.time))
-    assert [one["detect"] for one in found.ranks.values()] == pytest.approx([30 - 25 - 3, 30 - 27])
+    totals = ledger(sorted([*killed_once(), hang], key=lambda event: event.time))
+    assert [rank["detect"] for rank in totals.ranks.values()] == pytest.approx([30 - 25 - 3, 30 - 27])
 
 
 def test_a_time_in_which_nobody_ran_it_is_no_wall_time() -> None:
     events = killed_once()
     later = [at(event.time + 1000, event, event.attempt and event.attempt + 2) for event in events]
-    found = ledger([*events, *later])
-    assert found.wall == pytest.approx(2 * 51)
-    assert found.total == pytest.approx(4 * 51)
+    totals = ledger([*events, *later])
+    assert totals.wall == pytest.approx(2 * 51)
+    assert totals.total == pytest.approx(4 * 51)
 
 
 def test_a_run_that_goes_on_is_accounted_for_up_to_now() -> None:
     events = [event for event in killed_once() if event.time < 20]
-    found = ledger(events, until=22)
-    assert (found.wall, found.total) == (22, pytest.approx(44))
-    assert "lost" not in found.seconds
+    totals = ledger(events, until=22)
+    assert (totals.wall, totals.total) == (22, pytest.approx(44))
+    assert "lost" not in totals.seconds
 
 
 def test_ranks_that_nobody_launched_are_accounted_for_from_the_beginning_of_their_processes() -> None:
     events = [event for event in killed_once() if isinstance(event, TimeSpent | AttemptBegan) and event.attempt == 2]
-    found = ledger(events)
-    assert found.wall == 15.0
-    assert "schedule" not in found.seconds
+    totals = ledger(events)
+    assert totals.wall == 15.0
+    assert "schedule" not in totals.seconds
 
 
 def test_without_events_there_is_nothing() -> None:
@@ -183,25 +183,25 @@ def a_life(seed: int) -> Iterator[Event]:
             yield at(later(2), LaunchPending(reason="a queue"))
         for _ in range(rng.randint(0, 3)):
             attempt, step = attempt + 1, saved
-            told, silent = [later(3)] * world, rng.random() < 0.2
+            reported, silent = [later(3)] * world, rng.random() < 0.2
             for rank in range(world):
                 if rng.random() < 0.9:
                     yield spent(now, rank, step, {"start": rng.uniform(0, 2), "build": rng.uniform(0, 1)}, attempt)
             if not silent:
                 yield at(now, AttemptBegan(world=world, step=step, steps=100), attempt)
             for _ in range(rng.randint(0, 5)):
-                step, when = step + rng.randint(0, 5), later(5)
+                step, moment = step + rng.randint(0, 5), later(5)
                 for rank in range(world):
                     if rng.random() < 0.8:
                         part = rng.random()
-                        whole = (when - told[rank]) * rng.uniform(0.95, 1.05)  # a device's clock is another
+                        whole = (moment - reported[rank]) * rng.uniform(0.95, 1.05)  # a device's clock is another
                         phases = {"forward": whole * part, "data": whole * (1 - part)}
-                        told[rank] = when
-                        yield spent(when, rank, step, phases, attempt)
-                yield at(when, Progress(step=step, steps=100, tokens_per_second=1, seconds_left=1), attempt)
+                        reported[rank] = moment
+                        yield spent(moment, rank, step, phases, attempt)
+                yield at(moment, Progress(step=step, steps=100, tokens_per_second=1, seconds_left=1), attempt)
                 if rng.random() < 0.5:
                     saved = step
-                    yield at(when, SaveCommitted(step=step, seconds=rng.uniform(0, 3)), attempt)
+                    yield at(moment, SaveCommitted(step=step, seconds=rng.uniform(0, 3)), attempt)
             if rng.random() < 0.5:
                 yield at(later(1), RankEnded(rank=0, code=ExitCode.LOST_PEER), attempt)
         last = launch == launches
@@ -216,18 +216,18 @@ def test_whatever_happened_the_classes_of_each_rank_add_up_to_the_wall_time(seed
     events = list(a_life(seed))
     begin, end = events[0].time, events[-1].time
     for until in (None, begin + cut * (end - begin)):
-        found = ledger([event for event in events if until is None or event.time <= until], until)
-        assert found.wall == pytest.approx((end if until is None else until) - begin)
-        for one in found.ranks.values():
-            assert sum(one.values()) == pytest.approx(found.wall)
-            assert all(seconds >= -1e-9 for seconds in one.values())
-            assert set(one) <= set(CLASSES)
+        totals = ledger([event for event in events if until is None or event.time <= until], until)
+        assert totals.wall == pytest.approx((end if until is None else until) - begin)
+        for rank in totals.ranks.values():
+            assert sum(rank.values()) == pytest.approx(totals.wall)
+            assert all(seconds >= -1e-9 for seconds in rank.values())
+            assert set(rank) <= set(CLASSES)
 
 
 def left_and_adopted() -> list[Event]:
     """One launch of two ranks that work from second 2 to 160. Its launcher is deleted at 40, and its follower takes the
     job over at 87."""
-    told = [
+    events = [
         at(0, StepBegan(name="train")),
         at(1, LaunchBegan(launch=1, job="j", nodes=1, processes=2)),
         *(spent(7, rank, 0, BEGUN, 1) for rank in (0, 1)),
@@ -240,16 +240,16 @@ def left_and_adopted() -> list[Event]:
         at(158, LaunchEnded(launch=1, code=ExitCode.OK)),
         at(160, StepEnded(name="train", code=0, seconds=75)),
     ]
-    return sorted(told, key=lambda event: event.time)
+    return sorted(events, key=lambda event: event.time)
 
 
 def test_what_ranks_did_while_no_launcher_followed_them_is_theirs() -> None:
     events = left_and_adopted()
-    found = ledger(events)
-    assert (found.wall, found.total) == (158, pytest.approx(2 * 158))
-    assert found.seconds["productive"] == pytest.approx(2 * 15 * 6.0)
-    assert found.goodput > 0.55
-    assert found.seconds["schedule"] == pytest.approx(2 * 2)
+    totals = ledger(events)
+    assert (totals.wall, totals.total) == (158, pytest.approx(2 * 158))
+    assert totals.seconds["productive"] == pytest.approx(2 * 15 * 6.0)
+    assert totals.goodput > 0.55
+    assert totals.seconds["schedule"] == pytest.approx(2 * 2)
     untaken = ledger([event for event in events if event.time < 85])  # nobody has taken it over yet
     assert (untaken.wall, untaken.seconds["productive"]) == (77, pytest.approx(2 * 7 * 6.0))
 
@@ -263,7 +263,7 @@ def with_launchers_that_die(seed: int) -> tuple[list[Event], float, dict[int, fl
     launches = rng.randint(1, 3)
     events.append(at(0, StepBegan(name="train")))
     for launch in range(1, launches + 1):
-        begun = now
+        launch_start = now
         events.append(at(now, LaunchBegan(launch=launch, job="j", nodes=1, processes=world)))
         for _ in range(rng.randint(1, 2)):  # gangs that follow each other within a launch
             attempt += 1
@@ -276,7 +276,7 @@ def with_launchers_that_die(seed: int) -> tuple[list[Event], float, dict[int, fl
                 last = n == intervals - 1
                 events += [spent(now, rank, step, STEPS, attempt, last=last) for rank in range(world)]
                 productive = {rank: seconds + 6.0 for rank, seconds in productive.items()}
-        died = begun + 0.1
+        died = launch_start + 0.1
         for _ in range(rng.randint(0, 3)):
             died, back = sorted((died + rng.uniform(0, 30), died + rng.uniform(0, 30)))
             if died >= now:
@@ -296,8 +296,8 @@ def with_launchers_that_die(seed: int) -> tuple[list[Event], float, dict[int, fl
         else:
             events.append(at(now, LaunchBegan(launch=launch, job="j", nodes=1, processes=world, adopted=True)))
         now += 1
-        code, again = (ExitCode.OK, None) if launch == launches else (ExitCode.LOST_PEER, 2.0)
-        events.append(at(now, LaunchEnded(launch=launch, code=code, restart_in=again)))
+        code, restart_in = (ExitCode.OK, None) if launch == launches else (ExitCode.LOST_PEER, 2.0)
+        events.append(at(now, LaunchEnded(launch=launch, code=code, restart_in=restart_in)))
         now += 2
     events.append(at(now, StepEnded(name="train", code=0, seconds=now)))
     return sorted(events, key=lambda event: event.time), now - 2, productive
@@ -309,9 +309,9 @@ def test_however_launchers_die_the_ledger_is_wall_time_times_ranks_and_productiv
     seed: int,
 ) -> None:
     events, wall, productive = with_launchers_that_die(seed)
-    found = ledger(events)
-    assert found.wall == pytest.approx(wall)
-    assert found.total == pytest.approx(found.wall * len(productive))
+    totals = ledger(events)
+    assert totals.wall == pytest.approx(wall)
+    assert totals.total == pytest.approx(totals.wall * len(productive))
     for rank, seconds in productive.items():
-        assert sum(found.ranks[rank].values()) == pytest.approx(found.wall)
-        assert found.ranks[rank]["productive"] == pytest.approx(seconds)
+        assert sum(totals.ranks[rank].values()) == pytest.approx(totals.wall)
+        assert totals.ranks[rank]["productive"] == pytest.approx(seconds)

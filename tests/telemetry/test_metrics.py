@@ -50,7 +50,7 @@ def scraped(port: int) -> dict[str, float]:
 def until_served(port: int, name: str) -> dict[str, float]:
     """What is served at a port once a metric is among it."""
     deadline = time.monotonic() + 120
-    while not any(each.startswith(name) for each in scraped(port)):
+    while not any(line.startswith(name) for line in scraped(port)):
         assert time.monotonic() < deadline, f"no {name}"
         time.sleep(0.2)
     return scraped(port)
@@ -84,50 +84,50 @@ def test_what_is_served_is_what_the_events_told() -> None:
         metrics.take(event)
     metrics.look(130.0)
     with closing(Server(metrics, "127.0.0.1", port)):
-        found = scraped(port)
-    assert {name.split("{")[0] for name in found} == set(METRICS)
-    told = {
+        samples = scraped(port)
+    assert {name.split("{")[0] for name in samples} == set(METRICS)
+    expected = {
         "step": 5, "steps": 90, "ranks": 2, "attempt": 2, "step_seconds": 0.5, "tokens_per_second": 1e4,
         "mfu_ratio": 0.4, "loss": 2.5, "grad_norm": 0.5, "learning_rate": 0.01, "checkpoint_step": 5,
         "checkpoint_lag_steps": 0, "checkpoint_timestamp_seconds": 110, "checkpoint_failures": 1,
         "checkpoint_stall_seconds": 0.25, "restarts": 1, "hangs": 1, "stragglers": 1,
         "last_event_timestamp_seconds": 126,
     }  # fmt: skip
-    assert {name: found[f'holdfast_{name}{{run="r"}}'] for name in told} == told
-    assert found['holdfast_phase_seconds{phase="forward",run="r"}'] == 0.2
-    assert found['holdfast_peak_memory_bytes{rank="1",run="r"}'] == 512
-    spent = {name: value for name, value in found.items() if name.startswith("holdfast_rank_seconds")}
+    assert {name: samples[f'holdfast_{name}{{run="r"}}'] for name in expected} == expected
+    assert samples['holdfast_phase_seconds{phase="forward",run="r"}'] == 0.2
+    assert samples['holdfast_peak_memory_bytes{rank="1",run="r"}'] == 512
+    spent = {name: value for name, value in samples.items() if name.startswith("holdfast_rank_seconds")}
     assert sum(spent.values()) == pytest.approx(2 * 30)
-    assert 0 < found['holdfast_goodput_ratio{run="r"}'] < 1
+    assert 0 < samples['holdfast_goodput_ratio{run="r"}'] < 1
 
 
 def test_an_accelerator_is_shown_by_the_names_and_in_the_units_of_dcgm_as_long_as_it_is_told_of() -> None:
     metrics = Metrics("r")
 
     def shown(rank: int) -> dict[str, float | None]:
-        samples = (each for family in metrics.registry.collect() for each in family.samples)
+        samples = (sample for family in metrics.registry.collect() for sample in family.samples)
         return {
-            each.name.removeprefix("DCGM_FI_DEV_"): each.value
-            for each in samples
-            if each.name.startswith("DCGM") and each.labels == {"run": "r", "rank": str(rank)}
+            sample.name.removeprefix("DCGM_FI_DEV_"): sample.value
+            for sample in samples
+            if sample.name.startswith("DCGM") and sample.labels == {"run": "r", "rank": str(rank)}
         }
 
-    told = STORY[-1]
-    assert isinstance(told, TimeSpent)
-    for event in (told, told.model_copy(update={"rank": 0, "watts": 640.0})):
+    last_event = STORY[-1]
+    assert isinstance(last_event, TimeSpent)
+    for event in (last_event, last_event.model_copy(update={"rank": 0, "watts": 640.0})):
         metrics.take(event)
     whole = {
         "GPU_UTIL": 50, "POWER_USAGE": 512, "FB_USED": 60 * 1024, "FB_TOTAL": 80 * 1024, "GPU_TEMP": 71,
         "SM_CLOCK": 1755, "CLOCKS_EVENT_REASONS": 0x24,
     }  # fmt: skip
     assert shown(1) == whole
-    metrics.take(told.model_copy(update={"watts": None}))  # its driver tells it no more
+    metrics.take(last_event.model_copy(update={"watts": None}))  # its driver tells it no more
     assert shown(1) == {name: value for name, value in whole.items() if name != "POWER_USAGE"}
     metrics.take(at(130, AttemptBegan(world=1, step=5, steps=90), 3))
     assert (shown(0), shown(1)) == (whole | {"POWER_USAGE": 640}, {})
     metrics.take(at(131, LaunchEnded(launch=2, code=0)))
     assert shown(0) == {}
-    metrics.take(told)
+    metrics.take(last_event)
     assert shown(1) == whole
 
 
@@ -146,8 +146,8 @@ def test_nothing_is_served_unless_it_was_asked_for_and_then_what_this_process_te
     with showing_metrics(Telemetry(), "r") as none:
         assert none is None
     port = free_port()
-    with showing_metrics(Telemetry(metrics_port=port), "r") as shown:
-        assert shown is not None
+    with showing_metrics(Telemetry(metrics_port=port), "r") as exporter:
+        assert exporter is not None
         scraped(port)
         emit(STORY[7])
         assert scraped(port)['holdfast_step{run="r"}'] == 9
@@ -156,12 +156,12 @@ def test_nothing_is_served_unless_it_was_asked_for_and_then_what_this_process_te
 def test_the_port_is_given_back_at_the_end_and_nothing_is_heard_any_more() -> None:
     port = free_port()
     for step in (9, 10):  # the second one would find it taken
-        with showing_metrics(Telemetry(metrics_port=port), f"r{step}") as shown:
+        with showing_metrics(Telemetry(metrics_port=port), f"r{step}") as exporter:
             emit(STORY[7].model_copy(update={"step": step}))
-            assert shown is not None
+            assert exporter is not None
             assert scraped(port)[f'holdfast_step{{run="r{step}"}}'] == step
         emit(STORY[7].model_copy(update={"step": 77}))
-        assert shown.registry.get_sample_value("holdfast_step", {"run": f"r{step}"}) == step
+        assert exporter.registry.get_sample_value("holdfast_step", {"run": f"r{step}"}) == step
         with socket.create_server(("127.0.0.1", port)):
             pass
 

@@ -102,7 +102,7 @@ def test_a_device_is_measured_by_its_own_clock_without_a_gap_between_two_laps() 
 
 def test_a_forked_process_counts_from_its_fork_on() -> None:
     phases.lap()
-    begun = time.monotonic()
+    start = time.monotonic()
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -111,7 +111,7 @@ def test_a_forked_process_counts_from_its_fork_on() -> None:
             os._exit(0)
     os.waitpid(pid, 0)
     os.close(writing)
-    with os.fdopen(reading) as told:
-        seconds = ast.literal_eval(told.read())
+    with os.fdopen(reading) as stream:
+        seconds = ast.literal_eval(stream.read())
     assert list(seconds) == ["start"]
-    assert seconds["start"] <= time.monotonic() - begun
+    assert seconds["start"] <= time.monotonic() - start

@@ -35,18 +35,18 @@ def printed(
     log: RankLog, text: str, *, attempt: int | None = None, ended: bool = False, code: int | None = None
 ) -> None:
     log.add(text.encode())
-    told = {"attempt": attempt, "ended": 1.0 if ended else None, "code": code}
-    log.describe(log.stream.model_copy(update=told))
+    fields = {"attempt": attempt, "ended": 1.0 if ended else None, "code": code}
+    log.describe(log.stream.model_copy(update=fields))
     assert log.flush(last=ended)
 
 
 def test_a_log_is_read_while_it_grows_and_after_the_end(store: Store) -> None:
     log = a_log(store)
-    says = iter([("two\nthr", False), ("ee\n", True)])
+    texts = iter([("two\nthr", False), ("ee\n", True)])
 
     def running() -> bool:
-        text, ended = next(says)
-        printed(log, text, attempt=4, ended=ended)
+        text, has_ended = next(texts)
+        printed(log, text, attempt=4, ended=has_ended)
         return True
 
     printed(log, "one\n", attempt=4)
@@ -83,14 +83,14 @@ def test_secrets_are_hidden_wherever_the_text_was_cut(store: Store) -> None:
 
 
 def test_a_store_that_is_away_is_waited_for_and_nothing_is_lost(store: Store) -> None:
-    away = Away(store)
-    log = a_log(away)
+    unreachable = Away(store)
+    log = a_log(unreachable)
     printed(log, "before\n")
-    away.away = True
+    unreachable.away = True
     for number in range(100):
         log.add(f"line {number}\n".encode())
         assert not log.flush()
-    away.away = False
+    unreachable.away = False
     printed(log, "after\n", ended=True)
     assert list(rank_lines(store, RUN, 0)) == ["before", *(f"line {number}" for number in range(100)), "after"]
 
@@ -99,14 +99,14 @@ def test_what_does_not_fit_while_the_store_is_away_is_lost_from_its_oldest_lines
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_stream, "MAX_WAITING", 1000)
-    away = Away(store)
-    log = a_log(away)
+    unreachable = Away(store)
+    log = a_log(unreachable)
     printed(log, "before\n")
-    away.away = True
+    unreachable.away = True
     for number in range(200):
         log.add(f"line {number:04d}\n".encode())
         log.flush()
-    away.away = False
+    unreachable.away = False
     assert log.flush(last=True)
     lines = list(rank_lines(store, RUN, 0))
     assert lines[0] == "before"
@@ -137,18 +137,18 @@ def test_a_long_log_keeps_its_beginning_and_its_end_and_says_that_there_was_more
 
 
 def test_a_process_that_prints_all_the_time_is_written_once_a_flush(store: Store) -> None:
-    written: list[str] = []
+    keys: list[str] = []
 
     class Busy(Away):
         def put(self, key: str, data: bytes) -> None:
-            written.append(key)
-            if len(written) < 20:
+            keys.append(key)
+            if len(keys) < 20:
                 log.add(b"printed while it is written\n")
             store.put(key, data)
 
     log = a_log(Busy(store))
     printed(log, "first\n")
-    assert [key.rpartition("/")[2] for key in written] == ["stream.json", "000000.log"]
+    assert [key.rpartition("/")[2] for key in keys] == ["stream.json", "000000.log"]
     printed(log, "last\n", ended=True)
     assert {"first", "last"} <= {*rank_lines(store, RUN, 0)}
 
@@ -165,7 +165,7 @@ def test_of_a_rank_only_the_newest_processes_are_kept(store: Store, monkeypatch:
     for launch in range(1, 7):
         printed(a_log(store, launch=launch), f"launch {launch}\n", ended=True)
     printed(a_log(store, rank=1), "another rank\n", ended=True)
-    assert [one.launch for one in rank_streams(store, RUN, 0)] == [4, 5, 6]
+    assert [stream.launch for stream in rank_streams(store, RUN, 0)] == [4, 5, 6]
     assert ranks_with_logs(store, RUN) == [0, 1]
 
 
@@ -210,8 +210,8 @@ def test_following_goes_on_into_the_process_that_comes_after(store: Store) -> No
     looks = iter([True, True, False])
 
     def running() -> bool:
-        if (goes_on := next(looks)) is False:
+        if (continues := next(looks)) is False:
             printed(a_log(store, launch=3), "third\n", ended=True)
-        return goes_on
+        return continues
 
     assert list(rank_lines(store, RUN, 0, running=running, poll_seconds=0)) == ["second", "third"]

@@ -32,19 +32,19 @@ def _nothing_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    with collecting() as made:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
+    with collecting() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "120")
-        yield made
+        yield receiver
 
 
 def story() -> list[Event]:
     """A run of which a rank is killed at second 28, and its end."""
-    told = [event.model_copy(update={"launch": getattr(event, "launch", None)}) for event in killed_once()]
+    events = [event.model_copy(update={"launch": getattr(event, "launch", None)}) for event in killed_once()]
     return [
-        *told[:-1],
+        *events[:-1],
         at(25, WarningIssued(message="the store is slow"), 1),
-        told[-1],
+        events[-1],
         at(61, RunEnded(status="succeeded")),
     ]
 
@@ -54,41 +54,41 @@ def ordered(events: Sequence[Event]) -> list[Event]:
 
 
 def send(events: Sequence[Event]) -> None:
-    shown = show_traces(RUN_ID)
-    assert shown is not None
+    exporter = show_traces(RUN_ID)
+    assert exporter is not None
     for event in ordered(events):
-        shown.take(event)
-    shown.close()
+        exporter.take(event)
+    exporter.close()
 
 
 def of(spans: Sequence[Span], name: str) -> Span:
-    (found,) = [span for span in spans if span.name == name]
-    return found
+    (match,) = [span for span in spans if span.name == name]
+    return match
 
 
 def test_a_collector_gets_steps_launches_attempts_and_saves_each_within_the_other(collector: Collector) -> None:
     send(story())
-    told = collector.spans
+    spans = collector.spans
     assert collector.services == {"holdfast"}
-    assert sorted(span.name for span in told) == [
+    assert sorted(span.name for span in spans) == [
         "attempt 1", "attempt 2", "launch 1", "launch 2", "run", "save", "train",
     ]  # fmt: skip
-    assert {span.trace_id for span in told} == {trace_id(RUN_ID).to_bytes(16)}
-    within = {
+    assert {span.trace_id for span in spans} == {trace_id(RUN_ID).to_bytes(16)}
+    parents = {
         "train": "run", "launch 1": "train", "launch 2": "train", "attempt 1": "launch 1", "attempt 2": "launch 2",
         "save": "attempt 1",
     }  # fmt: skip
-    for name, parent in within.items():
-        assert of(told, name).parent_span_id == of(told, parent).span_id, name
-    assert of(told, "run").parent_span_id == b""
-    first = of(told, "launch 1")
+    for name, parent in parents.items():
+        assert of(spans, name).parent_span_id == of(spans, parent).span_id, name
+    assert of(spans, "run").parent_span_id == b""
+    first = of(spans, "launch 1")
     assert (first.start_time_unix_nano, first.end_time_unix_nano) == (1 * 10**9, 30 * 10**9)
     assert first.status.code == Status.STATUS_CODE_ERROR
     assert "lost peer" in first.status.message
-    assert of(told, "launch 2").status.code == Status.STATUS_CODE_UNSET
-    save = of(told, "save")
+    assert of(spans, "launch 2").status.code == Status.STATUS_CODE_UNSET
+    save = of(spans, "save")
     assert (save.start_time_unix_nano, save.end_time_unix_nano) == (17 * 10**9, 19 * 10**9)
-    events = [(event.name, event.time_unix_nano) for event in of(told, "attempt 1").events]
+    events = [(event.name, event.time_unix_nano) for event in of(spans, "attempt 1").events]
     assert events == [("warning_issued", 25 * 10**9)]
 
 
@@ -101,14 +101,14 @@ def test_the_last_spans_have_as_long_as_opentelemetry_is_told(
 
 
 def test_what_an_earlier_process_has_sent_is_not_sent_again_and_its_launch_goes_on(collector: Collector) -> None:
-    told = ordered(story())
-    cut = next(index for index, event in enumerate(told) if event.time > 40)
-    shown = show_traces(RUN_ID)
-    assert shown is not None
-    shown.remember(told[:cut])
-    for event in told[cut:]:
-        shown.take(event, steps=False)
-    shown.close()
+    events = ordered(story())
+    cut = next(index for index, event in enumerate(events) if event.time > 40)
+    exporter = show_traces(RUN_ID)
+    assert exporter is not None
+    exporter.remember(events[:cut])
+    for event in events[cut:]:
+        exporter.take(event, steps=False)
+    exporter.close()
     assert sorted(span.name for span in collector.spans) == ["attempt 2", "launch 2", "run"]
     assert of(collector.spans, "launch 2").start_time_unix_nano == 33 * 10**9
     assert of(collector.spans, "attempt 2").parent_span_id == of(collector.spans, "launch 2").span_id
@@ -128,23 +128,28 @@ print("opentelemetry" in {name.partition(".")[0] for name in sys.modules})
 
 
 def step(tmp_path: Path, name: str, **environment: str) -> str:
-    kept = {key: value for key, value in os.environ.items() if key not in OTEL}
+    inherited = {key: value for key, value in os.environ.items() if key not in OTEL}
     command = [sys.executable, "-c", STEP, f"file://{tmp_path}/store", RUN_ID, name]
     return subprocess.run(
-        command, env=kept | environment, check=False, capture_output=True, text=True, timeout=240
+        command, env=inherited | environment, check=False, capture_output=True, text=True, timeout=240
     ).stdout.strip()
 
 
 def test_the_steps_of_several_processes_are_one_trace(tmp_path: Path) -> None:
     with collecting() as collector:
-        sent = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{collector.url}/v1/traces", "OTEL_EXPORTER_OTLP_TIMEOUT": "120"}
+        variables = {
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{collector.url}/v1/traces",
+            "OTEL_EXPORTER_OTLP_TIMEOUT": "120",
+        }
         for name in ("evaluate", "register"):
-            step(tmp_path, name, **sent)
+            step(tmp_path, name, **variables)
     evaluated, registered = of(collector.spans, "evaluate"), of(collector.spans, "register")
     assert evaluated.trace_id == registered.trace_id == trace_id(RUN_ID).to_bytes(16)
     assert evaluated.parent_span_id == registered.parent_span_id == span_id(RUN_ID, RUN).to_bytes(8)
     assert evaluated.span_id != registered.span_id
-    assert {each.key: each.value.string_value for each in evaluated.attributes}["holdfast.result"] == "blessed"
+    assert {attribute.key: attribute.value.string_value for attribute in evaluated.attributes}[
+        "holdfast.result"
+    ] == "blessed"
     assert "no model" in registered.status.message
 
 
@@ -153,8 +158,8 @@ def test_a_process_that_nobody_asked_for_traces_does_not_import_the_library(tmp_
 
 
 def test_a_collector_that_is_away_fails_no_step(tmp_path: Path) -> None:
-    away = f"http://127.0.0.1:{free_port()}"
-    assert step(tmp_path, "evaluate", OTEL_EXPORTER_OTLP_ENDPOINT=away, OTEL_EXPORTER_OTLP_TIMEOUT="1") == "True"
+    url = f"http://127.0.0.1:{free_port()}"
+    assert step(tmp_path, "evaluate", OTEL_EXPORTER_OTLP_ENDPOINT=url, OTEL_EXPORTER_OTLP_TIMEOUT="1") == "True"
 
 
 @pytest.mark.parametrize(
@@ -182,8 +187,10 @@ def test_the_library_that_is_missing_is_said_and_nothing_else_happens(
 
 
 def test_a_gang_that_forms_again_within_a_launch_is_another_attempt_of_it() -> None:
-    told = ordered([*story()[:5], at(30, SaveCommitted(step=3, seconds=1), 1)])
-    again = [event.model_copy(update={"time": 31.0, "attempt": 2}) for event in told if event.kind == "attempt_began"]
-    (save, first) = spans([*told, *again])
+    events = ordered([*story()[:5], at(30, SaveCommitted(step=3, seconds=1), 1)])
+    second_begin = [
+        event.model_copy(update={"time": 31.0, "attempt": 2}) for event in events if event.kind == "attempt_began"
+    ]
+    (save, first) = spans([*events, *second_begin])
     assert (save.name, first.name, first.end, first.error) == ("save", "attempt 1", 31.0, "")
     assert ExitCode.OK == 0
