@@ -39,25 +39,27 @@ class Admission:
             )
         place = self._objects.get("namespaces", namespace) or {"metadata": {}}
         level = place["metadata"].get("labels", {}).get(ENFORCE, "privileged")
-        if found := violations(level, spec):
-            raise StatusError(403, refusal(name, level, found))
+        if problems := violations(level, spec):
+            raise StatusError(403, refusal(name, level, problems))
         for quota in self._objects.all("resourcequotas", namespace):
             self._count(name, spec, quota)
 
     def _count(self, name: str, spec: Object, quota: Object) -> None:
         hard = quota["spec"]["hard"]
-        asked = usage(spec)
+        amounts = usage(spec)
         if missing := sorted(
-            key for key in hard if key.partition(".")[0] in ("requests", "limits") and key not in asked
+            key for key in hard if key.partition(".")[0] in ("requests", "limits") and key not in amounts
         ):
-            words = f"failed quota: {quota['metadata']['name']}: must specify {', '.join(missing)}"
-            raise StatusError(403, f'pods "{name}" is forbidden: {words}')
+            text = f"failed quota: {quota['metadata']['name']}: must specify {', '.join(missing)}"
+            raise StatusError(403, f'pods "{name}" is forbidden: {text}')
         used = used_of(self._objects, quota)
-        over = [key for key in sorted(hard) if key in asked and used[key] + asked[key] > parse_quantity(hard[key])]
-        if over:
+        exceeded = [
+            key for key in sorted(hard) if key in amounts and used[key] + amounts[key] > parse_quantity(hard[key])
+        ]
+        if exceeded:
             parts = [
-                ", ".join(f"{key}={_text(values[key])}" for key in over)
-                for values in (asked, used, {key: parse_quantity(hard[key]) for key in over})
+                ", ".join(f"{key}={_text(values[key])}" for key in exceeded)
+                for values in (amounts, used, {key: parse_quantity(hard[key]) for key in exceeded})
             ]
             raise StatusError(
                 403,
@@ -73,14 +75,14 @@ def _give_defaults(spec: Object, limits: Object) -> None:
             continue
         for container in [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]:
             resources = container.setdefault("resources", {})
-            asked = resources.get("limits", {})
-            resources["limits"] = {**limit.get("default", {}), **asked}
-            resources["requests"] = {**limit.get("defaultRequest", {}), **asked, **resources.get("requests", {})}
+            given_limits = resources.get("limits", {})
+            resources["limits"] = {**limit.get("default", {}), **given_limits}
+            resources["requests"] = {**limit.get("defaultRequest", {}), **given_limits, **resources.get("requests", {})}
 
 
 def usage(spec: Object) -> dict[str, Decimal]:
     """What a pod counts for in a quota: the sum of its containers, or an init container where that asks for more."""
-    found: dict[str, Decimal] = {"pods": Decimal(1)}
+    amounts: dict[str, Decimal] = {"pods": Decimal(1)}
     for group in ("requests", "limits"):
         whole: dict[str, Decimal] = {}
         for container in spec.get("containers") or []:
@@ -89,8 +91,8 @@ def usage(spec: Object) -> dict[str, Decimal]:
         for container in spec.get("initContainers") or []:
             for resource, amount in (container.get("resources", {}).get(group) or {}).items():
                 whole[resource] = max(whole.get(resource, Decimal(0)), parse_quantity(amount))
-        found |= {f"{group}.{resource}": amount for resource, amount in whole.items()}
-    return found
+        amounts |= {f"{group}.{resource}": amount for resource, amount in whole.items()}
+    return amounts
 
 
 def used_of(objects: Objects, quota: Object) -> dict[str, Decimal]:

@@ -193,12 +193,12 @@ class ApiServer:
             return {"kind": "Status", "status": "Success"}
         if verb == "list":
             with self.objects.changed:
-                items = [found for found in self.objects.all(plural, namespace) if _chosen(found, query)]
+                items = [manifest for manifest in self.objects.all(plural, namespace) if _chosen(manifest, query)]
                 return {"items": items, "metadata": {"resourceVersion": str(self.objects.version)}}
-        found = self.objects.get(plural, name, namespace)
-        if found is None:
+        item = self.objects.get(plural, name, namespace)
+        if item is None:
             raise StatusError(404, f'{plural} "{name}" not found')
-        return found
+        return item
 
     def _reply(
         self, request: BaseHTTPRequestHandler, code: int, body: Object, error: StatusError | None = None
@@ -214,19 +214,19 @@ class ApiServer:
 
     def _watch(self, request: BaseHTTPRequestHandler, plural: str, namespace: str, query: dict[str, str]) -> None:
         objects, generation = self.objects, self.generation
-        seen = int(query["resourceVersion"])
+        last_version = int(query["resourceVersion"])
         end = time.monotonic() + int(query.get("timeoutSeconds", "60"))
-        if seen < objects.forgotten:
+        if last_version < objects.forgotten:
             raise StatusError(410, "too old resource version")
         send = chunked(request)
         while True:
             with objects.changed:
                 objects.changed.wait_for(
-                    lambda: objects.version != seen or self.generation != generation,  # noqa: B023
+                    lambda: objects.version != last_version or self.generation != generation,  # noqa: B023
                     max(0.0, min(1.0, end - time.monotonic())),
                 )
-                news = [entry for entry in objects.history[-500:] if entry[0] > seen and entry[2] == plural]
-                expired, version = objects.forgotten > seen, objects.version
+                news = [entry for entry in objects.history[-500:] if entry[0] > last_version and entry[2] == plural]
+                expired, version = objects.forgotten > last_version, objects.version
             if self.generation != generation:
                 request.close_connection = True
                 return  # in the middle of the stream
@@ -237,9 +237,11 @@ class ApiServer:
             for _, kind, _, body in news:
                 if body["metadata"].get("namespace") == namespace and _chosen(body, query):
                     send(json.dumps({"type": kind, "object": body}).encode() + b"\n")
-            seen = version
+            last_version = version
             send(
-                json.dumps({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": str(seen)}}}).encode()
+                json.dumps(
+                    {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": str(last_version)}}}
+                ).encode()
                 + b"\n"
             )
             if time.monotonic() >= end:
@@ -247,11 +249,11 @@ class ApiServer:
         request.wfile.write(b"0\r\n\r\n")
 
     def _log(self, request: BaseHTTPRequestHandler, name: str, query: dict[str, str]) -> None:
-        printed = self.logs(name)
-        if printed is None:
+        output = self.logs(name)
+        if output is None:
             raise StatusError(404, f'pods "{name}" not found')
         generation = self.generation
-        stream(request, printed, query, lambda: self.generation != generation)
+        stream(request, output, query, lambda: self.generation != generation)
 
 
 def _chosen(body: Object, query: dict[str, str]) -> bool:

@@ -71,12 +71,12 @@ class Client:
     def list(self, plural: str, namespace: str | None = None, **query: str) -> tuple[list[Object], str]:
         """The objects, and the version from which a watch goes on. A kind that the server does not know has none."""
         try:
-            found = self.request("GET", path_of(plural, namespace), **query)
+            answer = self.request("GET", path_of(plural, namespace), **query)
         except StatusError as error:
             if error.code == 404:
                 return [], ""
             raise
-        return found["items"], found["metadata"]["resourceVersion"]
+        return answer["items"], answer["metadata"]["resourceVersion"]
 
     def patch(self, plural: str, name: str, patch: Object, namespace: str | None = None, sub: str = "") -> Object:
         """Merge a patch into an object."""

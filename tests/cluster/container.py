@@ -80,8 +80,8 @@ def _resident(pid: int, most: int) -> int:
     takes longer."""
     with suppress(psutil.Error):
         whole = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-        if sum(_of(one, "rss") for one in whole) > most:
-            return sum(_of(one, "pss") for one in whole)
+        if sum(_of(process, "rss") for process in whole) > most:
+            return sum(_of(process, "pss") for process in whole)
     return 0
 
 
@@ -94,8 +94,11 @@ def _of(process: psutil.Process, field: str) -> int:
 
 def command(container: Object, root: Path, variables: Mapping[str, str]) -> list[str]:
     """What the container runs, its scratch volume at `root`; the kubelet puts variables into it."""
-    first, *rest = [expanded(word, variables) for word in (*container["command"], *container.get("args", []))]
-    return [sys.executable if first == "python" else first, *(word.replace(SCRATCH, str(root)) for word in rest)]
+    first, *rest = [expanded(argument, variables) for argument in (*container["command"], *container.get("args", []))]
+    return [
+        sys.executable if first == "python" else first,
+        *(argument.replace(SCRATCH, str(root)) for argument in rest),
+    ]
 
 
 def expanded(word: str, variables: Mapping[str, str]) -> str:
@@ -116,11 +119,11 @@ def environment(
     Raises MissingReferenceError."""
     declared: dict[str, str] = {}
     for source in container.get("envFrom", []):
-        ((kind, named),) = source.items()
-        if named["name"] not in variables and not named.get("optional"):
-            word = {"configMapRef": "configmap", "secretRef": "secret"}[kind]
-            raise MissingReferenceError(f'{word} "{named["name"]}" not found')
-        declared |= variables.get(named["name"], {})
+        ((kind, reference),) = source.items()
+        if reference["name"] not in variables and not reference.get("optional"):
+            kind_name = {"configMapRef": "configmap", "secretRef": "secret"}[kind]
+            raise MissingReferenceError(f'{kind_name} "{reference["name"]}" not found')
+        declared |= variables.get(reference["name"], {})
     for entry in container.get("env", []):
         if (value := _value(entry, pod, variables, secret)) is not None:
             declared[entry["name"]] = value
@@ -149,8 +152,8 @@ def _value(
         return expanded(str(entry["value"]), {})
     if reference := entry["valueFrom"].get("secretKeyRef"):
         name, key, optional = reference["name"], reference["key"], reference.get("optional", False)
-        found = secret(name)
-        data = variables.get(name) if found is None else found["stringData"]
+        secret_object = secret(name)
+        data = variables.get(name) if secret_object is None else secret_object["stringData"]
         if data is None and not optional:
             raise MissingReferenceError(f'secret "{name}" not found')
         if key in (data or {}):

@@ -80,7 +80,7 @@ class Emulation:
         """A kubeconfig for a launcher in another process."""
         users = self.server.users()
         context = {"cluster": "emulated", "user": "launcher", "namespace": NAMESPACE}
-        found = {
+        config = {
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "emulated",
@@ -88,7 +88,7 @@ class Emulation:
             "contexts": [{"name": "emulated", "context": context}],
             "users": [{"name": "launcher", "user": {"token": self.token.read_text()}}],
         }
-        path.write_text(json.dumps(found))
+        path.write_text(json.dumps(config))
         return path
 
     def start_workflow(self, name: str = "pipeline", pods: tuple[str, ...] = ("launcher-1", "launcher-2")) -> Object:
@@ -135,11 +135,11 @@ class Emulation:
 
     def _control(self) -> None:
         try:
-            seen = -1
+            version = -1
             while not self._closing:
                 with self.objects.changed:
-                    self.objects.changed.wait_for(lambda: self.objects.version != seen or self._closing, 0.2)  # noqa: B023
-                    seen = self.objects.version
+                    self.objects.changed.wait_for(lambda: self.objects.version != version or self._closing, 0.2)  # noqa: B023
+                    version = self.objects.version
                 if not self.away.is_set():
                     self.operator.reconcile()
                 self.operator.collect()

@@ -94,8 +94,8 @@ class Kubelet:
         metadata = pod["metadata"]
 
         def gone() -> bool:
-            found = self._objects.get("pods", metadata["name"], metadata["namespace"])
-            return found is None or "deletionTimestamp" in found["metadata"]
+            body = self._objects.get("pods", metadata["name"], metadata["namespace"])
+            return body is None or "deletionTimestamp" in body["metadata"]
 
         with self._objects.changed:
             self._objects.changed.wait_for(lambda: self._secret(pod, name) is not None or gone())
@@ -111,8 +111,8 @@ class Kubelet:
         terms = spec.get("affinity", {}).get("nodeAffinity", {})
         required = terms.get("requiredDuringSchedulingIgnoredDuringExecution", {}).get("nodeSelectorTerms", [])
         avoided = {node for term in required for rule in term["matchExpressions"] for node in rule["values"]}
-        taken = [other.get("spec", {}).get("nodeName") for other in self._objects.all("pods")]
-        free = [node for node in self.nodes if node not in avoided | self._lost and taken.count(node) < self.room]
+        node_names = [other.get("spec", {}).get("nodeName") for other in self._objects.all("pods")]
+        free = [node for node in self.nodes if node not in avoided | self._lost and node_names.count(node) < self.room]
         claims = {volume["persistentVolumeClaim"]["claimName"] for volume in spec.get("volumes", []) if _claims(volume)}
         message = ""
         if claims & self.unbound:
@@ -125,7 +125,7 @@ class Kubelet:
             status = {"phase": "Pending", "conditions": [condition]}
             self.set_status(metadata["name"], status, metadata["uid"], metadata["namespace"])
             return None
-        node = min(free, key=taken.count)
+        node = min(free, key=node_names.count)
 
         def bind(found: Object) -> None:
             found["spec"]["nodeName"] = node
@@ -157,7 +157,7 @@ class Kubelet:
                 if not str(error).startswith("secret ") or not self._awaits(pod, str(error).split('"')[1]):
                     return
         self._mount(pod, container, root)
-        printed = self.printed[pod["metadata"]["name"]] = Printed()
+        output = self.printed[pod["metadata"]["name"]] = Printed()
         process = self.processes[uid] = warm.popen(
             program or containers.command(container, root, variables),
             variables,
@@ -165,19 +165,21 @@ class Kubelet:
             text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
         self._say(pod, "Running", {"running": {"startedAt": now()}})
-        over = threading.Event()
+        memory_exceeded = threading.Event()
         threading.Thread(target=self._end, args=(pod, process), daemon=True).start()
-        threading.Thread(target=containers.watch_memory, args=(process, container, over), daemon=True).start()
+        threading.Thread(
+            target=containers.watch_memory, args=(process, container, memory_exceeded), daemon=True
+        ).start()
         assert process.stdout is not None
         for line in process.stdout:
-            printed.add(line.rstrip("\n"))
+            output.add(line.rstrip("\n"))
         code = process.wait()
         signal_group(process, signal.SIGKILL)  # a container ends as a whole
-        printed.end()
+        output.end()
         if pod["spec"]["nodeName"] in self._lost:
             return  # nobody is there who could tell
         status = 128 - code if code < 0 else code
-        reason = "OOMKilled" if over.is_set() else "Error" if status else "Completed"
+        reason = "OOMKilled" if memory_exceeded.is_set() else "Error" if status else "Completed"
         message = (root / "termination-log").read_text()
         state = {"terminated": {"exitCode": status, "reason": reason, "message": message}}
         self._say(pod, "Failed" if status else "Succeeded", state)
@@ -189,10 +191,10 @@ class Kubelet:
         }
         for mount in container.get("volumeMounts", []):
             if mount["name"] in maps and mount["mountPath"].startswith(containers.SCRATCH):
-                found = self._objects.get("configmaps", maps[mount["name"]]["name"], pod["metadata"]["namespace"])
+                configmap = self._objects.get("configmaps", maps[mount["name"]]["name"], pod["metadata"]["namespace"])
                 folder = Path(mount["mountPath"].replace(containers.SCRATCH, str(root)))
                 folder.mkdir(parents=True)
-                for name, text in found["data"].items():
+                for name, text in configmap["data"].items():
                     (folder / name).write_text(text)
 
     def _pull(self, pod: Object) -> bool:
@@ -223,11 +225,11 @@ class Kubelet:
         )
 
         def there() -> bool:
-            found = self._objects.get("pods", master, namespace) or {}
-            gone = self._objects.get("pods", pod["metadata"]["name"], namespace) or {
+            master_pod = self._objects.get("pods", master, namespace) or {}
+            pod_body = self._objects.get("pods", pod["metadata"]["name"], namespace) or {
                 "metadata": {"deletionTimestamp": 1}
             }
-            return found.get("status", {}).get("phase") == "Running" or "deletionTimestamp" in gone["metadata"]
+            return master_pod.get("status", {}).get("phase") == "Running" or "deletionTimestamp" in pod_body["metadata"]
 
         end = time.monotonic() + self.master_wait
         with self._objects.changed:
@@ -258,18 +260,16 @@ class Kubelet:
         metadata = pod["metadata"]
 
         def asked() -> bool:
-            found = self._objects.get("pods", metadata["name"], metadata["namespace"])
-            return (
-                found is None or found["metadata"]["uid"] != metadata["uid"] or "deletionTimestamp" in found["metadata"]
-            )
+            body = self._objects.get("pods", metadata["name"], metadata["namespace"])
+            return body is None or body["metadata"]["uid"] != metadata["uid"] or "deletionTimestamp" in body["metadata"]
 
         with self._objects.changed:
             self._objects.changed.wait_for(asked)
 
     def _remove(self, pod: Object) -> None:
         metadata = pod["metadata"]
-        found = self._objects.get("pods", metadata["name"], metadata["namespace"])
-        if found is not None and found["metadata"]["uid"] == metadata["uid"]:
+        body = self._objects.get("pods", metadata["name"], metadata["namespace"])
+        if body is not None and body["metadata"]["uid"] == metadata["uid"]:
             self._objects.remove("pods", metadata["name"], metadata["namespace"])
 
     def _end(self, pod: Object, process: subprocess.Popen[str]) -> None:

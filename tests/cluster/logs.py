@@ -38,26 +38,26 @@ def stream(
     request: BaseHTTPRequestHandler, printed: Printed, query: dict[str, str], broken: Callable[[], bool]
 ) -> None:
     """Answer with a log until it ends, or in the middle of it when the connection is to be `broken`."""
-    follow, since, sent = query.get("follow") == "true", query.get("sinceTime", ""), 0
+    follow, since, count = query.get("follow") == "true", query.get("sinceTime", ""), 0
     lines, _ = printed.snapshot()
     if "tailLines" in query:
-        sent = max(0, len(lines) - int(query["tailLines"]))
+        count = max(0, len(lines) - int(query["tailLines"]))
     send = chunked(request)
     with suppress(BrokenPipeError, ConnectionResetError):
         while True:
-            lines, ended = printed.snapshot()
-            fresh = [line for line in lines[sent:] if line[: len(since) - 1] >= since[:-1]]
+            lines, has_ended = printed.snapshot()
+            fresh = [line for line in lines[count:] if line[: len(since) - 1] >= since[:-1]]
             if query.get("timestamps") != "true":
                 fresh = [line.partition(" ")[2] for line in fresh]
             if fresh:
                 send("".join(f"{line}\n" for line in fresh).encode())
-            sent = len(lines)
+            count = len(lines)
             if broken():
                 request.close_connection = True
                 return
-            if ended or not follow:
+            if has_ended or not follow:
                 break
-            printed.wait(sent, 0.2)
+            printed.wait(count, 0.2)
         request.wfile.write(b"0\r\n\r\n")
 
 
@@ -76,14 +76,14 @@ class NodeLogs:
             def do_GET(self) -> None:
                 address = urlsplit(self.path)
                 _, _, _, pod, _ = address.path.split("/")  # /containerLogs/namespace/pod/container
-                printed = logs(pod)
-                if printed is None:
+                output = logs(pod)
+                if output is None:
                     self.send_response(404)
                     self.send_header("Content-Length", "0")
                     self.end_headers()
                     return
                 query = {key: values[-1] for key, values in parse_qs(address.query).items()}
-                stream(self, printed, query, node._closing.is_set)
+                stream(self, output, query, node._closing.is_set)
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True

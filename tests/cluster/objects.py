@@ -43,8 +43,8 @@ class Table:
     def all(self, plural: str, namespace: str | None = None) -> list[Object]:
         with self.changed:
             return [
-                copy.deepcopy(found)
-                for (kind, place, _), found in self._objects.items()
+                copy.deepcopy(body)
+                for (kind, place, _), body in self._objects.items()
                 if kind == plural and namespace in (None, place)
             ]
 
@@ -56,8 +56,8 @@ class Table:
         """Whether the owner that an object of `namespace` names is there: in the same namespace."""
         with self.changed:
             return any(
-                found["metadata"]["uid"] == reference["uid"] and place == namespace
-                for (_, place, _), found in self._objects.items()
+                body["metadata"]["uid"] == reference["uid"] and place == namespace
+                for (_, place, _), body in self._objects.items()
             )
 
 
@@ -90,15 +90,15 @@ class Objects(Table):
         """Apply `edit` to an object (of that uid); None when it is not there."""
         key = key_of(plural, namespace, name)
         with self.changed:
-            found = self._objects.get(key)
-            if found is None or (uid is not None and found["metadata"]["uid"] != uid):
+            body = self._objects.get(key)
+            if body is None or (uid is not None and body["metadata"]["uid"] != uid):
                 return None
-            before = json.dumps(found, sort_keys=True)
-            fresh = copy.deepcopy(found)
+            before = json.dumps(body, sort_keys=True)
+            fresh = copy.deepcopy(body)
             edit(fresh)
             if json.dumps(fresh, sort_keys=True) != before:
-                if fresh.get("spec") != found.get("spec"):
-                    fresh["metadata"]["generation"] = found["metadata"].get("generation", 1) + 1
+                if fresh.get("spec") != body.get("spec"):
+                    fresh["metadata"]["generation"] = body["metadata"].get("generation", 1) + 1
                 self._objects[key] = fresh
                 self._log("MODIFIED", plural, fresh)
             return copy.deepcopy(fresh)
@@ -107,13 +107,13 @@ class Objects(Table):
         metadata = body["metadata"]
         key = key_of(plural, metadata.get("namespace", NAMESPACE), metadata["name"])
         with self.changed:
-            found = self._objects.get(key)
-            if found is None:
+            current = self._objects.get(key)
+            if current is None:
                 raise StatusError(404, f'{plural} "{metadata["name"]}" not found')
-            if metadata.get("resourceVersion") not in (None, found["metadata"]["resourceVersion"]):
+            if metadata.get("resourceVersion") not in (None, current["metadata"]["resourceVersion"]):
                 raise StatusError(409, "the object has been modified")
             fresh = copy.deepcopy(body)
-            fresh["metadata"] = {**found["metadata"], **metadata}
+            fresh["metadata"] = {**current["metadata"], **metadata}
             self._objects[key] = fresh
             self._log("MODIFIED", plural, fresh)
             return copy.deepcopy(fresh)
@@ -124,28 +124,28 @@ class Objects(Table):
         """Ask an object to go: pods, and jobs in the foreground, go when what they have is gone."""
         key = key_of(plural, namespace, name)
         with self.changed:
-            found = self._objects.get(key)
-            if found is None:
+            body = self._objects.get(key)
+            if body is None:
                 raise StatusError(404, f'{plural} "{name}" not found')
-            if uid is not None and found["metadata"]["uid"] != uid:
+            if uid is not None and body["metadata"]["uid"] != uid:
                 raise StatusError(409, "the UID in the precondition does not match")
             if plural == "pods" or foreground:
-                if "deletionTimestamp" not in found["metadata"]:
-                    found = copy.deepcopy(found)
-                    found["metadata"]["deletionTimestamp"] = now()
+                if "deletionTimestamp" not in body["metadata"]:
+                    body = copy.deepcopy(body)
+                    body["metadata"]["deletionTimestamp"] = now()
                     if foreground:
-                        found["metadata"]["finalizers"] = ["foregroundDeletion"]
-                    self._objects[key] = found
-                    self._log("MODIFIED", plural, found)
+                        body["metadata"]["finalizers"] = ["foregroundDeletion"]
+                    self._objects[key] = body
+                    self._log("MODIFIED", plural, body)
             else:
                 self.remove(plural, name, namespace)
 
     def remove(self, plural: str, name: str, namespace: str = NAMESPACE) -> None:
         """Take an object out of the world."""
         with self.changed:
-            found = self._objects.pop(key_of(plural, namespace, name), None)
-            if found is not None:
-                self._log("DELETED", plural, copy.deepcopy(found))
+            body = self._objects.pop(key_of(plural, namespace, name), None)
+            if body is not None:
+                self._log("DELETED", plural, copy.deepcopy(body))
 
     def forget(self) -> None:
         """Compact: no version that was given out is known any more."""
@@ -175,9 +175,9 @@ def selected(body: Object, selector: str) -> bool:
     """Whether an object's fields have all of the `path=value` in a field selector."""
     for part in filter(None, selector.split(",")):
         path, _, value = part.partition("=")
-        found: Any = body
+        current: Any = body
         for step in path.split("."):
-            found = (found or {}).get(step)
-        if str(found or "") != value.removeprefix("="):
+            current = (current or {}).get(step)
+        if str(current or "") != value.removeprefix("="):
             return False
     return True

@@ -38,8 +38,8 @@ class Operator:
             pods = [pod for pod in self._objects.all("pods") if _owned(pod, job)]
             if "deletionTimestamp" in job["metadata"]:
                 continue
-            ended = _conditions(job) & {"Failed", "Succeeded"}
-            if ended:
+            end_conditions = _conditions(job) & {"Failed", "Succeeded"}
+            if end_conditions:
                 self._clean(job, pods)
             elif job["spec"]["runPolicy"].get("suspend"):
                 self._condition(job, "Suspended", "PyTorchJobSuspended", "suspended")
@@ -50,10 +50,10 @@ class Operator:
 
     def collect(self) -> None:
         """Foreground deletion, and what has lost its owner."""
-        everything = [(plural, found) for plural in KINDS for found in self._objects.all(plural)]
-        for plural, found in everything:
-            metadata = found["metadata"]
-            dependents = [(kind, other) for kind, other in everything if _owned(other, found)]
+        everything = [(plural, manifest) for plural in KINDS for manifest in self._objects.all(plural)]
+        for plural, body in everything:
+            metadata = body["metadata"]
+            dependents = [(kind, other) for kind, other in everything if _owned(other, body)]
             if plural != "pods" and "deletionTimestamp" in metadata:
                 for kind, other in dependents:
                     self._delete(other, kind)
@@ -61,7 +61,7 @@ class Operator:
                     self._objects.remove(plural, metadata["name"], metadata["namespace"])
             owners = metadata.get("ownerReferences") or []
             if owners and not any(self._objects.knows(owner, metadata["namespace"]) for owner in owners):
-                self._delete(found, plural)
+                self._delete(body, plural)
 
     def _go_on(self, job: Object, pods: list[Object]) -> None:
         uid, name = job["metadata"]["uid"], job["metadata"]["name"]
@@ -72,10 +72,10 @@ class Operator:
             message = f"PyTorchJob {name} has failed because it was active longer than specified deadline"
             self._condition(job, "Failed", "PyTorchJobFailed", message, complete=True)
             return
-        there = {pod["metadata"]["name"]: pod for pod in pods}
+        by_name = {pod["metadata"]["name"]: pod for pod in pods}
         running = succeeded = 0
         for role, index, replica in _replicas(job):
-            pod = there.get(f"{name}-{role}-{index}")
+            pod = by_name.get(f"{name}-{role}-{index}")
             if pod is None:
                 self._make(job, role, index, replica)
                 continue
@@ -112,15 +112,15 @@ class Operator:
         for pod in pods:
             if clean == "All" or (clean == "Running" and pod.get("status", {}).get("phase") in ("Running", "Pending")):
                 self._delete(pod)
-        done, keep = job["status"].get("completionTime"), policy.get("ttlSecondsAfterFinished")
-        if done is not None and keep is not None:
-            age = datetime.now(UTC) - datetime.fromisoformat(done)
+        completed, keep = job["status"].get("completionTime"), policy.get("ttlSecondsAfterFinished")
+        if completed is not None and keep is not None:
+            age = datetime.now(UTC) - datetime.fromisoformat(completed)
             if age.total_seconds() >= keep:
                 self._delete(job, "pytorchjobs")
 
     def _make(self, job: Object, role: str, index: int, replica: Object) -> None:
-        tries, when = self._refused.get(job["metadata"]["uid"], (0, 0.0))
-        if time.monotonic() < when:
+        tries, next_try = self._refused.get(job["metadata"]["uid"], (0, 0.0))
+        if time.monotonic() < next_try:
             return
         try:
             self._objects.create("pods", self._pod(job, role, index, replica))
@@ -133,13 +133,13 @@ class Operator:
     def _event(self, job: Object, kind: str, reason: str, message: str) -> None:
         """Tell of a job; the same words again only raise the count."""
         metadata, stamp = job["metadata"], now()
-        known = self._told.get((metadata["uid"], message))
-        if known is not None:
+        event_name = self._told.get((metadata["uid"], message))
+        if event_name is not None:
 
             def again(found: Object) -> None:
                 found.update(count=found["count"] + 1, lastTimestamp=stamp)
 
-            self._objects.change("events", known, again, namespace=metadata["namespace"])
+            self._objects.change("events", event_name, again, namespace=metadata["namespace"])
             return
         reference = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": metadata["name"]}
         event = {
@@ -184,7 +184,7 @@ class Operator:
         here = {f"{metadata['name']}-worker-0:23456": address, f"{metadata['name']}-worker-0": "127.0.0.1"}
         here["--master-port=23456"] = f"--master-port={port}"
         for name, instead in here.items():
-            container["command"] = [word.replace(name, instead) for word in container["command"]]
+            container["command"] = [argument.replace(name, instead) for argument in container["command"]]
         container.setdefault("env", []).extend({"name": key, "value": value} for key, value in variables.items())
         labels = {
             **template.get("labels", {}),

@@ -39,7 +39,7 @@ def violations(level: str, spec: Object) -> list[str]:
         checks += [_baseline_capabilities]
     if level == "restricted":
         checks += [_escalation, _capabilities, _volumes, _non_root, _root_user, _seccomp]
-    return [found for check in checks if (found := check(spec))]
+    return [violation for check in checks if (violation := check(spec))]
 
 
 def refusal(pod: str, level: str, found: list[str]) -> str:
@@ -59,8 +59,8 @@ def _named(names: list[str]) -> str:
 
 
 def _host_namespaces(spec: Object) -> str:
-    found = [f"{field}=true" for field in ("hostNetwork", "hostPID", "hostIPC") if spec.get(field)]
-    return f"host namespaces ({', '.join(found)})" if found else ""
+    fields = [f"{field}=true" for field in ("hostNetwork", "hostPID", "hostIPC") if spec.get(field)]
+    return f"host namespaces ({', '.join(fields)})" if fields else ""
 
 
 def _privileged(spec: Object) -> str:
@@ -75,12 +75,17 @@ def _host_path(spec: Object) -> str:
 
 
 def _baseline_capabilities(spec: Object) -> str:
-    found = {
+    added_by_container = {
         name: sorted(set((context.get("capabilities") or {}).get("add") or []) - _BASELINE_CAPABILITIES)
         for name, _, context in _containers(spec)
     }
-    names = [name for name, added in found.items() if added]
-    added = ", ".join(f'"{word}"' for word in sorted({word for words in found.values() for word in words}))
+    names = [name for name, added in added_by_container.items() if added]
+    added = ", ".join(
+        f'"{capability}"'
+        for capability in sorted(
+            {capability for capabilities in added_by_container.values() for capability in capabilities}
+        )
+    )
     return (
         f"non-default capabilities ({_named(names)} must not include {added} in securityContext.capabilities.add)"
         * bool(names)
@@ -89,8 +94,8 @@ def _baseline_capabilities(spec: Object) -> str:
 
 def _escalation(spec: Object) -> str:
     names = [name for name, _, context in _containers(spec) if context.get("allowPrivilegeEscalation") is not False]
-    words = "must set securityContext.allowPrivilegeEscalation=false"
-    return f"allowPrivilegeEscalation != false ({_named(names)} {words})" if names else ""
+    text = "must set securityContext.allowPrivilegeEscalation=false"
+    return f"allowPrivilegeEscalation != false ({_named(names)} {text})" if names else ""
 
 
 def _capabilities(spec: Object) -> str:
@@ -101,22 +106,22 @@ def _capabilities(spec: Object) -> str:
             missing.append(name)
         if set(capabilities.get("add") or []) - {"NET_BIND_SERVICE"}:
             added.append(name)
-    words = []
+    texts = []
     if missing:
-        words.append(f'{_named(missing)} must set securityContext.capabilities.drop=["ALL"]')
+        texts.append(f'{_named(missing)} must set securityContext.capabilities.drop=["ALL"]')
     if added:
         more = sorted(
             {
-                word
+                capability
                 for name, _, context in _containers(spec)
                 if name in added
-                for word in context["capabilities"]["add"]
-                if word != "NET_BIND_SERVICE"
+                for capability in context["capabilities"]["add"]
+                if capability != "NET_BIND_SERVICE"
             }
         )
-        quoted = ", ".join(f'"{word}"' for word in more)
-        words.append(f"{_named(added)} must not include {quoted} in securityContext.capabilities.add")
-    return f"unrestricted capabilities ({'; '.join(words)})" if words else ""
+        quoted = ", ".join(f'"{capability}"' for capability in more)
+        texts.append(f"{_named(added)} must not include {quoted} in securityContext.capabilities.add")
+    return f"unrestricted capabilities ({'; '.join(texts)})" if texts else ""
 
 
 def _volumes(spec: Object) -> str:
@@ -127,8 +132,8 @@ def _volumes(spec: Object) -> str:
 def _non_root(spec: Object) -> str:
     whole = (spec.get("securityContext") or {}).get("runAsNonRoot")
     names = [name for name, _, context in _containers(spec) if context.get("runAsNonRoot", whole) is not True]
-    words = "must set securityContext.runAsNonRoot=true"
-    return f"runAsNonRoot != true (pod or {_named(names)} {words})" if names else ""
+    text = "must set securityContext.runAsNonRoot=true"
+    return f"runAsNonRoot != true (pod or {_named(names)} {text})" if names else ""
 
 
 def _root_user(spec: Object) -> str:
@@ -140,8 +145,8 @@ def _root_user(spec: Object) -> str:
 
 def _seccomp(spec: Object) -> str:
     def profile(context: Object) -> str | None:
-        found = (context.get("seccompProfile") or {}).get("type")
-        return str(found) if found else None
+        profile_type = (context.get("seccompProfile") or {}).get("type")
+        return str(profile_type) if profile_type else None
 
     whole = profile(spec.get("securityContext") or {})
     names = [
@@ -149,5 +154,5 @@ def _seccomp(spec: Object) -> str:
         for name, _, context in _containers(spec)
         if (profile(context) or whole) not in ("RuntimeDefault", "Localhost")
     ]
-    words = 'must set securityContext.seccompProfile.type to "RuntimeDefault" or "Localhost"'
-    return f"seccompProfile (pod or {_named(names)} {words})" if names else ""
+    text = 'must set securityContext.seccompProfile.type to "RuntimeDefault" or "Localhost"'
+    return f"seccompProfile (pod or {_named(names)} {text})" if names else ""

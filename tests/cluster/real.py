@@ -99,17 +99,17 @@ class RealServer:
         client = self.objects.client
         client.patch("namespaces", NAMESPACE, {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": None}}})
         for _ in range(50):
-            left = [(plural, one) for plural in CLEARED for one in client.list(plural, NAMESPACE)[0]]
-            left = [(plural, one) for plural, one in left if one["metadata"]["name"] != "kube-root-ca.crt"]
-            if not left:
+            remaining = [(plural, body) for plural in CLEARED for body in client.list(plural, NAMESPACE)[0]]
+            remaining = [(plural, body) for plural, body in remaining if body["metadata"]["name"] != "kube-root-ca.crt"]
+            if not remaining:
                 return
-            for plural, one in left:
+            for plural, body in remaining:
                 try:
-                    if one["metadata"].get("finalizers"):
-                        client.patch(plural, one["metadata"]["name"], {"metadata": {"finalizers": None}}, NAMESPACE)
-                    client.delete(plural, one["metadata"]["name"], NAMESPACE, gracePeriodSeconds=0)
+                    if body["metadata"].get("finalizers"):
+                        client.patch(plural, body["metadata"]["name"], {"metadata": {"finalizers": None}}, NAMESPACE)
+                    client.delete(plural, body["metadata"]["name"], NAMESPACE, gracePeriodSeconds=0)
                 except StatusError as error:
                     if error.code not in (404, 409):
                         raise
             threading.Event().wait(0.1)
-        raise AssertionError(f"{len(left)} objects do not go: {left[0]}")
+        raise AssertionError(f"{len(remaining)} objects do not go: {remaining[0]}")

@@ -57,11 +57,11 @@ def rehearse(spec: Spec, folder: Path, kill: bool = False, plane: ControlPlane |
             "s3", endpoint_url=endpoint, region_name=SECRET["AWS_REGION"],
             aws_access_key_id=SECRET["AWS_ACCESS_KEY_ID"], aws_secret_access_key=SECRET["AWS_SECRET_ACCESS_KEY"],
         ).create_bucket(Bucket=spec.store.removeprefix("s3://").split("/")[0])  # fmt: skip
-        kept = {
+        inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST_", "MLFLOW_", "AWS_"))
         }
         environment = {
-            **kept,
+            **inherited,
             **secret,
             "PYTHONPATH": str(Path(__file__).parents[2]),
             "KUBECONFIG": str(cluster.kubeconfig(folder / "kubeconfig")),
@@ -88,7 +88,7 @@ class _Killer:
         threading.Thread(target=self._watch, args=(cluster,), daemon=True).start()
 
     def _watch(self, cluster: Emulation) -> None:
-        while not any(self._saved(printed) for printed in list(cluster.kubelet.printed.values())):
+        while not any(self._saved(output) for output in list(cluster.kubelet.printed.values())):
             with cluster.objects.changed:
                 cluster.objects.changed.wait(0.1)
         try:
@@ -114,8 +114,8 @@ class _Killer:
     def _held(self, pod: Object) -> None:
         """Let a pod run ranks that hold."""
         for container in pod["spec"]["containers"]:
-            for words in (container["command"], container.get("args", [])):
-                words[:] = [HELD if word == PLAIN else word for word in words]
+            for command in (container["command"], container.get("args", [])):
+                command[:] = [HELD if argument == PLAIN else argument for argument in command]
             container.setdefault("env", []).append({"name": HOLDS, "value": str(self._file)})
 
     @staticmethod
@@ -134,12 +134,15 @@ def main() -> int:
     spec = with_absolute_paths(load_spec(arguments.spec, arguments.set))
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder, ExitStack() as stack:
         plane = stack.enter_context(cluster_plane(Path(folder)))
-        done = rehearse(spec, Path(folder), arguments.kill, plane)
-    print(done.workflow.log)
-    for node in done.workflow.nodes.values():
+        rehearsal = rehearse(spec, Path(folder), arguments.kill, plane)
+    print(rehearsal.workflow.log)
+    for node in rehearsal.workflow.nodes.values():
         print(f"{node.phase:10} {node.name}")
-    print(f"{done.workflow.phase}; jobs: {', '.join(done.jobs)}" + (f"; killed {done.killed}" if done.killed else ""))
-    return 0 if done.workflow.phase == "Succeeded" else 1
+    print(
+        f"{rehearsal.workflow.phase}; jobs: {', '.join(rehearsal.jobs)}"
+        + (f"; killed {rehearsal.killed}" if rehearsal.killed else "")
+    )
+    return 0 if rehearsal.workflow.phase == "Succeeded" else 1
 
 
 if __name__ == "__main__":

@@ -57,28 +57,30 @@ class ServerObjects(Table):
         namespace = body["metadata"].get("namespace", NAMESPACE)
         if plural not in CLUSTER_SCOPED:
             body["metadata"]["namespace"] = namespace
-        made = self.client.request("POST", path_of(plural, namespace), body)
+        answer = self.client.request("POST", path_of(plural, namespace), body)
         if "status" in body and plural not in NO_STATUS:
-            made["status"] = body["status"]
-            made = self.client.request("PUT", path_of(plural, namespace, made["metadata"]["name"], "status"), made)
-        self._note(plural, made)
-        return made
+            answer["status"] = body["status"]
+            answer = self.client.request(
+                "PUT", path_of(plural, namespace, answer["metadata"]["name"], "status"), answer
+            )
+        self._note(plural, answer)
+        return answer
 
     def change(
         self, plural: str, name: str, edit: Edit, uid: str | None = None, namespace: str = NAMESPACE
     ) -> Object | None:
-        found = self.get(plural, name, namespace)
-        while found is not None and uid in (None, found["metadata"]["uid"]):
-            fresh = copy.deepcopy(found)
+        body = self.get(plural, name, namespace)
+        while body is not None and uid in (None, body["metadata"]["uid"]):
+            fresh = copy.deepcopy(body)
             edit(fresh)
             try:
-                return self._write(plural, found, fresh)
+                return self._write(plural, body, fresh)
             except StatusError as error:
                 if error.code == 404:
                     return None
                 if error.code != 409:
                     raise
-            found = self.client.get(plural, name, namespace)
+            body = self.client.get(plural, name, namespace)
         return None
 
     def delete(
@@ -90,25 +92,25 @@ class ServerObjects(Table):
         self._deleted(plural, self.client.delete(plural, name, namespace, **options))
 
     def remove(self, plural: str, name: str, namespace: str = NAMESPACE) -> None:
-        found = self.get(plural, name, namespace)
-        if found is None:
+        body = self.get(plural, name, namespace)
+        if body is None:
             return
-        uid = found["metadata"]["uid"]
+        uid = body["metadata"]["uid"]
         try:
-            if found["metadata"].get("finalizers"):
+            if body["metadata"].get("finalizers"):
                 self.client.patch(plural, name, {"metadata": {"finalizers": None}}, namespace)
             self.client.delete(plural, name, namespace, gracePeriodSeconds=0, preconditions={"uid": uid})
         except StatusError as error:
             if error.code not in (404, 409):
                 raise
-        self._note(plural, found, deleted=True)
+        self._note(plural, body, deleted=True)
 
     def knows(self, reference: Object, namespace: str) -> bool:
         """Whether the owner that an object of `namespace` names is there, as the garbage collector asks it."""
         if super().knows(reference, namespace) or reference["kind"] not in PLURALS:
             return True
-        found = self.client.get(PLURALS[reference["kind"]], reference["name"], namespace)
-        return found is not None and found["metadata"]["uid"] == reference["uid"]
+        body = self.client.get(PLURALS[reference["kind"]], reference["name"], namespace)
+        return body is not None and body["metadata"]["uid"] == reference["uid"]
 
     def _write(self, plural: str, found: Object, fresh: Object) -> Object:
         name, namespace = found["metadata"]["name"], found["metadata"].get("namespace")
@@ -120,7 +122,7 @@ class ServerObjects(Table):
             found = self.client.get(plural, name, namespace) or found
             self._note(plural, found)
             return found
-        without = [{key: value for key, value in one.items() if key != "status"} for one in (found, fresh)]
+        without = [{key: value for key, value in body.items() if key != "status"} for body in (found, fresh)]
         if without[0] != without[1] or (plural in NO_STATUS and found != fresh):
             status = fresh.get("status")
             found = self.client.request("PUT", path_of(plural, namespace, name), fresh)
@@ -134,24 +136,24 @@ class ServerObjects(Table):
         """What the server says to a deletion: the object, as it waits for its end, or that it is gone."""
         if answer.get("kind") == "Status":
             return  # the watch tells
-        alive = answer["metadata"].get("finalizers") or (plural == "pods" and answer["spec"].get("nodeName"))
-        if alive:
+        is_kept = answer["metadata"].get("finalizers") or (plural == "pods" and answer["spec"].get("nodeName"))
+        if is_kept:
             self._note(plural, answer)
 
     def _list(self, plural: str) -> str:
         items, version = self.client.list(plural)
         for item in items:
             self._note(plural, item)
-        there = {item["metadata"]["uid"] for item in items}
+        uids = {item["metadata"]["uid"] for item in items}
         with self.changed:
             missed = [
-                found
-                for (kind, *_), found in self._objects.items()
-                if kind == plural and found["metadata"]["uid"] not in there
+                body
+                for (kind, *_), body in self._objects.items()
+                if kind == plural and body["metadata"]["uid"] not in uids
             ]
-        for found in missed:
-            if self.client.get(plural, found["metadata"]["name"], found["metadata"].get("namespace")) is None:
-                self._note(plural, found, deleted=True)
+        for body in missed:
+            if self.client.get(plural, body["metadata"]["name"], body["metadata"].get("namespace")) is None:
+                self._note(plural, body, deleted=True)
         return version
 
     def _follow(self, plural: str, version: str) -> None:
@@ -160,10 +162,10 @@ class ServerObjects(Table):
                 version = version or self._list(plural)
                 if not version:  # a kind that the server does not know
                     return
-                for kind, found in self.client.watch(plural, version):
-                    version = found["metadata"]["resourceVersion"]
+                for kind, body in self.client.watch(plural, version):
+                    version = body["metadata"]["resourceVersion"]
                     if kind != "BOOKMARK":
-                        self._note(plural, found, deleted=kind == "DELETED")
+                        self._note(plural, body, deleted=kind == "DELETED")
             except StatusError:
                 version = ""
                 self._closing.wait(0.2)
@@ -172,9 +174,9 @@ class ServerObjects(Table):
         metadata = found["metadata"]
         key = key_of(plural, metadata.get("namespace", ""), metadata["name"])
         with self.changed:
-            known = self._objects.get(key)
-            if known is not None and known["metadata"]["uid"] == metadata["uid"]:
-                if not deleted and int(metadata["resourceVersion"]) <= int(known["metadata"]["resourceVersion"]):
+            entry = self._objects.get(key)
+            if entry is not None and entry["metadata"]["uid"] == metadata["uid"]:
+                if not deleted and int(metadata["resourceVersion"]) <= int(entry["metadata"]["resourceVersion"]):
                     return
             elif deleted or metadata["uid"] in self._gone:
                 self._gone.add(metadata["uid"])

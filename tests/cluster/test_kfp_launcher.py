@@ -82,12 +82,12 @@ class Step:
 @pytest.fixture
 def step(cluster: Emulation, tmp_path: Path) -> Iterator[Step]:
     """A step whose ranks run."""
-    found = Step(cluster, tmp_path)
-    found.wait(found.ranks_run)
-    yield found
-    if found.process.poll() is None:
-        os.killpg(found.process.pid, signal.SIGKILL)
-        found.process.wait()
+    train_step = Step(cluster, tmp_path)
+    train_step.wait(train_step.ranks_run)
+    yield train_step
+    if train_step.process.poll() is None:
+        os.killpg(train_step.process.pid, signal.SIGKILL)
+        train_step.process.wait()
 
 
 @pytest.mark.slow
@@ -99,8 +99,8 @@ def test_a_pipeline_run_that_is_ended_takes_its_job_with_it_before_anything_else
     step.terminate(enough=lambda: step.cluster.jobs() == [])
     assert step.cluster.jobs() == [], step.log.read_text()
     _, after = step.log.read_text().split(": created ")
-    said = [line for line in after.splitlines()[1:] if "waiting: " not in line]  # that was before it was ended
-    assert "ending job" in said[0]  # nothing came before it
+    lines = [line for line in after.splitlines()[1:] if "waiting: " not in line]  # that was before it was ended
+    assert "ending job" in lines[0]  # nothing came before it
 
 
 @pytest.mark.slow

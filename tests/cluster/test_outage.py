@@ -15,12 +15,12 @@ from tests.cluster.objects import StatusError
 def test_a_server_that_begins_and_knows_no_roles_yet_is_asked_again(tmp_path) -> None:
     with Emulation(tmp_path / "cluster") as cluster:
         api = cluster.api()
-        refused = [StatusError(403, "cannot get leases") for _ in range(3)]
-        cluster.server.faults.append(lambda verb, plural: refused.pop() if refused else None)
+        faults = [StatusError(403, "cannot get leases") for _ in range(3)]
+        cluster.server.faults.append(lambda verb, plural: faults.pop() if faults else None)
         with pytest.raises(AccessDeniedError, match="cannot get leases"):
             api.get(LEASES, "x")  # nothing was lost: it is meant
         with cluster.server.outage():
             back = threading.Timer(1.0, lambda: setattr(cluster.server, "away", False))
             back.start()
             assert api.get(LEASES, "x") is None
-        assert refused == []
+        assert faults == []

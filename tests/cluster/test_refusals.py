@@ -20,11 +20,11 @@ RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 def emitted() -> Object:
     """The job object of two nodes, as Holdfast makes it, but for the key that its launcher makes."""
-    (found,) = copy.deepcopy(objects_for(job(), None))
-    for replica in found["spec"]["pytorchReplicaSpecs"].values():
+    (body,) = copy.deepcopy(objects_for(job(), None))
+    for replica in body["spec"]["pytorchReplicaSpecs"].values():
         (container,) = replica["template"]["spec"]["containers"]
-        container["env"] = [each for each in container["env"] if each["name"] != "HOLDFAST_LAUNCH_KEY"]
-    return found
+        container["env"] = [variable for variable in container["env"] if variable["name"] != "HOLDFAST_LAUNCH_KEY"]
+    return body
 
 
 def with_a_master(found: Object) -> Object:
@@ -58,12 +58,12 @@ def test_a_namespace_that_is_restricted_refuses_the_operator_s_init_container_an
     cluster.label_namespace(RESTRICTED)
     cluster.objects.create("pytorchjobs", with_a_master(emitted()))
     until(cluster, lambda: said(cluster))
-    (words,) = said(cluster)
-    assert words.startswith(
+    (message,) = said(cluster)
+    assert message.startswith(
         f'Error creating: pods "{NAME}-worker-0" is forbidden: violates PodSecurity "restricted:latest": '
         'allowPrivilegeEscalation != false (container "init-pytorch" must set'
-    ), words
-    assert "pytorch-0" not in words
+    ), message
+    assert "pytorch-0" not in message
     until(cluster, lambda: phases(cluster) == {"master-0": "Running"})  # which waits for its worker
 
 
@@ -97,10 +97,10 @@ def test_a_quota_refuses_the_pods_that_are_beyond_it_with_what_was_asked_used_an
 
 
 def test_an_account_that_is_not_there_is_named(cluster) -> None:
-    found = emitted()
-    for replica in found["spec"]["pytorchReplicaSpecs"].values():
+    body = emitted()
+    for replica in body["spec"]["pytorchReplicaSpecs"].values():
         replica["template"]["spec"]["serviceAccountName"] = "holdfast-train"
-    cluster.objects.create("pytorchjobs", found)
+    cluster.objects.create("pytorchjobs", body)
     until(cluster, lambda: said(cluster))
     assert 'serviceaccount "holdfast-train" not found' in said(cluster)[0]
     assert phases(cluster) == {}
@@ -110,29 +110,29 @@ def test_a_container_beyond_its_memory_is_killed_as_a_whole_and_the_pod_says_why
     greedy = "import time; kept = bytearray(2**28); time.sleep(600)"
     start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{greedy}'])"
     cluster.kubelet.program = lambda pod: [sys.executable, "-c", start]
-    found = emitted()
-    for replica in found["spec"]["pytorchReplicaSpecs"].values():
+    body = emitted()
+    for replica in body["spec"]["pytorchReplicaSpecs"].values():
         replica["template"]["spec"]["containers"][0]["resources"] = {"limits": {"memory": "128Mi"}}
-    cluster.objects.create("pytorchjobs", found)
+    cluster.objects.create("pytorchjobs", body)
 
     def ended() -> list[Object]:
         states = [pod.get("status", {}).get("containerStatuses") or [{}] for pod in cluster.objects.all("pods")]
-        return [state["terminated"] for (one, *_) in states if "terminated" in (state := one.get("state", {}))]
+        return [state["terminated"] for (status, *_) in states if "terminated" in (state := status.get("state", {}))]
 
     until(cluster, ended)
     assert (ended()[0]["exitCode"], ended()[0]["reason"]) == (137, "OOMKilled")
 
 
 def test_a_container_whose_settings_are_not_there_waits_and_names_them(cluster) -> None:
-    found = emitted()
-    for replica in found["spec"]["pytorchReplicaSpecs"].values():
+    body = emitted()
+    for replica in body["spec"]["pytorchReplicaSpecs"].values():
         replica["template"]["spec"]["containers"][0]["envFrom"] = [{"configMapRef": {"name": "holdfast-settings"}}]
-    cluster.objects.create("pytorchjobs", found)
+    cluster.objects.create("pytorchjobs", body)
 
     def waiting() -> list[Object]:
         states = [pod.get("status", {}).get("containerStatuses") or [{}] for pod in cluster.objects.all("pods")]
-        found = [one.get("state", {}).get("waiting", {}) for (one, *_) in states]
-        return [state for state in found if state.get("reason") == "CreateContainerConfigError"]
+        states_waiting = [status.get("state", {}).get("waiting", {}) for (status, *_) in states]
+        return [state for state in states_waiting if state.get("reason") == "CreateContainerConfigError"]
 
     until(cluster, waiting)
     assert waiting()[0]["message"] == 'configmap "holdfast-settings" not found'

@@ -22,10 +22,10 @@ EXAMPLE = ROOT / "examples" / "cluster-cpu.yaml"
 
 @pytest.mark.parametrize("target", ["kfp", "argo", "pytorchjob", "trainjob", "slurm"])
 def test_the_example_compiles_for_every_target_it_can_have(target: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    done = CliRunner().invoke(app, ["compile", str(EXAMPLE), "--target", target, "--output", str(out)])
-    assert done.exit_code == 0, done.output
-    assert "s3://holdfast/store" in out.read_text()
+    output_file = tmp_path / "out"
+    result = CliRunner().invoke(app, ["compile", str(EXAMPLE), "--target", target, "--output", str(output_file)])
+    assert result.exit_code == 0, result.output
+    assert "s3://holdfast/store" in output_file.read_text()
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,12 @@ def test_a_node_killed_in_training_costs_a_restart_and_the_model_is_registered(p
         "data.workers=1", "model={layers: 2, hidden: 32, heads: 2, context: 32}", "training.steps=60",
         "training.log_every=5", "parallel.processes=1", "checkpoint.every_steps=5", "evaluation.max_perplexity=null",
     ]  # fmt: skip
-    done = rehearse(with_absolute_paths(load_spec(EXAMPLE, small)), tmp_path / "rehearsal", kill=True, plane=plane)
-    assert done.workflow.phase == "Succeeded", done.workflow.log
-    assert done.killed is not None
-    phases = {name: node.phase for name, node in done.workflow.nodes.items()}
+    rehearsal = rehearse(with_absolute_paths(load_spec(EXAMPLE, small)), tmp_path / "rehearsal", kill=True, plane=plane)
+    assert rehearsal.workflow.phase == "Succeeded", rehearsal.workflow.log
+    assert rehearsal.killed is not None
+    phases = {name: node.phase for name, node in rehearsal.workflow.nodes.items()}
     assert phases == dict.fromkeys(["preprocess", "train", "evaluate", "register", "onExit"], "Succeeded")
-    run_id = done.workflow.nodes["train"].outputs["run-id"]
-    assert done.jobs == [f"holdfast-{run_id}-2"]
-    assert int(done.workflow.nodes["register"].outputs["version"]) == 1
-    assert ": registered as models:/" in json.dumps(done.workflow.nodes["onExit"].log)
+    run_id = rehearsal.workflow.nodes["train"].outputs["run-id"]
+    assert rehearsal.jobs == [f"holdfast-{run_id}-2"]
+    assert int(rehearsal.workflow.nodes["register"].outputs["version"]) == 1
+    assert ": registered as models:/" in json.dumps(rehearsal.workflow.nodes["onExit"].log)

@@ -56,9 +56,9 @@ class Drill:
         too fast hit the next one, as fast as this one was."""
         missed = faults
         for turn in range(TRIES):
-            found, missed = self._train(f"{self.done}{'-again' * turn}", missed)
-            if found != self._digest:
-                raise DrillError(f"after {', '.join(faults)} the state is {found}, undisturbed it is {self._digest}")
+            digest, missed = self._train(f"{self.done}{'-again' * turn}", missed)
+            if digest != self._digest:
+                raise DrillError(f"after {', '.join(faults)} the state is {digest}, undisturbed it is {self._digest}")
             if not missed:
                 return
             self._tell(f"  over in {self._seconds:.1f} s, before {', '.join(missed)}: once more")
@@ -74,30 +74,30 @@ class Drill:
             time.monotonic() + LIMIT_SECONDS,
         )
         place.launch(salt)
-        begun: float | None = None
+        start: float | None = None
         first = moment = 0.0
         while True:
             if time.monotonic() > limit:
                 raise DrillError(f"run {name} has not ended after {LIMIT_SECONDS:.0f} s")
-            ended = place.ended()
-            if ended is not None:
-                if ended.code == 0:
+            result = place.ended()
+            if result is not None:
+                if result.code == 0:
                     break
-                if ended.code < RETRYABLE:
-                    raise DrillError(f"run {name} ended for good with {ended.code}: {ended.said}")
-                self._tell(f"  the launcher ended with {ended.code}: it is started again")
+                if result.code < RETRYABLE:
+                    raise DrillError(f"run {name} ended for good with {result.code}: {result.said}")
+                self._tell(f"  the launcher ended with {result.code}: it is started again")
                 place.launch(salt)
-            if place.training() and begun is None:
-                first = begun = time.monotonic()
+            if place.training() and start is None:
+                first = start = time.monotonic()
                 moment = self._moment(len(faults))
-            if waiting and begun is not None and time.monotonic() - begun >= moment:
+            if waiting and start is not None and time.monotonic() - start >= moment:
                 hit = place.faults[waiting[0]]()
                 if hit:
                     self._tell(f"  {waiting[0]}: {hit}")
                     waiting.pop(0)
-                    begun, moment = time.monotonic(), self._moment(len(faults))
+                    start, moment = time.monotonic(), self._moment(len(faults))
             time.sleep(0.05)
-        if begun is not None and (waiting or not faults):
+        if start is not None and (waiting or not faults):
             self._seconds = time.monotonic() - first
         digest = place.digest()
         self._check_nothing_left(name)
@@ -110,9 +110,9 @@ class Drill:
 
     def _check_nothing_left(self, name: str) -> None:
         end = time.monotonic() + SETTLE_SECONDS
-        while (found := self._place.listed()) != self._before:
+        while (objects := self._place.listed()) != self._before:
             if time.monotonic() > end:
-                more, fewer = sorted(found - self._before), sorted(self._before - found)
+                more, fewer = sorted(objects - self._before), sorted(self._before - objects)
                 raise DrillError(f"after run {name} there is left: {more or 'nothing'}; missing: {fewer or 'nothing'}")
             time.sleep(0.2)
 

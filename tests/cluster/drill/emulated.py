@@ -114,7 +114,7 @@ class EmulatedPlace:
 
     def listed(self) -> frozenset[str]:
         kinds = ("pytorchjobs", "pods", "leases", "workflows", "configmaps", "trainjobs", "jobs", "trainingruntimes")
-        return frozenset(f"{kind}/{one['metadata']['name']}" for kind in kinds for one in self._objects(kind))
+        return frozenset(f"{kind}/{manifest['metadata']['name']}" for kind in kinds for manifest in self._objects(kind))
 
     def launch(self, salt: str) -> None:
         self._salt = salt
@@ -157,8 +157,8 @@ class EmulatedPlace:
         return [pod for pod in self._objects("pods") if pod["metadata"]["name"] != LAUNCHER]
 
     def _running(self) -> list[Object]:
-        alive = [pod for pod in self._ranks() if "deletionTimestamp" not in pod["metadata"]]
-        return [pod for pod in alive if pod.get("status", {}).get("phase") == "Running"]
+        kept_pods = [pod for pod in self._ranks() if "deletionTimestamp" not in pod["metadata"]]
+        return [pod for pod in kept_pods if pod.get("status", {}).get("phase") == "Running"]
 
     def _kill_launcher(self, number: int) -> str:
         assert self._process is not None
@@ -168,7 +168,7 @@ class EmulatedPlace:
         return f"pid {self._process.pid}, signal {number}"
 
     def _kill_rank(self) -> str:
-        for pod in self._random.sample(found := self._running(), len(found)):
+        for pod in self._random.sample(pods := self._running(), len(pods)):
             process = self._cluster.kubelet.processes.get(pod["metadata"]["uid"])
             try:
                 children = psutil.Process(process.pid).children(recursive=True) if process else []
@@ -180,7 +180,7 @@ class EmulatedPlace:
         return ""
 
     def _delete_pod(self) -> str:
-        for pod in self._random.sample(found := self._running(), len(found)):
+        for pod in self._random.sample(pods := self._running(), len(pods)):
             self._cluster.objects.delete("pods", pod["metadata"]["name"], pod["metadata"]["uid"])
             return str(pod["metadata"]["name"])
         return ""

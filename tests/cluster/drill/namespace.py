@@ -58,8 +58,8 @@ class NamespacePlace:
             name, _, place = victim.partition("=")
             namespace, _, selector = place.partition("/")
             faults[f"{name} killed"] = partial(self._end_labelled, namespace, selector)
-        for given in arguments.command:
-            name, _, command = given.partition("=")
+        for option in arguments.command:
+            name, _, command = option.partition("=")
             faults[f"{name} killed"] = partial(run_command, command)
         self.faults: Mapping[str, Callable[[], str]] = faults
 
@@ -79,12 +79,12 @@ class NamespacePlace:
 
     def listed(self) -> frozenset[str]:
         self._uncordon_in_time()
-        found = set()
+        objects = set()
         for namespace in {self._namespace, self._jobs}:
             for kind in LISTED:
-                names = [lasting_name(one["metadata"]) for one in self._client.list(kind, namespace)[0]]
-                found |= {f"{namespace}/{kind}/{name}" for name in names if not name.startswith(NAME)}
-        return frozenset(found)
+                names = [lasting_name(item["metadata"]) for item in self._client.list(kind, namespace)[0]]
+                objects |= {f"{namespace}/{kind}/{name}" for name in names if not name.startswith(NAME)}
+        return frozenset(objects)
 
     def launch(self, salt: str) -> None:
         self._salt = salt
@@ -178,12 +178,12 @@ class NamespacePlace:
     def _result(self, field: str, seconds: float) -> str:
         """A field of what the step printed at its end. Raises DrillError when it failed, or took longer."""
         end = time.monotonic() + seconds
-        while (ended := self.ended()) is None:
+        while (result := self.ended()) is None:
             if time.monotonic() > end:
                 raise DrillError(f"pod {self._launcher} has not ended after {seconds:.0f} s; kubectl describe pod")
             time.sleep(0.5)
-        if ended.code != 0:
-            raise DrillError(f"pod {self._launcher} ended with {ended.code}: {ended.said}")
+        if result.code != 0:
+            raise DrillError(f"pod {self._launcher} ended with {result.code}: {result.said}")
         for line in reversed(self._printed()):
             with suppress(ValueError, KeyError, TypeError):
                 return str(json.loads(line)[field])
@@ -197,8 +197,8 @@ class NamespacePlace:
     def _running(self) -> list[Object]:
         selector = "app.kubernetes.io/component=train,holdfast/run-id"
         pods, _ = self._patiently(lambda: self._client.list("pods", self._jobs, labelSelector=selector))
-        alive = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
-        return [pod for pod in alive if pod.get("status", {}).get("phase") == "Running"]
+        kept_pods = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+        return [pod for pod in kept_pods if pod.get("status", {}).get("phase") == "Running"]
 
     def _end_launcher(self, grace: int | None) -> str:
         return self._launcher if self._delete("pods", self._launcher, self._namespace, grace) else ""
@@ -264,10 +264,10 @@ class NamespacePlace:
 
     def _clear(self) -> None:
         for kind in ("pods", "configmaps"):
-            for one in self._client.list(kind, self._namespace)[0]:
-                if one["metadata"]["name"].startswith(NAME):
-                    self._delete(kind, one["metadata"]["name"], self._namespace, 0)
-        while any(one["metadata"]["name"].startswith(NAME) for one in self._client.list("pods", self._namespace)[0]):
+            for item in self._client.list(kind, self._namespace)[0]:
+                if item["metadata"]["name"].startswith(NAME):
+                    self._delete(kind, item["metadata"]["name"], self._namespace, 0)
+        while any(item["metadata"]["name"].startswith(NAME) for item in self._client.list("pods", self._namespace)[0]):
             time.sleep(0.2)
 
     def _patiently(self, ask):  # type: ignore[no-untyped-def]
@@ -284,20 +284,24 @@ class NamespacePlace:
 
 def lasting_name(metadata: Object) -> str:
     """The name by which an object is known again: that of its ReplicaSet, which replaces a pod under another name."""
-    owners = [one["name"] for one in metadata.get("ownerReferences", ()) if one["kind"] == "ReplicaSet"]
+    owners = [
+        ownerreference["name"]
+        for ownerreference in metadata.get("ownerReferences", ())
+        if ownerreference["kind"] == "ReplicaSet"
+    ]
     return str(owners[0] if owners else metadata["name"])
 
 
 def run_command(command: str) -> str:
     """Have the shell of this machine run a command. Raises DrillError when it fails."""
-    ended = subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if ended.returncode != 0:
-        raise DrillError(f"{command}: ended with {ended.returncode}: {ended.stdout}{ended.stderr}")
+    result = subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise DrillError(f"{command}: ended with {result.returncode}: {result.stdout}{result.stderr}")
     return command
 
 
 def _terminated(pod: Object) -> Object:
     for status in pod["status"].get("containerStatuses") or []:
-        found: Object = status.get("state", {}).get("terminated") or {}
-        return found
+        terminated: Object = status.get("state", {}).get("terminated") or {}
+        return terminated
     return {}

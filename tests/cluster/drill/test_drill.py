@@ -57,12 +57,12 @@ def test_the_drill_stops_at_the_first_other_digest_and_at_what_is_left(monkeypat
 
 @pytest.mark.parametrize(("missed", "trainings"), [(1, 2), (2, 3)])
 def test_a_training_that_was_over_before_its_fault_is_followed_by_another(missed: int, trainings: int) -> None:
-    place, said = Words(["a"] * 4), list[str]()
+    place, messages = Words(["a"] * 4), list[str]()
     place.faults = {"late": lambda: "" if len(place._digests) > 3 - missed else "hit"}
-    drill = Drill(place, 1, lambda words, **_: said.append(words))
+    drill = Drill(place, 1, lambda words, **_: messages.append(words))
     drill.run(0)
     assert (drill.done, place._digests) == (1, ["a"] * (3 - trainings))
-    assert sum("before late: once more" in words for words in said) == missed
+    assert sum("before late: once more" in message for message in messages) == missed
 
 
 def test_a_training_that_is_always_over_before_its_fault_is_too_short() -> None:
@@ -79,12 +79,12 @@ def test_a_command_is_a_fault_and_one_that_fails_is_an_error() -> None:
 
 
 def drill(*arguments: str, **more: str) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "tests.cluster.drill", *arguments],
         cwd=ROOT, env={**os.environ, **more}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert "each the same to the last bit" in done.stdout
+    assert result.returncode == 0, result.stdout[-6000:]
+    assert "each the same to the last bit" in result.stdout
 
 
 @pytest.mark.drill
@@ -130,8 +130,8 @@ checkpoint: {{every_steps: 5}}
 cluster: {{nodes: {{min: 2, max: 2}}, ttl_minutes: 0, restarts: {{budget: 100, backoff_seconds: 0}}}}
 """
         )
-        where = ["--namespace", "training", "--kubeconfig", str(admin), "--spec", str(spec)]
-        drill("--minutes", "0", "--seed", "3", "--together", "3", "--nodes", *where)
+        options = ["--namespace", "training", "--kubeconfig", str(admin), "--spec", str(spec)]
+        drill("--minutes", "0", "--seed", "3", "--together", "3", "--nodes", *options)
 
 
 def test_a_pod_that_its_replica_set_replaced_is_not_left_behind() -> None:
