@@ -43,10 +43,10 @@ def trained(home: Path) -> holdfast.Run:
 
 def test_importing_it_imports_nothing_heavy() -> None:
     heavy = "[name for name in ('torch', 'kfp', 'mlflow', 'boto3', 'rich', 'pydantic') if name in sys.modules]"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", f"import sys, holdfast; print({heavy})"], capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "[]"
+    assert result.stdout.strip() == "[]"
 
 
 def test_a_name_that_is_not_there_is_said_to_be_missing() -> None:
@@ -80,8 +80,8 @@ def test_what_a_rank_printed_is_there_after_its_end_in_python_and_on_the_command
     assert CliRunner().invoke(app, ["logs", trained.id, "--rank", "0", "--attempt", "1"]).stdout.splitlines() == lines
     with pytest.raises(MissingError, match="nothing that rank 7 printed is kept; there is something of rank"):
         list(trained.logs(rank=7))
-    refused = CliRunner().invoke(app, ["logs", trained.id, "--rank", "0", "--step", "evaluate"])
-    assert refused.exit_code == 2
+    result = CliRunner().invoke(app, ["logs", trained.id, "--rank", "0", "--step", "evaluate"])
+    assert result.exit_code == 2
 
 
 def test_what_happened_can_be_read(trained: holdfast.Run) -> None:
@@ -89,15 +89,15 @@ def test_what_happened_can_be_read(trained: holdfast.Run) -> None:
 
 
 def test_the_model_goes_on_with_a_text_the_same_way_twice(trained: holdfast.Run) -> None:
-    one, two = (trained.generate("the sea", tokens=5, seed=3) for _ in range(2))
-    assert one == two
+    first, two = (trained.generate("the sea", tokens=5, seed=3) for _ in range(2))
+    assert first == two
 
 
 def test_the_same_call_again_gives_the_same_run_at_once(trained: holdfast.Run) -> None:
     before = trained.checkpoints()
-    again = holdfast.run(holdfast.load_spec("spec.yaml", {"training.steps": 6}))
-    assert (again.id, again.checkpoints()) == (trained.id, before)
-    assert [each.id for each in holdfast.runs()] == [trained.id]
+    second = holdfast.run(holdfast.load_spec("spec.yaml", {"training.steps": 6}))
+    assert (second.id, second.checkpoints()) == (trained.id, before)
+    assert [run.id for run in holdfast.runs()] == [trained.id]
     assert holdfast.Run(trained.id[:6]).id == holdfast.Run("small").id == trained.id
 
 
@@ -133,8 +133,8 @@ def test_python_can_do_what_the_commands_do(trained: holdfast.Run, tmp_path: Pat
     assert (state := holdfast.run_state(trained.id)).status.state == "SUCCEEDED"
     assert state.run_id == trained.id
     newest = f"{trained.id}@6"
-    assert [one.step for one in checkpoints.list_checkpoints(trained.id)][-1] == 6
-    assert next(one.damages for one in checkpoints.verify(newest)) == ()
+    assert [checkpoint.step for checkpoint in checkpoints.list_checkpoints(trained.id)][-1] == 6
+    assert next(check.damages for check in checkpoints.verify(newest)) == ()
     assert checkpoints.pin(newest, reason="kept") == checkpoints.unpin(newest) == (trained.id, 6)
     assert checkpoints.diff_checkpoints(*(checkpoints.open_checkpoint(newest) for _ in range(2))).none
     assert holdfast.diff_runs(trained, trained).none
@@ -142,8 +142,8 @@ def test_python_can_do_what_the_commands_do(trained: holdfast.Run, tmp_path: Pat
 
 
 def test_an_argument_that_does_not_fit_is_refused_with_what_does(home: Path) -> None:
-    with pytest.raises(UsageError, match="use one of kfp, argo, pytorchjob") as refused:
+    with pytest.raises(UsageError, match="use one of kfp, argo, pytorchjob") as error:
         specs.compile_spec(holdfast.load_spec("spec.yaml"), "nomad")
-    assert (refused.value.field, refused.value.exit_code) == ("--target", ExitCode.USAGE)
+    assert (error.value.field, error.value.exit_code) == ("--target", ExitCode.USAGE)
     with pytest.raises(UsageError, match="is not MODEL/VERSION"):
         models.promote("small")
