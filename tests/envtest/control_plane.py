@@ -133,18 +133,18 @@ class ControlPlane:
         """Run kubectl as an administrator; what it prints. Fails the test when it fails."""
         command = [str(self._binaries / "kubectl"), f"--server={self.url}", f"--token={ADMIN}"]
         command += ["--insecure-skip-tls-verify=true", f"--cache-dir={self._folder / 'cache'}", *arguments]
-        done = subprocess.run(
+        result = subprocess.run(
             command, input=text, capture_output=True, text=True, check=False, env={"HOME": str(self._folder)}
         )
-        words = f"kubectl {' '.join(arguments)}\n{done.stdout}\n{done.stderr}"
-        assert done.returncode == 0, f"{words}\n{self.tails()}"
-        return done.stdout
+        words = f"kubectl {' '.join(arguments)}\n{result.stdout}\n{result.stderr}"
+        assert result.returncode == 0, f"{words}\n{self.tails()}"
+        return result.stdout
 
     def tails(self) -> str:
         """The ends of the logs, and who does not run any more: for messages."""
-        ended = [str(process.args[0]) for process in self._processes if process.poll() is not None]  # type: ignore[index]
+        dead = [str(process.args[0]) for process in self._processes if process.poll() is not None]  # type: ignore[index]
         logs = [f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in self._folder.glob("*.log")]
-        return "\n".join([f"ended: {', '.join(ended) or 'nobody'}", *logs])
+        return "\n".join([f"ended: {', '.join(dead) or 'nobody'}", *logs])
 
     def say(self, resource: str, name: str, status: dict[str, Any]) -> None:
         """Write an object's status, as its controller would."""
@@ -213,8 +213,8 @@ class ControlPlane:
                 with urllib.request.urlopen(request, timeout=5, context=context):
                     return
             except OSError as error:
-                ended = [process.args for process in self._processes if process.poll() is not None]
-                if ended or time.monotonic() > end:
+                dead = [process.args for process in self._processes if process.poll() is not None]
+                if dead or time.monotonic() > end:
                     raise AssertionError(f"the API server did not start ({error})\n{self.tails()}") from error
                 time.sleep(0.2)
 

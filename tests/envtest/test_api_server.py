@@ -65,16 +65,16 @@ def status(kind: str, succeeded: bool) -> dict[str, object]:
     now = "2026-01-01T00:00:00Z"
     if kind == "volcano":
         return {"state": {"phase": "Completed" if succeeded else "Failed", "lastTransitionTime": now}}
-    word = ({"trainjob": "Complete"}.get(kind, "Succeeded")) if succeeded else "Failed"
+    outcome = ({"trainjob": "Complete"}.get(kind, "Succeeded")) if succeeded else "Failed"
     times = {"lastTransitionTime": now} | ({"lastUpdateTime": now} if kind == "pytorchjob" else {})
-    condition = {"type": word, "status": "True", "reason": word, "message": "said by the test", **times}
+    condition = {"type": outcome, "status": "True", "reason": outcome, "message": "said by the test", **times}
     return {"conditions": [condition]}
 
 
 @of_each_kind
 def test_the_server_knows_every_field_of_a_job(plane, cluster) -> None:
-    for thing in objects_for(job(**cluster)):
-        text = json.dumps(thing)
+    for manifest in objects_for(job(**cluster)):
+        text = json.dumps(manifest)
         plane.kubectl("apply", "--dry-run=server", "--validate=strict", "-n", NAMESPACE, "-f", "-", text=text)
 
 

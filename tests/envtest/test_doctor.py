@@ -60,10 +60,10 @@ def looked(plane: ControlPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def findings(*overrides: str) -> dict[str, list[doctor.Finding]]:
     """What the doctor says, by check, of the CPU example."""
-    found: dict[str, list[doctor.Finding]] = {}
+    by_check: dict[str, list[doctor.Finding]] = {}
     for finding in doctor.examine(spec(*overrides), "holdfast", store="file:///nowhere"):
-        found.setdefault(finding.check, []).append(finding)
-    return found
+        by_check.setdefault(finding.check, []).append(finding)
+    return by_check
 
 
 def spec(*overrides: str) -> Spec:
@@ -75,12 +75,12 @@ def outcomes(found: list[doctor.Finding]) -> set[str]:
 
 
 def test_under_the_shipped_manifests_everything_that_they_bring_is_fine(looked: ControlPlane) -> None:
-    found = findings()
+    by_check = findings()
     for check in ("permissions", "service accounts", "priority class", "settings", "secrets", "pod admission", "quota"):
-        assert outcomes(found[check]) == {"ok"}, found[check]
-    (policies,) = found["network policies"]  # this server is at a port of its own, which no policy names
+        assert outcomes(by_check[check]) == {"ok"}, by_check[check]
+    (policies,) = by_check["network policies"]  # this server is at a port of its own, which no policy names
     assert policies.message == f"nothing lets through: steps to the API server (TCP {looked.url.rpartition(':')[2]})"
-    assert "hidden-value" not in str(found)
+    assert "hidden-value" not in str(by_check)
     assert not json.loads(looked.kubectl("get", "pods", "-n", "holdfast", "-o", "json"))["items"]
 
 
@@ -90,10 +90,10 @@ def test_every_kind_of_rank_passes_the_restricted_standard(looked: ControlPlane,
 
 
 def test_a_rank_that_asks_for_more_than_the_standard_allows_is_refused_by_the_server(looked: ControlPlane) -> None:
-    said = findings("cluster.capabilities=[IPC_LOCK]")["pod admission"]
-    assert [finding.outcome for finding in said] == ["fail", "ok"]
-    assert 'violates PodSecurity "restricted' in said[0].message
-    assert "enforce=privileged" in said[0].remedy
+    admission = findings("cluster.capabilities=[IPC_LOCK]")["pod admission"]
+    assert [finding.outcome for finding in admission] == ["fail", "ok"]
+    assert 'violates PodSecurity "restricted' in admission[0].message
+    assert "enforce=privileged" in admission[0].remedy
     looked.kubectl("label", "namespace", "holdfast", f"{ENFORCE}=baseline", "--overwrite")
     try:  # which the remedy does not name, and rightly so
         assert (
@@ -107,14 +107,14 @@ def test_an_account_without_its_role_is_named_although_whoever_asks_may_everythi
     binding = looked.kubectl("get", "rolebinding", "holdfast-launcher", "-n", "holdfast", "-o", "yaml")
     looked.kubectl("delete", "rolebinding", "holdfast-launcher", "-n", "holdfast")
     try:
-        (found,) = findings()["permissions"]
+        (finding,) = findings()["permissions"]
     finally:
-        kept = yaml.safe_load(binding)
+        document = yaml.safe_load(binding)
         for name in ("uid", "resourceVersion", "creationTimestamp"):
-            kept["metadata"].pop(name, None)
-        looked.kubectl("apply", "-f", "-", text=yaml.safe_dump(kept))
-    assert (found.outcome, int(found.code)) == ("fail", 16)
-    assert "create pytorchjobs" in found.message
+            document["metadata"].pop(name, None)
+        looked.kubectl("apply", "-f", "-", text=yaml.safe_dump(document))
+    assert (finding.outcome, int(finding.code)) == ("fail", 16)
+    assert "create pytorchjobs" in finding.message
 
 
 def test_what_a_profile_gets_is_taken_in_a_namespace_that_is_there(looked: ControlPlane, tmp_path: Path) -> None:
@@ -124,18 +124,18 @@ def test_what_a_profile_gets_is_taken_in_a_namespace_that_is_there(looked: Contr
     everything = yaml.safe_dump_all(render_in("ann", PROFILE, tmp_path))
     looked.kubectl("apply", "--server-side", "--validate=strict", "-f", "-", text=everything)
     looked.kubectl("create", "serviceaccount", "default-editor", "-n", "ann")
-    asked = ["auth", "can-i", "create", "leases", "-n", "ann", "--as=system:serviceaccount:ann:default-editor"]
-    assert looked.kubectl(*asked).strip() == "yes"
+    command = ["auth", "can-i", "create", "leases", "-n", "ann", "--as=system:serviceaccount:ann:default-editor"]
+    assert looked.kubectl(*command).strip() == "yes"
 
 
 def test_a_dry_run_is_asked_of_the_server_itself(looked: ControlPlane) -> None:
     job = objects_for(training_job(spec(), "run", 1, "s3://b"))
-    found = validate(job, "holdfast")
-    assert (found.by, found.problems, found.unseen) == (f"the API server {looked.url}", [], [])
+    validation = validate(job, "holdfast")
+    assert (validation.by, validation.problems, validation.unseen) == (f"the API server {looked.url}", [], [])
     job[0]["spec"]["pytorchReplicaSpecs"]["Worker"]["replikas"] = 2
     (problem,) = validate(job, "holdfast").problems
     assert "unknown field" in problem
     assert "spec.pytorchReplicaSpecs.Worker.replikas" in problem
-    made = looked.api(ADMIN).read("/apis/kubeflow.org/v1/pytorchjobs")
-    assert made is not None
-    assert made["items"] == []
+    body = looked.api(ADMIN).read("/apis/kubeflow.org/v1/pytorchjobs")
+    assert body is not None
+    assert body["items"] == []

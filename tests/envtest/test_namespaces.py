@@ -42,8 +42,8 @@ def make_pod(plane: ControlPlane, name: str) -> None:
 
 
 def held(plane: ControlPlane) -> dict[str, object]:
-    found = json.loads(plane.kubectl("get", "leases", "-n", NAMESPACE, "-o", "json"))["items"]
-    return found[0] if found else {}
+    leases = json.loads(plane.kubectl("get", "leases", "-n", NAMESPACE, "-o", "json"))["items"]
+    return leases[0] if leases else {}
 
 
 def test_a_launcher_is_found_alive_in_its_own_namespace_and_given_up_when_its_pod_is_gone(plane, monkeypatch) -> None:
@@ -78,8 +78,8 @@ def test_a_dying_lease_is_waited_for(plane, monkeypatch) -> None:
         "metadata": {"name": f"holdfast-{RUN}"},
         "spec": {},
     }
-    made = api.create(LEASES, body)
-    api.delete(LEASES, made["metadata"]["name"])  # in the foreground: nobody takes the finalizer away
+    lease_body = api.create(LEASES, body)
+    api.delete(LEASES, lease_body["metadata"]["name"])  # in the foreground: nobody takes the finalizer away
     taken = threading.Event()
 
     def take() -> None:
@@ -113,5 +113,5 @@ def test_an_owner_is_named_in_its_own_namespace_only(plane, monkeypatch) -> None
     monkeypatch.setenv(NAMESPACE_VARIABLE, HOME)
     for api, owners in ((home, ["pipeline"]), (plane.api(ADMIN), [])):
         with KubernetesLauncher(settings(), api, "launcher-3").only_one(RUN):
-            found = json.loads(plane.kubectl("get", "leases", "-n", api.namespace, "-o", "json"))["items"][0]
-            assert [owner["name"] for owner in found["metadata"].get("ownerReferences", [])] == owners
+            lease = json.loads(plane.kubectl("get", "leases", "-n", api.namespace, "-o", "json"))["items"][0]
+            assert [owner["name"] for owner in lease["metadata"].get("ownerReferences", [])] == owners
