@@ -29,13 +29,13 @@ class Payload:
 
 
 def _send(port: int, *pieces: bytes) -> None:
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), SECONDS) as stranger:
-        stranger.settimeout(SECONDS)
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), SECONDS) as connection:
+        connection.settimeout(SECONDS)
         for piece in pieces:
-            stranger.sendall(piece)
-        stranger.shutdown(socket.SHUT_WR)
-        stranger.settimeout(ANSWER_SECONDS)
-        stranger.recv(64)
+            connection.sendall(piece)
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(ANSWER_SECONDS)
+        connection.recv(64)
 
 
 def store_messages(key: str, value: bytes) -> bytes:
@@ -83,12 +83,12 @@ def send_objects(port: int, mark: Path) -> None:
 
 def keep_waiting(port: int, most: int = 64) -> list[socket.socket]:
     """Connections that have sent one byte of a handshake, and stay open until they are closed."""
-    kept = []
+    connections = []
     with suppress(OSError):
         for _ in range(most):
-            kept.append(socket.create_connection(("127.0.0.1", port), SECONDS))
-            kept[-1].send(b"\0")
-    return kept
+            connections.append(socket.create_connection(("127.0.0.1", port), SECONDS))
+            connections[-1].send(b"\0")
+    return connections
 
 
 ATTACKS: tuple[Callable[[int, Path], None], ...] = (replace_the_state, send_garbage, send_deep_json, send_objects)
@@ -96,9 +96,9 @@ ATTACKS: tuple[Callable[[int, Path], None], ...] = (replace_the_state, send_garb
 
 def attack(ports: Iterable[int], mark: Path) -> list[socket.socket]:
     """All of it, at each port. Gives back the connections that still wait."""
-    kept = []
+    connections = []
     for port in sorted(ports):
-        kept += keep_waiting(port)
+        connections += keep_waiting(port)
         for send in ATTACKS:
             send(port, mark)
-    return kept
+    return connections

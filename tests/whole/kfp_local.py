@@ -22,7 +22,9 @@ from holdfast.steps import ARTIFACTS
 def for_one_machine(pipeline: dict[str, Any]) -> dict[str, Any]:
     """A compiled pipeline without what is meant for pods."""
     components = pipeline["components"]
-    entering = {name for name, one in components.items() if ARTIFACTS in one.get("dag", {}).get("tasks", {})}
+    entering = {
+        name for name, component in components.items() if ARTIFACTS in component.get("dag", {}).get("tasks", {})
+    }
     nodes: list[object] = [pipeline]
     while nodes:
         node = nodes.pop()

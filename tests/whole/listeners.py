@@ -20,18 +20,18 @@ def family(root: psutil.Process) -> list[psutil.Process]:
 
 def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, int]]:
     """The addresses at which processes wait for connections, or for datagrams."""
-    found = set()
+    addresses = set()
     for process in processes:
         for connection in process.net_connections("inet"):
             bound = connection.type != 1 and connection.laddr and not connection.raddr  # a datagram's
             if connection.status == psutil.CONN_LISTEN or bound:
-                found.add((str(connection.laddr.ip), int(connection.laddr.port)))
-    return found
+                addresses.add((str(connection.laddr.ip), int(connection.laddr.port)))
+    return addresses
 
 
 def unix_listeners(processes: Iterable[psutil.Process]) -> set[str]:
     """The names of Unix sockets at which processes wait; one that begins with @ is in no folder."""
-    inodes = {link[8:-1] for one in processes for link in _links(one) if link.startswith("socket:[")}
+    inodes = {link[8:-1] for process in processes for link in _links(process) if link.startswith("socket:[")}
     lines = [line.split(None, 7) for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     accepting = 0x10000
     return {
@@ -49,7 +49,7 @@ def open_to_others(path: Path) -> bool:
 
 def shared_files(processes: Iterable[psutil.Process]) -> set[Path]:
     """What processes have open in folders that every user may write to."""
-    paths = (Path(link) for one in processes for link in _links(one) if link.startswith("/"))
+    paths = (Path(link) for process in processes for link in _links(process) if link.startswith("/"))
     return {path for path in paths if any(path.is_relative_to(folder) for folder in SHARED)}
 
 

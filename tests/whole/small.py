@@ -49,10 +49,10 @@ TEXT = "the sea is wide and the ship sails on a long way over the dark water to 
 def write_corpus(folder: Path, documents: int = 40) -> None:
     """Short texts with a pattern, each a different one."""
     (folder / "corpus").mkdir(parents=True)
-    known = TEXT.split()
+    vocabulary = TEXT.split()
     for number in range(documents):
-        words = [known[(number + step * (number % 5 + 1)) % len(known)] for step in range(120)]
-        (folder / f"corpus/{number:03d}.txt").write_text(f"story {number}\n{' '.join(words)}\n")
+        words_of_text = [vocabulary[(number + step * (number % 5 + 1)) % len(vocabulary)] for step in range(120)]
+        (folder / f"corpus/{number:03d}.txt").write_text(f"story {number}\n{' '.join(words_of_text)}\n")
 
 
 def write_spec(folder: Path, **sections: dict[str, Any]) -> Path:
@@ -65,8 +65,10 @@ def write_spec(folder: Path, **sections: dict[str, Any]) -> Path:
 
 def environment(home: Path, **more: str) -> dict[str, str]:
     """An environment in which nothing but `home` is written to."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("HOLDFAST_STORE", "MLFLOW_TRACKING_URI")}
-    return {**kept, "HOLDFAST_HOME": str(home), "COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", **more}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("HOLDFAST_STORE", "MLFLOW_TRACKING_URI")
+    }
+    return {**inherited, "HOLDFAST_HOME": str(home), "COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", **more}
 
 
 def held(folder: Path, steps: int, after: str = "") -> dict[str, str]:

@@ -28,11 +28,11 @@ ON_TWO_NODES = (
 def until(condition: Callable[[], T], seconds: float) -> T:
     """Wait until a condition holds, and return what it gave; raises TimeoutError."""
     end = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (value := condition()):
         if time.monotonic() > end:
             raise TimeoutError(f"not within {seconds:g} s")
         time.sleep(0.1)
-    return found
+    return value
 
 
 class Submitter:
@@ -54,14 +54,14 @@ class Submitter:
     def holdfast(self, *arguments: str, code: int = 0) -> str:
         """What a command prints; it must end with `code`."""
         command = [sys.executable, "-m", "holdfast.pipelines.cli", *arguments]
-        done = warm.run(command, self.environment, self.folder, timeout=240)
-        assert done.returncode == code, f"{done.returncode}\n{done.stdout}{done.stderr}"
-        return done.stdout
+        result = warm.run(command, self.environment, self.folder, timeout=240)
+        assert result.returncode == code, f"{result.returncode}\n{result.stdout}{result.stderr}"
+        return result.stdout
 
     @property
     def sets(self) -> list[str]:
         """The overrides, as words of a command."""
-        return [word for override in self.overrides for word in ("--set", override)]
+        return [argument for override in self.overrides for argument in ("--set", override)]
 
     def submit(self, *arguments: str) -> dict[str, Any]:
         """Submit the spec: what the command says in JSON."""
@@ -81,8 +81,8 @@ class Submitter:
 
     def newest(self, run_id: str) -> int:
         """The step of the newest checkpoint; 0 for none."""
-        found = (self.home / "store/runs" / run_id / "checkpoints").glob("step-*.json")
-        return max((int(re.sub(r"\D", "", path.name)) for path in found), default=0)
+        files = (self.home / "store/runs" / run_id / "checkpoints").glob("step-*.json")
+        return max((int(re.sub(r"\D", "", path.name)) for path in files), default=0)
 
     def digest(self, run_id: str, step: int) -> str:
         """The digest of the state at a step."""

@@ -11,12 +11,12 @@ def test_bad_data_fails_with_its_code_its_reason_and_a_summary(tmp_path: Path) -
     write_corpus(tmp_path)
     (tmp_path / "corpus/bad.txt").write_bytes(b"not \xff\xfe text")
     write_spec(tmp_path)
-    done = holdfast(tmp_path, "spec.yaml")
-    assert done.returncode == 11, done.stdout + done.stderr
-    assert "✗ preprocess" in done.stdout
-    assert "bad.txt" in done.stdout
-    assert "KFP" not in done.stdout
-    assert "Traceback" not in done.stdout
+    result = holdfast(tmp_path, "spec.yaml")
+    assert result.returncode == 11, result.stdout + result.stderr
+    assert "✗ preprocess" in result.stdout
+    assert "bad.txt" in result.stdout
+    assert "KFP" not in result.stdout
+    assert "Traceback" not in result.stdout
     summary = only(tmp_path, "runs/*/summary.json")
     assert (summary["status"], summary["failed_step"]) == ("failed", "preprocess")
     assert "bad.txt" in summary["reason"]

@@ -46,9 +46,9 @@ def spec(folder: Path, *overrides: str) -> Spec:
 def of_one_process(folder: Path) -> dict[str, bytes]:
     """The dataset that one process makes, in a store of its own."""
     store = open_store(f"file://{folder}/alone")
-    made = preprocess(spec(folder), store)
-    assert made.dropped["duplicate"] == 3
-    return tree(store, f"datasets/{made.dataset_id}/")
+    dataset = preprocess(spec(folder), store)
+    assert dataset.dropped["duplicate"] == 3
+    return tree(store, f"datasets/{dataset.dataset_id}/")
 
 
 def of_the_dag(folder: Path, expected: dict[str, bytes]) -> dict[str, bytes]:
@@ -64,9 +64,9 @@ def test_pods_of_argo_that_are_lost_are_made_again_and_the_dataset_is_that_of_on
     )
     argo = Argo(argo_objects(spec(folder, FAN_OUT)), folder / "pods", variables)
     argo.instead["tokenise"] = [LOST, 137]  # its node went away, and then its memory was not enough
-    done = argo.submit({"workflowTemplateRef": {"name": "holdfast-small"}, "entrypoint": "train-and-register"})
-    assert done.phase == "Succeeded", done.log
-    shares = [node for name, node in done.nodes.items() if name.startswith("tokenise(")]
+    workflow = argo.submit({"workflowTemplateRef": {"name": "holdfast-small"}, "entrypoint": "train-and-register"})
+    assert workflow.phase == "Succeeded", workflow.log
+    shares = [node for name, node in workflow.nodes.items() if name.startswith("tokenise(")]
     assert [(node.name, node.codes) for node in shares] == [
         ("tokenise(0:0/3)", [LOST, 137, 0]), ("tokenise(1:1/3)", [0]), ("tokenise(2:2/3)", [0]),
     ]  # fmt: skip
@@ -89,21 +89,25 @@ class Compiled:
 
     def run(self, tasks: Mapping[str, Any], given: Mapping[str, Any], until: str) -> None:
         """Run the tasks of a DAG with its inputs, each after those it depends on, up to the task `until`."""
-        made: dict[str, dict[str, Any]] = {}
-        while waiting := [name for name in tasks if name not in made]:
-            name = next(one for one in waiting if set(tasks[one].get("dependentTasks", ())) <= made.keys())
+        outputs_of: dict[str, dict[str, Any]] = {}
+        while waiting := [name for name in tasks if name not in outputs_of]:
+            name = next(
+                candidate
+                for candidate in waiting
+                if set(tasks[candidate].get("dependentTasks", ())) <= outputs_of.keys()
+            )
             if name == until:
                 return
             task = tasks[name]
-            inputs = {key: _value(how, given, made) for key, how in task["inputs"]["parameters"].items()}
+            inputs = {key: _value(source, given, outputs_of) for key, source in task["inputs"]["parameters"].items()}
             component = self.component_of(task)
             if "dag" not in component:
-                made[name] = self.execute(name, component, inputs)
+                outputs_of[name] = self.execute(name, component, inputs)
                 continue
             loop = task["parameterIterator"]
             for item in inputs[loop["items"]["inputParameter"]]:
                 self.run(component["dag"]["tasks"], {**inputs, loop["itemInput"]: item}, until)
-            made[name] = {}
+            outputs_of[name] = {}
 
     def execute(self, name: str, component: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
         """What a task's container gives, told what KFP's launcher tells it."""
@@ -112,22 +116,35 @@ class Compiled:
         place = self.folder / f"task-{len(self.ran)}"
         place.mkdir()
         outputs = component["outputDefinitions"]
-        told = {
+        executor_input = {
             "inputs": {"parameterValues": dict(inputs)},
             "outputs": {
-                "parameters": {one: {"outputFile": str(place / one)} for one in outputs["parameters"]},
+                "parameters": {
+                    parameter: {"outputFile": str(place / parameter)} for parameter in outputs["parameters"]
+                },
                 "artifacts": {
-                    one: {"artifacts": [{"name": one, "type": kind["artifactType"], "uri": str(place / f"{one}.art")}]}
-                    for one, kind in outputs.get("artifacts", {}).items()
+                    output_name: {
+                        "artifacts": [
+                            {
+                                "name": output_name,
+                                "type": kind["artifactType"],
+                                "uri": str(place / f"{output_name}.art"),
+                            }
+                        ]
+                    }
+                    for output_name, kind in outputs.get("artifacts", {}).items()
                 },
                 "outputFile": str(place / "outputs.json"),
             },
         }
-        command = [json.dumps(told) if word == "{{$}}" else word for word in container["command"] + container["args"]]
+        command = [
+            json.dumps(executor_input) if argument == "{{$}}" else argument
+            for argument in container["command"] + container["args"]
+        ]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         variables = environment(self.folder / "home", PYTHONPATH=str(Path(__file__).parents[2]), PATH=path)
-        done = subprocess.run(command, env=variables, cwd=place, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        result = subprocess.run(command, env=variables, cwd=place, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
         values: dict[str, Any] = json.loads((place / "outputs.json").read_text())["parameterValues"]
         assert values.keys() == outputs["parameters"].keys()
         return values
@@ -148,9 +165,9 @@ def test_the_tasks_that_kfp_runs_over_a_list_make_the_dataset_of_one(folder: Pat
     empty_mlflow.place(folder / "home")
     compiled = Compiled(folder, FAN_OUT)
     parameters = compiled.ir["root"]["inputDefinitions"]["parameters"]
-    given = {f"pipelinechannel--{name}": one["defaultValue"] for name, one in parameters.items()}
+    arguments = {f"pipelinechannel--{name}": definition["defaultValue"] for name, definition in parameters.items()}
     handler = compiled.ir["root"]["dag"]["tasks"]["exit-handler-1"]
-    compiled.run(compiled.component_of(handler)["dag"]["tasks"], given, until="train")
+    compiled.run(compiled.component_of(handler)["dag"]["tasks"], arguments, until="train")
     assert compiled.ran == ["divide", "tokenise", "tokenise", "tokenise", "preprocess"]
     expected = of_one_process(folder)
     assert of_the_dag(folder, expected) == expected

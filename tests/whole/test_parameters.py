@@ -33,8 +33,10 @@ class Started:
         (self.folder / "pipeline.yaml").write_text((folder / "pipeline.yaml").read_text())
         parameters = next(yaml.safe_load_all((folder / "pipeline.yaml").read_text()))["root"]["inputDefinitions"]
         form = {  # JSON from a browser: a whole number has no fraction there
-            key: int(one["defaultValue"]) if one["parameterType"] == "NUMBER_INTEGER" else one["defaultValue"]
-            for key, one in parameters["parameters"].items()
+            key: int(definition["defaultValue"])
+            if definition["parameterType"] == "NUMBER_INTEGER"
+            else definition["defaultValue"]
+            for key, definition in parameters["parameters"].items()
         }
         assert changed.keys() <= form.keys()
         (self.folder / "arguments.json").write_text(json.dumps({**form, **changed}))
@@ -73,15 +75,15 @@ def test_runs_from_the_form_that_overlap_train_once_and_show_where_everything_is
     store = open_store(s3_url)
 
     # As a recurring run fires while one still runs.
-    one, other = (Started(tmp_path, name, steps=6) for name in ("one", "other"))
-    first, second = one.ended(), other.ended()
+    first_run, other = (Started(tmp_path, name, steps=6) for name in ("one", "other"))
+    first, second = first_run.ended(), other.ended()
     assert first.keys() >= {"preprocess", "train", "evaluate", "register"}
     run_id = first["train"]
     assert second["train"] == run_id
     assert len(list(store.list(layout.attempts(run_id)))) == 1  # nothing was trained twice
 
     # Before training began: where it can be watched.
-    links = one.artifact("links")
+    links = first_run.artifact("links")
     (mlflow_run,) = MlflowClient(f"sqlite:///{tmp_path}/home/mlflow.db").search_runs(
         ["1"], filter_string=f"tags.`holdfast.run_id` = '{run_id}'"
     )
@@ -90,6 +92,6 @@ def test_runs_from_the_form_that_overlap_train_once_and_show_where_everything_is
     assert f"kubectl -n team get pytorchjobs.kubeflow.org,pods -l holdfast/run-id={run_id}" in links
     assert "kubectl -n team get pods -l workflows.argoproj.io/workflow=small-one" in links
 
-    assert run_id in one.artifact("curves")
-    assert "<polyline" in one.artifact("curves")
+    assert run_id in first_run.artifact("curves")
+    assert "<polyline" in first_run.artifact("curves")
     assert json.loads(store.get(layout.result(run_id)))["step"] == 6

@@ -34,8 +34,8 @@ def test_a_sweep_that_was_stopped_goes_on_registers_the_best_and_then_only_answe
     (trained,) = objects(tmp_path, "runs/*/result.json")
     stamp = trained.stat().st_mtime_ns
 
-    done = holdfast(tmp_path, "spec.yaml", *OVER, command="sweep")
-    assert done.returncode == 0, done.stdout + done.stderr
+    first_result = holdfast(tmp_path, "spec.yaml", *OVER, command="sweep")
+    assert first_result.returncode == 0, first_result.stdout + first_result.stderr
     assert trained.stat().st_mtime_ns == stamp  # it was not trained again
     rows = only(tmp_path, "sweeps/*/comparison.json")["rows"]
     assert len(objects(tmp_path, "datasets/*/dataset.json")) == 1
@@ -48,9 +48,9 @@ def test_a_sweep_that_was_stopped_goes_on_registers_the_best_and_then_only_answe
     assert only(tmp_path, "runs/*/registrations/*.json")["run_id"] == rows[0]["run_id"]
 
     before = sorted((path, path.stat().st_mtime_ns) for path in objects(tmp_path, "**/*"))
-    again = holdfast(tmp_path, "spec.yaml", *OVER, command="sweep")
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert rows[0]["run_id"] in again.stdout
+    result = holdfast(tmp_path, "spec.yaml", *OVER, command="sweep")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert rows[0]["run_id"] in result.stdout
     assert sorted((path, path.stat().st_mtime_ns) for path in objects(tmp_path, "**/*")) == before
 
 
@@ -58,18 +58,18 @@ def test_a_sweep_that_was_stopped_goes_on_registers_the_best_and_then_only_answe
 def test_a_trial_that_fails_is_named_and_the_others_are_compared(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     write_spec(tmp_path)
-    over = ("--over", "model.context=32,4096")  # more than there is of held-out text
-    done = holdfast(tmp_path, "spec.yaml", *over, command="sweep")
-    assert done.returncode == 5, done.stdout + done.stderr
-    assert "failed: model.context=4096: train failed (exit code 11)" in done.stdout
+    options = ("--over", "model.context=32,4096")  # more than there is of held-out text
+    sweep_result = holdfast(tmp_path, "spec.yaml", *options, command="sweep")
+    assert sweep_result.returncode == 5, sweep_result.stdout + sweep_result.stderr
+    assert "failed: model.context=4096: train failed (exit code 11)" in sweep_result.stdout
     comparison = only(tmp_path, "sweeps/*/comparison.json")
     assert [row["changes"] for row in comparison["rows"]] == [["model.context=32"]]
-    assert [(one["changes"], one["exit_code"]) for one in comparison["failed"]] == [(["model.context=4096"], 11)]
+    assert [(trial["changes"], trial["exit_code"]) for trial in comparison["failed"]] == [(["model.context=4096"], 11)]
     assert only(tmp_path, "runs/*/registrations/*.json")["run_id"] == comparison["rows"][0]["run_id"]
     assert only(tmp_path, "sweeps/*/summary.json")["failed_step"] == "train-2"
 
     client = connect(f"sqlite:///{tmp_path}/home/mlflow.db")
-    runs = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     by_name = {run.info.run_name: run for run in runs}
     child = by_name[f"small-{comparison['rows'][0]['run_id'][:8]}"]
     assert child.data.tags["mlflow.parentRunId"] == by_name["small-sweep"].info.run_id
@@ -79,7 +79,7 @@ def test_a_trial_that_fails_is_named_and_the_others_are_compared(tmp_path: Path)
     shown = holdfast(tmp_path, "small-sweep", "--json", command="show")
     assert json.loads(shown.stdout) == comparison
     assert "sweep" not in holdfast(tmp_path, command="runs").stdout  # its trials are runs, and it is none
-    again = holdfast(tmp_path, "small-sweep", "--json", command="resume")  # what failed is tried again
-    assert again.returncode == 5, again.stdout + again.stderr
-    assert json.loads(again.stdout)["run_id"] == comparison["sweep_id"]
+    result = holdfast(tmp_path, "small-sweep", "--json", command="resume")  # what failed is tried again
+    assert result.returncode == 5, result.stdout + result.stderr
+    assert json.loads(result.stdout)["run_id"] == comparison["sweep_id"]
     assert len(objects(tmp_path, "runs/*/attempts/*.json")) == 1

@@ -36,8 +36,8 @@ HEAVY = ("torch", "kfp", "mlflow", "tokenizers", "pyarrow", "transformers")
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
     """Where the run sends its trace."""
-    with collecting() as made:
-        yield made
+    with collecting() as receiver:
+        yield receiver
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def done(
     write_corpus(folder)
     training, checkpoint = {"steps": 80, "micro_batch": 2}, {"every_steps": 5, "grace_seconds": 300}
     write_spec(folder, training=training, checkpoint=checkpoint, parallel={"processes": 2})
-    sent = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_EXPORTER_OTLP_TIMEOUT": "120"}
-    return folder, holdfast(folder, "spec.yaml", **sent)
+    variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_EXPORTER_OTLP_TIMEOUT": "120"}
+    return folder, holdfast(folder, "spec.yaml", **variables)
 
 
 def test_the_run_ends_blessed_and_registered(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
@@ -111,18 +111,24 @@ def test_kfp_itself_gives_the_compiled_pipeline_the_same_outcomes_and_bits(
         env=environment(tmp_path / "home", PYTHONPATH=str(ROOT)), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    (kept,) = [path for path in (folder / "home/logs").glob("*/run-*.steps.json") if "train" in path.read_text()][:1]
-    ours = json.loads(kept.read_text())
-    theirs = [json.loads(path.read_text()) for path in (tmp_path / "outcomes").glob("*.json")]
-    assert {(one["step"], one["exit_code"], one["result"]) for one in theirs if one["step"] != "notify"} == {
-        (one["step"], one["exit_code"], one["result"]) for one in ours if one["step"] != "notify"
+    (record,) = [path for path in (folder / "home/logs").glob("*/run-*.steps.json") if "train" in path.read_text()][:1]
+    local_outcomes = json.loads(record.read_text())
+    kfp_outcomes = [json.loads(path.read_text()) for path in (tmp_path / "outcomes").glob("*.json")]
+    assert {
+        (outcome["step"], outcome["exit_code"], outcome["result"])
+        for outcome in kfp_outcomes
+        if outcome["step"] != "notify"
+    } == {
+        (outcome["step"], outcome["exit_code"], outcome["result"])
+        for outcome in local_outcomes
+        if outcome["step"] != "notify"
     }
-    assert {one["step"] for one in theirs} == {one["step"] for one in ours}
-    for what in ("state_digest", "dataset_id", "run_id"):
+    assert {outcome["step"] for outcome in kfp_outcomes} == {outcome["step"] for outcome in local_outcomes}
+    for key in ("state_digest", "dataset_id", "run_id"):
         (result,) = objects(tmp_path, "runs/*/result.json")
-        assert json.loads(result.read_text())[what] == only(folder, "runs/*/result.json")[what]
-    for what in ("headline", "status", "verdict", "metrics"):
-        assert only(tmp_path, "runs/*/summary.json")[what] == only(folder, "runs/*/summary.json")[what]
+        assert json.loads(result.read_text())[key] == only(folder, "runs/*/result.json")[key]
+    for key in ("headline", "status", "verdict", "metrics"):
+        assert only(tmp_path, "runs/*/summary.json")[key] == only(folder, "runs/*/summary.json")[key]
 
 
 def test_the_exit_handler_left_a_summary(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
@@ -136,13 +142,15 @@ def test_a_second_call_answers_at_once_and_imports_nothing_heavy(
     done: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     folder, first = done
-    again = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "holdfast.pipelines.cli", "run", "spec.yaml"],
         cwd=folder, env=environment(folder / "home"), capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert again.returncode == 0
-    assert again.stdout.split("\n\n", 1)[1] in first.stdout  # the same summary
-    imported = {line.rsplit("|", 1)[1].strip() for line in again.stderr.splitlines() if line.startswith("import time:")}
+    assert result.returncode == 0
+    assert result.stdout.split("\n\n", 1)[1] in first.stdout  # the same summary
+    imported = {
+        line.rsplit("|", 1)[1].strip() for line in result.stderr.splitlines() if line.startswith("import time:")
+    }
     assert not imported & set(HEAVY)
     assert len(objects(folder, "runs/*/attempts/??????.json")) == 1
 
@@ -160,12 +168,12 @@ def test_runs_show_and_generate_know_the_run(done: tuple[Path, subprocess.Comple
     page = holdfast(folder, run_id[:6], command="show").stdout
     assert run_id in page
     assert "steps: 80" in page
-    said = [
+    texts = [
         holdfast(folder, "generate", name, "the ship", command="models").stdout
         for name in (run_id[:6], "small@champion")
     ]
-    assert said[0].startswith("the ship")
-    assert said[0] == said[1]
+    assert texts[0].startswith("the ship")
+    assert texts[0] == texts[1]
 
 
 def test_400_kb_of_flipped_bits_are_named_by_every_command(
@@ -176,24 +184,24 @@ def test_400_kb_of_flipped_bits_are_named_by_every_command(
     (weights,) = objects(folder, "runs/*/export/*/model.safetensors")
     whole = weights.read_bytes()
     damaged = bytearray(whole)
-    for at in range(len(whole) // 2, min(len(whole) // 2 + 400_000, len(whole)), 4):
-        damaged[at] ^= 0x40
+    for index in range(len(whole) // 2, min(len(whole) // 2 + 400_000, len(whole)), 4):
+        damaged[index] ^= 0x40
     weights.write_bytes(damaged)
-    words = "model.safetensors: bytes 0 to"
+    message = "model.safetensors: bytes 0 to"
     try:
-        for asked in (["run", "spec.yaml"], ["models", "generate", "small@champion", "x"]):
-            said = holdfast(folder, *asked[1:], command=asked[0])
-            assert said.returncode == 11, said.stdout + said.stderr
-            assert words in said.stderr
+        for command in (["run", "spec.yaml"], ["models", "generate", "small@champion", "x"]):
+            command_result = holdfast(folder, *command[1:], command=command[0])
+            assert command_result.returncode == 11, command_result.stdout + command_result.stderr
+            assert message in command_result.stderr
         other_name = holdfast(folder, "spec.yaml", "--set", "registration.model=other")
         assert other_name.returncode == 11
-        assert words in other_name.stdout + other_name.stderr
+        assert message in other_name.stdout + other_name.stderr
         verified = holdfast(folder, "verify", run_id, command="checkpoints")
         assert verified.returncode == 13
-        assert words.removeprefix("model.safetensors: ") in verified.stdout
+        assert message.removeprefix("model.safetensors: ") in verified.stdout
         weights.unlink()
-        again = holdfast(folder, "spec.yaml")
-        assert again.returncode == 0, again.stdout + again.stderr
+        result = holdfast(folder, "spec.yaml")
+        assert result.returncode == 0, result.stdout + result.stderr
         assert weights.read_bytes() == whole, "train wrote it anew, and what was judged and registered stands"
         assert holdfast(folder, "verify", run_id, command="checkpoints").returncode == 0
     finally:
@@ -204,20 +212,20 @@ def test_after_the_home_was_moved_the_same_command_ends_as_before_and_a_worse_mo
     done: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     folder, _ = done
-    known = objects(folder, "runs/*")
+    earlier = objects(folder, "runs/*")
     (folder / "home").rename(folder / "moved")
-    moved = {"HOLDFAST_HOME": str(folder / "moved")}
+    variables = {"HOLDFAST_HOME": str(folder / "moved")}
     try:
-        assert holdfast(folder, "spec.yaml", **moved).returncode == 0
-        said = holdfast(folder, "generate", "small@champion", "the ship", command="models", **moved)
-        assert said.stdout.startswith("the ship"), said.stderr
-        worse = holdfast(folder, "spec.yaml", "--set", "training.steps=1", "--set", "training.seed=11", **moved)
+        assert holdfast(folder, "spec.yaml", **variables).returncode == 0
+        result = holdfast(folder, "generate", "small@champion", "the ship", command="models", **variables)
+        assert result.stdout.startswith("the ship"), result.stderr
+        worse = holdfast(folder, "spec.yaml", "--set", "training.steps=1", "--set", "training.seed=11", **variables)
         assert worse.returncode == 3, worse.stdout + worse.stderr
         assert "bits per byte against" in worse.stdout
     finally:
         shutil.rmtree(folder / "home", ignore_errors=True)
         (folder / "moved").rename(folder / "home")
-        for worse_run in set(objects(folder, "runs/*")) - set(known):
+        for worse_run in set(objects(folder, "runs/*")) - set(earlier):
             shutil.rmtree(worse_run)  # tests below compare every run that is there
 
 
@@ -240,10 +248,10 @@ def disturbed(
     tmp_path_factory: pytest.TempPathFactory, done: tuple[Path, subprocess.CompletedProcess[str]]
 ) -> Disturbed:
     (folder, _), site = done, tmp_path_factory.mktemp("site")
-    known = {path.parent for path in objects(folder, "runs/*/run.json")}
+    earlier = {path.parent for path in objects(folder, "runs/*/run.json")}
 
     def runs() -> set[Path]:
-        return {path.parent for path in objects(folder, "runs/*/run.json")} - known
+        return {path.parent for path in objects(folder, "runs/*/run.json")} - earlier
 
     def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
         hold(site, step + BEYOND_A_SAVE)
@@ -258,17 +266,17 @@ def disturbed(
         members = family(psutil.Process(process.pid))
         addresses, sockets, files = listening(members), unix_listeners(members), shared_files(members)
         files = {path for path in files if not path.is_relative_to(folder)}  # of the home and the store: by the umask
-        strangers = attack({port for _, port in addresses}, site / "executed")
+        connections = attack({port for _, port in addresses}, site / "executed")
         wait_for_step(process, 15)
-        for stranger in strangers:
-            stranger.close()
+        for connection in connections:
+            connection.close()
         process.send_signal(signal.SIGINT)
         output = "".join(process.communicate(timeout=PATIENCE))
         assert psutil.wait_procs(members, timeout=PATIENCE)[1] == []
     (run,) = runs()
     assert json.loads((run / "summary.json").read_text())["status"] == "cancelled"
-    again = holdfast(folder, "spec.yaml", "--salt", json.loads((run / "run.json").read_text())["salt"])
-    return Disturbed(run, addresses, sockets, files, site / "executed", process.returncode, output, again)
+    result = holdfast(folder, "spec.yaml", "--salt", json.loads((run / "run.json").read_text())["salt"])
+    return Disturbed(run, addresses, sockets, files, site / "executed", process.returncode, output, result)
 
 
 def test_a_gang_on_one_machine_listens_on_loopback_alone(disturbed: Disturbed) -> None:
@@ -296,5 +304,5 @@ def test_strangers_at_every_port_execute_nothing_and_the_run_ends_with_the_bits_
     assert len(list(disturbed.run.glob("attempts/??????.json"))) == 2, "only the signal ended an attempt"
     first, second = (json.loads(path.read_text()) for path in objects(done[0], "runs/*/result.json"))
     assert first["run_id"] != second["run_id"]
-    for what in ("dataset_id", "state_digest"):
-        assert first[what] == second[what]
+    for key in ("dataset_id", "state_digest"):
+        assert first[key] == second[key]
