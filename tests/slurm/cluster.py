@@ -132,12 +132,12 @@ class SlurmCluster:
 
     def ask(self, *command: str, check: bool = True) -> str:
         """What a command of Slurm prints."""
-        done = subprocess.run(
+        result = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=180, check=False, cwd=self.folder
         )
-        if check and done.returncode != 0:
-            raise subprocess.SubprocessError(f"{' '.join(command)}: {done.stderr or done.stdout}")
-        return done.stdout.strip()
+        if check and result.returncode != 0:
+            raise subprocess.SubprocessError(f"{' '.join(command)}: {result.stderr or result.stdout}")
+        return result.stdout.strip()
 
     def path_of(self, program: str) -> str:
         """Where a command of Slurm is."""
@@ -169,8 +169,8 @@ class SlurmCluster:
                         keepers.append(process.pid)
                     continue
                 environment = process.environ()
-                mine = environment.get("SLURM_CONF") == self.environment["SLURM_CONF"]
-                if mine and environment.get("SLURMD_NODENAME") == node:
+                is_own = environment.get("SLURM_CONF") == self.environment["SLURM_CONF"]
+                if is_own and environment.get("SLURMD_NODENAME") == node:
                     tasks.append(process.pid)
         return keepers + tasks
 
@@ -241,19 +241,19 @@ class SlurmCluster:
             until(lambda: condition() or ended(), seconds)
         except TimeoutError as error:
             raise TimeoutError(f"{error}: {self._tails()}") from error
-        if gone := ended():
-            raise RuntimeError(f"ended: {', '.join(gone)}\n{self._tails()}")
+        if dead := ended():
+            raise RuntimeError(f"ended: {', '.join(dead)}\n{self._tails()}")
 
     def _tails(self) -> str:
         """The ends of what every daemon wrote."""
-        written = sorted([*self.folder.glob("*.out"), *self.folder.glob("*.log"), *self.folder.glob("munge/log")])
-        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in written)
+        files = sorted([*self.folder.glob("*.out"), *self.folder.glob("*.log"), *self.folder.glob("munge/log")])
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in files)
 
     def _run(self, name: str, *command: str) -> None:
-        mortal = ("setpriv", "--pdeathsig", "KILL", *command)  # not even a killed test leaves a daemon behind
-        with (self.folder / f"{name}.out").open("ab") as printed:
+        bound_command = ("setpriv", "--pdeathsig", "KILL", *command)  # not even a killed test leaves a daemon behind
+        with (self.folder / f"{name}.out").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                mortal, env=self.environment, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed,
+                bound_command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
 

@@ -31,9 +31,9 @@ def forgotten(cluster: SlurmCluster, run: str) -> None:
     """Wait until the controller knows no job any more, and the accounting all five of a run as ended."""
     first = int(run.rpartition("-")[2])
     jobs = [str(first + number) for number in range(5)]
-    ended = ("sacct", "--allocations", "--noheader", f"--jobs={','.join(jobs)}", "--format=JobIDRaw,End")
+    query = ("sacct", "--allocations", "--noheader", f"--jobs={','.join(jobs)}", "--format=JobIDRaw,End")
     until(lambda: not cluster.ask("squeue", "--noheader", "--states=all"), 120)
-    until(lambda: [x.split()[0] for x in cluster.ask(*ended).splitlines() if "Unknown" not in x] == jobs, 120)
+    until(lambda: [x.split()[0] for x in cluster.ask(*query).splitlines() if "Unknown" not in x] == jobs, 120)
 
 
 def test_a_run_that_the_controller_has_forgotten_is_told_by_the_accounting(
@@ -49,7 +49,9 @@ def test_a_run_that_the_controller_has_forgotten_is_told_by_the_accounting(
     assert states == dict.fromkeys(("preprocess", "train", "evaluate", "notify"), "SUCCEEDED")
     assert status["state"] == "SUCCEEDED"
     assert place.step(run, "register")["error"] == "evaluate says not_blessed"
-    assert [one["id"] for one in json.loads(place.holdfast("runs", "--backend", "slurm", "--json"))] == [status["id"]]
+    assert [entry["id"] for entry in json.loads(place.holdfast("runs", "--backend", "slurm", "--json"))] == [
+        status["id"]
+    ]
 
 
 def test_a_step_that_failed_is_told_with_its_exit_code_and_what_it_said(

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.drill
 
 def test_a_slurm_that_has_what_a_spec_asks_for_is_fine(slurm: SlurmCluster, tmp_path: Path) -> None:
     place = Place(slurm, tmp_path)
-    said = place.holdfast("doctor", str(place.spec), "--backend", "slurm")
-    assert "OK    slurm partition: all is up, with 2 nodes" in said
-    assert f"OK    slurm store: nodes see {tmp_path}/home/store" in said
+    output = place.holdfast("doctor", str(place.spec), "--backend", "slurm")
+    assert "OK    slurm partition: all is up, with 2 nodes" in output
+    assert f"OK    slurm store: nodes see {tmp_path}/home/store" in output
 
 
 def test_a_partition_that_is_not_there_and_nodes_that_are_too_few_are_named(
@@ -28,8 +28,8 @@ def test_a_partition_that_is_not_there_and_nodes_that_are_too_few_are_named(
     assert "FAIL  slurm partition: there is no partition gone" in absent
     assert "use one of all, other" in absent
     three = ("--set=cluster.nodes={min: 3, max: 3}", "--set=training.global_batch=12")
-    few = place.holdfast("doctor", spec, "--backend=slurm", *three, code=15)
-    assert "FAIL  slurm partition: all has 2 nodes, not 3" in few
+    output = place.holdfast("doctor", spec, "--backend=slurm", *three, code=15)
+    assert "FAIL  slurm partition: all has 2 nodes, not 3" in output
 
 
 def test_a_folder_that_no_node_sees_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:
@@ -40,9 +40,9 @@ def test_a_folder_that_no_node_sees_is_named(slurm: SlurmCluster, tmp_path: Path
     node.write_text(f'#!/bin/bash\nexec {slurm.path_of("srun")} "${{@:1:$#-2}}" cat /nowhere/else\n')
     node.chmod(0o755)
     place.environment["PATH"] = f"{programs}:{place.environment['PATH']}"
-    said = place.holdfast("doctor", str(place.spec), "--backend", "slurm", code=15)
-    assert f"FAIL  slurm store: no node sees {tmp_path}/home/store" in said
-    assert "file system that all nodes share" in said
+    output = place.holdfast("doctor", str(place.spec), "--backend", "slurm", code=15)
+    assert f"FAIL  slurm store: no node sees {tmp_path}/home/store" in output
+    assert "file system that all nodes share" in output
 
 
 def test_a_controller_that_does_not_answer_is_said(slurm: SlurmCluster, tmp_path: Path) -> None:
@@ -52,5 +52,5 @@ def test_a_controller_that_does_not_answer_is_said(slurm: SlurmCluster, tmp_path
         line if not line.startswith("SlurmctldPort=") else "SlurmctldPort=1\n" for line in text.splitlines(True)
     ))  # fmt: skip
     place.environment["SLURM_CONF"] = str(tmp_path / "slurm.conf")
-    said = place.holdfast("doctor", "--backend", "slurm", code=207)
-    assert "FAIL  slurm: sinfo" in said
+    output = place.holdfast("doctor", "--backend", "slurm", code=207)
+    assert "FAIL  slurm: sinfo" in output

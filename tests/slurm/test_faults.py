@@ -36,8 +36,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     folder = tmp_path_factory.mktemp("calm")
     small.write_corpus(folder)
     small.write_spec(folder, **LONG)
-    done = small.holdfast(folder, "spec.yaml", *LIKE_TWO_NODES)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = small.holdfast(folder, "spec.yaml", *LIKE_TWO_NODES)
+    assert result.returncode == 0, result.stdout + result.stderr
     store, run = open_store((folder / "home/store").as_uri()), small.only(folder, "runs/*/result.json")["run_id"]
     return {step: read_manifest(store, run, step).state_digest for step in (60, STEPS)}
 
@@ -65,22 +65,22 @@ def attempts(place: Place, run: str) -> list[tuple[int, int]]:
 def of_jobs(slurm: SlurmCluster, home: Path) -> list[psutil.Process]:
     """The processes that jobs have started for a home. Slurm's own programs are left out: srun listens on all
     interfaces for its nodes, which Slurm authenticates."""
-    found = []
+    processes = []
     for pid in {pid for node in NODES for pid in slurm.tasks_of(node)}:
         with suppress(psutil.Error):
             process = psutil.Process(pid)
             if process.environ().get("HOLDFAST_HOME") == str(home) and process.name() != "srun":
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def test_a_cancelled_step_the_time_limit_and_each_node_that_goes_down_cost_no_bit(
     slurm: SlurmCluster, tmp_path: Path, calm: dict[int, str]
 ) -> None:
     place = Place(slurm, tmp_path, "cluster.slurm={slot_minutes: 60}", "checkpoint.grace_seconds=10", held=0, **LONG)
-    made, again = place.submit(), place.submit()
-    assert (made["created"], again["created"]) == (True, False)
-    run = str(made["run_id"])
+    first, second = place.submit(), place.submit()
+    assert (first["created"], second["created"]) == (True, False)
+    run = str(first["run_id"])
     place.let(20 + AHEAD)
     place.wait_for_step(run, 20)
     members = of_jobs(slurm, place.home)  # they listen on the addresses of the job, and to nothing open to others
@@ -92,8 +92,8 @@ def test_a_cancelled_step_the_time_limit_and_each_node_that_goes_down_cost_no_bi
     assert place.step(run, "train")["error"] == ""  # never went back into the queue
 
     def reach_limit(job: int) -> None:
-        begun = int(slurm.ask("squeue", "--noheader", f"--jobs={job}", "--Format=TimeUsed").split(":")[0])
-        slurm.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={begun + 2}")
+        elapsed = int(slurm.ask("squeue", "--noheader", f"--jobs={job}", "--Format=TimeUsed").split(":")[0])
+        slurm.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={elapsed + 2}")
         until(lambda: "the ranks are told to save and leave" in place.logs(), 200)
         until(lambda: slurm.ask("squeue", "--noheader", f"--jobs={job}", "--Format=RestartCnt") == "1", 200)
         slurm.ask("scontrol", "update", f"JobId={job}", "TimeLimit=60")
@@ -112,14 +112,14 @@ def test_a_cancelled_step_the_time_limit_and_each_node_that_goes_down_cost_no_bi
     status = place.wait(run)
     assert status["state"] == "SUCCEEDED", f"{status}\n{place.logs()}"
     assert place.digest(run, STEPS) == calm[STEPS]
-    found = attempts(place, run)
-    assert [number for number, _ in found] == [1, 2, 3, 4, 5]
-    assert found[:3] == [(1, 1), (2, 2), (3, 3)]  # a later launch that found the node gone before Slurm did has no gang
+    gangs = attempts(place, run)
+    assert [number for number, _ in gangs] == [1, 2, 3, 4, 5]
+    assert gangs[:3] == [(1, 1), (2, 2), (3, 3)]  # a later launch that found the node gone before Slurm did has no gang
     states = {step["name"]: step["state"] for step in status["steps"]}
     assert states == dict.fromkeys(("preprocess", "train", "evaluate", "register", "notify"), "SUCCEEDED")
     assert "resuming from step" in place.holdfast("logs", run, "--rank", "0")
-    again = place.submit()
-    assert (again["created"], again["run"]["id"]) == (False, made["run"]["id"])
+    second = place.submit()
+    assert (second["created"], second["run"]["id"]) == (False, first["run"]["id"])
 
 
 def test_a_run_that_was_cancelled_or_is_past_its_deadline_has_saved_and_goes_on_when_it_is_resumed(
@@ -142,8 +142,8 @@ def test_a_run_that_was_cancelled_or_is_past_its_deadline_has_saved_and_goes_on_
     place.holdfast("resume", run)
     place.wait_for_step(run, 60)
     job = train_job(place, run)
-    (began,) = tmp_path.glob(f"home/slurm/*/train-{job}.began")
-    began.write_text(str(float(began.read_text()) - 3600))
+    (marker,) = tmp_path.glob(f"home/slurm/*/train-{job}.began")
+    marker.write_text(str(float(marker.read_text()) - 3600))
     slurm.ask("scontrol", "requeue", str(job))
     status = place.wait(run)
     assert status["state"] == "CANCELED", f"{status}\n{place.logs()}"
@@ -184,10 +184,10 @@ def test_a_job_gets_nothing_of_the_job_that_submits_it_and_logs_into_a_folder_of
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "my 100%job home"))
     chain = Chain.of(RunRequest(parse_spec("{name: a, data: {sources: [{uri: python:stdlib}]}}")))
     chain.folder.mkdir(parents=True)
-    kept = ("--comment", "--chdir", "--output", "--job-name", "--open-mode")
-    options = [one for one in options_of(chain, "preprocess", {}) if one.startswith(kept)]
+    prefixes = ("--comment", "--chdir", "--output", "--job-name", "--open-mode")
+    options = [option for option in options_of(chain, "preprocess", {}) if option.startswith(prefixes)]
     job = client.sbatch("#!/bin/bash\nenv\nsrun echo the step ran\n", [*options, "--mem=64M"])
     until(lambda: not client.jobs_of([job_name(chain.key, "preprocess")])[0].unfinished, 120)
-    printed = (chain.folder / f"preprocess-{job}.log").read_text()
-    assert "the step ran" in printed
-    assert not [line for line in printed.splitlines() if line.partition("=")[0] in inherited]
+    log = (chain.folder / f"preprocess-{job}.log").read_text()
+    assert "the step ran" in log
+    assert not [line for line in log.splitlines() if line.partition("=")[0] in inherited]

@@ -22,14 +22,14 @@ OVER = "training.optimizer.learning_rate=1e-3,1e-2"
 
 def sweep(place: Place, *arguments: str) -> dict[str, Any]:
     """Submit a sweep: what the command says in JSON."""
-    sets = [word for override in place.overrides for word in ("--set", override)]
-    said = place.holdfast("sweep", str(place.spec), *sets, "--json", *arguments)
-    return dict(json.loads(said))
+    sets = [argument for override in place.overrides for argument in ("--set", override)]
+    output = place.holdfast("sweep", str(place.spec), *sets, "--json", *arguments)
+    return dict(json.loads(output))
 
 
 def comparison(folder: Path) -> dict[str, Any]:
-    (found,) = (folder / "home/store/sweeps").glob("*/comparison.json")
-    return dict(json.loads(found.read_text()))
+    (file,) = (folder / "home/store/sweeps").glob("*/comparison.json")
+    return dict(json.loads(file.read_text()))
 
 
 def tasks(place: Place, run: str) -> list[str]:
@@ -43,8 +43,8 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("local")
     small.write_corpus(folder)
     small.write_spec(folder, **LONG)
-    done = small.holdfast(folder, "spec.yaml", "--over", OVER, *LIKE_TWO_NODES, command="sweep")
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = small.holdfast(folder, "spec.yaml", "--over", OVER, *LIKE_TWO_NODES, command="sweep")
+    assert result.returncode == 0, result.stdout + result.stderr
     return comparison(folder)
 
 
@@ -52,8 +52,8 @@ def test_a_sweep_that_is_requeued_in_part_and_cancelled_and_resumed_ends_in_the_
     slurm: SlurmCluster, tmp_path: Path, local: dict[str, Any]
 ) -> None:
     place = Place(slurm, tmp_path, held=HELD, **LONG)
-    made = sweep(place, "--over", OVER)
-    identity = made["run_id"]
+    submission = sweep(place, "--over", OVER)
+    identity = submission["run_id"]
     assert identity == local["sweep_id"]
     assert sweep(place, "--over", OVER)["created"] is False
     runs = {row["changes"][0]: row["run_id"] for row in local["rows"]}
@@ -87,9 +87,9 @@ def test_a_trial_that_fails_is_named_the_others_are_compared_and_the_same_again_
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     place = Place(slurm, tmp_path)
-    over = ("--over", "model.context=32,4096", "--at-once", "1")  # more than there is of held-out text
-    made = sweep(place, *over)
-    status = place.wait(made["run_id"])
+    options = ("--over", "model.context=32,4096", "--at-once", "1")  # more than there is of held-out text
+    submission = sweep(place, *options)
+    status = place.wait(submission["run_id"])
     assert status["state"] == "FAILED", f"{status}\n{place.logs()}"
     steps = {step["name"]: step["state"] for step in status["steps"]}
     assert steps == {
@@ -97,11 +97,11 @@ def test_a_trial_that_fails_is_named_the_others_are_compared_and_the_same_again_
         "evaluate-2": "CANCELED", "compare": "SUCCEEDED", "register": "SUCCEEDED", "notify": "SUCCEEDED",
     }, place.logs()  # fmt: skip
     assert "exit code 11" in status["message"]
-    found = comparison(tmp_path)
-    assert [row["changes"] for row in found["rows"]] == [["model.context=32"]]
-    assert [(one["changes"], one["exit_code"]) for one in found["failed"]] == [(["model.context=4096"], 11)]
-    again = json.loads(place.holdfast("resume", "small-sweep", "--json"))
-    assert again["created"] is True
-    place.wait(again["run"]["id"])
-    assert comparison(tmp_path) == found
+    table = comparison(tmp_path)
+    assert [row["changes"] for row in table["rows"]] == [["model.context=32"]]
+    assert [(trial["changes"], trial["exit_code"]) for trial in table["failed"]] == [(["model.context=4096"], 11)]
+    resumed = json.loads(place.holdfast("resume", "small-sweep", "--json"))
+    assert resumed["created"] is True
+    place.wait(resumed["run"]["id"])
+    assert comparison(tmp_path) == table
     assert len(list(tmp_path.glob("home/store/runs/*/attempts/*.json"))) == 1

@@ -21,11 +21,11 @@ pytestmark = [pytest.mark.drill, pytest.mark.timeout(1200)]
 def test_two_who_submit_the_same_at_once_get_one_chain(slurm: SlurmCluster, tmp_path: Path) -> None:
     place = Place(slurm, tmp_path)
     with ThreadPoolExecutor() as pool:
-        made = list(pool.map(lambda _: place.submit(), range(3)))
-    assert sorted(one["created"] for one in made) == [False, False, True]
-    assert len({one["run"]["id"] for one in made}) == 1
-    place.holdfast("stop", made[0]["run_id"])
-    assert place.wait(made[0]["run_id"])["state"] == "CANCELED", place.logs()
+        submissions = list(pool.map(lambda _: place.submit(), range(3)))
+    assert sorted(submission["created"] for submission in submissions) == [False, False, True]
+    assert len({submission["run"]["id"] for submission in submissions}) == 1
+    place.holdfast("stop", submissions[0]["run_id"])
+    assert place.wait(submissions[0]["run_id"])["state"] == "CANCELED", place.logs()
 
 
 def test_a_corpus_that_an_array_tokenises_is_the_same_dataset(
