@@ -45,13 +45,13 @@ class RayNode:
 
     def those_with(self, *words: str) -> list[psutil.Process]:
         """Its processes with all of `words` in their command lines."""
-        found = []
+        processes = []
         for process in self.processes:
             with suppress(psutil.NoSuchProcess):
                 command = " ".join(process.cmdline())
-                if all(word in command for word in words):
-                    found.append(process)
-        return found
+                if all(text in command for text in words):
+                    processes.append(process)
+        return processes
 
     @property
     def ranks(self) -> list[psutil.Process]:
@@ -60,11 +60,13 @@ class RayNode:
 
     def kill_raylet(self) -> None:
         """As the kernel does it when memory runs out; wait until nothing of the node is left."""
-        mine = self.processes
+        processes = self.processes
         for raylet in self.those_with("raylet/raylet "):
             raylet.kill()
-        gone, left = psutil.wait_procs([one for one in mine if one.pid != self._process.pid], 120)
-        assert gone and not left, left
+        ended, survivors = psutil.wait_procs(
+            [process for process in processes if process.pid != self._process.pid], 120
+        )
+        assert ended and not survivors, survivors
         self._process.wait(120)
 
     def kill(self) -> None:
@@ -125,18 +127,18 @@ class RayCluster:
     def __exit__(self, *_: object) -> None:
         for node in reversed(self._started):
             node.kill()
-        left = self.processes()
-        for process in left:
+        survivors = self.processes()
+        for process in survivors:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(left, 120)
+        psutil.wait_procs(survivors, 120)
         assert not self.processes(), "processes of Ray are left"
 
     @property
     def client(self) -> dict[str, str]:
         """The variables of whoever submits to it."""
-        mine = {name: self.environment[name] for name in ("RAY_AUTH_MODE", TOKEN)}
-        return {**mine, "RAY_API_SERVER_ADDRESS": self.endpoint, "HOLDFAST_BACKEND": "ray"}
+        variables = {name: self.environment[name] for name in ("RAY_AUTH_MODE", TOKEN)}
+        return {**variables, "RAY_API_SERVER_ADDRESS": self.endpoint, "HOLDFAST_BACKEND": "ray"}
 
     def add_node(self) -> RayNode:
         """Another node, which has joined."""
@@ -144,15 +146,15 @@ class RayCluster:
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """What was started here or by what was, wherever it hangs now, with all of `words` in its command line."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                mine = process.environ().get(TOKEN) == self.environment[TOKEN]
-                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                is_own = process.environ().get(TOKEN) == self.environment[TOKEN]
+                if is_own and process.status() != psutil.STATUS_ZOMBIE:
                     command = " ".join(process.cmdline())
-                    if all(word in command for word in words):
-                        found.append(process)
-        return found
+                    if all(text in command for text in words):
+                        processes.append(process)
+        return processes
 
     def drivers(self, run: str = "") -> list[psutil.Process]:
         """The processes that walk a DAG, or that of a run."""
@@ -182,13 +184,11 @@ class RayCluster:
         minute, which a busy machine needs."""
         end = time.monotonic() + 420
         while True:
-            printed = self._folder / f"node-{self._started.index(node)}.out"
-            until(
-                lambda printed=printed, node=node: "Ray runtime started" in printed.read_text() or not node.alive(), 180
-            )
+            log = self._folder / f"node-{self._started.index(node)}.out"
+            until(lambda printed=log, node=node: "Ray runtime started" in printed.read_text() or not node.alive(), 180)
             if node.alive():
                 return node
-            assert GAVE_UP in printed.read_text() and time.monotonic() < end, printed.read_text()
+            assert GAVE_UP in log.read_text() and time.monotonic() < end, log.read_text()
             node.kill()
             if node in self.nodes:
                 self.nodes.remove(node)
@@ -205,9 +205,9 @@ class RayCluster:
             f"--max-worker-port={11499 + 500 * (number % 20)}", f"--temp-dir={self._folder / str(number)}",
             "--disable-usage-stats", *arguments,
         ]  # fmt: skip
-        with (self._folder / f"node-{number}.out").open("wb") as out:
+        with (self._folder / f"node-{number}.out").open("wb") as log:
             process = subprocess.Popen(
-                command, env=self.environment, cwd=self._folder, stdin=subprocess.DEVNULL, stdout=out,
+                command, env=self.environment, cwd=self._folder, stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         node = RayNode(process)

@@ -55,7 +55,7 @@ class Calm:
 def calm(ray: RayCluster, home: Path) -> Calm:
     """On both nodes, to its end."""
     place = Place(ray, home.parent / "training", home, **LONG)
-    made, again = place.submit(), place.submit()
-    status = place.wait(made["run_id"])
-    assert status["state"] == "SUCCEEDED", place.logs(made["run_id"])
-    return Calm(place, made, again, status)
+    first, second = place.submit(), place.submit()
+    status = place.wait(first["run_id"])
+    assert status["state"] == "SUCCEEDED", place.logs(first["run_id"])
+    return Calm(place, first, second, status)

@@ -42,8 +42,8 @@ class Place(Submitter):
 
     def endings(self, run: str) -> list[int]:
         """The codes that the launches of a run ended with, as far as a launcher saw it."""
-        found = sorted((self.home / "store/runs" / run).rglob("*.ending.json"))
-        return [int(json.loads(path.read_text())["code"]) for path in found]
+        files = sorted((self.home / "store/runs" / run).rglob("*.ending.json"))
+        return [int(json.loads(path.read_text())["code"]) for path in files]
 
     def logs(self, run: str) -> str:
         """What the steps printed, as the driver passes it on, with the driver's own lines."""

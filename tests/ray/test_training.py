@@ -29,8 +29,8 @@ class Disturbed:
         self.ray, self.calm, self.place = ray, calm, calm.place
         self._folder = calm.place.folder / f"held-{salt}"
         self._folder.mkdir()
-        held = ", ".join(f"{name}: '{value}'" for name, value in small.held(self._folder, 0).items())
-        variables = f"--set=cluster.environment={{GLOO_SOCKET_IFNAME: lo, {held}}}"
+        hold_variables = ", ".join(f"{name}: '{value}'" for name, value in small.held(self._folder, 0).items())
+        variables = f"--set=cluster.environment={{GLOO_SOCKET_IFNAME: lo, {hold_variables}}}"
         self.run = str(self.place.submit("--salt", salt, variables)["run_id"])
         self._attempt = self._allowed = 0  # that was seen to train; the step up to which it may compute
 
@@ -88,9 +88,9 @@ def test_a_killed_rank_a_killed_launcher_and_a_lost_node_cost_launches_and_no_bi
     assert not psutil.wait_procs(ranks, 120)[1], "what a launcher started dies with it"
     run.goes_on()
     assert run.launches == [ExitCode.KILLED], "nobody saw the end of the second one"
-    lost = next(node for node in ray.nodes if node.ranks)
-    ray.nodes.remove(lost)
-    lost.kill_raylet()
+    node_lost = next(node for node in ray.nodes if node.ranks)
+    ray.nodes.remove(node_lost)
+    node_lost.kill_raylet()
     ray.add_node()
     run.ends_as_the_calm_one()
     first, *killed, last = run.launches
