@@ -21,14 +21,14 @@ PASSWORD = "hunter2"
 @contextmanager
 def cluster() -> Iterator[str]:
     """The URI under which MLflow reaches an empty database. Skips where PostgreSQL is not installed."""
-    found = [Path(path) for path in filter(None, [shutil.which("initdb")])]
-    found += sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), reverse=True)
-    if not found:
+    programs_found = [Path(path) for path in filter(None, [shutil.which("initdb")])]
+    programs_found += sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), reverse=True)
+    if not programs_found:
         pytest.skip("PostgreSQL is not installed here (Debian: postgresql)")
-    programs = found[0].resolve().parent
+    programs = programs_found[0].resolve().parent
     user = {}
     if os.getuid() == 0:  # PostgreSQL refuses to run as root
-        name = next((each.pw_name for each in pwd.getpwall() if each.pw_name in ("postgres", "nobody")), None)
+        name = next((account.pw_name for account in pwd.getpwall() if account.pw_name in ("postgres", "nobody")), None)
         if name is None:
             pytest.skip("PostgreSQL does not run as root, and there is neither the user postgres nor nobody")
         user = {"user": name, "group": pwd.getpwnam(name).pw_gid, "extra_groups": []}
@@ -41,12 +41,12 @@ def cluster() -> Iterator[str]:
         data, port = folder / "data", free_port()
 
         def run(*arguments: object) -> None:
-            done = subprocess.run(
+            result = subprocess.run(
                 [str(argument) for argument in arguments],
                 cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
                 check=False, **user,
             )  # fmt: skip
-            assert done.returncode == 0, done.stderr
+            assert result.returncode == 0, result.stderr
 
         secrecy = ("--auth=scram-sha-256", f"--pwfile={folder / 'password'}", "--username=holdfast")
         run(programs / "initdb", f"--pgdata={data}", *secrecy, "--encoding=UTF8", "--no-sync")

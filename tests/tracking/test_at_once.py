@@ -29,10 +29,10 @@ def race(what: str | list[str], tables: str, store: Store, count: int = 2) -> li
     each of the tables every one of them waits until all stand there, having found no row."""
     work = [what] * count if isinstance(what, str) else what
     with ExitStack() as stack:
-        racers = [
+        processes = [
             stack.enter_context(
                 warm.popen(
-                    [sys.executable, "-m", "tests.tracking.racer", each, tables, store.url],
+                    [sys.executable, "-m", "tests.tracking.racer", name, tables, store.url],
                     os.environ,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -40,28 +40,28 @@ def race(what: str | list[str], tables: str, store: Store, count: int = 2) -> li
                     text=True,
                 )
             )
-            for each in work
+            for name in work
         ]
         for place in ["start", *filter(None, tables.split(","))]:
-            for racer in racers:
-                assert racer.stdout is not None
-                assert racer.stdout.readline() == f"held {place}\n", racer.communicate()
-            for racer in racers:
-                assert racer.stdin is not None
-                racer.stdin.write("go\n")
-                racer.stdin.flush()
-        ended = [(*racer.communicate(timeout=240), racer.returncode) for racer in racers]
-    assert [code for *_, code in ended] == [0] * len(work), "\n".join(said for _, said, _ in ended)
-    return [out.strip() for out, *_ in ended]
+            for process in processes:
+                assert process.stdout is not None
+                assert process.stdout.readline() == f"held {place}\n", process.communicate()
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.write("go\n")
+                process.stdin.flush()
+        results = [(*process.communicate(timeout=240), process.returncode) for process in processes]
+    assert [code for *_, code in results] == [0] * len(work), "\n".join(error_text for _, error_text, _ in results)
+    return [output.strip() for output, *_ in results]
 
 
 def bare_run(home: Path, run_id: str) -> str:
     """An MLflow run that nobody has described yet."""
     client = connect()
-    found = client.get_experiment_by_name("story")
+    existing = client.get_experiment_by_name("story")
     experiment = (
-        found.experiment_id
-        if found
+        existing.experiment_id
+        if existing
         else client.create_experiment("story", artifact_location=(home / "artifacts").as_uri())
     )
     return str(client.create_run(experiment, tags={"holdfast.run_id": run_id}).info.run_id)
@@ -81,7 +81,7 @@ def test_two_that_write_every_row_at_the_same_moment_register_one_version(
     run = connect().get_run(bare)
     assert run.data.params["training.steps"] == str(SPEC.training.steps)
     assert run.data.tags["holdfast.dataset_id"] == made.DATASET_ID
-    assert [one.dataset.digest for one in run.inputs.dataset_inputs] == [made.DATASET_ID]
+    assert [dataset_input.dataset.digest for dataset_input in run.inputs.dataset_inputs] == [made.DATASET_ID]
 
 
 def test_two_that_name_a_known_dataset_at_once_both_succeed(home: Path, store: Store) -> None:
@@ -98,17 +98,17 @@ def register_two_at_once(store: Store, finish: Finish) -> str:
     got = race([made.RUN_ID, made.OTHER], "SqlRegisteredModel", store)
     assert sorted(got)[1] == "refused"
     assert sorted(version.version for version in versions("story", store)) == [1, 2]
-    crowned = champion("story", store)
-    assert crowned is not None
-    assert str(crowned.version) == sorted(got)[0]
-    loser = made.OTHER if crowned.run_id == made.RUN_ID else made.RUN_ID
-    finish(loser, verdict={"champion": crowned.identity})  # evaluated again
-    registration = register(SPEC, loser, store)
-    assert registration.version == 3 - crowned.version
-    found = champion("story", store)
-    assert found is not None
-    assert (found.run_id, found.tags["holdfast.replaced_champion"]) == (loser, str(crowned.version))
-    assert rollback("story", store) == crowned
+    first_champion = champion("story", store)
+    assert first_champion is not None
+    assert str(first_champion.version) == sorted(got)[0]
+    other_run = made.OTHER if first_champion.run_id == made.RUN_ID else made.RUN_ID
+    finish(other_run, verdict={"champion": first_champion.identity})  # evaluated again
+    registration = register(SPEC, other_run, store)
+    assert registration.version == 3 - first_champion.version
+    current = champion("story", store)
+    assert current is not None
+    assert (current.run_id, current.tags["holdfast.replaced_champion"]) == (other_run, str(first_champion.version))
+    assert rollback("story", store) == first_champion
     return registration.tracking
 
 
@@ -124,9 +124,9 @@ def test_two_promotions_at_once_remember_the_same_former_champion(home: Path, st
         register_version(store, "story", f"run-{number}", "runs/x/export/x/", "state")
     client.set_registered_model_alias("story", "champion", "1")
     assert race("2", "SqlModelVersionTag", store) == ["2", "2"]
-    found = champion("story", store)
-    assert found is not None
-    assert (found.version, found.tags["holdfast.replaced_champion"]) == (2, "1")
+    current = champion("story", store)
+    assert current is not None
+    assert (current.version, current.tags["holdfast.replaced_champion"]) == (2, "1")
 
 
 @pytest.mark.slow

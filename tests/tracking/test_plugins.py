@@ -85,9 +85,9 @@ def test_metrics_are_copied_though_artifacts_cannot_be_written(
 def test_a_failure_of_a_plugin_has_the_code_of_what_it_means(root: str, code: ExitCode, home: Path) -> None:
     client = connect()
     run = client.create_run(client.create_experiment("story", artifact_location=root))
-    with pytest.raises(TrackingUnavailable) as raised, translated("sqlite:///x"):
+    with pytest.raises(TrackingUnavailable) as error, translated("sqlite:///x"):
         artifacts.write_text(client, run.info.run_id, "text", "a.txt")
-    assert raised.value.exit_code == code
+    assert error.value.exit_code == code
 
 
 def test_a_client_that_waits_for_credentials_is_left_after_a_bound(
@@ -100,9 +100,9 @@ def test_a_client_that_waits_for_credentials_is_left_after_a_bound(
         monkeypatch.setattr(artifacts, "SECONDS", 0.5)
         connect().create_experiment("story", artifact_location="gs://nobody/x")
         made.write_history(store, 0, 3)
-        began = time.monotonic()
+        start = time.monotonic()
         assert opened(store).sync() == 3
-        assert time.monotonic() - began < 60  # it would be two minutes
+        assert time.monotonic() - start < 60  # it would be two minutes
     assert "did not end within 0.5 s" in caplog.text
 
 
@@ -127,10 +127,10 @@ def test_an_address_that_mlflow_refuses_for_ever_is_no_outage(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     for ask in (lambda: registered(store), lambda: require_usable(made.spec())):
-        with pytest.raises(HoldfastError, match=words) as raised:
+        with pytest.raises(HoldfastError, match=words) as error:
             ask()
-        assert raised.value.exit_code == ExitCode.BAD_SPEC
-        assert "secret" not in str(raised.value)
+        assert error.value.exit_code == ExitCode.BAD_SPEC
+        assert "secret" not in str(error.value)
 
 
 def test_a_deleted_experiment_is_said_before_the_training(home: Path, store: Store) -> None:
@@ -139,9 +139,9 @@ def test_a_deleted_experiment_is_said_before_the_training(home: Path, store: Sto
     experiment = client.create_experiment("story")
     require_usable(made.spec())
     client.delete_experiment(experiment)
-    with pytest.raises(HoldfastError, match=f"deleted in MLflow; restore it .*--experiment-id {experiment}") as raised:
+    with pytest.raises(HoldfastError, match=f"deleted in MLflow; restore it .*--experiment-id {experiment}") as error:
         require_usable(made.spec())
-    assert raised.value.exit_code == ExitCode.NOT_FOUND
+    assert error.value.exit_code == ExitCode.NOT_FOUND
     with pytest.raises(TrackingUnavailable, match="deleted in MLflow") as refused:
         opened(store).mlflow_run_id  # noqa: B018
     assert refused.value.exit_code == ExitCode.NOT_FOUND
@@ -152,9 +152,9 @@ def test_a_server_is_asked_before_the_training_too(bare_home: Path, monkeypatch:
     for status, body, code in ((200, deleted, ExitCode.NOT_FOUND), (401, b"", ExitCode.ACCESS_DENIED)):
         with answering(status, body) as url:
             monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
-            with pytest.raises(HoldfastError) as raised:
+            with pytest.raises(HoldfastError) as error:
                 require_usable(made.spec())
-            assert raised.value.exit_code == code
+            assert error.value.exit_code == code
     for status, body in ((404, b"{}"), (500, b""), (200, b"["), (200, b"[" * 5000)):
         with answering(status, body) as url:
             monkeypatch.setenv("MLFLOW_TRACKING_URI", url)

@@ -48,10 +48,10 @@ def test_a_run_is_tracked_and_every_step_is_there_once(mlflow: str, store: Store
     made.write_history(store, 0, 8)
     first = RunTracker.open(SPEC, made.RUN_ID, made.DATASET_ID, store)
     assert first.sync() == 8
-    again = RunTracker.open(SPEC, made.RUN_ID, made.DATASET_ID, store)
-    assert again.sync() == 0
+    tracker = RunTracker.open(SPEC, made.RUN_ID, made.DATASET_ID, store)
+    assert tracker.sync() == 0
     made.write_history(store, 8, 12)
-    assert again.sync() == 4
+    assert tracker.sync() == 4
     assert first.finish("FINISHED")
     run = connect().get_run(first.mlflow_run_id)
     assert run.info.status == "FINISHED"

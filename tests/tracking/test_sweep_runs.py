@@ -27,7 +27,7 @@ def trial(store: Store, run_id: str) -> str:
 
 
 def everything(client: MlflowClient) -> list[object]:
-    (experiment,) = (one for one in client.search_experiments() if one.name == made.spec().experiment)
+    (experiment,) = (candidate for candidate in client.search_experiments() if candidate.name == made.spec().experiment)
     return [run.to_dictionary() for run in client.search_runs([experiment.experiment_id])]
 
 

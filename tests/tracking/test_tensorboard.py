@@ -30,23 +30,23 @@ def read(folder: Path) -> EventAccumulator:
 
 def test_tensorboard_finds_every_step_with_its_time_the_evaluation_and_the_spec(tmp_path: Path) -> None:
     write(tmp_path / "run", tiny_spec(), ROWS, [VERDICT])
-    found = read(tmp_path / "run")
-    assert [(each.step, each.wall_time, each.value) for each in found.Scalars("train/loss")] == [
+    events = read(tmp_path / "run")
+    assert [(scalar.step, scalar.wall_time, scalar.value) for scalar in events.Scalars("train/loss")] == [
         (row["step"], row["time"], row["loss"]) for row in ROWS
     ]
-    assert set(found.Tags()["scalars"]) == {
+    assert set(events.Tags()["scalars"]) == {
         "train/loss", "phase_seconds/forward", "system/cpu_percent", "evaluation/loss", "evaluation/perplexity",
     }  # fmt: skip
-    (evaluated,) = found.Scalars("evaluation/loss")
-    assert (evaluated.step, evaluated.wall_time, evaluated.value) == (8, 1008.0, 2.5)
-    (text,) = found.Tensors("spec")
+    (event,) = events.Scalars("evaluation/loss")
+    assert (event.step, event.wall_time, event.value) == (8, 1008.0, 2.5)
+    (text,) = events.Tensors("spec")
     assert b"global_batch: 8" in tensor_util.make_ndarray(text.tensor_proto).item()
 
 
 def test_writing_it_again_leaves_one_file_with_what_there_is_now(tmp_path: Path) -> None:
     first = write(tmp_path, tiny_spec(), ROWS[:4], []).read_bytes()
-    again = write(tmp_path, tiny_spec(), ROWS, []).read_bytes()
-    assert again.startswith(first)  # so that a TensorBoard that reads along goes on where it was
+    content = write(tmp_path, tiny_spec(), ROWS, []).read_bytes()
+    assert content.startswith(first)  # so that a TensorBoard that reads along goes on where it was
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     assert len(read(tmp_path).Scalars("train/loss")) == 8
 

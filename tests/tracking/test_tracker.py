@@ -38,9 +38,9 @@ def assert_holds_each_step_once(tracker: RunTracker, upto: int) -> None:
     client = connect(tracker.uri)
     for key in made.KEYS:
         history = client.get_metric_history(tracker.mlflow_run_id, key)
-        named = key.replace("system/", "system.")
+        metric_name = key.replace("system/", "system.")
         assert [(metric.step, metric.timestamp, metric.value) for metric in history] == [
-            (row["step"], round(row["time"] * 1000), row[named]) for row in made.rows(1, upto)
+            (row["step"], round(row["time"] * 1000), row[metric_name]) for row in made.rows(1, upto)
         ]
 
 
@@ -95,8 +95,8 @@ def test_syncing_again_and_from_elsewhere_copies_only_what_is_new(home: Path, st
     assert tracker.sync() == 400
     assert tracker.sync() == 0
     made.write_history(store, 400, 410)
-    elsewhere = opened(store)
-    assert elsewhere.sync() == 10
+    other = opened(store)
+    assert other.sync() == 10
     assert tracker.sync() == 0
     assert_holds_each_step_once(tracker, 410)
 
@@ -113,15 +113,15 @@ def test_a_long_run_is_copied_with_a_growing_stride_and_its_last_step_is_there(
     assert opened(store, "training.steps=41").sync() == len(expected) - 10
     assert first.sync() == 0
     client = connect(first.uri)
-    assert [one.step for one in client.get_metric_history(first.mlflow_run_id, "learning_rate")] == expected
+    assert [metric.step for metric in client.get_metric_history(first.mlflow_run_id, "learning_rate")] == expected
     monkeypatch.undo()
     assert sum(is_copied(step, 10**6) for step in range(1, 10**6 + 1)) < 45_000
 
 
 def test_a_step_without_a_loss_is_not_copied_again(home: Path, store: Store) -> None:
-    held = made.rows(1, 3)
-    held[-1] |= {"loss": None, "grad_norm": None, "held": 1}
-    write_committed(store, made.RUN_ID, 0, held)
+    rows = made.rows(1, 3)
+    rows[-1] |= {"loss": None, "grad_norm": None, "held": 1}
+    write_committed(store, made.RUN_ID, 0, rows)
     assert opened(store).sync() == 3
     assert opened(store).sync() == 0
 
@@ -168,7 +168,7 @@ def test_two_that_open_a_fresh_mlflow_at_once_end_with_one_run(bare_home: Path, 
     go(*processes)
     answers = [process.communicate(timeout=240) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], answers
-    names = {out.split()[1] for out, _ in answers}
+    names = {output.split()[1] for output, _ in answers}
     assert len(names) == 1, answers
     tracker = opened(store)
     assert {tracker.mlflow_run_id} == names
@@ -179,8 +179,8 @@ def test_two_that_open_a_fresh_mlflow_at_once_end_with_one_run(bare_home: Path, 
 
 
 def test_a_syncer_killed_in_the_middle_leaves_neither_gaps_nor_duplicates(home: Path, store: Store) -> None:
-    upto = 3000  # eighteen batches
-    made.write_history(store, 0, upto)
+    last_step = 3000  # eighteen batches
+    made.write_history(store, 0, last_step)
     database = home / "mlflow.db"
     for _ in range(3):
         before = count_metrics(database)
@@ -191,10 +191,10 @@ def test_a_syncer_killed_in_the_middle_leaves_neither_gaps_nor_duplicates(home: 
             os.sched_yield()
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert 0 < count_metrics(database) < upto * len(made.KEYS)
+        assert 0 < count_metrics(database) < last_step * len(made.KEYS)
     tracker = opened(store)
     assert tracker.sync() > 0
-    assert_holds_each_step_once(tracker, upto)
+    assert_holds_each_step_once(tracker, last_step)
 
 
 def count_metrics(database: Path) -> int:
@@ -271,10 +271,10 @@ def test_a_server_that_goes_away_and_comes_back_has_every_step_once(
     caplog.set_level(logging.INFO, "holdfast")
     tracker = opened(store, uri=f"http://127.0.0.1:{port}")
     made.write_history(store, 0, 100)
-    began = time.monotonic()
+    start = time.monotonic()
     assert [tracker.sync(), tracker.sync()] == [0, 0]
     assert not tracker.finish("FAILED")
-    assert time.monotonic() - began < 200  # MLflow itself tries for four minutes at each request
+    assert time.monotonic() - start < 200  # MLflow itself tries for four minutes at each request
     assert len([record for record in caplog.records if "are not copied to MLflow for now" in record.message]) == 1
     with mlflow_server(tmp_path, port):
         assert tracker.sync() == 100
@@ -290,10 +290,10 @@ def test_a_server_that_goes_away_and_comes_back_has_every_step_once(
 
 def test_credentials_never_show(bare_home: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = f"http://somebody:hunter2@127.0.0.1:{free_port()}"
-    with pytest.raises(TrackingUnavailable) as raised:
+    with pytest.raises(TrackingUnavailable) as error:
         assert opened(store, uri=uri).mlflow_run_id
-    assert "MLFLOW_TRACKING_URI" in str(raised.value)
-    assert "hunter2" not in str(raised.value)
+    assert "MLFLOW_TRACKING_URI" in str(error.value)
+    assert "hunter2" not in str(error.value)
 
 
 def test_the_commit_is_the_one_that_the_image_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -309,9 +309,9 @@ def test_a_document_too_long_for_a_tag_is_whole_beside_it(home: Path, store: Sto
     tracker = opened(store)
     client, mlflow_run_id = connect(), tracker.mlflow_run_id
     long = json.dumps({str(number): "x" * 60 for number in range(100)})
-    kept = whole_tags(client, mlflow_run_id, {"short": "as it is", "holdfast.sources": long}, 5000)
-    assert kept["short"] == "as it is"
-    place = json.loads(kept["holdfast.sources"])["artifact"]
+    tags = whole_tags(client, mlflow_run_id, {"short": "as it is", "holdfast.sources": long}, 5000)
+    assert tags["short"] == "as it is"
+    place = json.loads(tags["holdfast.sources"])["artifact"]
     assert place == f"runs:/{mlflow_run_id}/lineage/holdfast.sources"
     path = client.download_artifacts(mlflow_run_id, "lineage/holdfast.sources", str(home))
     assert Path(path).read_text(encoding="utf-8") == long
@@ -326,8 +326,8 @@ def test_mlflow_is_quiet_and_reports_to_nobody(bare_home: Path) -> None:
     )
     cut = ("PYTEST", "CI", "MLFLOW", "DO_NOT_TRACK")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(cut)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 def test_importing_the_package_does_not_import_mlflow() -> None:
@@ -354,8 +354,8 @@ def test_a_disk_that_fills_up_while_the_database_is_made_leaves_none(bare_home: 
         except HoldfastError as error:
             print(int(error.exit_code), error)
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert re.match("205 .*disk is full; free some space", done.stdout)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.match("205 .*disk is full; free some space", result.stdout)
     assert [path.name for path in bare_home.iterdir()] == ["mlflow.db.lock"]
     assert connect().search_experiments()
 

@@ -15,12 +15,12 @@ def hold_after(batches: int) -> None:
     """Write so many batches, and wait for the end."""
     from mlflow import MlflowClient
 
-    log_batch, written = MlflowClient.log_batch, [0]
+    log_batch, count = MlflowClient.log_batch, [0]
 
     def held(*arguments: object, **named: object) -> object:
         if named.get("metrics"):
-            written[0] += 1
-            if written[0] > batches:
+            count[0] += 1
+            if count[0] > batches:
                 signal.pause()
         return log_batch(*arguments, **named)
 
