@@ -39,9 +39,9 @@ parallel: {parallel}
 
 
 def test_a_word_in_the_place_of_the_section_is_the_field() -> None:
-    asked = spec("auto", H100, "parallel.processes=8")
-    assert asked == spec()
-    assert parse_spec(dump_spec(asked)) == asked
+    parsed = spec("auto", H100, "parallel.processes=8")
+    assert parsed == spec()
+    assert parse_spec(dump_spec(parsed)) == parsed
     assert spec("{processes: 8}", H100, "parallel=auto").parallel.auto
 
 
@@ -49,50 +49,50 @@ def test_what_it_chooses_may_not_be_said_as_well() -> None:
     with pytest.raises(SpecError, match=r"(?s)parallel.strategy.*chosen by parallel: auto.*--apply.*micro_batch"):
         spec("{auto: true, processes: 8, strategy: fsdp}", H100, "training.micro_batch=2")
     fields = layout_fields(declared_task(spec(), ACCELERATORS["H100"], 32000), Layout())
-    chosen = {name.removeprefix("parallel.") for name in fields if name.startswith("parallel.")} - {"auto"}
-    assert chosen == set(CHOSEN)
+    chosen_fields = {name.removeprefix("parallel.") for name in fields if name.startswith("parallel.")} - {"auto"}
+    assert chosen_fields == set(CHOSEN)
 
 
 def test_it_stands_for_the_fastest_layout_that_the_rules_accept_and_leaves_ranks_alone() -> None:
-    asked = spec()
-    chosen = best(asked, None, here=False)
-    assert chosen == best(asked, None, here=False)
-    found = with_fields(asked, layout_fields(chosen.task, chosen.layout))
-    assert rules.problems(found) == []
-    assert (found.world_size, found.parallel.engine, found.parallel.auto) == (8, "torch", False)
-    assert chosen.memory.total < 80e9
+    auto_spec = spec()
+    candidate = best(auto_spec, None, here=False)
+    assert candidate == best(auto_spec, None, here=False)
+    resolved = with_fields(auto_spec, layout_fields(candidate.task, candidate.layout))
+    assert rules.problems(resolved) == []
+    assert (resolved.world_size, resolved.parallel.engine, resolved.parallel.auto) == (8, "torch", False)
+    assert candidate.memory.total < 80e9
 
 
 def test_ranks_that_do_not_fill_their_nodes_are_planned_as_they_are_declared() -> None:
-    asked = spec("{auto: true, processes: 2}", H100, "cluster.nodes.min=8", "cluster.nodes.max=8")
-    chosen = best(asked, None, here=False)
-    assert (chosen.task.gpus, chosen.task.accelerator.node) == (16, 2)
-    assert chosen.layout.tensor <= 2
+    auto_spec = spec("{auto: true, processes: 2}", H100, "cluster.nodes.min=8", "cluster.nodes.max=8")
+    candidate = best(auto_spec, None, here=False)
+    assert (candidate.task.gpus, candidate.task.accelerator.node) == (16, 2)
+    assert candidate.layout.tensor <= 2
 
 
 def test_the_layout_is_in_no_identity() -> None:
-    asked = spec()
-    chosen = best(asked, None, here=False)
-    explicit = with_fields(asked, layout_fields(chosen.task, chosen.layout))
-    assert run_id(asked, "dataset") == run_id(explicit, "dataset") == run_id(spec("{processes: 8}"), "dataset")
+    auto_spec = spec()
+    candidate = best(auto_spec, None, here=False)
+    explicit = with_fields(auto_spec, layout_fields(candidate.task, candidate.layout))
+    assert run_id(auto_spec, "dataset") == run_id(explicit, "dataset") == run_id(spec("{processes: 8}"), "dataset")
 
 
 def test_under_elastic_determinism_the_grain_is_kept() -> None:
-    asked = spec("{auto: true, processes: 8}", H100, "training.determinism=elastic", "training.micro_batch=2")
-    assert best(asked, None, here=False).layout.micro_batch == 2
+    auto_spec = spec("{auto: true, processes: 8}", H100, "training.determinism=elastic", "training.micro_batch=2")
+    assert best(auto_spec, None, here=False).layout.micro_batch == 2
 
 
 def test_an_accelerator_is_said_or_measured_here_and_never_guessed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
-    unsaid = spec(cluster="")
+    unnamed = spec(cluster="")
     with pytest.raises(SpecError, match=r"(?s)cluster.product.*guesses.*holdfast calibrate"):
-        best(unsaid, None, here=True)
+        best(unnamed, None, here=True)
     calibration.write(measured(), calibration.default_path())
-    assert accelerator_of(unsaid, here=True).name == "a CPU"
+    assert accelerator_of(unnamed, here=True).name == "a CPU"
     with pytest.raises(SpecError, match=r"cluster\.product"):
-        accelerator_of(unsaid, here=False)  # a pod has no such file
+        accelerator_of(unnamed, here=False)  # a pod has no such file
     with pytest.raises(SpecError, match="not guessed"):
         accelerator_of(spec("auto", "cluster: {product: X9000}"), here=True)
     with pytest.raises(SpecError, match=r"kind nvidia, and cluster.accelerator says cpu"):
@@ -112,18 +112,18 @@ def test_a_label_names_one_board_and_not_another_whose_name_it_contains(label: s
 
 
 def test_ranks_that_fill_no_node_of_eight_get_advice_as_well() -> None:
-    asked = spec(
+    wide_spec = spec(
         "{processes: 12, strategy: ddp}", "cluster: {accelerator: nvidia}", "training.micro_batch=4",
         "training.global_batch=96",
     )  # fmt: skip
-    assert next_plan(asked, 32000, here=False) is not None
+    assert next_plan(wide_spec, 32000, here=False) is not None
 
 
 def test_a_range_of_nodes_is_left_to_the_planner_which_asks_the_rules_of_all_of_them() -> None:
     ranged = ("training.determinism=off", "training.global_batch=48", "cluster.nodes={min: 2, max: 3}")
-    asked = spec("{auto: true, processes: 8}", H100, *ranged)
-    chosen = best(asked, None, here=False)
-    assert rules.problems(with_fields(asked, layout_fields(chosen.task, chosen.layout))) == []
+    auto_spec = spec("{auto: true, processes: 8}", H100, *ranged)
+    candidate = best(auto_spec, None, here=False)
+    assert rules.problems(with_fields(auto_spec, layout_fields(candidate.task, candidate.layout))) == []
 
 
 def test_what_fits_nowhere_is_refused_with_what_it_needs() -> None:
@@ -142,19 +142,19 @@ def need_of(asked: Spec) -> float:
 
 
 def test_what_ran_out_of_memory_is_followed_by_a_plan_that_needs_clearly_less() -> None:
-    asked = spec("{processes: 8, strategy: ddp}", H100, "training.micro_batch=4")
-    proposal = next_plan(asked, 32000, here=False)
+    failed = spec("{processes: 8, strategy: ddp}", H100, "training.micro_batch=4")
+    proposal = next_plan(failed, 32000, here=False)
     assert proposal is not None
-    again = spec("{processes: 8, strategy: ddp}", H100, "training.micro_batch=4", *typed(proposal))
-    assert need_of(again) < 0.9 * 80e9 < need_of(asked)
-    assert again.world_size == asked.world_size
+    smaller = spec("{processes: 8, strategy: ddp}", H100, "training.micro_batch=4", *typed(proposal))
+    assert need_of(smaller) < 0.9 * 80e9 < need_of(failed)
+    assert smaller.world_size == failed.world_size
 
 
 def test_a_plan_follows_on_an_accelerator_that_nobody_names_and_none_where_nothing_needs_less() -> None:
-    asked = spec("{processes: 2}", "", "model.layers=2")
-    proposal = next_plan(asked, 32000, here=False)
+    failed = spec("{processes: 2}", "", "model.layers=2")
+    proposal = next_plan(failed, 32000, here=False)
     assert proposal is not None
-    assert need_of(spec("{processes: 2}", "", "model.layers=2", *typed(proposal))) < 0.9 * need_of(asked)
+    assert need_of(spec("{processes: 2}", "", "model.layers=2", *typed(proposal))) < 0.9 * need_of(failed)
     least = spec("{processes: 1}", "", "model.layers=2", "training.micro_batch=1",
                  "training.activation_checkpointing=full")  # fmt: skip
     assert next_plan(least, 32000, here=False) is None

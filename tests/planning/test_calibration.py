@@ -22,8 +22,8 @@ def measured(**machine: object) -> Calibration:
     """A machine whose collectives lie on one line, and which takes twice as long as said to gather at 1 MiB."""
 
     def seconds(collective: str, ranks: int, size: int) -> float:
-        rounds, moved = cost(collective, size, ranks)
-        return rounds * ALPHA + moved / BETA
+        rounds, amount = cost(collective, size, ranks)
+        return rounds * ALPHA + amount / BETA
 
     points = [
         Point(collective=name, ranks=ranks, size=size, seconds=seconds(name, ranks, size), fitted=True)
@@ -32,15 +32,15 @@ def measured(**machine: object) -> Calibration:
         if ranks == 2 or name != "point_to_point"
         for size in SIZES
     ]
-    late = Point(
+    last_point = Point(
         collective="all_gather", ranks=2, size=2**20, seconds=2 * seconds("all_gather", 2, 2**20), fitted=False
     )
-    described = {"device": "a CPU", "kind": "cpu", "processors": 4, "memory": 4e9, "backend": "gloo", "torch": "2"}
+    description = {"device": "a CPU", "kind": "cpu", "processors": 4, "memory": 4e9, "backend": "gloo", "torch": "2"}
     return Calibration(
         made="2026-01-01T00:00:00Z",
-        machine=Machine.model_validate(described | {"ranks": 4} | machine),
+        machine=Machine.model_validate(description | {"ranks": 4} | machine),
         rates=Rates(fp32=5e10, bf16=2e10, attention=2e10, bandwidth=8e9, kernel_seconds=2e-6),
-        points=(*points, late),
+        points=(*points, last_point),
         steps=(
             Step(layers=2, hidden=256, heads=4, ffn=768, context=256, vocabulary=512, global_batch=16, micro_batch=2,
                  precision="fp32", strategy="ddp", seconds=1.0),
@@ -49,15 +49,15 @@ def measured(**machine: object) -> Calibration:
 
 
 def test_lines_are_those_that_the_points_lie_on_and_answer_for_other_sizes_and_groups() -> None:
-    found = measured()
-    for line in found.lines():
+    calibration = measured()
+    for line in calibration.lines():
         assert line.alpha == pytest.approx(ALPHA)
         assert line.beta == pytest.approx(BETA)
-    here = found.accelerator()
+    here = calibration.accelerator()
     assert all_reduce(10**6, Group(4, 4, here)) == pytest.approx(4 * ALPHA + 1.5e6 / BETA)
     assert all_gather(10**6, Group(3, 3, here)) == pytest.approx(2 * ALPHA + 2 / 3 * 1e6 / BETA)
-    far = here.model_copy(update={"network": 1e6})
-    assert all_reduce(10**6, Group(8, 1, far)) > 1  # between nodes nothing was measured: the formulas
+    slow_network = here.model_copy(update={"network": 1e6})
+    assert all_reduce(10**6, Group(8, 1, slow_network)) > 1  # between nodes nothing was measured: the formulas
 
 
 def test_no_line_says_that_a_message_takes_less_than_no_time_to_begin() -> None:
@@ -98,13 +98,15 @@ def test_a_calibration_that_is_torn_or_of_another_format_is_refused(tmp_path: Pa
 @pytest.mark.drill
 def test_real_ranks_are_measured_and_a_plan_is_made_with_it(tmp_path: Path) -> None:
     path = tmp_path / "here.json"
-    made = CliRunner().invoke(app, ["calibrate", "--ranks", "2", "--out", str(path), "--json"], catch_exceptions=False)
-    assert made.exit_code == 0, made.output
-    told = json.loads(made.stdout)
+    result = CliRunner().invoke(
+        app, ["calibrate", "--ranks", "2", "--out", str(path), "--json"], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    output = json.loads(result.stdout)
     collectives = {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "point_to_point"}
-    assert {line["collective"] for line in told["lines"]} == collectives
-    assert set(told["errors"]) == collectives | {"step"}
-    assert all(seconds > 0 for seconds in (*told["predicted"]["collectives"], *told["predicted"]["steps"]))
+    assert {line["collective"] for line in output["lines"]} == collectives
+    assert set(output["errors"]) == collectives | {"step"}
+    assert all(seconds > 0 for seconds in (*output["predicted"]["collectives"], *output["predicted"]["steps"]))
     spec = tmp_path / "spec.yaml"
     spec.write_text(
         "name: a\ndata: {sources: [{uri: x}]}\nmodel: {layers: 2, hidden: 128, heads: 2}\nparallel: {processes: 2}\n"

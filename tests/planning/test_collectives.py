@@ -35,9 +35,9 @@ def test_nothing_takes_time_in_a_group_of_one() -> None:
 @pytest.mark.parametrize("ranks", [2, 8, 64, 1024])
 @pytest.mark.parametrize("size", [1e3, 1e6, 1e9])
 def test_an_all_reduce_is_no_slower_than_a_scatter_and_a_gather_and_no_faster_than_one(ranks: int, size: float) -> None:
-    over = group(H100, ranks)
-    assert reduce_scatter(size, over) <= all_reduce(size, over) * (1 + 1e-9)
-    assert all_reduce(size, over) <= reduce_scatter(size, over) + all_gather(size, over) + 1e-12
+    ranks_group = group(H100, ranks)
+    assert reduce_scatter(size, ranks_group) <= all_reduce(size, ranks_group) * (1 + 1e-9)
+    assert all_reduce(size, ranks_group) <= reduce_scatter(size, ranks_group) + all_gather(size, ranks_group) + 1e-12
 
 
 def test_small_messages_go_by_few_steps_and_large_ones_over_all_links() -> None:
@@ -47,10 +47,10 @@ def test_small_messages_go_by_few_steps_and_large_ones_over_all_links() -> None:
 
 
 def test_what_leaves_the_node_is_slower() -> None:
-    inside, outside = group(H100, 8), group(H100, 8, stride=8)
-    assert (inside.nodes, outside.nodes) == (1, 8)
-    for takes in (all_reduce, all_to_all, point_to_point):
-        assert takes(100 * MB, outside) > 2 * takes(100 * MB, inside)
+    inside, across_nodes = group(H100, 8), group(H100, 8, stride=8)
+    assert (inside.nodes, across_nodes.nodes) == (1, 8)
+    for time_of in (all_reduce, all_to_all, point_to_point):
+        assert time_of(100 * MB, across_nodes) > 2 * time_of(100 * MB, inside)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (4, 8), (8, 16)])

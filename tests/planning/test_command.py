@@ -58,21 +58,21 @@ def as_json(*words: str) -> dict[str, Any]:
 
 
 def test_it_shows_layouts_with_their_limits_and_the_first_one_with_its_reasons(spec: Path) -> None:
-    told = plan(str(spec), "--gpus", "64")
-    for word in ("6.7 B parameters on 64 x H100", "tokens/s", "Why the first one:", "whole replicas (ddp): needs",
+    output = plan(str(spec), "--gpus", "64")
+    for text in ("6.7 B parameters on 64 x H100", "tokens/s", "Why the first one:", "whole replicas (ddp): needs",
                  "GPU-hours", "kWh", "checkpoint.every_steps:"):  # fmt: skip
-        assert word in told
+        assert text in output
 
 
 def test_the_prices_of_the_spec_come_before_the_tables_and_the_command_line_before_both(spec: Path) -> None:
-    priced = SPEC + "  prices: {accelerator_hour: 4, kilowatt_hour: 0.5, carbon_per_kilowatt_hour: 300}\n"
-    spec.write_text(priced)
+    priced_text = SPEC + "  prices: {accelerator_hour: 4, kilowatt_hour: 0.5, carbon_per_kilowatt_hour: 300}\n"
+    spec.write_text(priced_text)
     run = as_json(str(spec), "--gpus", "64")["layouts"][0]["run"]
     assert run["cost"] == pytest.approx(4 * run["gpu_hours"] + 0.5 * run["energy"])
     assert run["carbon"] == pytest.approx(300 * run["energy"])
     assert run["cost_per_million_tokens"] == pytest.approx(run["cost"] / (1000 * 64 * 4096) * 1e6)
-    asked = as_json(str(spec), "--gpus", "64", "--price", "5")["layouts"][0]["run"]
-    assert asked["cost"] - run["cost"] == pytest.approx(run["gpu_hours"])
+    run_with_price = as_json(str(spec), "--gpus", "64", "--price", "5")["layouts"][0]["run"]
+    assert run_with_price["cost"] - run["cost"] == pytest.approx(run["gpu_hours"])
     assert "a million tokens" in plan(str(spec), "--gpus", "64")
 
 
@@ -80,9 +80,9 @@ def test_the_accelerator_is_named_by_the_nodes_labels_or_asked_for(spec: Path) -
     assert as_json(str(spec))["accelerator"] == "H100"
     assert as_json(str(spec), "-a", "mi300x")["accelerator"] == "MI300X"
     spec.write_text(SPEC.replace("NVIDIA-H100-80GB-HBM3", "something"))
-    refused = CliRunner().invoke(app, ["plan", str(spec)])
-    assert refused.exit_code == 2
-    assert "--accelerator" in refused.output
+    result = CliRunner().invoke(app, ["plan", str(spec)])
+    assert result.exit_code == 2
+    assert "--accelerator" in result.output
 
 
 def test_the_best_layout_of_today_is_written_and_comments_stay(spec: Path) -> None:
@@ -91,9 +91,9 @@ def test_the_best_layout_of_today_is_written_and_comments_stay(spec: Path) -> No
     text = spec.read_text()
     for comment in ("# our model", "# found by hand", "# does not fit"):
         assert comment in text
-    checked = load_spec(spec)
-    assert (checked.world_size, checked.parallel.strategy) == (16, today["fields"]["parallel.strategy"])
-    assert checked.training.micro_batch == today["fields"]["training.micro_batch"]
+    applied = load_spec(spec)
+    assert (applied.world_size, applied.parallel.strategy) == (16, today["fields"]["parallel.strategy"])
+    assert applied.training.micro_batch == today["fields"]["training.micro_batch"]
     changed = [line for line in text.splitlines() if line not in SPEC.splitlines()]
     assert len(changed) <= 3, changed  # the micro-batch, the strategy, the nodes
     assert set(SPEC.splitlines()) - set(text.splitlines()) <= {
@@ -107,64 +107,66 @@ def test_the_best_layout_of_today_is_written_and_comments_stay(spec: Path) -> No
 def test_a_layout_of_tomorrow_is_written_only_on_request(spec: Path) -> None:
     small = SPEC.replace("global_batch: 64", "global_batch: 8").replace("micro_batch: 2", "micro_batch: 1")
     spec.write_text(small.replace("precision: bf16", "determinism: elastic"))  # which goes with data parallelism alone
-    found = as_json(str(spec), "--gpus", "16")
-    assert found["today"] is None
-    assert found["layouts"]
+    output = as_json(str(spec), "--gpus", "16")
+    assert output["today"] is None
+    assert output["layouts"]
     before = spec.read_text()
     with pytest.raises(SpecError, match="add --any"):
         plan(str(spec), "--gpus", "16", "--apply")
     assert spec.read_text() == before
     plan(str(spec), "--gpus", "16", "--apply", "--any")
-    assert f"strategy: {found['layouts'][0]['fields']['parallel.strategy']}" in spec.read_text()
+    assert f"strategy: {output['layouts'][0]['fields']['parallel.strategy']}" in spec.read_text()
 
 
 def test_a_budget_buys_the_fastest_run_that_it_pays_for(spec: Path) -> None:
-    cheap, dear = (as_json(str(spec), "--budget", budget, "--price", "3") for budget in ("40", "1000000"))
-    assert cheap["layouts"][0]["run"]["cost"] <= 40
-    assert dear["layouts"][0]["run"]["seconds"] <= cheap["layouts"][0]["run"]["seconds"]
+    cheap_plan, dear_plan = (as_json(str(spec), "--budget", budget, "--price", "3") for budget in ("40", "1000000"))
+    assert cheap_plan["layouts"][0]["run"]["cost"] <= 40
+    assert dear_plan["layouts"][0]["run"]["seconds"] <= cheap_plan["layouts"][0]["run"]["seconds"]
     with pytest.raises(SpecError, match="the cheapest run costs"):
         plan(str(spec), "--budget", "0.01", "--price", "3", *SMALL)
 
 
 def test_what_fits_nowhere_is_said_with_what_it_needs(spec: Path) -> None:
-    told = plan(str(spec), "--gpus", "1", "--set", "model.layers=160", "--set", "model.context=131072")
-    assert "None fits. Least memory:" in told
-    assert "optimizer" in told
+    output = plan(str(spec), "--gpus", "1", "--set", "model.layers=160", "--set", "model.context=131072")
+    assert "None fits. Least memory:" in output
+    assert "optimizer" in output
 
 
 def test_what_fits_on_one_accelerator_with_its_state_in_the_hosts_memory_is_accepted(spec: Path) -> None:
     ten = ("--set", "model.layers=48")  # 10 B: 160 GB of state
-    found = as_json(str(spec), "--gpus", "1", *ten)
-    assert 9e9 < found["parameters"] < 11e9
-    assert found["today"] == found["layouts"][0]
-    asked = {name: found["today"]["fields"][f"parallel.{name}"] for name in ("strategy", "replicas", "offload")}
-    assert asked == {"strategy": "fsdp", "replicas": 1, "offload": "parameters"}
+    output = as_json(str(spec), "--gpus", "1", *ten)
+    assert 9e9 < output["parameters"] < 11e9
+    assert output["today"] == output["layouts"][0]
+    fields = {name: output["today"]["fields"][f"parallel.{name}"] for name in ("strategy", "replicas", "offload")}
+    assert fields == {"strategy": "fsdp", "replicas": 1, "offload": "parameters"}
     plan(str(spec), "--gpus", "1", *ten, "--apply")
-    checked = load_spec(spec, ["model.layers=48"])
-    assert (checked.world_size, checked.parallel.strategy, checked.parallel.offload) == (1, "fsdp", "parameters")
+    applied = load_spec(spec, ["model.layers=48"])
+    assert (applied.world_size, applied.parallel.strategy, applied.parallel.offload) == (1, "fsdp", "parameters")
 
 
 def test_no_whole_replica_is_planned_with_its_state_elsewhere() -> None:
     mixture = Architecture(32, 4096, 32, 8, 14336, 4096, 32000, experts=8, active=2)
     task = Task(mixture, accelerator("H100"), 8, 100, 64)
     best = search(task, count=50).best
-    assert best and all(each.layout.offload != "none" and each.layout.sharding != "none" for each in best)
+    assert best and all(
+        candidate.layout.offload != "none" and candidate.layout.sharding != "none" for candidate in best
+    )
 
 
 def test_every_zero_bubble_layout_that_is_proposed_has_a_schedule_that_the_rules_accept(spec: Path) -> None:
     here, shape = accelerator("H100"), Architecture(8, 1024, 8, 8, 2816, 1024, 32000)
     small = ("model.layers=8", "model.hidden=1024", "model.heads=8", "model.ffn=2816", "model.context=1024")
-    found = set()
+    variants = set()
     for compiled in (False, True):
-        checked = load_spec(spec, [*small, f"training.compile={str(compiled).lower()}"])
+        checked_spec = load_spec(spec, [*small, f"training.compile={str(compiled).lower()}"])
         task = Task(shape, here, 8, 1000, 64, compiled=compiled)
         for layout in layouts(task):
             if layout.schedule == "zero_bubble":
-                why = " ".join(refused(checked, task, layout))
+                why = " ".join(refused(checked_spec, task, layout))
                 assert "parallel.schedule" not in why and "parallel.reshard" not in why, layout
-                found.add((compiled, layout.sharding))
-    assert {sharding for compiled, sharding in found if not compiled} >= {"none", "full"}
-    assert not any(compiled for compiled, _ in found)
+                variants.add((compiled, layout.sharding))
+    assert {sharding for compiled, sharding in variants if not compiled} >= {"none", "full"}
+    assert not any(compiled for compiled, _ in variants)
 
 
 def test_what_halves_of_a_backward_pass_keep_is_written_counted_and_not_gathered_twice(spec: Path) -> None:
@@ -175,19 +177,19 @@ def test_what_halves_of_a_backward_pass_keep_is_written_counted_and_not_gathered
         "never",
         "always",
     )
-    kept, given_up = Candidate(task, once).memory.terms, Candidate(task, twice).memory.terms
-    assert kept["buffers"] > given_up["buffers"]
-    traffic = [Candidate(task, each).speed.terms.get("data traffic", 0.0) for each in (once, twice)]
+    retained, freed = Candidate(task, once).memory.terms, Candidate(task, twice).memory.terms
+    assert retained["buffers"] > freed["buffers"]
+    traffic = [Candidate(task, layout).speed.terms.get("data traffic", 0.0) for layout in (once, twice)]
     assert traffic[0] <= traffic[1]
 
 
 def test_a_batch_that_grows_is_priced_by_what_it_reads(spec: Path) -> None:
-    whole, grown = (
+    whole, growing = (
         as_json(str(spec), *SMALL, "--set", "training.micro_batch=1", *more)["layouts"][0]["run"]
         for more in ((), ("--set", "training.batch_ramp={start: 8, increment: 8, steps: 1000}"))
     )
-    assert grown["seconds"] == pytest.approx(whole["seconds"] / 2)
-    assert grown["cost_per_million_tokens"] == pytest.approx(whole["cost_per_million_tokens"])
+    assert growing["seconds"] == pytest.approx(whole["seconds"] / 2)
+    assert growing["cost_per_million_tokens"] == pytest.approx(whole["cost_per_million_tokens"])
 
 
 def test_ranks_that_fill_no_nodes_are_named_by_the_field_or_the_option_that_says_so(spec: Path) -> None:

@@ -16,7 +16,7 @@ def test_an_accelerator_that_is_not_in_the_table_is_refused_with_the_known_ones(
 
 
 def test_every_accelerator_names_the_source_of_its_figures() -> None:
-    assert all(each.source for each in ACCELERATORS.values())
+    assert all(accelerator.source for accelerator in ACCELERATORS.values())
 
 
 def test_names_are_found_in_any_case_and_figures_are_replaced() -> None:
@@ -27,8 +27,8 @@ def test_names_are_found_in_any_case_and_figures_are_replaced() -> None:
 def test_a_file_describes_another_one_or_what_is_different(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("like: H100\nnetwork: 100.0e9\nprice: 2\n")
-    mine = accelerator(str(path))
-    assert (mine.name, mine.network, mine.price, mine.memory) == ("mine", 100e9, 2, 80e9)
+    custom = accelerator(str(path))
+    assert (custom.name, custom.network, custom.price, custom.memory) == ("mine", 100e9, 2, 80e9)
 
 
 def test_a_file_that_says_nonsense_is_refused_with_the_field(tmp_path: Path) -> None:

@@ -72,10 +72,10 @@ def measured(spec: Spec, vocabulary: int) -> int:
     engine = TorchEngine(Assignment.of(spec, "run", "dataset"), vocabulary, 3)
     rows = torch.arange(spec.training.global_batch * (spec.model.context + 1)) % vocabulary
     state = [box.data for box in engine.boxes()]
-    judge = (lambda loss, *_: loss.isinf()) if spec.training.anomalies.action != "stop" else None
-    with Living(state) as living:
-        engine.step(rows.view(spec.training.global_batch, -1), 1e-3, judge=judge)
-    return living.peak
+    is_bad = (lambda loss, *_: loss.isinf()) if spec.training.anomalies.action != "stop" else None
+    with Living(state) as live_tensors:
+        engine.step(rows.view(spec.training.global_batch, -1), 1e-3, judge=is_bad)
+    return live_tensors.peak
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -148,10 +148,10 @@ def test_what_layers_keep_is_what_autograd_saves_to_a_part_in_ten_thousand() -> 
         return total
 
     layout = Layout(micro_batch=4)
-    each = layer_activations(
+    kept_bytes = layer_activations(
         Architecture.of(spec_of().model, VOCABULARY), layout, "fp32", practice_here("fp32", layout, "cpu", False)
     )
-    assert each == pytest.approx((saved(4) - saved(2)) / 2, rel=1e-4)
+    assert kept_bytes == pytest.approx((saved(4) - saved(2)) / 2, rel=1e-4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -171,8 +171,10 @@ def test_the_activations_of_a_gpt_layer_are_those_of_korthikanti() -> None:
     """s b h (34 + 5 a s / h) / t bytes, without the last term for selective recomputation, 2 s b h for all of it."""
     gpt3 = Architecture(96, 12288, 96, 96, 4 * 12288, 2048, 51200, tied=True, gated=False, biased=True, dropout=True)
     unit = 2048 * 12288 / 8
-    found = [layer_activations(gpt3, Layout(tensor=8), "bf16", PAPER, kind) for kind in ("none", "selective", "full")]
-    assert found == pytest.approx([unit * (34 + 80), unit * 34, unit * 2], rel=1e-3)
+    activations = [
+        layer_activations(gpt3, Layout(tensor=8), "bf16", PAPER, kind) for kind in ("none", "selective", "full")
+    ]
+    assert activations == pytest.approx([unit * (34 + 80), unit * 34, unit * 2], rel=1e-3)
 
 
 def test_what_lies_in_the_memory_of_the_host_takes_none_of_an_accelerator_and_all_of_a_cpu() -> None:
@@ -186,35 +188,35 @@ def test_what_lies_in_the_memory_of_the_host_takes_none_of_an_accelerator_and_al
         parallel: {processes: 4, strategy: zero3, offload: parameters}
         """
     )
-    written = layout_of(spec)
+    full_layout = layout_of(spec)
     task = Task(Architecture.of(spec.model, VOCABULARY), ACCELERATORS["H100"], 4, 1, 8, precision="fp32")
-    assert layout_of(with_fields(spec, fields_of(task, written) | {"parallel.strategy": "zero3"})) == written
+    assert layout_of(with_fields(spec, fields_of(task, full_layout) | {"parallel.strategy": "zero3"})) == full_layout
 
     def needed(kind: str, offload: str) -> Memory:
-        on = HERE.model_copy(update={"kind": kind})
-        return Candidate(replace(task, accelerator=on), written.with_(offload=offload)).memory
+        host = HERE.model_copy(update={"kind": kind})
+        return Candidate(replace(task, accelerator=host), full_layout.with_(offload=offload)).memory
 
     state = {"weights", "optimizer"}
     assert needed("nvidia", "none").terms.keys() >= state
     assert needed("nvidia", "optimizer").terms.keys() & state == {"weights"}
     assert needed("nvidia", "parameters").terms.keys() & state == set()
-    away = needed("nvidia", "none").total - needed("nvidia", "parameters").total
-    assert away >= 12 * parameter_count(spec.model, VOCABULARY) / 4
+    freed = needed("nvidia", "none").total - needed("nvidia", "parameters").total
+    assert freed >= 12 * parameter_count(spec.model, VOCABULARY) / 4
     assert needed("cpu", "parameters").total == needed("cpu", "none").total
     on_disk = layout_of(spec.model_copy(update={"parallel": spec.parallel.model_copy(update={"offload_path": "/x"})}))
-    swapped = Candidate(replace(task, accelerator=HERE.model_copy(update={"kind": "cpu"})), on_disk)
-    assert swapped.memory.terms.keys() & {*state, "swap buffers"} == {"weights", "swap buffers"}
-    assert swapped.memory.terms["swap buffers"] == 16 * parameter_count(spec.model, VOCABULARY) / 4
-    assert swapped.speed.seconds > Candidate(swapped.task, written).speed.seconds
-    weights = Candidate(swapped.task, on_disk.with_(offload="parameters_on_disk"))
-    terms, before = weights.memory.terms, swapped.memory.terms
+    swapped_candidate = Candidate(replace(task, accelerator=HERE.model_copy(update={"kind": "cpu"})), on_disk)
+    assert swapped_candidate.memory.terms.keys() & {*state, "swap buffers"} == {"weights", "swap buffers"}
+    assert swapped_candidate.memory.terms["swap buffers"] == 16 * parameter_count(spec.model, VOCABULARY) / 4
+    assert swapped_candidate.speed.seconds > Candidate(swapped_candidate.task, full_layout).speed.seconds
+    weights = Candidate(swapped_candidate.task, on_disk.with_(offload="parameters_on_disk"))
+    terms, before = weights.memory.terms, swapped_candidate.memory.terms
     assert terms.keys() & state == set() and terms["gradients"] == before["gradients"]
     assert terms["swap buffers"] - before["swap buffers"] >= before["weights"]  # a model of one group passes as a whole
-    assert weights.speed.seconds > swapped.speed.seconds
+    assert weights.speed.seconds > swapped_candidate.speed.seconds
 
     def step(kind: str, offload: str) -> float:
-        on = HERE.model_copy(update={"kind": kind})
-        return Candidate(replace(task, accelerator=on), written.with_(offload=offload)).speed.seconds
+        host = HERE.model_copy(update={"kind": kind})
+        return Candidate(replace(task, accelerator=host), full_layout.with_(offload=offload)).speed.seconds
 
     assert step("cpu", "parameters") == step("cpu", "optimizer") == step("cpu", "none")
     assert len({step("nvidia", offload) for offload in ("none", "optimizer", "parameters")}) == 3

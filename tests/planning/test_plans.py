@@ -33,18 +33,18 @@ def task_of_model(name: str, gpus: int) -> Task:
 
 
 def told(name: str, gpus: int) -> str:
-    found = search(task_of_model(name, gpus), count=3)
+    result = search(task_of_model(name, gpus), count=3)
     lines = [f"== {name} on {gpus} x H100"]
-    if not found.best:
-        least = found.smallest
+    if not result.best:
+        least = result.smallest
         return "\n".join([*lines, f"none fits; {least.layout} would need {least.memory.total / 1e9:.0f} GB"])
-    for each in found.best:
+    for candidate in result.best:
         lines.append(
-            f"{each.layout}: {each.speed.tokens_per_second:,.0f} tokens/s, MFU {each.speed.mfu:.1%}, "
-            f"{each.memory.total / 1e9:.0f} GB, {each.limit}"
+            f"{candidate.layout}: {candidate.speed.tokens_per_second:,.0f} tokens/s, MFU {candidate.speed.mfu:.1%}, "
+            f"{candidate.memory.total / 1e9:.0f} GB, {candidate.limit}"
         )
-    run = estimate_run(found.best[0])
-    lines += [f"  {reason}" for reason in reasons(found.best[0])]
+    run = estimate_run(result.best[0])
+    lines += [f"  {reason}" for reason in reasons(result.best[0])]
     return "\n".join([*lines, f"  {run.gpu_hours:,.0f} GPU-hours, goodput {run.goodput:.2%}"])
 
 
@@ -61,33 +61,33 @@ def test_the_commands_of_the_page_are_those_of_these_plans() -> None:
     commands = dict(re.findall(r"^\$PLAN --gpus \$N (.*?) +# (.*)$", page, re.MULTILINE))
     assert list(commands.values()) == list(MODELS)
     for options, name in commands.items():
-        example, *words = shlex.split(f"{common} {options}")
-        given = [(word, value) for word, value in pairwise(words) if word.startswith("-")]
-        spec = load_spec(ROOT / example, [value for word, value in given if word == "--set"])
+        example, *arguments = shlex.split(f"{common} {options}")
+        given = [(option, value) for option, value in pairwise(arguments) if option.startswith("-")]
+        spec = load_spec(ROOT / example, [value for option, value in given if option == "--set"])
         vocabulary, here = int(dict(given)["--vocabulary"]), accelerator(dict(given)["-a"])
         for gpus in (8, 64, 1024):
-            wanted = task_of_model(name, gpus)
-            samples = wanted.steps * wanted.global_batch
-            assert task_of(spec, here, gpus, vocabulary) == replace(wanted, samples=samples)
+            task = task_of_model(name, gpus)
+            samples = task.steps * task.global_batch
+            assert task_of(spec, here, gpus, vocabulary) == replace(task, samples=samples)
 
 
 def test_the_interval_of_saves_loses_least() -> None:
-    cost, between, restart = 2.0, 3600.0, 300.0
-    best = goodput(cost, best_interval(cost, between), between, restart)
+    cost, between_failures, restart = 2.0, 3600.0, 300.0
+    best = goodput(cost, best_interval(cost, between_failures), between_failures, restart)
     for factor in (0.5, 0.8, 1.25, 2.0):
-        assert goodput(cost, best_interval(cost, between) * factor, between, restart) < best
+        assert goodput(cost, best_interval(cost, between_failures) * factor, between_failures, restart) < best
 
 
 def test_a_run_that_fails_as_soon_as_it_has_started_is_never_done() -> None:
     assert goodput(2.0, 120.0, 720.0, 300.0) == pytest.approx(0.5 / (1 + 1 / 60))
-    assert [goodput(2.0, 120.0, between, 300.0) for between in (360.0, 100.0)] == [0.0, 0.0]
+    assert [goodput(2.0, 120.0, between_failures, 300.0) for between_failures in (360.0, 100.0)] == [0.0, 0.0]
     assert math.isinf(lasts(1.0, 0.0))
 
 
 @pytest.mark.parametrize(("shared", "degrees"), [(0, {1, 2, 4, 8}), (1, {1, 2}), (4, {1, 2, 4, 8})])
 def test_of_a_mixture_only_shared_experts_are_cut_into_columns(shared: int, degrees: set[int]) -> None:
     shape = Architecture(2, 512, 8, 8, 66, 1024, 512, experts=4, active=2, shared=shared)
-    assert {each.tensor for each in layouts(Task(shape, accelerator("H100"), 8, 1, 64))} == degrees
+    assert {layout.tensor for layout in layouts(Task(shape, accelerator("H100"), 8, 1, 64))} == degrees
 
 
 @pytest.mark.parametrize("gpus", [8, 64])

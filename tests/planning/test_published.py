@@ -19,8 +19,8 @@ A100, H100 = accelerator("A100"), accelerator("H100")
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_the_step_times_of_korthikanti_are_within_five_percent(row: Korthikanti, checkpointing: str) -> None:
     layout = row.layout.with_(checkpointing=checkpointing)
-    found = speed(row.shape, layout, A100, global_batch=row.batch, precision="bf16", practice=PAPER)
-    assert found.seconds == pytest.approx(getattr(row, checkpointing), rel=0.05)
+    estimate = speed(row.shape, layout, A100, global_batch=row.batch, precision="bf16", practice=PAPER)
+    assert estimate.seconds == pytest.approx(getattr(row, checkpointing), rel=0.05)
     needed = memory(row.shape, layout, A100, global_batch=row.batch, precision="bf16", practice=PAPER)
     assert needed.total < A100.memory  # they ran
 
@@ -39,32 +39,38 @@ def of_2021(row: Megatron) -> Iterator[Candidate]:
 def test_megatrons_table_is_within_sixteen_percent_and_its_layouts_are_near_the_best(row: Megatron) -> None:
     assert row.shape.parameters == pytest.approx(row.billions * 1e9, rel=0.01, abs=0.06e9)
     candidates = list(of_2021(row))
-    theirs = [each for each in candidates if (each.layout.tensor, each.layout.pipeline) == (row.tensor, row.pipeline)]
-    chosen = min(theirs, key=lambda each: each.order)
-    assert chosen.speed.hfu * A100.bf16 / 1e12 == pytest.approx(row.teraflops, rel=0.16)
+    same_split = [
+        candidate
+        for candidate in candidates
+        if (candidate.layout.tensor, candidate.layout.pipeline) == (row.tensor, row.pipeline)
+    ]
+    best_choice = min(same_split, key=lambda each: each.order)
+    assert best_choice.speed.hfu * A100.bf16 / 1e12 == pytest.approx(row.teraflops, rel=0.16)
     # They filled the node with tensor parallelism first; a pipeline would sometimes have been a little faster.
-    assert chosen.speed.seconds <= 1.21 * min(each.speed.seconds for each in candidates)
+    assert best_choice.speed.seconds <= 1.21 * min(candidate.speed.seconds for candidate in candidates)
 
 
 def test_half_of_megatrons_rows_have_the_best_layout_or_one_within_five_percent() -> None:
     near = 0
     for row in MEGATRON:
         candidates = list(of_2021(row))
-        theirs = [
-            each for each in candidates if (each.layout.tensor, each.layout.pipeline) == (row.tensor, row.pipeline)
+        same_split = [
+            candidate
+            for candidate in candidates
+            if (candidate.layout.tensor, candidate.layout.pipeline) == (row.tensor, row.pipeline)
         ]
-        best = min(each.speed.seconds for each in candidates)
-        near += min(each.speed.seconds for each in theirs) <= 1.05 * best
+        best = min(candidate.speed.seconds for candidate in candidates)
+        near += min(their.speed.seconds for their in same_split) <= 1.05 * best
     assert near >= len(MEGATRON) / 2
 
 
 @pytest.mark.parametrize("row", LLAMA, ids=["8,192 GPUs", "16,384 GPUs", "sequences of 131,072"])
 def test_the_speed_of_llama_3_is_within_ten_percent_where_half_of_attention_is_counted(row: Llama) -> None:
     """The paper counts the half of attention that is not masked: its last row can be read in no other way."""
-    found = speed(row.shape, row.layout, H100, global_batch=row.batch, precision="bf16", practice=MEGATRON_FLASH)
+    estimate = speed(row.shape, row.layout, H100, global_batch=row.batch, precision="bf16", practice=MEGATRON_FLASH)
     layers, products = row.shape.layers, row.shape.layer_products()
     half = 3 * (layers * (products + row.shape.attention_products(causal=True)) + row.shape.head_products())
-    teraflops = found.flops_per_rank * half / row.shape.model_products() / 1e12
+    teraflops = estimate.flops_per_rank * half / row.shape.model_products() / 1e12
     assert teraflops == pytest.approx(row.teraflops, rel=0.1)
 
 

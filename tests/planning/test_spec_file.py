@@ -43,8 +43,8 @@ def test_a_field_is_written_where_it_belongs(tmp_path: Path, text: str, fields: 
     assert path.read_text() == HEAD + expected
     tree = yaml.safe_load(path.read_text())
     for field, value in fields.items():
-        there = tree
+        node = tree
         for name in field.split("."):
-            there = there.get(name, {})
-        assert there in (value, {})
+            node = node.get(name, {})
+        assert node in (value, {})
     assert write_fields(path, fields, check=False) == []

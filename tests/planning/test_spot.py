@@ -29,36 +29,36 @@ def chosen(spot_price: float = 1.0, rate: float = 0.05, steps: int = 20_000) -> 
 @pytest.mark.parametrize("notice", [True, False])
 def test_without_spot_nodes_a_mix_is_the_outlook_of_the_plan(notice: bool) -> None:
     plain = chosen()
-    for each in (plain, replace(plain, task=replace(plain.task, samples=10_000_000))):  # and a batch that grows
-        same_as_the_outlook(each, notice)
+    for candidate in (plain, replace(plain, task=replace(plain.task, samples=10_000_000))):  # and a batch that grows
+        same_as_the_outlook(candidate, notice)
 
 
 def same_as_the_outlook(each: Candidate, notice: bool) -> None:
-    one, known = mix(each, 0, notice=notice), estimate_run(each)
-    assert (one.seconds, one.cost, one.interval) == pytest.approx(
-        (known.seconds, known.cost, known.interval), rel=1e-12
+    plain_mix, estimate = mix(each, 0, notice=notice), estimate_run(each)
+    assert (plain_mix.seconds, plain_mix.cost, plain_mix.interval) == pytest.approx(
+        (estimate.seconds, estimate.cost, estimate.interval), rel=1e-12
     )
-    assert (one.nodes, one.spot, one.interruptions) == (NODES, 0, 0)
+    assert (plain_mix.nodes, plain_mix.spot, plain_mix.interruptions) == (NODES, 0, 0)
 
 
 def test_a_reclaim_with_a_notice_costs_a_save_and_a_restart() -> None:
-    none, some = (mix(chosen(), count, notice=True) for count in (0, 3))
+    none, on_spot = (mix(chosen(), count, notice=True) for count in (0, 3))
     stall, failures = stall_of(chosen()), GPUS / RANK_SECONDS_PER_FAILURE
     by_failures = failures * (RESTART_SECONDS + none.interval / 2)
     by_reclaims = 3 * 0.05 / 3600 * (RESTART_SECONDS + stall)
-    assert some.interval == none.interval == pytest.approx(math.sqrt(2 * stall / failures), rel=1e-12)
-    assert none.seconds / some.seconds == pytest.approx(1 - by_reclaims / (1 - by_failures), rel=1e-12)
-    assert some.interruptions == pytest.approx(3 * 0.05 * some.seconds / 3600, rel=1e-12)
-    assert some.cost == pytest.approx(some.seconds / 3600 * (3 * 8 * 1.0 + 5 * 8 * PRICE), rel=1e-12)
+    assert on_spot.interval == none.interval == pytest.approx(math.sqrt(2 * stall / failures), rel=1e-12)
+    assert none.seconds / on_spot.seconds == pytest.approx(1 - by_reclaims / (1 - by_failures), rel=1e-12)
+    assert on_spot.interruptions == pytest.approx(3 * 0.05 * on_spot.seconds / 3600, rel=1e-12)
+    assert on_spot.cost == pytest.approx(on_spot.seconds / 3600 * (3 * 8 * 1.0 + 5 * 8 * PRICE), rel=1e-12)
 
 
 def test_a_reclaim_without_a_notice_is_a_failure_and_states_are_saved_more_often() -> None:
-    some = mix(chosen(), NODES, notice=False)
+    spot_mix = mix(chosen(), NODES, notice=False)
     rate, stall = GPUS / RANK_SECONDS_PER_FAILURE + NODES * 0.05 / 3600, stall_of(chosen())
-    assert some.interval == pytest.approx(math.sqrt(2 * stall / rate), rel=1e-12)
-    left = 1 - rate * (RESTART_SECONDS + some.interval / 2)
-    assert some.goodput == pytest.approx(left / (1 + stall / some.interval), rel=1e-12)
-    assert some.seconds > mix(chosen(), NODES, notice=True).seconds
+    assert spot_mix.interval == pytest.approx(math.sqrt(2 * stall / rate), rel=1e-12)
+    uptime = 1 - rate * (RESTART_SECONDS + spot_mix.interval / 2)
+    assert spot_mix.goodput == pytest.approx(uptime / (1 + stall / spot_mix.interval), rel=1e-12)
+    assert spot_mix.seconds > mix(chosen(), NODES, notice=True).seconds
 
 
 def accounted(one: Mix, stall: float, *, notice: bool) -> float:
@@ -66,39 +66,39 @@ def accounted(one: Mix, stall: float, *, notice: bool) -> float:
     useful = chosen().speed.seconds * 20_000
     failures = one.seconds * GPUS / RANK_SECONDS_PER_FAILURE
     reclaim = stall if notice else one.interval / 2
-    lost = failures * (RESTART_SECONDS + one.interval / 2) + one.interruptions * (RESTART_SECONDS + reclaim)
-    return useful * (1 + stall / one.interval) + lost
+    lost_seconds = failures * (RESTART_SECONDS + one.interval / 2) + one.interruptions * (RESTART_SECONDS + reclaim)
+    return useful * (1 + stall / one.interval) + lost_seconds
 
 
 @pytest.mark.parametrize("notice", [True, False])
 def test_every_second_of_a_mix_is_accounted_for_and_reclaims_take_no_more_than_there_are(notice: bool) -> None:
     stall, useful = stall_of(chosen()), chosen().speed.seconds * 20_000
     for rate in (0.05, 0.5, 0.9, 1.2, 1.4):
-        one = mix(chosen(rate=rate), NODES, notice=notice)
-        assert one.seconds == pytest.approx(accounted(one, stall, notice=notice), rel=1e-9)
-        assert one.interruptions * (RESTART_SECONDS + (stall if notice else 0)) < one.seconds - useful
+        spot_mix = mix(chosen(rate=rate), NODES, notice=notice)
+        assert spot_mix.seconds == pytest.approx(accounted(spot_mix, stall, notice=notice), rel=1e-9)
+        assert spot_mix.interruptions * (RESTART_SECONDS + (stall if notice else 0)) < spot_mix.seconds - useful
 
 
 @pytest.mark.parametrize("notice", [True, False])
 def test_a_gang_that_does_nothing_but_restart_is_never_done_though_its_nodes_be_free(notice: bool) -> None:
     for price in (0.0, 1.0):
-        lost = mix(chosen(price, rate=3.0), NODES, notice=notice)  # 24 restarts of five minutes an hour
-        assert (lost.goodput, lost.seconds, lost.cost) == (0.0, math.inf, math.inf)
-        found = spot(chosen(price, rate=3.0), notice=notice)
-        assert found is not None and found.best is not None and found.best.seconds < math.inf
-        assert found.break_even < 3600 / RESTART_SECONDS / NODES
-        assert "8          0      never     0.0%" in "\n".join(in_words(found))
+        futile = mix(chosen(price, rate=3.0), NODES, notice=notice)  # 24 restarts of five minutes an hour
+        assert (futile.goodput, futile.seconds, futile.cost) == (0.0, math.inf, math.inf)
+        advice = spot(chosen(price, rate=3.0), notice=notice)
+        assert advice is not None and advice.best is not None and advice.best.seconds < math.inf
+        assert advice.break_even < 3600 / RESTART_SECONDS / NODES
+        assert "8          0      never     0.0%" in "\n".join(in_words(advice))
 
 
 def test_the_cheapest_mix_is_all_or_none_where_time_does_not_matter() -> None:
     """Cost over the number of spot nodes is a rising line times a falling one: it has no minimum inside."""
     for price in (0.5, 1.0, 2.0, 2.9, 3.5):
         for rate in (0.0, 0.1, 1.0, 10.0):
-            found = spot(chosen(price, rate), notice=True)
-            assert found is not None and found.best is not None
+            advice = spot(chosen(price, rate), notice=True)
+            assert advice is not None and advice.best is not None
             costs = [mix(chosen(price, rate), count, notice=True).cost for count in range(NODES + 1)]
-            assert found.best.spot in (0, NODES)
-            assert found.best.cost == min(costs)
+            assert advice.best.spot in (0, NODES)
+            assert advice.best.cost == min(costs)
 
 
 def test_spot_nodes_alone_cost_as_much_as_none_of_them_at_the_break_even() -> None:
@@ -116,19 +116,19 @@ def test_spot_nodes_alone_cost_as_much_as_none_of_them_at_the_break_even() -> No
 
 def test_within_a_limit_of_time_as_many_nodes_are_on_spot_as_it_allows() -> None:
     every = [mix(chosen(rate=0.5), count, notice=True) for count in range(NODES + 1)]
-    assert [one.seconds for one in every] == sorted(one.seconds for one in every)
+    assert [nodes_mix.seconds for nodes_mix in every] == sorted(nodes_mix.seconds for nodes_mix in every)
     limit = (every[5].seconds + every[6].seconds) / 2
-    within, never = (spot(chosen(rate=0.5), notice=True, limit=seconds) for seconds in (limit, 1.0))
-    assert within is not None and within.best == every[5]
-    assert never is not None and never.best is None
-    assert [one.spot for one in within.shown] == [0, 2, 4, 6, 8]
+    limited, impossible = (spot(chosen(rate=0.5), notice=True, limit=seconds) for seconds in (limit, 1.0))
+    assert limited is not None and limited.best == every[5]
+    assert impossible is not None and impossible.best is None
+    assert [choice.spot for choice in limited.shown] == [0, 2, 4, 6, 8]
 
 
 def test_nothing_is_said_of_spot_nodes_without_their_price_or_their_rate() -> None:
     for missing in ("spot_price", "spot_interruptions"):
-        one = chosen()
-        here = one.task.accelerator.model_copy(update={missing: None})
-        assert spot(Candidate(Task(SHAPE, here, GPUS, 100, 1024), one.layout), notice=True) is None
+        candidate = chosen()
+        here = candidate.task.accelerator.model_copy(update={missing: None})
+        assert spot(Candidate(Task(SHAPE, here, GPUS, 100, 1024), candidate.layout), notice=True) is None
 
 
 def test_the_plan_of_a_spec_with_spot_prices_says_how_many_nodes_to_take_of_either_kind(tmp_path: Path) -> None:
@@ -141,13 +141,13 @@ def test_the_plan_of_a_spec_with_spot_prices_says_how_many_nodes_to_take_of_eith
         assert run.exit_code == 0, run.output
         return run.output
 
-    text, found = told(), json.loads(told("--json"))["spot"]
+    text, advice = told(), json.loads(told("--json"))["spot"]
     assert "taken back with a notice" in text
     assert "Cheapest within cluster.deadline_hours (1000): 2 of 2 nodes on spot" in text
-    assert (found["best"]["spot"], found["notice"], found["limit"]) == (2, True, 3_600_000)
-    assert [one["spot"] for one in found["shown"]] == [0, 1, 2]
-    often = json.loads(told("--json", "--set", "cluster.prices.spot_interruptions=20"), parse_constant=pytest.fail)
-    assert [one["seconds"] is None for one in often["spot"]["shown"]] == [False, True, True]
+    assert (advice["best"]["spot"], advice["notice"], advice["limit"]) == (2, True, 3_600_000)
+    assert [choice["spot"] for choice in advice["shown"]] == [0, 1, 2]
+    frequent = json.loads(told("--json", "--set", "cluster.prices.spot_interruptions=20"), parse_constant=pytest.fail)
+    assert [choice["seconds"] is None for choice in frequent["spot"]["shown"]] == [False, True, True]
     path.write_text(path.read_text().replace("deadline_hours: 1000", "deadline_hours: 0.000001"))
     assert "No mix is done within cluster.deadline_hours" in told()
     path.write_text(SPEC)

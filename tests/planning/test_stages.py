@@ -46,13 +46,13 @@ def test_the_slowest_stage_is_as_fast_as_in_the_best_of_all_splits() -> None:
     for _ in range(60):
         costs = [numbers.random() * 10 ** numbers.randint(-4, 1) for _ in range(numbers.randint(1, 8))]
         stages = numbers.randint(1, len(costs))
-        found = split(costs, stages)
-        assert [index for each in found for index in each] == list(range(len(costs)))
+        parts = split(costs, stages)
+        assert [index for part in parts for index in part] == list(range(len(costs)))
         best = min(
             max(sum(costs[low:high]) for low, high in zip((0, *cuts), (*cuts, len(costs)), strict=True))
             for cuts in combinations(range(1, len(costs)), stages - 1)
         )
-        assert max(sum(costs[index] for index in each) for each in found) == pytest.approx(best)
+        assert max(sum(costs[index] for index in part) for part in parts) == pytest.approx(best)
 
 
 def test_a_dear_head_and_a_dear_embedding_leave_their_stages_fewer_layers() -> None:
@@ -63,11 +63,11 @@ def test_a_dear_head_and_a_dear_embedding_leave_their_stages_fewer_layers() -> N
 
 def test_a_timeline_with_costs_shows_whom_the_others_wait_for() -> None:
     layout = Layout(pipeline=2)
-    uneven, even = (timeline(layout, 4, costs=costs).splitlines() for costs in ([1.0, 2.0], [2.0, 2.0]))
-    waits = [line.count(".") for line in uneven[:2]]
-    assert waits[0] > waits[1]
-    assert uneven[-1] != even[-1]
-    assert even[-1] == timeline(layout, 4).splitlines()[-1]  # the formula is of even stages
+    uneven, balanced = (timeline(layout, 4, costs=costs).splitlines() for costs in ([1.0, 2.0], [2.0, 2.0]))
+    idle = [line.count(".") for line in uneven[:2]]
+    assert idle[0] > idle[1]
+    assert uneven[-1] != balanced[-1]
+    assert balanced[-1] == timeline(layout, 4).splitlines()[-1]  # the formula is of even stages
 
 
 def test_what_is_measured_is_proposed_drawn_and_written(spec: Path) -> None:
@@ -94,9 +94,9 @@ def test_a_pipeline_that_only_the_command_says_is_written_with_its_stages(spec: 
     assert result.exit_code == 0, result.output
     parallel = load_spec(spec).parallel
     assert parallel.pipeline == 2 and parallel.stages is not None and sum(parallel.stages) == 8
-    found = json.loads(result.stdout)
-    assert found["head"] > found["layer"] > 0 and found["embedding"] > 0
-    assert len(found["seconds"]) == len(found["stages"]) == 2
+    output = json.loads(result.stdout)
+    assert output["head"] > output["layer"] > 0 and output["embedding"] > 0
+    assert len(output["seconds"]) == len(output["stages"]) == 2
 
 
 def test_options_of_a_search_are_refused_where_nothing_is_searched(spec: Path) -> None:
@@ -106,10 +106,10 @@ def test_options_of_a_search_are_refused_where_nothing_is_searched(spec: Path) -
 
 
 def test_fp8_is_not_measured_as_something_else(spec: Path) -> None:
-    checked = load_spec(spec)
-    fp8 = checked.training.model_copy(update={"precision": "fp8"})  # the rules refuse it on a CPU, before
+    parsed = load_spec(spec)
+    fp8 = parsed.training.model_copy(update={"precision": "fp8"})  # the rules refuse it on a CPU, before
     with pytest.raises(MeasureError, match="fp8 needs"):
-        stage_costs(checked.model_copy(update={"training": fp8}), 256)
+        stage_costs(parsed.model_copy(update={"training": fp8}), 256)
 
 
 def test_a_remedy_that_unsays_the_stages_loads(spec: Path) -> None:
@@ -135,9 +135,9 @@ def _child(parent: psutil.Process) -> psutil.Process:
     """The process that measures, once it has been started and has asked to end with its parent."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and parent.is_running() and parent.status() != psutil.STATUS_ZOMBIE:
-        for each in parent.children():
+        for child in parent.children():
             with suppress(psutil.NoSuchProcess):  # what the command asked the machine for a moment
-                if STAGES in " ".join(each.cmdline()):
-                    return each
+                if STAGES in " ".join(child.cmdline()):
+                    return child
         time.sleep(0.05)
     raise AssertionError("the command measured nothing")
