@@ -31,7 +31,7 @@ def texts(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
         elif isinstance(node, ast.JoinedStr):
-            yield "".join(str(one.value) if isinstance(one, ast.Constant) else "X" for one in node.values)
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
 
 
 def problem(words: list[str]) -> str:
@@ -42,31 +42,31 @@ def problem(words: list[str]) -> str:
             return f"no command {words[0]!r}"
         command, words = command.commands[words[0]], words[1:]
     options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-    given = [word.partition("=")[0] for word in words if re.fullmatch(r"--[a-z][a-z-]*(=.*)?", word)]
-    return "".join(f"no option {word} " for word in given if word not in options | {"--help"})
+    options_used = [argument.partition("=")[0] for argument in words if re.fullmatch(r"--[a-z][a-z-]*(=.*)?", argument)]
+    return "".join(f"no option {option} " for option in options_used if option not in options | {"--help"})
 
 
 def wrong_commands(path: Path) -> list[str]:
     """The commands in a file that do not exist."""
-    found = []
+    problems = []
     for text in texts(path):
         for match in COMMAND.finditer(text):
-            words = match[1].rstrip(".,:)").split()
-            if wrong := problem(words):
-                found.append(f"{path.name}: holdfast {match[1]}: {wrong}")
-    return found
+            arguments = match[1].rstrip(".,:)").split()
+            if message := problem(arguments):
+                problems.append(f"{path.name}: holdfast {match[1]}: {message}")
+    return problems
 
 
 def files() -> list[Path]:
     """The files of the repository that can name a command."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    paths = [Path(line) for line in listed.splitlines() if not line.startswith(ELSEWHERE)]
-    named = [ROOT / path for path in paths if path.suffix in SUFFIXES and (ROOT / path).is_file()]
-    return [path for path in named if b"holdfast " in path.read_bytes()]
+    output = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = [Path(line) for line in output.splitlines() if not line.startswith(ELSEWHERE)]
+    candidates = [ROOT / path for path in paths if path.suffix in SUFFIXES and (ROOT / path).is_file()]
+    return [path for path in candidates if b"holdfast " in path.read_bytes()]
 
 
 def test_every_command_that_is_named_exists() -> None:
-    assert [wrong for path in files() for wrong in wrong_commands(path)] == []
+    assert [command for path in files() for command in wrong_commands(path)] == []
 
 
 @pytest.mark.parametrize(

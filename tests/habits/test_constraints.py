@@ -14,8 +14,10 @@ def test_constraints_are_exactly_what_the_extras_install() -> None:
 
 
 def test_what_is_missing_forgotten_or_another_version_is_named() -> None:
-    said = TOOL["differences"]({"kept": "1", "moved": "1", "left": "1"}, {"kept": "1", "moved": "2", "brought": "1"})
-    assert said == [
+    differences = TOOL["differences"](
+        {"kept": "1", "moved": "1", "left": "1"}, {"kept": "1", "moved": "2", "brought": "1"}
+    )
+    assert differences == [
         "brought==1 is needed and not pinned",
         "left==1 is pinned and nobody needs it",
         "moved is pinned to 1, and 2 is installed",

@@ -41,28 +41,28 @@ WAYS = {
 
 
 def exits(path: Path) -> list[str]:
-    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
-    return [f"{name}:{call.lineno}" for call in calls if (name := ast.unparse(call.func)) in WAYS]
+    call_nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    return [f"{name}:{call.lineno}" for call in call_nodes if (name := ast.unparse(call.func)) in WAYS]
 
 
 def test_what_leaves_a_process_is_redacted_or_on_the_list() -> None:
-    found: dict[str, list[str]] = {}
+    by_file: dict[str, list[str]] = {}
     for path in sorted((ROOT / "holdfast").rglob("*.py")):
-        if ways := exits(path):
-            found[str(path.relative_to(ROOT))] = ways
-    assert {name: ways for name, ways in found.items() if name not in KNOWN} == {}
-    assert sorted(set(KNOWN) - set(found)) == []
+        if exits_of_file := exits(path):
+            by_file[str(path.relative_to(ROOT))] = exits_of_file
+    assert {name: exits_of_file for name, exits_of_file in by_file.items() if name not in KNOWN} == {}
+    assert sorted(set(KNOWN) - set(by_file)) == []
 
 
 def test_rich_consoles_are_made_in_one_place() -> None:
     """The one whose texts are never obeyed by the terminal."""
-    made = [
+    places = [
         str(path.relative_to(ROOT))
         for path in (ROOT / "holdfast" / "pipelines").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Console"
     ]
-    assert made == []
+    assert places == []
 
 
 def test_launch_logs_hold_no_secret(tmp_path: Path) -> None:
@@ -110,5 +110,5 @@ def test_ranks_inherit_the_credentials_of_the_store_and_no_others(
     ):
         monkeypatch.setenv(name, "S3CR3Tvalue")
     job = Job("job", "run", 1, ["-m", "x"], 1, 1, 1.0, Cluster(), {})
-    given = LocalLauncher(tmp_path)._environment(job)
-    assert [name for name, value in given.items() if value == "S3CR3Tvalue"] == ["AWS_SESSION_TOKEN"]
+    environment = LocalLauncher(tmp_path)._environment(job)
+    assert [name for name, value in environment.items() if value == "S3CR3Tvalue"] == ["AWS_SESSION_TOKEN"]

@@ -35,10 +35,12 @@ ELSEWHERE = {
 def calls_of_loads(path: Path) -> list[int]:
     """The lines of a module that call json.loads or json.load."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    method_calls = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
     return [
         call.lineno
-        for call in calls
+        for call in method_calls
         if isinstance(call.func, ast.Attribute)
         and call.func.attr in ("loads", "load")
         and isinstance(call.func.value, ast.Name)
@@ -47,13 +49,13 @@ def calls_of_loads(path: Path) -> list[int]:
 
 
 def test_no_module_but_the_reader_calls_json_loads_on_what_others_wrote() -> None:
-    found = {
+    by_file = {
         str(path.relative_to(ROOT)): lines
         for path in sorted((ROOT / "holdfast").rglob("*.py"))
         if (lines := calls_of_loads(path))
     }
-    assert ELSEWHERE.keys() <= found.keys(), "the list names what needs no exception any more"
-    assert {path: lines for path, lines in found.items() if path not in ELSEWHERE} == {}, (
+    assert ELSEWHERE.keys() <= by_file.keys(), "the list names what needs no exception any more"
+    assert {path: lines for path, lines in by_file.items() if path not in ELSEWHERE} == {}, (
         "use parse_json of spec/json_parsing.py or read_json of store/json_reading.py"
     )
 

@@ -82,8 +82,8 @@ def long_sentences_of(page: str) -> list[str]:
 
 def occurrences_in(text: str, words: tuple[str, ...] = AVOIDED) -> int:
     """How often the words occur as whole words, in any case, also as parts of an identifier and across lines."""
-    found = re.findall(r"[a-z]+", text.lower())
-    counts, joined = Counter(found), f" {' '.join(found)} "
+    tokens = re.findall(r"[a-z]+", text.lower())
+    counts, joined = Counter(tokens), f" {' '.join(tokens)} "
     return sum(joined.count(f" {word} ") if " " in word else counts[word] for word in words)
 
 
@@ -97,9 +97,9 @@ def occurrences() -> dict[str, int]:
     texts: dict[str, list[str]] = {}
     for path in MODULES:
         texts.setdefault(folder_of(path), []).append(read(path))
-    found = {folder: occurrences_in("\n.\n".join(modules)) for folder, modules in texts.items()}
-    found["pages"] = sum(occurrences_in(prose_of(read(page)), AVOIDED_ON_PAGES) for page in PAGES)
-    return dict(sorted(found.items()))
+    counts = {folder: occurrences_in("\n.\n".join(modules)) for folder, modules in texts.items()}
+    counts["pages"] = sum(occurrences_in(prose_of(read(page)), AVOIDED_ON_PAGES) for page in PAGES)
+    return dict(sorted(counts.items()))
 
 
 @cache
@@ -165,8 +165,8 @@ def lower() -> None:
     }
     here = Path(__file__)
     text = here.read_text(encoding="utf-8")
-    for name, each in values.items():
-        lines = textwrap.fill(", ".join(each) + ",", 116, initial_indent="    ", subsequent_indent="    ")
+    for name, entries in values.items():
+        lines = textwrap.fill(", ".join(entries) + ",", 116, initial_indent="    ", subsequent_indent="    ")
         text = re.sub(
             rf"^({name}\b[^\n]*= {{)\n.*?^}}", rf"\1\n{lines}\n}}", text, count=1, flags=re.MULTILINE | re.DOTALL
         )

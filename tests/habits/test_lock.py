@@ -27,9 +27,9 @@ def test_the_lock_has_the_files_of_all_that_the_images_install_and_of_nothing_el
 def test_the_images_install_the_lines_of_their_extras() -> None:
     def names(extras: str) -> set[str]:
         command = ["sh", "install.sh", "locked", extras]
-        done = subprocess.run(command, cwd=ROOT / "images", check=True, capture_output=True, text=True, timeout=60)
-        assert all(" --hash=sha256:" in line for line in done.stdout.splitlines())
-        return {line.split("==")[0] for line in done.stdout.splitlines()}
+        result = subprocess.run(command, cwd=ROOT / "images", check=True, capture_output=True, text=True, timeout=60)
+        assert all(" --hash=sha256:" in line for line in result.stdout.splitlines())
+        return {line.split("==")[0] for line in result.stdout.splitlines()}
 
     assert names("builder") == {"pip"}
     train, ray = names("train"), names("train,ray")
@@ -67,9 +67,9 @@ def test_the_lock_of_a_torch_has_it_and_what_it_alone_brings() -> None:
     def report(name: str, version: str, **hashes: str) -> dict[str, Any]:
         return {"metadata": {"name": name, "version": version}, "download_info": {"archive_info": {"hashes": hashes}}}
 
-    found = [report("torch", "2.13.0", sha256=ABC), report("nvidia-nccl-cu13", "2.1", sha256=ABC)]
-    known = {"install": [*found, report("Jinja2", "3", sha256=ABC)]}
-    assert TOOL["lock_of_torch"](known, ["jinja2"]) == [
+    reports = [report("torch", "2.13.0", sha256=ABC), report("nvidia-nccl-cu13", "2.1", sha256=ABC)]
+    installation = {"install": [*reports, report("Jinja2", "3", sha256=ABC)]}
+    assert TOOL["lock_of_torch"](installation, ["jinja2"]) == [
         f"nvidia-nccl-cu13==2.1 --hash=sha256:{ABC}",
         f"torch==2.13.0 --hash=sha256:{ABC}",
     ]

@@ -20,14 +20,14 @@ REST = {"name": "a", "data": {"sources": [{"uri": "x"}]}, "store": "s3://bucket/
 
 def pieces() -> list[object]:
     """The YAML blocks of all pages that are (sections of) a spec."""
-    found = []
+    parameters = []
     for page in PAGES:
         for block in BLOCK.findall(page.read_text(encoding="utf-8")):
             read = yaml.safe_load(block)
             if set(read) <= set(Spec.model_fields):
-                found.append(pytest.param(read, id=f"{page.name} {' '.join(read)}"))
-    assert len(found) >= 5
-    return found
+                parameters.append(pytest.param(read, id=f"{page.name} {' '.join(read)}"))
+    assert len(parameters) >= 5
+    return parameters
 
 
 @pytest.mark.parametrize("piece", pieces())
@@ -43,6 +43,6 @@ def test_names_that_the_code_of_a_page_imports_exist(page: Path) -> None:
             if imported.module is None or not imported.module.startswith("holdfast"):
                 continue
             module = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
-            words = set(re.findall(r"\w+", module.read_text(encoding="utf-8")))
-            missing = {name.name for name in imported.names if not (folder / f"{name.name}.py").exists()} - words
+            tokens = set(re.findall(r"\w+", module.read_text(encoding="utf-8")))
+            missing = {name.name for name in imported.names if not (folder / f"{name.name}.py").exists()} - tokens
             assert not missing, f"{imported.module} has none of these"

@@ -17,16 +17,16 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from what the repository tracks. No index is asked."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, tracked.split("\0")):
         if name.split("/")[0] in ("holdfast", "pyproject.toml", "README.md", "LICENSE"):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
     build = "import setuptools.build_meta as backend, sys; backend.build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(out)], cwd=source, capture_output=True, check=True)
-    (made,) = out.glob("*.whl")
-    return made
+    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=source, capture_output=True, check=True)
+    (file,) = folder.glob("*.whl")
+    return file
 
 
 def test_a_wheel_holds_every_module_and_file_and_one_import_name(wheel: Path) -> None:
@@ -38,20 +38,20 @@ def test_a_wheel_holds_every_module_and_file_and_one_import_name(wheel: Path) ->
 
 def test_a_users_folders_of_our_names_change_nothing(wheel: Path, tmp_path: Path) -> None:
     """Every Kubeflow repository has a `components` and a `pipelines`: they come first on the path and stay theirs."""
-    site, mine = tmp_path / "site", tmp_path / "mine"
+    site, user_folder = tmp_path / "site", tmp_path / "mine"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     for folder in ("components", "pipelines"):
-        (mine / folder).mkdir(parents=True)
-        (mine / folder / "__init__.py").write_text("print('mine')\n")
-    (mine / "spec.yaml").write_text("name: theirs\ndata: {sources: [{uri: text.txt}]}\n")
+        (user_folder / folder).mkdir(parents=True)
+        (user_folder / folder / "__init__.py").write_text("print('mine')\n")
+    (user_folder / "spec.yaml").write_text("name: theirs\ndata: {sources: [{uri: text.txt}]}\n")
     environment = {**os.environ, "PYTHONPATH": str(site), "HOLDFAST_HOME": str(tmp_path / "home")}
 
     def python(*arguments: str) -> str:
         return subprocess.run(
-            [sys.executable, *arguments], cwd=mine, env=environment, capture_output=True, text=True, check=True
+            [sys.executable, *arguments], cwd=user_folder, env=environment, capture_output=True, text=True, check=True
         ).stdout
 
     assert "spec.yaml" in python("-m", "holdfast.pipelines.cli", "validate", "spec.yaml")
-    said = python("-c", "import components, pipelines, holdfast.spec as ours; print(ours.__file__)")
-    assert said.split() == ["mine", "mine", str(site / "holdfast/spec/__init__.py")]
+    output = python("-c", "import components, pipelines, holdfast.spec as ours; print(ours.__file__)")
+    assert output.split() == ["mine", "mine", str(site / "holdfast/spec/__init__.py")]

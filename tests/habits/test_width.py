@@ -19,10 +19,10 @@ def _wide(node: ast.AST, method: bool = False) -> Iterator[tuple[str, int]]:
     """The functions below `node` with too many parameters, and their number."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            given = child.args
-            names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+            arguments = child.args
+            names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
             count = len(names) - (method and names[:1] in (["self"], ["cls"]))
-            count += (given.vararg is not None) + (given.kwarg is not None)
+            count += (arguments.vararg is not None) + (arguments.kwarg is not None)
             if count > MOST:
                 yield child.name, count
         yield from _wide(child, isinstance(child, ast.ClassDef))
@@ -30,12 +30,12 @@ def _wide(node: ast.AST, method: bool = False) -> Iterator[tuple[str, int]]:
 
 def test_no_function_has_more_than_eight_parameters() -> None:
     files = (path for path in LIBRARY.rglob("*.py") if "__pycache__" not in path.parts)
-    found = {
+    places = {
         f"{path.relative_to(LIBRARY).as_posix()}:{name}": count
         for path in files
         for name, count in _wide(ast.parse(path.read_text(encoding="utf-8")))
     }
-    assert {place: count for place, count in found.items() if place not in MIRRORS} == {}, "group them in a dataclass"
+    assert {place: count for place, count in places.items() if place not in MIRRORS} == {}, "group them in a dataclass"
 
 
 def test_all_parameters_are_counted_but_self() -> None:
