@@ -151,16 +151,16 @@ def import_checkpoint(
 
     if format_ not in IMPORT_FORMATS:
         raise UsageError(f"{format_!r} is no format", "--from", f"use one of {', '.join(IMPORT_FORMATS)}")
-    made = identified(spec if isinstance(spec, Spec) else load_spec(spec, overrides), store)
-    found: exchange.Source
+    local_run = identified(spec if isinstance(spec, Spec) else load_spec(spec, overrides), store)
+    origin: exchange.Source
     if format_ == "hf":
-        found = exchange.HuggingFace(source)
+        origin = exchange.HuggingFace(source)
     elif format_ == "dcp":
-        found = exchange.DistributedCheckpoint(Path(source))
+        origin = exchange.DistributedCheckpoint(Path(source))
     else:
-        found = exchange.UniversalCheckpoint(Path(source))
+        origin = exchange.UniversalCheckpoint(Path(source))
     return exchange.import_checkpoint(
-        made.spec, made.dataset_id, found, made.store, step=step, progress=progress or silent
+        local_run.spec, local_run.dataset_id, origin, local_run.store, step=step, progress=progress or silent
     )
 
 
@@ -192,8 +192,8 @@ def step_of(store: Store, identity: str, checkpoint: str) -> int:
     if not step.isdecimal():
         raise UsageError(f"{checkpoint!r} is not RUN@STEP, such as {identity}@{steps[-1]}")
     if int(step) not in steps:
-        has = ", ".join(map(str, steps))
-        raise MissingError(f"run {identity} has no checkpoint at step {step} in {store.url} (it has: {has})")
+        known_steps = ", ".join(map(str, steps))
+        raise MissingError(f"run {identity} has no checkpoint at step {step} in {store.url} (it has: {known_steps})")
     return int(step)
 
 

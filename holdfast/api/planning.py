@@ -51,16 +51,16 @@ def plan(
     """The best layouts of a spec on some accelerators. With `budget`, also the number of accelerators."""
     from holdfast.planning.auto import task_of
 
-    here = _accelerator(spec, hardware.accelerator, hardware.calibration, hardware.price)
+    accelerator = _accelerator(spec, hardware.accelerator, hardware.calibration, hardware.price)
     tokens, assumed = vocabulary_of(spec) if vocabulary is None else (vocabulary, False)
     if budget is None:
-        task = task_of(spec, here, hardware.count or spec.world_size, tokens)
+        task = task_of(spec, accelerator, hardware.count or spec.world_size, tokens)
         found = _search(spec, task, layouts)
     else:
         if hardware.count is not None:
             raise UsageError("it chooses the number; give one of --budget and --gpus", "--budget")
-        task, found = _within(budget, spec, here, tokens, layouts)
-    return PlannedLayouts(task, found, here, tokens, assumed)
+        task, found = _within(budget, spec, accelerator, tokens, layouts)
+    return PlannedLayouts(task, found, accelerator, tokens, assumed)
 
 
 def vocabulary_of(spec: Spec) -> tuple[int, bool]:
@@ -143,10 +143,12 @@ def _within(budget: float, spec: Spec, accelerator: Accelerator, vocabulary: int
         if found.best:
             tried.append((estimate_run(found.best[0]), task))
         gpus *= 2
-    fitting = [each for each in tried if each[0].cost <= budget]
+    fitting = [candidate for candidate in tried if candidate[0].cost <= budget]
     if not fitting:
-        least = min((each[0].cost for each in tried), default=None)
-        remedy = "give fewer steps or a smaller model" if least is None else f"the cheapest run costs {least:,.0f}"
+        cheapest = min((candidate[0].cost for candidate in tried), default=None)
+        remedy = (
+            "give fewer steps or a smaller model" if cheapest is None else f"the cheapest run costs {cheapest:,.0f}"
+        )
         raise SpecError([Problem("budget", budget, "suffices for no number of accelerators", remedy)])
     _, task = min(fitting, key=lambda each: each[0].seconds)
     return task, _search(spec, task, count)

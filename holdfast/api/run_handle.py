@@ -104,8 +104,8 @@ class Run:
 
     def status(self) -> RunStatus:
         """The status from its backend: state, steps and a link."""
-        backend, there = self._backend()
-        return backend.status(there)
+        backend, backend_id = self._backend()
+        return backend.status(backend_id)
 
     def wait(self, poll_seconds: float = 5.0) -> RunStatus:
         """Wait until the run has ended. Polls every `poll_seconds`."""
@@ -134,8 +134,8 @@ class Run:
             running = (lambda: goes_on(*self._backend())) if follow else None
             return rank_lines(self._store, self.id, rank or 0, attempt=attempt, launch=launch, running=running)
         if raw:
-            backend, there = self._backend()
-            return (line for _, line in backend.logs(there, step, follow=follow))
+            backend, backend_id = self._backend()
+            return (line for _, line in backend.logs(backend_id, step, follow=follow))
         from functools import cache
 
         from holdfast.pipelines.backends.record import find_record
@@ -175,10 +175,16 @@ class Run:
         from holdfast.checkpoint import read_manifest
         from holdfast.checkpoint.retention import checkpoint_steps
 
-        found = [read_manifest(self._store, self.id, step) for step in checkpoint_steps(self._store, self.id)]
+        manifests = [read_manifest(self._store, self.id, step) for step in checkpoint_steps(self._store, self.id)]
         return [
-            Checkpoint(one.step, one.attempt, one.created, one.state_digest, layout.checkpoint(self.id, one.step))
-            for one in found
+            Checkpoint(
+                manifest.step,
+                manifest.attempt,
+                manifest.created,
+                manifest.state_digest,
+                layout.checkpoint(self.id, manifest.step),
+            )
+            for manifest in manifests
         ]
 
     def result(self) -> TrainingResult | None:
@@ -266,8 +272,8 @@ class Run:
 
         record = self.record()
         verdicts = [] if record.verdict is None else [record.verdict]
-        to = folder or home() / "tensorboard" / f"{record.name}-{record.run_id}"
-        return write(to, record.known_spec(self._store), self.history(), verdicts)
+        target = folder or home() / "tensorboard" / f"{record.name}-{record.run_id}"
+        return write(target, record.known_spec(self._store), self.history(), verdicts)
 
     def profile(self, steps: str = "10", *, wait: bool = False) -> str:
         """Have rank 0 record some steps with torch's profiler: `100-110`, or `10` for the next ten.
@@ -277,9 +283,9 @@ class Run:
         from holdfast.pipelines.view.profiles import wait_for_trace
         from holdfast.telemetry.profiles import Window, ask
 
-        begun = time.time()
+        start = time.time()
         ask(self._store, self.id, Window.of(steps))
-        return wait_for_trace(self._store, self.id, begun) if wait else ""
+        return wait_for_trace(self._store, self.id, start) if wait else ""
 
     @property
     def _location(self) -> Location:
@@ -327,17 +333,17 @@ def run(
         replan=replan,
         options=options,
     )
-    made = submit(wanted, backend=backend, options=options)
-    status, where = made.run, store or wanted.spec.store or ""
+    submission = submit(wanted, backend=backend, options=options)
+    status, where = submission.run, store or wanted.spec.store or ""
     if capabilities_of(default_backend(backend)).foreground:
         code = ExitCode(status.exit_code or 0)
         if code not in (ExitCode.OK, ExitCode.NOT_BLESSED):
             reason = status.message or code.name.lower().replace("_", " ")
             raise RunFailedError(f"run {status.id}: {reason}. The log: {status.link}", code)
-    elif made.record_error:
+    elif submission.record_error:
         raise MissingError(
-            f"{status.name} is submitted to {status.backend} ({status.link}), but {made.store} has no record of it: "
-            f"{made.record_error}"
+            f"{status.name} is submitted to {status.backend} ({status.link}), but {submission.store} has no record of "
+            f"it: {submission.record_error}"
         )
     return Run(status.id, where)
 
@@ -360,8 +366,8 @@ def run_state(run: str, at: Location = AS_RECORDED) -> RunState:
     from holdfast.pipelines.backends.progress import reached
     from holdfast.pipelines.backends.record import find_record
 
-    backend, there = find_backend(run, at)
-    status = backend.status(there)
+    backend, backend_id = find_backend(run, at)
+    status = backend.status(backend_id)
     if at.endpoint and not at.store:
         return RunState(status)  # an endpoint alone names no store
     try:
@@ -371,8 +377,8 @@ def run_state(run: str, at: Location = AS_RECORDED) -> RunState:
             return RunState(status)
         if status.exit_code is None and not status.unfinished:
             status = replace(status, exit_code=record.ending(opened).get("exit_code"))
-        known = record.identity if record.identified or record.ran else ""
-        return RunState(status, known, reached(opened, record.identity))
+        known_id = record.identity if record.identified or record.ran else ""
+        return RunState(status, known_id, reached(opened, record.identity))
     except HoldfastError as error:
         return RunState(status, note=str(error))
 

@@ -141,12 +141,12 @@ def request(
     from holdfast.pipelines.trials import grid
 
     name = default_backend(backend)
-    able = capabilities_of(name)
+    capabilities = capabilities_of(name)
     _require_usable(name, options, sweep=bool(over))
     checked = spec if isinstance(spec, Spec) and not overrides else load_spec(_path(spec), overrides)
     trials = grid(checked, over) if over else ()
     wanted = RunRequest(
-        spec_of(checked) if able.foreground else checked,
+        spec_of(checked) if capabilities.foreground else checked,
         store,
         salt,
         service_account=options.service_account,
@@ -155,9 +155,11 @@ def request(
         trials=trials,
         at_once=options.concurrent_trials,
     )
-    if able.foreground:
+    if capabilities.foreground:
         return wanted  # the run identifies itself
-    return identify_request(wanted, shared_folders=able.shared_folders, shared_volumes=able.shared_volumes)
+    return identify_request(
+        wanted, shared_folders=capabilities.shared_folders, shared_volumes=capabilities.shared_volumes
+    )
 
 
 def submit(
@@ -230,8 +232,8 @@ def stop(run: str, *, at: Location = AS_RECORDED) -> Stopped:
     from holdfast.pipelines.backends.cleanup import clean_up_cluster
     from holdfast.pipelines.backends.record import find_record
 
-    backend, there = find_backend(run, at)
-    status, ended = backend.cancel(there)
+    backend, backend_id = find_backend(run, at)
+    status, ended = backend.cancel(backend_id)
     if ended or not backend.capabilities.kubernetes:
         return Stopped(status, ended)
     try:
@@ -288,8 +290,8 @@ def new_salt() -> str:
 
 def _require_usable(name: str, options: ClusterOptions, *, sweep: bool) -> None:
     """Refuse a sweep or an option that a backend does not have. Raises UsageError."""
-    able = capabilities_of(name)
-    if sweep and not able.sweeps:
+    capabilities = capabilities_of(name)
+    if sweep and not capabilities.sweeps:
         raise UsageError(f"{name} runs no sweeps", "--backend", f"use one of {', '.join(backends_with('sweeps'))}")
     needs = {
         "image": "images",
@@ -298,7 +300,7 @@ def _require_usable(name: str, options: ClusterOptions, *, sweep: bool) -> None:
         "namespace": "namespaces",
     }
     for field, capability in needs.items():
-        if getattr(options, field) and able.foreground and not getattr(able, capability):
+        if getattr(options, field) and capabilities.foreground and not getattr(capabilities, capability):
             raise UsageError(
                 f"the backend {name} has no use for it",
                 f"--{field.replace('_', '-')}",

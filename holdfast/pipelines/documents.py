@@ -40,8 +40,8 @@ Dumper.add_representer(Ordered, _ordered)
 def in_order(value: object) -> object:
     """A JSON value in which `as_yaml` keeps the order of all keys."""
     if isinstance(value, dict):
-        return Ordered((name, in_order(one)) for name, one in value.items())
-    return [in_order(one) for one in value] if isinstance(value, list) else value
+        return Ordered((name, in_order(item)) for name, item in value.items())
+    return [in_order(item) for item in value] if isinstance(value, list) else value
 
 
 def as_yaml(*documents: object) -> str:
@@ -73,39 +73,39 @@ def write_fields(path: Path, fields: Mapping[str, Any], *, check: bool = True) -
     A field that already has the value is skipped, and so is a missing field whose default is the value. With `check`,
     raises SpecError for a resulting invalid spec and leaves the file unchanged.
     """
-    text, changed = path.read_text(encoding="utf-8"), []
+    text, changes = path.read_text(encoding="utf-8"), []
     for field, value in fields.items():
         _, info, _ = find(field.split("."))
-        before, text = text, _with(text, field.split("."), value, None if info is None else info.default)
-        if text != before:
-            changed.append(f"{field}: {value}")
-    if changed:
+        previous, text = text, _with(text, field.split("."), value, None if info is None else info.default)
+        if text != previous:
+            changes.append(f"{field}: {value}")
+    if changes:
         if check:
             parse_spec(text, source=str(path))
         write_whole(path, text)
-    return changed
+    return changes
 
 
 def _with(text: str, path: list[str], value: Any, default: Any) -> str:
     """The text with one field changed."""
     node: yaml.Node = yaml.compose(text, Loader=yaml.SafeLoader)  # type: ignore[assignment]
     owner = node
-    left = list(path)
-    while left and isinstance(node, yaml.MappingNode):
-        inside = next((each for key, each in node.value if key.value == left[0]), None)
-        if inside is None:
+    remaining = list(path)
+    while remaining and isinstance(node, yaml.MappingNode):
+        child = next((value_node for key, value_node in node.value if key.value == remaining[0]), None)
+        if child is None:
             break
-        owner, node = node, inside
-        left.pop(0)
-    if not left:
+        owner, node = node, child
+        remaining.pop(0)
+    if not remaining:
         if yaml.SafeLoader("").construct_object(node, deep=True) == value:
             return text
         return f"{text[: node.start_mark.index]}{_word(value)}{text[_end(node) :]}"
     if value == default:
         return text
     if not isinstance(node, yaml.MappingNode):  # a section with only its name
-        return f"{text[: node.start_mark.index]} {{{_flow(left, value)}}}{text[node.end_mark.index :]}"
-    return _added(text, node, left, value, top=node is owner and len(left) > 1)
+        return f"{text[: node.start_mark.index]} {{{_flow(remaining, value)}}}{text[node.end_mark.index :]}"
+    return _added(text, node, remaining, value, top=node is owner and len(remaining) > 1)
 
 
 def _added(text: str, node: yaml.MappingNode, left: list[str], value: Any, *, top: bool) -> str:

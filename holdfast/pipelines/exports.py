@@ -19,9 +19,9 @@ def exports_of(store: Store, run_id: str, steps: Sequence[int] | None = None) ->
     """The key prefixes of the exported models of a run, or of only some steps."""
     folder = layout.exports(run_id)
     names = (info.key.removeprefix(folder) for info in store.list(folder))
-    found = ((name, match) for name in names if (match := _RECORD.fullmatch(name)))
+    matches = ((name, match) for name in names if (match := _RECORD.fullmatch(name)))
     return [
-        f"{folder}{name.removesuffix('.json')}/" for name, match in found if steps is None or int(match[1]) in steps
+        f"{folder}{name.removesuffix('.json')}/" for name, match in matches if steps is None or int(match[1]) in steps
     ]
 
 
@@ -44,8 +44,8 @@ def verify_export(
     damaged = list(damaged_files(store, export, record, progress=progress))
     damages = [Damage(f"{export}{name}", "", reason) for name, reason in (*damaged, *changed_package(store, export))]
     damages += [Damage(key, "", reason) for key, reason in _records(store, run_id, export, record.digest)]
-    right = sum(file.size for name, file in record.files.items() if name not in dict(damaged))
-    return Verified(step, right, tuple(damages), export=export)
+    intact_bytes = sum(file.size for name, file in record.files.items() if name not in dict(damaged))
+    return Verified(step, intact_bytes, tuple(damages), export=export)
 
 
 def _records(store: Store, run_id: str, export: str, digest: str) -> Iterator[tuple[str, str]]:
@@ -57,19 +57,22 @@ def _records(store: Store, run_id: str, export: str, digest: str) -> Iterator[tu
     if result is not None and result.export == export and result.export_digest != digest:
         yield layout.result(run_id), f"names the export {result.export_digest}, and it is {digest}"
     for info in store.list(layout.registrations(run_id)):
-        found = read_registration(store, info.key)
-        if found is None:
+        registration = read_registration(store, info.key)
+        if registration is None:
             yield info.key, "is no registration; register the run again, it is written anew"
             continue
-        if found.export != export:
+        if registration.export != export:
             continue
-        if found.export_digest != digest:
-            yield info.key, f"names the export {found.export_digest}, and it is {digest}"
+        if registration.export_digest != digest:
+            yield info.key, f"names the export {registration.export_digest}, and it is {digest}"
         run_record = layout.run(run_id, "run.json")
-        named = {layout.blessing(run_id, found.verdict_digest): found.verdict_digest, run_record: found.run_digest}
-        for key, wanted in named.items():
+        digests = {
+            layout.blessing(run_id, registration.verdict_digest): registration.verdict_digest,
+            run_record: registration.run_digest,
+        }
+        for key, expected in digests.items():
             try:
-                if wanted and content_digest(store.get(key)) != wanted:
+                if expected and content_digest(store.get(key)) != expected:
                     yield key, f"is not what {info.key} names"
             except MissingError:
                 yield key, f"is missing, and {info.key} names it"

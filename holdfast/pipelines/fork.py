@@ -43,10 +43,10 @@ def fork_run(store: Store, parent: RunRecord, step: int, overrides: Sequence[str
     """
     if not parent.spec:
         raise MissingError(f"run {parent.run_id}: {store.url} does not say what was asked for: it was never trained")
-    before = Spec.model_validate(parent.spec)
-    spec = before.with_overrides(overrides)
-    _require_same_state(before, spec, step)
-    salt, dataset_id = f"rewound-{parent.run_id}-{step}", _dataset_id(parent, before, spec)
+    parent_spec = Spec.model_validate(parent.spec)
+    spec = parent_spec.with_overrides(overrides)
+    _require_same_state(parent_spec, spec, step)
+    salt, dataset_id = f"rewound-{parent.run_id}-{step}", _dataset_id(parent, parent_spec, spec)
     identity = run_id(spec, dataset_id, salt, _weights(spec))
     digest = fork_checkpoint(store, parent.run_id, step, identity)
     write_run_metadata(store, identity, spec, dataset_id, salt)
@@ -75,13 +75,15 @@ _OF_THE_STATE = {
 
 def _require_same_state(before: Spec, spec: Spec, step: int) -> None:
     problems = []
-    for field, (why, remedy) in _OF_THE_STATE.items():
-        problems += [Problem(name, value, why, remedy) for name, value in _changed(before, spec, field)]
+    for field, (reason, remedy) in _OF_THE_STATE.items():
+        problems += [Problem(name, value, reason, remedy) for name, value in _changed(before, spec, field)]
     if spec.data.tokenizer.kind == "bpe" and not problems:
         for field in ("data.sources", "data.cleaning"):
-            why = "would train another tokenizer (data.tokenizer.kind: bpe) than the one whose tokens the weights know"
+            reason = (
+                "would train another tokenizer (data.tokenizer.kind: bpe) than the one whose tokens the weights know"
+            )
             remedy = f"leave `{field}` as it is; a run with a tokenizer in a file can be given other data"
-            problems += [Problem(name, value, why, remedy) for name, value in _changed(before, spec, field)]
+            problems += [Problem(name, value, reason, remedy) for name, value in _changed(before, spec, field)]
     kinds = before.training.gradient_compression, spec.training.gradient_compression
     if kinds[0] != kinds[1] and any(kind in KEEPING for kind in kinds):
         problems.append(
@@ -117,21 +119,21 @@ def _require_same_state(before: Spec, spec: Spec, step: int) -> None:
 
 def _changed(before: Spec, spec: Spec, field: str) -> Iterator[tuple[str, Any]]:
     """The changed fields below `field` and their new values, without the weights of data mixes."""
-    one, other = (_leaves(field, reduce(getattr, field.split("."), each)) for each in (before, spec))
-    for name in sorted(one.keys() | other.keys()):
-        if one.get(name) != other.get(name) and not name.endswith(".weight"):
-            yield name, other.get(name)
+    old, new = (_leaves(field, reduce(getattr, field.split("."), root)) for root in (before, spec))
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name) and not name.endswith(".weight"):
+            yield name, new.get(name)
 
 
 def _leaves(name: str, value: Any) -> dict[str, Any]:
     """The values in a section by dotted names."""
     if isinstance(value, BaseModel):
-        inside = [(f"{name}.{field}", getattr(value, field)) for field in type(value).model_fields]
-    elif isinstance(value, tuple) and any(isinstance(each, BaseModel) for each in value):
-        inside = [(f"{name}.{index}", each) for index, each in enumerate(value)]
+        fields = [(f"{name}.{field}", getattr(value, field)) for field in type(value).model_fields]
+    elif isinstance(value, tuple) and any(isinstance(item, BaseModel) for item in value):
+        fields = [(f"{name}.{index}", item) for index, item in enumerate(value)]
     else:
         return {name: value}
-    return {key: leaf for field, each in inside for key, leaf in _leaves(field, each).items()}
+    return {key: leaf for field, item in fields for key, leaf in _leaves(field, item).items()}
 
 
 def _dataset_id(parent: RunRecord, before: Spec, spec: Spec) -> str:
@@ -152,9 +154,9 @@ def _weights(spec: Spec) -> str:
 def _record(store: Store, parent: RunRecord, spec: Spec, identity: str, salt: str) -> Record:
     """The submission that resumes the new run, on the parent's backend if that is known."""
     submitted = find_record(store, parent.run_id)
-    made = submitted or Record("local", identity, identity, spec.name, "", 0.0, store.url)
+    base = submitted or Record("local", identity, identity, spec.name, "", 0.0, store.url)
     return replace(
-        made,
+        base,
         id=identity,
         run_id=identity,
         name=spec.name,

@@ -105,13 +105,13 @@ def _run(module: Sequence[str], environment: Mapping[str, str], out: Path, remed
     """
     command = [sys.executable, "-m", *module]
     try:
-        ended = subprocess.run(
+        process = subprocess.run(
             command, env={**os.environ, **environment}, check=False, capture_output=True, text=True, timeout=LONGEST
         )
     except subprocess.TimeoutExpired:
         raise MeasureError(f"nothing was measured in {LONGEST:.0f} s; {remedy}") from None
-    if ended.returncode or not out.exists():
+    if process.returncode or not out.exists():
         # torchrun forwards all output of ranks, including errors, to its standard output; its own lines add nothing.
-        told = ended.stdout.splitlines() or ended.stderr.splitlines()
-        said = "\n".join(f"    {line}" for line in told[-SHOWN:])
-        raise MeasureError(f"the process that measures ended with {ended.returncode}; it said:\n{said}")
+        lines = process.stdout.splitlines() or process.stderr.splitlines()
+        output = "\n".join(f"    {line}" for line in lines[-SHOWN:])
+        raise MeasureError(f"the process that measures ended with {process.returncode}; it said:\n{output}")

@@ -59,24 +59,24 @@ def plan(spec: Spec, trials: Trials = ()) -> tuple[Node, ...]:
 
 def _nodes(start: str, edges: Sequence[Edge], trials: Trials) -> Iterator[Node]:
     steps = list(steps_from(start, edges))
-    into = {edge.after: edge for edge in edges if edge.before in steps}
+    incoming = {edge.after: edge for edge in edges if edge.before in steps}
     numbers = range(1, len(trials) + 1)
-    copied = [step for step in steps if trials and STEPS[step].per_trial]
+    trial_steps = [step for step in steps if trials and STEPS[step].per_trial]
 
     def node(step: str, number: int = 0) -> Node:
-        edge, before = into.get(step), []
-        if edge is not None and edge.before in copied:
-            before = [f"{edge.before}-{each}" for each in ((number,) if number else numbers)]
+        edge, before = incoming.get(step), []
+        if edge is not None and edge.before in trial_steps:
+            before = [f"{edge.before}-{trial}" for trial in ((number,) if number else numbers)]
         elif edge is not None:
             before = [edge.before]
         changes = trials[number - 1] if number else ()
         return Node(step, number, changes, tuple(before), edge.when if edge else "", edge is not None and edge.each)
 
     for step in steps:
-        if step not in copied:
+        if step not in trial_steps:
             yield node(step)
-        elif step == copied[0]:  # trial by trial: if steps run one at a time, the first result is early
-            yield from (node(each, number) for number in numbers for each in copied)
+        elif step == trial_steps[0]:  # trial by trial: if steps run one at a time, the first result is early
+            yield from (node(trial_step, number) for number in numbers for trial_step in trial_steps)
 
 
 @dataclass(frozen=True)
@@ -188,9 +188,9 @@ class Runner:
             if not self._running:
                 return
             if self._leaving:
-                for one in self._running:
-                    one.ask_to_leave()
-            self._backend.wait([one.handle for one in self._running])
+                for running in self._running:
+                    running.ask_to_leave()
+            self._backend.wait([running.handle for running in self._running])
             self._collect()
 
     @property
@@ -206,7 +206,7 @@ class Runner:
                 return self._enqueue()
             executions = list(self._executions(node))
             self._left[node.name] = len(executions)
-            self._queue += [(node, one) for one in executions]
+            self._queue += [(node, execution) for execution in executions]
             if not executions:
                 self._ended[node.name] = True
         order = list(self._nodes)
@@ -214,16 +214,16 @@ class Runner:
         return None
 
     def _should_run(self, node: Node) -> bool:
-        before = [self._nodes[name] for name in node.before]
-        if not node.trial and any(one.trial for one in before):  # the comparison, of successful trials
+        parents = [self._nodes[name] for name in node.before]
+        if not node.trial and any(parent.trial for parent in parents):  # the comparison, of successful trials
             return True
-        if not all(self._ended[one.name] for one in before):
+        if not all(self._ended[parent.name] for parent in parents):
             return False
-        if node.when and (word := str(self._results[before[0].name][STEPS[before[0].step].outputs[0]])) != node.when:
-            why = f"{before[0].name} says {word}"
-            log.info("%s is skipped: %s", node.name, why)
+        if node.when and (word := str(self._results[parents[0].name][STEPS[parents[0].step].outputs[0]])) != node.when:
+            reason = f"{parents[0].name} says {word}"
+            log.info("%s is skipped: %s", node.name, reason)
             now = time.time()
-            result = f"{SKIPPED}: {why}"
+            result = f"{SKIPPED}: {reason}"
             self._backend.record(Outcome(node.step, os.getpid(), now, now, int(ExitCode.OK), result=result))
             return False
         return True
@@ -232,8 +232,8 @@ class Runner:
         if not node.each:
             yield Execution(node.step, str(node.trial or ""), self._arguments(node.step, node))
             return
-        before = self._nodes[node.before[0]]
-        for item in self._results[before.name][STEPS[before.step].items]:
+        parent = self._nodes[node.before[0]]
+        for item in self._results[parent.name][STEPS[parent.step].items]:
             yield Execution(node.step, str(item), self._arguments(node.step, node, str(item)))
 
     def _arguments(self, step: str, node: Node | None = None, item: str = "") -> tuple[str, ...]:
@@ -242,20 +242,20 @@ class Runner:
         trial, overrides = (node.trial, node.overrides) if node else (0, ())
         needed = inputs_of(step, self._steps)
         for name in (name for name in STEPS[step].inputs if name in needed or name in self._given):
-            giver = producer_of(name)
+            producer = producer_of(name)
             if name == STEPS[step].item:
                 values[name] = item
-            elif not giver:
+            elif not producer:
                 values[name] = self._given[name]
-            elif giver in self._copied and not trial and node:
+            elif producer in self._copied and not trial and node:
                 best = self._results[node.before[0]]
                 values[name], overrides = best["winner"], tuple(best["changes"])
             else:
-                values[name] = self._results[f"{giver}-{trial}" if giver in self._copied else giver][name]
-        words = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
-        words += [f"--{TRIAL}={trial}"] if trial else []
-        words += [f"--overrides={json.dumps(overrides)}"] if overrides else []
-        return tuple(words)
+                values[name] = self._results[f"{producer}-{trial}" if producer in self._copied else producer][name]
+        arguments = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+        arguments += [f"--{TRIAL}={trial}"] if trial else []
+        arguments += [f"--overrides={json.dumps(overrides)}"] if overrides else []
+        return tuple(arguments)
 
     def _start(self) -> None:
         """Start queued executions up to the backend's width."""
@@ -274,16 +274,16 @@ class Runner:
 
     def _collect(self) -> None:
         """Process ended executions."""
-        for one in list(self._running):
-            if (code := one.handle.poll()) is None:
+        for running in list(self._running):
+            if (code := running.handle.poll()) is None:
                 continue
-            self._running.remove(one)
-            if code == ExitCode.KILLED and one.retries and not self._leaving:
-                log.warning("%s was killed; it starts again", one.execution.name)
-                again = self._backend.start(one.execution)
-                self._running.append(_Running(one.node, one.execution, again, one.retries - 1))
+            self._running.remove(running)
+            if code == ExitCode.KILLED and running.retries and not self._leaving:
+                log.warning("%s was killed; it starts again", running.execution.name)
+                handle = self._backend.start(running.execution)
+                self._running.append(_Running(running.node, running.execution, handle, running.retries - 1))
             else:
-                self._end(one, code)
+                self._end(running, code)
 
     def _end(self, one: _Running, code: int) -> None:
         node, result = one.node, one.handle.result() if code == ExitCode.OK else {}
@@ -313,9 +313,13 @@ class Runner:
         status = "succeeded" if code == ExitCode.OK else "cancelled" if interrupted else "failed"
         reason = ""
         if self._failed:
-            found = [one for one in self._backend.outcomes() if one.reason and self._failed in (one.name, one.step)]
-            reason = f"{self._failed}: {found[-1].reason if found else f'exit code {code}'}"
-        words = (*self._arguments(EXIT_HANDLER), f"--status={status}", f"--message={reason}")
-        handle = self._backend.start(Execution(EXIT_HANDLER, arguments=words))
+            failures = [
+                outcome
+                for outcome in self._backend.outcomes()
+                if outcome.reason and self._failed in (outcome.name, outcome.step)
+            ]
+            reason = f"{self._failed}: {failures[-1].reason if failures else f'exit code {code}'}"
+        arguments = (*self._arguments(EXIT_HANDLER), f"--status={status}", f"--message={reason}")
+        handle = self._backend.start(Execution(EXIT_HANDLER, arguments=arguments))
         while handle.poll() is None:
             self._backend.wait([handle])

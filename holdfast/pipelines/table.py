@@ -91,8 +91,8 @@ def steps_from(start: str, edges: Sequence[Edge] = EDGES) -> Iterator[str]:
 
 def inputs_of(step: str, steps: Collection[str]) -> tuple[str, ...]:
     """The inputs of `step` in a DAG of `steps`. An optional input is omitted if no step of the DAG produces it."""
-    found = STEPS[step]
-    return tuple(name for name in found.inputs if name not in found.optional or producer_of(name) in steps)
+    definition = STEPS[step]
+    return tuple(name for name in definition.inputs if name not in definition.optional or producer_of(name) in steps)
 
 
 def output_of(edge: Edge) -> str:

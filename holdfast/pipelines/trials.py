@@ -26,12 +26,12 @@ def grid(spec: Spec, over: Sequence[str]) -> Trials:
     Raises SpecError for invalid trials of `spec`, and for trials that would be the same run.
     """
     axes = []
-    for one in over:
-        field, equals, values = one.partition("=")
+    for item in over:
+        field, equals, values = item.partition("=")
         if not equals or not all(values.split(",")):
-            _refuse(one, "is not FIELD=VALUE,VALUE", "write it as training.optimizer.learning_rate=1e-3,3e-3")
+            _refuse(item, "is not FIELD=VALUE,VALUE", "write it as training.optimizer.learning_rate=1e-3,3e-3")
         if field.split(".")[0] in SHARED:
-            _refuse(one, "is the same for all trials of a sweep", "sweep over fields of model and training")
+            _refuse(item, "is the same for all trials of a sweep", "sweep over fields of model and training")
         axes.append([f"{field}={value}" for value in values.split(",")])
     trials = tuple(itertools.product(*axes))
     if not 2 <= len(trials) <= MAX_TRIALS:
@@ -47,7 +47,9 @@ def _trial(spec: Spec, changes: Sequence[str]) -> str:
     try:
         return dump_spec(spec.with_overrides(changes))
     except SpecError as error:
-        problems = [replace(one, place="--over") if one.place == "--set" else one for one in error.problems]
+        problems = [
+            replace(problem, place="--over") if problem.place == "--set" else problem for problem in error.problems
+        ]
         raise SpecError(problems, f"sweep, trial {', '.join(changes)}") from None
 
 

@@ -81,9 +81,9 @@ def known_of(root: str, job: str, given: Given, status: RunStatus) -> Known:
     """The records in the store at `root` (default: this machine's) of the execution that its steps call `job`."""
     try:
         opened = open_store(root or store_url(), deadline=DEADLINE)
-        told = outcomes_in(opened, job)
-        outcomes, run_id = {one.name: one for one in told}, _run_id(given, told)
-        training = any(step_called(one.name) == "train" and one.state == RUNNING for one in status.steps)
+        records = outcomes_in(opened, job)
+        outcomes, run_id = {outcome.name: outcome for outcome in records}, _run_id(given, records)
+        training = any(step_called(step.name) == "train" and step.state == RUNNING for step in status.steps)
         return Known(
             outcomes,
             verdict_reasons(opened, run_id) if run_id and "evaluate" in outcomes else (),
@@ -119,8 +119,8 @@ def waits_for(store: Store, run_id: str) -> str:
 
 def verdict_reasons(store: Store, run_id: str) -> list[str]:
     """The reasons of the newest verdict on a run."""
-    found = [info for info in store.list(layout.run(run_id, "evaluations/")) if info.key.endswith(".json")]
-    for info in sorted(found, key=lambda info: info.modified, reverse=True)[:1]:
+    infos = [info for info in store.list(layout.run(run_id, "evaluations/")) if info.key.endswith(".json")]
+    for info in sorted(infos, key=lambda info: info.modified, reverse=True)[:1]:
         try:
             return [str(reason) for reason in read_json_object(store, info.key).get("reasons") or []]
         except (DataError, MissingError):
@@ -163,39 +163,41 @@ def _explained(step: StepStatus, status: RunStatus, known: Known) -> StepStatus:
 
 def _completed(status: RunStatus, steps: list[StepStatus], known: Known) -> list[StepStatus]:
     """The steps in the order of the DAG, with skipped steps and steps that never began."""
-    found = {step_called(step.name): step for step in steps}
-    sweep = "compare" in found or any(step.name != step_called(step.name) for step in steps)
-    whole = list(steps)
+    steps_by_name = {step_called(step.name): step for step in steps}
+    sweep = "compare" in steps_by_name or any(step.name != step_called(step.name) for step in steps)
+    all_steps = list(steps)
 
     def add(step: StepStatus) -> None:
-        place = next((index for index, one in enumerate(whole) if one.name == EXIT_HANDLER), len(whole))
-        whole.insert(place, step)
+        position = next((index for index, other in enumerate(all_steps) if other.name == EXIT_HANDLER), len(all_steps))
+        all_steps.insert(position, step)
 
-    if not status.unfinished and not {START, SCHEDULED_START} & {*found}:
-        found[START] = StepStatus(START, NOT_BEGUN)
-        add(found[START])
+    if not status.unfinished and not {START, SCHEDULED_START} & {*steps_by_name}:
+        steps_by_name[START] = StepStatus(START, NOT_BEGUN)
+        add(steps_by_name[START])
     for edge in SWEEP_EDGES if sweep else EDGES:
-        if edge.before == "trigger" and "trigger" not in found:
+        if edge.before == "trigger" and "trigger" not in steps_by_name:
             continue
-        before, there = found.get(edge.before), found.get(edge.after)
-        if there is not None and there.state not in (NOT_BEGUN, SKIPPED.upper()):
+        before, successor = steps_by_name.get(edge.before), steps_by_name.get(edge.after)
+        if successor is not None and successor.state not in (NOT_BEGUN, SKIPPED.upper()):
             continue
-        why, name = _why_skipped(edge.before, known), there.name if there is not None else edge.after
-        skipped = before is not None and (before.state == SKIPPED.upper() or (before.state == SUCCEEDED and bool(why)))
+        reason, name = _why_skipped(edge.before, known), successor.name if successor is not None else edge.after
+        skipped = before is not None and (
+            before.state == SKIPPED.upper() or (before.state == SUCCEEDED and bool(reason))
+        )
         passed = before is not None and before.state == SUCCEEDED and bool(edge.when) and status.state == SUCCEEDED
-        if skipped or passed or (there is not None and there.state == SKIPPED.upper()):
-            why = why or (before.error if before is not None else "")
-            made = StepStatus(name, SKIPPED.upper(), None, why, exit_code=0)
+        if skipped or passed or (successor is not None and successor.state == SKIPPED.upper()):
+            reason = reason or (before.error if before is not None else "")
+            new_step = StepStatus(name, SKIPPED.upper(), None, reason, exit_code=0)
         elif not status.unfinished:
-            made = StepStatus(name, NOT_BEGUN)
+            new_step = StepStatus(name, NOT_BEGUN)
         else:
             continue
-        found[edge.after] = made
-        if there is not None:
-            whole = [made if step is there else step for step in whole]
+        steps_by_name[edge.after] = new_step
+        if successor is not None:
+            all_steps = [new_step if step is successor else step for step in all_steps]
         else:
-            add(made)
-    return whole
+            add(new_step)
+    return all_steps
 
 
 def _why_skipped(before: str, known: Known) -> str:

@@ -79,9 +79,9 @@ def require_one_run(wanted: str, run_ids: Iterable[str]) -> None:
     """Refuse the beginning of an id that several runs share, so that no command acts on the wrong run. Raises
     MissingError.
     """
-    found = sorted(set(run_ids))
-    if len(found) > 1:
-        shown = ", ".join(found[:SHOWN_IDS]) + (f" and {len(found) - SHOWN_IDS} more" if len(found) > SHOWN_IDS else "")
+    ids = sorted(set(run_ids))
+    if len(ids) > 1:
+        shown = ", ".join(ids[:SHOWN_IDS]) + (f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else "")
         raise MissingError(f"{wanted!r}: names several runs: {shown}; write more of the id")
 
 

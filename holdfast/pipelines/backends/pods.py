@@ -41,18 +41,18 @@ def require_no_templates(spec: Spec) -> None:
     """
     steps = spec.cluster.steps
     texts = {f"cluster.steps.annotations.{name}": value for name, value in steps.annotations.items()}
-    texts |= {f"cluster.volumes.{number}.path": one.path for number, one in enumerate(spec.cluster.volumes)}
+    texts |= {f"cluster.volumes.{number}.path": volume.path for number, volume in enumerate(spec.cluster.volumes)}
     texts["cluster.image"] = spec.cluster.image or ""
     remedy = "write it without {{ and without unprintable characters"
     message = "would be changed by Argo, which replaces what stands between {{ and }} in the pods of steps"
-    if found := [Problem(name, text, message, remedy) for name, text in texts.items() if is_replaced_by_argo(text)]:
-        raise SpecError(found, "spec, for Argo or Kubeflow")
+    if problems := [Problem(name, text, message, remedy) for name, text in texts.items() if is_replaced_by_argo(text)]:
+        raise SpecError(problems, "spec, for Argo or Kubeflow")
 
 
 def pod_of(step: Step, spec: Spec) -> StepPod:
     """The spec's settings for the pod of a step."""
-    found: StepPod = getattr(spec.cluster.steps, "evaluate" if step.scores(spec) else step.pod or step.name)
-    return found
+    pod: StepPod = getattr(spec.cluster.steps, "evaluate" if step.scores(spec) else step.pod or step.name)
+    return pod
 
 
 def image_of(step: Step, spec: Spec, image: str | None) -> str:
@@ -80,10 +80,10 @@ def node_selector_of(step: Step, spec: Spec) -> dict[str, str]:
 
 def tolerations_of(step: Step, spec: Spec) -> list[Toleration]:
     """The tolerations of a step's pod: those of all steps, its specific ones, and that of its accelerator's nodes."""
-    found = [*spec.cluster.steps.tolerations, *pod_of(step, spec).tolerations]
+    tolerations = [*spec.cluster.steps.tolerations, *pod_of(step, spec).tolerations]
     if resources_of(step, spec).accelerator:
-        found.append(taint_of(spec.cluster.accelerator))
-    return found
+        tolerations.append(taint_of(spec.cluster.accelerator))
+    return tolerations
 
 
 def environment_of(step: Step, spec: Spec) -> dict[str, str]:

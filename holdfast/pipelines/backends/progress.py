@@ -25,9 +25,15 @@ class Reached:
 def reached(store: Store, run_id: str) -> Reached | None:
     """The newest reported step of a run; None before the first. Reads only the newest events."""
     for events in newest_objects(store, run_id):
-        if told := [event for event in events if isinstance(event, Progress)]:
-            last = max(told, key=lambda event: (event.time, event.step))
+        if reports := [event for event in events if isinstance(event, Progress)]:
+            newest = max(reports, key=lambda event: (event.time, event.step))
             return Reached(
-                last.step, last.steps, last.loss, last.tokens_per_second, last.seconds_left, last.time, last.text
+                newest.step,
+                newest.steps,
+                newest.loss,
+                newest.tokens_per_second,
+                newest.seconds_left,
+                newest.time,
+                newest.text,
             )
     return None

@@ -110,8 +110,8 @@ class Record:
     def ending(self, store: Store) -> dict[str, Any]:
         """The exit handler's summary of this submission; empty where it has not written one."""
         try:
-            told = read_json_object(store, self._key("summary.json", self.identity))
-            return told if float(told.get("ended", 0.0)) >= self.submitted else {}
+            summary = read_json_object(store, self._key("summary.json", self.identity))
+            return summary if float(summary.get("ended", 0.0)) >= self.submitted else {}
         except (MissingError, DataError, ValueError, TypeError):
             return {}
 
@@ -123,12 +123,12 @@ class Record:
     def after(self, store: Store) -> Record:
         """This submission with the previous one attached."""
         try:
-            before = read_record(store.get(self._key(FILE)))
+            previous = read_record(store.get(self._key(FILE)))
         except MissingError:
-            before = None
-        if before is None:
+            previous = None
+        if previous is None:
             return self
-        last = before.accepted(store)
+        last = previous.accepted(store)
         same = (last.spec, last.image) == (self.spec, self.image)
         return replace(self, former=last.former if same else {**asdict(last), "former": None})
 
@@ -201,15 +201,21 @@ def find_record(store: Store, wanted: str) -> Record | None:
     if wanted.isascii() and wanted.isalnum() and len(wanted) <= LONGEST_ID:
         searches.insert(0, partial(_of_id, wanted))
     for search in searches:
-        found = search(store)
-        fitting = [one for one in found if one.run_id.startswith(wanted) or wanted in (one.id, one.job, one.name)]
-        if not fitting and search is _all:
-            fitting = [one for one in (as_it_ran(store, each) for each in found) if one.ran.startswith(wanted)]
-        if not fitting and search is _all:
-            fitting = [one for one in found if one.id.startswith(wanted) or one.job.startswith(wanted)]
-        require_one_run(wanted, (one.identity for one in fitting if one.name != wanted))
-        if fitting:
-            return as_it_ran(store, max(fitting, key=lambda one: one.submitted))
+        records = search(store)
+        matches = [
+            record
+            for record in records
+            if record.run_id.startswith(wanted) or wanted in (record.id, record.job, record.name)
+        ]
+        if not matches and search is _all:
+            matches = [
+                record for record in (as_it_ran(store, entry) for entry in records) if record.ran.startswith(wanted)
+            ]
+        if not matches and search is _all:
+            matches = [record for record in records if record.id.startswith(wanted) or record.job.startswith(wanted)]
+        require_one_run(wanted, (record.identity for record in matches if record.name != wanted))
+        if matches:
+            return as_it_ran(store, max(matches, key=lambda one: one.submitted))
     return None
 
 
@@ -222,10 +228,10 @@ def _of_name(wanted: str, store: Store) -> list[Record]:
     marks = sorted(store.list(layout.named(wanted)), key=lambda info: info.modified, reverse=True)
     ids = [info.key.rpartition("/")[2] for info in marks]
     for start in range(0, len(ids), AT_ONCE // 2):
-        some = ids[start : start + AT_ONCE // 2]
-        found = _records(store, (f"{prefix}{name}" for prefix in (RUNS, SWEEPS) for name in some))
-        if any(one.name == wanted for one in found):
-            return found
+        batch = ids[start : start + AT_ONCE // 2]
+        records = _records(store, (f"{prefix}{name}" for prefix in (RUNS, SWEEPS) for name in batch))
+        if any(record.name == wanted for record in records):
+            return records
     return []
 
 
@@ -262,7 +268,7 @@ def _records(store: Store, folders: Iterable[str]) -> list[Record]:
         except (MissingError, DataError):
             return None
 
-    return [one for one in in_parallel(read, folders, AT_ONCE) if one is not None]
+    return [record for record in in_parallel(read, folders, AT_ONCE) if record is not None]
 
 
 def read_record(content: bytes | dict[str, Any]) -> Record | None:

@@ -58,8 +58,8 @@ class RunRequest:
 
     def escaped_parameters(self) -> dict[str, Any]:
         """The parameters of the DAG in a form that KFP and Argo pass on unchanged."""
-        found: dict[str, Any] = escape_tree(self.parameters())
-        return found
+        parameters: dict[str, Any] = escape_tree(self.parameters())
+        return parameters
 
     @property
     def key(self) -> str:
@@ -88,18 +88,18 @@ def identify_request(request: RunRequest, *, shared_folders: bool = False, share
         from holdfast.planning.auto import best
 
         best(spec, None, here=shared_folders)  # fails early if no pod can plan
-    found, unread = "", "" if shared_folders else _read_by_steps(spec, shared_volumes)
+    identity, unread = "", "" if shared_folders else _read_by_steps(spec, shared_volumes)
     try:
         if unread:
             raise MissingError(unread)
         dataset_id = identify(spec)
         if request.trials:
-            found = sweep_id([run for _, _, run in trials_of(spec, request.trials, dataset_id, request.salt)])
+            identity = sweep_id([run for _, _, run in trials_of(spec, request.trials, dataset_id, request.salt)])
         else:
-            found = run_id(spec, dataset_id, request.salt, weights_digest(spec.model.init_from))
+            identity = run_id(spec, dataset_id, request.salt, weights_digest(spec.model.init_from))
     except (HoldfastError, OSError) as error:
         unread = str(error)
-    return replace(request, run_id=found, unread=unread)
+    return replace(request, run_id=identity, unread=unread)
 
 
 def check_for_cluster(spec: Spec, store: str = "") -> None:
@@ -149,5 +149,5 @@ def _is_path(value: str) -> bool:
 
 
 def _mounted(path: str, mounts: Sequence[PurePosixPath]) -> bool:
-    place = PurePosixPath(path.removeprefix("file://"))
-    return any(place.is_relative_to(mount) for mount in mounts)
+    location = PurePosixPath(path.removeprefix("file://"))
+    return any(location.is_relative_to(mount) for mount in mounts)

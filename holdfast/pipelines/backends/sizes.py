@@ -25,20 +25,22 @@ def require_fits_argo(objects: Sequence[Mapping[str, Any]], parameters: Mapping[
 
     `parameters`: of the Workflow, instead of the template's.
     """
-    problems, whole = [], sum(_bytes(thing) for thing in objects) + _bytes(dict(parameters))
-    for thing in objects:
-        declared = thing["spec"].get("arguments", {}).get("parameters", ())
-        values = {one["name"]: one.get("value", "") for one in declared} | dict(parameters)
-        for word in dict.fromkeys(word for template in thing["spec"].get("templates", ()) for word in _words(template)):
-            given = sum(len(values.get(name, "").encode()) for name in _PARAMETER.findall(word))
-            size = len(_PARAMETER.sub("", word).encode()) + given
+    problems, total = [], sum(_bytes(manifest) for manifest in objects) + _bytes(dict(parameters))
+    for manifest in objects:
+        declared = manifest["spec"].get("arguments", {}).get("parameters", ())
+        values = {parameter["name"]: parameter.get("value", "") for parameter in declared} | dict(parameters)
+        for argument in dict.fromkeys(
+            argument for template in manifest["spec"].get("templates", ()) for argument in _words(template)
+        ):
+            parameter_bytes = sum(len(values.get(name, "").encode()) for name in _PARAMETER.findall(argument))
+            size = len(_PARAMETER.sub("", argument).encode()) + parameter_bytes
             if size > MAX_ARGUMENT:
-                name = word.removeprefix("--").partition("=")[0]
+                name = argument.removeprefix("--").partition("=")[0]
                 message = f"takes {size:,} bytes in one argument of a pod, and Linux passes {MAX_ARGUMENT:,}"
                 problems.append(Problem(name, f"{size} bytes", message, SHORTER))
-    if whole > MAX_WORKFLOW:
-        message = f"makes objects of {whole:,} bytes, and Argo can keep {MAX_WORKFLOW:,}"
-        problems.append(Problem("spec", f"{whole} bytes", message, SHORTER))
+    if total > MAX_WORKFLOW:
+        message = f"makes objects of {total:,} bytes, and Argo can keep {MAX_WORKFLOW:,}"
+        problems.append(Problem("spec", f"{total} bytes", message, SHORTER))
     if problems:
         raise SpecError(problems, "spec, for Argo")
 
@@ -49,8 +51,8 @@ def require_fits_kfp(ir: Mapping[str, Any], parameters: Mapping[str, Any] | None
     `parameters`: of the run, instead of the pipeline's.
     """
     declared = ir["root"].get("inputDefinitions", {}).get("parameters", {})
-    values = {name: one.get("defaultValue") for name, one in declared.items()} | dict(parameters or {})
-    size = _bytes(values) + max((_bytes(one) for one in _constants(ir)), default=0) + KFP_OWN
+    values = {name: parameter.get("defaultValue") for name, parameter in declared.items()} | dict(parameters or {})
+    size = _bytes(values) + max((_bytes(constants) for constants in _constants(ir)), default=0) + KFP_OWN
     if size > MAX_ARGUMENT:
         longest = max(values, key=lambda name: _bytes(values[name]))
         message = (
@@ -66,14 +68,14 @@ def _constants(ir: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for component in (ir["root"], *ir.get("components", {}).values()):
         for task in component.get("dag", {}).get("tasks", {}).values():
             inputs = task.get("inputs", {}).get("parameters", {})
-            yield {name: one["runtimeValue"]["constant"] for name, one in inputs.items() if "runtimeValue" in one}
+            yield {name: item["runtimeValue"]["constant"] for name, item in inputs.items() if "runtimeValue" in item}
 
 
 def _words(template: Mapping[str, Any]) -> Iterator[str]:
     yield from template.get("container", {}).get("args", ())
     for task in template.get("dag", {}).get("tasks", ()):  # these become arguments of the template that the task runs
-        for one in task.get("arguments", {}).get("parameters", ()):
-            yield f"--{one['name']}={one.get('value', '')}"
+        for parameter in task.get("arguments", {}).get("parameters", ()):
+            yield f"--{parameter['name']}={parameter.get('value', '')}"
 
 
 def _bytes(value: Any) -> int:

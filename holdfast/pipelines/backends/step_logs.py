@@ -79,10 +79,10 @@ def step_lines(
     if record is not None and not record.trials and step == "compare":
         raise MissingError(f"{record.name} is a run and not a sweep: only a sweep has the step {step}; leave it out")
     reader: StepLogReader | None = None
-    asked: set[str] = set()  # steps whose log came from the engine
+    engine_steps: set[str] = set()  # steps whose log came from the engine
     while True:
         status, failure = _status(find)  # read first: later output is read again
-        goes_on = follow and status is not None and status.unfinished
+        unfinished = follow and status is not None and status.unfinished
         job = job_of(record, status)
         if reader is None and store is not None and is_job(job):
             reader = StepLogReader(store, job)
@@ -90,29 +90,29 @@ def step_lines(
             last = status is None or not status.unfinished
             for name, line in reader.new_lines(wanted, last=last, ended=status is not None and last):
                 yield from ((name, text) for text in plain(line).splitlines() or [""])
-        kept = reader.steps if reader is not None else set()
-        for name in _missing(status, kept, goes_on) - asked if kept or goes_on else ():
+        stored_steps = reader.steps if reader is not None else set()
+        for name in _missing(status, stored_steps, unfinished) - engine_steps if stored_steps or unfinished else ():
             if wanted(name):
-                asked.add(name)
+                engine_steps.add(name)
                 yield from _of_engine(find, name)
-        if goes_on:
+        if unfinished:
             pause(POLL_SECONDS)
             continue
         if follow and failure is not None and not isinstance(failure, MissingError):
             raise failure  # the run may not have ended
-        if kept or asked:
+        if stored_steps or engine_steps:
             return
         if failure is not None:
             raise failure
-        backend, there = find()
-        yield from backend.logs(there, step)
+        backend, backend_id = find()
+        yield from backend.logs(backend_id, step)
         return
 
 
 def _status(find: Callable[[], tuple[Backend, str]]) -> tuple[RunStatus | None, HoldfastError | None]:
     try:
-        backend, there = find()
-        return backend.status(there), None
+        backend, backend_id = find()
+        return backend.status(backend_id), None
     except HoldfastError as error:
         return None, error
 
@@ -123,14 +123,16 @@ def _missing(status: RunStatus | None, kept: set[str], goes_on: bool) -> set[str
     The parts of a step have names of their own there.
     """
     steps = status.steps if status is not None else ()
-    begun = {one.name for one in steps if one.state not in WITHOUT_LOG and not (goes_on and one.state in UNFINISHED)}
-    return {name for name in begun if not any(one == name or one.startswith(f"{name}-") for one in kept)}
+    begun = {
+        step.name for step in steps if step.state not in WITHOUT_LOG and not (goes_on and step.state in UNFINISHED)
+    }
+    return {name for name in begun if not any(log_name == name or log_name.startswith(f"{name}-") for log_name in kept)}
 
 
 def _of_engine(find: Callable[[], tuple[Backend, str]], step: str) -> Iterator[tuple[str, str]]:
     """The engine's log of a step; one line if it has none, so that other steps still appear."""
-    backend, there = find()
+    backend, backend_id = find()
     try:
-        yield from backend.logs(there, step)
+        yield from backend.logs(backend_id, step)
     except MissingError as error:
         yield step, f"[holdfast: the store has no log of this step, and {backend.name} neither: {error}]"

@@ -43,30 +43,30 @@ class Validated:
 
 def validate(objects: Sequence[Object], namespace: str | None = None) -> Validated:
     """Check Kubernetes objects. Others, such as requests to KFP, are skipped. `namespace`: default of the objects."""
-    ours = [thing for thing in objects if thing.get("kind") in PLURALS and "apiVersion" in thing]
+    manifests = [manifest for manifest in objects if manifest.get("kind") in PLURALS and "apiVersion" in manifest]
     try:
-        return _by_server(Api.of_this_process(namespace, patience=PATIENCE), ours)
+        return _by_server(Api.of_this_process(namespace, patience=PATIENCE), manifests)
     except (NoClusterError, ClusterUnreachableError):
-        return _by_schemas(ours)
+        return _by_schemas(manifests)
 
 
 def _by_server(api: Api, objects: Sequence[Object]) -> Validated:
     """Check by a dry run. Raises ClusterUnreachableError."""
     problems, unseen = [], []
-    for thing in objects:
-        group, _, served = thing["apiVersion"].rpartition("/")
-        resource = Resource(group, served, PLURALS[thing["kind"]])
-        path = resource.path(thing["metadata"].get("namespace") or api.namespace)
+    for manifest in objects:
+        group, _, served = manifest["apiVersion"].rpartition("/")
+        resource = Resource(group, served, PLURALS[manifest["kind"]])
+        path = resource.path(manifest["metadata"].get("namespace") or api.namespace)
         try:
-            api.ask(f"{path}?dryRun=All&fieldValidation=Strict", thing)
+            api.ask(f"{path}?dryRun=All&fieldValidation=Strict", manifest)
         except ConflictError:
             continue  # it exists, and the server checks fields before names
         except MissingError:
-            unseen.append(f"{thing['kind']} (not served, or no such namespace)")
+            unseen.append(f"{manifest['kind']} (not served, or no such namespace)")
         except HoldfastError as error:
             if isinstance(error, ClusterUnreachableError) and not isinstance(error, WebhookAwayError):
                 raise
-            problems.append(f"{thing['kind']} {_name(thing)}: {_words(error)}")
+            problems.append(f"{manifest['kind']} {_name(manifest)}: {_words(error)}")
     return Validated(f"the API server {api.host}", problems, unseen, len(objects) - len(unseen))
 
 
@@ -74,12 +74,12 @@ def _by_schemas(objects: Sequence[Object]) -> Validated:
     from holdfast.launch.kubernetes import schemas
 
     problems, unseen = [], []
-    for thing in objects:
-        found = schemas.problems(thing)
-        if found is None:
-            unseen.append(thing["kind"])
+    for manifest in objects:
+        messages = schemas.problems(manifest)
+        if messages is None:
+            unseen.append(manifest["kind"])
         else:
-            problems += [f"{thing['kind']} {_name(thing)}: {problem}" for problem in found]
+            problems += [f"{manifest['kind']} {_name(manifest)}: {problem}" for problem in messages]
     by = "the schemas that come with Holdfast, because no API server can be reached"
     return Validated(by, problems, unseen, len(objects) - len(unseen))
 

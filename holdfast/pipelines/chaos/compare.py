@@ -60,7 +60,7 @@ class FaultRun:
     @property
     def missed(self) -> tuple[str, ...]:
         """The faults that were due only after its training had ended."""
-        return tuple(each.fault for each in self.planned[len(self.survived) :])
+        return tuple(planned_fault.fault for planned_fault in self.planned[len(self.survived) :])
 
 
 @dataclass
@@ -113,42 +113,42 @@ def run_with_faults(asked: Chaos, tell: Callable[[object], None]) -> None:
             tell(planned)
             salt = f"storm-{number}"
             storm_id, result, survived, commands = _trained(asked, site, salt, planned, seed, tell)
-            apart = None
+            divergence = None
             if result.state_digest != asked.calm.state_digest:
                 from holdfast.checkpoint.tools import Side, find_divergence
 
-                apart = find_divergence(Side(open_store(url), calm_id), Side(open_store(url), storm_id))
-            asked.storms.append(FaultRun(seed, tuple(planned), tuple(survived), commands, result, apart))
+                divergence = find_divergence(Side(open_store(url), calm_id), Side(open_store(url), storm_id))
+            asked.storms.append(FaultRun(seed, tuple(planned), tuple(survived), commands, result, divergence))
             tell(asked.storms[-1])
-            if apart is not None:
+            if divergence is not None:
                 raise ChaosError(f"the bits differ; both runs are kept in {folder}", ExitCode.MISMATCH)
             _forget(url, storm_id)
             number += 1
         if asked.store:  # nothing else is below the prefix
-            made = open_store(url)
-            made.delete_many([info.key for info in made.list("")])
+            store = open_store(url)
+            store.delete_many([info.key for info in store.list("")])
     shutil.rmtree(folder, ignore_errors=True)
-    if never := [name for name in asked.faults if all(name in storm.missed for storm in asked.storms)]:
+    if missed := [name for name in asked.faults if all(name in storm.missed for storm in asked.storms)]:
         raise ChaosError(
-            f"the training was over before {', '.join(never)} could happen; give it more --steps, or fewer --faults",
+            f"the training was over before {', '.join(missed)} could happen; give it more --steps, or fewer --faults",
             ExitCode.USAGE,
         )
 
 
 def _left_out(asked: Chaos, *, proxied: bool) -> dict[str, str]:
     """The faults that are impossible here, with the reasons."""
-    parallel, found = load_spec(asked.spec, _changes(asked)).parallel, {}
+    parallel, reasons = load_spec(asked.spec, _changes(asked)).parallel, {}
     for name in asked.faults:
         fault = FAULTS[name]
         if fault.of_store and not proxied:
-            found[name] = "nothing can stand in front of a folder; pip install 'holdfast[chaos]' for an S3 here"
+            reasons[name] = "nothing can stand in front of a folder; pip install 'holdfast[chaos]' for an S3 here"
         elif fault.ranks > parallel.processes:
-            found[name] = f"it takes {fault.ranks} ranks, and parallel.processes is {parallel.processes}"
+            reasons[name] = f"it takes {fault.ranks} ranks, and parallel.processes is {parallel.processes}"
         elif fault.excuses == ExitCode.OUT_OF_MEMORY and parallel.auto:
-            found[name] = "with parallel.auto another layout follows, of other bits"
-        elif why := fault.refused():
-            found[name] = why
-    return found
+            reasons[name] = "with parallel.auto another layout follows, of other bits"
+        elif reason := fault.refused():
+            reasons[name] = reason
+    return reasons
 
 
 def _forget(url: str, run_id: str) -> None:
@@ -172,19 +172,19 @@ def _trained(
 ) -> tuple[str, TrainingResult, list[Survived], int]:
     tell(f"{salt}: {asked.spec}, {asked.steps} steps")
     changes = _changes(asked)
-    words = [word for each in changes for word in ("--set", each)]
-    command = [sys.executable, "-m", "holdfast.pipelines.cli", "run", str(asked.spec), "--backend", "local", *words]
+    flags = [word for change in changes for word in ("--set", change)]
+    command = [sys.executable, "-m", "holdfast.pipelines.cli", "run", str(asked.spec), "--backend", "local", *flags]
     folder = site.folder
     run = Run(
         [*command, "--store", site.url, "--salt", salt], folder / "home", site.environment, folder / f"{salt}.log"
     )
     folder.mkdir(parents=True, exist_ok=True)
     survived = run.go(planned, site.proxy, seed, tell)
-    made = _identified(asked, site.url, salt)
-    result = read_result(made.store, made.run_id)
+    local_run = _identified(asked, site.url, salt)
+    result = read_result(local_run.store, local_run.run_id)
     if result is None:
         raise ChaosError(f"{salt}: the command ended with {run.code}, and there is no result; see {run.log}", 1)
-    return made.run_id, result, survived, run.commands
+    return local_run.run_id, result, survived, run.commands
 
 
 def _identified(asked: Chaos, url: str, salt: str) -> LocalRun:
@@ -212,20 +212,20 @@ def _store(asked: Chaos, folder: Path) -> Iterator[_Site]:
     A named store is used under a new prefix. The default is a mock of S3 on this machine if it is installed, otherwise
     a folder, which no proxy can cover.
     """
-    named = asked.store or ""
-    if named.startswith("s3://"):
+    location = asked.store or ""
+    if location.startswith("s3://"):
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
         if not endpoint.startswith("http://"):
             raise MissingError(
-                f"--store {named}: a proxy can stand in front of an http:// endpoint only; set AWS_ENDPOINT_URL to one "
-                "of an S3 to try it on, or leave --store out"
+                f"--store {location}: a proxy can stand in front of an http:// endpoint only; set AWS_ENDPOINT_URL to "
+                "one of an S3 to try it on, or leave --store out"
             )
         with FaultyProxy(endpoint, seed=asked.seed) as proxy:
-            yield _Site(folder, f"{named.rstrip('/')}/{folder.name}", _through(proxy), proxy)
+            yield _Site(folder, f"{location.rstrip('/')}/{folder.name}", _through(proxy), proxy)
         return
-    if named or find_spec("moto") is None:
-        own = f"{store_root(named).rstrip('/')}/{folder.name}" if named else (folder / "store").as_uri()
-        yield _Site(folder, own)
+    if location or find_spec("moto") is None:
+        url = f"{store_root(location).rstrip('/')}/{folder.name}" if location else (folder / "store").as_uri()
+        yield _Site(folder, url)
         return
     import boto3
 
@@ -243,16 +243,16 @@ def _through(proxy: FaultyProxy) -> dict[str, str]:
 @contextlib.contextmanager
 def _environment(endpoint: str) -> Iterator[None]:
     """Point this process and its children to the mock of S3, without settings of any other one."""
-    wanted = {**CREDENTIALS, "AWS_ENDPOINT_URL": endpoint, "AWS_ENDPOINT_URL_S3": endpoint}
-    before = dict(os.environ)
+    variables = {**CREDENTIALS, "AWS_ENDPOINT_URL": endpoint, "AWS_ENDPOINT_URL_S3": endpoint}
+    saved = dict(os.environ)
     for name in ("AWS_PROFILE", "AWS_DEFAULT_REGION", "AWS_SESSION_TOKEN"):
         os.environ.pop(name, None)
-    os.environ.update(wanted)
+    os.environ.update(variables)
     try:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(saved)
 
 
 def draw_seed() -> int:

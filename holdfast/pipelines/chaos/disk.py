@@ -44,8 +44,8 @@ class Disk:
         self._keeper = _keeper(self._users, self._folder)
         assert self._keeper.stdout is not None
         if self._keeper.stdout.readline() != "there\n":
-            _, said = self._keeper.communicate()
-            raise OSError(f"{self._folder}: no file system can be mounted: {said.strip()}")
+            _, message = self._keeper.communicate()
+            raise OSError(f"{self._folder}: no file system can be mounted: {message.strip()}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,8 +61,8 @@ class Disk:
     def inside(self, command: Sequence[str]) -> list[str]:
         """The command, run inside the namespace with the disk."""
         users = ("--user", "--preserve-credentials") if self._users else ()
-        entered = ["nsenter", "--target", str(self._keeper.pid), "--mount", *users, "--", "sh", "-c", ENTER, "sh"]
-        return [*entered, str(Path.cwd()), *command]
+        prefix = ["nsenter", "--target", str(self._keeper.pid), "--mount", *users, "--", "sh", "-c", ENTER, "sh"]
+        return [*prefix, str(Path.cwd()), *command]
 
     @contextlib.contextmanager
     def full(self) -> Iterator[None]:
@@ -76,8 +76,8 @@ class Disk:
             self._resized(SIZE)
 
     def _used(self) -> int:
-        figures = os.statvfs(self.seen)
-        return (figures.f_blocks - figures.f_bfree) * figures.f_frsize
+        usage = os.statvfs(self.seen)
+        return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
 
     def _resized(self, size: int | str) -> bool:
         assert self._keeper.stdin is not None and self._keeper.stdout is not None
@@ -96,13 +96,13 @@ def _tried() -> tuple[tuple[str, ...], str]:
     """The user options that `unshare` needs, and the reason if it does not work."""
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return (), f"a disk of its own takes {' and '.join(missing)} of util-linux, on Linux"
-    why = ""
+    reason = ""
     for users in ((), OWN_USERS):
         with tempfile.TemporaryDirectory() as folder:
-            said, why = _keeper(users, Path(folder)).communicate()
-        if said == "there\n":
+            output, reason = _keeper(users, Path(folder)).communicate()
+        if output == "there\n":
             return users, ""
-    return (), f"a disk of its own takes root, or namespaces for users, which is not given here: {why.strip()}"
+    return (), f"a disk of its own takes root, or namespaces for users, which is not given here: {reason.strip()}"
 
 
 def _keeper(users: Sequence[str], folder: Path) -> subprocess.Popen[str]:

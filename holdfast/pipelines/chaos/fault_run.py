@@ -126,24 +126,29 @@ class Run:
         fails permanently or makes no progress.
         """
         events, waiting, survived = PipeEvents(self._events()), list(planned), list[Survived]()
-        self._jumps = any(each.fault == "clock-jumped" for each in planned)
-        rng, since, told = random.Random(seed), time.monotonic(), False  # noqa: S311 - a schedule
+        self._jumps = any(planned_fault.fault == "clock-jumped" for planned_fault in planned)
+        rng, since, is_reported = random.Random(seed), time.monotonic(), False  # noqa: S311 - a schedule
         pending: _Pending | None = None
         with contextlib.ExitStack() as alive:
-            if any(each.fault == "disk-full" for each in planned):
+            if any(planned_fault.fault == "disk-full" for planned_fault in planned):
                 self._disk = alive.enter_context(Disk(self.home))
             alive.callback(self._end_family)
             process = self._again(alive)
             while True:
-                trained = [event for event in events.new() if isinstance(event, Progress)]
+                progress_events = [event for event in events.new() if isinstance(event, Progress)]
                 if pending is not None:  # events from before the end of a fault do not count
-                    before = [self.step, *(event.step for event in trained if event.time <= pending.over)]
-                    beyond = any(event.time > pending.over and event.step > max(before) for event in trained)
-                    if beyond and self.commands >= pending.command:
+                    earlier_steps = [
+                        self.step,
+                        *(event.step for event in progress_events if event.time <= pending.over),
+                    ]
+                    has_progressed = any(
+                        event.time > pending.over and event.step > max(earlier_steps) for event in progress_events
+                    )
+                    if has_progressed and self.commands >= pending.command:
                         survived.append(pending.survived(time.time()))
                         tell(survived[-1])
                         pending = None
-                reached = max((event.step for event in trained), default=0)
+                reached = max((event.step for event in progress_events), default=0)
                 if reached > self.step:
                     self.step, since = reached, time.monotonic()
                     tell(reached)
@@ -154,14 +159,14 @@ class Run:
                     self._require_retryable(len(planned))
                     process = self._again(alive)
                 elif pending is None and waiting and self.step >= waiting[0].step:
-                    if not told:
+                    if not is_reported:
                         tell(waiting[0])
                     late = partial(self._beyond, waiting[0].by)
                     scene = Scene(psutil.Process(process.pid), proxy, self._clock, self._disk, rng, late)
-                    pending, told = self._hit(waiting[0].fault, scene), True
+                    pending, is_reported = self._hit(waiting[0].fault, scene), True
                     if pending is not None:
                         waiting.pop(0)
-                        told = False
+                        is_reported = False
                 if time.monotonic() - since > SILENT_SECONDS:
                     raise ChaosError(f"no step for {SILENT_SECONDS:g} s after step {self.step}\n{self._tail()}", 201)
                 time.sleep(LOOK_SECONDS)
@@ -186,16 +191,18 @@ class Run:
 
     def _beyond(self, step: int) -> bool:
         """Whether training has reached `step`, by the events written so far."""
-        return any(isinstance(each, Progress) and each.step >= step for each in PipeEvents(self._events()).new())
+        return any(isinstance(event, Progress) and event.step >= step for event in PipeEvents(self._events()).new())
 
     def _events(self) -> Path:
         return self.log.with_suffix(".events")
 
     def _environment(self) -> dict[str, str]:
         """The environment of this process, without variables that would let the run touch its user's data."""
-        own = {name: value for name, value in os.environ.items() if name not in NOT_FOR_RUNS} | dict(self.environment)
-        jumping = self._clock.environment(own) if self._jumps else {}
-        return {**own, **jumping, "HOLDFAST_HOME": str(self.home), PIPE: str(self._events())}
+        variables = {name: value for name, value in os.environ.items() if name not in NOT_FOR_RUNS} | dict(
+            self.environment
+        )
+        clock_variables = self._clock.environment(variables) if self._jumps else {}
+        return {**variables, **clock_variables, "HOLDFAST_HOME": str(self.home), PIPE: str(self._events())}
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[subprocess.Popen[bytes]]:
@@ -220,18 +227,18 @@ class Run:
 
     def _remember(self, command: psutil.Process) -> None:
         """Remember the command's descendants: after a parent is killed, its children are not attributable."""
-        self._family = {each for each in self._family if each.is_running()}
+        self._family = {process for process in self._family if process.is_running()}
         with contextlib.suppress(psutil.NoSuchProcess):
             self._family.update(command.children(recursive=True))
 
     def _end_family(self) -> None:
         """Kill all descendants of all commands. Those that outlive a command only save, which is no longer needed."""
-        for each in list(self._family):
+        for process in list(self._family):
             with contextlib.suppress(psutil.NoSuchProcess):
-                self._family.update(each.children(recursive=True))
-        for each in self._family:
+                self._family.update(process.children(recursive=True))
+        for process in self._family:
             with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+                process.kill()
         psutil.wait_procs(self._family, timeout=END_SECONDS)
 
     def _require_retryable(self, faults: int) -> None:

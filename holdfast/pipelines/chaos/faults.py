@@ -82,8 +82,8 @@ _PIDFD_GETFD = 438  # on every architecture
 
 def refused() -> str:
     """Why no connection can be cut here; empty if it is possible."""
-    one, other = socket.socketpair()
-    with one, other, subprocess.Popen(["sleep", "60"], stdin=one.fileno()) as child:  # a parent may always copy
+    first, second = socket.socketpair()
+    with first, second, subprocess.Popen(["sleep", "60"], stdin=first.fileno()) as child:  # a parent may always copy
         try:
             _taken(child.pid, 0).close()
         except (AttributeError, OSError) as error:
@@ -95,30 +95,30 @@ def refused() -> str:
 
 def cut(process: psutil.Process, peers: Iterable[psutil.Process]) -> int:
     """Shut down the connections of `process` to its peers. Returns their number. Raises psutil.Error and OSError."""
-    theirs = {each.laddr for peer in peers for each in _connections(peer)}
+    peer_addresses = {link.laddr for peer in peers for link in _connections(peer)}
     number = 0
-    for each in _connections(process):
-        if each.raddr in theirs:
-            with contextlib.suppress(OSError), _taken(process.pid, each.fd) as connection:  # it ended meanwhile
+    for link in _connections(process):
+        if link.raddr in peer_addresses:
+            with contextlib.suppress(OSError), _taken(process.pid, link.fd) as connection:  # it ended meanwhile
                 connection.shutdown(socket.SHUT_RDWR)
                 number += 1
     return number
 
 
 def _connections(process: psutil.Process) -> list[Any]:
-    return [each for each in process.net_connections("tcp") if each.status == psutil.CONN_ESTABLISHED]
+    return [connection for connection in process.net_connections("tcp") if connection.status == psutil.CONN_ESTABLISHED]
 
 
 def _taken(pid: int, descriptor: int) -> socket.socket:
     """A copy of a socket of another process. Raises OSError."""
-    process = os.pidfd_open(pid)
+    pidfd = os.pidfd_open(pid)
     try:
-        copy = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, descriptor, 0)
+        copy = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, descriptor, 0)
         if copy < 0:
             raise OSError(number := ctypes.get_errno(), os.strerror(number))
         return socket.socket(fileno=copy)
     finally:
-        os.close(process)
+        os.close(pidfd)
 
 
 # Lookup of a run's processes on this machine by role, among the descendants of the process that started it.
@@ -132,12 +132,12 @@ SERVER = "holdfast.launch.processes"  # forks the torchrun of every launch but t
 
 def ranks_of(root: psutil.Process) -> dict[int, psutil.Process]:
     """The training ranks below a process, by number."""
-    found = {}
+    ranks = {}
     for process, command in _below(root):
         if WORKER in command and TORCHRUN not in command:
             with contextlib.suppress(psutil.Error, KeyError, ValueError):
-                found[int(process.environ()["RANK"])] = process
-    return dict(sorted(found.items()))
+                ranks[int(process.environ()["RANK"])] = process
+    return dict(sorted(ranks.items()))
 
 
 def running(root: psutil.Process, module: str) -> psutil.Process | None:
@@ -301,18 +301,18 @@ def _limit_memory(scene: Scene) -> str:
         return ""
     number, process = rank
     with contextlib.suppress(psutil.NoSuchProcess):
-        former = process.rlimit(psutil.RLIMIT_AS)
-        process.rlimit(psutil.RLIMIT_AS, (0, former[1]))
-        began, living = time.monotonic(), {process, *ranks.values()}
-        while living and time.monotonic() < began + LIMIT_SECONDS:
-            _, left = psutil.wait_procs(living, timeout=LOOK_SECONDS)
-            living = set(left)
+        limits = process.rlimit(psutil.RLIMIT_AS)
+        process.rlimit(psutil.RLIMIT_AS, (0, limits[1]))
+        began, alive = time.monotonic(), {process, *ranks.values()}
+        while alive and time.monotonic() < began + LIMIT_SECONDS:
+            _, remaining = psutil.wait_procs(alive, timeout=LOOK_SECONDS)
+            alive = set(remaining)
             if scene.late():
                 break
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.rlimit(psutil.RLIMIT_AS, former)
-        done = f"for {time.monotonic() - began:.0f} s, and needs none" if process in living else "and ends"
-        return f"rank {number}, process {process.pid}, gets no more memory {done}"
+            process.rlimit(psutil.RLIMIT_AS, limits)
+        effect = f"for {time.monotonic() - began:.0f} s, and needs none" if process in alive else "and ends"
+        return f"rank {number}, process {process.pid}, gets no more memory {effect}"
     return ""
 
 
@@ -330,10 +330,12 @@ def _fill_disk(scene: Scene) -> str:
 def _store(words: str, *acts: Act, chance: float = 1.0, method: str | None = None, path: str = "") -> Fault:
     def act(scene: Scene) -> str:
         assert scene.proxy is not None
-        faults = [scene.proxy.inject(each, method=method, path=path, times=None, chance=chance) for each in acts]
+        injections = [
+            scene.proxy.inject(fault_act, method=method, path=path, times=None, chance=chance) for fault_act in acts
+        ]
         time.sleep(AWAY_SECONDS)
         scene.proxy.heal()
-        return f"the store {words} for {AWAY_SECONDS:g} s: {sum(each.hits for each in faults)} requests"
+        return f"the store {words} for {AWAY_SECONDS:g} s: {sum(injection.hits for injection in injections)} requests"
 
     return Fault(f"the store {words} for {AWAY_SECONDS:g} s", act, of_store=True)
 
@@ -344,15 +346,18 @@ def _lie(scene: Scene) -> str:
     The false replies are few, so no two readers agree on damage for long.
     """
     assert scene.proxy is not None
-    lies = [scene.proxy.inject(each, method="GET", path="/packs/") for each in (flip(0), truncate(20))]
+    injections = [scene.proxy.inject(act, method="GET", path="/packs/") for act in (flip(0), truncate(20))]
     rank = _rank(scene)
     killed = "" if rank is None else _killed(rank[1], f"rank {rank[0]}")
     if killed:
         end = time.monotonic() + LOAD_SECONDS
-        while not all(each.hits for each in lies) and time.monotonic() < end:
+        while not all(injection.hits for injection in injections) and time.monotonic() < end:
             time.sleep(BEAT_SECONDS)
     scene.proxy.heal()
-    return killed and f"{killed}, and {sum(each.hits for each in lies)} replies to whoever loads then are wrong"
+    return (
+        killed
+        and f"{killed}, and {sum(injection.hits for injection in injections)} replies to whoever loads then are wrong"
+    )
 
 
 FAULTS: Mapping[str, Fault] = {

@@ -147,9 +147,9 @@ def flip(at: int) -> Act:
 
     def act(request: Request, forward: Forward) -> Reply:
         reply = forward(request)
-        changed = bytearray(reply.body)
-        changed[at] ^= 1
-        reply.body = bytes(changed)
+        content = bytearray(reply.body)
+        content[at] ^= 1
+        reply.body = bytes(content)
         return reply
 
     return act
@@ -267,8 +267,8 @@ class FaultyProxy:
         try:
             connection.request(request.method, request.path, request.body, request.headers)
             reply = connection.getresponse()
-            dropped = ("transfer-encoding", "connection", "keep-alive", "date", "server")
-            headers = [(name, value) for name, value in reply.getheaders() if name.lower() not in dropped]
+            hop_headers = ("transfer-encoding", "connection", "keep-alive", "date", "server")
+            headers = [(name, value) for name, value in reply.getheaders() if name.lower() not in hop_headers]
             body = reply.read()
             if not any(name.lower() == "content-length" for name, _ in headers):
                 headers.append(("Content-Length", str(len(body))))
@@ -279,8 +279,8 @@ class FaultyProxy:
     def _reply_to(self, request: Request) -> Reply:
         with self._lock:
             self.requests.append(f"{request.method} {request.path}")
-            taken = next((injection for injection in self._injections if injection.takes(request)), None)
-        return taken.act(request, self._forward) if taken else self._forward(request)
+            match = next((injection for injection in self._injections if injection.takes(request)), None)
+        return match.act(request, self._forward) if match else self._forward(request)
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         proxy = self
@@ -295,12 +295,12 @@ class FaultyProxy:
 
                 def receive(size: int) -> bytes:
                     nonlocal left
-                    wanted = min(size, left)
-                    got = self.rfile.read(wanted)
-                    left -= len(got)
-                    if len(got) < wanted:
+                    requested = min(size, left)
+                    content = self.rfile.read(requested)
+                    left -= len(content)
+                    if len(content) < requested:
                         raise ConnectionError("the client left")
-                    return got
+                    return content
 
                 reply = proxy._reply_to(Request(self.command, self.path, headers, receive))
                 if reply.reset:

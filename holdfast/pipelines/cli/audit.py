@@ -41,11 +41,11 @@ def batch(
     from holdfast.pipelines.view.audit import print_batch
 
     record = api.Run(run, store)
-    found = record.batch(step, micro_batch)
+    data = record.batch(step, micro_batch)
     if as_json:
-        print_json(found)
+        print_json(data)
         return
-    print_batch(record.id, found, text)
+    print_batch(record.id, data, text)
 
 
 @app.command()
@@ -73,13 +73,13 @@ def diff(
     runs = api.Run(one, store), api.Run(other, other_store or store)
     records = [run.record() for run in runs]
     with bytes_read("compared", quiet=as_json) as progress:
-        found = api.diff_runs(*runs, progress)
-    asked = asked_differently(records[0], records[1])
+        divergence = api.diff_runs(*runs, progress)
+    differences = asked_differently(records[0], records[1])
     if as_json:
-        print_json({"equal": found.none, "divergence": found, "asked": asked})
+        print_json({"equal": divergence.none, "divergence": divergence, "asked": differences})
     else:
-        print_parting(records[0], records[1], found, asked)
-    raise typer.Exit(int(ExitCode.OK if found.none else ExitCode.MISMATCH))
+        print_parting(records[0], records[1], divergence, differences)
+    raise typer.Exit(int(ExitCode.OK if divergence.none else ExitCode.MISMATCH))
 
 
 def fork(
@@ -96,13 +96,13 @@ def fork(
 
     Example: holdfast fork 3f2a --to 1200 --set training.optimizer.learning_rate=1.0e-4
     """
-    made = api.Run(run, store).fork(to, overrides or ())
+    forked = api.Run(run, store).fork(to, overrides or ())
     if as_json:
-        print_json(made)
+        print_json(forked)
         return
-    elsewhere = f" --store {store}" if store else ""
-    out(f"run {made.run_id} starts from step {made.step} of run {made.parent}; that checkpoint is pinned for it")
-    out(f"to continue: holdfast resume {made.run_id}{elsewhere}")
+    store_option = f" --store {store}" if store else ""
+    out(f"run {forked.run_id} starts from step {forked.step} of run {forked.parent}; that checkpoint is pinned for it")
+    out(f"to continue: holdfast resume {forked.run_id}{store_option}")
 
 
 @app.command()
@@ -160,14 +160,14 @@ def replay(
     record = find_run(opened, run)
     first, last = int(low), int(high or low)
     with steps_done(quiet=as_json) as progress:
-        found = replay_steps(
+        result = replay_steps(
             opened, record.run_id, trained_spec(opened, record), first, last, anyway=anyway, progress=progress
         )
     if as_json:
-        print_json({"equal": found.none, "replay": found})
+        print_json({"equal": result.none, "replay": result})
     else:
-        print_replayed(record.run_id, found)
-    raise typer.Exit(int(ExitCode.OK if found.none else ExitCode.MISMATCH))
+        print_replayed(record.run_id, result)
+    raise typer.Exit(int(ExitCode.OK if result.none else ExitCode.MISMATCH))
 
 
 def _sampled(
@@ -185,12 +185,12 @@ def _sampled(
         specs = {record.run_id: trained_spec(opened, record)}
     else:
         since = time.time() - within * 3600
-        lately = (each for each in all_runs(opened) if each.changed >= since and each.checkpoints)
-        specs = {each.run_id: spec for each in lately if (spec := each.whole_spec()) is not None}
+        recent = (entry for entry in all_runs(opened) if entry.changed >= since and entry.checkpoints)
+        specs = {entry.run_id: spec for entry in recent if (spec := entry.whole_spec()) is not None}
     with steps_done(quiet=as_json) as progress:
-        found = audit(opened, specs, sample, randbits(32) if seed is None else seed, longest, progress)
+        result = audit(opened, specs, sample, randbits(32) if seed is None else seed, longest, progress)
     if as_json:
-        print_json({"equal": found.code != ExitCode.MISMATCH, "audit": found})
+        print_json({"equal": result.code != ExitCode.MISMATCH, "audit": result})
     else:
-        print_audit(found)
-    raise typer.Exit(int(found.code))
+        print_audit(result)
+    raise typer.Exit(int(result.code))

@@ -44,11 +44,11 @@ def calibrate(
     from holdfast.api.machines import calibrate as measure
     from holdfast.pipelines.view.planning import print_calibration
 
-    found, path = measure(ranks, accelerator, file)
+    calibration, path = measure(ranks, accelerator, file)
     if as_json:
-        print_json(_as_json(found, path))
+        print_json(_as_json(calibration, path))
         return
-    print_calibration(found)
+    print_calibration(calibration)
     out(f"written to {path}; to plan with it: holdfast plan SPEC --calibration {path}")
 
 

@@ -36,16 +36,16 @@ def chaos(
     from holdfast.api import machines
     from holdfast.pipelines.view.chaos import Teller
 
-    asked = machines.chaos(
+    request = machines.chaos(
         spec, overrides=overrides or (), steps=steps, seed=seed, minutes=minutes, faults=faults, store=store
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up, as Ctrl-C does
-    with Teller(asked, to_stderr=as_json) as teller:
+    with Teller(request, to_stderr=as_json) as teller:
         try:
-            machines.run_with_faults(asked, teller.tell)
+            machines.run_with_faults(request, teller.tell)
         finally:
-            if as_json and asked.calm is not None:
-                print_json(_as_json(asked))
+            if as_json and request.calm is not None:
+                print_json(_as_json(request))
 
 
 def _as_json(asked: Chaos) -> dict[str, object]:

@@ -55,11 +55,11 @@ def list_(run: RunName, store: StoreRoot = "", as_json: AsJson = False) -> None:
     """
     from holdfast.pipelines.view.checkpoints import print_list
 
-    found = checkpoints.list_checkpoints(run, store)
+    infos = checkpoints.list_checkpoints(run, store)
     if as_json:
-        print_json(found)
+        print_json(infos)
         return
-    print_list(checkpoints.run_id_of(open_chosen(store), run), found)
+    print_list(checkpoints.run_id_of(open_chosen(store), run), infos)
 
 
 @app.command()
@@ -72,11 +72,11 @@ def show(checkpoint: AtStep, store: StoreRoot = "", as_json: AsJson = False) -> 
     """
     from holdfast.pipelines.view.checkpoints import print_checkpoint
 
-    found = checkpoints.open_checkpoint(checkpoint, store)
+    opened = checkpoints.open_checkpoint(checkpoint, store)
     if as_json:
-        print_json(found.manifest.model_dump(mode="json"))
+        print_json(opened.manifest.model_dump(mode="json"))
         return
-    print_checkpoint(found)
+    print_checkpoint(opened)
 
 
 @app.command()
@@ -92,10 +92,10 @@ def verify(checkpoint: AtStep, store: StoreRoot = "", as_json: AsJson = False) -
 
     found = []
     with bytes_read("verified", quiet=as_json) as progress:
-        for each in checkpoints.verify(checkpoint, store, progress):
-            found.append(each)
+        for result in checkpoints.verify(checkpoint, store, progress):
+            found.append(result)
             if not as_json:
-                print_verified(each)
+                print_verified(result)
     if as_json:
         print_json(found)
     if any(each.damages for each in found):
@@ -127,12 +127,12 @@ def diff(
     first = checkpoints.open_checkpoint(one, store)
     second = checkpoints.open_checkpoint(other, other_store or store)
     with bytes_read("compared", quiet=as_json) as progress:
-        found = checkpoints.diff_checkpoints(first, second, progress)
+        difference = checkpoints.diff_checkpoints(first, second, progress)
     if as_json:
-        print_json({"equal": found.none, "difference": found})
+        print_json({"equal": difference.none, "difference": difference})
     else:
-        print_difference(found, first.manifest.state_digest)
-    raise typer.Exit(int(ExitCode.OK if found.none else ExitCode.MISMATCH))
+        print_difference(difference, first.manifest.state_digest)
+    raise typer.Exit(int(ExitCode.OK if difference.none else ExitCode.MISMATCH))
 
 
 @app.command()
@@ -179,11 +179,11 @@ def gc(
     """
     from holdfast.pipelines.view.checkpoints import print_collected
 
-    identity, found = checkpoints.collect_garbage(run, dry_run=dry_run, store=store)
+    identity, collected = checkpoints.collect_garbage(run, dry_run=dry_run, store=store)
     if as_json:
-        print_json(found)
+        print_json(collected)
         return
-    print_collected(identity, found, dry_run)
+    print_collected(identity, collected, dry_run)
 
 
 @app.command()
@@ -240,15 +240,18 @@ def import_(
     from holdfast.pipelines.view.checkpoints import bytes_read
 
     with bytes_read("imported", quiet=as_json) as progress:
-        told = checkpoints.import_checkpoint(
+        imported = checkpoints.import_checkpoint(
             spec.load(), source, origin.value, step=step, store=store, progress=progress
         )
     if as_json:
-        print_json(told)
+        print_json(imported)
         return
-    what = "weights and moments" if told.moments else "weights; the moments start at zero"
-    out(f"run {told.run_id} {'already has' if told.again else 'starts with'} {source} as its step {told.step} ({what})")
-    repeated = [word for each in spec.overrides or () for word in ("--set", each)] + (
+    content = "weights and moments" if imported.moments else "weights; the moments start at zero"
+    out(
+        f"run {imported.run_id} {'already has' if imported.again else 'starts with'} {source} as its step "
+        f"{imported.step} ({content})"
+    )
+    options = [word for override in spec.overrides or () for word in ("--set", override)] + (
         ["--store", store] if store else []
     )
-    out(f"to continue: {shlex.join(['holdfast', 'run', str(spec.path), *repeated, '--salt', told.salt])}")
+    out(f"to continue: {shlex.join(['holdfast', 'run', str(spec.path), *options, '--salt', imported.salt])}")

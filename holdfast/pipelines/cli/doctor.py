@@ -60,8 +60,8 @@ def doctor(
     from holdfast.spec.load import load_spec
 
     checked = load_spec(spec, overrides or ()) if spec else None
-    place = Location(backend, store, namespace=namespace)
-    findings = examine(checked, at=place, service_account=service_account, everything=all_)
+    location = Location(backend, store, namespace=namespace)
+    findings = examine(checked, at=location, service_account=service_account, everything=all_)
     out(json.dumps(doctor.as_json(findings), indent=2) if as_json else doctor.print_findings(findings))
     raise typer.Exit(int(doctor.exit_code(findings)))
 

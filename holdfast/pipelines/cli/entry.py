@@ -204,15 +204,15 @@ def _leave(code: ExitCode) -> NoReturn:
 
 def _crash_report() -> str:
     """The path of a file with the traceback, or the traceback itself if no file can be written."""
-    told = redact(traceback.format_exc())
+    text = redact(traceback.format_exc())
     try:
         folder = home() / "logs"
     except HoldfastError as error:
-        return f"this ({error}):\n{told}"
+        return f"this ({error}):\n{text}"
     path = folder / f"crash-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
     try:
         make_folder(path.parent)
-        path.write_text(told, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        return f"this ({path.parent} cannot be written: {error.strerror}):\n{told}"
+        return f"this ({path.parent} cannot be written: {error.strerror}):\n{text}"
     return str(path)

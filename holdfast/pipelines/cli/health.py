@@ -54,9 +54,9 @@ def health(
     from holdfast.spec.load import load_spec
 
     checked = load_spec(spec, overrides or ()) if spec else None
-    found = examine(checked, ranks=processes, accelerator=accelerator, seconds=seconds, store=store)
-    if found.report is None:
-        err(f"error: the health check did not finish: {found.reason}")
+    result = examine(checked, ranks=processes, accelerator=accelerator, seconds=seconds, store=store)
+    if result.report is None:
+        err(f"error: the health check did not finish: {result.reason}")
     else:
-        out(found.report.model_dump_json(indent=2) if as_json else print_report(found.report))
-    raise typer.Exit(found.code)
+        out(result.report.model_dump_json(indent=2) if as_json else print_report(result.report))
+    raise typer.Exit(result.code)

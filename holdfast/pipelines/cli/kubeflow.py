@@ -62,14 +62,14 @@ def upload(
 
     checked = spec.load()
     server = connect(ClusterOptions(endpoint=endpoint, namespace=namespace), dry_run=dry_run)
-    made = uploaded(checked, server, image)
+    version = uploaded(checked, server, image)
     if _shown(server, as_json):
         return
-    link = server.link("pipelines", f"{made.pipeline_id}/version/{made.version_id}")
+    link = server.link("pipelines", f"{version.pipeline_id}/version/{version.version_id}")
     if as_json:
-        print_json({"pipeline": checked.name, **asdict(made), "link": link})
+        print_json({"pipeline": checked.name, **asdict(version), "link": link})
         return
-    out(f"{checked.name} {made.version}: {'uploaded' if made.created else 'exists already'}\n  {link}")
+    out(f"{checked.name} {version.version}: {'uploaded' if version.created else 'exists already'}\n  {link}")
 
 
 def schedule(
@@ -120,14 +120,14 @@ def schedule(
             _say_former(removed if pause else (), kept)
         return
     server = specs.connect(options, dry_run=dry_run)
-    made = specs.schedule(checked, server, store=store, options=options, timezone=controller_timezone)
+    scheduled = specs.schedule(checked, server, store=store, options=options, timezone=controller_timezone)
     if _shown(server, as_json):
         return
     if as_json:
-        print_json(made)
+        print_json(scheduled)
     else:
-        out(f"{checked.name}: {made.when}{'' if made.created else ' (exists already)'}\n  {made.link}")
-        _say_former(made.removed, made.kept)
+        out(f"{checked.name}: {scheduled.when}{'' if scheduled.created else ' (exists already)'}\n  {scheduled.link}")
+        _say_former(scheduled.removed, scheduled.kept)
 
 
 def _shown(server: Server, as_json: bool) -> bool:
@@ -155,14 +155,14 @@ def _say_former(removed: Sequence[str], kept: Sequence[str]) -> None:
 def _list(server: Server, as_json: bool) -> None:
     from holdfast.api.specs import schedules
 
-    found = schedules(server)
+    entries = schedules(server)
     if as_json:
-        print_json(found)
+        print_json(entries)
         return
-    if not found:
+    if not entries:
         out(f"no schedules on {server.host}; create one with `holdfast schedule SPEC`")
         raise typer.Exit(int(ExitCode.OK))
-    for entry in found:
+    for entry in entries:
         state = "enabled" if entry.enabled else "paused"
         running = f", {entry.running} running" if entry.running else ""
         out(f"{entry.pipeline:<24}  {state:<8}  {entry.when}{running}\n  {entry.recurring_run_id}")

@@ -42,11 +42,11 @@ def list_(store: StoreRoot = "", as_json: AsJson = False) -> None:
     from holdfast.api.models import models
     from holdfast.pipelines.view.report import print_models
 
-    found = models(store)
+    versions = models(store)
     if as_json:
-        print_json([{**asdict(version), "aliases": list(aliases)} for version, aliases in found])
+        print_json([{**asdict(version), "aliases": list(aliases)} for version, aliases in versions])
         return
-    print_models(found)
+    print_models(versions)
 
 
 @app.command()
@@ -103,19 +103,19 @@ def serve(
     from holdfast.api.models import serve as served
 
     checked = spec.load()
-    made = served(checked, store=store, dry_run=dry_run)
-    found, serving = made.champion, checked.serving
+    result = served(checked, store=store, dry_run=dry_run)
+    champion, serving = result.champion, checked.serving
     if serving.kserve is None and serving.model_registry is None:
         err("note: nothing to do: the spec's `serving` has neither kserve nor model_registry; see docs/serving.md")
     if dry_run:
-        if made.registry:
-            err(f"note: version {found.version} of {found.model} would be entered in {made.registry}")
-        if made.objects:
-            print_yaml(made.objects)
+        if result.registry:
+            err(f"note: version {champion.version} of {champion.model} would be entered in {result.registry}")
+        if result.objects:
+            print_yaml(result.objects)
     elif as_json:
-        print_json({"champion": found, "published": made.published})
-    elif made.published is not None:
-        _say(made.published)
+        print_json({"champion": champion, "published": result.published})
+    elif result.published is not None:
+        _say(result.published)
 
 
 def ui(

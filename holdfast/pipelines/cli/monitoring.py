@@ -32,14 +32,14 @@ def _backend_lines(run: str, store: str) -> tuple[list[str], bool]:
     from holdfast.spec.errors import HoldfastError
 
     try:
-        target, there = api.find_backend(run, api.Location(store=store))
-        found = None if target.capabilities.foreground else target.status(there)
+        backend, backend_id = api.find_backend(run, api.Location(store=store))
+        status = None if backend.capabilities.foreground else backend.status(backend_id)
     except HoldfastError:
         return [], False
-    if found is None:
+    if status is None:
         return [], False
-    lines = [f"{step.name}: {step.state}  {step.error}" for step in found.steps if step.error]
-    return [*lines, *([found.message] if found.message else [])], not found.unfinished
+    lines = [f"{step.name}: {step.state}  {step.error}" for step in status.steps if step.error]
+    return [*lines, *([status.message] if status.message else [])], not status.unfinished
 
 
 class Format(StrEnum):
@@ -86,17 +86,17 @@ def report(
     from holdfast.runtime.environment import home
 
     opened = open_chosen(store)
-    found = find_run(opened, run)
-    spec = found.known_spec(opened)
-    page = TrainingPage(spec, found.run_id, opened, output or home() / "reports" / f"{found.run_id}.html")
+    record = find_run(opened, run)
+    spec = record.known_spec(opened)
+    page = TrainingPage(spec, record.run_id, opened, output or home() / "reports" / f"{record.run_id}.html")
     page.write(follow=follow)
-    place = report_place(opened, found)
+    report_path = report_place(opened, record)
     if as_json:
-        print_json({"run_id": found.run_id, "training": page.path, "evaluation": place})
+        print_json({"run_id": record.run_id, "training": page.path, "evaluation": report_path})
     else:
         out(f"training: {page.path}")
-        if place:
-            out(f"evaluation: {place}")
+        if report_path:
+            out(f"evaluation: {report_path}")
     while follow and page.goes_on:
         try:
             time.sleep(WATCH_SECONDS)
@@ -107,10 +107,10 @@ def report(
 
 
 def _write_event_file(run: str, output: Path | None, store: str, as_json: bool) -> None:
-    found = api.Run(run, store)
-    path = found.write_tensorboard(output)
+    handle = api.Run(run, store)
+    path = handle.write_tensorboard(output)
     if as_json:
-        print_json({"run_id": found.id, "file": path})
+        print_json({"run_id": handle.id, "file": path})
     else:
         out(f"{path}\nto view it: tensorboard --logdir {shlex.quote(str(path.parent.parent))}")
 
@@ -134,15 +134,15 @@ def profile(
     from holdfast.pipelines.view.summary import place
     from holdfast.telemetry.profiles import table_key
 
-    found = api.Run(run, store)
-    key = found.profile(steps, wait=wait)
+    handle = api.Run(run, store)
+    key = handle.profile(steps, wait=wait)
     if as_json:
-        print_json({"run_id": found.id, "steps": steps, "trace": key and place(found.store, key)})
+        print_json({"run_id": handle.id, "steps": steps, "trace": key and place(handle.store, key)})
     elif key:
-        out(found.store.get(table_key(key)).decode())
-        out(f"trace: {place(found.store, key)}")
+        out(handle.store.get(table_key(key)).decode())
+        out(f"trace: {place(handle.store, key)}")
     else:
-        out(f"requested from run {found.id}; `holdfast show {found.id[:8]}` shows the trace once it is saved")
+        out(f"requested from run {handle.id}; `holdfast show {handle.id[:8]}` shows the trace once it is saved")
 
 
 def watch(
@@ -164,21 +164,21 @@ def watch(
     from holdfast.telemetry.event_log import StoreEvents
 
     opened, console = open_chosen(store), SafeConsole()
-    found = find_run(opened, run)
-    screen, events = Screen(found.name, found.run_id), StoreEvents(opened, found.run_id)
+    record = find_run(opened, run)
+    screen, events = Screen(record.name, record.run_id), StoreEvents(opened, record.run_id)
     screen.take(events.new())
-    asked, over = time.monotonic(), False
+    last_query, has_ended = time.monotonic(), False
     if not screen.trains:
-        screen.backend_lines, over = _backend_lines(run, store)
-    if once or over or screen.has_ended or not console.is_terminal:
+        screen.backend_lines, has_ended = _backend_lines(run, store)
+    if once or has_ended or screen.has_ended or not console.is_terminal:
         console.print(screen.draw(time.time(), console.width))
         return
     with Live(screen.draw(time.time(), *console.size), console=console, screen=True) as live:
-        while not screen.has_ended and not over:
+        while not screen.has_ended and not has_ended:
             time.sleep(WATCH_SECONDS)
             screen.take(events.new())
-            if not screen.trains and time.monotonic() - asked > ASK_SECONDS:
-                screen.backend_lines, over = _backend_lines(run, store)
-                asked = time.monotonic()
+            if not screen.trains and time.monotonic() - last_query > ASK_SECONDS:
+                screen.backend_lines, has_ended = _backend_lines(run, store)
+                last_query = time.monotonic()
             live.update(screen.draw(time.time(), *console.size))
     console.print(screen.draw(time.time(), console.width))

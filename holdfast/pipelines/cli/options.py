@@ -168,16 +168,16 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def collected(**given: Any) -> None:
-        made = {
+        options = {
             name: kind(**{field.name: given.pop(field.name) for field in fields(kind)})
             for name, kind in classes.items()
         }
         try:
-            command(**made, **given)
+            command(**options, **given)
         except UsageError as error:  # shown with the usage of the command
-            wrong = typer.BadParameter(error.text, param_hint=error.field or None)
-            wrong.field, wrong.remedy = error.field, error.remedy  # type: ignore[attr-defined]
-            raise wrong from None
+            bad_parameter = typer.BadParameter(error.text, param_hint=error.field or None)
+            bad_parameter.field, bad_parameter.remedy = error.field, error.remedy  # type: ignore[attr-defined]
+            raise bad_parameter from None
 
     collected.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     collected.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -96,42 +96,45 @@ def plan(spec: SpecOptions, hardware: HardwareOptions, search: SearchOptions, as
     if search.measure:
         _measure(checked, spec.path, hardware, search, as_json)
         return
-    wanted = planning.Hardware(hardware.accelerator, hardware.calibration, hardware.price, hardware.gpus)
-    made = planning.plan(checked, wanted, layouts=search.count, budget=search.budget, vocabulary=search.vocabulary)
-    task, found = made.task, made.found
-    if made.vocabulary_assumed and not as_json:
-        _note_vocabulary(made.vocabulary)
-    chosen = found.best[0] if search.any_ and found.best else found.today
+    target = planning.Hardware(hardware.accelerator, hardware.calibration, hardware.price, hardware.gpus)
+    result = planning.plan(checked, target, layouts=search.count, budget=search.budget, vocabulary=search.vocabulary)
+    task, layouts = result.task, result.found
+    if result.vocabulary_assumed and not as_json:
+        _note_vocabulary(result.vocabulary)
+    chosen = layouts.best[0] if search.any_ and layouts.best else layouts.today
     if as_json:
-        print_json(_as_json(checked, task, found))
+        print_json(_as_json(checked, task, layouts))
     else:
-        why = refused(checked, task, found.best[0].layout) if found.best else []
-        print_plan(checked.name, task, found, why, spot_of(checked, found), timeline=search.timeline)
+        reasons = refused(checked, task, layouts.best[0].layout) if layouts.best else []
+        print_plan(checked.name, task, layouts, reasons, spot_of(checked, layouts), timeline=search.timeline)
         if spares := checked.cluster.spares:
-            each, price = checked.parallel.processes, made.accelerator.price
-            hourly = f", {spares * each * price:g} an hour" if price else ""
-            err(f"cluster.spares: {spares} nodes of {each} stand by, in none of these figures; they cost too{hourly}")
+            processes, price = checked.parallel.processes, result.accelerator.price
+            hourly = f", {spares * processes * price:g} an hour" if price else ""
+            err(
+                f"cluster.spares: {spares} nodes of {processes} stand by, in none of these figures; they cost "
+                f"too{hourly}"
+            )
     if not search.apply:
         return
     if chosen is None:
         from holdfast.spec.errors import Problem, SpecError
 
-        what = "no layout fits" if not found.best else "no layout that fits is run by the engines today"
-        remedy = "use more accelerators" if not found.best else "add --any to write the best one all the same"
-        raise SpecError([Problem("parallel", None, what, remedy)], str(spec.path))
+        message = "no layout fits" if not layouts.best else "no layout that fits is run by the engines today"
+        remedy = "use more accelerators" if not layouts.best else "add --any to write the best one all the same"
+        raise SpecError([Problem("parallel", None, message, remedy)], str(spec.path))
     _write(spec.path, fields_of(task, chosen.layout), check=not search.any_, quiet=as_json)
 
 
 def _measure(spec: Spec, path: Path, hardware: HardwareOptions, search: SearchOptions, as_json: bool) -> None:
     """Measure the stages of the spec's pipeline, print them, and write them if requested."""
-    given = {
+    options = {
         "--gpus": hardware.gpus,
         "--accelerator": hardware.accelerator or None,
         "--budget": search.budget,
         "--any": search.any_ or None,
         "--count": None if search.count == SHOWN else search.count,
     }
-    if unused := [name for name, value in given.items() if value is not None]:
+    if unused := [name for name, value in options.items() if value is not None]:
         raise typer.BadParameter(f"it searches no layouts; leave out {', '.join(unused)}", param_hint="--measure")
     stages = _measured(spec, search.vocabulary, timeline=search.timeline, as_json=as_json)
     if search.apply:
@@ -143,9 +146,9 @@ def _measure(spec: Spec, path: Path, hardware: HardwareOptions, search: SearchOp
 def _write(spec: Path, fields: dict[str, Any], *, check: bool, quiet: bool) -> None:
     from holdfast.pipelines.documents import write_fields
 
-    written = write_fields(spec, fields, check=check)
+    changes = write_fields(spec, fields, check=check)
     if not quiet:
-        err(f"{spec}: {', '.join(written) or 'nothing to change'}")
+        err(f"{spec}: {', '.join(changes) or 'nothing to change'}")
 
 
 def _note_vocabulary(tokens: int) -> None:
@@ -189,9 +192,11 @@ def _as_json(spec: Spec, task: Task, found: Found) -> dict[str, Any]:
 
 def _mixes(found: Spot) -> dict[str, Any]:
     """With null for what is infinite, which JSON has no word for."""
-    told = asdict(found)
-    told["shown"] = [{name: None if isinf(value) else value for name, value in one.items()} for one in told["shown"]]
-    return told
+    fields = asdict(found)
+    fields["shown"] = [
+        {name: None if isinf(value) else value for name, value in row.items()} for row in fields["shown"]
+    ]
+    return fields
 
 
 def _of(candidate: Candidate) -> dict[str, Any]:

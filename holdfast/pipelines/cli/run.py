@@ -72,7 +72,7 @@ def submit(
     """Submit a spec, or a sweep over it, and print where it runs; or print what would be sent."""
     name = api.default_backend(where.backend)
     cluster = api.ClusterOptions(options.image, options.service_account, where.endpoint, where.namespace, at_once)
-    wanted = api.request(
+    request = api.request(
         spec.path,
         backend=name,
         overrides=spec.overrides or (),
@@ -83,17 +83,17 @@ def submit(
         options=cluster,
     )
     foreground = capabilities_of(name).foreground
-    if not wanted.run_id and not foreground:
+    if not request.run_id and not foreground:
         err(
             "note: the run id is known when preprocess has ended, and `holdfast show` prints it then; only a run "
-            f"that has not ended counts as the same ({wanted.unread})"
+            f"that has not ended counts as the same ({request.unread})"
         )
     if dry_run:
-        _print_preview(wanted, name, cluster)
+        _print_preview(request, name, cluster)
         return
     again = shlex.join(["holdfast", *_without_salt(sys.argv[1:])]) if foreground and not over else ""
-    made = api.submit(wanted, backend=name, options=cluster, console=_console(as_json), again=again)
-    _print_submission(made, as_json)
+    submission = api.submit(request, backend=name, options=cluster, console=_console(as_json), again=again)
+    _print_submission(submission, as_json)
 
 
 def resume(run: RunName, where: BackendOptions, replan: Replan = False, as_json: AsJson = False) -> None:
@@ -103,10 +103,10 @@ def resume(run: RunName, where: BackendOptions, replan: Replan = False, as_json:
 
     Example: holdfast resume 3f2a
     """
-    made = api.resume(run, at=where.location, replan=replan, console=_console(as_json))
-    if made.skipped_last:
+    submission = api.resume(run, at=where.location, replan=replan, console=_console(as_json))
+    if submission.skipped_last:
         err("note: the last submission was refused for its plan; resuming the one before it (--replan: the last one)")
-    _print_submission(made, as_json)
+    _print_submission(submission, as_json)
 
 
 def _console(as_json: bool) -> Console | None:
@@ -120,21 +120,21 @@ def _console(as_json: bool) -> Console | None:
 
 def _print_submission(made: Submission, as_json: bool) -> None:
     """Print a submission, and end with the exit code of its run."""
-    status, wanted = made.run, made.request
+    status, request = made.run, made.request
     if made.record_error:
         err(f"note: where it runs is not kept in {made.store}, so name it with --backend ({made.record_error})")
     if as_json:
-        print_json({"run": status, "created": made.created, "run_id": made.run_id, "salt": wanted.salt})
+        print_json({"run": status, "created": made.created, "run_id": made.run_id, "salt": request.salt})
     elif not capabilities_of(status.backend).foreground:  # the terminal has shown everything
         from holdfast.runtime.environment import store_url
 
         out(f"{status.name}: {'submitted' if made.created else f'exists already, {status.state}'}")
         # The record of where it runs is in its store, which another shell does not know.
-        store = wanted.store or wanted.spec.store
-        elsewhere = f" --store {store}" if store and store != store_url() else ""
-        out(f"  {status.link}\n  holdfast show {status.id}{elsewhere}")
-        if wanted.salt:
-            out(f"  to submit the same again: --salt {wanted.salt}")
+        store = request.store or request.spec.store
+        store_option = f" --store {store}" if store and store != store_url() else ""
+        out(f"  {status.link}\n  holdfast show {status.id}{store_option}")
+        if request.salt:
+            out(f"  to submit the same again: --salt {request.salt}")
     raise typer.Exit(status.exit_code or int(ExitCode.OK))
 
 
@@ -145,21 +145,21 @@ def _print_preview(wanted: RunRequest, backend: str, options: api.ClusterOptions
         print_yaml(objects)
     else:
         out("# nothing would be changed")
-    found = api.check_preview(objects, wanted, backend, options.namespace)
-    if found is None:
+    result = api.check_preview(objects, wanted, backend, options.namespace)
+    if result is None:
         return
-    err(f"checked by {found.by}: objects: {found.checked}, problems: {len(found.problems)}")
-    if found.unseen:
-        err(f"not checked: {', '.join(dict.fromkeys(found.unseen))}")
-    for problem in found.problems:
+    err(f"checked by {result.by}: objects: {result.checked}, problems: {len(result.problems)}")
+    if result.unseen:
+        err(f"not checked: {', '.join(dict.fromkeys(result.unseen))}")
+    for problem in result.problems:
         err(problem)
-    if found.problems:
+    if result.problems:
         raise typer.Exit(int(ExitCode.BAD_SPEC))
 
 
 def _without_salt(arguments: list[str]) -> list[str]:
     """The command line without --fresh and --salt, which the advice on how to resume adds itself."""
-    kept: list[str] = []
+    remaining: list[str] = []
     skip = False
     for argument in arguments:
         if skip or argument == "--fresh" or argument.startswith("--salt="):
@@ -167,5 +167,5 @@ def _without_salt(arguments: list[str]) -> list[str]:
         elif argument == "--salt":
             skip = True
         else:
-            kept.append(argument)
-    return kept
+            remaining.append(argument)
+    return remaining

@@ -87,28 +87,28 @@ def runs(
     from holdfast.pipelines.view.report import print_runs
 
     opened = open_chosen(store)
-    most = (0 if as_json else RUNS_SHOWN) if limit is None else limit
-    found, left = some_runs(opened, most or None)
+    count = (0 if as_json else RUNS_SHOWN) if limit is None else limit
+    records, hidden_count = some_runs(opened, count or None)
     if as_json:
-        print_json([record.as_json() for record in found])
+        print_json([record.as_json() for record in records])
     else:
-        print_runs(found, opened.url)
-    note_unreadable(found)
-    if left:
-        err(f"note: {left} older runs are not shown; --limit 0 lists all")
+        print_runs(records, opened.url)
+    note_unreadable(records)
+    if hidden_count:
+        err(f"note: {hidden_count} older runs are not shown; --limit 0 lists all")
 
 
 def _list_backend(where: BackendOptions, limit: int | None, as_json: bool) -> None:
     if not where.backend:
         raise typer.BadParameter("--endpoint and --namespace need it", param_hint="--backend")
-    found = api.backend_runs(where.location)
-    found = found[:limit] if limit else found
+    statuses = api.backend_runs(where.location)
+    statuses = statuses[:limit] if limit else statuses
     if as_json:
-        print_json(found)
+        print_json(statuses)
         return
-    for one in found:
-        out(f"{one.state:<10}  {one.name}  {one.link}")
-    if not found:
+    for status in statuses:
+        out(f"{status.state:<10}  {status.name}  {status.link}")
+    if not statuses:
         out(f"no runs on {where.backend}; start one with `holdfast run SPEC --backend {where.backend}`")
 
 
@@ -148,8 +148,8 @@ def logs(
     if step and step_called(step) not in STEPS:
         raise typer.BadParameter(f"{step!r} is no step; use one of {', '.join(STEPS)}", param_hint="STEP")
     if raw:
-        target, there = api.find_backend(run, where.location)
-        lines = target.logs(there, step, follow=follow)
+        backend, backend_id = api.find_backend(run, where.location)
+        lines = backend.logs(backend_id, step, follow=follow)
     else:
         find = cache(lambda: api.find_backend(run, where.location))
         lines = step_lines(*_kept(run, where.store), find, step, follow=follow)
@@ -175,9 +175,9 @@ def _print_rank(run: str, rank: RankOptions, where: BackendOptions, follow: bool
     from holdfast.pipelines.view.catalog import find_run
 
     opened = open_chosen(where.store)
-    found = find_run(opened, run).run_id
+    run_id = find_run(opened, run).run_id
     running = (lambda: goes_on(*api.find_backend(run, where.location))) if follow else None
-    for line in rank_lines(opened, found, rank.rank or 0, attempt=rank.attempt, launch=rank.launch, running=running):
+    for line in rank_lines(opened, run_id, rank.rank or 0, attempt=rank.attempt, launch=rank.launch, running=running):
         out(line)
 
 
@@ -188,13 +188,13 @@ def stop(run: RunName, where: BackendOptions, as_json: AsJson = False) -> None:
 
     Example: holdfast stop 3f2a
     """
-    made = api.stop(run, at=where.location)
-    if made.unknown:
-        err(f"note: whether its training left a job on the cluster is not known ({made.unknown})")
+    stopped = api.stop(run, at=where.location)
+    if stopped.unknown:
+        err(f"note: whether its training left a job on the cluster is not known ({stopped.unknown})")
     if as_json:
-        print_json({"run": made.run, "ended": made.ended, "jobs": made.jobs})
+        print_json({"run": stopped.run, "ended": stopped.ended, "jobs": stopped.jobs})
         return
-    stopping = made.ended or made.run.unfinished  # a run that was stopped a moment ago has not ended yet
-    out(f"{made.run.name}: {'is stopping' if stopping else f'has ended already, {made.run.state}'}")
-    for job in made.jobs:
+    stopping = stopped.ended or stopped.run.unfinished  # a run that was stopped a moment ago has not ended yet
+    out(f"{stopped.run.name}: {'is stopping' if stopping else f'has ended already, {stopped.run.state}'}")
+    for job in stopped.jobs:
         out(f"job {job}: is stopping; no launcher followed it any more")

@@ -111,27 +111,27 @@ def _print_sweep(wanted: str, where: BackendOptions, store: Store, as_json: bool
     from holdfast.pipelines.view.terminal import SafeConsole
 
     try:
-        found = api.comparison(wanted, store)
+        comparison = api.comparison(wanted, store)
     except MissingError:
         return False
-    if found is None:
+    if comparison is None:
         _print_status(wanted, where, as_json)
     elif as_json:
-        print_json(found.model_dump(mode="json"))
+        print_json(comparison.model_dump(mode="json"))
     else:
-        print_comparison(SafeConsole(), found, store)
+        print_comparison(SafeConsole(), comparison, store)
     return True
 
 
 def _print_status(run: str, where: BackendOptions, as_json: bool) -> None:
-    found = api.run_state(run, where.location)
-    if found.note:
-        err(f"note: the progress of the training cannot be read ({found.note})")
+    state = api.run_state(run, where.location)
+    if state.note:
+        err(f"note: the progress of the training cannot be read ({state.note})")
     if as_json:
-        progress = found.progress and asdict(found.progress)
-        print_json({**asdict(found.status), "run_id": found.run_id, "progress": progress})
+        progress = state.progress and asdict(state.progress)
+        print_json({**asdict(state.status), "run_id": state.run_id, "progress": progress})
         return
-    _print_steps(found.status, found.run_id, found.progress)
+    _print_steps(state.status, state.run_id, state.progress)
 
 
 def _print_steps(found: RunStatus, run_id: str = "", reached: Reached | None = None) -> None:
@@ -152,39 +152,39 @@ def _print_steps(found: RunStatus, run_id: str = "", reached: Reached | None = N
 def _print_ledger(run: str, store: str, as_json: bool) -> None:
     from holdfast.pipelines.view.ledger import print_ledger
 
-    found = api.Run(run, store)
+    handle = api.Run(run, store)
     if as_json:
-        print_json({"run_id": found.id, **found.ledger().as_json()})
+        print_json({"run_id": handle.id, **handle.ledger().as_json()})
         return
-    print_ledger(found.ledger())
+    print_ledger(handle.ledger())
 
 
 def _print_cost(run: str, store: str, prices: list[str], as_json: bool) -> None:
     from holdfast.pipelines.view.ledger import cost_lines
 
-    given = _prices(prices)
-    found = api.Run(run, store)
-    spent = found.cost(given)
+    overrides = _prices(prices)
+    handle = api.Run(run, store)
+    cost = handle.cost(overrides)
     if as_json:
-        print_json({"run_id": found.id, **spent.as_json()})
+        print_json({"run_id": handle.id, **cost.as_json()})
         return
-    for line in cost_lines(spent):
+    for line in cost_lines(cost):
         out(line)
-    for reason in spent.unknown:
+    for reason in cost.unknown:
         out(f"not known: {reason}")
 
 
 def _prices(given: list[str]) -> dict[str, Any]:
     """The prices of `NAME=VALUE` items. Raises BadParameter."""
-    found: dict[str, Any] = {}
-    for one in given:
-        name, _, value = one.partition("=")
+    prices: dict[str, Any] = {}
+    for item in given:
+        name, _, value = item.partition("=")
         try:
-            found[name] = float(value)
+            prices[name] = float(value)
         except ValueError:
-            found[name] = -1.0
-        if name not in PRICES or not 0 <= found[name] < float("inf"):
+            prices[name] = -1.0
+        if name not in PRICES or not 0 <= prices[name] < float("inf"):
             raise typer.BadParameter(
-                f"{one!r} is not NAME=VALUE with one of {', '.join(PRICES)} and a number from 0", param_hint="--price"
+                f"{item!r} is not NAME=VALUE with one of {', '.join(PRICES)} and a number from 0", param_hint="--price"
             )
-    return found
+    return prices

@@ -64,11 +64,11 @@ def simulate(
         raise typer.BadParameter("name the one policy to write: -p NAME", param_hint="--emit")
     model = load_cluster(cluster)
     jobs = _jobs(model, trace, seed)
-    made = None
+    engine_config = None
     if emit is not None and policy:
         from holdfast.simulation.engines import configuration
 
-        made = configuration(emit.value, policy[0], model, jobs)  # refused before anything is simulated
+        engine_config = configuration(emit.value, policy[0], model, jobs)  # refused before anything is simulated
         policy = list(dict.fromkeys(("fifo", *policy)))
     least = bounds(model, jobs)
     outcomes = [
@@ -77,14 +77,14 @@ def simulate(
     if report is not None:
         write_report(report, model, trace, outcomes, least)
     if as_json:
-        shown = [{name: value for name, value in asdict(each).items() if name != "curve"} for each in outcomes]
+        shown = [{name: value for name, value in asdict(outcome).items() if name != "curve"} for outcome in outcomes]
         out(json.dumps({"cluster": model.name, "bounds": asdict(least), "policies": shown}, indent=2))
     else:
         print_outcomes(model, jobs, outcomes, least)
-    if emit is not None and made is not None:
-        _write(to, emit.value, made, trace, outcomes, least)
+    if emit is not None and engine_config is not None:
+        _write(to, emit.value, engine_config, trace, outcomes, least)
         if not as_json:
-            out(f"\n{emit.value} differs: {made.differs}\nwritten to {to}")
+            out(f"\n{emit.value} differs: {engine_config.differs}\nwritten to {to}")
 
 
 def _write(
@@ -100,7 +100,7 @@ def _write(
         "engine": engine,
         "trace": trace,
         "differs": made.differs,
-        "expected": {each.policy: {name: getattr(each, name) for name in EFFECT} for each in (last, first)},
+        "expected": {outcome.policy: {name: getattr(outcome, name) for name in EFFECT} for outcome in (last, first)},
         "bound": asdict(least),
     }
     comment = (
@@ -112,8 +112,8 @@ def _write(
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / f"{engine}.yaml", text_of(made.objects, comment + label))
     if made.settings is not None:
-        where = "Goes into controller_manager_config.yaml of the ConfigMap kueue-manager-config; merge it with yours."
-        write_whole(folder / "settings.yaml", text_of([made.settings], where))
+        note = "Goes into controller_manager_config.yaml of the ConfigMap kueue-manager-config; merge it with yours."
+        write_whole(folder / "settings.yaml", text_of([made.settings], note))
     write_whole(folder / "effect.json", json.dumps(effect, indent=2) + "\n")
 
 
@@ -125,9 +125,9 @@ def _jobs(model: ClusterModel, trace: str, seed: int) -> list[Job]:
         return load_trace(trace)
     count, _, load = trace.removeprefix(SYNTHETIC).partition(":")
     try:
-        jobs, asked = int(count), float(load or 0.95)
-        if not (0 < jobs <= 10_000_000 and 0 < asked <= 100):
+        jobs, target_load = int(count), float(load or 0.95)
+        if not (0 < jobs <= 10_000_000 and 0 < target_load <= 100):
             raise ValueError
     except ValueError:
         raise typer.BadParameter(f"{trace}: write synthetic:JOBS or synthetic:JOBS:LOAD", param_hint="TRACE") from None
-    return synthetic_jobs(jobs, model.gpus, asked, seed=seed)
+    return synthetic_jobs(jobs, model.gpus, target_load, seed=seed)

@@ -45,17 +45,17 @@ def validate(
     if salt and not ids:
         raise typer.BadParameter("is used only with --ids", param_hint="--salt")
     checked = load_spec(path, overrides or ())
-    found: dict[str, Any] = {}
+    identities: dict[str, Any] = {}
     if ids:
         from holdfast.pipelines.backends.local.run import identified
 
-        made = identified(checked, salt=salt)
-        found = {"dataset_id": made.dataset_id, "run_id": made.run_id}
+        local_run = identified(checked, salt=salt)
+        identities = {"dataset_id": local_run.dataset_id, "run_id": local_run.run_id}
     if as_json:
-        known = {"name": checked.name, "steps": checked.training.steps, "processes": checked.world_size}
-        print_json({**known, **found})
+        summary = {"name": checked.name, "steps": checked.training.steps, "processes": checked.world_size}
+        print_json({**summary, **identities})
         return
     processes = "one process" if checked.world_size == 1 else f"{checked.world_size} processes"
     out(f"{path}: valid ({checked.name}, {checked.training.steps} steps, {processes})")
-    if found:
-        out(f"dataset {found['dataset_id']}\nrun     {found['run_id']}")
+    if identities:
+        out(f"dataset {identities['dataset_id']}\nrun     {identities['run_id']}")

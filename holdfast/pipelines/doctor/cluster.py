@@ -73,8 +73,8 @@ def _policy(data: Mapping[str, str]) -> str:
 
 
 def _under(node: Any, key: str) -> dict[str, Any]:
-    found = node.get(key) if isinstance(node, dict) else None
-    return found if isinstance(found, dict) else {}
+    value = node.get(key) if isinstance(node, dict) else None
+    return value if isinstance(value, dict) else {}
 
 
 # The accounts of steps: those of manifests/base, and KFP's in a profile and without profiles.
@@ -202,22 +202,22 @@ CUSTOM_RESOURCES = (
 
 def check_custom_resources(cluster: Cluster) -> Iterator[Finding]:
     """One finding for each resource that the spec needs. Served ones are recorded for the following checks."""
-    for wanted in CUSTOM_RESOURCES:
-        if not (cluster.everything or wanted.needed(cluster)):
+    for resource in CUSTOM_RESOURCES:
+        if not (cluster.everything or resource.needed(cluster)):
             continue
-        listed = cluster.api.read(f"/apis/{wanted.group}/{wanted.version}")
-        if listed and any(found["name"] == wanted.plural for found in listed["resources"]):
-            cluster.served.add(wanted.name)
-            yield Finding(wanted.name, "ok", f"{wanted.what} serves {wanted.group}/{wanted.version}")
+        listed = cluster.api.read(f"/apis/{resource.group}/{resource.version}")
+        if listed and any(entry["name"] == resource.plural for entry in listed["resources"]):
+            cluster.served.add(resource.name)
+            yield Finding(resource.name, "ok", f"{resource.what} serves {resource.group}/{resource.version}")
             continue
-        group = cluster.api.read(f"/apis/{wanted.group}")
-        others = [version["version"] for version in group["versions"]] if group else []
-        message = f"{wanted.what}: {wanted.group}/{wanted.version} is not served"
-        if wanted.version in others:
-            message = f"{wanted.what}: {wanted.group}/{wanted.version} has no {wanted.plural}"
-        elif others:
-            message += f" (only {', '.join(others)})"
-        yield Finding(wanted.name, "fail" if wanted.needed(cluster) else "warn", message, wanted.remedy)
+        group = cluster.api.read(f"/apis/{resource.group}")
+        served_versions = [version["version"] for version in group["versions"]] if group else []
+        message = f"{resource.what}: {resource.group}/{resource.version} is not served"
+        if resource.version in served_versions:
+            message = f"{resource.what}: {resource.group}/{resource.version} has no {resource.plural}"
+        elif served_versions:
+            message += f" (only {', '.join(served_versions)})"
+        yield Finding(resource.name, "fail" if resource.needed(cluster) else "warn", message, resource.remedy)
 
 
 # Check that the ConfigMap and the Secrets of a run exist and have the required keys. No value is ever printed.
@@ -231,11 +231,11 @@ def check_settings(cluster: Cluster) -> Iterator[Finding]:
     spec = cluster.spec
     settings = spec.cluster.settings if spec else SETTINGS
     environment = spec.cluster.environment if spec else {}
-    found = cluster.api.read(f"{_path(cluster)}/configmaps/{settings}") if settings else None
-    values: dict[str, Any] = {**((found or {}).get("data") or {}), **environment}
-    yield _settings(cluster, settings, found is not None, values)
-    named = spec.cluster.secrets if spec else (SECRETS,)
-    secrets = {name: cluster.api.read(f"{_path(cluster)}/secrets/{name}") for name in named}
+    config_map = cluster.api.read(f"{_path(cluster)}/configmaps/{settings}") if settings else None
+    values: dict[str, Any] = {**((config_map or {}).get("data") or {}), **environment}
+    yield _settings(cluster, settings, config_map is not None, values)
+    secret_names = spec.cluster.secrets if spec else (SECRETS,)
+    secrets = {name: cluster.api.read(f"{_path(cluster)}/secrets/{name}") for name in secret_names}
     for name, secret in secrets.items():
         if secret is None and name != SECRETS:
             remedy = f"kubectl create secret generic {name} -n {cluster.namespace} --from-env-file=FILE"
@@ -251,25 +251,27 @@ def check_settings(cluster: Cluster) -> Iterator[Finding]:
             "service accounts an identity (manifests/components/workload-identity)",
         )
     else:
-        yield Finding(SECRET_NAME, "ok", f"the keys of S3 are in {', '.join(name for name in named if secrets[name])}")
+        yield Finding(
+            SECRET_NAME, "ok", f"the keys of S3 are in {', '.join(name for name in secret_names if secrets[name])}"
+        )
 
 
 def _settings(cluster: Cluster, name: str | None, there: bool, values: dict[str, Any]) -> Finding:
     spec = cluster.spec
     missing = [] if "HOLDFAST_STORE" in values or (spec and spec.store) else ["HOLDFAST_STORE"]
     missing += [] if "MLFLOW_TRACKING_URI" in values else ["MLFLOW_TRACKING_URI"]
-    where = f"ConfigMap {name}" if name else "cluster.environment"
+    source = f"ConfigMap {name}" if name else "cluster.environment"
     if missing:
-        about = f"lacks {' and '.join(missing)}" if there or not name else "is not there"
+        problem = f"lacks {' and '.join(missing)}" if there or not name else "is not there"
         remedy = (
-            f"{where} of namespace {cluster.namespace}: copy manifests/overlays/profile/settings.yaml, and apply it"
+            f"{source} of namespace {cluster.namespace}: copy manifests/overlays/profile/settings.yaml, and apply it"
         )
-        message = f"{where} {about}: steps would end with code {int(ExitCode.BAD_SPEC)} before they begin"
+        message = f"{source} {problem}: steps would end with code {int(ExitCode.BAD_SPEC)} before they begin"
         return Finding(SETTINGS_CHECK, "fail", message, remedy)
     if not str(values["MLFLOW_TRACKING_URI"]).startswith(("http", "databricks", "postgresql", "mysql", "mssql")):
-        remedy = f"write the address of a server into {where}, such as http://mlflow:5000"
-        return Finding(SETTINGS_CHECK, "fail", f"MLFLOW_TRACKING_URI in {where} is no server", remedy)
-    return Finding(SETTINGS_CHECK, "ok", f"{where} says where the store and MLflow are")
+        remedy = f"write the address of a server into {source}, such as http://mlflow:5000"
+        return Finding(SETTINGS_CHECK, "fail", f"MLFLOW_TRACKING_URI in {source} is no server", remedy)
+    return Finding(SETTINGS_CHECK, "ok", f"{source} says where the store and MLflow are")
 
 
 def _path(cluster: Cluster) -> str:
@@ -285,20 +287,22 @@ def check_claims(cluster: Cluster) -> Iterator[Finding]:
     """One finding for each claim."""
     volumes = cluster.spec.cluster.volumes if cluster.spec else ()
     for name in dict.fromkeys(volume.claim for volume in volumes):
-        found = cluster.api.read(f"/api/v1/namespaces/{cluster.namespace}/persistentvolumeclaims/{name}")
-        look = f"kubectl describe -n {cluster.namespace} pvc {name}"
-        if found is None:
+        claim = cluster.api.read(f"/api/v1/namespaces/{cluster.namespace}/persistentvolumeclaims/{name}")
+        command = f"kubectl describe -n {cluster.namespace} pvc {name}"
+        if claim is None:
             message = f"namespace {cluster.namespace} has no PersistentVolumeClaim {name!r}"
             yield Finding(CLAIMS_CHECK, "fail", message, "make it, or name another in cluster.volumes")
             continue
-        phase, modes = found.get("status", {}).get("phase", "Pending"), found["spec"].get("accessModes", [])
+        phase, modes = claim.get("status", {}).get("phase", "Pending"), claim["spec"].get("accessModes", [])
         if phase == "Lost":
-            yield Finding(CLAIMS_CHECK, "fail", f"{name} is Lost", look)
+            yield Finding(CLAIMS_CHECK, "fail", f"{name} is Lost", command)
         elif not {"ReadWriteMany", "ReadOnlyMany"} & set(modes):
             message = f"{name} is {' and '.join(modes)}: pods on two nodes cannot mount it at once"
             yield Finding(CLAIMS_CHECK, "warn", message, "use a claim with ReadWriteMany, or S3")
         elif phase != "Bound":
-            yield Finding(CLAIMS_CHECK, "warn", f"{name} is {phase}: it may wait for its first pod, or for ever", look)
+            yield Finding(
+                CLAIMS_CHECK, "warn", f"{name} is {phase}: it may wait for its first pod, or for ever", command
+            )
         else:
             yield Finding(CLAIMS_CHECK, "ok", f"{name} is bound")
 
@@ -313,17 +317,17 @@ PLACE = "kubeflow"
 
 def check_controller(cluster: Cluster) -> Iterator[Finding]:
     """One finding for each controller ConfigMap that exists."""
-    for place in dict.fromkeys([PLACE, cluster.namespace]):
-        settings = cluster.api.read(f"/api/v1/namespaces/{place}/configmaps/{CONFIG_MAP}")
+    for namespace in dict.fromkeys([PLACE, cluster.namespace]):
+        settings = cluster.api.read(f"/api/v1/namespaces/{namespace}/configmaps/{CONFIG_MAP}")
         if settings is None:
             continue
         try:
             retries = engine_retries(settings.get("data") or {})
         except ValueError as error:
             yield Finding(
-                CONTROLLER_CHECK, "warn", f"{place}: {error}", f"kubectl edit -n {place} configmap {CONFIG_MAP}"
+                CONTROLLER_CHECK, "warn", f"{namespace}: {error}", f"kubectl edit -n {namespace} configmap {CONFIG_MAP}"
             )
             continue
-        whole = retries.failures and retries.errors
-        remedy = "" if whole else f"kubectl edit -n {place} configmap {CONFIG_MAP}: retryPolicy: Always"
-        yield Finding(CONTROLLER_CHECK, "ok" if whole else "warn", f"{place}: {retries.text}", remedy)
+        is_complete = retries.failures and retries.errors
+        remedy = "" if is_complete else f"kubectl edit -n {namespace} configmap {CONFIG_MAP}: retryPolicy: Always"
+        yield Finding(CONTROLLER_CHECK, "ok" if is_complete else "warn", f"{namespace}: {retries.text}", remedy)

@@ -41,6 +41,6 @@ def print_findings(findings: list[Finding]) -> str:
         lines.append(f"{finding.outcome.upper():<4}  {finding.check}: {finding.message}")
         if finding.outcome != "ok" and finding.remedy:
             lines.append(f"      fix: {finding.remedy}")
-    counts = {outcome: sum(each.outcome == outcome for each in findings) for outcome in ("ok", "warn", "fail")}
+    counts = {outcome: sum(item.outcome == outcome for item in findings) for outcome in ("ok", "warn", "fail")}
     lines.append(f"{counts['ok']} fine, {counts['warn']} to look at, {counts['fail']} to mend")
     return os.linesep.join(lines)

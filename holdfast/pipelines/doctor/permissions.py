@@ -29,18 +29,26 @@ def check_permissions(cluster: Cluster) -> Iterator[Finding]:
     """One finding with everything that is not allowed."""
     account = cluster.launcher
     user = f"system:serviceaccount:{cluster.namespace}:{account}"
-    kinds = [one for one in CUSTOM_RESOURCES if one.job and one.name in cluster.served]
-    wanted = [(one.group, one.plural, JOB_VERBS) for one in kinds]
+    job_resources = [
+        custom_resource
+        for custom_resource in CUSTOM_RESOURCES
+        if custom_resource.job and custom_resource.name in cluster.served
+    ]
+    rights = [(custom_resource.group, custom_resource.plural, JOB_VERBS) for custom_resource in job_resources]
     denied = [
         (f"{resource}.{group}".rstrip("."), verb)
-        for group, resource, verbs in [*wanted, *LAUNCHER]
+        for group, resource, verbs in [*rights, *LAUNCHER]
         for verb in verbs
         if not _allowed(cluster, user, group, resource, verb)
     ]
     if not denied:
         yield Finding(PERMISSIONS_CHECK, "ok", f"{account} may do in {cluster.namespace} what a launcher has to")
         return
-    optional = {one.name for one in CUSTOM_RESOURCES if one.job and not one.needed(cluster)}
+    optional = {
+        custom_resource.name
+        for custom_resource in CUSTOM_RESOURCES
+        if custom_resource.job and not custom_resource.needed(cluster)
+    }
     listed = ", ".join(f"{verb} {resource}" for resource, verb in denied)
     yield Finding(
         PERMISSIONS_CHECK,
@@ -55,12 +63,12 @@ def check_permissions(cluster: Cluster) -> Iterator[Finding]:
 
 def _allowed(cluster: Cluster, user: str, group: str, resource: str, verb: str) -> bool:
     name, _, part = resource.partition("/")
-    asked = {"namespace": cluster.namespace, "group": group, "resource": name, "subresource": part, "verb": verb}
+    attributes = {"namespace": cluster.namespace, "group": group, "resource": name, "subresource": part, "verb": verb}
     groups = ["system:serviceaccounts", f"system:serviceaccounts:{cluster.namespace}", "system:authenticated"]
     review = {
         "apiVersion": "authorization.k8s.io/v1",
         "kind": "SubjectAccessReview",
-        "spec": {"user": user, "groups": groups, "resourceAttributes": asked},
+        "spec": {"user": user, "groups": groups, "resourceAttributes": attributes},
     }
     return bool(cluster.api.ask(REVIEWS, review)["status"]["allowed"])
 
@@ -73,16 +81,16 @@ _NO_WORD = "a run of Kubeflow Pipelines fails there before its first step, and K
 
 def check_service_accounts(cluster: Cluster) -> Iterator[Finding]:
     """Check the accounts of the manifests, and the spec's account for the training pods."""
-    named = cluster.spec.cluster.service_account if cluster.spec else None
+    spec_account = cluster.spec.cluster.service_account if cluster.spec else None
     steps = ["holdfast-step", "holdfast-notify"] if cluster.launcher == LAUNCHERS[0] else []
-    ranks = [named or "holdfast-train"] if named or steps else []
+    ranks = [spec_account or "holdfast-train"] if spec_account or steps else []
     for name in dict.fromkeys([*steps, cluster.launcher, *ranks]):
         if cluster.api.read(f"/api/v1/namespaces/{cluster.namespace}/serviceaccounts/{name}") is None:
             message = f"namespace {cluster.namespace} has no service account {name!r}"
-            ours = name in (LAUNCHERS[0], "holdfast-step", "holdfast-notify", "holdfast-train")
-            field = "cluster.service_account" if name == named else "--service-account"
-            manifest = SERVICE_ACCOUNTS if ours else ""
-            needed = name == named
+            is_ours = name in (LAUNCHERS[0], "holdfast-step", "holdfast-notify", "holdfast-train")
+            field = "cluster.service_account" if name == spec_account else "--service-account"
+            manifest = SERVICE_ACCOUNTS if is_ours else ""
+            needed = name == spec_account
             if cluster.kubeflow and name == cluster.launcher:
                 message, needed = f"{message}: {_NO_WORD}", True
             yield cluster.absent(SERVICE_ACCOUNTS_CHECK, message, needed, manifest=manifest, field=field)
@@ -104,19 +112,19 @@ Policy = dict[str, Any]
 
 def check_network_policies(cluster: Cluster) -> Iterator[Finding]:
     """One finding with all blocked flows."""
-    found = cluster.api.read(f"/apis/networking.k8s.io/v1/namespaces/{cluster.namespace}/networkpolicies")
-    policies: list[Policy] = [one["spec"] for one in (found or {}).get("items", [])]
+    reply = cluster.api.read(f"/apis/networking.k8s.io/v1/namespaces/{cluster.namespace}/networkpolicies")
+    policies: list[Policy] = [item["spec"] for item in (reply or {}).get("items", [])]
     labels = dict(cluster.spec.cluster.labels) if cluster.spec else {}
     blocked = []
-    for who, pod in (("ranks", {**labels, **RANK}), ("steps", {**labels, **STEP})):
+    for origin, pod in (("ranks", {**labels, **RANK}), ("steps", {**labels, **STEP})):
         egress = [rule for policy in _of(policies, pod, "Egress") for rule in policy.get("egress", [])]
         if not _of(policies, pod, "Egress"):
             continue
-        for what, port, protocol in _needed(cluster):
-            if what == API and who == "ranks":  # ranks never use it
+        for destination, port, protocol in _needed(cluster):
+            if destination == API and origin == "ranks":  # ranks never use it
                 continue
             if not any(_has(rule, port, protocol) for rule in egress):
-                blocked.append(f"{who} to {what} ({protocol} {port})")
+                blocked.append(f"{origin} to {destination} ({protocol} {port})")
     if not _among_ranks(policies, {**labels, **RANK}):
         blocked.append("ranks to ranks")
     if blocked:
@@ -139,30 +147,30 @@ def _needed(cluster: Cluster) -> Iterator[tuple[str, int, str]]:
     yield API, (slices.get("ports") or [{"port": 443}])[0]["port"], "TCP"
     name = (cluster.spec.cluster.settings if cluster.spec else None) or "holdfast-settings"
     settings = cluster.api.read(f"/api/v1/namespaces/{cluster.namespace}/configmaps/{name}") or {}
-    for what, key in (("MLflow", "MLFLOW_TRACKING_URI"), ("S3", "AWS_ENDPOINT_URL")):
+    for destination, key in (("MLflow", "MLFLOW_TRACKING_URI"), ("S3", "AWS_ENDPOINT_URL")):
         url = urlsplit((settings.get("data") or {}).get(key, ""))
         if url.scheme in ("http", "https"):
-            yield what, url.port or {"http": 80, "https": 443}[url.scheme], "TCP"
+            yield destination, url.port or {"http": 80, "https": 443}[url.scheme], "TCP"
 
 
 def _of(policies: list[Policy], pod: dict[str, str], direction: str) -> list[Policy]:
     """The policies that select this pod."""
-    found = []
+    selecting = []
     for policy in policies:
         types = policy.get("policyTypes") or ["Ingress", *(["Egress"] if "egress" in policy else [])]
         if direction in types and _selects(policy.get("podSelector") or {}, pod):
-            found.append(policy)
-    return found
+            selecting.append(policy)
+    return selecting
 
 
 def _selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     for rule in selector.get("matchExpressions", []):
-        there, values = labels.get(rule["key"]), rule.get("values", [])
+        actual, values = labels.get(rule["key"]), rule.get("values", [])
         fits = {
-            "In": there in values,
-            "NotIn": there not in values,
-            "Exists": there is not None,
-            "DoesNotExist": there is None,
+            "In": actual in values,
+            "NotIn": actual not in values,
+            "Exists": actual is not None,
+            "DoesNotExist": actual is None,
         }[rule["operator"]]
         if not fits:
             return False
@@ -173,22 +181,29 @@ def _has(rule: dict[str, Any], port: int, protocol: str) -> bool:
     if not rule.get("ports"):
         return not rule.get("to")  # every port, but only to some peers
     return any(
-        one.get("protocol", "TCP") == protocol
-        and ("port" not in one or one["port"] == port or one["port"] < port <= one.get("endPort", 0))
-        for one in rule["ports"]
-        if isinstance(one.get("port", 0), int)
+        port_rule.get("protocol", "TCP") == protocol
+        and (
+            "port" not in port_rule
+            or port_rule["port"] == port
+            or port_rule["port"] < port <= port_rule.get("endPort", 0)
+        )
+        for port_rule in rule["ports"]
+        if isinstance(port_rule.get("port", 0), int)
     )
 
 
 def _among_ranks(policies: list[Policy], rank: dict[str, str]) -> bool:
     for direction, field, peer in (("Egress", "egress", "to"), ("Ingress", "ingress", "from")):
-        about = _of(policies, rank, direction)
-        rules = [rule for policy in about for rule in policy.get(field, []) if not rule.get("ports")]
-        lets = any(
+        selecting = _of(policies, rank, direction)
+        rules = [rule for policy in selecting for rule in policy.get(field, []) if not rule.get("ports")]
+        is_allowed = any(
             not rule.get(peer)
-            or any("podSelector" in one and _selects(one["podSelector"] or {}, rank) for one in rule[peer])
+            or any(
+                "podSelector" in peer_rule and _selects(peer_rule["podSelector"] or {}, rank)
+                for peer_rule in rule[peer]
+            )
             for rule in rules
         )
-        if about and not lets:
+        if selecting and not is_allowed:
             return False
     return True

@@ -43,8 +43,8 @@ def check_pod_admission(cluster: Cluster) -> Iterator[Finding]:
 def _refused(cluster: Cluster, what: str, said: str) -> Finding:
     if "violates PodSecurity" in said:
         level = said.partition("violates PodSecurity")[2].split('"')[1]
-        named = cluster.spec.cluster.capabilities if cluster.spec else ()
-        needed = "privileged" if any(f'"{one}"' in said for one in named) else "baseline"  # which allows none of them
+        added = cluster.spec.cluster.capabilities if cluster.spec else ()
+        needed = "privileged" if any(f'"{name}"' in said for name in added) else "baseline"  # which allows none of them
         remedy = (
             f"what the spec adds does not fit the level {level}: remove it, or kubectl label namespace "
             f"{cluster.namespace} pod-security.kubernetes.io/enforce={needed} --overwrite"
@@ -76,14 +76,14 @@ def _template(node: Any) -> dict[str, Any]:
     """The first pod template below `node`."""
     waiting = [node]
     while waiting:
-        found = waiting.pop(0)
-        if isinstance(found, dict):
-            inner = found.get("template")
+        item = waiting.pop(0)
+        if isinstance(item, dict):
+            inner = item.get("template")
             if isinstance(inner, dict) and "containers" in inner.get("spec", {}):
                 return inner
-            waiting += found.values()
-        elif isinstance(found, list):
-            waiting += found
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
     raise AssertionError("the training job has no pods")
 
 
@@ -92,7 +92,7 @@ def step_pod(spec: Spec, account: str) -> dict[str, Any]:
     from holdfast.pipelines.backends.argo import argo_objects
 
     workflow = argo_objects(spec)[0]["spec"]
-    step = next(one for one in workflow["templates"] if one["name"] == "train")
+    step = next(template for template in workflow["templates"] if template["name"] == "train")
     spec_of_pod = {
         "containers": [{"name": "main", **step["container"]}],
         "restartPolicy": "Never",
@@ -101,14 +101,14 @@ def step_pod(spec: Spec, account: str) -> dict[str, Any]:
         "volumes": [*workflow["volumes"], *step.get("volumes", [])],
     }
     for name in ("nodeSelector", "tolerations"):
-        if found := step.get(name) or workflow.get(name):
-            spec_of_pod[name] = found
+        if value := step.get(name) or workflow.get(name):
+            spec_of_pod[name] = value
     return _pod("holdfast-doctor-step", step.get("metadata", {}), spec_of_pod)
 
 
 def _pod(name: str, metadata: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, **kept}, "spec": spec}
+    selected = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, **selected}, "spec": spec}
 
 
 # Check that the pods of a run can be placed: namespace admission, devices, HyperNodes and Kueue quota.
@@ -124,15 +124,15 @@ def capabilities(cluster: Cluster) -> Iterator[Finding]:
     """Check that the namespace is `privileged` if the spec adds capabilities; lower pod security levels allow none of
     them.
     """
-    asked = ", ".join(cluster.spec.cluster.capabilities) if cluster.spec else ""
-    if not asked:
+    names = ", ".join(cluster.spec.cluster.capabilities) if cluster.spec else ""
+    if not names:
         return
     namespace = cluster.api.read(f"/api/v1/namespaces/{cluster.namespace}") or {}
     level = namespace.get("metadata", {}).get("labels", {}).get(ENFORCE, "privileged")
     if level == "privileged":
-        yield Finding(CAPABILITIES, "ok", f"{cluster.namespace} admits pods with {asked}")
+        yield Finding(CAPABILITIES, "ok", f"{cluster.namespace} admits pods with {names}")
         return
-    message = f"{cluster.namespace} enforces the pod security standard {level}, which refuses pods with {asked}"
+    message = f"{cluster.namespace} enforces the pod security standard {level}, which refuses pods with {names}"
     remedy = (
         "remove cluster.capabilities (they have no effect for a process that is not root) and raise LimitMEMLOCK of "
         f"the nodes' container runtime, or let the namespace enforce privileged: docs/placement.md ({ENFORCE})"
@@ -142,16 +142,16 @@ def capabilities(cluster: Cluster) -> Iterator[Finding]:
 
 def devices(cluster: Cluster) -> Iterator[Finding]:
     """Check that some node has enough of every extended resource that a pod of the job requests."""
-    asked = _extended(cluster.spec) if cluster.spec else {}
-    if not asked:
+    resources = _extended(cluster.spec) if cluster.spec else {}
+    if not resources:
         return
     nodes = (cluster.api.read("/api/v1/nodes") or {}).get("items", [])
-    for name, count in asked.items():
-        most = max((_allocatable(node, name) for node in nodes), default=0)
-        if most >= amount(count):
-            yield Finding(DEVICES, "ok", f"nodes have up to {most} of {name}, each pod takes {count}")
+    for name, count in resources.items():
+        largest = max((_allocatable(node, name) for node in nodes), default=0)
+        if largest >= amount(count):
+            yield Finding(DEVICES, "ok", f"nodes have up to {largest} of {name}, each pod takes {count}")
         else:
-            message = f"no node has {count} of {name}: the most is {most}"
+            message = f"no node has {count} of {name}: the most is {largest}"
             remedy = f"install its device plugin, ask for less, or wait for a node: kubectl get nodes -o wide ({name})"
             yield Finding(DEVICES, "warn", message, remedy)  # an autoscaler may add one
 
@@ -163,10 +163,10 @@ def hypernodes(cluster: Cluster) -> Iterator[Finding]:
     topology = cluster.spec.cluster.topology
     if topology.placement == "any":
         return
-    found = (cluster.api.read(HYPERNODES) or {}).get("items", [])
-    tiers = sorted({int(one["spec"]["tier"]) for one in found})
+    items = (cluster.api.read(HYPERNODES) or {}).get("items", [])
+    tiers = sorted({int(item["spec"]["tier"]) for item in items})
     if tiers and tiers[0] <= topology.tier:
-        yield Finding(TOPOLOGY, "ok", f"there are {len(found)} HyperNodes of the tiers {tiers}")
+        yield Finding(TOPOLOGY, "ok", f"there are {len(items)} HyperNodes of the tiers {tiers}")
         return
     message = (
         f"no HyperNode has a tier of at most {topology.tier}: the tiers are {tiers}"
@@ -190,7 +190,7 @@ def quota(cluster: Cluster) -> Iterator[Finding]:
     if queue is None:
         yield Finding(QUOTA, "fail", f"there is no ClusterQueue {name}", "name another LocalQueue, or create it")
         return
-    covered = {one for group in queue["spec"].get("resourceGroups", []) for one in group["coveredResources"]}
+    covered = {resource for group in queue["spec"].get("resourceGroups", []) for resource in group["coveredResources"]}
     missing = sorted({"cpu", "memory", *_extended(cluster.spec)} - covered)
     if missing:
         remedy = f"add them to coveredResources and to each flavor of ClusterQueue {name}"
@@ -201,8 +201,8 @@ def quota(cluster: Cluster) -> Iterator[Finding]:
 
 def _extended(spec: Spec) -> dict[str, str]:
     accelerator = ACCELERATORS[spec.cluster.accelerator].resource
-    own = {accelerator: str(spec.parallel.processes)} if accelerator else {}
-    return own | dict(spec.cluster.resources.extended)
+    requests = {accelerator: str(spec.parallel.processes)} if accelerator else {}
+    return requests | dict(spec.cluster.resources.extended)
 
 
 def _allocatable(node: Object, resource: str) -> int:
@@ -218,38 +218,38 @@ def check_quota(cluster: Cluster) -> Iterator[Finding]:
     """One finding for each quota that is too small for all ranks together."""
     if cluster.spec is None:
         return
-    asked = cluster.spec.cluster
-    wanted = _wanted(rank_pod(cluster.spec), asked.nodes.min + asked.spares)
-    found = cluster.api.read(f"/api/v1/namespaces/{cluster.namespace}/resourcequotas") or {"items": []}
-    short = False
-    for quota in found["items"]:
+    settings = cluster.spec.cluster
+    totals = _wanted(rank_pod(cluster.spec), settings.nodes.min + settings.spares)
+    quotas = cluster.api.read(f"/api/v1/namespaces/{cluster.namespace}/resourcequotas") or {"items": []}
+    is_short = False
+    for quota in quotas["items"]:
         hard, used = quota.get("spec", {}).get("hard", {}), quota.get("status", {}).get("used", {})
-        for resource, needed in wanted.items():
+        for resource, needed in totals.items():
             if resource not in hard or needed <= amount(str(hard[resource])) - amount(str(used.get(resource, "0"))):
                 continue
-            short = True
-            never = needed > amount(str(hard[resource]))
+            is_short = True
+            exceeds_limit = needed > amount(str(hard[resource]))
             message = (
                 f"{quota['metadata']['name']} allows {hard[resource]} of {resource}, {used.get(resource, '0')} of it "
                 f"are in use, and the ranks ask for {_text(needed)}"
             )
             remedy = f"kubectl edit -n {cluster.namespace} resourcequota {quota['metadata']['name']}, or ask for less"
-            yield Finding(QUOTA_CHECK, "fail" if never else "warn", message, remedy)
-    if not short:
+            yield Finding(QUOTA_CHECK, "fail" if exceeds_limit else "warn", message, remedy)
+    if not is_short:
         yield Finding(
-            QUOTA_CHECK, "ok", f"{len(found['items'])} quotas in {cluster.namespace}, with room for the ranks"
+            QUOTA_CHECK, "ok", f"{len(quotas['items'])} quotas in {cluster.namespace}, with room for the ranks"
         )
 
 
 def _wanted(pod: dict[str, Any], nodes: int) -> dict[str, Decimal]:
     """The total requests of the ranks, by the names in quotas."""
-    found = {"pods": Decimal(nodes)}
+    totals = {"pods": Decimal(nodes)}
     for kind in ("requests", "limits"):
         for name, value in pod["spec"]["containers"][0]["resources"].get(kind, {}).items():
-            found[f"{kind}.{name}"] = amount(str(value)) * nodes
+            totals[f"{kind}.{name}"] = amount(str(value)) * nodes
             if kind == "requests" and name in ("cpu", "memory"):
-                found[name] = found[f"{kind}.{name}"]
-    return found
+                totals[name] = totals[f"{kind}.{name}"]
+    return totals
 
 
 def _text(value: Decimal) -> str:
@@ -266,8 +266,8 @@ def check_images(cluster: Cluster) -> Iterator[Finding]:
     """One finding for each image and for each pull secret."""
     if cluster.spec is None:
         return
-    wanted = cluster.spec.cluster
-    for image in dict.fromkeys([IMAGE, wanted.image or training_image(wanted.accelerator)]):
+    settings = cluster.spec.cluster
+    for image in dict.fromkeys([IMAGE, settings.image or training_image(settings.accelerator)]):
         registry, _, rest = image.partition("/")
         tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
         if not rest or not ("." in registry or ":" in registry or registry == "localhost"):
@@ -280,12 +280,12 @@ def check_images(cluster: Cluster) -> Iterator[Finding]:
             yield Finding(IMAGES_CHECK, "warn", f"{image} changes under its name", "name a version, or better a digest")
         else:
             yield Finding(IMAGES_CHECK, "ok", f"{image} names a registry and a version")
-    for name in wanted.pull_secrets:
-        found = cluster.api.read(f"/api/v1/namespaces/{cluster.namespace}/secrets/{name}")
-        if found is None or found.get("type") not in PULL_KINDS:
-            about = "is not there" if found is None else f"is of type {found.get('type')}"
+    for name in settings.pull_secrets:
+        secret = cluster.api.read(f"/api/v1/namespaces/{cluster.namespace}/secrets/{name}")
+        if secret is None or secret.get("type") not in PULL_KINDS:
+            problem = "is not there" if secret is None else f"is of type {secret.get('type')}"
             remedy = f"kubectl create secret docker-registry {name} -n {cluster.namespace} --docker-server=..."
-            yield Finding(IMAGES_CHECK, "fail", f"pull secret {name} in {cluster.namespace} {about}", remedy)
+            yield Finding(IMAGES_CHECK, "fail", f"pull secret {name} in {cluster.namespace} {problem}", remedy)
 
 
 # Check that enough nodes have the accelerators that every rank of a spec requests.
@@ -300,30 +300,34 @@ def check_accelerators(cluster: Cluster) -> Iterator[Finding]:
     if spec is None or not resource:
         return
     each, nodes = spec.parallel.processes, spec.cluster.nodes.min
-    listed = cluster.api.read("/api/v1/nodes") or {"items": []}
-    chosen = [
+    all_nodes = cluster.api.read("/api/v1/nodes") or {"items": []}
+    matching = [
         node
-        for node in listed["items"]
+        for node in all_nodes["items"]
         if spec.cluster.node_selector.items() <= (node.get("metadata", {}).get("labels") or {}).items()
     ]
-    having = [
-        node for node in chosen if amount(str(node.get("status", {}).get("allocatable", {}).get(resource, "0"))) >= each
+    capable = [
+        node
+        for node in matching
+        if amount(str(node.get("status", {}).get("allocatable", {}).get(resource, "0"))) >= each
     ]
-    if spec.training.precision == "fp8" and (old := [node for node in having if _knows_no_fp8(node)]):
-        names = ", ".join(str(node["metadata"].get("name")) for node in old[:3]) + (" …" if len(old) > 3 else "")
-        message = f"{len(old)} of {len(having)} nodes that fit cluster.node_selector know no fp8 ({names})"
+    if spec.training.precision == "fp8" and (outdated := [node for node in capable if _knows_no_fp8(node)]):
+        names = ", ".join(str(node["metadata"].get("name")) for node in outdated[:3]) + (
+            " …" if len(outdated) > 3 else ""
+        )
+        message = f"{len(outdated)} of {len(capable)} nodes that fit cluster.node_selector know no fp8 ({names})"
         remedy = "choose nodes with compute capability 8.9 or more (Ada, Hopper, Blackwell) by cluster.node_selector"
         yield Finding(ACCELERATORS_CHECK, "warn", message, f"{remedy}, or take training.precision: bf16")
-    if len(having) >= nodes:
+    if len(capable) >= nodes:
         yield Finding(
             ACCELERATORS_CHECK,
             "ok",
-            f"{len(having)} nodes offer {each} {resource} or more; the gang begins with {nodes}",
+            f"{len(capable)} nodes offer {each} {resource} or more; the gang begins with {nodes}",
         )
         return
     message = (
-        f"{len(having)} of {len(chosen)} nodes that fit cluster.node_selector offer {each} {resource}; the gang needs "
-        f"{nodes} of them"
+        f"{len(capable)} of {len(matching)} nodes that fit cluster.node_selector offer {each} {resource}; the gang "
+        f"needs {nodes} of them"
     )
     remedy = f"install the device plugin of {resource}, add nodes, or change cluster.nodes and parallel.processes"
     yield Finding(

@@ -41,7 +41,7 @@ def check(spec: Spec | None, store: str, url: str) -> Iterator[Finding]:
     jobs, key, word = Jobs(), f"doctor/{secrets.token_hex(8)}", secrets.token_hex(8)
     written = _written(url, key, word)
     try:
-        seen = _look(jobs, spec, store_root(store) if store else "", key)
+        probes = _look(jobs, spec, store_root(store) if store else "", key)
     except HoldfastError as error:
         remedy = "see RAY_API_SERVER_ADDRESS; where it asks for a token, RAY_AUTH_MODE and RAY_AUTH_TOKEN"
         yield Finding(NAME, "fail", str(error), remedy, error.exit_code)
@@ -50,16 +50,16 @@ def check(spec: Spec | None, store: str, url: str) -> Iterator[Finding]:
         if written:
             with suppress(HoldfastError):
                 open_store(url, deadline=TIMEOUT).delete(key)
-    yield Finding(NAME, "ok", f"answers at {jobs.address}, with {len(seen)} nodes")
-    silent = [one for one in seen if one.silent]
-    for one in silent:
+    yield Finding(NAME, "ok", f"answers at {jobs.address}, with {len(probes)} nodes")
+    silent = [probe for probe in probes if probe.silent]
+    for probe in silent:
         remedy = "each node needs Holdfast in the version that submits, and `python` in the path of `ray start`"
-        yield Finding("ray nodes", "fail", f"{one.node}: {one.silent}", remedy, ExitCode.KILLED)
-    there = [one for one in seen if not one.silent]
-    yield from _versions(there)
+        yield Finding("ray nodes", "fail", f"{probe.node}: {probe.silent}", remedy, ExitCode.KILLED)
+    responding = [probe for probe in probes if not probe.silent]
+    yield from _versions(responding)
     if spec is not None:
-        yield from _room(spec, seen)
-    yield from _store(there, url, word if written else "")
+        yield from _room(spec, probes)
+    yield from _store(responding, url, word if written else "")
 
 
 def _written(url: str, key: str, word: str) -> bool:
@@ -77,26 +77,26 @@ def _look(jobs: Jobs, spec: Spec | None, store: str, key: str) -> list[NodeProbe
     from holdfast.pipelines.backends.ray.node_probe import MARK, MODULE, NodeProbe
 
     name = f"{PREFIX}-doctor-{secrets.token_hex(6)}"
-    words = ["python", "-m", MODULE, f"--key={key}", *([f"--store={store}"] if store else [])]
+    command = ["python", "-m", MODULE, f"--key={key}", *([f"--store={store}"] if store else [])]
     environment: dict[str, Any] = RayOrder.of(RunRequest(spec)).runtime_env() if spec else {}
-    jobs.submit(name, "exec " + shlex.join(words), environment, {"name": "doctor"})
+    jobs.submit(name, "exec " + shlex.join(command), environment, {"name": "doctor"})
     try:
         job = _ended(jobs, name)
-        printed = jobs.logs(name)
+        output = jobs.logs(name)
     finally:
         with suppress(HoldfastError):
             jobs.forget(name)
-    said = next((line.removeprefix(MARK) for line in printed.splitlines() if line.startswith(MARK)), None)
-    if said is None:
-        last = next((line for line in reversed(printed.splitlines()) if line.strip()), job.message)
+    result = next((line.removeprefix(MARK) for line in output.splitlines() if line.startswith(MARK)), None)
+    if result is None:
+        last = next((line for line in reversed(output.splitlines()) if line.strip()), job.message)
         raise HoldfastError(f"a job that looks around ended as {job.state}: {last[:500]}")
-    return parse_json(said, list[NodeProbe], "what a Ray job found")
+    return parse_json(result, list[NodeProbe], "what a Ray job found")
 
 
 def _ended(jobs: Jobs, name: str) -> RayJob:
     end = time.monotonic() + SECONDS
     while True:
-        job = next(one for one in jobs.all() if one.id == name)
+        job = next(candidate for candidate in jobs.all() if candidate.id == name)
         if not job.unfinished:
             return job
         if time.monotonic() > end:
@@ -109,23 +109,28 @@ def _versions(seen: Sequence[NodeProbe]) -> Iterator[Finding]:
     """Check that all nodes have the same versions, and the submitting machine's versions of Ray and Holdfast."""
     check, alike = "ray versions", True
     for name in ("python", "ray", "torch", "holdfast"):
-        having = defaultdict(list)
-        for one in seen:
-            having[one.versions[name]].append(one.node)
-        told = "; ".join(f"{found} on {', '.join(sorted(set(nodes)))}" for found, nodes in having.items())
-        if len(having) > 1:
+        nodes_by_version = defaultdict(list)
+        for probe in seen:
+            nodes_by_version[probe.versions[name]].append(probe.node)
+        summary = "; ".join(f"{value} on {', '.join(sorted(set(nodes)))}" for value, nodes in nodes_by_version.items())
+        if len(nodes_by_version) > 1:
             alike = False
             remedy = "install one version on every node: else one run has several bits, or none"
-            yield Finding(check, "fail", f"{name} differs: {told}", remedy)
+            yield Finding(check, "fail", f"{name} differs: {summary}", remedy)
             continue
-        here = _installed(name)
-        if having and here not in having and name in ("ray", "holdfast"):
+        local_version = _installed(name)
+        if nodes_by_version and local_version not in nodes_by_version and name in ("ray", "holdfast"):
             alike = False
-            remedy = f"submit with {name} {next(iter(having))}, or install {here} on the nodes"
-            yield Finding(check, "fail" if name == "holdfast" else "warn", f"{name}: {told}; here it is {here}", remedy)
+            remedy = f"submit with {name} {next(iter(nodes_by_version))}, or install {local_version} on the nodes"
+            yield Finding(
+                check,
+                "fail" if name == "holdfast" else "warn",
+                f"{name}: {summary}; here it is {local_version}",
+                remedy,
+            )
     if alike and seen:
-        same = ", ".join(f"{name} {found}" for name, found in seen[0].versions.items())
-        yield Finding(check, "ok", f"every node has {same}")
+        versions = ", ".join(f"{name} {value}" for name, value in seen[0].versions.items())
+        yield Finding(check, "ok", f"every node has {versions}")
 
 
 def _installed(name: str) -> str:
@@ -143,37 +148,37 @@ def _room(spec: Spec, seen: Sequence[NodeProbe]) -> Iterator[Finding]:
     from holdfast.pipelines.backends.ray.task import bundle as bundle_of_step
     from holdfast.steps import STEPS
 
-    nodes = [one.resources for one in seen]
-    wanted = {"the training job": (bundle(training_job(spec, PREFIX, 1, "")), spec.cluster.nodes.min)}
+    nodes = [probe.resources for probe in seen]
+    bundles = {"the training job": (bundle(training_job(spec, PREFIX, 1, "")), spec.cluster.nodes.min)}
     for step in steps_from(start_of(spec), edges_of(spec)):
         if not STEPS[step].launches:
-            wanted[step] = (bundle_of_step(step, spec), 1)
+            bundles[step] = (bundle_of_step(step, spec), 1)
     missing = [
-        shortfall(who, what, count, nodes)
-        for who, (what, count) in wanted.items()
-        if sum(fits(what, node) for node in nodes) < count
+        shortfall(owner, resources, count, nodes)
+        for owner, (resources, count) in bundles.items()
+        if sum(fits(resources, node) for node in nodes) < count
     ]
-    for said in missing:
+    for problem in missing:
         remedy = "ask for less in cluster.resources or cluster.steps, use fewer nodes, or add larger ones"
-        yield Finding("ray room", "fail", said, remedy, ExitCode.UNSCHEDULABLE)
+        yield Finding("ray room", "fail", problem, remedy, ExitCode.UNSCHEDULABLE)
     if not missing:
-        yield Finding("ray room", "ok", f"nodes are large enough for {', '.join(wanted)}")
+        yield Finding("ray room", "ok", f"nodes are large enough for {', '.join(bundles)}")
 
 
 def _store(seen: Sequence[NodeProbe], url: str, word: str) -> Iterator[Finding]:
     """Check that the nodes read the object that was written here."""
-    check, fine = "ray store", True
+    check, is_ok = "ray store", True
     remedy = "use a bucket, or a folder that all machines share; name it in the spec, or as HOLDFAST_STORE of the nodes"
     for one in seen:
-        what = ""
+        message = ""
         if one.problem:
-            what = f"{one.node} does not read {one.store}: {one.problem}"
+            message = f"{one.node} does not read {one.store}: {one.problem}"
         elif one.store.rstrip("/") != url.rstrip("/"):
-            what = f"{one.node} has its store at {one.store}, and this machine at {url}"
+            message = f"{one.node} has its store at {one.store}, and this machine at {url}"
         elif one.word != word:
-            what = f"{one.node} sees another {one.store} than this machine"
-        if what:
-            fine = False
-            yield Finding(check, "fail", what, remedy)
-    if fine and seen:
+            message = f"{one.node} sees another {one.store} than this machine"
+        if message:
+            is_ok = False
+            yield Finding(check, "fail", message, remedy)
+    if is_ok and seen:
         yield Finding(check, "ok", f"every node reads {seen[0].store}")

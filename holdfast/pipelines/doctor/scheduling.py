@@ -20,30 +20,34 @@ def check_gang_scheduling(cluster: Cluster) -> Iterator[Finding]:
     """Check the gang scheduler in the operator's arguments."""
     if PYTORCHJOBS not in cluster.served:
         return
-    found = cluster.api.read("/apis/apps/v1/deployments", labelSelector=LABEL)
-    if not found or not found["items"]:
+    deployments = cluster.api.read("/apis/apps/v1/deployments", labelSelector=LABEL)
+    if not deployments or not deployments["items"]:
         remedy = f"install the training operator: {TRAINING_OPERATOR}"
         yield Finding(GANG_SCHEDULING_CHECK, "warn", f"no deployment carries {LABEL}", remedy)
         return
-    operator = found["items"][0]
+    operator = deployments["items"][0]
     container = operator["spec"]["template"]["spec"]["containers"][0]
-    words = " ".join([*container.get("command", []), *container.get("args", [])])
-    named = re.search(r"--gang-scheduler-name[= ](\S+)", words)
-    scheduler = named[1] if named else "none"
-    about = f"{container['image']} schedules gangs with {scheduler}"
+    command_line = " ".join([*container.get("command", []), *container.get("args", [])])
+    match = re.search(r"--gang-scheduler-name[= ](\S+)", command_line)
+    scheduler = match[1] if match else "none"
+    summary = f"{container['image']} schedules gangs with {scheduler}"
     needed = cluster.scheduler == "volcano" and cluster.job == "pytorchjob"
     if scheduler == "volcano" or not (needed or VOLCANO_QUEUES in cluster.served):
-        yield Finding(GANG_SCHEDULING_CHECK, "ok", about)
+        yield Finding(GANG_SCHEDULING_CHECK, "ok", summary)
         return
     arguments = "/spec/template/spec/containers/0/args"
-    there = bool(container.get("args"))
-    patch = {"op": "add", "path": f"{arguments}/-" if there else arguments, "value": OPTION if there else [OPTION]}
-    where = f"-n {operator['metadata']['namespace']} deployment/{operator['metadata']['name']}"
+    has_arguments = bool(container.get("args"))
+    patch = {
+        "op": "add",
+        "path": f"{arguments}/-" if has_arguments else arguments,
+        "value": OPTION if has_arguments else [OPTION],
+    }
+    target = f"-n {operator['metadata']['namespace']} deployment/{operator['metadata']['name']}"
     yield Finding(
         GANG_SCHEDULING_CHECK,
         "fail" if needed else "warn",
-        f"{about}: half of a job may start, and wait for the other half",
-        f"kubectl patch {where} --type json -p '{json.dumps([patch], separators=(',', ':'))}'",
+        f"{summary}: half of a job may start, and wait for the other half",
+        f"kubectl patch {target} --type json -p '{json.dumps([patch], separators=(',', ':'))}'",
     )
 
 
@@ -59,24 +63,24 @@ def check_volcano_actions(cluster: Cluster) -> Iterator[Finding]:
 
     if VOLCANO_QUEUES not in cluster.served:
         return
-    found = cluster.api.read(f"/api/v1/namespaces/{PLACE}/configmaps/{MAP}")
-    if found is None:
+    config_map = cluster.api.read(f"/api/v1/namespaces/{PLACE}/configmaps/{MAP}")
+    if config_map is None:
         message = f"{PLACE} has no {MAP}: the scheduler's actions are unknown"
         yield Finding(VOLCANO_ACTIONS_CHECK, "warn", message, "look where Volcano is installed: kubectl get pods -A")
         return
-    settings = yaml.safe_load(found["data"].get("volcano-scheduler.conf", "")) or {}
+    settings = yaml.safe_load(config_map["data"].get("volcano-scheduler.conf", "")) or {}
     actions = [action.strip() for action in str(settings.get("actions", "")).split(",")]
     missing = [action for action in ("preempt", "reclaim") if action not in actions]
     if not missing:
         yield Finding(VOLCANO_ACTIONS_CHECK, "ok", f"actions are {', '.join(actions)}")
         return
     message = f"actions are {', '.join(actions)}: without {' and '.join(missing)}, priorities displace nothing"
-    wanted = ", ".join([*(action for action in actions if action != "backfill"), *missing, "backfill"])
+    wanted_actions = ", ".join([*(action for action in actions if action != "backfill"), *missing, "backfill"])
     yield Finding(
         VOLCANO_ACTIONS_CHECK,
         "warn",
         message,
-        f'kubectl edit -n {PLACE} configmap {MAP}, and write actions: "{wanted}"',
+        f'kubectl edit -n {PLACE} configmap {MAP}, and write actions: "{wanted_actions}"',
     )
 
 
@@ -127,7 +131,7 @@ def check_kueue_queue(cluster: Cluster) -> Iterator[Finding]:
             field="cluster.queue",
         )
         return
-    conditions = {each["type"]: each for each in queue.get("status", {}).get("conditions", [])}
+    conditions = {condition["type"]: condition for condition in queue.get("status", {}).get("conditions", [])}
     active = conditions.get("Active", {"status": "True"})
     if active["status"] != "True":
         message = f"{wanted} admits nothing: {active.get('message', 'inactive')}"
@@ -144,10 +148,10 @@ PRIORITY_CLASS_CHECK = "priority class"
 
 def check_priority_class(cluster: Cluster) -> Iterator[Finding]:
     """Check the spec's class; with `everything`, by default that of the manifests."""
-    named = cluster.spec.cluster.priority_class if cluster.spec else None
-    if not named and not cluster.everything:
+    class_name = cluster.spec.cluster.priority_class if cluster.spec else None
+    if not class_name and not cluster.everything:
         return
-    wanted = named or "holdfast-standard"
+    wanted = class_name or "holdfast-standard"
     if cluster.scheduler == "kueue":
         path, kind = "/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses", "WorkloadPriorityClass"
         manifest = "manifests/components/kueue/priorities.yaml"
@@ -155,12 +159,12 @@ def check_priority_class(cluster: Cluster) -> Iterator[Finding]:
         path, kind = "/apis/scheduling.k8s.io/v1/priorityclasses", "PriorityClass"
         manifest = "manifests/base/priority-classes.yaml"
     if cluster.api.read(f"{path}/{wanted}") is None:
-        known = wanted in ("holdfast-low", "holdfast-standard", "holdfast-high")
+        is_known = wanted in ("holdfast-low", "holdfast-standard", "holdfast-high")
         yield cluster.absent(
             PRIORITY_CLASS_CHECK,
             f"there is no {kind} {wanted!r}",
-            bool(named),
-            manifest=manifest if known else "",
+            bool(class_name),
+            manifest=manifest if is_known else "",
             field="cluster.priority_class",
         )
     else:
@@ -179,19 +183,21 @@ def check_places(cluster: Cluster) -> Iterator[Finding]:
     """One finding if the spec prefers or requires a placement."""
     if cluster.spec is None or cluster.scheduler == "volcano" or cluster.spec.cluster.topology.placement == "any":
         return
-    wish = cluster.spec.cluster.topology
-    needed = wish.placement == "require"
+    topology = cluster.spec.cluster.topology
+    needed = topology.placement == "require"
     if cluster.scheduler == "kueue":
-        found = (cluster.api.read(TOPOLOGIES) or {"items": []})["items"]
-        levels = {level["nodeLabel"] for one in found for level in one["spec"].get("levels", [])}
-        there, what = (
-            wish.level in levels,
-            f"{len(found)} Topologies, with the levels {', '.join(sorted(levels)) or 'none'}",
+        topologies = (cluster.api.read(TOPOLOGIES) or {"items": []})["items"]
+        levels = {level["nodeLabel"] for entry in topologies for level in entry["spec"].get("levels", [])}
+        is_defined, message = (
+            topology.level in levels,
+            f"{len(topologies)} Topologies, with the levels {', '.join(sorted(levels)) or 'none'}",
         )
-        remedy = f"add {wish.level} to a Topology of Kueue (manifests/components/kueue), or name another level"
+        remedy = f"add {topology.level} to a Topology of Kueue (manifests/components/kueue), or name another level"
     else:
         nodes = (cluster.api.read("/api/v1/nodes") or {"items": []})["items"]
-        labelled = [node for node in nodes if wish.level in (node.get("metadata", {}).get("labels") or {})]
-        there, what = bool(labelled), f"{len(labelled)} of {len(nodes)} nodes carry the label {wish.level}"
-        remedy = f"label the nodes, or name another cluster.topology.level: kubectl get nodes -L {wish.level}"
-    yield Finding(PLACES_CHECK, "ok" if there else "fail" if needed else "warn", what, "" if there else remedy)
+        labelled = [node for node in nodes if topology.level in (node.get("metadata", {}).get("labels") or {})]
+        is_defined, message = bool(labelled), f"{len(labelled)} of {len(nodes)} nodes carry the label {topology.level}"
+        remedy = f"label the nodes, or name another cluster.topology.level: kubectl get nodes -L {topology.level}"
+    yield Finding(
+        PLACES_CHECK, "ok" if is_defined else "fail" if needed else "warn", message, "" if is_defined else remedy
+    )

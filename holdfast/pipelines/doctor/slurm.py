@@ -26,14 +26,14 @@ def check(spec: Spec | None, store: str) -> Iterator[Finding]:
         code = error.exit_code if isinstance(error, HoldfastError) else MissingError.exit_code
         yield Finding(NAME, "fail", str(error), "see SLURM_CONF and `scontrol ping`", code)
         return
-    yield Finding(NAME, "ok", f"answers; partitions: {', '.join(one.name for one in partitions)}")
+    yield Finding(NAME, "ok", f"answers; partitions: {', '.join(partition.name for partition in partitions)}")
     wanted = spec.cluster.slurm.partition if spec else None
-    names = wanted.split(",") if wanted else [one.name for one in partitions if one.default]
+    names = wanted.split(",") if wanted else [partition.name for partition in partitions if partition.default]
     if not names:
         yield Finding(NAME, "fail", "there is no default partition", "name one in cluster.slurm.partition")
         return
     for name in names:
-        yield _partition(name, {one.name: one for one in partitions}, spec)
+        yield _partition(name, {partition.name: partition for partition in partitions}, spec)
     options = _options(spec)
     yield _folder("home folder", home() / "slurm", options, "set HOLDFAST_HOME to a folder that all nodes have")
     if store.startswith("file:"):
@@ -69,17 +69,19 @@ def _folder(what: str, path: Path, options: list[str], remedy: str) -> Finding:
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe.write_text(word)
-        seen = client.on_a_node(["cat", str(probe)], options, FREE_SECONDS)
+        content = client.on_a_node(["cat", str(probe)], options, FREE_SECONDS)
     except OSError as error:
         return Finding(check, "fail", f"{path}: {error.strerror}", remedy)
     except HoldfastError as error:
-        said = str(error).splitlines()[1] if "\n" in str(error) else str(error)
-        if "cat:" in said or "No such file" in said:
+        message = str(error).splitlines()[1] if "\n" in str(error) else str(error)
+        if "cat:" in message or "No such file" in message:
             return Finding(check, "fail", f"no node sees {path}", remedy)
-        return Finding(check, "warn", f"could not look from a node: {said.strip()}", "run this again when one is free")
+        return Finding(
+            check, "warn", f"could not look from a node: {message.strip()}", "run this again when one is free"
+        )
     finally:
         probe.unlink(missing_ok=True)
-    if seen.strip() != word:
+    if content.strip() != word:
         return Finding(check, "fail", f"a node sees another {path}", remedy)
     return Finding(check, "ok", f"nodes see {path}")
 
@@ -88,5 +90,5 @@ def _options(spec: Spec | None) -> list[str]:
     if spec is None:
         return []
     slurm = spec.cluster.slurm
-    named = (("partition", slurm.partition), ("account", slurm.account), ("qos", slurm.qos))
-    return [f"--{option}={value}" for option, value in named if value]
+    fields = (("partition", slurm.partition), ("account", slurm.account), ("qos", slurm.qos))
+    return [f"--{option}={value}" for option, value in fields if value]

@@ -73,14 +73,14 @@ def _server(uri: str, shown: str) -> Iterator[Finding]:
     client = connect(uri, timeout=TIMEOUT)
     try:
         with translated(uri):
-            found = client.search_experiments(max_results=1)
+            experiments = client.search_experiments(max_results=1)
     except HoldfastError as error:
         remedy = f"check MLFLOW_TRACKING_URI, its credentials, and the server: curl {shown}/health"
         yield Finding(MLFLOW_CHECK, "fail", f"{shown}: {_said(error, uri)}", remedy, error.exit_code)
         return
     yield Finding(MLFLOW_CHECK, "ok", f"{shown} answers")
-    if found:
-        yield from _artifacts(uri, found[0].artifact_location)
+    if experiments:
+        yield from _artifacts(uri, experiments[0].artifact_location)
 
 
 def _artifacts(uri: str, location: str) -> Iterator[Finding]:
@@ -94,11 +94,11 @@ def _artifacts(uri: str, location: str) -> Iterator[Finding]:
         with translated(uri):
             bounded(lambda: _listed(location), "listing artifacts", float(TIMEOUT))
     except HoldfastError as error:
-        said = _said(error, uri)
+        message = _said(error, uri)
         yield Finding(
             MLFLOW_CHECK,
             "warn",
-            f"artifacts lie in {redact(location)}, which clients write themselves: {said}",
+            f"artifacts lie in {redact(location)}, which clients write themselves: {message}",
             "give runs credentials for it, or start the server with --serve-artifacts; metrics do not need it",
         )
 

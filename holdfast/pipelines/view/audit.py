@@ -63,8 +63,8 @@ def print_parting(one: RunRecord, other: RunRecord, found: Divergence, asked: di
         return
     if found.first is not None:
         console.print(f"[red]the runs part at step {found.first:,}[/red]", highlight=False)
-        for each in found.figures:
-            console.print(f"  {each.name}: {each.values[0]!r}, and {each.values[1]!r}", highlight=False)
+        for figure in found.figures:
+            console.print(f"  {figure.name}: {figure.values[0]!r}, and {figure.values[1]!r}", highlight=False)
     else:
         console.print("[red]the figures of all steps are the same, and the states are not[/red]", highlight=False)
     if found.equal_at is not None:
@@ -79,9 +79,9 @@ def print_parting(one: RunRecord, other: RunRecord, found: Divergence, asked: di
 def print_replayed(run_id: str, found: ReplayResult) -> None:
     """Print the result of a replay."""
     console = _console()
-    begun = f"from the checkpoint at step {found.start:,}" if found.start else "from the first state"
+    origin = f"from the checkpoint at step {found.start:,}" if found.start else "from the first state"
     console.print(
-        f"run {run_id}: computed again {begun} to step {found.last:,} ({escape(found.plan)})", highlight=False
+        f"run {run_id}: computed again {origin} to step {found.last:,} ({escape(found.plan)})", highlight=False
     )
     if found.none:
         console.print(
@@ -90,15 +90,17 @@ def print_replayed(run_id: str, found: ReplayResult) -> None:
         )
         return
     console.print(f"[red]step {found.first:,} is not what the run recorded[/red]", highlight=False)
-    for each in found.differing:
-        console.print(f"  {each.name}: {each.recorded!r} recorded, {each.computed!r} here", highlight=False)
+    for difference in found.differing:
+        console.print(
+            f"  {difference.name}: {difference.recorded!r} recorded, {difference.computed!r} here", highlight=False
+        )
 
 
 def print_audit(found: Audit) -> None:
     """Print the result of an audit sample."""
     console = _console()
-    for each in found.audited:
-        print_replayed(each.run_id, each.found)
+    for replayed in found.audited:
+        print_replayed(replayed.run_id, replayed.found)
     for refused in found.refused:
         console.print(
             f"run {refused.run_id}: steps {refused.stretch.start + 1:,} to {refused.stretch.last:,} cannot be computed "
@@ -124,12 +126,12 @@ def steps_done(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
 
 def asked_differently(one: RunRecord, other: RunRecord) -> dict[str, tuple[Any, Any]]:
     """The differences between two runs' specs and datasets, by dotted names."""
-    mine, theirs = ({**dict(_flat(run.spec)), "dataset": run.dataset_id} for run in (one, other))
-    names = [*mine, *(name for name in theirs if name not in mine)]
+    first, second = ({**dict(_flat(run.spec)), "dataset": run.dataset_id} for run in (one, other))
+    names = [*first, *(name for name in second if name not in first)]
     return {
-        name: (mine.get(name, "not set"), theirs.get(name, "not set"))
+        name: (first.get(name, "not set"), second.get(name, "not set"))
         for name in names
-        if mine.get(name, "not set") != theirs.get(name, "not set")
+        if first.get(name, "not set") != second.get(name, "not set")
     }
 
 
@@ -137,7 +139,7 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _flat(inner, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
         for number, inner in enumerate(value):
             yield from _flat(inner, f"{name}.{number}")
     else:

@@ -113,14 +113,14 @@ class RunRecord:
             return str(self.stopped["status"])
         if self.verdict is not None:
             return self.word.replace("_", " ")
-        begun = "unfinished" if self.checkpoints else "begun"
-        return begun if self.result is None else "trained"
+        label = "unfinished" if self.checkpoints else "begun"
+        return label if self.result is None else "trained"
 
     @property
     def stopped(self) -> dict[str, Any]:
         """The exit handler's summary of the newest submission, if that failed or was cancelled; otherwise empty."""
-        told = self.summary if self.summary.get("status") in ("failed", "cancelled") else {}
-        return told if told.get("ended", 0.0) >= self.submission.get("submitted", 0.0) else {}
+        summary = self.summary if self.summary.get("status") in ("failed", "cancelled") else {}
+        return summary if summary.get("ended", 0.0) >= self.submission.get("submitted", 0.0) else {}
 
     def as_json(self) -> dict[str, Any]:
         """The run for scripts."""
@@ -170,7 +170,7 @@ def all_runs(store: Store, limit: int | None = None) -> list[RunRecord]:
 
 def some_runs(store: Store, limit: int | None = None) -> tuple[list[RunRecord], int]:
     """The same runs, and the number of unread ones."""
-    ids, left = list(store.folders(RUNS)), 0
+    ids, unread = list(store.folders(RUNS)), 0
     if limit is not None and len(ids) > limit:
         started: dict[str, float] = {}
         for info in store.list(NAMES):
@@ -178,13 +178,15 @@ def some_runs(store: Store, limit: int | None = None) -> tuple[list[RunRecord], 
             started[run_id] = max(started.get(run_id, 0.0), info.modified)
         newest_first = sorted(ids, key=lambda run_id: started.get(run_id, math.inf), reverse=True)
         unknown = sum(run_id not in started for run_id in ids)  # they may be newer than all known ones
-        ids, left = newest_first[: limit + unknown], max(0, len(ids) - limit - unknown)
-    found = {one.run_id: one for one in in_parallel(partial(read_run, store), ids, AT_ONCE) if one is not None}
-    shown = (record for record in found.values() if _worked_on(store, record) not in found.keys() - {record.run_id})
+        ids, unread = newest_first[: limit + unknown], max(0, len(ids) - limit - unknown)
+    records = {
+        record.run_id: record for record in in_parallel(partial(read_run, store), ids, AT_ONCE) if record is not None
+    }
+    shown = (record for record in records.values() if _worked_on(store, record) not in records.keys() - {record.run_id})
     newest = sorted(shown, key=lambda record: record.changed, reverse=True)
     if limit is not None and len(newest) > limit:
-        newest, left = newest[:limit], left + len(newest) - limit
-    return newest, left
+        newest, unread = newest[:limit], unread + len(newest) - limit
+    return newest, unread
 
 
 def _worked_on(store: Store, record: RunRecord) -> str:
@@ -254,17 +256,17 @@ def find_run(store: Store, wanted: str) -> RunRecord:
     """The run whose id or backend id begins with `wanted`, or the newest one with that name. Raises MissingError."""
     if wanted:
         ids = list(store.folders(f"{RUNS}{wanted}")) if _may_be_id(wanted) else []
-        found = [one for one in in_parallel(partial(read_run, store), ids[:SHOWN_IDS]) if one is not None]
-        if len(found) == 1 and (other := _worked_on(store, found[0])) != found[0].run_id:
-            found = [read_run(store, other) or found[0]]
-        if len(found) > 1 and wanted not in ids:
+        records = [record for record in in_parallel(partial(read_run, store), ids[:SHOWN_IDS]) if record is not None]
+        if len(records) == 1 and (other := _worked_on(store, records[0])) != records[0].run_id:
+            records = [read_run(store, other) or records[0]]
+        if len(records) > 1 and wanted not in ids:
             raise MissingError(f"{wanted!r}: names {len(ids)} runs: {_ids(ids)}; write more of the id")
-        if found:
-            return next((one for one in found if one.run_id == wanted), found[0])
+        if records:
+            return next((record for record in records if record.run_id == wanted), records[0])
         for info in sorted(store.list(layout.named(wanted)), key=lambda info: info.modified, reverse=True):
-            if (one := read_run(store, info.key.rpartition("/")[2])) is not None:
-                other = _worked_on(store, one)
-                return one if other == one.run_id else read_run(store, other) or one
+            if (candidate := read_run(store, info.key.rpartition("/")[2])) is not None:
+                other = _worked_on(store, candidate)
+                return candidate if other == candidate.run_id else read_run(store, other) or candidate
     return _submitted(store, wanted) or _searched(store, wanted)
 
 
@@ -288,8 +290,8 @@ def _searched(store: Store, wanted: str) -> RunRecord:
     records = all_runs(store)
     if not records:
         raise MissingError(f"{store.url}: has no runs yet; start one with `holdfast run examples/quickstart.yaml`")
-    if named := [record for record in records if wanted and record.name == wanted]:
-        return named[0]
+    if matches := [record for record in records if wanted and record.name == wanted]:
+        return matches[0]
     listed = _ids([record.run_id for record in records])
     raise MissingError(f"{wanted!r}: no run in {store.url} has that id or name; `holdfast runs` lists: {listed}")
 

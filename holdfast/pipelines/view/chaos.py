@@ -58,26 +58,26 @@ class Teller:
         elif isinstance(what, Planned):
             self._say(f"  step {what.step:>5} is due for {what.fault}: {FAULTS[what.fault].message}")
         elif isinstance(what, Survived):
-            after = "" if what.seconds is None else f", and trains on {duration(what.seconds)} later"
-            self._say(f"  step {what.step:>5} [green]survives[/green] {what.fault}: {escape(what.did)}{after}")
+            suffix = "" if what.seconds is None else f", and trains on {duration(what.seconds)} later"
+            self._say(f"  step {what.step:>5} [green]survives[/green] {what.fault}: {escape(what.did)}{suffix}")
         elif isinstance(what, FaultRun):
             self._ended(what)
 
     def _schedule(self, planned: list[Planned]) -> None:
-        for why in dict.fromkeys(self._asked.left_out.values()):
-            names = ", ".join(name for name, reason in self._asked.left_out.items() if reason == why)
-            self._say(f"  [yellow]left out[/yellow]: {names}: {escape(why)}")
+        for cause in dict.fromkeys(self._asked.left_out.values()):
+            names = ", ".join(name for name, reason in self._asked.left_out.items() if reason == cause)
+            self._say(f"  [yellow]left out[/yellow]: {names}: {escape(cause)}")
         table = Table(box=None, pad_edge=False, header_style="dim", title="the schedule", title_justify="left")
         table.add_column("from step", justify="right")
         table.add_column("fault")
-        for each in planned:
-            table.add_row(str(each.step), f"{each.fault}: {FAULTS[each.fault].message}")
+        for planned_fault in planned:
+            table.add_row(str(planned_fault.step), f"{planned_fault.fault}: {FAULTS[planned_fault.fault].message}")
         self._console.print(table)
 
     def _ended(self, storm: FaultRun) -> None:
         calm = self._asked.calm
         assert calm is not None
-        slowest = max((each.seconds or 0.0 for each in storm.survived), default=0.0)
+        slowest = max((survived_fault.seconds or 0.0 for survived_fault in storm.survived), default=0.0)
         if storm.missed:
             self._say(f"  [yellow]over before[/yellow]: {', '.join(storm.missed)}")
         self._say(

@@ -26,15 +26,15 @@ SHOWN_TENSORS = 20  # differing tensors to show; --json has all
 def print_list(run_id: str, found: Sequence[CheckpointInfo]) -> None:
     """Print the checkpoints of a run, oldest first."""
     table = _table(f"checkpoints of run {run_id}", "step", "when", "state", "new", "attempt", "kept because")
-    for each in found:
-        if each.damaged:
-            why = f"[red]{escape(each.damaged)}[/red]"
+    for info in found:
+        if info.damaged:
+            why = f"[red]{escape(info.damaged)}[/red]"
         else:
-            pins = "; ".join(f"by {pin.name}" + (f": {pin.reason}" if pin.reason else "") for pin in each.pins)
-            told = [f"pinned {pins}" if reason == "pinned" else reason for reason in each.kept]
-            why = escape("; ".join(told)) or "nothing: the next collection takes it"
-        state, new = (size(each.bytes), size(each.fresh)) if each.bytes else ("", "")
-        table.add_row(f"{each.step:,}", ago(time.time() - each.committed), state, new, str(each.attempt or ""), why)
+            pins = "; ".join(f"by {pin.name}" + (f": {pin.reason}" if pin.reason else "") for pin in info.pins)
+            reasons = [f"pinned {pins}" if reason == "pinned" else reason for reason in info.kept]
+            why = escape("; ".join(reasons)) or "nothing: the next collection takes it"
+        state, new = (size(info.bytes), size(info.fresh)) if info.bytes else ("", "")
+        table.add_row(f"{info.step:,}", ago(time.time() - info.committed), state, new, str(info.attempt or ""), why)
     _console().print(table)
 
 
@@ -54,8 +54,8 @@ def print_checkpoint(checkpoint: Checkpoint) -> None:
         "numbers": ", ".join(f"{name} {value}" for name, value in manifest.scalars.items()),
     }
     for segment, changes in zip(manifest.segments, changes_in_words(manifest.segments), strict=True):
-        told = "; ".join(changes) or segment.plan.summary
-        facts[f"from step {segment.from_step}"] = f"attempt {segment.attempt}: {told}"
+        plan_text = "; ".join(changes) or segment.plan.summary
+        facts[f"from step {segment.from_step}"] = f"attempt {segment.attempt}: {plan_text}"
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
         table.add_row(f"[dim]{escape(name)}[/dim]", escape(value))
@@ -69,16 +69,16 @@ def print_checkpoint(checkpoint: Checkpoint) -> None:
 def print_verified(found: Verified) -> None:
     """Print the result of verifying a checkpoint."""
     console = _console()
-    what = f"step {found.step:,}{', exported model' if found.export else ''}"
+    subject = f"step {found.step:,}{', exported model' if found.export else ''}"
     if found.collected:
-        console.print(f"{what}: collected meanwhile, as retention wants it")
+        console.print(f"{subject}: collected meanwhile, as retention wants it")
     elif found.intact:
-        console.print(f"{what}: intact, {size(found.bytes)} read")
+        console.print(f"{subject}: intact, {size(found.bytes)} read")
     else:
-        console.print(f"[red]{what}: DAMAGED[/red]", highlight=False)
+        console.print(f"[red]{subject}: DAMAGED[/red]", highlight=False)
         for damage in found.damages:
-            where = f" ({damage.tensor})" if damage.tensor else ""
-            console.print(f"  {escape(damage.key)}{escape(where)}: {escape(damage.reason)}", highlight=False)
+            tensor = f" ({damage.tensor})" if damage.tensor else ""
+            console.print(f"  {escape(damage.key)}{escape(tensor)}: {escape(damage.reason)}", highlight=False)
 
 
 def print_difference(found: Difference, digest: str) -> None:
@@ -87,21 +87,23 @@ def print_difference(found: Difference, digest: str) -> None:
     if found.none:
         console.print(f"equal: both have the state digest {digest}")
         return
-    for words, names in (("only in the first", found.only_one), ("only in the second", found.only_other)):
+    for label, names in (("only in the first", found.only_one), ("only in the second", found.only_other)):
         if names:
-            console.print(f"{words}: {escape(', '.join(names))}", highlight=False)
-    for told in found.unlike:
-        console.print(f"of another form: {escape(told)}", highlight=False)
+            console.print(f"{label}: {escape(', '.join(names))}", highlight=False)
+    for difference in found.unlike:
+        console.print(f"of another form: {escape(difference)}", highlight=False)
     for scalar in found.scalars:
         console.print(f"{escape(scalar.name)}: {scalar.values[0]}, and {scalar.values[1]}", highlight=False)
     if found.tensors:
         table = _table(
             f"{len(found.tensors):,} tensors differ", "tensor", "elements", "first at", "there", "ulp", "most ulp"
         )
-        for each in found.tensors[:SHOWN_TENSORS]:
-            there = " | ".join(f"{value:.9g}" for value in each.values)
-            ulps = ["" if count is None else f"{count:,}" for count in (each.ulps, each.most_ulps)]
-            table.add_row(escape(each.name), f"{each.elements:,} of {each.of:,}", _index(each.first), there, *ulps)
+        for tensor in found.tensors[:SHOWN_TENSORS]:
+            values = " | ".join(f"{value:.9g}" for value in tensor.values)
+            ulps = ["" if count is None else f"{count:,}" for count in (tensor.ulps, tensor.most_ulps)]
+            table.add_row(
+                escape(tensor.name), f"{tensor.elements:,} of {tensor.of:,}", _index(tensor.first), values, *ulps
+            )
         console.print(table)
         if len(found.tensors) > SHOWN_TENSORS:
             console.print(f"and {len(found.tensors) - SHOWN_TENSORS:,} more: --json has them all")
@@ -113,14 +115,14 @@ def print_collected(run_id: str, found: Collected, dry_run: bool) -> None:
     if found.held_back:
         console.print(f"note: {escape(found.held_back)}", highlight=False)
     if not found.objects:
-        why = "" if found.held_back else f": retention keeps every checkpoint (holdfast checkpoints list {run_id})"
-        console.print(f"{verb} nothing{why}", highlight=False)
+        reason = "" if found.held_back else f": retention keeps every checkpoint (holdfast checkpoints list {run_id})"
+        console.print(f"{verb} nothing{reason}", highlight=False)
         return
-    what = "no checkpoint, only what no checkpoint needs"
+    description = "no checkpoint, only what no checkpoint needs"
     if found.steps:
         steps, several = ", ".join(f"{step:,}" for step in found.steps), len(found.steps) > 1
-        what = f"the checkpoint{'s' * several} of step{'s' * several} {steps}, and what nothing else needs"
-    console.print(f"{verb} {what}: {found.objects:,} objects, {size(found.bytes)}", highlight=False)
+        description = f"the checkpoint{'s' * several} of step{'s' * several} {steps}, and what nothing else needs"
+    console.print(f"{verb} {description}: {found.objects:,} objects, {size(found.bytes)}", highlight=False)
     if dry_run:
         console.print("nothing was deleted: leave --dry-run out to delete it", highlight=False)
 

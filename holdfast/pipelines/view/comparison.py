@@ -19,15 +19,15 @@ def find_comparison(store: Store, wanted: str) -> Comparison:
     """The comparison of the sweep whose id begins with `wanted`, or the newest one with that name.
     Raises MissingError.
     """
-    made = [info for info in store.list(SWEEPS) if info.key.endswith(f"/{COMPARISON}")]
-    ids = [info.key.removeprefix(SWEEPS).partition("/")[0] for info in sorted(made, key=lambda info: -info.modified)]
-    fitting = [one for one in ids if wanted and one.startswith(wanted)]
-    if len(fitting) > 1:
-        raise MissingError(f"{wanted!r}: names {len(fitting)} sweeps; write more of the id")
-    for identity in fitting or ids:
-        found = read_comparison(store, identity)
-        if found is not None and (fitting or found.name == wanted):
-            return found
+    infos = [info for info in store.list(SWEEPS) if info.key.endswith(f"/{COMPARISON}")]
+    ids = [info.key.removeprefix(SWEEPS).partition("/")[0] for info in sorted(infos, key=lambda info: -info.modified)]
+    matches = [candidate for candidate in ids if wanted and candidate.startswith(wanted)]
+    if len(matches) > 1:
+        raise MissingError(f"{wanted!r}: names {len(matches)} sweeps; write more of the id")
+    for identity in matches or ids:
+        comparison = read_comparison(store, identity)
+        if comparison is not None and (matches or comparison.name == wanted):
+            return comparison
     shown = ", ".join(ids[:5]) or "none"
     raise MissingError(f"{wanted!r}: no comparison of a sweep in {store.url} has that id or name; there are: {shown}")
 
@@ -45,6 +45,6 @@ def print_comparison(console: Console, found: Comparison, store: Store) -> None:
     console.print(table, markup=False, highlight=False)
     if not blessed:
         console.print("no trial is blessed, so none is the best, and none is registered", highlight=False)
-    for one in found.failed:
-        console.print(f"failed: {one.text}", markup=False, highlight=False, soft_wrap=True)
+    for trial in found.failed:
+        console.print(f"failed: {trial.text}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"sweep {found.sweep_id} in {store.url}/sweeps/{found.sweep_id}/", highlight=False, soft_wrap=True)

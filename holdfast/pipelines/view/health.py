@@ -17,12 +17,12 @@ def print_report(report: Report) -> str:
     from holdfast.health.verdict import shown_rate
 
     rows = [["rank", "node", "device", "compute", "memory", "disk", "store", "clock"]]
-    for one in report.measured[:SHOWN]:
+    for measured in report.measured[:SHOWN]:
         rates = [
-            shown_rate(one.rates[probe], probe) if probe in one.rates else "-"
+            shown_rate(measured.rates[probe], probe) if probe in measured.rates else "-"
             for probe in ("compute", "memory", "disk", "store")
         ]
-        rows.append([str(one.rank), one.node, one.device, *rates, _clock(one)])
+        rows.append([str(measured.rank), measured.node, measured.device, *rates, _clock(measured)])
     lines = _table(rows)
     if len(report.measured) > SHOWN:
         lines.append(f"and {len(report.measured) - SHOWN} more ranks: see --json")
@@ -32,9 +32,9 @@ def print_report(report: Report) -> str:
             f"links: {len(pairs)} pairs, {shown_rate(min(pairs), 'link')} at least and "
             f"{shown_rate(median(pairs), 'link')} in the median; all in a ring {shown_rate(report.ring or 0, 'link')}"
         )
-    versions = next((one.versions for one in report.measured if one.versions), {})
+    versions = next((measured.versions for measured in report.measured if measured.versions), {})
     lines.append(", ".join(f"{name} {value}" for name, value in versions.items() if name != "device"))
-    notes = dict.fromkeys(note for one in report.measured for note in one.notes)
+    notes = dict.fromkeys(note for measured in report.measured for note in measured.notes)
     lines += [f"not looked at: {note}" for note in notes]
     lines += [f"{finding.severity}: {finding.words}" for finding in report.findings]
     count = f"{len(report.measured)} rank{'s' if len(report.measured) != 1 else ''}"
@@ -46,8 +46,8 @@ def print_report(report: Report) -> str:
 def _clock(one: Measured) -> str:
     if one.clock_ahead is None:
         return "-"
-    beyond = abs(one.clock_ahead) - one.clock_error
-    return "with the store's" if beyond < 0 else f"{one.clock_ahead:+.1f} s"
+    excess = abs(one.clock_ahead) - one.clock_error
+    return "with the store's" if excess < 0 else f"{one.clock_ahead:+.1f} s"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

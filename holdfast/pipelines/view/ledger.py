@@ -53,9 +53,9 @@ def lines(account: Ledger) -> Iterator[str]:
 
 
 def _goodput(account: Ledger, rank: int) -> str:
-    spent = account.ranks[rank]
-    whole = sum(spent.values())
-    return f"{100 * spent.get('productive', 0.0) / whole:.1f} %" if whole else "-"
+    seconds = account.ranks[rank]
+    total = sum(seconds.values())
+    return f"{100 * seconds.get('productive', 0.0) / total:.1f} %" if total else "-"
 
 
 # Resources and cost of a run in the terminal: `holdfast show --cost`, and its lines in `holdfast show`.
@@ -75,8 +75,8 @@ def cost_lines(spent: Cost) -> Iterator[str]:
             f"{100 * spent.metered:.0f} % of these hours{carbon}"
         )
     if spent.price is not None:
-        each = spent.price_per_million_tokens
-        rate = "" if each is None else f", {money(each, spent.prices)} a million tokens"
+        unit_price = spent.price_per_million_tokens
+        rate = "" if unit_price is None else f", {money(unit_price, spent.prices)} a million tokens"
         yield f"{money(spent.price, spent.prices)}{rate}"
 
 

@@ -74,11 +74,11 @@ class Screen:
                 self._losses.append(event.loss)
             elif isinstance(event, TimeSpent):
                 self._devices[event.rank] = event
-                whole = sum(event.seconds.values())
-                self._worked[event.rank] = sum(event.seconds.get(name, 0.0) for name in WORKING) / whole if whole else 0
+                total = sum(event.seconds.values())
+                self._worked[event.rank] = sum(event.seconds.get(name, 0.0) for name in WORKING) / total if total else 0
             elif isinstance(event, AttemptBegan):
                 self._worked, self._slow = {}, set()
-                self._devices = {rank: told for rank, told in self._devices.items() if rank < event.world}
+                self._devices = {rank: report for rank, report in self._devices.items() if rank < event.world}
             elif isinstance(event, LaunchEnded):
                 self._devices = {}
             elif isinstance(event, StragglerDetected):
@@ -91,18 +91,22 @@ class Screen:
     def draw(self, now: float, width: int = 100, height: int | None = None) -> RenderableType:
         """Draw the screen for a time (unix seconds). Without space in `height` lines, the oldest events are omitted."""
         parts: list[RenderableType] = []
-        told, saved = self._figures.get(Progress), self._figures.get(SaveCommitted)
-        if isinstance(told, Progress):
+        progress, saved = self._figures.get(Progress), self._figures.get(SaveCommitted)
+        if isinstance(progress, Progress):
             bar = Table.grid(padding=(0, 1))
-            left = "" if self.has_ended else f"{duration(told.seconds_left)} left"
-            bar.add_row(ProgressBar(told.steps, told.step, width=40), f"step {told.step:,} of {told.steps:,}", left)
+            left = "" if self.has_ended else f"{duration(progress.seconds_left)} left"
+            bar.add_row(
+                ProgressBar(progress.steps, progress.step, width=40),
+                f"step {progress.step:,} of {progress.steps:,}",
+                left,
+            )
             parts += [
                 bar,
                 Text(f"loss {sparkline(self._losses, width - 30)} {self._losses[-1]:.4f}" if self._losses else ""),
             ]
             parts += [Text(line) for line in throughput([*self._figures.values()])]
         if isinstance(saved, SaveCommitted):
-            behind = told.step - saved.step if isinstance(told, Progress) else 0
+            behind = progress.step - saved.step if isinstance(progress, Progress) else 0
             parts.append(Text(f"saved step {saved.step:,}, {max(0, behind):,} steps since"))
         if self._worked:
             parts.append(self._ranks())
@@ -114,14 +118,15 @@ class Screen:
                 Text(line, style="dim") for line in ledger_lines(ledger(self._kept, None if self.has_ended else now))
             ]
         news = [
-            Text(f"{time.strftime('%H:%M:%S', time.gmtime(one.time))}  {one.text}", style="dim") for one in self._news
+            Text(f"{time.strftime('%H:%M:%S', time.gmtime(event.time))}  {event.text}", style="dim")
+            for event in self._news
         ]
         if not self.trains:
             parts += [Text(line) for line in self.backend_lines]
         if not parts and not news:
             parts.append(Text("nothing was told yet"))
-        shown = _Newest(Group(*parts), news, None if height is None else height - 2)  # the frame takes two lines
-        return Panel(shown, title=Text(self._title), title_align="left")
+        content = _Newest(Group(*parts), news, None if height is None else height - 2)  # the frame takes two lines
+        return Panel(content, title=Text(self._title), title_align="left")
 
     def _ranks(self) -> Text:
         """A square for each rank. A warmer color means a larger share of own work; the other ranks wait for the
@@ -148,13 +153,13 @@ class _Newest:
         if self._lines is None:
             yield from self._news
             return
-        left = self._lines - len(console.render_lines(self._always, options, pad=False))
+        free_lines = self._lines - len(console.render_lines(self._always, options, pad=False))
         shown: list[Text] = []
-        for one in reversed(self._news):
-            left -= len(console.render_lines(one, options, pad=False))
-            if left < 0:
+        for line in reversed(self._news):
+            free_lines -= len(console.render_lines(line, options, pad=False))
+            if free_lines < 0:
                 break
-            shown.append(one)
+            shown.append(line)
         yield from reversed(shown)
 
 

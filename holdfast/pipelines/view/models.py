@@ -58,16 +58,16 @@ def _registered(name: str, store: Store, version: int | None = None, alias: str 
     known = versions(name, store)
     if not known:
         raise MissingError(f"{name!r}: MLflow has no registered model of that name")
-    if version is None and alias in (None, CHAMPION) and (found := champion(name, store)) is not None:
-        return _files(found)
+    if version is None and alias in (None, CHAMPION) and (champion_version := champion(name, store)) is not None:
+        return _files(champion_version)
     if version is None and alias not in (None, CHAMPION):
-        named = version_by_alias(connect(), name, str(alias))
-        version = None if named is None else int(named.version)
+        aliased = version_by_alias(connect(), name, str(alias))
+        version = None if aliased is None else int(aliased.version)
     if version is None and alias is not None:
         raise MissingError(f"{name}@{alias}: no version has that alias; versions: {_listed(known)}")
-    ours = [candidate for candidate in known if not candidate.foreign]
-    if version is None and ours:
-        return _files(ours[-1])
+    own = [candidate for candidate in known if not candidate.foreign]
+    if version is None and own:
+        return _files(own[-1])
     for candidate in known if version is not None else known[-1:]:
         if version in (None, candidate.version):
             return _files(candidate)

@@ -42,17 +42,17 @@ class TrainingPage:
         `follow`: it is rewritten while the training runs, so the browser must reload it.
         """
         self._events += self._told.new()
-        while len(self._events) > MOST and len(fewer := condense(self._events)) < len(self._events):
-            self._events = fewer
+        while len(self._events) > MOST and len(condensed := condense(self._events)) < len(self._events):
+            self._events = condensed
         now = time.time() if self.goes_on else None
-        again = AGAIN if follow and self.goes_on else None
+        reload_seconds = AGAIN if follow and self.goes_on else None
         html = draw_training(
-            self._spec, self._run_id, self._store, self._events, now, again, history=self._history.read()
+            self._spec, self._run_id, self._store, self._events, now, reload_seconds, history=self._history.read()
         )
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(html, encoding="utf-8")
-            beside.replace(self.path)
+            temporary.write_text(html, encoding="utf-8")
+            temporary.replace(self.path)
         except OSError as error:
             raise MissingError(f"{self.path}: cannot be written: {error.strerror}; give another --output") from None

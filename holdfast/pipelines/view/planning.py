@@ -31,19 +31,19 @@ def print_plan(
     """Print a plan. `refused`: why the engines do not run the first layout today; `mixes`: spot nodes."""
     console = SafeConsole(highlight=False)
     console = console if console.is_terminal else SafeConsole(width=150, highlight=False)
-    shape, here = task.shape, task.accelerator
+    shape, accelerator = task.shape, task.accelerator
     active = f" ({_count(shape.active_parameters)} active)" if shape.experts > 1 else ""
     console.print(
-        f"{name}: {_count(shape.parameters)} parameters{active} on {task.gpus:,} x {here.name}; a step is "
+        f"{name}: {_count(shape.parameters)} parameters{active} on {task.gpus:,} x {accelerator.name}; a step is "
         f"{task.global_batch:,} x {shape.context:,} tokens in {task.precision}\n"
-        f"{found.tried:,} layouts, of which {found.fitting:,} fit into {here.memory * (1 - MARGIN) / GB:.0f} of "
-        f"{here.memory / GB:.0f} GB"
+        f"{found.tried:,} layouts, of which {found.fitting:,} fit into {accelerator.memory * (1 - MARGIN) / GB:.0f} of "
+        f"{accelerator.memory / GB:.0f} GB"
     )
     if not found.best:
-        least = found.smallest
+        smallest = found.smallest
         console.print(
-            f"\nNone fits. Least memory: {least.layout}, {least.memory.total / GB:.0f} GB, of which "
-            f"{_shares(least.memory.terms, GB, ' GB')}.\nMore accelerators would share it."
+            f"\nNone fits. Least memory: {smallest.layout}, {smallest.memory.total / GB:.0f} GB, of which "
+            f"{_shares(smallest.memory.terms, GB, ' GB')}.\nMore accelerators would share it."
         )
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -78,10 +78,11 @@ def print_stages(spec: Spec, costs: StageCosts, stages: list[int], *, timeline: 
         f"embedding {costs.embedding * milli:.2f}, a layer {costs.layer * milli:.2f}, "
         f"head and loss {costs.head * milli:.2f}"
     )
-    given = spec.parallel.stages
-    if given is not None:
+    spec_stages = spec.parallel.stages
+    if spec_stages is not None:
         console.print(
-            f"parallel.stages of the spec: {list(given)}, the slowest {max(costs.of_stages(given)) * milli:.2f}"
+            f"parallel.stages of the spec: {list(spec_stages)}, the slowest "
+            f"{max(costs.of_stages(spec_stages)) * milli:.2f}"
         )
     console.print(
         f"parallel.stages: {stages} is the fastest split: the slowest stage takes {max(seconds) * milli:.2f}, all on "
@@ -90,9 +91,9 @@ def print_stages(spec: Spec, costs: StageCosts, stages: list[int], *, timeline: 
     )
     if timeline:
         layout, ranks = layout_of(spec), spec.parallel.pipeline
-        own = [sum(seconds[rank::ranks]) for rank in range(ranks)]
+        rank_seconds = [sum(seconds[rank::ranks]) for rank in range(ranks)]
         console.print()
-        console.print(drawn(layout, spec.accumulation, costs=own), soft_wrap=True)
+        console.print(drawn(layout, spec.accumulation, costs=rank_seconds), soft_wrap=True)
 
 
 def print_calibration(found: Calibration) -> None:
@@ -134,8 +135,8 @@ def print_calibration(found: Calibration) -> None:
         console.print(lines)
         console.print()
     console.print(steps)
-    off = ", ".join(f"{name} {error:.0%}" for name, error in found.errors().items())
-    console.print(f"\nmean error: {off}")
+    errors = ", ".join(f"{name} {error:.0%}" for name, error in found.errors().items())
+    console.print(f"\nmean error: {errors}")
 
 
 def _print_best(console: Console, best: Candidate) -> None:

@@ -20,10 +20,10 @@ def wait_for_trace(store: Store, run_id: str, begun: float, silent: float = SILE
     because none of its processes may be left.
     """
     events = StoreEvents(store, run_id)
-    heard, ended = time.monotonic(), False
+    last_event, ended = time.monotonic(), False
     while True:
         for event in events.new():
-            heard = time.monotonic()
+            last_event = time.monotonic()
             if isinstance(event, LaunchBegan | AttemptBegan):
                 ended = False
             elif isinstance(event, LaunchEnded) and event.restart_in is None:
@@ -36,7 +36,7 @@ def wait_for_trace(store: Store, run_id: str, begun: float, silent: float = SILE
                 raise MissingError(event.message)
         if ended:
             raise MissingError(f"run {run_id} has ended without it; what was asked for waits for its next launch")
-        if time.monotonic() - heard > silent:
+        if time.monotonic() - last_event > silent:
             raise MissingError(
                 f"run {run_id} has told nothing for {silent:.0f} s; what was asked for stays, and `holdfast show "
                 f"{run_id[:8]}` says whether it still trains"

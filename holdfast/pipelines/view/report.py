@@ -51,18 +51,18 @@ def timeline(events: Sequence[Event]) -> Iterator[tuple[str, str, str]]:
             if not saved:
                 yield _when(event), event.source, event.text
     yield from _saves(saved)
-    spoken = [event for event in events if not event.silent]
-    if spoken and not spoken[-1].notable:
-        yield _when(spoken[-1]), spoken[-1].source, spoken[-1].text
+    reported = [event for event in events if not event.silent]
+    if reported and not reported[-1].notable:
+        yield _when(reported[-1]), reported[-1].source, reported[-1].text
 
 
 def _saves(saved: Sequence[SaveCommitted]) -> Iterator[tuple[str, str, str]]:
     if len(saved) == 1:
         yield _when(saved[0]), saved[0].source, saved[0].text
     elif saved:
-        waited = sum(event.stall_seconds for event in saved)
+        stall = sum(event.stall_seconds for event in saved)
         text = (
-            f"saved {len(saved)} checkpoints, steps {saved[0].step} to {saved[-1].step}; training waited {waited:.2f} s"
+            f"saved {len(saved)} checkpoints, steps {saved[0].step} to {saved[-1].step}; training waited {stall:.2f} s"
         )
         yield _when(saved[-1]), saved[-1].source, text
 
@@ -128,11 +128,11 @@ def print_run(record: RunRecord, store: Store, whole_spec: bool = False) -> None
     console, events = _console(), read_events(store, record.run_id)
     for label, value in _facts(record, store, events):
         console.print(f"[dim]{label:<11}[/dim] {escape(value)}", highlight=False, soft_wrap=True)
-    happened = list(timeline(events))
-    if happened:
+    rows = list(timeline(events))
+    if rows:
         console.print("\n[dim]what happened[/dim]")
-    for when, who, what in happened:
-        console.print(f"[dim]{when}  {escape(who):<10}[/dim] {escape(what)}", highlight=False, soft_wrap=True)
+    for when, source, text in rows:
+        console.print(f"[dim]{when}  {escape(source):<10}[/dim] {escape(text)}", highlight=False, soft_wrap=True)
     if record.spec:
         checked = None if whole_spec else record.whole_spec()
         shown = record.spec if checked is None else checked.model_dump(mode="json", exclude_defaults=True)
@@ -152,7 +152,7 @@ def _dropped(record: RunRecord, store: Store) -> dict[str, object]:
     manifest = find_manifest(store, record.dataset_id)
     if manifest is None:
         return {}
-    examples = {reason: found for reason in manifest.dropped() if (found := manifest.example(reason))}
+    examples = {reason: sample for reason in manifest.dropped() if (sample := manifest.example(reason))}
     return {
         "dropped": manifest.dropped(),
         "dropped_examples": {reason: example.model_dump() for reason, example in examples.items()},
@@ -185,10 +185,10 @@ def _facts(record: RunRecord, store: Store, events: Sequence[Event]) -> Iterator
     yield from _listed("dropped", drops(store, record))
     yield from _origin(record)
     yield "step", f"{_reached(record, events)}, in {record.attempts} attempt{'s' if record.attempts != 1 else ''}"
-    said = _newest(record, store)
-    if digest := said.get("state_digest"):
-        yield "digest", f"{digest}" + ("" if record.result is not None else f", of step {said['step']}")
-    yield from _listed("plan", _plans(said))
+    newest = _newest(record, store)
+    if digest := newest.get("state_digest"):
+        yield "digest", f"{digest}" + ("" if record.result is not None else f", of step {newest['step']}")
+    yield from _listed("plan", _plans(newest))
     if sizes := _sizes(events):
         yield "ranks", sizes
     yield from _listed("speed", throughput(events))
@@ -214,20 +214,20 @@ def _facts(record: RunRecord, store: Store, events: Sequence[Event]) -> Iterator
     yield "changed", time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(record.changed))
     if record.result is not None:
         yield from _listed("next", next_commands(store, record))
-    elif told := record.stopped.get("next_command"):
-        yield "next", str(told)
+    elif command := record.stopped.get("next_command"):
+        yield "next", str(command)
 
 
 def _audits(record: RunRecord, store: Store) -> Iterator[str]:
     """The audited steps, and the differences."""
     audits = read_audits(store, record.run_id)
-    steps = sum(each.stretch.last - each.stretch.start for each in audits)
-    differing = [each for each in audits if each.first is not None]
+    steps = sum(audit.stretch.last - audit.stretch.start for audit in audits)
+    differing = [audit for audit in audits if audit.first is not None]
     if audits:
-        said = f"{len(differing)} of them differ" if differing else "all the same bit for bit"
-        yield f"{steps:,} steps in {len(audits)} stretches: {said}"
-    for each in differing:
-        yield f"step {each.first:,} on {each.host}: {each.differing}"
+        result = f"{len(differing)} of them differ" if differing else "all the same bit for bit"
+        yield f"{steps:,} steps in {len(audits)} stretches: {result}"
+    for audit in differing:
+        yield f"step {audit.first:,} on {audit.host}: {audit.differing}"
 
 
 def _listed(label: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -238,11 +238,11 @@ def _listed(label: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 def _reached(record: RunRecord, events: Sequence[Event]) -> str:
     """The progress of the training: the last step that the ranks reported, and the last saved one."""
-    told = next((event for event in reversed(events) if isinstance(event, Progress)), None)
-    steps = record.steps or (told.steps if told else 0)
-    if record.result is not None or told is None or told.step <= record.step:
+    progress = next((event for event in reversed(events) if isinstance(event, Progress)), None)
+    steps = record.steps or (progress.steps if progress else 0)
+    if record.result is not None or progress is None or progress.step <= record.step:
         return f"{record.step} of {steps}"
-    return f"{told.step} of {steps} ({f'step {record.step}' if record.step else 'none'} is saved)"
+    return f"{progress.step} of {steps} ({f'step {record.step}' if record.step else 'none'} is saved)"
 
 
 def _why_stopped(record: RunRecord) -> Iterator[str]:
@@ -254,8 +254,8 @@ def _why_stopped(record: RunRecord) -> Iterator[str]:
 def _sizes(events: Sequence[Event]) -> str:
     """The number of ranks by first step, if it changed."""
     began = [event for event in events if isinstance(event, AttemptBegan)]
-    changes = [one for index, one in enumerate(began) if index == 0 or began[index - 1].world != one.world]
-    return ", ".join(f"{one.world} from step {one.step}" for one in changes) if len(changes) > 1 else ""
+    changes = [attempt for index, attempt in enumerate(began) if index == 0 or began[index - 1].world != attempt.world]
+    return ", ".join(f"{attempt.world} from step {attempt.step}" for attempt in changes) if len(changes) > 1 else ""
 
 
 def _newest(record: RunRecord, store: Store) -> dict[str, Any]:

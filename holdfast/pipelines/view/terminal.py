@@ -38,12 +38,12 @@ def duration(seconds: float) -> str:
     """Seconds for people: 0.4 s, 12 s, 3 min 05 s, 2 h 10 min."""
     if seconds < 10:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
+    return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
 
 
 class Board:
@@ -96,8 +96,8 @@ class Board:
         """Show the end of a step after `seconds`, with an exit code of the table."""
         self._rest()
         mark = _MARKS.get(code, "[red]✗[/red]")
-        told = f"  [dim]{_escape(text)}[/dim]" if text else ""
-        self._print(f"{mark} {step:<10}  {duration(seconds):>9}{told}")
+        detail = f"  [dim]{_escape(text)}[/dim]" if text else ""
+        self._print(f"{mark} {step:<10}  {duration(seconds):>9}{detail}")
 
     def say(self, text: str) -> None:
         """Print a line of plain text between the steps or below the running one."""

@@ -14,20 +14,20 @@ SHOWN = 0.005  # share of a step below which a phase is omitted
 
 def throughput(events: Sequence[Event]) -> Iterator[str]:
     """The newest figures in `events`, one line each; nothing before the first report."""
-    told = next((event for event in reversed(events) if isinstance(event, Progress)), None)
-    if told is None or told.step_seconds is None:
+    progress = next((event for event in reversed(events) if isinstance(event, Progress)), None)
+    if progress is None or progress.step_seconds is None:
         return
-    line = f"{told.tokens_per_second:,.0f} tokens/s, {_seconds(told.step_seconds)} a step"
-    if told.mfu is not None:
-        line += f", {100 * told.mfu:.1f} % MFU"
-    if told.peak_memory:
-        line += f", {told.peak_memory / 1e9:.2f} GB at most on rank 0"
+    line = f"{progress.tokens_per_second:,.0f} tokens/s, {_seconds(progress.step_seconds)} a step"
+    if progress.mfu is not None:
+        line += f", {100 * progress.mfu:.1f} % MFU"
+    if progress.peak_memory:
+        line += f", {progress.peak_memory / 1e9:.2f} GB at most on rank 0"
     yield line
-    if whole := sum(told.phase_seconds.values()):
-        shares = {name: told.phase_seconds.get(name, 0.0) / whole for name in STEP_PHASES}
+    if total := sum(progress.phase_seconds.values()):
+        shares = {name: progress.phase_seconds.get(name, 0.0) / total for name in STEP_PHASES}
         yield ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items() if share >= SHOWN)
     began = next((event for event in reversed(events) if isinstance(event, AttemptBegan)), None)
-    if told.mfu is None and began is not None and began.mfu_unavailable:
+    if progress.mfu is None and began is not None and began.mfu_unavailable:
         yield f"no MFU: {began.mfu_unavailable}"
 
 
@@ -46,10 +46,10 @@ def lines(newest: Mapping[int, Figures], began: AttemptBegan | None) -> Iterator
 
     Yields nothing if no driver reports anything.
     """
-    told = [each for each in newest.values() if each.tells]
-    if not told:
+    reporting = [figures for figures in newest.values() if figures.tells]
+    if not reporting:
         return
-    yield "accelerators: " + ", ".join(_together(told))
+    yield "accelerators: " + ", ".join(_together(reporting))
     slowed = {rank: newest[rank].slowed for rank in sorted(newest) if newest[rank].slowed}
     for rank in list(slowed)[:NAMED]:
         yield f"the accelerator of rank {rank} is held back: {slowed[rank]}"
@@ -60,19 +60,23 @@ def lines(newest: Mapping[int, Figures], began: AttemptBegan | None) -> Iterator
 
 
 def _together(told: Sequence[Figures]) -> Iterator[str]:
-    if busy := [each.utilisation for each in told if each.utilisation is not None]:
+    if busy := [figures.utilisation for figures in told if figures.utilisation is not None]:
         yield f"{100 * sum(busy) / len(busy):.0f} % busy"
-    if watts := [each.watts for each in told if each.watts is not None]:
-        whole = f" ({sum(watts) / 1000:,.2f} kW)" if len(watts) > 1 else ""
-        yield f"{sum(watts) / len(watts):,.0f} W each{whole}"
+    if watts := [figures.watts for figures in told if figures.watts is not None]:
+        total = f" ({sum(watts) / 1000:,.2f} kW)" if len(watts) > 1 else ""
+        yield f"{sum(watts) / len(watts):,.0f} W each{total}"
     fullest = max(
-        ((each.memory_used, each.memory_total) for each in told if each.memory_used is not None and each.memory_total),
+        (
+            (figures.memory_used, figures.memory_total)
+            for figures in told
+            if figures.memory_used is not None and figures.memory_total
+        ),
         key=lambda pair: pair[0] / pair[1],
         default=None,
     )
     if fullest is not None:
         yield f"{fullest[0] / 1e9:.1f} of {fullest[1] / 1e9:.1f} GB in the fullest"
-    if heat := [each.celsius for each in told if each.celsius is not None]:
+    if heat := [figures.celsius for figures in told if figures.celsius is not None]:
         yield f"{max(heat):.0f} °C the hottest"
-    if clocks := [each.sm_megahertz for each in told if each.sm_megahertz is not None]:
+    if clocks := [figures.sm_megahertz for figures in told if figures.sm_megahertz is not None]:
         yield f"{min(clocks):,.0f} MHz the slowest"

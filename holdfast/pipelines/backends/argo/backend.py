@@ -80,7 +80,7 @@ class Arguments:
 def _values(spec: Object) -> dict[str, str]:
     """The parameters of a Workflow or of its template, unescaped."""
     listed = spec.get("arguments", {}).get("parameters") or ()
-    return {one["name"]: unescape(str(one.get("value") or "")) for one in listed}
+    return {parameter["name"]: unescape(str(parameter.get("value") or "")) for parameter in listed}
 
 
 TEMPLATES = Resource("argoproj.io", "v1alpha1", "workflowtemplates")
@@ -114,7 +114,8 @@ class Argo:
         namespace = self._connected.namespace if self._connected else self._namespace or request.spec.cluster.namespace
         template, workflow = _template(request, namespace), _workflow(request, namespace, 1)
         require_fits_argo(
-            [template], {one["name"]: one["value"] for one in workflow["spec"]["arguments"]["parameters"]}
+            [template],
+            {parameter["name"]: parameter["value"] for parameter in workflow["spec"]["arguments"]["parameters"]},
         )
         return [template, workflow]
 
@@ -128,13 +129,13 @@ class Argo:
         number = 1
         while True:
             workflow = _workflow(request, namespace, number)
-            found = self._api.get(WORKFLOWS, workflow["metadata"]["name"])
-            if found is None:
+            existing = self._api.get(WORKFLOWS, workflow["metadata"]["name"])
+            if existing is None:
                 try:
                     return self._status(self._api.create(WORKFLOWS, workflow)), True
                 except ConflictError:  # another client was faster, or the response to our own request was lost
                     continue
-            status = self._status(found)
+            status = self._status(existing)
             if status.unfinished or (status.state == SUCCEEDED and request.run_id):
                 return status, False
             number += 1
@@ -142,8 +143,8 @@ class Argo:
     def status(self, run: str) -> RunStatus:
         """The status of a Workflow and its nodes, with the records of its steps in the store."""
         workflow = self._find(run)
-        found, given = self._status(workflow, self._steps(workflow)), Arguments(workflow)
-        return explained(found, known_of(given.store, found.job, given, found))
+        status, arguments = self._status(workflow, self._steps(workflow)), Arguments(workflow)
+        return explained(status, known_of(arguments.store, status.job, arguments, status))
 
     def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
         """The output of the steps' pods. A deleted pod has none."""
@@ -151,10 +152,10 @@ class Argo:
         while True:
             workflow = self._find(run)
             status = self._status(workflow, self._steps(workflow))
-            for one in status.steps:
-                for pod in one.pods if is_step(step, one.name) else ():
+            for step_status in status.steps:
+                for pod in step_status.pods if is_step(step, step_status.name) else ():
                     for line in self._new_lines(pod, shown):
-                        yield one.name, line
+                        yield step_status.name, line
             if not follow or not status.unfinished:
                 break
             time.sleep(POLL_SECONDS)
@@ -180,8 +181,8 @@ class Argo:
 
     def list(self) -> list[RunStatus]:
         """Holdfast's Workflows in the namespace, newest first."""
-        found, _ = self._api.list(WORKFLOWS, SELECTOR)
-        return [self._status(one) for one in sorted(found, key=_made, reverse=True)]
+        workflows, _ = self._api.list(WORKFLOWS, SELECTOR)
+        return [self._status(workflow) for workflow in sorted(workflows, key=_made, reverse=True)]
 
     def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Submit the request again. A new Workflow follows a failed one and resumes its training."""
@@ -189,12 +190,12 @@ class Argo:
 
     def _apply(self, template: Object) -> None:
         for _ in range(CONFLICTS):
-            found = self._api.get(TEMPLATES, template["metadata"]["name"])
+            existing = self._api.get(TEMPLATES, template["metadata"]["name"])
             try:
-                if found is None:
+                if existing is None:
                     self._api.create(TEMPLATES, template)
-                elif found["spec"] != template["spec"]:
-                    version = found["metadata"]["resourceVersion"]
+                elif existing["spec"] != template["spec"]:
+                    version = existing["metadata"]["resourceVersion"]
                     metadata = {**template["metadata"], "resourceVersion": version}
                     self._api.replace(TEMPLATES, {**template, "metadata": metadata})
                 return
@@ -205,26 +206,26 @@ class Argo:
         )
 
     def _find(self, wanted: str) -> Object:
-        if wanted and (found := self._api.get(WORKFLOWS, wanted)) is not None:
-            return found
-        listed, _ = self._api.list(WORKFLOWS, SELECTOR)
-        fitting = [
-            one
-            for one in listed
+        if wanted and (exact := self._api.get(WORKFLOWS, wanted)) is not None:
+            return exact
+        workflows, _ = self._api.list(WORKFLOWS, SELECTOR)
+        matches = [
+            workflow
+            for workflow in workflows
             if wanted
             and (
-                one["metadata"]["uid"] == wanted
-                or _run_id(one).startswith(wanted)
-                or one["spec"].get("workflowTemplateRef", {}).get("name") == template_called(wanted)
+                workflow["metadata"]["uid"] == wanted
+                or _run_id(workflow).startswith(wanted)
+                or workflow["spec"].get("workflowTemplateRef", {}).get("name") == template_called(wanted)
             )
         ]
-        require_one_run(wanted, (_run_id(one) for one in fitting if _run_id(one).startswith(wanted)))
-        if not fitting:
+        require_one_run(wanted, (_run_id(workflow) for workflow in matches if _run_id(workflow).startswith(wanted)))
+        if not matches:
             raise MissingError(
                 f"{wanted!r}: no Workflow in namespace {self._api.namespace} has that id or name; "
                 "`holdfast runs --backend argo` shows all of them"
             )
-        return max(fitting, key=_made)
+        return max(matches, key=_made)
 
     def _steps(self, workflow: Object) -> tuple[StepStatus, ...]:
         name = workflow["metadata"]["name"]
@@ -236,8 +237,8 @@ class Argo:
             by_name: dict[str, list[Object]] = {}  # in a sweep, one entry for each trial
             for node in (node for node in nodes if node.get("templateName") == step):
                 by_name.setdefault(_called(node, step), []).append(node)
-            for called, ours in sorted(by_name.items(), key=lambda one: (len(one[0]), one[0])):
-                steps.append(_step(called, ours, by_node))
+            for task_name, task_nodes in sorted(by_name.items(), key=lambda one: (len(one[0]), one[0])):
+                steps.append(_step(task_name, task_nodes, by_node))
         return tuple(steps)
 
     def _new_lines(self, pod: str, shown: dict[str, int]) -> Iterator[str]:
@@ -273,19 +274,19 @@ def _called(node: Object, step: str) -> str:
 
 def _step(name: str, nodes: list[Object], pods: dict[str, str]) -> StepStatus:
     # Where the template has retries, the node that covers all tries has the state of the step.
-    whole = next((node for node in nodes if node["type"] != "Pod"), nodes[-1])
-    tries = sorted((one for one in nodes if one["type"] == "Pod"), key=lambda one: one.get("startedAt") or "")
+    top_node = next((node for node in nodes if node["type"] != "Pod"), nodes[-1])
+    tries = sorted((node for node in nodes if node["type"] == "Pod"), key=lambda one: one.get("startedAt") or "")
     names = tuple(pods[node["id"]] for node in tries if node["id"] in pods)
-    seconds = _seconds(whole.get("startedAt"), whole.get("finishedAt"))
-    state = STATES.get(whole.get("phase", ""), str(whole.get("phase", "")).upper())
+    seconds = _seconds(top_node.get("startedAt"), top_node.get("finishedAt"))
+    state = STATES.get(top_node.get("phase", ""), str(top_node.get("phase", "")).upper())
     if state == RUNNING and tries and STATES.get(tries[-1].get("phase", "")) == PENDING:
-        state, whole = PENDING, tries[-1]  # only the pod's node has the reason for waiting
-    message = whole.get("message", "") if state in (*_BAD, PENDING) else ""
+        state, top_node = PENDING, tries[-1]  # only the pod's node has the reason for waiting
+    message = top_node.get("message", "") if state in (*_BAD, PENDING) else ""
     if state in _BAD and message == NOT_AGAIN and tries:
         message = tries[-1].get("message") or message
-    codes = [str(one.get("outputs", {}).get("exitCode", "")) for one in (whole, *reversed(tries))]
-    said = next(filter(str.isdecimal, codes), "") if whole.get("finishedAt") else ""
-    code = int(said) if said else code_in(message)
+    codes = [str(node.get("outputs", {}).get("exitCode", "")) for node in (top_node, *reversed(tries))]
+    code_text = next(filter(str.isdecimal, codes), "") if top_node.get("finishedAt") else ""
+    code = int(code_text) if code_text else code_in(message)
     return StepStatus(name, state, seconds, message, names, code)
 
 
@@ -298,8 +299,8 @@ def _template(request: RunRequest, namespace: str | None) -> Object:
 
 def _workflow(request: RunRequest, namespace: str | None, number: int) -> Object:
     """The Workflow of a request; `number` counts the Workflows of the same request."""
-    asked = digest([request.question(), request.image, *([request.trials] if request.trials else [])])[:8]
-    rest, template = f"-{asked}-{number}", template_name(request.spec, "-sweep" if request.trials else "")
+    request_digest = digest([request.question(), request.image, *([request.trials] if request.trials else [])])[:8]
+    rest, template = f"-{request_digest}-{number}", template_name(request.spec, "-sweep" if request.trials else "")
     name = template[: MAX_LABEL - len(rest)] + rest  # the name is also a label of the pods
     run = {RUN_LABEL: request.run_id} if request.run_id else {}
     parameters = [
@@ -310,7 +311,7 @@ def _workflow(request: RunRequest, namespace: str | None, number: int) -> Object
     return {
         "apiVersion": "argoproj.io/v1alpha1",
         "kind": "Workflow",
-        "metadata": {"name": name, **place, "labels": {**labels(), **run, ORDER_LABEL: asked}},
+        "metadata": {"name": name, **place, "labels": {**labels(), **run, ORDER_LABEL: request_digest}},
         "spec": {
             "workflowTemplateRef": {"name": template},
             "arguments": {"parameters": parameters},
@@ -330,5 +331,5 @@ def _made(workflow: Object) -> tuple[str, str]:
 def _seconds(started: Any, finished: Any) -> float | None:
     if not started:
         return None
-    begun = datetime.fromisoformat(started).timestamp()
-    return (datetime.fromisoformat(finished).timestamp() if finished else time.time()) - begun
+    start = datetime.fromisoformat(started).timestamp()
+    return (datetime.fromisoformat(finished).timestamp() if finished else time.time()) - start

@@ -22,50 +22,52 @@ _IN_RETRIES = {f"lastRetry.{field}" for field in ("exitCode", "status", "duratio
 
 def check(objects: Sequence[Object]) -> list[str]:
     """The problems of WorkflowTemplates, Workflows and CronWorkflows that are applied together; empty if none."""
-    known = {thing["metadata"]["name"]: thing["spec"] for thing in objects if thing["kind"] == "WorkflowTemplate"}
+    known = {
+        manifest["metadata"]["name"]: manifest["spec"] for manifest in objects if manifest["kind"] == "WorkflowTemplate"
+    }
     problems = []
-    for thing in objects:
-        spec = thing["spec"].get("workflowSpec", thing["spec"])
-        metadata = thing["metadata"]
-        name = f"{thing['kind']} {metadata.get('name') or metadata['generateName']}"
+    for manifest in objects:
+        spec = manifest["spec"].get("workflowSpec", manifest["spec"])
+        metadata = manifest["metadata"]
+        name = f"{manifest['kind']} {metadata.get('name') or metadata['generateName']}"
         problems += [f"{name}: {problem}" for problem in _workflow(spec, known)]
     return problems
 
 
 def _workflow(spec: Object, known: Mapping[str, Object]) -> Iterator[str]:
-    whole = dict(spec)
+    resolved = dict(spec)
     if reference := spec.get("workflowTemplateRef"):
         if reference["name"] not in known:
             yield f"its workflowTemplateRef names {reference['name']!r}, which is not among the objects"
             return
-        whole = {**known[reference["name"]], **spec}
-    templates = {template["name"]: template for template in whole.get("templates", ())}
-    if len(templates) != len(whole.get("templates", ())):
+        resolved = {**known[reference["name"]], **spec}
+    templates = {template["name"]: template for template in resolved.get("templates", ())}
+    if len(templates) != len(resolved.get("templates", ())):
         yield "two templates have one name"
     for field in ("entrypoint", "onExit"):
-        if field in whole and whole[field] not in templates:
-            yield f"{field} names the template {whole[field]!r}, which is not there"
-    if "entrypoint" not in whole:
+        if field in resolved and resolved[field] not in templates:
+            yield f"{field} names the template {resolved[field]!r}, which is not there"
+    if "entrypoint" not in resolved:
         yield "it has no entrypoint"
     if reference:
         return  # the template contains the rest, and is checked itself
-    parameters = {parameter["name"] for parameter in whole.get("arguments", {}).get("parameters", ())}
+    parameters = {parameter["name"] for parameter in resolved.get("arguments", {}).get("parameters", ())}
     everywhere = _EVERYWHERE | {f"workflow.parameters.{name}" for name in parameters}
     for template in templates.values():
-        scope = everywhere | _inputs(template) | (_AT_THE_END if template["name"] == whole.get("onExit") else set())
+        scope = everywhere | _inputs(template) | (_AT_THE_END if template["name"] == resolved.get("onExit") else set())
         for problem in [
             *_dag(template, templates, scope),
             *_references(template, scope | ({"pod.name", "retries"} if "dag" not in template else set())),
             *_retries(template),
-            *_mounts(template, whole),
+            *_mounts(template, resolved),
             *_outputs(template),
         ]:
             yield f"template {template['name']}: {problem}"
-    used = {whole.get("onExit"), whole.get("entrypoint")} | {
+    used = {resolved.get("onExit"), resolved.get("entrypoint")} | {
         task.get("template") for template in templates.values() for task in template.get("dag", {}).get("tasks", ())
     }
-    ways_in = {name for name, template in templates.items() if "dag" in template}
-    for name in templates.keys() - used - ways_in:
+    entry_points = {name for name, template in templates.items() if "dag" in template}
+    for name in templates.keys() - used - entry_points:
         yield f"template {name}: nothing uses it"
 
 
@@ -81,8 +83,8 @@ def _dag(template: Object, templates: Mapping[str, Object], scope: set[str]) -> 
     tasks = {task["name"]: task for task in template.get("dag", {}).get("tasks", ())}
     before: dict[str, set[str]] = {name: _dependencies(task) for name, task in tasks.items()}
     for name, task in tasks.items():
-        called = templates.get(task.get("template", ""))
-        if called is None:
+        target = templates.get(task.get("template", ""))
+        if target is None:
             yield f"task {name} runs the template {task.get('template')!r}, which is not there"
             continue
         for missing in sorted(before[name] - tasks.keys()):
@@ -90,8 +92,12 @@ def _dag(template: Object, templates: Mapping[str, Object], scope: set[str]) -> 
         ancestors = _ancestors(name, before)
         if name in ancestors:
             yield f"task {name} depends on itself"
-        yield from (f"task {name}: {problem}" for problem in _arguments(task, called))
-        outputs = {output for one in ancestors & tasks.keys() for output in _promised(one, tasks[one], templates)}
+        yield from (f"task {name}: {problem}" for problem in _arguments(task, target))
+        outputs = {
+            output
+            for ancestor in ancestors & tasks.keys()
+            for output in _promised(ancestor, tasks[ancestor], templates)
+        }
         items = {"item"} if "withParam" in task else set()
         for reference in _found(task):
             if reference in scope | outputs | items:
@@ -103,18 +109,18 @@ def _dag(template: Object, templates: Mapping[str, Object], scope: set[str]) -> 
 
 
 def _dependencies(task: Object) -> set[str]:
-    named = re.findall(r"[A-Za-z0-9][\w-]*(?:\.\w+)?", task.get("depends", ""))
-    return {*task.get("dependencies", ()), *(name.partition(".")[0] for name in named)}
+    references = re.findall(r"[A-Za-z0-9][\w-]*(?:\.\w+)?", task.get("depends", ""))
+    return {*task.get("dependencies", ()), *(name.partition(".")[0] for name in references)}
 
 
 def _ancestors(name: str, before: Mapping[str, set[str]]) -> set[str]:
-    found: set[str] = set()
+    ancestors: set[str] = set()
     waiting = list(before[name])
     while waiting:
-        if (one := waiting.pop()) not in found:
-            found.add(one)
-            waiting += before.get(one, ())
-    return found
+        if (ancestor := waiting.pop()) not in ancestors:
+            ancestors.add(ancestor)
+            waiting += before.get(ancestor, ())
+    return ancestors
 
 
 def _promised(name: str, task: Object, templates: Mapping[str, Object]) -> set[str]:
@@ -129,13 +135,13 @@ def _promised(name: str, task: Object, templates: Mapping[str, Object]) -> set[s
 
 def _arguments(task: Object, called: Object) -> Iterator[str]:
     for kind in ("parameters", "artifacts"):
-        given = {argument["name"] for argument in task.get("arguments", {}).get(kind, ())}
-        wanted = {item["name"]: item for item in called.get("inputs", {}).get(kind, ())}
-        for name in sorted(given - wanted.keys()):
+        argument_names = {argument["name"] for argument in task.get("arguments", {}).get(kind, ())}
+        inputs = {item["name"]: item for item in called.get("inputs", {}).get(kind, ())}
+        for name in sorted(argument_names - inputs.keys()):
             yield f"gives {kind[:-1]} {name!r}, which {called['name']} does not take"
-        for name, item in wanted.items():
+        for name, item in inputs.items():
             supplied = {"value", "default", "valueFrom", "raw", "s3", "optional"} & item.keys()
-            if name not in given and not supplied:
+            if name not in argument_names and not supplied:
                 yield f"does not give {kind[:-1]} {name!r}, which {called['name']} needs"
 
 

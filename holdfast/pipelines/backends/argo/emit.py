@@ -36,13 +36,13 @@ HEADER = "# Compiled by Holdfast from the spec `{name}`, for Argo Workflows.\n"
 def argo_objects(spec: Spec, *, image: str | None = None, namespace: str | None = None) -> list[dict[str, Any]]:
     """The objects of `spec`, in the order in which to apply them. See `workflow_template` for the arguments."""
     namespace = namespace or spec.cluster.namespace
-    found = [workflow_template(spec, image=image, namespace=namespace).to_dict()]
+    objects = [workflow_template(spec, image=image, namespace=namespace).to_dict()]
     if spec.schedule.cron is not None or spec.schedule.every_minutes is not None:
-        found.append(cron_workflow(spec, namespace=namespace).to_dict())
-    if problems := check(found):
+        objects.append(cron_workflow(spec, namespace=namespace).to_dict())
+    if problems := check(objects):
         raise AssertionError("the objects of Argo refer to what is not there:\n" + "\n".join(problems))
-    require_fits_argo(found)
-    return found
+    require_fits_argo(objects)
+    return objects
 
 
 def argo_text(spec: Spec, *, image: str | None = None, namespace: str | None = None) -> str:
@@ -124,12 +124,12 @@ def sweep_objects(
         arguments=parameters_of(spec, PARAMETERS),
         **template_fields(spec),
     ) as template:
-        made = {name: container_of(name, STEPS, spec, image, trials=trials) for name in STEPS}
+        containers = {name: container_of(name, STEPS, spec, image, trials=trials) for name in STEPS}
 
         def task(step: str, name: str = "", overrides: str = "[]", **inputs: str) -> Task:
-            given = {"overrides": overrides, **{key.replace("_", "-"): value for key, value in inputs.items()}}
-            arguments = [Parameter(name=key, value=value) for key, value in given.items()]
-            return Task(name=name or step, template=made[step], arguments=arguments)
+            named_values = {"overrides": overrides, **{key.replace("_", "-"): value for key, value in inputs.items()}}
+            arguments = [Parameter(name=key, value=value) for key, value in named_values.items()]
+            return Task(name=name or step, template=containers[step], arguments=arguments)
 
         numbers = range(1, len(trials) + 1)
         ended = [f"evaluate-{number}" for number in numbers]
@@ -147,8 +147,8 @@ def sweep_objects(
             registered = task("register", overrides=changes, run_id=winner)
             registered.when = f"'{word}' == 'blessed'"
             compared.next(registered)
-    found = [template.to_dict()]
-    if problems := check(found):
+    objects = [template.to_dict()]
+    if problems := check(objects):
         raise AssertionError("the objects of Argo refer to what is not there:\n" + "\n".join(problems))
-    require_fits_argo(found)
-    return found
+    require_fits_argo(objects)
+    return objects

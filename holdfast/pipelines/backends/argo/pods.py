@@ -162,11 +162,11 @@ def _mounts(step: Step, spec: Spec) -> list[VolumeMount]:
 
 def _resources(step: Step, spec: Spec) -> ResourceRequirements:
     resources = resources_of(step, spec)
-    asked: dict[str, Any] = {
+    quantities: dict[str, Any] = {
         "cpu": resources.cpu,
         "memory": resources.memory,
         "ephemeral-storage": resources.ephemeral_storage,
     }
     if resources.accelerator:
-        asked[resources.accelerator] = str(resources.accelerators)
-    return ResourceRequirements(requests=asked, limits=asked)
+        quantities[resources.accelerator] = str(resources.accelerators)
+    return ResourceRequirements(requests=quantities, limits=quantities)

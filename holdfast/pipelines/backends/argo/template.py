@@ -90,25 +90,29 @@ def workflow_template(spec: Spec, *, image: str | None = None, namespace: str | 
     ) as template:
         edges = edges_of(spec)
         names = (*steps_from(SCHEDULED_START, edges), EXIT_HANDLER)
-        made = {name: container_of(name, names, spec, image) for name in names}
+        containers = {name: container_of(name, names, spec, image) for name in names}
         # Limits concurrent pods. It matters only where one step runs many times.
         with DAG(name=TRAIN, parallelism=spec.data.fan_out if any(edge.each for edge in edges) else None):
-            _tasks(list(steps_from(start_of(spec), edges)), edges, made)
+            _tasks(list(steps_from(start_of(spec), edges)), edges, containers)
         # One at a time. A run that waited finds nothing new and ends.
         with DAG(name=RETRAIN, synchronization=Synchronization(mutexes=[Mutex(name=template_name(spec))])):
-            asked = Task(name=SCHEDULED_START, template=made[SCHEDULED_START])
+            trigger_task = Task(name=SCHEDULED_START, template=containers[SCHEDULED_START])
             (edge,) = (edge for edge in edges if edge.before == SCHEDULED_START)
-            asked.next(Task(name="run", template=TRAIN, when=_condition(edge)))
+            trigger_task.next(Task(name="run", template=TRAIN, when=_condition(edge)))
     return template
 
 
 def parameters_of(spec: Spec, names: Iterable[str]) -> list[Parameter]:
     """The parameters of a template, with their values for `spec`."""
     values = parameter_values(spec)
-    found = [PARAMETERS[name] for name in names]
+    parameters = [PARAMETERS[name] for name in names]
     return [
-        Parameter(name=one.name, value=text_of(one.name, values.get(one.name, one.default), spec), description=one.help)
-        for one in found
+        Parameter(
+            name=parameter.name,
+            value=text_of(parameter.name, values.get(parameter.name, parameter.default), spec),
+            description=parameter.help,
+        )
+        for parameter in parameters
     ]
 
 
@@ -145,19 +149,19 @@ def _tasks(names: Sequence[str], all_edges: Sequence[Edge], made: dict[str, Cont
     tasks: dict[str, Task] = {}
     for name in names:
         edges = [edge for edge in all_edges if edge.after == name and edge.before in tasks]
-        given = [
-            Parameter(name=dashed(one), value=output_reference(giver, one))
-            for one in inputs_of(name, tasks)
-            if (giver := producer_of(one))
+        arguments = [
+            Parameter(name=dashed(input_name), value=output_reference(producer, input_name))
+            for input_name in inputs_of(name, tasks)
+            if (producer := producer_of(input_name))
         ]
         items = [output_reference(edge.before, STEPS[edge.before].items) for edge in edges if edge.each]
         if items:
-            given.append(Parameter(name=dashed(STEPS[name].item), value="{{item}}"))
+            arguments.append(Parameter(name=dashed(STEPS[name].item), value="{{item}}"))
         conditions = [_condition(edge) for edge in edges if edge.when]
         tasks[name] = Task(
             name=name,
             template=made[name],
-            arguments=given or None,
+            arguments=arguments or None,
             when=" && ".join(conditions) or None,
             with_param=items[0] if items else None,
         )
@@ -189,24 +193,32 @@ def container_of(
     in, the overrides are an input, and no field of the spec is a parameter.
     """
     step = STEPS[name]
-    inputs = [dashed(one) for one in inputs_of(name, names) if one not in PARAMETERS and one != TRIALS]
+    inputs = [
+        dashed(input_name)
+        for input_name in inputs_of(name, names)
+        if input_name not in PARAMETERS and input_name != TRIALS
+    ]
     if trials and name != EXIT_HANDLER:
         inputs += ["overrides", *((TRIAL,) if step.per_trial else ())]
-    everywhere = ("store",) if trials else ("overrides", "store", *FIELDS)
+    dag_parameters = ("store",) if trials else ("overrides", "store", *FIELDS)
     arguments = {
         "spec": SPEC_FILE,
-        **{dashed(one): f"{{{{workflow.parameters.{one}}}}}" for one in everywhere},
+        **{dashed(field): f"{{{{workflow.parameters.{field}}}}}" for field in dag_parameters},
         **({} if trials else {"compiled": json_text(parameter_values(spec))}),
         "job": "{{workflow.uid}}",
         "outputs": OUTPUTS,
-        **{one: f"{{{{workflow.parameters.{one}}}}}" for one in step.inputs if one in PARAMETERS},
-        **{one: f"{{{{inputs.parameters.{one}}}}}" for one in inputs},
+        **{
+            input_name: f"{{{{workflow.parameters.{input_name}}}}}"
+            for input_name in step.inputs
+            if input_name in PARAMETERS
+        },
+        **{input_name: f"{{{{inputs.parameters.{input_name}}}}}" for input_name in inputs},
         **({TRIALS: json_text(trials)} if trials and TRIALS in step.inputs else {}),
     }
     if name == EXIT_HANDLER:
         arguments |= {"status": "{{workflow.status}}", "failures": "{{workflow.failures}}"}
-    kept = step.artifacts if spec.cluster.argo_artifacts else {}
-    documents = [_artifact(one, FILES[kind]) for one, kind in kept.items() if kind in FILES]
+    artifact_kinds = step.artifacts if spec.cluster.argo_artifacts else {}
+    documents = [_artifact(artifact, FILES[kind]) for artifact, kind in artifact_kinds.items() if kind in FILES]
     if documents:
         arguments["artifacts"] = ARTIFACTS
     return Container(
@@ -215,10 +227,13 @@ def container_of(
         args=["--escaped", *(f"--{key}={value}" for key, value in arguments.items())],
         inputs=[
             RawArtifact(name="spec", path=SPEC_FILE, data="{{workflow.parameters.spec}}"),
-            *(Parameter(name=one) for one in inputs),
+            *(Parameter(name=input_name) for input_name in inputs),
         ],
         outputs=[
-            *(Parameter(name=dashed(one), value_from=ValueFrom(path=f"{OUTPUTS}/{one}")) for one in step.outputs),
+            *(
+                Parameter(name=dashed(output), value_from=ValueFrom(path=f"{OUTPUTS}/{output}"))
+                for output in step.outputs
+            ),
             *documents,
         ],
         retry_strategy=RetryStrategy(limit=RETRY.tries, retry_policy="Always", expression=RETRYABLE, backoff=BACKOFF),

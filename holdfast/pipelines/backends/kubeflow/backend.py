@@ -49,14 +49,16 @@ class Kubeflow:
 
     def submit(self, order: RunRequest) -> tuple[RunStatus, bool]:
         """The run of `order` on the server. See `holdfast.pipelines.backends.kubeflow.submit`."""
-        made = submit(self.server, order)
-        return RunStatus(self.name, made.kfp_run_id, made.name, made.state, made.link), made.created
+        submitted = submit(self.server, order)
+        return RunStatus(
+            self.name, submitted.kfp_run_id, submitted.name, submitted.state, submitted.link
+        ), submitted.created
 
     def status(self, run: str) -> RunStatus:
         """The status of a run and its steps."""
-        found = watch.find_run(self.server, run)
-        status = self._status(found, tuple(watch.steps_of(found)))
-        return with_records(self.server, found, status, self._store, self._api)
+        kfp_run = watch.find_run(self.server, run)
+        status = self._status(kfp_run, tuple(watch.steps_of(kfp_run)))
+        return with_records(self.server, kfp_run, status, self._store, self._api)
 
     def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
         """All logs of the steps that KFP has."""
@@ -64,12 +66,12 @@ class Kubeflow:
 
     def _pods(self, run: str) -> list[str]:
         """The names of the pods that the steps reported."""
-        return [one.pod for one in outcomes_of(run, "", store=self._url) if one.pod]
+        return [outcome.pod for outcome in outcomes_of(run, "", store=self._url) if outcome.pod]
 
     def cancel(self, run: str) -> tuple[RunStatus, bool]:
         """Terminate a run."""
-        found, ended = watch.cancel(self.server, run)
-        return self._status(found), ended
+        kfp_run, ended = watch.cancel(self.server, run)
+        return self._status(kfp_run), ended
 
     def list(self) -> list[RunStatus]:
         """All runs on the server, newest first."""

@@ -115,6 +115,6 @@ def compile_with(
 
 def _text(spec: Spec, ir: list[dict[str, Any]]) -> str:
     pipeline = copy.deepcopy(ir[0])
-    shown = pipeline["root"]["inputDefinitions"]["parameters"]["spec"]
-    shown["defaultValue"] = in_order(shown["defaultValue"])
+    parameter = pipeline["root"]["inputDefinitions"]["parameters"]["spec"]
+    parameter["defaultValue"] = in_order(parameter["defaultValue"])
     return HEADER.format(name=spec.name) + as_yaml(pipeline, *ir[1:])

@@ -68,10 +68,10 @@ def source_of(step: Step) -> str:
     parameters = [f"{name}: {kinds.get(name, 'str')}" for name in required]
     parameters += [f"{name}: Output[{kind}]" for name, kind in step.artifacts.items()]
     parameters += [f"{name}: {kinds.get(name, 'str')} = None" for name in optional if name not in required]
-    more = [f'("{step.items}", list)'] if step.items else []
-    more += [f'("{name}", {kind})' for name, kind in step.others.items()]
-    more += [f'("{name}", str)' for name in PLACE] if step.shown else []
-    returns = f'NamedTuple("Outputs", [("Output", str), {", ".join(more)}])' if more else "str"
+    outputs = [f'("{step.items}", list)'] if step.items else []
+    outputs += [f'("{name}", {kind})' for name, kind in step.others.items()]
+    outputs += [f'("{name}", str)' for name in PLACE] if step.shown else []
+    returns = f'NamedTuple("Outputs", [("Output", str), {", ".join(outputs)}])' if outputs else "str"
     return _SOURCE.format(name=step.name, purpose=step.purpose, signature=", ".join(parameters), returns=returns)
 
 
@@ -102,9 +102,12 @@ def component_text(name: str) -> str:
 def readme_text(name: str) -> str:
     """The README of a step."""
     step = STEPS[name]
-    inputs = [(f"`{one}`", _kind(name, one), _need(step, one), _input(step, one)) for one in _names(name)]
-    outputs = [(f"`{one}`", text) for one, text in _outputs(step).items()]
-    artifacts = [(f"`{one}`", f"`system.{kind}`") for one, kind in step.artifacts.items()]
+    inputs = [
+        (f"`{input_name}`", _kind(name, input_name), _need(step, input_name), _input(step, input_name))
+        for input_name in _names(name)
+    ]
+    outputs = [(f"`{output}`", text) for output, text in _outputs(step).items()]
+    artifacts = [(f"`{artifact}`", f"`system.{kind}`") for artifact, kind in step.artifacts.items()]
     codes = [(str(int(code)), code.name, MEANINGS[code], "yes" if code.retryable else "no") for code in _codes(step)]
     pod = getattr(Cluster().steps, step.pod or name)
     resources = [
@@ -132,7 +135,11 @@ def readme_text(name: str) -> str:
             *_table("Outputs", ("output", "meaning"), outputs),
             *_table("Artifacts", ("artifact", "type"), artifacts),
             *_table("Exit codes", ("code", "name", "meaning", "retryable"), codes),
-            *_table("Environment", ("variable", "meaning"), [(f"`{one}`", text) for one, text in _ENVIRONMENT.items()]),
+            *_table(
+                "Environment",
+                ("variable", "meaning"),
+                [(f"`{variable}`", text) for variable, text in _ENVIRONMENT.items()],
+            ),
             *_table("Resources", ("resource", "default", "field of the spec"), resources),
             "",
         ]
@@ -141,7 +148,7 @@ def readme_text(name: str) -> str:
 
 def codes_text() -> str:
     """The page of all exit codes."""
-    rows = [(str(int(one)), one.name, MEANINGS[one], "yes" if one.retryable else "no") for one in ExitCode]
+    rows = [(str(int(code)), code.name, MEANINGS[code], "yes" if code.retryable else "no") for code in ExitCode]
     return "\n".join(
         [
             f"<!-- {HEADER.strip('# ').strip()} -->",
@@ -158,8 +165,8 @@ def codes_text() -> str:
 
 def files() -> dict[Path, str]:
     """Every generated file and its text."""
-    found = {FOLDER / name / "component.yaml": component_text(name) for name in STEPS}
-    return found | {FOLDER / name / "README.md": readme_text(name) for name in STEPS}
+    texts = {FOLDER / name / "component.yaml": component_text(name) for name in STEPS}
+    return texts | {FOLDER / name / "README.md": readme_text(name) for name in STEPS}
 
 
 def _table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -185,8 +192,8 @@ def _need(step: Step, one: str) -> str:
 def _input(step: Step, one: str) -> str:
     if one in PARAMETERS:
         return PARAMETERS[one].help
-    if giver := producer_of(one):
-        return f"Output of `{giver}`."
+    if producer := producer_of(one):
+        return f"Output of `{producer}`."
     return {
         "compiled": "Values of the fields at compile time. An input that equals its value changes nothing.",
         "job": "Id of the execution of the pipeline.",
@@ -201,13 +208,13 @@ def _outputs(step: Step) -> dict[str, str]:
     first = f"`{step.outputs[0]}` of the result." if step.outputs else "Empty."
     if step.outputs and step.outputs[0] == "word":
         first = f"The decision: {step.purpose.rpartition(': ')[2]}"
-    found = {"Output": first}
+    outputs = {"Output": first}
     if step.items:
-        found[step.items] = "A list. The next step runs once for each item."
-    found |= {name: f"`{name}` of the result." for name in step.others}
+        outputs[step.items] = "A list. The next step runs once for each item."
+    outputs |= {name: f"`{name}` of the result." for name in step.others}
     if step.shown:
-        found |= dict(zip(PLACE, (f"Scheme of the URI of `{step.shown}`.", f"URI of `{step.shown}`."), strict=True))
-    return found
+        outputs |= dict(zip(PLACE, (f"Scheme of the URI of `{step.shown}`.", f"URI of `{step.shown}`."), strict=True))
+    return outputs
 
 
 def _codes(step: Step) -> list[ExitCode]:

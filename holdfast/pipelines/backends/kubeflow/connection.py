@@ -151,9 +151,9 @@ class DryApi(kfp_server_api.ApiClient):
         self._requests.append(Request(method, path, dict(query or ()), body))
         if model is None:
             return None
-        made = dict(body or ()) if not files else {}
-        made |= {key: f"({key})" for key in model.attribute_map if key.endswith("_id") and key not in made}
-        return self._ApiClient__deserialize(made, str(kwargs["response_type"]))
+        reply = dict(body or ()) if not files else {}
+        reply |= {key: f"({key})" for key in model.attribute_map if key.endswith("_id") and key not in reply}
+        return self._ApiClient__deserialize(reply, str(kwargs["response_type"]))
 
 
 class Server:
@@ -243,8 +243,8 @@ class Server:
         """
 
         def find_or_make(_: int) -> tuple[T, bool]:
-            if (found := find()) is not None:
-                return found, False
+            if (existing := find()) is not None:
+                return existing, False
             return self._tried(lambda: make(_request_timeout=TIMEOUT), safe=False), True
 
         try:
@@ -302,27 +302,29 @@ class Server:
 
     def _told(self, error: BaseException | None) -> HoldfastError:
         """The error for a person."""
-        place = getattr(self, "host", "") or redact(self.access.endpoint) or "the server of the current kubectl context"
+        address = (
+            getattr(self, "host", "") or redact(self.access.endpoint) or "the server of the current kubectl context"
+        )
         if not isinstance(error, kfp_server_api.ApiException) or not error.status:
             reason = type(error.reason if isinstance(error, urllib3.exceptions.MaxRetryError) else error).__name__
             return KubeflowUnreachableError(
-                f"Kubeflow Pipelines at {place} does not answer ({reason}); is the endpoint right, and a port-forward "
-                "still running?"
+                f"Kubeflow Pipelines at {address} does not answer ({reason}); is the endpoint right, and a "
+                "port-forward still running?"
             )
-        said = self._without_secrets(_message_of(error))
+        message = self._without_secrets(_message_of(error))
         if error.status in (401, 403) or 300 <= error.status < 400:
             return AccessDeniedError(
-                f"Kubeflow Pipelines at {place} does not let us in (status {error.status}): {said}\n"
+                f"Kubeflow Pipelines at {address} does not let us in (status {error.status}): {message}\n"
                 "    remedy: renew KFP_TOKEN, KFP_TOKEN_FILE, KFP_COOKIE or KFP_HEADER, or ask for access to the "
                 "namespace"
             )
         if error.status == 404:
-            return MissingError(f"Kubeflow Pipelines at {place} has no such thing: {said}")
+            return MissingError(f"Kubeflow Pipelines at {address} has no such thing: {message}")
         if error.status in _TRANSIENT:
             return KubeflowUnreachableError(
-                f"Kubeflow Pipelines at {place} is not well (status {error.status}): {said}"
+                f"Kubeflow Pipelines at {address} is not well (status {error.status}): {message}"
             )
-        return KubeflowRefusedError(f"Kubeflow Pipelines at {place} refuses (status {error.status}): {said}")
+        return KubeflowRefusedError(f"Kubeflow Pipelines at {address} refuses (status {error.status}): {message}")
 
     def _without_secrets(self, text: str) -> str:
         access = self.access
@@ -337,8 +339,8 @@ class Server:
 def _message_of(error: kfp_server_api.ApiException) -> str:
     body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
     with suppress(DataError):
-        found = parse_json_object(body, "the answer")
-        body = str(found.get("error_message") or found.get("message") or found.get("error") or body)
+        reply = parse_json_object(body, "the answer")
+        body = str(reply.get("error_message") or reply.get("message") or reply.get("error") or body)
     if "<html" in body[:200].lower():
         body = "a page for browsers, as of a login"
     return (body or str(error.reason or "no reason given"))[:MAX_SHOWN]

@@ -65,15 +65,17 @@ def place(task: PipelineTask, step: Step, spec: Spec, image: str | None) -> Pipe
 
 
 def _resources(task: PipelineTask, step: Step, spec: Spec) -> None:
-    asked = resources_of(step, spec)
-    cpu = asked.cpu if asked.cpu.endswith("m") or not asked.cpu[-1].isalpha() else str(amount(asked.cpu))
-    memory = _memory(asked.memory)
+    resources = resources_of(step, spec)
+    cpu = (
+        resources.cpu if resources.cpu.endswith("m") or not resources.cpu[-1].isalpha() else str(amount(resources.cpu))
+    )
+    memory = _memory(resources.memory)
     task.set_cpu_request(cpu).set_cpu_limit(cpu).set_memory_request(memory).set_memory_limit(memory)
     if step.shared_memory:
         path, size = SHARED_MEMORY
         kubernetes.empty_dir_mount(task, "shm", path, medium="Memory", size_limit=size)
-    if asked.accelerator:
-        task.set_accelerator_type(asked.accelerator).set_accelerator_limit(asked.accelerators)
+    if resources.accelerator:
+        task.set_accelerator_type(resources.accelerator).set_accelerator_limit(resources.accelerators)
 
 
 def _memory(quantity: str) -> str:
@@ -109,10 +111,10 @@ def show_artifacts(preprocess: PipelineTask, train: PipelineTask, spec: Spec, im
     with dsl.If(train.outputs[SCHEME] == IN_A_BUCKET, name=f"if-in-{IN_A_BUCKET}"):
         uris = {"dataset": preprocess.outputs[URI], "model": train.outputs[URI]}
         kinds = {"dataset": dsl.Dataset, "model": dsl.Model}
-        entered = [
+        importers = [
             dsl.importer(artifact_uri=uri, artifact_class=kinds[name], reimport=False).set_display_name(name)
             for name, uri in uris.items()
         ]
-        shown = artifacts(**uris).after(*entered)
-        shown.set_caching_options(enable_caching=False)
-        place(shown, SHOW, spec, image)
+        task = artifacts(**uris).after(*importers)
+        task.set_caching_options(enable_caching=False)
+        place(task, SHOW, spec, image)

@@ -69,8 +69,8 @@ class PodLogs:
 
     def _asked(self, path: str) -> bytes:
         content = b"".join(self._server.stream(path))
-        if (said := error_in(content)) is not None:
-            raise MissingError(f"{self._server.host}: {said}")
+        if (message := error_in(content)) is not None:
+            raise MissingError(f"{self._server.host}: {message}")
         return content
 
     def _asked_cluster(self, node: str) -> Api | None:
@@ -83,12 +83,12 @@ class PodLogs:
             return self._cluster
         try:
             api = self._api or Api.of_this_process(self._namespace, KUBERNETES_SECONDS)
-            found, _ = api.list(PODS, f"{RUN_LABEL}={self._run_id}")
+            pods, _ = api.list(PODS, f"{RUN_LABEL}={self._run_id}")
         except (HoldfastError, TransientError, OSError):
             self._away = True
             return self._cluster
-        self._known |= {str(pod["metadata"]["name"]) for pod in found}
-        self._cluster = api if found else self._cluster
+        self._known |= {str(pod["metadata"]["name"]) for pod in pods}
+        self._cluster = api if pods else self._cluster
         return self._cluster
 
     @staticmethod
@@ -102,12 +102,12 @@ def error_in(content: bytes) -> str | None:
     if not content.startswith(b'{"error'):
         return None
     try:
-        found = parse_json_object(content, "the log")
+        reply = parse_json_object(content, "the log")
     except DataError:
         return None
-    if not found or not set(found) <= {"error_message", "error_details"}:
+    if not reply or not set(reply) <= {"error_message", "error_details"}:
         return None
-    return str(next(iter(found.values())))
+    return str(next(iter(reply.values())))
 
 
 def _log_in(api: Api, pod: str) -> bytes:

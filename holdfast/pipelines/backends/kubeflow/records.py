@@ -51,15 +51,15 @@ class Tasks:
     """The task list of one run."""
 
     def __init__(self, run: Any) -> None:
-        listed = list((run.run_details.task_details if run.run_details else None) or ())
-        self.rows = [_row(task) for task in listed]
+        details = list((run.run_details.task_details if run.run_details else None) or ())
+        self.rows = [_row(task) for task in details]
         self._ids = {child for row in self.rows for child in row.children}
         self._pods: dict[str, list[str]] | None = None
 
     def row(self, name: str) -> Row | None:
         """The newest row called `name`: the one with the later end, or one that began after it."""
-        found = [row for row in self.rows if row.name == name]
-        return max(found, key=lambda row: (row.ended or row.started or 0.0, row.ended is not None), default=None)
+        rows = [row for row in self.rows if row.name == name]
+        return max(rows, key=lambda row: (row.ended or row.started or 0.0, row.ended is not None), default=None)
 
     def names(self) -> list[str]:
         """The distinct names in the list."""
@@ -83,15 +83,15 @@ class Tasks:
 
         None where it has begun, or where the list does not determine it.
         """
-        whole = [row for row in self.rows if row.name == EXECUTOR and pods and pods[-1] in row.children]
-        if not whole or any(row.ended is not None for row in whole):
+        executors = [row for row in self.rows if row.name == EXECUTOR and pods and pods[-1] in row.children]
+        if not executors or any(row.ended is not None for row in executors):
             return None
-        begun = max(row.started or 0.0 for row in whole)
+        start = max(row.started or 0.0 for row in executors)
         tries = [row for row in self.rows if row.name == f"{EXECUTOR}({len(pods) - 1})" and row.started is not None]
-        ours = [row for row in tries if (row.started == begun if len(pods) == 1 else (row.started or 0.0) > begun)]
-        if not ours or any(row.state != "PENDING" for row in ours):
+        own_tries = [row for row in tries if (row.started == start if len(pods) == 1 else (row.started or 0.0) > start)]
+        if not own_tries or any(row.state != "PENDING" for row in own_tries):
             return None
-        return max(row.started or 0.0 for row in ours)
+        return max(row.started or 0.0 for row in own_tries)
 
     def _executors(self) -> Iterator[tuple[str, str]]:
         """(task, id) of each node that is a pod of a task."""
@@ -106,10 +106,10 @@ class Tasks:
         """The paths of the nodes below `path` whose ids are in the list."""
         if _TRY.search(path):
             outer = _TRY.sub("", path).rpartition(".")[2]
-            more = [] if outer == EXECUTOR or outer.endswith(DRIVER) else [f".{name}" for name in names]
+            parts = [] if outer == EXECUTOR or outer.endswith(DRIVER) else [f".{name}" for name in names]
         else:
-            more = [*(f"({number})" for number in range(MAX_TRIES)), ".onExit"]
-        for part in more:
+            parts = [*(f"({number})" for number in range(MAX_TRIES)), ".onExit"]
+        for part in parts:
             value = _hash(part, known)
             if f"{workflow}-{value}" in self._ids:
                 yield path + part
@@ -118,12 +118,12 @@ class Tasks:
 
 def _row(task: Any) -> Row:
     started, ended = task.start_time or task.create_time, task.end_time
-    over = started is not None and ended is not None and ended >= started
+    has_ended = started is not None and ended is not None and ended >= started
     return Row(
         str(task.display_name or ""),
         str(task.state or "").replace("RUNTIME_STATE_UNSPECIFIED", ""),
         started.timestamp() if started is not None else None,
-        ended.timestamp() if over else None,
+        ended.timestamp() if has_ended else None,
         str(task.error.message or "") if task.error else "",
         tuple(child.pod_name for child in task.child_tasks or () if child.pod_name),
     )
@@ -150,8 +150,8 @@ class Parameters:
     """The parameters of a run."""
 
     def __init__(self, server: Server, run: Any) -> None:
-        given = (run.runtime_config.parameters if run.runtime_config else None) or {}
-        self._given: dict[str, Any] = dict(unescape_tree(dict(given)))
+        parameters = (run.runtime_config.parameters if run.runtime_config else None) or {}
+        self._given: dict[str, Any] = dict(unescape_tree(dict(parameters)))
         self._server, self._run = server, run
 
     @property
@@ -204,46 +204,47 @@ class Parameters:
 
 def with_records(server: Server, run: Any, status: RunStatus, store: str, api: Callable[[], Api] | None) -> RunStatus:
     """Add to `status` the records of the store at `store` (default: the run's own) and of the cluster."""
-    given = Parameters(server, run)
-    status = explained(status, known_of(store or given.store, run.run_id, given, status))
+    parameters = Parameters(server, run)
+    status = explained(status, known_of(store or parameters.store, run.run_id, parameters, status))
     if status.state == FAILED:
-        status = _with_refusal(status, given)
+        status = _with_refusal(status, parameters)
     return _with_pods(status, Tasks(run), run, api, server.namespace)
 
 
 def _with_refusal(status: RunStatus, given: Parameters) -> RunStatus:
     """Explain a failed step without a record: parsing the spec here gives the same error."""
-    failed = next((one for one in status.steps if one.state == FAILED), None)
+    failed = next((other for other in status.steps if other.state == FAILED), None)
     if failed is None or failed.error or failed.name == "notify" or not (refusal := given.refusal()):
         return status
     code = int(ExitCode.BAD_SPEC)
     step = replace(failed, error=f"exit code {code}: {refusal}", exit_code=code)
-    steps = tuple(step if one is failed else one for one in status.steps)
+    steps = tuple(step if other is failed else other for other in status.steps)
     return replace(status, steps=steps, exit_code=code)
 
 
 def _with_pods(status: RunStatus, tasks: Tasks, run: Any, api: Callable[[], Api] | None, namespace: str) -> RunStatus:
     """Report pods that do not start, and why a workflow failed before its first step."""
-    slow = {one.name: since for one in status.steps if (since := _waits_since(one, tasks)) is not None}
-    begun = any(one.seconds is not None and one.state not in ("NOT_BEGUN", "SKIPPED") for one in status.steps)
-    early = status.state == FAILED and not begun
-    silent = any(one.state == FAILED and not one.error for one in status.steps)
-    if not (slow or early or silent or (status.unfinished and not begun)):
+    slow = {step.name: since for step in status.steps if (since := _waits_since(step, tasks)) is not None}
+    begun = any(step.seconds is not None and step.state not in ("NOT_BEGUN", "SKIPPED") for step in status.steps)
+    failed_early = status.state == FAILED and not begun
+    silent = any(step.state == FAILED and not step.error for step in status.steps)
+    if not (slow or failed_early or silent or (status.unfinished and not begun)):
         return status
-    found: dict[str, str] = {}
-    workflow, place = tasks.workflow, namespace
+    messages: dict[str, str] = {}
+    workflow, pod_namespace = tasks.workflow, namespace
     if workflow and api is not None:
-        place, found = _complaints(api, workflow, namespace)
-    place = place or KFP_NAMESPACE
-    steps = tuple(_waiting(one, slow.get(one.name), found, run.run_id, place) for one in status.steps)
-    of_steps = {words for one in steps if (words := found.get(one.pods[-1] if one.pods else ""))}
-    others = [words for words in found.values() if words not in of_steps]
-    message = status.message or (others[0] if others else "")
-    if early and not message:
+        pod_namespace, messages = _complaints(api, workflow, namespace)
+    pod_namespace = pod_namespace or KFP_NAMESPACE
+    steps = tuple(_waiting(step, slow.get(step.name), messages, run.run_id, pod_namespace) for step in status.steps)
+    of_steps = {words for step in steps if (words := messages.get(step.pods[-1] if step.pods else ""))}
+    other_messages = [words for words in messages.values() if words not in of_steps]
+    message = status.message or (other_messages[0] if other_messages else "")
+    if failed_early and not message:
         account = run.service_account or "pipeline-runner"
         message = (
             "the workflow failed before its first step, and KFP does not say why. Does its service account exist? "
-            f"kubectl -n {place} get serviceaccount {account}; more: kubectl -n {place} describe workflow {workflow}"
+            f"kubectl -n {pod_namespace} get serviceaccount {account}; more: "
+            f"kubectl -n {pod_namespace} describe workflow {workflow}"
         )
     return replace(status, steps=steps, message=message)
 
@@ -259,10 +260,10 @@ def _waiting(
     step: StepStatus, since: float | None, found: Mapping[str, str], kfp_run_id: str, namespace: str
 ) -> StepStatus:
     if since is None:
-        words = found.get(step.pods[-1]) if step.pods and step.state == FAILED and not step.error else None
-        return replace(step, error=words) if words else step
-    if step.pods and (words := found.get(step.pods[-1])):
-        return replace(step, state=PENDING, error=words)
+        message = found.get(step.pods[-1]) if step.pods and step.state == FAILED and not step.error else None
+        return replace(step, error=message) if message else step
+    if step.pods and (message := found.get(step.pods[-1])):
+        return replace(step, state=PENDING, error=message)
     if time.time() - since < SLOW_POD:
         return replace(step, state=PENDING)
     minutes = int((time.time() - since) // 60)
@@ -279,9 +280,9 @@ def _complaints(api: Callable[[], Api], workflow: str, namespace: str) -> tuple[
         connected = api()
         for place in dict.fromkeys(filter(None, (namespace, connected.namespace, KFP_NAMESPACE))):
             inside = connected.within(place, patience=PATIENCE)
-            if (found := inside.get(WORKFLOWS, workflow)) is not None:
+            if (stored := inside.get(WORKFLOWS, workflow)) is not None:
                 pods, _ = inside.list(PODS, f"workflows.argoproj.io/workflow={workflow}")
-                return place, dict(_of_workflow(found)) | dict(_of_pods(pods, workflow))
+                return place, dict(_of_workflow(stored)) | dict(_of_pods(pods, workflow))
     except (HoldfastError, OSError) as error:
         if workflow not in _warned:  # once, because `watch` and `logs --follow` poll every few seconds
             _warned.add(workflow)
@@ -292,10 +293,10 @@ def _complaints(api: Callable[[], Api], workflow: str, namespace: str) -> tuple[
 def _of_workflow(workflow: Object) -> Iterator[tuple[str, str]]:
     status = workflow.get("status", {})
     for identity, node in (status.get("nodes") or {}).items():
-        words = " ".join(str(node.get("message") or "").split())[:MAX_WORDS]
+        text = " ".join(str(node.get("message") or "").split())[:MAX_WORDS]
         stuck = node.get("type") == "Pod" and node.get("phase") in ("Pending", "Error", "Failed")
-        if words and stuck and not words.startswith(PASSING):
-            yield identity, words
+        if text and stuck and not text.startswith(PASSING):
+            yield identity, text
     if message := str(status.get("message") or ""):
         yield workflow["metadata"]["name"], message[:MAX_WORDS]
 
@@ -303,5 +304,5 @@ def _of_workflow(workflow: Object) -> Iterator[tuple[str, str]]:
 def _of_pods(pods: list[Object], workflow: str) -> Iterator[tuple[str, str]]:
     for pod in pods:
         if (obstacle := obstacle_of(pod, "main", 0, 0.0)) is not None:
-            words = obstacle.symptom.words.partition("; cluster.pending_timeout_minutes")[0]
-            yield f"{workflow}-{pod['metadata']['name'].rpartition('-')[2]}", words[:MAX_WORDS]
+            text = obstacle.symptom.words.partition("; cluster.pending_timeout_minutes")[0]
+            yield f"{workflow}-{pod['metadata']['name'].rpartition('-')[2]}", text[:MAX_WORDS]

@@ -94,8 +94,8 @@ def trigger_of(spec: Spec, controller_timezone: str = "UTC") -> kfp_server_api.V
                 )
             ],
         )
-    six = f"0 {expand(schedule.cron)}"  # seconds first
-    return kfp_server_api.V2beta1Trigger(cron_schedule=kfp_server_api.V2beta1CronSchedule(cron=six))
+    expression = f"0 {expand(schedule.cron)}"  # seconds first
+    return kfp_server_api.V2beta1Trigger(cron_schedule=kfp_server_api.V2beta1CronSchedule(cron=expression))
 
 
 def schedule(server: Server, wanted: RunRequest, *, controller_timezone: str = "UTC") -> Scheduled:
@@ -105,26 +105,33 @@ def schedule(server: Server, wanted: RunRequest, *, controller_timezone: str = "
     version = upload_text(server, wanted.spec.name, text)
     body = _body(server, wanted, trigger, version, pipeline_digest(text))
     name = body.display_name
-    former = [one for one in _of(server, wanted.spec.name) if one.display_name != name]
-    for one in former:
-        if _enabled(one):
-            server.ask(server.recurring_runs.recurring_run_service_disable_recurring_run, one.recurring_run_id)
+    former = [recurring for recurring in _of(server, wanted.spec.name) if recurring.display_name != name]
+    for recurring in former:
+        if _enabled(recurring):
+            server.ask(server.recurring_runs.recurring_run_service_disable_recurring_run, recurring.recurring_run_id)
     current, created = server.ensure(
-        lambda: _oldest(one for one in _of(server, wanted.spec.name) if one.display_name == name),
+        lambda: _oldest(recurring for recurring in _of(server, wanted.spec.name) if recurring.display_name == name),
         lambda **timeout: server.recurring_runs.recurring_run_service_create_recurring_run(
             recurring_run=body, **timeout
         ),
     )
-    everything = _of(server, wanted.spec.name)  # a concurrent client may have created the same one, or another one
-    current = _oldest(one for one in everything if one.display_name == name) or current
-    others = [one for one in everything if one.recurring_run_id != current.recurring_run_id]
-    for one in others:
-        if _enabled(one):
-            server.ask(server.recurring_runs.recurring_run_service_disable_recurring_run, one.recurring_run_id)
+    listed = _of(server, wanted.spec.name)  # a concurrent client may have created the same one, or another one
+    current = _oldest(recurring for recurring in listed if recurring.display_name == name) or current
+    others = [recurring for recurring in listed if recurring.recurring_run_id != current.recurring_run_id]
+    for recurring in others:
+        if _enabled(recurring):
+            server.ask(server.recurring_runs.recurring_run_service_disable_recurring_run, recurring.recurring_run_id)
     if not _enabled(current):
         server.ask(server.recurring_runs.recurring_run_service_enable_recurring_run, current.recurring_run_id)
-    ours = {one.recurring_run_id for one in former}
-    removed, kept = _remove(server, [one for one in others if one.display_name == name or one.recurring_run_id in ours])
+    former_ids = {recurring.recurring_run_id for recurring in former}
+    removed, kept = _remove(
+        server,
+        [
+            recurring
+            for recurring in others
+            if recurring.display_name == name or recurring.recurring_run_id in former_ids
+        ],
+    )
     return Scheduled(
         current.recurring_run_id,
         name,
@@ -139,10 +146,10 @@ def schedule(server: Server, wanted: RunRequest, *, controller_timezone: str = "
 def _body(
     server: Server, wanted: RunRequest, trigger: kfp_server_api.V2beta1Trigger, version: Uploaded, pipeline: str
 ) -> kfp_server_api.V2beta1RecurringRun:
-    meaning = [when(trigger), pipeline, wanted.question(), wanted.service_account, MAX_CONCURRENCY]
+    identity = [when(trigger), pipeline, wanted.question(), wanted.service_account, MAX_CONCURRENCY]
     return kfp_server_api.V2beta1RecurringRun(
         experiment_id=experiment(server, wanted.spec.experiment),
-        display_name=f"{wanted.spec.name}{_SCHEDULED}{digest(meaning)[:8]}",
+        display_name=f"{wanted.spec.name}{_SCHEDULED}{digest(identity)[:8]}",
         description=f"Holdfast: {wanted.spec.name}, {when(trigger)}",
         pipeline_version_reference=version.reference,
         runtime_config=kfp_server_api.V2beta1RuntimeConfig(parameters=wanted.escaped_parameters()),
@@ -156,11 +163,19 @@ def _body(
 
 def entries(server: Server) -> list[Entry]:
     """All schedules that Holdfast created, by name of the pipeline."""
-    found = [(one, match) for one in _listed(server) if (match := _NAME.fullmatch(one.display_name or ""))]
+    matches = [
+        (recurring, match) for recurring in _listed(server) if (match := _NAME.fullmatch(recurring.display_name or ""))
+    ]
     return sorted(
         (
-            Entry(one.recurring_run_id, match["pipeline"], when(one.trigger), _enabled(one), len(_running(server, one)))
-            for one, match in found
+            Entry(
+                recurring.recurring_run_id,
+                match["pipeline"],
+                when(recurring.trigger),
+                _enabled(recurring),
+                len(_running(server, recurring)),
+            )
+            for recurring, match in matches
         ),
         key=lambda entry: (entry.pipeline, not entry.enabled),
     )
@@ -168,7 +183,7 @@ def entries(server: Server) -> list[Entry]:
 
 def pause(server: Server, pipeline: str) -> list[str]:
     """Disable the schedules of `pipeline`. Returns the ids of those that were enabled. Their active runs continue."""
-    enabled = [one.recurring_run_id for one in _some(server, pipeline) if _enabled(one)]
+    enabled = [recurring.recurring_run_id for recurring in _some(server, pipeline) if _enabled(recurring)]
     for identity in enabled:
         server.ask(server.recurring_runs.recurring_run_service_disable_recurring_run, identity)
     return enabled
@@ -195,13 +210,13 @@ def when(trigger: Any) -> str:
 def _remove(server: Server, disabled: list[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Delete the disabled schedules without active runs."""
     removed, kept = [], []
-    for one in disabled:
-        if _running(server, one):
-            kept.append(one.recurring_run_id)
+    for recurring in disabled:
+        if _running(server, recurring):
+            kept.append(recurring.recurring_run_id)
             continue
         with suppress(MissingError):  # deleted by a try with a lost response, or by another client
-            server.ask(server.recurring_runs.recurring_run_service_delete_recurring_run, one.recurring_run_id)
-        removed.append(one.recurring_run_id)
+            server.ask(server.recurring_runs.recurring_run_service_delete_recurring_run, recurring.recurring_run_id)
+        removed.append(recurring.recurring_run_id)
     return tuple(removed), tuple(kept)
 
 
@@ -217,17 +232,17 @@ def _running(server: Server, one: Any) -> list[Any]:
 
 
 def _some(server: Server, pipeline: str) -> list[Any]:
-    if found := _of(server, pipeline):
-        return found
+    if recurring_runs := _of(server, pipeline):
+        return recurring_runs
     raise MissingError(f"{pipeline!r}: has no schedule on {server.host}; `holdfast schedule --list` shows all of them")
 
 
 def _of(server: Server, pipeline: str) -> list[Any]:
     """All schedules of `pipeline`, enabled or not."""
     return [
-        one
-        for one in _listed(server, pipeline)
-        if (match := _NAME.fullmatch(one.display_name or "")) and match["pipeline"] == pipeline
+        recurring
+        for recurring in _listed(server, pipeline)
+        if (match := _NAME.fullmatch(recurring.display_name or "")) and match["pipeline"] == pipeline
     ]
 
 

@@ -47,10 +47,12 @@ class Pipeline:
 
     def __call__(self, name: str, **inputs: Any) -> PipelineTask:
         """The task of the step `name`, with the pod, the retries and the parameters of the pipeline."""
-        taken = (*COMMON, *FIELDS, "compiled", *STEPS[name].inputs)
-        given = {one: self._values[one] for one in taken if one in self._values}
-        given |= {one: of.outputs["Output"] if isinstance(of, PipelineTask) else of for one, of in inputs.items()}
-        task = component_of(name)(**given, job=dsl.PIPELINE_JOB_ID_PLACEHOLDER)
+        names = (*COMMON, *FIELDS, "compiled", *STEPS[name].inputs)
+        arguments = {parameter: self._values[parameter] for parameter in names if parameter in self._values}
+        arguments |= {
+            key: value.outputs["Output"] if isinstance(value, PipelineTask) else value for key, value in inputs.items()
+        }
+        task = component_of(name)(**arguments, job=dsl.PIPELINE_JOB_ID_PLACEHOLDER)
         # Holdfast caches by itself: datasets and runs are identified by their content, which KFP's cache key does not
         # cover.
         task.set_caching_options(enable_caching=False)
@@ -70,8 +72,8 @@ def component_of(name: str) -> BaseComponent:
 
 def spec_default(spec: Spec) -> dict[str, Any]:
     """The spec as its author wrote it, for the form."""
-    found: dict[str, Any] = escape_tree(to_struct(written_spec(spec)))
-    return found
+    struct: dict[str, Any] = escape_tree(to_struct(written_spec(spec)))
+    return struct
 
 
 def build(
@@ -87,14 +89,14 @@ def build(
     description = inspect.getdoc(pipeline) or ""
 
     def body(*values: Any) -> None:
-        given = {one.name: value for one, value in zip(parameters, values, strict=True)}
-        pipeline(Pipeline(spec, image, given, trials))
+        arguments = {parameter.name: value for parameter, value in zip(parameters, values, strict=True)}
+        pipeline(Pipeline(spec, image, arguments, trials))
 
     # KFP reads the parameters, their defaults and their descriptions from the function.
     body.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [_parameter(one, defaults.get(one.name, one.default)) for one in parameters]
+        [_parameter(parameter, defaults.get(parameter.name, parameter.default)) for parameter in parameters]
     )
-    meanings = "".join(f"    {one.name}: {one.help}\n" for one in parameters)
+    meanings = "".join(f"    {parameter.name}: {parameter.help}\n" for parameter in parameters)
     body.__doc__ = f"{description}\n\nArgs:\n{meanings}"
     name = f"{spec.name}-sweep" if trials else spec.name
     return dsl.pipeline(body, name=name, description=description, pipeline_config=pipeline_config(spec))

@@ -63,8 +63,8 @@ def submit(server: Server, wanted: RunRequest) -> Submitted:
     run, created = server.ensure(find, lambda **timeout: server.runs.run_service_create_run(run=body, **timeout))
     if created and not server.dry:
         time.sleep(SETTLE_SECONDS)
-        kept = find() or run
-        run, created = kept, kept.run_id == run.run_id
+        oldest = find() or run
+        run, created = oldest, oldest.run_id == run.run_id
     return Submitted(run.run_id, name, run.state or "PENDING", server.link("runs", run.run_id), created, version)
 
 
@@ -73,16 +73,16 @@ def _the_one(server: Server, name: str, *, finished: bool) -> Any | None:
 
     Otherwise, if `finished` ones count, the newest one that succeeded.
     """
-    found = [
+    runs = [
         run
         for run in server.every(server.runs.run_service_list_runs, "runs", filter=named(name), **in_namespace(server))
         if run.display_name == name and run.storage_state != "ARCHIVED"
     ]
-    found.sort(key=lambda run: (run.created_at, run.run_id))
-    running = [run for run in found if (run.state or UNFINISHED[0]) in UNFINISHED]
+    runs.sort(key=lambda run: (run.created_at, run.run_id))
+    running = [run for run in runs if (run.state or UNFINISHED[0]) in UNFINISHED]
     for twin in running[1:]:
         end(server, twin.run_id)
-    succeeded = [run for run in found if run.state == SUCCEEDED] if finished else []
+    succeeded = [run for run in runs if run.state == SUCCEEDED] if finished else []
     return next(iter(running), None) or next(reversed(succeeded), None)
 
 
@@ -102,16 +102,16 @@ def experiment(server: Server, name: str) -> str:
     experiments = server.experiments
 
     def find() -> Any | None:
-        found = server.every(
+        listed = server.every(
             experiments.experiment_service_list_experiments, "experiments", filter=named(name), **in_namespace(server)
         )
-        return next((one for one in found if one.display_name == name), None)
+        return next((candidate for candidate in listed if candidate.display_name == name), None)
 
     body = kfp_server_api.V2beta1Experiment(display_name=name, namespace=server.namespace or None)
-    made, _ = server.ensure(
+    stored, _ = server.ensure(
         find, lambda **timeout: experiments.experiment_service_create_experiment(experiment=body, **timeout)
     )
-    return str(made.experiment_id)
+    return str(stored.experiment_id)
 
 
 # A compiled pipeline on the KFP server: one pipeline for each name, one version for each content.
@@ -177,14 +177,14 @@ def upload_text(server: Server, pipeline: str, text: str) -> Uploaded:
     name, content = version_name(text), content_digest(text)
 
     def find() -> Any | None:
-        found = server.every(
+        versions = server.every(
             server.pipelines.pipeline_service_list_pipeline_versions,
             "pipeline_versions",
             pipeline_id=pipeline_id,
             filter=named(content, CONTAINS),
         )
         return min(
-            (version for version in found if str(version.display_name).endswith(f"-{content}")),
+            (version for version in versions if str(version.display_name).endswith(f"-{content}")),
             key=lambda version: (str(version.created_at), version.pipeline_version_id),
             default=None,
         )
@@ -192,13 +192,13 @@ def upload_text(server: Server, pipeline: str, text: str) -> Uploaded:
     with temporary_folder("upload") as folder:
         file = Path(folder) / "pipeline.yaml"
         file.write_text(text, encoding="utf-8")
-        made, created = server.ensure(
+        stored, created = server.ensure(
             find,
             lambda **timeout: server.pipeline_uploads.upload_pipeline_version(
                 str(file), name=name, pipelineid=pipeline_id, description=DESCRIPTION, **timeout
             ),
         )
-    return Uploaded(pipeline_id, made.pipeline_version_id, made.display_name or name, created)
+    return Uploaded(pipeline_id, stored.pipeline_version_id, stored.display_name or name, created)
 
 
 def _pipeline(server: Server, name: str) -> str:
@@ -206,11 +206,11 @@ def _pipeline(server: Server, name: str) -> str:
     pipelines = server.pipelines
 
     def find() -> Any | None:
-        found = server.every(
+        listed = server.every(
             pipelines.pipeline_service_list_pipelines, "pipelines", filter=named(name), **in_namespace(server)
         )
         return min(
-            (pipeline for pipeline in found if pipeline.display_name == name),
+            (pipeline for pipeline in listed if pipeline.display_name == name),
             key=lambda pipeline: (str(pipeline.created_at), pipeline.pipeline_id),
             default=None,
         )
@@ -218,7 +218,7 @@ def _pipeline(server: Server, name: str) -> str:
     body = kfp_server_api.V2beta1Pipeline(
         display_name=name, name=name, description=DESCRIPTION, namespace=server.namespace or None
     )
-    made, _ = server.ensure(
+    stored, _ = server.ensure(
         find, lambda **timeout: pipelines.pipeline_service_create_pipeline(pipeline=body, **timeout)
     )
-    return str(made.pipeline_id)
+    return str(stored.pipeline_id)

@@ -39,27 +39,27 @@ def find_run(server: Server, wanted: str) -> Any:
     runs = server.runs
     if _UUID.fullmatch(wanted):
         return server.ask(runs.run_service_get_run, run_id=wanted)
-    found = [
+    matches = [
         run
         for run in server.every(
             runs.run_service_list_runs, "runs", filter=named(wanted, CONTAINS), **in_namespace(server)
         )
         if wanted and (wanted in (run.display_name, *run.display_name.split()) or _run_id(run).startswith(wanted))
     ]
-    require_one_run(wanted, (_run_id(run) for run in found if _run_id(run).startswith(wanted)))
-    if not found and _PART.fullmatch(wanted):
-        found = [
+    require_one_run(wanted, (_run_id(run) for run in matches if _run_id(run).startswith(wanted)))
+    if not matches and _PART.fullmatch(wanted):
+        matches = [
             run
             for run in server.every(runs.run_service_list_runs, "runs", **in_namespace(server))
             if str(run.run_id).startswith(wanted)
         ]
-        require_one_run(wanted, (run.run_id for run in found))
-    if not found:
+        require_one_run(wanted, (run.run_id for run in matches))
+    if not matches:
         raise MissingError(
             f"{wanted!r}: no run on {server.host} has that id or name; `holdfast run` prints both, and the UI lists "
             "all runs"
         )
-    newest = max(found, key=lambda run: (run.created_at, run.run_id))
+    newest = max(matches, key=lambda run: (run.created_at, run.run_id))
     return server.ask(runs.run_service_get_run, run_id=newest.run_id)  # a listing omits the steps
 
 
@@ -73,8 +73,8 @@ def _run_id(run: Any) -> str:
 def state_of(run: Any) -> str:
     """The state of a run in one word. KFP reports FAILED for a canceled run; its history shows the cancellation."""
     state = str(run.state or UNFINISHED[0]).replace("RUNTIME_STATE_UNSPECIFIED", "PENDING")
-    before = [str(one.state or "") for one in run.state_history or () if str(one.state or "") != state]
-    return CANCELED if state == FAILED and before[-1:] == ["CANCELING"] else state
+    earlier = [str(entry.state or "") for entry in run.state_history or () if str(entry.state or "") != state]
+    return CANCELED if state == FAILED and earlier[-1:] == ["CANCELING"] else state
 
 
 def steps_of(run: Any) -> list[StepStatus]:
@@ -82,15 +82,15 @@ def steps_of(run: Any) -> list[StepStatus]:
     tasks = Tasks(run)
     names = tasks.names()
     sweep = any(step_called(name) != name for name in names)
-    found = []
+    statuses = []
     for step in STEPS:
-        ours = [name for name in names if step_called(name) == step]
-        for name in sorted(ours, key=lambda one: (len(one), one)):  # the trials of a sweep, by number
+        trial_names = [name for name in names if step_called(name) == step]
+        for name in sorted(trial_names, key=lambda one: (len(one), one)):  # the trials of a sweep, by number
             shown = f"{name}-1" if sweep and STEPS[step].per_trial and name == step else name
             row = tasks.row(name)
             if row is not None:
-                found.append(_step(shown, row, tasks.pods(name)))
-    return found
+                statuses.append(_step(shown, row, tasks.pods(name)))
+    return statuses
 
 
 def _step(name: str, row: Row, pods: tuple[str, ...]) -> StepStatus:
@@ -125,16 +125,16 @@ def logs(
     run = find_run(server, wanted)
     source, answer = PodLogs(server, run.run_id, pods(run.run_id)), ""
     while True:
-        steps, missing = [one for one in steps_of(run) if is_step(step, one.name)], False
-        for one in steps:
-            for pod in one.pods:
+        steps, missing = [step_status for step_status in steps_of(run) if is_step(step, step_status.name)], False
+        for step_status in steps:
+            for pod in step_status.pods:
                 try:
                     content = source.read(pod)
                 except MissingError as error:
                     answer, missing = str(error), True
                     continue
-                for line in _new_lines(content, pod, shown, whole=not follow or one.state not in UNFINISHED):
-                    yield one.name, line
+                for line in _new_lines(content, pod, shown, whole=not follow or step_status.state not in UNFINISHED):
+                    yield step_status.name, line
         if not follow or state_of(run) not in UNFINISHED:
             break
         pause(POLL_SECONDS)
@@ -142,9 +142,9 @@ def logs(
         if missing:  # steps that have begun since report the names of their pods
             source.learn(pods(run.run_id))
     if not shown:
-        what = f"step {step}" if step else "any step"
+        subject = f"step {step}" if step else "any step"
         raise MissingError(
-            f"{run.display_name}: there is no log of {what}: it has not begun, or its pod is gone and KFP keeps no "
+            f"{run.display_name}: there is no log of {subject}: it has not begun, or its pod is gone and KFP keeps no "
             f"logs; `holdfast show --steps` has the steps{f' (the answer was: {answer})' if answer else ''}"
         )
 

@@ -60,16 +60,16 @@ class Local:
 
         if request.trials:
             return run_sweep(request, self.console)
-        made = identified(request.spec, request.store, request.salt, request.replan)
-        before = finished(made)
-        self._url = made.store_url
-        again = f"{self.again} --salt {made.salt}" if self.again and made.salt else self.again
-        code = go_on(made, again or f"holdfast resume {made.run_id}", self.console)
+        local_run = identified(request.spec, request.store, request.salt, request.replan)
+        previous = finished(local_run)
+        self._url = local_run.store_url
+        again = f"{self.again} --salt {local_run.salt}" if self.again and local_run.salt else self.again
+        code = go_on(local_run, again or f"holdfast resume {local_run.run_id}", self.console)
         try:
-            status = self.status(made.run_id)
+            status = self.status(local_run.run_id)
         except HoldfastError as error:  # the store became unreachable
-            status = RunStatus(self.name, made.run_id, made.spec.name, FAILED, message=str(error))
-        return replace(status, exit_code=int(code)), before is None
+            status = RunStatus(self.name, local_run.run_id, local_run.spec.name, FAILED, message=str(error))
+        return replace(status, exit_code=int(code)), previous is None
 
     def status(self, run: str) -> RunStatus:
         """Whether it runs now, and otherwise its progress."""
@@ -77,9 +77,9 @@ class Local:
         record = find_record(store, run)
         if record and record.trials:
             return _sweep_status(record, store)
-        found = read_run(store, record.run_id) if record else find_run(store, run)
-        assert found is not None
-        return _status(found, record if record and record.backend == self.name else None)
+        run_record = read_run(store, record.run_id) if record else find_run(store, run)
+        assert run_record is not None
+        return _status(run_record, record if record and record.backend == self.name else None)
 
     def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
         """The log of the newest try on this machine, or the output of one step.
@@ -109,11 +109,17 @@ class Local:
     def list(self) -> list[RunStatus]:
         """The runs in the store that this backend made, newest first."""
         store = open_store(self._url)
-        found = [(one, read_record(one.submission)) for one in all_runs(store) if one.submission]
-        mine = [(record, _status(one, record)) for one, record in found if record and record.backend == self.name]
-        sweeps = [one for one in sweep_records(store) if one.backend == self.name]
-        mine += [(one, _sweep_status(one, store)) for one in sweeps]
-        return [status for _, status in sorted(mine, key=lambda one: -one[0].submitted)]
+        pairs = [
+            (run_record, read_record(run_record.submission)) for run_record in all_runs(store) if run_record.submission
+        ]
+        statuses = [
+            (record, _status(run_record, record))
+            for run_record, record in pairs
+            if record and record.backend == self.name
+        ]
+        sweeps = [record for record in sweep_records(store) if record.backend == self.name]
+        statuses += [(record, _sweep_status(record, store)) for record in sweeps]
+        return [status for _, status in sorted(statuses, key=lambda one: -one[0].submitted)]
 
     def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Run it again. It resumes where it was."""
@@ -134,9 +140,9 @@ def _status(found: RunRecord, record: Record | None) -> RunStatus:
         return RunStatus("local", found.run_id, found.name, RUNNING, log, "", steps)
     if found.registration is not None or found.word not in ("", "blessed"):
         return RunStatus("local", found.run_id, found.name, SUCCEEDED, log, "", steps, int(code_of(found)))
-    told = found.summary if record is None or found.summary.get("ended", 0.0) >= record.submitted else {}
-    state, reason = _ENDED.get(str(told.get("status", "")), UNFINISHED), str(told.get("reason", ""))
-    return RunStatus("local", found.run_id, found.name, state, log, reason, steps, told.get("exit_code"))
+    summary = found.summary if record is None or found.summary.get("ended", 0.0) >= record.submitted else {}
+    state, reason = _ENDED.get(str(summary.get("status", "")), UNFINISHED), str(summary.get("reason", ""))
+    return RunStatus("local", found.run_id, found.name, state, log, reason, steps, summary.get("exit_code"))
 
 
 def _sweep_status(record: Record, store: Store) -> RunStatus:

@@ -56,14 +56,14 @@ def follow(folder: Path, log: Path, run: str, board: Board, signals: Signals) ->
         ) as process,
     ):
         view = View(board, folder / worker.OUTCOMES_FOLDER, events)
-        passed_on = 0
+        forwarded_count = 0
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(TICK)
             view.look()
-            if len(signals.received) > passed_on:
-                passed_on = len(signals.received)
-                if passed_on == 1:
+            if len(signals.received) > forwarded_count:
+                forwarded_count = len(signals.received)
+                if forwarded_count == 1:
                     board.say("  stopping: the step saves and leaves (once more ends it at once)")
                     worker.request_stop(folder)
                 else:
@@ -102,16 +102,16 @@ class View:
         for outcome in read_outcomes(self.folder):
             if outcome.step == "notify":
                 continue
-            one = (outcome.name, outcome.started)
-            if one not in self._begun:
-                self._begun.add(one)
+            key = (outcome.name, outcome.started)
+            if key not in self._begun:
+                self._begun.add(key)
                 self._progress = ""
                 self.board.begin(outcome.name, outcome.started)
-            if progress and one not in self._ended:
+            if progress and key not in self._ended:
                 self._progress = progress
                 self.board.progress(progress)
-            if outcome.ended is not None and one not in self._ended:
-                self._ended.add(one)
+            if outcome.ended is not None and key not in self._ended:
+                self._ended.add(key)
                 code = ExitCode.UNEXPECTED if outcome.exit_code is None else outcome.exit_code
                 self.board.end(outcome.name, outcome.ended - outcome.started, code, self._ending_of(outcome))
         for notice in notices:

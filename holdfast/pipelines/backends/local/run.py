@@ -195,17 +195,17 @@ def _conclude(
 def keep_outcomes(log: Path, outcomes: Iterable[Outcome]) -> None:
     """Keep the outcomes of the steps next to the log, for `holdfast show` of an ended run."""
     with suppress(OSError):  # the log has them too
-        kept = ", ".join(one.as_json().decode() for one in outcomes)
-        _kept(log).write_text(f"[{kept}]", encoding="utf-8")
+        entries = ", ".join(outcome.as_json().decode() for outcome in outcomes)
+        _kept(log).write_text(f"[{entries}]", encoding="utf-8")
 
 
 def steps_of(record: Record) -> tuple[StepStatus, ...]:
     """The steps of a run or sweep of this machine: their current or their final states."""
     if record.alive:
-        return tuple(_step_of(one, RUNNING) for one in read_outcomes(Path(record.outcomes)))
+        return tuple(_step_of(outcome, RUNNING) for outcome in read_outcomes(Path(record.outcomes)))
     try:
-        kept = _kept(Path(record.log))
-        return tuple(_step_of(one, FAILED) for one in parse_json(kept.read_bytes(), list[Outcome], str(kept)))
+        path = _kept(Path(record.log))
+        return tuple(_step_of(outcome, FAILED) for outcome in parse_json(path.read_bytes(), list[Outcome], str(path)))
     except (OSError, DataError):  # from another machine, or killed
         return ()
 

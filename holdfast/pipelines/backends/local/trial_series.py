@@ -54,17 +54,23 @@ def run_sweep(request: RunRequest, console: Console | None = None) -> tuple[RunS
     identity = sweep_id([run for _, _, run in trials])
     request = replace(request, spec=base.spec, store=base.store_url, run_id=identity)
     runs = {run: replace(base, spec=spec, run_id=run) for _, spec, run in trials}
-    if (done := _finished(base.store, identity, runs)) is not None:
-        print_comparison(console, done, base.store)
-        return _compared(done, request.title), False
+    if (finished_comparison := _finished(base.store, identity, runs)) is not None:
+        print_comparison(console, finished_comparison, base.store)
+        return _compared(finished_comparison, request.title), False
     require_this_machine(base.spec)
     log = log_dir(identity) / f"run-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
     make_folder(log.parent)
     console.print(f"{base.spec.name}  sweep {identity}, {len(trials)} trials\nlog {log}\n", highlight=False)
     outcomes, signal = _execute(request, log, console)
     code = _conclude(request, base.store, outcomes, signal, log, console)
-    found = read_comparison(base.store, identity) if code in (0, ExitCode.NOT_BLESSED, ExitCode.TRIALS_FAILED) else None
-    status = _compared(found, request.title) if found else RunStatus("local", identity, request.title, FAILED, str(log))
+    comparison = (
+        read_comparison(base.store, identity) if code in (0, ExitCode.NOT_BLESSED, ExitCode.TRIALS_FAILED) else None
+    )
+    status = (
+        _compared(comparison, request.title)
+        if comparison
+        else RunStatus("local", identity, request.title, FAILED, str(log))
+    )
     return replace(status, exit_code=int(code)), True
 
 
@@ -73,16 +79,16 @@ def sweep_status(record: Record, store: Store) -> RunStatus:
     steps = steps_of(record)
     if record.alive:
         return RunStatus("local", record.run_id, record.name, RUNNING, record.log, "", steps)
-    if (found := read_comparison(store, record.run_id)) is not None:
-        return replace(_compared(found, record.name), link=record.log, steps=steps)
-    told = record.ending(store)
-    state = {"failed": FAILED, "cancelled": CANCELED}.get(str(told.get("status", "")), UNFINISHED)
-    reason, code = str(told.get("reason", "")), told.get("exit_code")
+    if (comparison := read_comparison(store, record.run_id)) is not None:
+        return replace(_compared(comparison, record.name), link=record.log, steps=steps)
+    summary = record.ending(store)
+    state = {"failed": FAILED, "cancelled": CANCELED}.get(str(summary.get("status", "")), UNFINISHED)
+    reason, code = str(summary.get("reason", "")), summary.get("exit_code")
     return RunStatus("local", record.run_id, record.name, state, record.log, reason, steps, code)
 
 
 def _compared(found: Comparison, name: str) -> RunStatus:
-    message = "; ".join(one.text for one in found.failed)
+    message = "; ".join(trial.text for trial in found.failed)
     state, code = FAILED if found.failed else SUCCEEDED, int(_code_of(found))
     return RunStatus("local", found.sweep_id, name, state, message=message, exit_code=code)
 
@@ -92,11 +98,11 @@ def _conclude(
 ) -> ExitCode:
     """Show the comparison if this execution made one, or the reason why it did not."""
     stopped_by = [one for one in outcomes if one.exit_code != 0 and not one.part and one.step != EXIT_HANDLER]
-    compared = not signal and any(one.step == "compare" and one.exit_code == 0 for one in outcomes)
-    if compared and not stopped_by and (found := read_comparison(store, request.run_id)) is not None:
-        print_comparison(console, found, store)
-        return _code_of(found)
-    failed = next(iter(stopped_by), None) or next((one for one in outcomes if one.exit_code != 0), None)
+    compared = not signal and any(outcome.step == "compare" and outcome.exit_code == 0 for outcome in outcomes)
+    if compared and not stopped_by and (comparison := read_comparison(store, request.run_id)) is not None:
+        print_comparison(console, comparison, store)
+        return _code_of(comparison)
+    failed = next(iter(stopped_by), None) or next((outcome for outcome in outcomes if outcome.exit_code != 0), None)
     reason = f"{failed.name}: {failed.reason or KILLED}" if failed else "the end of the log:\n" + tail_of(log)
     console.print(f"\nerror: {reason}\n\nlog {log}\nThe same command goes on.", markup=False, highlight=False)
     if signal:
@@ -106,10 +112,10 @@ def _conclude(
 
 def _finished(store: Store, identity: str, runs: dict[str, LocalRun]) -> Comparison | None:
     """The comparison, if no trial failed and no work is left for the best one."""
-    found = read_comparison(store, identity)
-    if found is None or found.failed:
+    comparison = read_comparison(store, identity)
+    if comparison is None or comparison.failed:
         return None
-    return found if finished(runs[found.best.run_id]) is not None else None
+    return comparison if finished(runs[comparison.best.run_id]) is not None else None
 
 
 def _execute(request: RunRequest, log: Path, console: Console) -> tuple[list[Outcome], int]:

@@ -108,8 +108,8 @@ class LocalSteps:
 
     def start(self, execution: Execution) -> Handle:
         """See StepBackend."""
-        words = [f"--store={self._request.store}", *execution.arguments]
-        return StepProcess(execution.step, execution.name, self._request.spec, words, self._popen)
+        arguments = [f"--store={self._request.store}", *execution.arguments]
+        return StepProcess(execution.step, execution.name, self._request.spec, arguments, self._popen)
 
     def wait(self, handles: Sequence[Handle]) -> None:
         """See StepBackend."""
@@ -152,11 +152,11 @@ def run_dag(folder: Path, holders: Sequence[int] = ()) -> int:
     """Run the request in `folder`. Returns the exit code of the first step that failed."""
     request = parse_json((folder / REQUEST).read_bytes(), Request, REQUEST)
     spec, trials = parse_spec(request.spec), tuple(map(tuple, request.trials))
-    given = {"salt": request.salt, "replan": str(request.replan).lower()} | (
+    parameters = {"salt": request.salt, "replan": str(request.replan).lower()} | (
         {"trials": text_of(trials)} if trials else {}
     )
     steps = LocalSteps(folder, request, holders)
-    runner = Runner(local_plan(spec, trials), steps, given)
+    runner = Runner(local_plan(spec, trials), steps, parameters)
     steps.on_stop = runner.request_stop
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: request_stop(folder))

@@ -53,26 +53,26 @@ class Ray:
 
     def objects(self, request: RunRequest) -> list[dict[str, Any]]:
         """The request that `submit` would send to the Jobs API."""
-        wanted = RayOrder.of(request)
-        name = wanted.submission_id(1)
+        order = RayOrder.of(request)
+        name = order.submission_id(1)
         return [
             {
                 "submission_id": name,
-                "entrypoint": wanted.entrypoint(name),
-                "runtime_env": wanted.runtime_env(),
-                "metadata": wanted.metadata(),
+                "entrypoint": order.entrypoint(name),
+                "runtime_env": order.runtime_env(),
+                "metadata": order.metadata(),
             }
         ]
 
     def submit(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Submit a job, unless one of this run is unfinished or has succeeded."""
-        wanted = RayOrder.of(request)
-        before = self._known(wanted.key)
-        last = next((one for one in before if one.unfinished), before[-1] if before else None)
+        order = RayOrder.of(request)
+        jobs = self._known(order.key)
+        last = next((job for job in jobs if job.unfinished), jobs[-1] if jobs else None)
         if last is not None and (last.unfinished or (last.state == SUCCEEDED and request.run_id)):
             return self._status(last), False
-        name = wanted.submission_id(_number(before[-1]) + 1 if before else 1)
-        created = self._jobs.submit(name, wanted.entrypoint(name), wanted.runtime_env(), wanted.metadata())
+        name = order.submission_id(_number(jobs[-1]) + 1 if jobs else 1)
+        created = self._jobs.submit(name, order.entrypoint(name), order.runtime_env(), order.metadata())
         return self._status(self._find(name)), created
 
     def status(self, run: str) -> RunStatus:
@@ -83,25 +83,25 @@ class Ray:
         """The output of the steps, as the driver forwards it."""
         shown = 0  # characters
         while True:
-            found = self._find(run)
-            text = self._jobs.logs(found.id)[shown:]
-            whole = text if not found.unfinished else text[: text.rfind("\n") + 1]
+            job = self._find(run)
+            text = self._jobs.logs(job.id)[shown:]
+            whole = text if not job.unfinished else text[: text.rfind("\n") + 1]
             shown += len(whole)
             for line in whole.splitlines():
                 match = _LINE.match(line)
-                named, said = (match["step"], match["line"]) if match else ("driver", line)
-                if step in ("", named):
-                    yield named, plain(said)
-            if not follow or not found.unfinished:
+                step_name, output = (match["step"], match["line"]) if match else ("driver", line)
+                if step in ("", step_name):
+                    yield step_name, plain(output)
+            if not follow or not job.unfinished:
                 return
             time.sleep(POLL_SECONDS)
 
     def cancel(self, run: str) -> tuple[RunStatus, bool]:
         """Stop a job. Its training saves and exits, and the exit handler still runs."""
-        found = self._find(run)
-        if found.unfinished:
-            self._jobs.stop(found.id)
-        return self._status(self._find(found.id)), found.unfinished
+        job = self._find(run)
+        if job.unfinished:
+            self._jobs.stop(job.id)
+        return self._status(self._find(job.id)), job.unfinished
 
     def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Submit the request again. A new job follows a failed one and resumes its training."""
@@ -109,41 +109,41 @@ class Ray:
 
     def list(self) -> list[RunStatus]:
         """Holdfast's jobs on the cluster, newest first."""
-        return [self._status(one, detailed=False) for one in reversed(self._known())]
+        return [self._status(job, detailed=False) for job in reversed(self._known())]
 
     def _known(self, key: str = "") -> Sequence[RayJob]:
         """Holdfast's jobs, or those of a key, in the order of submission."""
-        found = [one for one in self._jobs.all() if (match := _NAME.fullmatch(one.id)) and key in ("", match["key"])]
-        return sorted(found, key=_number) if key else found
+        jobs = [job for job in self._jobs.all() if (match := _NAME.fullmatch(job.id)) and key in ("", match["key"])]
+        return sorted(jobs, key=_number) if key else jobs
 
     def _find(self, wanted: str) -> RayJob:
-        known = {one: _NAME.fullmatch(one.id) for one in self._known()}
-        keys = {one: match["key"] for one, match in known.items() if match}
-        fitting = [one for one in keys if wanted == one.id] or [
-            one for one in keys if wanted and (keys[one].startswith(wanted) or one.name == wanted)
+        matches = {job: _NAME.fullmatch(job.id) for job in self._known()}
+        keys = {job: match["key"] for job, match in matches.items() if match}
+        candidates = [job for job in keys if wanted == job.id] or [
+            job for job in keys if wanted and (keys[job].startswith(wanted) or job.name == wanted)
         ]
-        mine = f"-{store_mark(self._url)}"
-        fitting = [one for one in fitting if keys[one].endswith(mine)] or fitting
-        require_one_run(wanted, (keys[one] for one in fitting))
-        if not fitting:
+        suffix = f"-{store_mark(self._url)}"
+        candidates = [job for job in candidates if keys[job].endswith(suffix)] or candidates
+        require_one_run(wanted, (keys[job] for job in candidates))
+        if not candidates:
             raise MissingError(
                 f"{wanted!r}: the Ray at {self._jobs.address} knows no such run; `holdfast runs --backend ray` shows "
                 "all that it knows, and `holdfast show` what the store has"
             )
-        return max(fitting, key=lambda one: (one.unfinished, _number(one)))
+        return max(candidates, key=lambda one: (one.unfinished, _number(one)))
 
     def _status(self, job: RayJob, *, detailed: bool = True) -> RunStatus:
         outcomes = outcomes_of(job.id, "", store=self._url) if detailed else []
-        steps = tuple(_step(one, job.unfinished) for one in outcomes)
+        steps = tuple(_step(outcome, job.unfinished) for outcome in outcomes)
         state = (
             CANCELED
             if job.state == "STOPPED" or (job.state == FAILED and ExitCode.is_interruption(job.code))
             else job.state
         )
-        bad = next((one for one in steps if one.state in (FAILED, CANCELED)), None)
+        failed = next((step for step in steps if step.state in (FAILED, CANCELED)), None)
         message = ""
         if state == FAILED:
-            message = f"{bad.name}: {bad.error}" if bad else job.message
+            message = f"{failed.name}: {failed.error}" if failed else job.message
         code = ended_with(state, steps)
         if code is None and not job.unfinished:
             code = job.code or None
@@ -163,9 +163,9 @@ def _step(outcome: Outcome, unfinished: bool) -> StepStatus:
     if end is None:
         return StepStatus(outcome.name, RUNNING if unfinished else FAILED, seconds, "" if unfinished else "was killed")
     if outcome.exit_code:
-        said = outcome.reason.splitlines()[0] if outcome.reason else in_words(outcome.exit_code)
+        reason = outcome.reason.splitlines()[0] if outcome.reason else in_words(outcome.exit_code)
         state = CANCELED if ExitCode.is_interruption(outcome.exit_code) else FAILED
-        return StepStatus(outcome.name, state, seconds, said, exit_code=outcome.exit_code)
+        return StepStatus(outcome.name, state, seconds, reason, exit_code=outcome.exit_code)
     if outcome.result.startswith(f"{SKIPPED}:"):
         return StepStatus(outcome.name, SKIPPED.upper(), seconds, outcome.result.partition(": ")[2], exit_code=0)
     return StepStatus(outcome.name, SUCCEEDED, seconds, exit_code=0)

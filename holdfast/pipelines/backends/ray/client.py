@@ -38,8 +38,8 @@ class RayJob:
 
 def address_of(endpoint: str = "") -> str:
     """The address of the Jobs API: `endpoint`, otherwise as Ray's commands find it."""
-    found = (os.environ.get(name, "") for name in VARIABLES)
-    return endpoint or next((one for one in found if one.startswith("http")), DEFAULT)
+    values = (os.environ.get(name, "") for name in VARIABLES)
+    return endpoint or next((value for value in values if value.startswith("http")), DEFAULT)
 
 
 class Jobs:
@@ -66,9 +66,9 @@ class Jobs:
 
     def all(self) -> list[RayJob]:
         """The submitted jobs, oldest first."""
-        listed = self._ask(lambda: list(self._client.list_jobs()))
-        found = [_job(one) for one in listed if one.submission_id]
-        return sorted(found, key=lambda one: one.started)
+        details = self._ask(lambda: list(self._client.list_jobs()))
+        jobs = [_job(detail) for detail in details if detail.submission_id]
+        return sorted(jobs, key=lambda one: one.started)
 
     def logs(self, identity: str) -> str:
         """The output of a job's driver."""
@@ -100,21 +100,21 @@ class Jobs:
         except (ConnectionError, RequestException, OSError) as error:
             raise ClusterUnreachableError(f"Ray at {self.address}: {_first_line(error)}") from None
         except RuntimeError as error:
-            said = _first_line(error)
-            if "status code 404" in said:
-                raise MissingError(f"Ray at {self.address}: {said}") from None
-            if any(f"status code {code}" in said for code in (500, 502, 503, 504)) and "already" not in str(error):
-                raise ClusterUnreachableError(f"Ray at {self.address}: {said}") from None
+            message = _first_line(error)
+            if "status code 404" in message:
+                raise MissingError(f"Ray at {self.address}: {message}") from None
+            if any(f"status code {code}" in message for code in (500, 502, 503, 504)) and "already" not in str(error):
+                raise ClusterUnreachableError(f"Ray at {self.address}: {message}") from None
             remedy = "see what Ray says; where it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
             last = str(error).strip().splitlines()[-1]  # line of Ray's traceback
             raise SpecError([Problem("Ray", None, last[:1000], remedy)], "Ray") from None
 
 
 def _job(found: Any) -> RayJob:
-    named = (found.metadata or {}).get("name", "")
+    name = (found.metadata or {}).get("name", "")
     started = (found.start_time or 0) / 1000
     message = "" if found.status == "SUCCEEDED" else (found.message or "").partition("\n")[0]
-    return RayJob(found.submission_id, str(found.status), message, found.driver_exit_code or 0, started, named)
+    return RayJob(found.submission_id, str(found.status), message, found.driver_exit_code or 0, started, name)
 
 
 def _first_line(error: BaseException) -> str:

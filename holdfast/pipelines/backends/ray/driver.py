@@ -64,12 +64,12 @@ class RayTask:
             return int(ExitCode.TERMINATED)
         if task.reference is None or not ray.wait([task.reference], timeout=0)[0]:
             queued = any(other.task.has_room for other in self._steps.tasks if other is not self)
-            if not (why := task.go_on(queued=queued)):
+            if not (reason := task.go_on(queued=queued)):
                 return None
-            log.error("%s", why)
+            log.error("%s", reason)
             task.cancel(force=True)
             now, code = time.time(), int(ExitCode.UNSCHEDULABLE)
-            self._steps.record(Outcome(task.step, os.getpid(), now, now, code, why))
+            self._steps.record(Outcome(task.step, os.getpid(), now, now, code, reason))
             return code
         try:
             code, result = ray.get(task.reference)
@@ -120,18 +120,18 @@ class RaySteps:
     def start(self, execution: Execution) -> Handle:
         """See StepBackend."""
         step = execution.step
-        words = [f"--job={self._job}", *([f"--store={self._store}"] if self._store else []), *execution.arguments]
+        arguments = [f"--job={self._job}", *([f"--store={self._store}"] if self._store else []), *execution.arguments]
         if step == EXIT_HANDLER:
-            return ExitHandler(self, step, step, self._text, words, start_step)
+            return ExitHandler(self, step, step, self._text, arguments, start_step)
         if STEPS[step].launches:
-            return StepProcess(step, step, self._text, words, start_step)
+            return StepProcess(step, step, self._text, arguments, start_step)
         label = f"{step} {execution.part}" if execution.part else step
-        self.tasks.append(made := RayTask(Task(step, label, self._spec, self._text, words), self))
-        return made
+        self.tasks.append(task := RayTask(Task(step, label, self._spec, self._text, arguments), self))
+        return task
 
     def wait(self, _handles: Sequence[Handle]) -> None:
         """See StepBackend."""
-        if references := [one.task.reference for one in self.tasks if one.task.reference is not None]:
+        if references := [task.task.reference for task in self.tasks if task.task.reference is not None]:
             ray.wait(references, timeout=LOOK_SECONDS)
         else:
             time.sleep(LOOK_SECONDS)
@@ -166,9 +166,9 @@ def main(argv: Sequence[str]) -> int:
     configure_logging()
     restore_environment()
     text = os.environ[SPEC]
-    given = {"salt": arguments.salt, "replan": arguments.replan}
+    parameters = {"salt": arguments.salt, "replan": arguments.replan}
     spec = parse_spec(text)
-    runner = Runner(plan(spec), RaySteps(spec, text, arguments.store, arguments.job), given)
+    runner = Runner(plan(spec), RaySteps(spec, text, arguments.store, arguments.job), parameters)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: runner.request_stop())
     connect()

@@ -51,14 +51,14 @@ class RayOrder:
 
     def entrypoint(self, submission: str) -> str:
         """The command of the job's driver; with `exec`, because Ray also signals the shell that starts it."""
-        words = ["python", "-m", DRIVER, f"--job={submission}"]
+        command = ["python", "-m", DRIVER, f"--job={submission}"]
         if self.request.store:
-            words.append(f"--store={store_root(self.request.store)}")
+            command.append(f"--store={store_root(self.request.store)}")
         if self.request.salt:
-            words.append(f"--salt={self.request.salt}")
+            command.append(f"--salt={self.request.salt}")
         if self.request.replan:
-            words.append("--replan=true")
-        return "exec " + shlex.join(words)
+            command.append("--replan=true")
+        return "exec " + shlex.join(command)
 
     def runtime_env(self) -> dict[str, Any]:
         """The variables of every process of the job. Raises SpecError for a spec that is too long for a variable."""

@@ -50,12 +50,12 @@ class NodeProbe:
 
 def probe_node(url: str, key: str) -> dict[str, Any]:
     """Installed versions of this machine, and the content under `key` of the store at `url` (default: the steps')."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name).partition("+")[0]
+            versions[name] = version(name).partition("+")[0]
         except PackageNotFoundError:
-            found[name] = "none"
+            versions[name] = "none"
     text = os.environ.get(SPEC)
     url = url or store_url(parse_spec(text) if text else None)
     try:
@@ -64,33 +64,36 @@ def probe_node(url: str, key: str) -> dict[str, Any]:
         word, problem = "", ""
     except (HoldfastError, OSError) as error:
         word, problem = "", str(error)
-    return {"versions": found, "store": url, "word": word, "problem": problem}
+    return {"versions": versions, "store": url, "word": word, "problem": problem}
 
 
 def probe_all_nodes(url: str, key: str) -> list[NodeProbe]:
     """Probe every living node."""
     from holdfast.pipelines.backends.ray.node_probe import probe_node as task  # by name: this may be __main__
 
-    nodes = [one for one in ray.nodes() if one["Alive"]]
-    asked = {}
-    for one in nodes:
-        place = NodeAffinitySchedulingStrategy(one["NodeID"], soft=False)
-        asked[one["NodeID"]] = (
-            ray.remote(task).options(num_cpus=0, scheduling_strategy=place, max_retries=0).remote(url, key)
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    references = {}
+    for node in nodes:
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        references[node["NodeID"]] = (
+            ray.remote(task).options(num_cpus=0, scheduling_strategy=strategy, max_retries=0).remote(url, key)
         )
-    done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=SECONDS)
-    found = []
-    for one in nodes:
-        seen, reference = NodeProbe(one["NodeManagerAddress"], dict(one["Resources"]), {}), asked[one["NodeID"]]
+    done, _ = ray.wait(list(references.values()), num_returns=len(references), timeout=SECONDS)
+    probes = []
+    for node in nodes:
+        probe, reference = (
+            NodeProbe(node["NodeManagerAddress"], dict(node["Resources"]), {}),
+            references[node["NodeID"]],
+        )
         if reference not in done:
-            found.append(replace(seen, silent=f"did not answer in {SECONDS:g} s"))
+            probes.append(replace(probe, silent=f"did not answer in {SECONDS:g} s"))
             continue
         try:
-            found.append(replace(seen, **ray.get(reference)))
+            probes.append(replace(probe, **ray.get(reference)))
         except RayError as error:
             last = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
-            found.append(replace(seen, silent=last[:500]))
-    return found
+            probes.append(replace(probe, silent=last[:500]))
+    return probes
 
 
 def main(argv: Sequence[str]) -> int:
@@ -100,8 +103,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--store", default="", help="root of the store; default: as a step finds it")
     arguments = parser.parse_args(argv)
     connect()
-    said = [asdict(one) for one in probe_all_nodes(arguments.store, arguments.key)]
-    sys.stdout.write(f"{MARK}{json.dumps(said)}\n")
+    probes = [asdict(probe) for probe in probe_all_nodes(arguments.store, arguments.key)]
+    sys.stdout.write(f"{MARK}{json.dumps(probes)}\n")
     return 0
 
 

@@ -50,16 +50,16 @@ def rayjob(request: RunRequest) -> dict[str, Any]:
     spec = request.spec
     if problems := _problems(spec):
         raise SpecError(problems, "target rayjob")
-    sent = RayOrder.of(request)
-    name = f"{PREFIX}-{sent.key}"
+    order = RayOrder.of(request)
+    name = f"{PREFIX}-{order.key}"
     image = spec.cluster.image or ray_image(spec.cluster.accelerator)
-    job = training_job(spec, sent.key, 1, request.store or store_url(spec))
+    job = training_job(spec, order.key, 1, request.store or store_url(spec))
     job = replace(job, name=name, cluster=job.cluster.model_copy(update={"image": image}))
     spec_of_job: dict[str, Any] = {
-        "jobId": sent.submission_id(1),
-        "entrypoint": sent.entrypoint(sent.submission_id(1)),
-        "runtimeEnvYAML": yaml.safe_dump(sent.runtime_env(), sort_keys=True),
-        "metadata": {key: value for key, value in sent.metadata().items() if value},
+        "jobId": order.submission_id(1),
+        "entrypoint": order.entrypoint(order.submission_id(1)),
+        "runtimeEnvYAML": yaml.safe_dump(order.runtime_env(), sort_keys=True),
+        "metadata": {key: value for key, value in order.metadata().items() if value},
         "submissionMode": "HTTPMode",  # the operator submits the job, without another pod
         # KubeRay knows no exit codes. Finished work is kept, and another cluster resumes it.
         "backoffLimit": RETRY.blind_tries,
@@ -90,8 +90,8 @@ def _cluster(job: Job, spec: Spec) -> dict[str, Any]:
         "template": _template(job, "ray-worker"),
     }
     head = {"rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"}, "template": _head(job, spec)}  # noqa: S104 - of a pod
-    found = {"authOptions": {"mode": "token"}, "headGroupSpec": head, "workerGroupSpecs": [worker]}
-    return {"rayVersion": ray_version(), **found}
+    fields = {"authOptions": {"mode": "token"}, "headGroupSpec": head, "workerGroupSpecs": [worker]}
+    return {"rayVersion": ray_version(), **fields}
 
 
 def _template(job: Job, container: str) -> dict[str, Any]:
@@ -104,12 +104,14 @@ def _template(job: Job, container: str) -> dict[str, Any]:
     del main["command"], pod["restartPolicy"]
     # The pod is not for one launch: actors report how its nodes ended. Steps run in it too, so no secret is withheld.
     steps_need = withheld()
-    main["env"] = [each for each in main["env"] if each["name"] != FILE_VARIABLE and each not in steps_need]
+    main["env"] = [
+        variable for variable in main["env"] if variable["name"] != FILE_VARIABLE and variable not in steps_need
+    ]
     pod.pop("affinity", None)
     if job.cluster.nodes.max > 1:
-        apart = {"labelSelector": {"matchLabels": _labels(job)}, "topologyKey": "kubernetes.io/hostname"}
-        wish = {"weight": 50, "podAffinityTerm": apart}
-        pod["affinity"] = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}}
+        affinity_term = {"labelSelector": {"matchLabels": _labels(job)}, "topologyKey": "kubernetes.io/hostname"}
+        preference = {"weight": 50, "podAffinityTerm": affinity_term}
+        pod["affinity"] = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [preference]}}
     return template
 
 
@@ -127,8 +129,8 @@ def _head(job: Job, spec: Spec) -> dict[str, Any]:
     }
     pod["containers"][0]["securityContext"]["capabilities"] = {"drop": ["ALL"]}
     selector = {**steps.node_selector, **own.node_selector}
-    accepted = [one.model_dump(exclude_none=True) for one in (*steps.tolerations, *own.tolerations)]
-    for field, value in (("nodeSelector", selector), ("tolerations", accepted)):
+    tolerations = [toleration.model_dump(exclude_none=True) for toleration in (*steps.tolerations, *own.tolerations)]
+    for field, value in (("nodeSelector", selector), ("tolerations", tolerations)):
         pod.pop(field, None)
         if value:
             pod[field] = value
@@ -136,26 +138,26 @@ def _head(job: Job, spec: Spec) -> dict[str, Any]:
 
 
 def _labels(job: Job) -> dict[str, str]:
-    found = {key: value for key, value in labels(job).items() if key != "holdfast/launch"}
-    return {**found, "app.kubernetes.io/component": "ray"}
+    pod_labels = {key: value for key, value in labels(job).items() if key != "holdfast/launch"}
+    return {**pod_labels, "app.kubernetes.io/component": "ray"}
 
 
 def _problems(spec: Spec) -> list[Problem]:
     cluster = spec.cluster
-    found = spares_refused(cluster, "Ray")
+    problems = spares_refused(cluster, "Ray")
     for step in steps_from(start_of(spec), edges_of(spec)):
         if STEPS[step].launches:
             continue
-        wanted = resources_of(STEPS[step], spec)
+        resources = resources_of(STEPS[step], spec)
         for field in ("cpu", "memory"):
-            asked, there = getattr(wanted, field), getattr(cluster.resources, field)
-            if amount(asked) > amount(there):
+            requested, available = getattr(resources, field), getattr(cluster.resources, field)
+            if amount(requested) > amount(available):
                 remedy = f"raise cluster.resources.{field}, or ask for less here"
-                said = f"is more than a node has ({there}), and Ray runs every step on one"
-                found.append(Problem(f"cluster.steps.{step}.{field}", asked, said, remedy))
+                message = f"is more than a node has ({available}), and Ray runs every step on one"
+                problems.append(Problem(f"cluster.steps.{step}.{field}", requested, message, remedy))
     if cluster.scheduler == "volcano":
-        found.append(Problem("cluster.scheduler", "volcano", "is not tried with a RayJob", "use default or kueue"))
-    return found
+        problems.append(Problem("cluster.scheduler", "volcano", "is not tried with a RayJob", "use default or kueue"))
+    return problems
 
 
 def ray_version() -> str:

@@ -102,8 +102,8 @@ class Task:
 
 def bundle(step: str, spec: Spec) -> dict[str, float]:
     """The resources of a step on its node, by Ray's names; memory in bytes."""
-    wanted = resources_of(STEPS[step], spec)
-    found = {"CPU": float(amount(wanted.cpu)), "memory": float(amount(wanted.memory))}
-    if wanted.accelerators and wanted.accelerator == ACCELERATORS[spec.cluster.accelerator].resource:
-        found[RESOURCES[spec.cluster.accelerator]] = float(wanted.accelerators)
-    return found
+    resources = resources_of(STEPS[step], spec)
+    amounts = {"CPU": float(amount(resources.cpu)), "memory": float(amount(resources.memory))}
+    if resources.accelerators and resources.accelerator == ACCELERATORS[spec.cluster.accelerator].resource:
+        amounts[RESOURCES[spec.cluster.accelerator]] = float(resources.accelerators)
+    return amounts

@@ -89,7 +89,7 @@ class Submitted:
         if self.unfinished and not self.whole:  # its jobs are still being created
             return []
         steps = list(steps_from(START, SWEEP_EDGES if self.is_sweep else EDGES))
-        last = max((place for place, step in enumerate(steps) if step in self.jobs or step in told), default=-1)
+        last = max((position for position, step in enumerate(steps) if step in self.jobs or step in told), default=-1)
         return steps[last + 1 :]
 
 
@@ -99,21 +99,21 @@ def chains_of(keys: Sequence[str] = ()) -> list[Submitted]:
     Without accounting, Slurm forgets the first jobs of a chain while the later ones run.
     """
     names = [job_name(key, step) for key in keys for step in STEPS]
-    found: list[Submitted] = []
+    chains: list[Submitted] = []
     for job in client.jobs_of(names):
         key, _, step = job.name.removeprefix(f"{PREFIX}-").rpartition("-")
         if not job.name.startswith(f"{PREFIX}-") or step not in STEPS or not key:
             continue
-        called = job.comment.rpartition(" ")[2]  # empty where the accounting keeps no comments
-        fitting = [one for one in found if one.key == key and step not in one.jobs]
-        first = called.removeprefix(f"{key}-")
-        if _begins(step, key, called, fitting):
-            found.append(Submitted(key, job.id, {step: job}))
-        elif mine := next((one for one in fitting if one.id == called or not called), None):
-            mine.jobs[step] = job
-        elif called.startswith(f"{key}-") and first.isdecimal():
-            found.append(Submitted(key, int(first), {step: job}))
-    return sorted(found, key=lambda one: one.first)
+        chain_id = job.comment.rpartition(" ")[2]  # empty where the accounting keeps no comments
+        candidates = [chain for chain in chains if chain.key == key and step not in chain.jobs]
+        first = chain_id.removeprefix(f"{key}-")
+        if _begins(step, key, chain_id, candidates):
+            chains.append(Submitted(key, job.id, {step: job}))
+        elif match := next((chain for chain in candidates if chain.id == chain_id or not chain_id), None):
+            match.jobs[step] = job
+        elif chain_id.startswith(f"{key}-") and first.isdecimal():
+            chains.append(Submitted(key, int(first), {step: job}))
+    return sorted(chains, key=lambda one: one.first)
 
 
 def _begins(step: str, key: str, called: str, fitting: Sequence[Submitted]) -> bool:
@@ -122,7 +122,7 @@ def _begins(step: str, key: str, called: str, fitting: Sequence[Submitted]) -> b
         return False
     if called:
         return called == key
-    return step == FAN_OUT_START or not any(FAN_OUT_START in one.jobs for one in fitting)
+    return step == FAN_OUT_START or not any(FAN_OUT_START in chain.jobs for chain in fitting)
 
 
 POLL_SECONDS = 1.0
@@ -148,19 +148,19 @@ class Slurm:
         """Submit the jobs, unless a chain of this run is unfinished or has succeeded."""
         chain = Chain.of(request)
         self._url = chain.store
-        if (found := self._kept(chain.key)) is not None:
-            status = self._status(found)
+        if (existing := self._kept(chain.key)) is not None:
+            status = self._status(existing)
             if status.unfinished or (status.state == SUCCEEDED and request.run_id):
                 return status, False
         chain = replace(chain, excluded_nodes=_avoided_nodes(chain))
         chain.write()
-        mine = self._make(chain)
-        oldest = _oldest(mine)
-        if oldest.id != mine.id:  # a concurrent submission of the same request was first
-            self._end(mine)
+        submitted = self._make(chain)
+        oldest = _oldest(submitted)
+        if oldest.id != submitted.id:  # a concurrent submission of the same request was first
+            self._end(submitted)
             return self._status(oldest), False
-        client.release(next(iter(mine.jobs.values())).id)
-        return self._status(mine), True
+        client.release(next(iter(submitted.jobs.values())).id)
+        return self._status(submitted), True
 
     def status(self, run: str) -> RunStatus:
         """The status of a chain and its jobs."""
@@ -170,9 +170,9 @@ class Slurm:
         """The output of the jobs, from Slurm's log files."""
         shown: dict[Path, int] = {}  # bytes
         while True:
-            found = self._find(run)
-            unfinished = found.unfinished  # read first, so the last pass misses no line
-            for name, file in _log_files(found):
+            chain = self._find(run)
+            unfinished = chain.unfinished  # read first, so the last pass misses no line
+            for name, file in _log_files(chain):
                 if is_step(step, name):
                     yield from ((name, line) for line in _new_lines(file, shown, whole=not unfinished))
             if not follow or not unfinished:
@@ -180,21 +180,21 @@ class Slurm:
             time.sleep(POLL_SECONDS)
         if not shown:
             raise MissingError(
-                f"{found.id}: there is no log of {step or 'any step'} in {folder_of(found.key)}: it has not begun, or "
+                f"{chain.id}: there is no log of {step or 'any step'} in {folder_of(chain.key)}: it has not begun, or "
                 "HOLDFAST_HOME here is another folder than where it was submitted"
             )
 
     def cancel(self, run: str) -> tuple[RunStatus, bool]:
         """End a chain. Waiting jobs are removed, running ones save and exit, and the exit handler still runs."""
-        found = self._find(run)
-        running = self._status(found).unfinished
+        chain = self._find(run)
+        running = self._status(chain).unfinished
         if running:
-            self._end(found, keep=EXIT_HANDLER)
-        return self._status(self._find(found.id)), running
+            self._end(chain, keep=EXIT_HANDLER)
+        return self._status(self._find(chain.id)), running
 
     def list(self) -> list[RunStatus]:
         """This user's chains, newest first."""
-        return [self._status(one, detailed=False) for one in reversed(chains_of())]
+        return [self._status(chain, detailed=False) for chain in reversed(chains_of())]
 
     def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Submit the request again. A new chain follows a failed one and resumes its training."""
@@ -202,21 +202,21 @@ class Slurm:
 
     def _make(self, chain: Chain) -> Submitted:
         """Submit the jobs of a chain, the first one held. If one is refused, all are removed."""
-        made: dict[str, int] = {}
+        job_ids: dict[str, int] = {}
         try:
             for step in chain.steps:
-                made[step] = client.sbatch(script_of(chain, step, made), options_of(chain, step, made))
+                job_ids[step] = client.sbatch(script_of(chain, step, job_ids), options_of(chain, step, job_ids))
         except BaseException:
-            for number in made.values():
+            for number in job_ids.values():
                 with suppress(HoldfastError):
                     client.cancel(number)
             raise
         return Submitted(
             chain.key,
-            next(iter(made.values())),
+            next(iter(job_ids.values())),
             {
                 step: BatchJob(number, job_name(chain.key, step), "PENDING", "Dependency")
-                for step, number in made.items()
+                for step, number in job_ids.items()
             },
         )
 
@@ -228,14 +228,14 @@ class Slurm:
         end = time.monotonic() + HALF_MADE_SECONDS
         while True:
             chains = chains_of([key])
-            half = [one for one in chains if one.unfinished and not one.whole]
-            if not half:
+            incomplete = [chain for chain in chains if chain.unfinished and not chain.whole]
+            if not incomplete:
                 break
             if time.monotonic() > end:
-                for one in half:
-                    self._end(one)
+                for chain in incomplete:
+                    self._end(chain)
             time.sleep(POLL_SECONDS)
-        unfinished = [one for one in chains if one.unfinished]
+        unfinished = [chain for chain in chains if chain.unfinished]
         return unfinished[0] if unfinished else chains[-1] if chains else None
 
     def _end(self, chain: Submitted, keep: str = "") -> None:
@@ -250,28 +250,32 @@ class Slurm:
                 client.cancel(job.id)
 
     def _find(self, wanted: str) -> Submitted:
-        fitting = [one for one in chains_of() if wanted and (one.id == wanted or one.key.startswith(wanted))]
-        fitting = [one for one in fitting if one.id == wanted] or fitting
-        fitting = [one for one in fitting if one.key.endswith(f"-{store_mark(self._url)}")] or fitting
-        require_one_run(wanted, (one.key for one in fitting))
-        if not fitting:
+        matches = [chain for chain in chains_of() if wanted and (chain.id == wanted or chain.key.startswith(wanted))]
+        matches = [chain for chain in matches if chain.id == wanted] or matches
+        matches = [chain for chain in matches if chain.key.endswith(f"-{store_mark(self._url)}")] or matches
+        require_one_run(wanted, (chain.key for chain in matches))
+        if not matches:
             raise MissingError(
                 f"{wanted!r}: Slurm knows no run of yours with that id; `holdfast runs --backend slurm` shows all that "
                 "it knows, and `holdfast show` what the store has"
             )
-        return next((one for one in fitting if one.unfinished), fitting[-1])
+        return next((chain for chain in matches if chain.unfinished), matches[-1])
 
     def _status(self, chain: Submitted, *, detailed: bool = True) -> RunStatus:
-        partly = all(job.id != chain.first for job in chain.jobs.values()) or chain.untold()
-        outcomes = _outcomes(chain.id, self._url) if detailed or partly else {}
-        forgotten = [as_told(one) for one in outcomes.values() if one.step not in chain.jobs]
-        known = (one for step, job in chain.jobs.items() for one in _steps(chain, step, job, outcomes))
-        told = {one.step for one in outcomes.values()}
-        untold = (StepStatus(step, CANCELED, None, NOT_KNOWN) for step in chain.untold(told))
-        steps = tuple(sorted((*forgotten, *known, *untold), key=lambda one: one.name == EXIT_HANDLER))
+        is_incomplete = all(job.id != chain.first for job in chain.jobs.values()) or chain.untold()
+        outcomes = _outcomes(chain.id, self._url) if detailed or is_incomplete else {}
+        forgotten = [as_told(outcome) for outcome in outcomes.values() if outcome.step not in chain.jobs]
+        known = (status for step, job in chain.jobs.items() for status in _steps(chain, step, job, outcomes))
+        recorded_steps = {outcome.step for outcome in outcomes.values()}
+        missing = (StepStatus(step, CANCELED, None, NOT_KNOWN) for step in chain.untold(recorded_steps))
+        steps = tuple(sorted((*forgotten, *known, *missing), key=lambda one: one.name == EXIT_HANDLER))
         state = whole_state(steps)
-        bad = next((one for one in steps if one.state == state), None) if state not in (RUNNING, SUCCEEDED) else None
-        message = f"{bad.name}: {bad.error}" if bad is not None and bad.error else ""
+        failed = (
+            next((status for status in steps if status.state == state), None)
+            if state not in (RUNNING, SUCCEEDED)
+            else None
+        )
+        message = f"{failed.name}: {failed.error}" if failed is not None and failed.error else ""
         link = f"squeue --jobs {','.join(str(job.id) for job in chain.jobs.values())}"
         code = ended_with(state, steps)
         return RunStatus(self.name, chain.id, chain.id, state, link, message, steps if detailed else (), code)
@@ -282,9 +286,9 @@ def _log_files(chain: Submitted) -> Iterator[tuple[str, Path]]:
     folder, known = folder_of(chain.key), {step: job.id for step, job in chain.jobs.items()}
     forgotten = {}
     for file in folder.glob("*.log"):
-        step, _, word = file.stem.partition("_")[0].rpartition("-")
-        if step in STEPS and step not in known and chain.first <= int(word) < max(known.values()):
-            forgotten[step] = int(word)
+        step, _, job_id = file.stem.partition("_")[0].rpartition("-")
+        if step in STEPS and step not in known and chain.first <= int(job_id) < max(known.values()):
+            forgotten[step] = int(job_id)
     numbers = {**dict(sorted(forgotten.items(), key=lambda one: one[1])), **known}
     for step, number in numbers.items():
         yield from ((step, file) for file in folder.glob(f"{step}-{number}.log"))
@@ -301,14 +305,14 @@ def _steps(chain: Submitted, step: str, job: BatchJob, outcomes: dict[str, Outco
 
 
 def _outcomes(chain: str, url: str) -> dict[str, Outcome]:
-    return {one.name: one for one in outcomes_of(chain, "", store=url)}
+    return {outcome.name: outcome for outcome in outcomes_of(chain, "", store=url)}
 
 
 def _oldest(mine: Submitted) -> Submitted:
     """The valid chain among concurrent ones of one run: the first that becomes complete."""
     end = time.monotonic() + HALF_MADE_SECONDS
     while True:
-        oldest = next((one for one in chains_of([mine.key]) if one.unfinished), mine)
+        oldest = next((chain for chain in chains_of([mine.key]) if chain.unfinished), mine)
         if oldest.id == mine.id or oldest.whole:
             return oldest
         if time.monotonic() > end:  # singleton still lets only one of them run at a time

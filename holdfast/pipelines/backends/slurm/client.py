@@ -86,8 +86,8 @@ class BatchJob:
 
 def sbatch(script: str, options: Sequence[str]) -> int:
     """Submit a script. Returns the id of its job."""
-    printed = asked(["sbatch", "--parsable", *options], script)
-    return int(printed.strip().splitlines()[-1].partition(";")[0])
+    output = asked(["sbatch", "--parsable", *options], script)
+    return int(output.strip().splitlines()[-1].partition(";")[0])
 
 
 def jobs_of(names: Sequence[str] = ()) -> list[BatchJob]:
@@ -95,7 +95,7 @@ def jobs_of(names: Sequence[str] = ()) -> list[BatchJob]:
 
     Jobs that the controller has forgotten come from the accounting, if it exists.
     """
-    chosen = [f"--name={','.join(names)}"] if names else []
+    filters = [f"--name={','.join(names)}"] if names else []
     columns = ",".join(f"{column}|" for column in _COLUMNS.values())
     command = [
         "squeue",
@@ -103,13 +103,13 @@ def jobs_of(names: Sequence[str] = ()) -> list[BatchJob]:
         "--array",
         "--states=all",
         f"--user={getpass.getuser()}",
-        *chosen,
+        *filters,
         f"--Format={columns}",
     ]
-    known = [_from_squeue(line) for line in asked(command).splitlines()]
+    current_jobs = [_from_squeue(line) for line in asked(command).splitlines()]
     # Queried second: a job that leaves the controller meanwhile is already in the accounting.
-    found = {(job.id, job.task): job for job in (*_accounted(chosen), *known)}
-    return [job for _, job in sorted(_one_each(found.values()).items())]
+    by_id = {(job.id, job.task): job for job in (*_accounted(filters), *current_jobs)}
+    return [job for _, job in sorted(_one_each(by_id.values()).items())]
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,10 @@ class Partition:
 
 def partitions() -> list[Partition]:
     """The partitions that this user sees."""
-    found: dict[str, Partition] = {}
+    by_name: dict[str, Partition] = {}
     for line in asked(["sinfo", "--noheader", "--format=%P|%a|%D|%c|%m"]).splitlines():
         name, up, nodes, cores, memory = line.split("|")
-        one = Partition(
+        partition = Partition(
             name.rstrip("*"),
             up == "up",
             name.endswith("*"),
@@ -137,18 +137,18 @@ def partitions() -> list[Partition]:
             int(cores.rstrip("+")),
             int(memory.rstrip("+")),
         )
-        before = found.get(one.name)
-        found[one.name] = (
-            one
-            if before is None
+        previous = by_name.get(partition.name)
+        by_name[partition.name] = (
+            partition
+            if previous is None
             else replace(
-                one,
-                nodes=one.nodes + before.nodes,
-                cores=min(one.cores, before.cores),
-                memory=min(one.memory, before.memory),
+                partition,
+                nodes=partition.nodes + previous.nodes,
+                cores=min(partition.cores, previous.cores),
+                memory=min(partition.memory, previous.memory),
             )
         )
-    return list(found.values())
+    return list(by_name.values())
 
 
 def on_a_node(command: Sequence[str], options: Sequence[str], seconds: int) -> str:
@@ -206,16 +206,16 @@ def _one_each(jobs: Iterable[BatchJob]) -> dict[int, BatchJob]:
         by_job.setdefault(job.id, []).append(job)
 
     def weight(job: BatchJob) -> int:
-        request = (*AT_WORK, *ENDING, *WAITING)
-        return request.index(job.state) if job.unfinished else len(request) + (job.state == "COMPLETED")
+        order = (*AT_WORK, *ENDING, *WAITING)
+        return order.index(job.state) if job.unfinished else len(order) + (job.state == "COMPLETED")
 
-    found = {}
+    result = {}
     for number, parts in by_job.items():
-        restarts, seconds = sum(one.restarts for one in parts), max(one.seconds for one in parts)
-        tasks = tuple(sorted((one for one in parts if one.task is not None), key=lambda one: one.task or 0))
-        whole = replace(min(parts, key=weight), restarts=restarts, seconds=seconds, task=None, tasks=tasks)
-        found[number] = whole
-    return found
+        restarts, seconds = sum(part.restarts for part in parts), max(part.seconds for part in parts)
+        tasks = tuple(sorted((part for part in parts if part.task is not None), key=lambda one: one.task or 0))
+        merged = replace(min(parts, key=weight), restarts=restarts, seconds=seconds, task=None, tasks=tasks)
+        result[number] = merged
+    return result
 
 
 def _from_squeue(line: str) -> BatchJob:
@@ -247,28 +247,28 @@ def _accounted(chosen: Sequence[str]) -> list[BatchJob]:
     command += [*chosen, "--starttime=now-30days", "--endtime=now+1days", f"--state={','.join(ENDED)}"]
     command.append(f"--format={','.join(_SACCT)}")
     try:
-        printed = asked(command)
+        output = asked(command)
     except (ClusterUnreachableError, MissingError):
         return []
     except SpecError as error:
-        said = error.problems[0].message
-        if not _NO_ACCOUNTING.search(said):
-            _say_refused(said)
+        message = error.problems[0].message
+        if not _NO_ACCOUNTING.search(message):
+            _say_refused(message)
         return []
-    found = []
-    for line in printed.splitlines():
+    jobs = []
+    for line in output.splitlines():
         number, name, state, reason, codes, seconds, comment = line.split("|")
         code, _, signal = codes.partition(":")
         number, _, task = number.partition("_")
         if number.isdecimal():
-            word = state.split()[0] if state else ""  # "CANCELLED by 0"
+            state_name = state.split()[0] if state else ""  # "CANCELLED by 0"
             if state == "CANCELLED" and not int(seconds or 0):  # no user did: its dependency failed
                 reason = NEVER_SATISFIED
-            found.append(
+            jobs.append(
                 BatchJob(
                     int(number),
                     name,
-                    word,
+                    state_name,
                     _reason(reason),
                     int(code or 0),
                     int(signal or 0),
@@ -277,7 +277,7 @@ def _accounted(chosen: Sequence[str]) -> list[BatchJob]:
                     task=_number(task),
                 )
             )
-    return found
+    return jobs
 
 
 @cache  # once, and not at every poll of a command that follows a run
@@ -307,7 +307,7 @@ def asked(command: Sequence[str], given: str = "") -> str:
     module).
     """
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             input=given,
             capture_output=True,
@@ -323,15 +323,15 @@ def asked(command: Sequence[str], given: str = "") -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise ClusterUnreachableError(f"{command[0]}: no answer from Slurm in {SECONDS:g} s") from None
-    if done.returncode == 0:
-        return done.stdout
-    said = " ".join((done.stderr or done.stdout).split())
-    if _UNKNOWN.search(said):
+    if process.returncode == 0:
+        return process.stdout
+    message = " ".join((process.stderr or process.stdout).split())
+    if _UNKNOWN.search(message):
         remedy = "run this on a login node, or set SLURM_CONF to its slurm.conf"
         raise MissingError(f"{command[0]}: no configuration of a Slurm is found from here; {remedy}")
-    if _GONE.search(said):
-        raise MissingError(f"{command[0]}: {said}")
-    if _AWAY.search(said):
-        raise ClusterUnreachableError(f"{command[0]}: {said}")
+    if _GONE.search(message):
+        raise MissingError(f"{command[0]}: {message}")
+    if _AWAY.search(message):
+        raise ClusterUnreachableError(f"{command[0]}: {message}")
     remedy = "see the spec's cluster section, and what the site asks of every job (SBATCH_ACCOUNT, SBATCH_PARTITION)"
-    raise SpecError([Problem(command[0], None, said or f"ended with {done.returncode}", remedy)], "Slurm")
+    raise SpecError([Problem(command[0], None, message or f"ended with {process.returncode}", remedy)], "Slurm")

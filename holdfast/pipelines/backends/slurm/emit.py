@@ -62,8 +62,8 @@ class Chain:
         """The chain of a request. Paths of the spec become absolute, because jobs run elsewhere. Raises SpecError."""
         spec = with_absolute_paths(request.spec)
         store = store_root(request.store or store_url(spec))
-        asked = [request.question(), *([request.trials] if request.trials else [])]
-        key = f"{request.run_id or digest(asked)}-{store_mark(store)}"
+        identity = [request.question(), *([request.trials] if request.trials else [])]
+        key = f"{request.run_id or digest(identity)}-{store_mark(store)}"
         _require_one_allocation(request, spec)
         if "\\" in str(home()):
             remedy = "Slurm leaves it out of the paths of logs: name a folder without"
@@ -93,8 +93,8 @@ class Chain:
 
     def tasks(self, step: str) -> int:
         """The number of array tasks that share the work of a step; 0 without an array."""
-        each = any(edge.each for edge in self.edges if edge.after == step)
-        return self.spec.data.fan_out if each else 0
+        is_array = any(edge.each for edge in self.edges if edge.after == step)
+        return self.spec.data.fan_out if is_array else 0
 
     def array(self, step: str) -> str:
         """The task numbers of a step's array for sbatch; empty without an array. In a sweep they are trial numbers."""
@@ -117,10 +117,10 @@ def _require_one_allocation(request: RunRequest, spec: Spec) -> None:
 
     All tasks of an array have the same allocation.
     """
-    wanted = _allocation(spec)
+    allocation = _allocation(spec)
     for trial in request.trials:
-        changed = spec.with_overrides(trial)
-        if _allocation(changed) != wanted:
+        trial_spec = spec.with_overrides(trial)
+        if _allocation(trial_spec) != allocation:
             remedy = "sweep over fields that do, or submit such trials as runs of their own"
             raise SpecError([Problem("--over", ", ".join(trial), "does not keep the job's size", remedy)], "sweep")
 
@@ -173,11 +173,13 @@ def job_name(key: str, step: str) -> str:
 
 def jobs_of(request: RunRequest) -> list[dict[str, Any]]:
     """The sbatch options and the script of each job of a request, with example ids for earlier jobs."""
-    chain, made, found = Chain.of(request), dict[str, int](), []
+    chain, job_ids, jobs = Chain.of(request), dict[str, int](), []
     for step in chain.steps:
-        found.append({"job": step, "sbatch": options_of(chain, step, made), "script": script_of(chain, step, made)})
-        made[step] = len(made) + 1
-    return found
+        jobs.append(
+            {"job": step, "sbatch": options_of(chain, step, job_ids), "script": script_of(chain, step, job_ids)}
+        )
+        job_ids[step] = len(job_ids) + 1
+    return jobs
 
 
 def slurm_text(spec: Spec) -> str:
@@ -236,13 +238,13 @@ def _options(chain: Chain, step: Step, made: Mapping[str, int]) -> Iterator[str]
         # SIGTERM to the batch shell ahead of the limit: the ranks save, and the job returns to the queue.
         yield f"signal=B:TERM@{math.ceil(job.grace_seconds) + WARNING_MARGIN}"
         return
-    wanted = resources_of(step, chain.spec)
+    resources = resources_of(step, chain.spec)
     yield "nodes=1"
     yield "ntasks=1"
-    yield f"cpus-per-task={math.ceil(amount(wanted.cpu))}"
-    yield f"mem={math.ceil(amount(wanted.memory) / 2**20)}M"
-    if wanted.accelerators and (gres := ACCELERATORS[chain.spec.cluster.accelerator].gres):
-        yield f"gres={gres}:{wanted.accelerators}"
+    yield f"cpus-per-task={math.ceil(amount(resources.cpu))}"
+    yield f"mem={math.ceil(amount(resources.memory) / 2**20)}M"
+    if resources.accelerators and (gres := ACCELERATORS[chain.spec.cluster.accelerator].gres):
+        yield f"gres={gres}:{resources.accelerators}"
 
 
 def _dependency(chain: Chain, step: str, made: Mapping[str, int]) -> str:
@@ -253,14 +255,14 @@ def _dependency(chain: Chain, step: str, made: Mapping[str, int]) -> str:
     """
     if step == EXIT_HANDLER:
         return "afterany:" + ":".join(map(str, made.values()))
-    before = []
+    dependencies = []
     for edge in (edge for edge in chain.edges if edge.after == step and edge.before in made):
         arrays = chain.request.trials and STEPS[edge.before].per_trial
         kind = "aftercorr" if arrays and STEPS[step].per_trial else "afterany" if arrays else "afterok"
-        before.append(f"{kind}:{made[edge.before]}")
+        dependencies.append(f"{kind}:{made[edge.before]}")
     if step == "compare":
-        before.insert(0, f"afterok:{made[START]}")
-    return ",".join([*before, *([] if chain.array(step) else ["singleton"])])
+        dependencies.insert(0, f"afterok:{made[START]}")
+    return ",".join([*dependencies, *([] if chain.array(step) else ["singleton"])])
 
 
 def _command(chain: Chain, step: str, made: Mapping[str, int]) -> list[str]:
@@ -273,9 +275,9 @@ def _command(chain: Chain, step: str, made: Mapping[str, int]) -> list[str]:
             command.append(f"--when={edge.before}={edge.when}")
     if step == EXIT_HANDLER:
         command += [f"--job={name}={number}" for name, number in made.items()]
-    given = {"salt": chain.request.salt, "replan": str(chain.request.replan).lower()}
+    parameters = {"salt": chain.request.salt, "replan": str(chain.request.replan).lower()}
     arguments = {"spec": str(chain.spec_file), "store": chain.store}
-    arguments |= {name: given[name] for name in STEPS[step].inputs if name in PARAMETERS}
+    arguments |= {name: parameters[name] for name in STEPS[step].inputs if name in PARAMETERS}
     if chain.request.trials:
         command.append(f"--trials-file={chain.trials_file}")
     needed = [f"--needs={name}={producer_of(name)}" for name in inputs_of(step, made) if producer_of(name)]

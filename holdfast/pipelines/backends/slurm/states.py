@@ -61,16 +61,16 @@ def said_of(job: BatchJob, outcome: Outcome | None = None) -> str:
 
 
 def _why(job: BatchJob, outcome: Outcome | None) -> str:
-    known = _IN_WORDS.get(job.state, "")
-    if not known and job.reason == NEVER_SATISFIED:
-        known = "not begun: a step before it did not succeed"
-    if not known and job.state == "CANCELLED":
-        known = "cancelled"
-    if not known:
+    reason = _IN_WORDS.get(job.state, "")
+    if not reason and job.reason == NEVER_SATISFIED:
+        reason = "not begun: a step before it did not succeed"
+    if not reason and job.state == "CANCELLED":
+        reason = "cancelled"
+    if not reason:
         code = f"exit code {job.exit_code} ({in_words(job.exit_code)})" if job.exit_code else ""
-        known = code or (f"signal {job.signal}" if job.signal else f"{job.state.lower()} ({job.reason})")
-    said = outcome.reason.splitlines()[0] if outcome and outcome.exit_code and outcome.reason else ""
-    return f"{known}: {said}" if said else known
+        reason = code or (f"signal {job.signal}" if job.signal else f"{job.state.lower()} ({job.reason})")
+    first_line = outcome.reason.splitlines()[0] if outcome and outcome.exit_code and outcome.reason else ""
+    return f"{reason}: {first_line}" if first_line else reason
 
 
 def step_of(step: str, job: BatchJob, outcome: Outcome | None) -> StepStatus:
@@ -89,16 +89,16 @@ def _code_of(job: BatchJob, outcome: Outcome | None) -> int | None:
         return None
     if job.state == "COMPLETED":
         return int(ExitCode.OK)
-    said = outcome.exit_code if outcome and outcome.ended is not None else None
-    return job.exit_code or said or (128 + job.signal if job.signal else None)
+    recorded_code = outcome.exit_code if outcome and outcome.ended is not None else None
+    return job.exit_code or recorded_code or (128 + job.signal if job.signal else None)
 
 
 def trials_of(step: str, job: BatchJob, outcomes: Mapping[str, Outcome]) -> Iterator[StepStatus]:
     """The trials of a step of a sweep: from their tasks, or from the outcomes of tasks that Slurm has forgotten."""
     tasks = {task.task: task for task in job.tasks if task.task is not None}
-    left = {int(one.part): one for one in outcomes.values() if one.step == step and one.part.isdecimal()}
-    for number in sorted({*tasks, *left}):
-        name, outcome = f"{step}-{number}", left.get(number)
+    by_trial = {int(entry.part): entry for entry in outcomes.values() if entry.step == step and entry.part.isdecimal()}
+    for number in sorted({*tasks, *by_trial}):
+        name, outcome = f"{step}-{number}", by_trial.get(number)
         if number in tasks:
             yield step_of(name, tasks[number], outcome)
         elif outcome and outcome.ended is not None:
@@ -134,10 +134,10 @@ def ended_as(steps: Sequence[str], jobs: Mapping[str, BatchJob], outcomes: Mappi
         if step in jobs:
             ends = [(state_of(jobs[step]), said_of(jobs[step], outcomes.get(step)))]
         else:
-            told = [as_told(one) for one in outcomes.values() if one.step == step]
-            ends = [(one.state, one.error) for one in told]
+            statuses = [as_told(outcome) for outcome in outcomes.values() if outcome.step == step]
+            ends = [(status.state, status.error) for status in statuses]
             ends = ends or [(CANCELED, NOT_KNOWN)]
-        for state, said in ends:
+        for state, message in ends:
             if state in (FAILED, CANCELED):
-                return ("failed" if state == FAILED else "cancelled"), f"{step}: {said}"
+                return ("failed" if state == FAILED else "cancelled"), f"{step}: {message}"
     return "succeeded", ""

@@ -43,16 +43,16 @@ CONTROLLER_TRIES, CONTROLLER_SECONDS = 120, 5.0  # for a controller that does no
 
 def main(argv: Sequence[str]) -> int:
     """Run the step that the arguments name. Returns the exit code of its job."""
-    arguments, given = _parsed(argv)
+    arguments, step_arguments = _parsed(argv)
     configure_logging()
     step, job, task = arguments.step, os.environ["SLURM_JOB_ID"], ""
     if arguments.tasks or (arguments.trials_file and STEPS[step].per_trial):  # an array, despite Slurm's variables
         task = os.environ["SLURM_ARRAY_TASK_ID"]
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
     if arguments.tasks:
-        given.append(f"--{STEPS[step].item}={task}/{arguments.tasks}")
+        step_arguments.append(f"--{STEPS[step].item}={task}/{arguments.tasks}")
     chain = f"{arguments.key}-{arguments.first or job}"
-    outcomes = {one.name: one for one in outcomes_of(chain, "", store=arguments.store)}
+    outcomes = {outcome.name: outcome for outcome in outcomes_of(chain, "", store=arguments.store)}
     if unmet := _unmet(arguments.when, outcomes):
         log.info("%s", unmet)
         if record := recorder(chain):
@@ -61,18 +61,20 @@ def main(argv: Sequence[str]) -> int:
                 arguments.store, Outcome(step, os.getpid(), now, now, int(ExitCode.OK), result=f"{SKIPPED}: {unmet}")
             )
         return ExitCode.OK
-    words = [*given, f"--spec={arguments.spec}", f"--store={arguments.store}", f"--job={chain}"]
+    words = [*step_arguments, f"--spec={arguments.spec}", f"--store={arguments.store}", f"--job={chain}"]
     if arguments.trials_file:
         words += _of_sweep(step, task, arguments.trials_file, chain, arguments.best_of)
     for need in arguments.needs:
-        name, _, giver = need.partition("=")
-        giver = f"{giver}-{task}" if task and STEPS[giver].per_trial else giver
-        if giver not in outcomes or not outcomes[giver].result:
-            log.error("%s: the store %s does not have what %s gave; submit the run again", name, arguments.store, giver)
+        name, _, producer = need.partition("=")
+        producer = f"{producer}-{task}" if task and STEPS[producer].per_trial else producer
+        if producer not in outcomes or not outcomes[producer].result:
+            log.error(
+                "%s: the store %s does not have what %s gave; submit the run again", name, arguments.store, producer
+            )
             return ExitCode.NOT_FOUND
-        words.append(f"--{name.replace('_', '-')}={outcomes[giver].result}")
+        words.append(f"--{name.replace('_', '-')}={outcomes[producer].result}")
     if step == EXIT_HANDLER:
-        numbers = dict(one.split("=") for one in arguments.job)
+        numbers = dict(pair.split("=") for pair in arguments.job)
         status, message = ended_as(list(numbers), _jobs(arguments.key, numbers), outcomes)
         words += [f"--status={status}", f"--message={message}"]
     if STEPS[step].launches:
@@ -80,11 +82,13 @@ def main(argv: Sequence[str]) -> int:
     until = _deadline(arguments.deadline, Path(f"{step}-{job}.began"))
     code = int(ExitCode.TERMINATED) if until is not None and time.time() >= until else _worked(step, words, until)
     if code >= 128 and until is not None and time.time() >= until:
-        said = f"took longer than cluster.deadline_hours ({arguments.deadline / 3600:g}) in all its allocations"
-        log.error("%s %s; holdfast resume gives it as much again", step, said)
+        reason = f"took longer than cluster.deadline_hours ({arguments.deadline / 3600:g}) in all its allocations"
+        log.error("%s %s; holdfast resume gives it as much again", step, reason)
         if record := recorder(chain):
             ended = time.time()
-            record(arguments.store, Outcome(step, os.getpid(), ended, ended, int(ExitCode.CANCELLED), said, part=task))
+            record(
+                arguments.store, Outcome(step, os.getpid(), ended, ended, int(ExitCode.CANCELLED), reason, part=task)
+            )
         return ExitCode.CANCELLED
     if code >= 128:
         _come_back(step, job, code, Path(f"{step}-{job}.tries"))
@@ -184,17 +188,17 @@ def _requeued(job: str, wait: Callable[[float], None]) -> bool:
 def _unmet(conditions: Sequence[str], outcomes: Mapping[str, Outcome]) -> str:
     """The message of the first condition that does not hold; empty when all hold."""
     for condition in conditions:
-        before, _, word = condition.partition("=")
-        said = outcomes[before].result if before in outcomes else "nothing"
-        if said != word:
-            return f"{before} says {said}"
+        step, _, expected = condition.partition("=")
+        result = outcomes[step].result if step in outcomes else "nothing"
+        if result != expected:
+            return f"{step} says {result}"
     return ""
 
 
 def _jobs(key: str, numbers: Mapping[str, str]) -> dict[str, client.BatchJob]:
     """The jobs of these ids that Slurm knows, by step."""
-    found = {str(job.id): job for job in client.jobs_of([job_name(key, step) for step in numbers])}
-    return {step: found[number] for step, number in numbers.items() if number in found}
+    jobs = {str(job.id): job for job in client.jobs_of([job_name(key, step) for step in numbers])}
+    return {step: jobs[number] for step, number in numbers.items() if number in jobs}
 
 
 def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
