@@ -95,7 +95,9 @@ def test_repetition_is_that_of_the_lines_of_the_texts() -> None:
     )
 
 
-def test_a_bad_conversation_is_named_by_its_line(make_chat: Callable[..., Spec], store, caplog) -> None:
+def test_a_bad_conversation_is_named_by_its_line(
+    make_chat: Callable[..., Spec], store, caplog: pytest.LogCaptureFixture
+) -> None:
     records = [question(number, 3) for number in range(20)]
     records[7:7] = [{"messages": [{"role": "user", "content": "nobody answers"}]}]
     made = run(make_chat(records, cleaning={"on_bad_record": "skip"}), store)
@@ -107,7 +109,7 @@ def test_a_bad_conversation_is_named_by_its_line(make_chat: Callable[..., Spec],
 
 
 def test_conversations_have_other_ids_than_when_their_json_was_normalised_and_texts_have_not(
-    make_chat: Callable[..., Spec], make_spec: MakeSpec, tmp_path, monkeypatch
+    make_chat: Callable[..., Spec], make_spec: MakeSpec, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from holdfast.corpus import identity
 

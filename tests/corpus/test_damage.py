@@ -77,7 +77,9 @@ def damaged(raw: bytes, random_: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_of_a_damaged_file_only_errors_that_name_it_come_out(name: str, tmp_path: Path, monkeypatch) -> None:
+def test_of_a_damaged_file_only_errors_that_name_it_come_out(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(units, "SPLIT_PARQUET_BYTES", 0)  # planning looks into it
     raw, random_ = WHOLE[name](tmp_path / "whole"), random.Random(name)
     path, counted, refused = tmp_path / name, 0, 0
@@ -114,7 +116,7 @@ def test_a_parquet_file_with_a_damaged_page_is_counted_or_refused(store, make_sp
 
 
 def test_of_a_large_parquet_file_a_damaged_row_group_is_lost_and_no_other(
-    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch
+    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(units, "SPLIT_PARQUET_BYTES", 0)
     texts: list[str | None] = [*TEXTS]
@@ -130,7 +132,7 @@ def test_of_a_large_parquet_file_a_damaged_row_group_is_lost_and_no_other(
 
 
 def test_a_parquet_file_with_a_damaged_footer_is_counted_when_it_is_planned(
-    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch
+    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(units, "SPLIT_PARQUET_BYTES", 0)
     path = tmp_path / "bad.parquet"
@@ -174,7 +176,9 @@ def test_a_zstd_file_with_a_long_window_is_read_or_the_window_is_named(
         ("a.pq", "`format` to parquet"),
     ],
 )
-def test_data_that_are_no_text_are_not_trained_on(store, make_spec: MakeSpec, tmp_path: Path, name, remedy) -> None:
+def test_data_that_are_no_text_are_not_trained_on(
+    store, make_spec: MakeSpec, tmp_path: Path, name: str, remedy: str
+) -> None:
     good = write_jsonl(tmp_path / "good.jsonl", [prose(number) for number in range(40)])
     (tmp_path / name).write_bytes(LINES)
     with pytest.raises(DataError, match=f"{name}: .* not read as text; .*{remedy}"):
@@ -220,7 +224,7 @@ def test_a_line_that_is_too_long_is_said_to_be_one(store, make_spec: MakeSpec, t
 
 @pytest.mark.parametrize("unit_bytes", [units.UNIT_BYTES, 500])
 def test_every_reason_has_an_example_with_its_line(
-    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch, unit_bytes: int
+    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit_bytes: int
 ) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", unit_bytes)
     lines = [json.dumps({"text": prose(number)}) for number in range(40)]
@@ -253,7 +257,7 @@ def test_every_reason_has_an_example_with_its_line(
 
 
 def test_a_task_that_could_not_be_scored_is_known_before_the_data_are_made(
-    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch
+    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = write_jsonl(tmp_path / "a.jsonl", [prose(number) for number in range(40)])
     spec = make_spec(corpus).model_copy(update={"evaluation": Evaluation(tasks=(Task(uri=f"{tmp_path}/task.yaml"),))})

@@ -31,7 +31,7 @@ WORDY = st.lists(
 
 @given(st.one_of(ASCII, st.text(), WORDY))
 @settings(max_examples=2000)
-def test_fast_and_slow_give_the_same_tokens(text: str):
+def test_fast_and_slow_give_the_same_tokens(text: str) -> None:
     assert ENCODER._fast
     assert ENCODER.encode(text) == ENCODER.slow(text)
     assert ENCODER.decode(ENCODER.encode(text)) == text
@@ -39,7 +39,7 @@ def test_fast_and_slow_give_the_same_tokens(text: str):
 
 @given(WORDY)
 @settings(max_examples=500)
-def test_pieces_are_the_text_cut_only_where_words_are(text: str):
+def test_pieces_are_the_text_cut_only_where_words_are(text: str) -> None:
     cuts = {cut.start() for cut in CUT.finditer(text)}
     at = 0
     for piece in pieces(text):
@@ -49,13 +49,13 @@ def test_pieces_are_the_text_cut_only_where_words_are(text: str):
     assert "".join(pieces(text)) == text
 
 
-def test_text_that_spells_the_end_of_text_is_text():
+def test_text_that_spells_the_end_of_text_is_text() -> None:
     end = ENCODER.tokenizer.token_to_id("<|endoftext|>")
     assert end not in np.frombuffer(ENCODER.encode("one <|endoftext|> two"), dtype="<u2")
 
 
 @pytest.mark.parametrize("threads", ["1", "3"])
-def test_training_gives_the_same_bytes_with_any_number_of_threads(threads: str):
+def test_training_gives_the_same_bytes_with_any_number_of_threads(threads: str) -> None:
     code = (
         "import sys; sys.path.insert(0, '.');"
         "from tests.corpus.test_encode import *;"

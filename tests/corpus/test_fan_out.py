@@ -52,7 +52,9 @@ def dataset_of(store: Store, dataset_id: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 7, 1000])
-def test_any_number_of_workers_in_any_order_gives_the_bytes_of_one(spec, alone, store, workers) -> None:
+def test_any_number_of_workers_in_any_order_gives_the_bytes_of_one(
+    spec: Spec, alone: Store, store: Store, workers: int
+) -> None:
     divided = divide(spec, store, workers)
     assert len(divided.shares) == min(workers, divided.units)
     assert divided.units > 20
@@ -70,7 +72,7 @@ def test_any_number_of_workers_in_any_order_gives_the_bytes_of_one(spec, alone, 
     Dataset.open(store, joined.dataset_id, Path("unused")).verify()
 
 
-def test_the_shares_are_about_equal_and_follow_each_other(spec, store) -> None:
+def test_the_shares_are_about_equal_and_follow_each_other(spec: Spec, store: Store) -> None:
     divided = divide(spec, store, 5)
     parts = [load(store, divided.division, spec.data, (number, 5)).pieces for number in range(5)]
     whole = load(store, divided.division, spec.data).pieces
@@ -79,13 +81,15 @@ def test_the_shares_are_about_equal_and_follow_each_other(spec, store) -> None:
     assert max(sizes) - min(sizes) <= 2 * max(piece.bytes for piece in whole)
 
 
-def test_how_many_there_are_is_in_no_identity(spec, make_spec: MakeSpec) -> None:
+def test_how_many_there_are_is_in_no_identity(spec: Spec, make_spec: MakeSpec) -> None:
     many = spec.model_copy(update={"data": spec.data.model_copy(update={"fan_out": 16})})
     assert identify(many) == identify(spec)
     assert run_id(many, "d" * 16, "") == run_id(spec, "d" * 16, "")
 
 
-def test_what_was_tokenised_before_is_not_tokenised_again(spec, alone, store, tmp_path) -> None:
+def test_what_was_tokenised_before_is_not_tokenised_again(
+    spec: Spec, alone: Store, store: Store, tmp_path: Path
+) -> None:
     divided = divide(spec, store, 3)
     tokenise(spec, store, divided.division, "1/3")
     again = divide(spec, store, 7)
@@ -98,14 +102,16 @@ def test_what_was_tokenised_before_is_not_tokenised_again(spec, alone, store, tm
     assert tree(store, "datasets/") == tree(alone, "datasets/") | listed
 
 
-def test_a_dataset_that_is_there_leaves_nothing_to_do(spec, alone) -> None:
+def test_a_dataset_that_is_there_leaves_nothing_to_do(spec: Spec, alone: Store) -> None:
     divided = divide(spec, alone, 3)
     assert (divided.division, divided.shares) == ("finished", ["0/1"])
     assert tokenise(spec, alone, divided.division, "0/1").units == 0
     assert not prepare(spec, alone, division=divided.division).created
 
 
-def test_what_no_worker_made_or_what_was_damaged_is_made_by_the_join(spec, alone, store, caplog) -> None:
+def test_what_no_worker_made_or_what_was_damaged_is_made_by_the_join(
+    spec: Spec, alone: Store, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     divided = divide(spec, store, 4)
     for share in divided.shares[:3]:
         tokenise(spec, store, divided.division, share)
@@ -121,7 +127,9 @@ def test_what_no_worker_made_or_what_was_damaged_is_made_by_the_join(spec, alone
     assert dataset_of(store, joined.dataset_id) == dataset_of(alone, joined.dataset_id)
 
 
-def test_a_division_of_other_settings_a_damaged_one_and_one_that_is_gone_are_refused(spec, store, make_spec) -> None:
+def test_a_division_of_other_settings_a_damaged_one_and_one_that_is_gone_are_refused(
+    spec: Spec, store: Store, make_spec: MakeSpec
+) -> None:
     division = divide(spec, store, 2).division
     other = spec.model_copy(update={"data": spec.data.model_copy(update={"validation_fraction": 0.3})})
     with pytest.raises(DataError, match="was made with other settings of `data`"):
@@ -141,7 +149,9 @@ def test_a_division_of_other_settings_a_damaged_one_and_one_that_is_gone_are_ref
     tokenise(spec, store, division, "0/2")
 
 
-def test_a_file_with_another_time_but_the_same_bytes_is_the_file_that_was_listed(spec, store, tmp_path) -> None:
+def test_a_file_with_another_time_but_the_same_bytes_is_the_file_that_was_listed(
+    spec: Spec, store: Store, tmp_path: Path
+) -> None:
     divided = divide(spec, store, 2)
     file = tmp_path / "corpus" / "000.txt"
     os.utime(file, (1, 1))  # as the same image has it on another node
@@ -155,7 +165,9 @@ def test_a_file_with_another_time_but_the_same_bytes_is_the_file_that_was_listed
 
 
 @pytest.mark.parametrize(("chunk", "sorted_", "range_"), [(50, 20, 64), (50, 5, 1), (7, 1, 13), (5000, 20, 64)])
-def test_the_first_of_equal_texts_is_kept_however_little_fits_into_memory(monkeypatch, chunk, sorted_, range_) -> None:
+def test_the_first_of_equal_texts_is_kept_however_little_fits_into_memory(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, sorted_: int, range_: int
+) -> None:
     monkeypatch.setattr(duplicates, "CHUNK", chunk)
     monkeypatch.setattr(duplicates, "SORTED", sorted_)
     monkeypatch.setattr(duplicates, "RANGE", range_)

@@ -46,7 +46,9 @@ def texts(store: Store, dataset_id: str, cache: Path) -> list[str]:
     return documents
 
 
-def test_every_document_comes_out_as_it_went_in(store, corpus, make_spec: MakeSpec, tmp_path):
+def test_every_document_comes_out_as_it_went_in(
+    store: Store, corpus: Path, make_spec: MakeSpec, tmp_path: Path
+) -> None:
     made = run(make_spec(corpus), store)
     expected = [prose(number) for number in (*range(40), *range(1000, 1300))]
     assert sorted(texts(store, made.dataset_id, tmp_path)) == sorted(expected)
@@ -60,7 +62,7 @@ def test_every_document_comes_out_as_it_went_in(store, corpus, make_spec: MakeSp
     assert lengths[rows].sum() == made.text_bytes["train"]
 
 
-def test_a_second_run_returns_what_is_there(store, corpus, make_spec: MakeSpec):
+def test_a_second_run_returns_what_is_there(store: Store, corpus: Path, make_spec: MakeSpec) -> None:
     spec = make_spec(corpus)
     first, again = run(spec, store), run(spec, store)
     assert first.created
@@ -69,7 +71,9 @@ def test_a_second_run_returns_what_is_there(store, corpus, make_spec: MakeSpec):
     assert again.tokens == first.tokens
 
 
-def test_at_every_moment_of_a_preprocess_a_dataset_that_is_there_is_whole(store, corpus, make_spec: MakeSpec):
+def test_at_every_moment_of_a_preprocess_a_dataset_that_is_there_is_whole(
+    store: Store, corpus: Path, make_spec: MakeSpec
+) -> None:
     """Whatever reads it begins with dataset.json, which is therefore the last object of it."""
     spec = make_spec(corpus, shard_tokens=4000)
     dataset_id, seen = identify(spec), [0, 0]
@@ -88,7 +92,9 @@ def test_at_every_moment_of_a_preprocess_a_dataset_that_is_there_is_whole(store,
     assert seen[True] >= 1
 
 
-def test_any_number_of_workers_gives_the_same_bytes(corpus, make_spec: MakeSpec, tmp_path, monkeypatch):
+def test_any_number_of_workers_gives_the_same_bytes(
+    corpus: Path, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", 8000)  # many pieces; workers are handed theirs
     stores = [open_store(f"file://{tmp_path / name}") for name in ("one", "three")]
     ids = {run(make_spec(corpus, workers=count), store).dataset_id for store, count in zip(stores, (1, 3), strict=True)}
@@ -97,7 +103,9 @@ def test_any_number_of_workers_gives_the_same_bytes(corpus, make_spec: MakeSpec,
     assert len(tree(stores[0], "datasets/_units/")) > 10
 
 
-def test_what_does_not_decide_the_bytes_does_not_change_the_id(corpus, make_spec: MakeSpec, tmp_path, monkeypatch):
+def test_what_does_not_decide_the_bytes_does_not_change_the_id(
+    corpus: Path, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = identify(make_spec(corpus))
     assert identify(make_spec({"uri": str(corpus), "weight": 2.0})) == base
     assert identify(make_spec(corpus, document_masks=True, workers=7)) == base
@@ -118,18 +126,20 @@ def test_what_does_not_decide_the_bytes_does_not_change_the_id(corpus, make_spec
         {"cleaning": {"deduplicate": False}},
     ],
 )
-def test_what_decides_the_bytes_changes_the_id(corpus, make_spec: MakeSpec, change):
+def test_what_decides_the_bytes_changes_the_id(corpus: Path, make_spec: MakeSpec, change) -> None:
     assert identify(make_spec(corpus, **change)) != identify(make_spec(corpus))
 
 
-def test_a_changed_byte_changes_the_id(corpus, make_spec: MakeSpec):
+def test_a_changed_byte_changes_the_id(corpus: Path, make_spec: MakeSpec) -> None:
     before = identify(make_spec(corpus))
     path = corpus / "000.txt"
     path.write_bytes(path.read_bytes().replace(b"b", b"c", 1))
     assert identify(make_spec(corpus)) != before
 
 
-def test_only_what_changed_is_tokenised_again(store, corpus, make_spec: MakeSpec, tmp_path, monkeypatch):
+def test_only_what_changed_is_tokenised_again(
+    store: Store, corpus: Path, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", 4000)
     monkeypatch.setattr(units, "MIN_UNIT_BYTES", 1000)
     first = run(make_spec(corpus), store)
@@ -147,7 +157,9 @@ def test_only_what_changed_is_tokenised_again(store, corpus, make_spec: MakeSpec
     assert tree(fresh, f"datasets/{again.dataset_id}/") == tree(store, f"datasets/{more.dataset_id}/")
 
 
-def test_splits_follow_the_document_and_never_the_corpus(store, corpus, make_spec: MakeSpec, tmp_path):
+def test_splits_follow_the_document_and_never_the_corpus(
+    store: Store, corpus: Path, make_spec: MakeSpec, tmp_path: Path
+) -> None:
     def held(spec):
         dataset = Dataset.open(store, run(spec, store).dataset_id, tmp_path)
         tokenizer = load_tokenizer(dataset.tokenizer_json())
@@ -160,7 +172,9 @@ def test_splits_follow_the_document_and_never_the_corpus(store, corpus, make_spe
     assert fewer < whole
 
 
-def test_duplicates_are_dropped_across_sources_and_counted(store, corpus, make_spec: MakeSpec, tmp_path):
+def test_duplicates_are_dropped_across_sources_and_counted(
+    store: Store, corpus: Path, make_spec: MakeSpec, tmp_path: Path
+) -> None:
     copy = write_jsonl(tmp_path / "copy.jsonl", [prose(3), prose(2000), prose(2000), prose(1005)])
     made = run(make_spec(corpus, copy), store)
     assert made.dropped == {"duplicate": 3}
@@ -169,7 +183,9 @@ def test_duplicates_are_dropped_across_sources_and_counted(store, corpus, make_s
     assert sum(kept.documents.values()) == 344
 
 
-def test_of_duplicates_the_first_in_the_order_of_the_sources_stays(store, make_spec: MakeSpec, tmp_path):
+def test_of_duplicates_the_first_in_the_order_of_the_sources_stays(
+    store: Store, make_spec: MakeSpec, tmp_path: Path
+) -> None:
     shared = [prose(number) for number in range(30)]
     first = write_jsonl(tmp_path / "first.jsonl", [shared[0], "only in the first", *shared])
     second = write_jsonl(tmp_path / "second.jsonl", [*reversed(shared), "only in the second"])
@@ -179,7 +195,9 @@ def test_of_duplicates_the_first_in_the_order_of_the_sources_stays(store, make_s
     assert (of_second.splits["train"].documents, of_second.dropped) == (1, {"duplicate": 30})
 
 
-def test_damaged_shards_and_manifests_are_said_and_built_again(store, corpus, make_spec: MakeSpec, caplog):
+def test_damaged_shards_and_manifests_are_said_and_built_again(
+    store: Store, corpus: Path, make_spec: MakeSpec, caplog: pytest.LogCaptureFixture
+) -> None:
     spec = make_spec(corpus, shard_tokens=5000)
     made = run(spec, store)
     whole = tree(store, f"datasets/{made.dataset_id}/")
@@ -197,7 +215,9 @@ def test_damaged_shards_and_manifests_are_said_and_built_again(store, corpus, ma
         assert tree(store, f"datasets/{made.dataset_id}/") == whole
 
 
-def test_a_long_stream_is_kept_in_parts_and_goes_on_after_the_last(store, corpus, make_spec: MakeSpec, monkeypatch):
+def test_a_long_stream_is_kept_in_parts_and_goes_on_after_the_last(
+    store: Store, corpus: Path, make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(units, "PART_BYTES", 5000)
     spec = make_spec(corpus)
     made = run(spec, store)
@@ -211,7 +231,7 @@ def test_a_long_stream_is_kept_in_parts_and_goes_on_after_the_last(store, corpus
     assert tree(store, "datasets/") == whole
 
 
-def test_nothing_left_names_what_was_dropped(store, corpus, make_spec: MakeSpec):
+def test_nothing_left_names_what_was_dropped(store: Store, corpus: Path, make_spec: MakeSpec) -> None:
     with pytest.raises(DataError, match="no text to train a tokenizer on"):
         run(make_spec(corpus, cleaning={"min_characters": 100_000}), store)
     made = run(make_spec(corpus), store)
@@ -227,7 +247,9 @@ def command(spec: Path, store: Store, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_it_ends_with_the_same_bytes(corpus, make_spec: MakeSpec, tmp_path):
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(
+    corpus: Path, make_spec: MakeSpec, tmp_path: Path
+) -> None:
     long = prose(0, 800)
     for number in range(6):
         write_jsonl(corpus / f"big{number}.jsonl", [f"{number} {line} {long}" for line in range(200)])
@@ -257,7 +279,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(corpus, make_spec:
     assert tree(store, "datasets/") == tree(undisturbed, "datasets/")
 
 
-def test_workers_end_with_the_process_that_started_them(corpus, make_spec: MakeSpec, tmp_path):
+def test_workers_end_with_the_process_that_started_them(corpus: Path, make_spec: MakeSpec, tmp_path: Path) -> None:
     long = prose(0, 4000)
     for number in range(4):
         write_jsonl(corpus / f"big{number}.jsonl", [f"{number} {line} {long}" for line in range(150)])
@@ -274,7 +296,9 @@ def test_workers_end_with_the_process_that_started_them(corpus, make_spec: MakeS
     process.wait()
 
 
-def test_a_split_is_wide_when_the_vocabulary_is(store, corpus, make_spec: MakeSpec, tmp_path):
+def test_a_split_is_wide_when_the_vocabulary_is(
+    store: Store, corpus: Path, make_spec: MakeSpec, tmp_path: Path
+) -> None:
     made = run(make_spec(corpus), store)
     tokenizer = json.loads(store.get(layout.dataset(made.dataset_id, "tokenizer.json")))
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 70_000, "content": "<|far|>"})

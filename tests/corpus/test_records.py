@@ -37,7 +37,9 @@ def written(folder: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
 @pytest.mark.parametrize("unit_bytes", [units.UNIT_BYTES, 700])
-def test_every_format_gives_the_same_tokens(store, make_spec: MakeSpec, tmp_path, monkeypatch, kind, unit_bytes):
+def test_every_format_gives_the_same_tokens(
+    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, unit_bytes
+) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", unit_bytes)
     monkeypatch.setattr(units, "SPLIT_PARQUET_BYTES", unit_bytes)
     made = run(make_spec(written(tmp_path, kind)), store)
@@ -48,7 +50,7 @@ def test_every_format_gives_the_same_tokens(store, make_spec: MakeSpec, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["txt", "txt.gz", "txt.zst"])
-def test_a_text_file_is_one_document(store, make_spec: MakeSpec, tmp_path, kind):
+def test_a_text_file_is_one_document(store, make_spec: MakeSpec, tmp_path: Path, kind: str) -> None:
     raw = "\n\n".join(TEXTS).encode()
     compress = {"txt": bytes, "txt.gz": gzip.compress, "txt.zst": zstandard.ZstdCompressor().compress}[kind]
     (tmp_path / f"a.{kind}").write_bytes(compress(raw))
@@ -75,7 +77,16 @@ def test_a_text_file_is_one_document(store, make_spec: MakeSpec, tmp_path, kind)
         ("bad.parquet", b"no parquet", r"bad.parquet: is not whole parquet data", "corrupt"),
     ],
 )
-def test_a_bad_record_stops_or_is_counted(store, make_spec: MakeSpec, tmp_path, name, content, message, reason, caplog):
+def test_a_bad_record_stops_or_is_counted(
+    store,
+    make_spec: MakeSpec,
+    tmp_path: Path,
+    name: str,
+    content,
+    message: str,
+    reason,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     good = write_jsonl(tmp_path / "good.jsonl", TEXTS)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
@@ -86,7 +97,9 @@ def test_a_bad_record_stops_or_is_counted(store, make_spec: MakeSpec, tmp_path, 
     assert name in caplog.text
 
 
-def test_a_bad_line_far_into_a_large_file_has_the_right_number(store, make_spec: MakeSpec, tmp_path, monkeypatch):
+def test_a_bad_line_far_into_a_large_file_has_the_right_number(
+    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", 500)
     lines = [json.dumps({"text": text}) for text in TEXTS]
     lines[41] = "not json"
@@ -95,7 +108,9 @@ def test_a_bad_line_far_into_a_large_file_has_the_right_number(store, make_spec:
         run(make_spec(tmp_path / "a.jsonl"), store)
 
 
-def test_a_missing_column_and_a_column_of_numbers_are_refused_by_name(store, make_spec: MakeSpec, tmp_path):
+def test_a_missing_column_and_a_column_of_numbers_are_refused_by_name(
+    store, make_spec: MakeSpec, tmp_path: Path
+) -> None:
     pq.write_table(pa.table({"id": [1], "body": ["x"]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"has no column 'text'; set `text_field` to one of: id, body"):
         run(make_spec(tmp_path / "a.parquet"), store)
@@ -104,7 +119,7 @@ def test_a_missing_column_and_a_column_of_numbers_are_refused_by_name(store, mak
     assert run(make_spec({"uri": str(tmp_path / "a.parquet"), "text_field": "body"}), store).created
 
 
-def test_bombs_are_dropped_in_bounded_memory(store, make_spec: MakeSpec, tmp_path):
+def test_bombs_are_dropped_in_bounded_memory(store, make_spec: MakeSpec, tmp_path: Path) -> None:
     huge = 300 * 2**20
     (tmp_path / "bomb.txt.gz").write_bytes(gzip.compress(bytes(huge), 1))
     (tmp_path / "bomb.jsonl.zst").write_bytes(
@@ -124,7 +139,7 @@ def test_bombs_are_dropped_in_bounded_memory(store, make_spec: MakeSpec, tmp_pat
     assert peak < 80 * 2**20
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(store, make_spec: MakeSpec, tmp_path):
+def test_a_file_that_changes_while_it_is_read_is_refused(store, make_spec: MakeSpec, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
 
     def touch(phase: str, done: int, total: int) -> None:

@@ -28,7 +28,9 @@ def bucket(s3_endpoint: str) -> Store:
     return open_store(f"s3://{name}")
 
 
-def test_objects_under_a_prefix_or_glob_are_read_and_named_by_their_etag(bucket: Store, store, make_spec: MakeSpec):
+def test_objects_under_a_prefix_or_glob_are_read_and_named_by_their_etag(
+    bucket: Store, store: Store, make_spec: MakeSpec
+) -> None:
     for number in range(4):
         bucket.put(f"text/{number}.txt", prose(number).encode())
     bucket.put("text/more/5.jsonl", b"".join(json.dumps({"text": prose(n)}).encode() + b"\n" for n in range(90, 120)))
@@ -48,7 +50,9 @@ def test_objects_under_a_prefix_or_glob_are_read_and_named_by_their_etag(bucket:
         identify(make_spec("s3://no-such-bucket-anywhere/x"))
 
 
-def test_objects_that_no_key_can_name_are_left_out_or_refused_by_name(bucket: Store, store, make_spec: MakeSpec):
+def test_objects_that_no_key_can_name_are_left_out_or_refused_by_name(
+    bucket: Store, store: Store, make_spec: MakeSpec
+) -> None:
     for number in range(4):
         bucket.put(f"text/{number}.txt", prose(number).encode())
     client = boto3.client("s3")
@@ -60,7 +64,9 @@ def test_objects_that_no_key_can_name_are_left_out_or_refused_by_name(bucket: St
             identify(make_spec(uri))
 
 
-def test_a_dataset_in_a_bucket_has_the_same_bytes(bucket: Store, store, make_spec: MakeSpec, tmp_path):
+def test_a_dataset_in_a_bucket_has_the_same_bytes(
+    bucket: Store, store: Store, make_spec: MakeSpec, tmp_path: Path
+) -> None:
     spec = make_spec(write_jsonl(tmp_path / "a.jsonl", [prose(number) for number in range(100)]), workers=2)
     made = run(spec, store)
     assert run(spec, bucket).dataset_id == made.dataset_id
@@ -96,7 +102,9 @@ def _head(folder: Path, revision: str = "HEAD") -> str:
     return done.stdout.strip()
 
 
-def test_a_dvc_path_at_a_revision_is_read_from_there_and_recorded(repository, store, make_spec: MakeSpec, tmp_path):
+def test_a_dvc_path_at_a_revision_is_read_from_there_and_recorded(
+    repository, store: Store, make_spec: MakeSpec, tmp_path: Path
+) -> None:
     def at(path: str, revision: str | None) -> dict:
         return {"uri": f"dvc:{path}", "repo": str(repository), "revision": revision}
 
@@ -115,7 +123,9 @@ def test_a_dvc_path_at_a_revision_is_read_from_there_and_recorded(repository, st
     assert work_tree.lineage[0].revision == f"{_head(repository)} (work tree)"
 
 
-def test_only_a_commit_that_changes_the_data_is_another_dataset(repository, make_spec: MakeSpec, tmp_path):
+def test_only_a_commit_that_changes_the_data_is_another_dataset(
+    repository, make_spec: MakeSpec, tmp_path: Path
+) -> None:
     folder = shutil.copytree(repository, tmp_path / "repository", symlinks=True)
     source = {"uri": "dvc:data", "repo": str(folder), "revision": "main"}
     before = identify(make_spec(source))
@@ -135,13 +145,13 @@ def test_only_a_commit_that_changes_the_data_is_another_dataset(repository, make
         ({"repo": "/proc"}, "/proc at main: .*check `repo`"),
     ],
 )
-def test_what_dvc_does_not_have_is_named(repository, make_spec: MakeSpec, change, message):
+def test_what_dvc_does_not_have_is_named(repository, make_spec: MakeSpec, change, message: str) -> None:
     source = {"uri": "dvc:data", "repo": str(repository), "revision": "main", **change}
     with pytest.raises(MissingError, match=message):
         identify(make_spec(source))
 
 
-def test_a_tokenizer_that_is_brought_must_fit(store, make_spec: MakeSpec, tmp_path):
+def test_a_tokenizer_that_is_brought_must_fit(store: Store, make_spec: MakeSpec, tmp_path: Path) -> None:
     corpus = write_jsonl(tmp_path / "a.jsonl", [f"Straße {prose(number)}" for number in range(60)])
     made = run(make_spec(corpus), store)
     good = json.loads(store.get(layout.dataset(made.dataset_id, "tokenizer.json")))
@@ -166,7 +176,9 @@ def test_a_tokenizer_that_is_brought_must_fit(store, make_spec: MakeSpec, tmp_pa
         run(make_spec(corpus, tokenizer={"kind": "file", "path": str(path)}), store)
 
 
-def test_without_dvc_a_source_of_it_names_what_to_install(store, make_spec: MakeSpec, monkeypatch):
+def test_without_dvc_a_source_of_it_names_what_to_install(
+    store: Store, make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "dvc", None)  # as if not installed
     monkeypatch.setitem(sys.modules, "dvc.api", None)
     with pytest.raises(MissingError, match=r"a `dvc:` source needs DVC.*pip install 'holdfast\[dvc\]'"):

@@ -38,7 +38,9 @@ def sample_numbers(batches: Batches, places: int) -> list[int]:
 
 
 @pytest.mark.parametrize("shard_tokens", [CONTEXT - 3, 100, 10**6])
-def test_every_sample_comes_once_in_each_epoch_and_epochs_differ(store, write: Write, tmp_path, shard_tokens):
+def test_every_sample_comes_once_in_each_epoch_and_epochs_differ(
+    store: Store, write: Write, tmp_path: Path, shard_tokens
+) -> None:
     write([counted(101)], shard_tokens=shard_tokens)
     batches = opened(store, tmp_path).training(CONTEXT, 7, seed=3)
     numbers = sample_numbers(batches, 303)
@@ -47,7 +49,9 @@ def test_every_sample_comes_once_in_each_epoch_and_epochs_differ(store, write: W
     assert epochs[0] != epochs[1] != epochs[2] != list(range(101))
 
 
-def test_a_batch_depends_on_the_step_alone_and_rows_are_read_by_themselves(store, write: Write, tmp_path):
+def test_a_batch_depends_on_the_step_alone_and_rows_are_read_by_themselves(
+    store: Store, write: Write, tmp_path: Path
+) -> None:
     write([counted(50), counted(30, 20_000)], shard_tokens=90)
     forward = opened(store, tmp_path).training(CONTEXT, 6, seed=1)
     whole = [forward.batch(step) for step in range(40)]
@@ -67,7 +71,7 @@ def _interleaved(rows: int, ranks: int) -> np.ndarray:
     return np.concatenate([np.arange(rows)[rank::ranks] for rank in range(ranks)])
 
 
-def test_the_order_is_the_same_on_every_machine_and_version(store, write: Write, tmp_path):
+def test_the_order_is_the_same_on_every_machine_and_version(store: Store, write: Write, tmp_path: Path) -> None:
     write([counted(1000)], shard_tokens=5000)
     assert sample_numbers(opened(store, tmp_path).training(CONTEXT, 4, seed=0), 8) == ORDER_OF_SEED_0
     assert sample_numbers(opened(store, tmp_path).training(CONTEXT, 4, seed=1), 8) != ORDER_OF_SEED_0
@@ -76,7 +80,7 @@ def test_the_order_is_the_same_on_every_machine_and_version(store, write: Write,
 ORDER_OF_SEED_0 = [157, 564, 823, 834, 38, 35, 551, 848]
 
 
-def test_steps_a_lookahead_apart_are_different_batches(store, write: Write, tmp_path):
+def test_steps_a_lookahead_apart_are_different_batches(store: Store, write: Write, tmp_path: Path) -> None:
     write([counted(6000)], shard_tokens=10**6)
     batches = opened(store, tmp_path).training(CONTEXT, 8, seed=0)
     apart = LOOKAHEAD // 8
@@ -86,7 +90,7 @@ def test_steps_a_lookahead_apart_are_different_batches(store, write: Write, tmp_
     np.testing.assert_array_equal(batches.batch(apart), far)
 
 
-def test_without_weights_all_sources_are_one_epoch(store, write: Write, tmp_path):
+def test_without_weights_all_sources_are_one_epoch(store: Store, write: Write, tmp_path: Path) -> None:
     write([counted(40), counted(10, 20_000)])
     batches = opened(store, tmp_path).training(CONTEXT, 5, seed=0, weights=[None, None])
     firsts = [int(row[0]) for step in range(10) for row in batches.batch(step)]
@@ -94,7 +98,7 @@ def test_without_weights_all_sources_are_one_epoch(store, write: Write, tmp_path
     assert sum(first >= 20_000 for first in firsts) == 10
 
 
-def test_weights_give_exact_shares_and_each_source_its_own_epochs(store, write: Write, tmp_path):
+def test_weights_give_exact_shares_and_each_source_its_own_epochs(store: Store, write: Write, tmp_path: Path) -> None:
     write([counted(300), counted(50, 20_000)])
     batches = opened(store, tmp_path).training(CONTEXT, 64, seed=0, weights=[1, 3])
     block = sum(block_quotas([1, 3]))
@@ -107,7 +111,7 @@ def test_weights_give_exact_shares_and_each_source_its_own_epochs(store, write: 
     assert max(often.values()) - min(often.values()) <= 1
 
 
-def test_quotas_are_exact_where_a_block_can_hold_them_and_never_forget_a_source():
+def test_quotas_are_exact_where_a_block_can_hold_them_and_never_forget_a_source() -> None:
     for weights in ([1, 3], [0.7, 0.2, 0.1], [5, 5, 5]):
         quotas = block_quotas(weights)
         exact = [Fraction(str(weight)) for weight in weights]
@@ -117,13 +121,13 @@ def test_quotas_are_exact_where_a_block_can_hold_them_and_never_forget_a_source(
     assert abs(quotas[0] / sum(quotas) - 1 / 1.123456790) < 1 / 8192
 
 
-def test_a_source_shorter_than_one_sample_is_named_with_the_remedy(store, write: Write, tmp_path):
+def test_a_source_shorter_than_one_sample_is_named_with_the_remedy(store: Store, write: Write, tmp_path: Path) -> None:
     write([counted(40), np.arange(CONTEXT)])
     with pytest.raises(DataError, match=r"source-1.*16 training tokens.*lower model.context"):
         opened(store, tmp_path).training(CONTEXT, 4, seed=0)
 
 
-def test_a_source_that_is_larger_than_its_share_of_a_block_goes_on_in_the_next_block():
+def test_a_source_that_is_larger_than_its_share_of_a_block_goes_on_in_the_next_block() -> None:
     order = WeightedOrder([5000, 5000], [1, 1], seed=0)
     source, sample = order(np.arange(2 * order.block))
     assert order.quotas == (2048, 2048)
@@ -131,7 +135,7 @@ def test_a_source_that_is_larger_than_its_share_of_a_block_goes_on_in_the_next_b
         assert len(set(sample[source == index].tolist())) == 2 * 2048  # none twice, as long as the epoch lasts
 
 
-def test_every_block_of_a_mixture_has_an_order_of_its_own_in_each_row_and_seed():
+def test_every_block_of_a_mixture_has_an_order_of_its_own_in_each_row_and_seed() -> None:
     def blocks(seed: int, rows: int = 1) -> set[bytes]:
         order = WeightedOrder([9000, 9000, 9000], [1, 1, 2], seed, rows=rows)
         sources = order(np.arange(4 * order.block * rows))[0].reshape(4, order.block, rows)
@@ -144,7 +148,7 @@ def test_every_block_of_a_mixture_has_an_order_of_its_own_in_each_row_and_seed()
     assert len(blocks(0, rows=3)) == 12
 
 
-def test_the_order_of_a_mixture_is_the_same_on_every_machine_and_version():
+def test_the_order_of_a_mixture_is_the_same_on_every_machine_and_version() -> None:
     """Changing a number here changes the batches of runs under the id that they have."""
 
     def digest(order: UniformOrder | WeightedOrder) -> str:
@@ -159,19 +163,19 @@ def test_the_order_of_a_mixture_is_the_same_on_every_machine_and_version():
     ] == ["3c9ff38f7da2976e", "fea1402c58965e09", "e716e49b8c6c23ea", "1d06f69aaa1bc2be"]
 
 
-def test_weights_must_be_given_for_every_source(store, write: Write, tmp_path):
+def test_weights_must_be_given_for_every_source(store: Store, write: Write, tmp_path: Path) -> None:
     write([counted(40), counted(40)])
     with pytest.raises(DataError, match="1 weights for 2 sources"):
         opened(store, tmp_path).training(CONTEXT, 4, seed=0, weights=[1.0, None])
 
 
-def test_wide_vocabularies_take_four_bytes_a_token(store, write: Write, tmp_path):
+def test_wide_vocabularies_take_four_bytes_a_token(store: Store, write: Write, tmp_path: Path) -> None:
     written = write([counted(40, 100_000)], vocabulary=200_000)
     assert written.sources[0].splits["train"].shards[0].dtype == "uint32"
     assert opened(store, tmp_path).training(CONTEXT, 4, seed=0).batch(0).min() >= 100_000
 
 
-def test_prefetching_gives_the_same_batches_from_any_step(store, write: Write, tmp_path):
+def test_prefetching_gives_the_same_batches_from_any_step(store: Store, write: Write, tmp_path: Path) -> None:
     write([counted(40)])
     batches = opened(store, tmp_path).training(CONTEXT, 4, seed=0)
     with Prefetcher(batches, slice(1, 3), start=5, depth=3, stop=9) as ahead:
@@ -181,7 +185,7 @@ def test_prefetching_gives_the_same_batches_from_any_step(store, write: Write, t
         np.testing.assert_array_equal(rows, batches.batch(step)[1:3])
 
 
-def test_prefetching_stops_early_and_hands_on_errors(store, write: Write, tmp_path):
+def test_prefetching_stops_early_and_hands_on_errors(store: Store, write: Write, tmp_path: Path) -> None:
     write([counted(40)])
     batches = opened(store, tmp_path).training(CONTEXT, 4, seed=0)
     with Prefetcher(batches, start=0) as ahead:

@@ -34,14 +34,16 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def test_a_dataset_that_does_not_exist_says_to_run_preprocess(store, tmp_path):
+def test_a_dataset_that_does_not_exist_says_to_run_preprocess(store: Store, tmp_path: Path) -> None:
     with pytest.raises(MissingError, match="run preprocess") as caught:
         Dataset.open(store, DATASET_ID, tmp_path)
     assert caught.value.exit_code == ExitCode.NOT_FOUND
 
 
 @pytest.mark.parametrize("change", [-1, -40, 8])
-def test_a_shard_of_the_wrong_size_is_refused_when_opened(store, write: Write, tmp_path, change):
+def test_a_shard_of_the_wrong_size_is_refused_when_opened(
+    store: Store, write: Write, tmp_path: Path, change: int
+) -> None:
     write([np.arange(2500)])
     path = shard_path(store, "000-train-000001.tokens")
     data = path.read_bytes()
@@ -52,14 +54,16 @@ def test_a_shard_of_the_wrong_size_is_refused_when_opened(store, write: Write, t
         Dataset.open(store, DATASET_ID, tmp_path)
 
 
-def test_a_missing_shard_is_refused_when_opened(store, write: Write, tmp_path):
+def test_a_missing_shard_is_refused_when_opened(store: Store, write: Write, tmp_path: Path) -> None:
     write([np.arange(2500)])
     shard_path(store, "000-train-000002.tokens").unlink()
     with pytest.raises(DataError, match=r"000-train-000002\.tokens: is missing"):
         Dataset.open(store, DATASET_ID, tmp_path)
 
 
-def test_any_flipped_byte_is_noticed_when_its_block_is_touched_and_not_before(store, write: Write, tmp_path):
+def test_any_flipped_byte_is_noticed_when_its_block_is_touched_and_not_before(
+    store: Store, write: Write, tmp_path: Path
+) -> None:
     tokens = 3 * BLOCK_BYTES // 2  # three blocks
     write([np.arange(tokens) % 50_000], shard_tokens=10**6)
     path = shard_path(store)
@@ -78,7 +82,9 @@ def test_any_flipped_byte_is_noticed_when_its_block_is_touched_and_not_before(st
         stream.read(BLOCK_BYTES - 1, 2)
 
 
-def test_a_row_checks_the_block_of_its_first_token_to_that_of_its_last_and_no_other(store, write: Write, tmp_path):
+def test_a_row_checks_the_block_of_its_first_token_to_that_of_its_last_and_no_other(
+    store: Store, write: Write, tmp_path: Path
+) -> None:
     """To the token: a row that takes one token of a damaged block is refused, and one that ends before it is read."""
     each = BLOCK_BYTES // 2  # tokens of a block
     write([np.arange(4 * each) % 50_000], shard_tokens=10**6)
@@ -106,7 +112,7 @@ def test_a_row_checks_the_block_of_its_first_token_to_that_of_its_last_and_no_ot
                     np.testing.assert_array_equal(rows, intact[start : start + length])
 
 
-def test_training_on_a_damaged_shard_stops(store, write: Write, tmp_path):
+def test_training_on_a_damaged_shard_stops(store: Store, write: Write, tmp_path: Path) -> None:
     write([np.arange(2000)])
     flip(shard_path(store), 100)
     batches = Dataset.open(store, DATASET_ID, tmp_path).training(CONTEXT, 125, seed=0)
@@ -114,7 +120,7 @@ def test_training_on_a_damaged_shard_stops(store, write: Write, tmp_path):
         batches.batch(0)
 
 
-def test_a_manifest_from_a_newer_version_is_refused(store, write: Write, tmp_path):
+def test_a_manifest_from_a_newer_version_is_refused(store: Store, write: Write, tmp_path: Path) -> None:
     manifest = json.loads(write([np.arange(2000)]).dump())
     store.put(layout.dataset(DATASET_ID), json.dumps(manifest | {"format_version": 2}).encode())
     with pytest.raises(DataError, match="newer Holdfast; upgrade"):
@@ -132,21 +138,23 @@ def test_a_manifest_from_a_newer_version_is_refused(store, write: Write, tmp_pat
         lambda m: m["tokenizer"].update(file="../x") or m,
     ],
 )
-def test_a_manifest_that_does_not_add_up_is_refused(store, write: Write, tmp_path, damage):
+def test_a_manifest_that_does_not_add_up_is_refused(store: Store, write: Write, tmp_path: Path, damage) -> None:
     manifest = json.loads(write([np.arange(2000)]).dump())
     store.put(layout.dataset(DATASET_ID), json.dumps(damage(manifest)).encode())
     with pytest.raises(DataError, match=r"dataset.json: .*; delete it and run preprocess again"):
         Dataset.open(store, DATASET_ID, tmp_path)
 
 
-def test_a_torn_manifest_is_refused(store, write: Write, tmp_path):
+def test_a_torn_manifest_is_refused(store: Store, write: Write, tmp_path: Path) -> None:
     raw = write([np.arange(2000)]).dump()
     store.put(layout.dataset(DATASET_ID), raw[: len(raw) // 2])
     with pytest.raises(DataError, match=r"dataset\.json"):
         Dataset.open(store, DATASET_ID, tmp_path)
 
 
-def test_validation_is_the_same_text_in_order_shared_between_sources(store, write: Write, tmp_path):
+def test_validation_is_the_same_text_in_order_shared_between_sources(
+    store: Store, write: Write, tmp_path: Path
+) -> None:
     write([np.arange(100)] * 2, [np.arange(30 * CONTEXT + 1), 20_000 + np.arange(10 * CONTEXT + 1)], shard_tokens=77)
     dataset = Dataset.open(store, DATASET_ID, tmp_path)
     whole = np.concatenate(list(dataset.validation(CONTEXT, 10**9)))
@@ -160,13 +168,13 @@ def test_validation_is_the_same_text_in_order_shared_between_sources(store, writ
     assert len(np.concatenate(list(dataset.validation(CONTEXT, 1)))) == 1
 
 
-def test_held_out_text_too_short_for_a_sample_names_the_remedy(store, write: Write, tmp_path):
+def test_held_out_text_too_short_for_a_sample_names_the_remedy(store: Store, write: Write, tmp_path: Path) -> None:
     write([np.arange(100)], [np.arange(10)])
     with pytest.raises(DataError, match=r"10 held-out tokens.*data.validation_fraction"):
         Dataset.open(store, DATASET_ID, tmp_path).validation(CONTEXT, 1000)
 
 
-def test_held_out_documents_come_whole_across_shards_and_blocks(store, write: Write, tmp_path):
+def test_held_out_documents_come_whole_across_shards_and_blocks(store: Store, write: Write, tmp_path: Path) -> None:
     documents = [np.arange(1, length + 1) for length in (5, 0, 1, 200, 33)]
     tokens = np.concatenate([np.append(document, 0) for document in documents])
     write([np.arange(100)], [tokens], shard_tokens=7)
@@ -174,14 +182,14 @@ def test_held_out_documents_come_whole_across_shards_and_blocks(store, write: Wr
     assert [document.tolist() for document in read] == [document.tolist() for document in documents]
 
 
-def test_bytes_of_tokens_count_text_and_not_special_tokens(store, write: Write, tmp_path):
+def test_bytes_of_tokens_count_text_and_not_special_tokens(store: Store, write: Write, tmp_path: Path) -> None:
     write([np.arange(100)], vocabulary=6)
     dataset = Dataset.open(store, DATASET_ID, tmp_path)
     assert dataset.token_bytes().tolist() == [0, 1, 4, 2, 0, 0]  # eot, "a", " def", "é", two unused ids
     assert dataset.end_of_text == 0
 
 
-def test_an_altered_tokenizer_is_refused(store, write: Write, tmp_path):
+def test_an_altered_tokenizer_is_refused(store: Store, write: Write, tmp_path: Path) -> None:
     write([np.arange(100)])
     dataset = Dataset.open(store, DATASET_ID, tmp_path)
     store.put(layout.dataset(DATASET_ID, "tokenizer.json"), b"{}")
@@ -209,7 +217,9 @@ print(maps)
 """
 
 
-def test_thousands_of_shards_are_read_with_few_descriptors_and_few_maps(store, write: Write, tmp_path, monkeypatch):
+def test_thousands_of_shards_are_read_with_few_descriptors_and_few_maps(
+    store: Store, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # writing them is not what takes time here
     write(
         [np.arange(2 * SHARDS * CONTEXT + 1)], shard_tokens=2 * CONTEXT, vocabulary=200_000

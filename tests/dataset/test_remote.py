@@ -41,7 +41,7 @@ def flip_object(store: Store, at: int, name: str = "000-train-000000.tokens") ->
     store.put(key, bytes(data))
 
 
-def test_what_a_bucket_holds_reads_as_from_a_folder(bucket: Store, store, write: Write, tmp_path):
+def test_what_a_bucket_holds_reads_as_from_a_folder(bucket: Store, store: Store, write: Write, tmp_path: Path) -> None:
     tokens = [np.arange(90_000) % 45_000, np.arange(21_000)]
     held_out = [np.arange(3000), np.arange(200)]
     for place in (store, bucket):
@@ -59,7 +59,9 @@ def test_what_a_bucket_holds_reads_as_from_a_folder(bucket: Store, store, write:
     remote.verify()
 
 
-def test_a_row_costs_its_piece_and_not_the_shard(bucket: Store, proxy: FaultyProxy, write: Write, tmp_path):
+def test_a_row_costs_its_piece_and_not_the_shard(
+    bucket: Store, proxy: FaultyProxy, write: Write, tmp_path: Path
+) -> None:
     write([np.arange(8 * PIECE_TOKENS) % 50_000], shard_tokens=10**7, to=bucket)
     meter = Meter(proxy)
     batches = Dataset.open(bucket, DATASET_ID, tmp_path).training(CONTEXT, 1, seed=0)
@@ -69,7 +71,9 @@ def test_a_row_costs_its_piece_and_not_the_shard(bucket: Store, proxy: FaultyPro
     assert meter.requests == 2
 
 
-def test_processes_of_a_machine_fetch_a_piece_once(bucket: Store, proxy: FaultyProxy, write: Write, tmp_path):
+def test_processes_of_a_machine_fetch_a_piece_once(
+    bucket: Store, proxy: FaultyProxy, write: Write, tmp_path: Path
+) -> None:
     write([np.arange(5000)], to=bucket)
     meter = Meter(proxy)
     readers = [Dataset.open(bucket, DATASET_ID, tmp_path).training(CONTEXT, 128, seed=0) for _ in range(6)]
@@ -84,7 +88,9 @@ def test_processes_of_a_machine_fetch_a_piece_once(bucket: Store, proxy: FaultyP
     assert len(meter.ranges) == len(set(meter.ranges)) == 10
 
 
-def test_a_damaged_cache_is_fetched_again_and_a_damaged_bucket_is_an_error(bucket: Store, write: Write, tmp_path):
+def test_a_damaged_cache_is_fetched_again_and_a_damaged_bucket_is_an_error(
+    bucket: Store, write: Write, tmp_path: Path
+) -> None:
     write([np.arange(900)], to=bucket)
     good = Dataset.open(bucket, DATASET_ID, tmp_path).training(CONTEXT, 32, seed=0).batch(0)
     (cached,) = pieces(tmp_path)
@@ -103,7 +109,9 @@ def test_a_damaged_cache_is_fetched_again_and_a_damaged_bucket_is_an_error(bucke
         Dataset.open(bucket, DATASET_ID, tmp_path).training(CONTEXT, 32, seed=0).batch(0)
 
 
-def test_a_byte_that_was_altered_on_its_way_is_read_again(bucket: Store, proxy: FaultyProxy, write: Write, tmp_path):
+def test_a_byte_that_was_altered_on_its_way_is_read_again(
+    bucket: Store, proxy: FaultyProxy, write: Write, tmp_path: Path
+) -> None:
     write([np.arange(900)], to=bucket)
     altered = []
 
@@ -122,8 +130,8 @@ def test_a_byte_that_was_altered_on_its_way_is_read_again(bucket: Store, proxy: 
 
 
 def test_the_cache_stays_within_its_limit_and_keeps_what_was_used_last(
-    bucket: Store, write: Write, tmp_path, monkeypatch
-):
+    bucket: Store, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write([np.arange(40 * PIECE_TOKENS) % 50_000], shard_tokens=10**8, to=bucket)
     monkeypatch.setenv("HOLDFAST_CACHE_GIB", str(10 * PIECE_BYTES / 2**30))
     stream = Dataset.open(bucket, DATASET_ID, tmp_path)._streams["train"][0]
@@ -138,7 +146,9 @@ def test_the_cache_stays_within_its_limit_and_keeps_what_was_used_last(
 
 
 @pytest.mark.parametrize("given", ["many", "-1", "nan", "1e99"])
-def test_a_limit_that_is_no_size_is_refused(store, write: Write, tmp_path, monkeypatch, given):
+def test_a_limit_that_is_no_size_is_refused(
+    store: Store, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
     write([np.arange(100)])
     monkeypatch.setenv("HOLDFAST_CACHE_GIB", given)
     with pytest.raises(SpecError, match=r"HOLDFAST_CACHE_GIB.*is no number of GiB"):
@@ -146,8 +156,8 @@ def test_a_limit_that_is_no_size_is_refused(store, write: Write, tmp_path, monke
 
 
 def test_a_disk_that_takes_nothing_costs_speed_and_is_said_once(
-    bucket: Store, proxy: FaultyProxy, write: Write, tmp_path, caplog
-):
+    bucket: Store, proxy: FaultyProxy, write: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write([np.arange(5000)], to=bucket)
     (tmp_path / "blocks").write_text("a file where the cache wants a folder")
     meter = Meter(proxy)
@@ -160,7 +170,7 @@ def test_a_disk_that_takes_nothing_costs_speed_and_is_said_once(
     assert caplog.text.count("blocks are read from the store each time") == 1
 
 
-def test_a_full_disk_makes_room_and_leaves_no_torn_piece(tmp_path):
+def test_a_full_disk_makes_room_and_leaves_no_torn_piece(tmp_path: Path) -> None:
     cache = BlockCache(tmp_path / "blocks", 2**30)
     cache.write("small/0", b"kept")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -176,7 +186,7 @@ def test_a_full_disk_makes_room_and_leaves_no_torn_piece(tmp_path):
     assert cache.read("big/0") == bytes(5000)
 
 
-def test_a_child_that_was_forked_while_a_block_was_fetched_keeps_nobody_from_fetching_it(tmp_path):
+def test_a_child_that_was_forked_while_a_block_was_fetched_keeps_nobody_from_fetching_it(tmp_path: Path) -> None:
     cache = BlockCache(tmp_path / "blocks", 2**20)
     with cache.fetching("a"):
         child = os.fork()

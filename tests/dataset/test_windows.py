@@ -23,7 +23,7 @@ CONTEXT = 16
     count=st.integers(1, 500), rows=st.integers(1, 20), block=st.integers(1, 60), window=st.integers(1, 6),
     seed=st.integers(0, 2**32),
 )  # fmt: skip
-def test_every_sample_comes_once_in_each_epoch(count: int, rows: int, block: int, window: int, seed: int):
+def test_every_sample_comes_once_in_each_epoch(count: int, rows: int, block: int, window: int, seed: int) -> None:
     shuffle = WindowShuffle(count, seed, "samples", rows=rows, block=block, window=window)
     epochs = shuffle(np.arange(3 * count)).reshape(3, count)
     np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(np.arange(count), (3, 1)))
@@ -31,7 +31,7 @@ def test_every_sample_comes_once_in_each_epoch(count: int, rows: int, block: int
     np.testing.assert_array_equal(shuffle(places), epochs.ravel()[places])
 
 
-def test_epochs_and_seeds_differ_and_the_order_is_the_same_on_every_machine():
+def test_epochs_and_seeds_differ_and_the_order_is_the_same_on_every_machine() -> None:
     def order(seed: int, epoch: int = 0) -> list[int]:
         shuffle = WindowShuffle(1000, seed, "samples", rows=4, block=10, window=3)
         return shuffle(np.arange(epoch * 1000, epoch * 1000 + 8)).tolist()
@@ -43,13 +43,13 @@ def test_epochs_and_seeds_differ_and_the_order_is_the_same_on_every_machine():
 ORDER_OF_SEED_0 = [820, 697, 514, 41, 989, 536, 323, 390]
 
 
-def test_far_places_of_a_huge_corpus_need_no_memory():
+def test_far_places_of_a_huge_corpus_need_no_memory() -> None:
     shuffle = WindowShuffle(10**14 + 7, 1, "samples", rows=1024, block=512, window=4)
     places = np.arange(5 * 10**17, 5 * 10**17 + 4096)
     assert len(np.unique(shuffle(places))) == 4096
 
 
-def test_a_row_reads_one_window_of_blocks_at_a_time_and_a_batch_reads_as_many_places_as_it_has_rows():
+def test_a_row_reads_one_window_of_blocks_at_a_time_and_a_batch_reads_as_many_places_as_it_has_rows() -> None:
     rows, block, window, each = 8, 10, 3, 6
     shuffle = WindowShuffle(rows * block * each, 0, "samples", rows=rows, block=block, window=window)
     samples = shuffle(np.arange(rows * block * each)).reshape(-1, rows)  # [step, row]
@@ -70,7 +70,7 @@ def blocks_of(context: int = CONTEXT, samples: int = 8, window: int = 2) -> Shuf
     return Shuffle(kind="blocks", block_tokens=max(1024, context * samples), window=window)
 
 
-def test_batches_are_the_same_at_any_world_size_and_from_any_step(store, write: Write, tmp_path):
+def test_batches_are_the_same_at_any_world_size_and_from_any_step(store: Store, write: Write, tmp_path) -> None:
     write([np.arange(70_000) % 50_000, np.arange(20_000)], shard_tokens=7000)
 
     def training(weights=None):
@@ -86,7 +86,7 @@ def test_batches_are_the_same_at_any_world_size_and_from_any_step(store, write: 
                 np.testing.assert_array_equal(np.concatenate(parts), whole[step])
 
 
-def test_weights_keep_exact_shares_and_every_source_its_epochs(store, write: Write, tmp_path):
+def test_weights_keep_exact_shares_and_every_source_its_epochs(store: Store, write: Write, tmp_path) -> None:
     write([np.arange(300 * CONTEXT + 1), 20_000 + np.arange(100 * CONTEXT + 1)], shard_tokens=5000)
     shuffle = Shuffle(kind="blocks", block_tokens=1024, window=1)
     batches = Dataset.open(store, DATASET_ID, tmp_path).training(CONTEXT, 4, 0, [1, 3], shuffle)
@@ -98,7 +98,7 @@ def test_weights_keep_exact_shares_and_every_source_its_epochs(store, write: Wri
     assert len({tuple(row >= 20_000 for row in step) for step in firsts.reshape(-1, 4).tolist()}) > 4
 
 
-def test_of_an_epoch_a_node_of_two_reads_its_share(bucket: Store, proxy, write: Write, tmp_path):
+def test_of_an_epoch_a_node_of_two_reads_its_share(bucket: Store, proxy, write: Write, tmp_path) -> None:
     """That processes of a node fetch a piece once: test_remote.py."""
     tokens = 33 * 8 * PIECE_BYTES // 2
     write([np.arange(tokens) % 50_000], shard_tokens=tokens // 5, to=bucket)

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(1000)  # more than train_through and an undistu
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> dict[str, dict[str, object]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
     """What an undisturbed run of each layout ends with."""
     return {strategy: undisturbed_end(tmp_path_factory, strategy) for strategy in LAYOUTS}
 
@@ -55,14 +55,16 @@ def kill_and_compare(seed: int, store: Store, home: Path, undisturbed: dict[str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.drill) for seed in range(1, SEEDS))])
-def test_kill_9_of_anything_at_any_moment_changes_no_bit(seed, tmp_path, request, undisturbed):
+def test_kill_9_of_anything_at_any_moment_changes_no_bit(
+    seed: int, tmp_path: Path, request: pytest.FixtureRequest, undisturbed: dict[str, dict[str, object]]
+) -> None:
     """Four seeds in a row: each layout on a folder and on S3."""
     url = request.getfixturevalue("s3_url") if seed % 4 in (1, 2) else f"file://{tmp_path / 'store'}"
     kill_and_compare(seed, open_store(url), tmp_path / "home", undisturbed)
 
 
 @pytest.mark.drill
-def test_kill_9_changes_no_bit_where_the_state_is_offloaded(tmp_path):
+def test_kill_9_changes_no_bit_where_the_state_is_offloaded(tmp_path: Path) -> None:
     """Every engine, mesh and offload after a stop: tests/train/test_engines.py, test_mesh.py, test_experts.py."""
     spec = tiny_spec(*COMMON, "parallel.strategy=zero3", "parallel.offload=parameters")
     quiet, struck = new_store(tmp_path / "quiet"), new_store(tmp_path / "struck")
@@ -72,7 +74,9 @@ def test_kill_9_changes_no_bit_where_the_state_is_offloaded(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_before_the_ranks_have_met_leaves_no_other_waiting(tmp_path, undisturbed):
+def test_a_rank_that_dies_before_the_ranks_have_met_leaves_no_other_waiting(
+    tmp_path: Path, undisturbed: dict[str, dict[str, object]]
+) -> None:
     spec, store = tiny_spec(*COMMON, "parallel.strategy=ddp"), new_store(tmp_path / "store")
     held = held_at(BEFORE_THEY_MEET, spec, store, tmp_path / "home")
     process = start_training(spec, store.url, tmp_path / "home", environment=held.variables, module=HELD_TRAINING)
@@ -91,7 +95,7 @@ def test_a_rank_that_dies_before_the_ranks_have_met_leaves_no_other_waiting(tmp_
 
 
 @pytest.mark.slow
-def test_asked_to_leave_before_the_ranks_have_met_it_does_not_say_that_it_saved(tmp_path):
+def test_asked_to_leave_before_the_ranks_have_met_it_does_not_say_that_it_saved(tmp_path: Path) -> None:
     spec, store = tiny_spec(*COMMON), new_store(tmp_path / "store")
     held = held_at(BEFORE_THEY_MEET, spec, store, tmp_path / "home")
     process = start_training(spec, store.url, tmp_path / "home", environment=held.variables, module=HELD_TRAINING)
@@ -106,7 +110,7 @@ def test_asked_to_leave_before_the_ranks_have_met_it_does_not_say_that_it_saved(
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_leaves_events_that_the_next_one_goes_on_with(tmp_path):
+def test_a_killed_launcher_leaves_events_that_the_next_one_goes_on_with(tmp_path: Path) -> None:
     spec, store = tiny_spec(*COMMON, "parallel.strategy=ddp"), new_store(tmp_path / "store")
     held = held_at(10, spec, store, tmp_path / "home")
     process = start_training(spec, store.url, tmp_path / "home", environment=held.variables, module=HELD_TRAINING)

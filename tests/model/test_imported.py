@@ -29,7 +29,7 @@ def weights(folder: Path, content: bytes = b"weights") -> Path:
     return folder
 
 
-def test_the_same_weights_elsewhere_are_the_same_run_and_other_weights_in_place_another(tmp_path: Path):
+def test_the_same_weights_elsewhere_are_the_same_run_and_other_weights_in_place_another(tmp_path: Path) -> None:
     here = weights(tmp_path / "here")
     first = identity(here)
     shutil.copytree(here, tmp_path / "there")
@@ -40,7 +40,7 @@ def test_the_same_weights_elsewhere_are_the_same_run_and_other_weights_in_place_
     assert identity(here) != first
 
 
-def test_weights_on_s3_are_known_without_being_fetched(tmp_path: Path, s3_url: str):
+def test_weights_on_s3_are_known_without_being_fetched(tmp_path: Path, s3_url: str) -> None:
     store = open_store(s3_url)
     store.put("model.safetensors", b"weights")
     first = identity(s3_url)
@@ -48,16 +48,16 @@ def test_weights_on_s3_are_known_without_being_fetched(tmp_path: Path, s3_url: s
     assert identity(s3_url) != first
 
 
-def test_a_folder_without_weights_is_named(tmp_path: Path):
+def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
     with pytest.raises(MissingError, match=r"init_from.*no \.safetensors"):
         weights_digest(str(tmp_path))
 
 
-def test_no_weights_are_imported_by_default():
+def test_no_weights_are_imported_by_default() -> None:
     assert weights_digest(parse_spec("name: a\ndata: {sources: [{uri: x}]}\n").model.init_from) == ""
 
 
-def test_weights_that_are_not_those_the_run_was_named_after_are_refused(tmp_path: Path):
+def test_weights_that_are_not_those_the_run_was_named_after_are_refused(tmp_path: Path) -> None:
     folder = str(weights(tmp_path / "here"))
     named = weights_digest(folder)
     require_weights(folder, named)

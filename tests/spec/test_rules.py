@@ -320,7 +320,7 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
 @pytest.mark.parametrize(
     ("changes", "field", "value", "remedy"), [case[1:] for case in BY_RULE], ids=[c[0] for c in BY_RULE]
 )
-def test_a_combination_that_cannot_work_is_refused_with_the_remedy(refused, changes, field, value, remedy) -> None:
+def test_a_combination_that_cannot_work_is_refused_with_the_remedy(refused, changes, field: str, value, remedy) -> None:
     found = [problem for problem in refused(**changes) if problem.field == field and remedy in problem.remedy]
     assert [problem.value for problem in found] == [value]
     assert "hunter2" not in "".join(map(str, refused(**changes)))

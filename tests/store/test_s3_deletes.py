@@ -21,7 +21,9 @@ def store(proxied: Store) -> Store:
     return proxied
 
 
-def test_many_objects_are_deleted_with_few_requests(store: Store, proxy: FaultyProxy, monkeypatch) -> None:
+def test_many_objects_are_deleted_with_few_requests(
+    store: Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = [f"many/{number}" for number in range(25)]
     for key in keys:
         store.put(key, b"1")
