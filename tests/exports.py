@@ -18,9 +18,9 @@ def write_export(
         digester = Digester()
         digester.update((folder / name).read_bytes())
         store.upload(folder / name, export + name)
-        there = store.stat(export + name)
-        assert there is not None
-        files[name] = digester.record(there.version)
+        info = store.stat(export + name)
+        assert info is not None
+        files[name] = digester.record(info.version)
     record = ExportRecord(state_digest=state_digest, files=files, whole=True)
     store.put(layout.export_record(export), record.model_dump_json().encode())
     return export, record.digest

@@ -22,16 +22,16 @@ def golden_of(folder: Path, name: str = "quickstart", base: str = "quickstart") 
 
 def assert_golden(text: str, golden: Path, base: Path | None = None) -> None:
     """The YAML `text` holds the data of the golden file, which without a `base` is YAML, and else the difference."""
-    found = list(yaml.safe_load_all(text))
+    documents = list(yaml.safe_load_all(text))
     if base:
-        text = difference(list(yaml.safe_load_all(base.read_text(encoding="utf-8"))), found)
+        text = difference(list(yaml.safe_load_all(base.read_text(encoding="utf-8"))), documents)
     if os.environ.get("HOLDFAST_UPDATE_GOLDEN"):
         golden.write_text(text, encoding="utf-8")
-    accepted = golden.read_text(encoding="utf-8")
+    recorded = golden.read_text(encoding="utf-8")
     if base:
-        assert text.splitlines() == accepted.splitlines()
+        assert text.splitlines() == recorded.splitlines()
     else:
-        assert found == list(yaml.safe_load_all(accepted))
+        assert documents == list(yaml.safe_load_all(recorded))
 
 
 def difference(base: Any, other: Any) -> str:
@@ -47,11 +47,11 @@ def _values(thing: Any, place: str = "") -> Iterator[tuple[str, str]]:
         yield place or "/", json.dumps(thing, default=str)
         return
     if isinstance(thing, list):
-        names = [one.get("name") if isinstance(one, dict) else None for one in thing]
+        names = [item.get("name") if isinstance(item, dict) else None for item in thing]
         if None in names or len({*names}) < len(names):
             names = [str(number) for number in range(len(thing))]
         else:
             yield f"{place}/*", json.dumps(names)  # their order
-        thing = {f"[{name}]": one for name, one in zip(names, thing, strict=True)}
+        thing = {f"[{name}]": item for name, item in zip(names, thing, strict=True)}
     for key in sorted(thing):
         yield from _values(thing[key], f"{place}/{str(key).replace('~', '~0').replace('/', '~1')}")

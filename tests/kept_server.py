@@ -20,14 +20,14 @@ class KeptServer(WarmServer):
     @classmethod
     def spawn(cls, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> WarmServer:
         """It dies with the thread that called this: another one than the main one gets a server of its own."""
-        what = (*modules, (environment or os.environ).get("PYTHONPATH", ""))
-        server = cls.kept.get(what)
+        key = (*modules, (environment or os.environ).get("PYTHONPATH", ""))
+        server = cls.kept.get(key)
         if server is not None and os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return server
         if threading.current_thread() is not threading.main_thread():
             return WarmServer.spawn(modules, environment)
-        cls.kept[what] = super().spawn(modules, environment)
-        return cls.kept[what]
+        cls.kept[key] = super().spawn(modules, environment)
+        return cls.kept[key]
 
     def close(self) -> None:
         """It goes with the tests."""

@@ -89,21 +89,24 @@ class KubeflowServer:
         return [request for request in self.requests if request[0] != "GET"]
 
     def enabled(self) -> list[dict[str, Any]]:
-        return [one for one in self.recurring.values() if one["status"] == "ENABLED"]
+        return [run for run in self.recurring.values() if run["status"] == "ENABLED"]
 
     def fire(self, recurring_run_id: str, at: float = 0.0) -> str:
         """What the scheduler does when the time has come: the id of the run that it starts `at` unix seconds; empty
         where as many as allowed are running. Texts among the parameters may name that time."""
-        one = self.recurring[recurring_run_id]
-        assert one["status"] == "ENABLED"
-        started = [run for run in self.runs.values() if run.get("recurring_run_id") == recurring_run_id]
-        if sum(run["state"] not in FINISHED for run in started) >= int(one["max_concurrency"]):
+        recurring = self.recurring[recurring_run_id]
+        assert recurring["status"] == "ENABLED"
+        runs = [run for run in self.runs.values() if run.get("recurring_run_id") == recurring_run_id]
+        if sum(run["state"] not in FINISHED for run in runs) >= int(recurring["max_concurrency"]):
             return ""
-        kept = ("experiment_id", "pipeline_version_reference", "display_name", "service_account")
-        given = {name: _with_time(value, at) for name, value in one["runtime_config"]["parameters"].items()}
-        run = self._run({key: one[key] for key in kept if key in one} | {"runtime_config": {"parameters": given}})
-        plain = re.sub("[^a-z0-9]", "", one["display_name"].lower())[:25]
-        run["display_name"] = f"{plain}-{len(started) + 1}-{zlib.crc32(run['run_id'].encode())}"
+        copied_keys = ("experiment_id", "pipeline_version_reference", "display_name", "service_account")
+        parameters = {name: _with_time(value, at) for name, value in recurring["runtime_config"]["parameters"].items()}
+        run = self._run(
+            {key: recurring[key] for key in copied_keys if key in recurring}
+            | {"runtime_config": {"parameters": parameters}}
+        )
+        plain = re.sub("[^a-z0-9]", "", recurring["display_name"].lower())[:25]
+        run["display_name"] = f"{plain}-{len(runs) + 1}-{zlib.crc32(run['run_id'].encode())}"
         run["recurring_run_id"] = recurring_run_id
         return str(run["run_id"])
 
@@ -139,12 +142,12 @@ class KubeflowServer:
     # ------------------------------------------------------------------ the endpoints
 
     def answer(self, method: str, path: str, query: dict[str, str], body: bytes, content_type: str) -> Any:
-        for wanted, pattern, serve in self._routes():
-            if method == wanted and (match := re.fullmatch(pattern, path)):
+        for expected, pattern, serve in self._routes():
+            if method == expected and (match := re.fullmatch(pattern, path)):
                 with self._lock:
-                    found = serve(*map(unquote, match.groups()), query=query, body=body, content_type=content_type)
+                    result = serve(*map(unquote, match.groups()), query=query, body=body, content_type=content_type)
                     self.most_enabled = max(self.most_enabled, len(self.enabled()))
-                    return found
+                    return result
         raise RefusedError(404, f"{method} {path} is not part of the API")
 
     def _routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
@@ -171,13 +174,13 @@ class KubeflowServer:
 
     def _page(self, name: str, table: dict[str, dict[str, Any]], query: dict[str, str]) -> dict[str, Any]:
         self._check_namespace(query.get("namespace", ""), listing=True)
-        found = [thing for thing in table.values() if _matches(thing, json.loads(query.get("filter") or "{}"))]
+        rows = [row for row in table.values() if _matches(row, json.loads(query.get("filter") or "{}"))]
         if self.multi_user and "namespace" in query:
-            found = [thing for thing in found if thing.get("namespace", query["namespace"]) == query["namespace"]]
+            rows = [row for row in rows if row.get("namespace", query["namespace"]) == query["namespace"]]
         begin = int(query.get("page_token") or 0)
         end = begin + min(int(query.get("page_size") or 20), self.page_size)
-        return {name: found[begin:end], "total_size": len(found)} | (
-            {"next_page_token": str(end)} if end < len(found) else {}
+        return {name: rows[begin:end], "total_size": len(rows)} | (
+            {"next_page_token": str(end)} if end < len(rows) else {}
         )
 
     def _check_namespace(self, namespace: str, *, listing: bool = False) -> None:
@@ -187,14 +190,14 @@ class KubeflowServer:
             raise RefusedError(400, "In multi-user mode, a namespace is required")
 
     def _create_pipeline(self, *, body: bytes, **_: Any) -> dict[str, Any]:
-        made = checked(body, "V2beta1Pipeline")
-        self._check_namespace(made.get("namespace", ""))
+        pipeline = checked(body, "V2beta1Pipeline")
+        self._check_namespace(pipeline.get("namespace", ""))
         if any(
-            (one["display_name"], one.get("namespace")) == (made["display_name"], made.get("namespace"))
-            for one in self.pipelines.values()
+            (other["display_name"], other.get("namespace")) == (pipeline["display_name"], pipeline.get("namespace"))
+            for other in self.pipelines.values()
         ):
             raise RefusedError(409, "Failed to create a pipeline: already exists")
-        return _add(self.pipelines, "pipeline_id", made)
+        return _add(self.pipelines, "pipeline_id", pipeline)
 
     def _upload_version(self, *, query: dict[str, str], body: bytes, content_type: str, **_: Any) -> dict[str, Any]:
         _get(self.pipelines, query["pipelineid"])
@@ -208,25 +211,25 @@ class KubeflowServer:
         except (json_format.ParseError, yaml.YAMLError, ValueError) as error:
             raise RefusedError(400, f"Failed to create a pipeline version: {error}") from error
         if any(
-            (one["pipeline_id"], one["display_name"]) == (query["pipelineid"], query["name"])
-            for one in self.versions.values()
+            (other["pipeline_id"], other["display_name"]) == (query["pipelineid"], query["name"])
+            for other in self.versions.values()
         ):
             raise RefusedError(409, "Failed to create a pipeline version")
         spec = {"pipeline_spec": pipeline, "platform_spec": platform}
-        made = {"pipeline_id": query["pipelineid"], "display_name": query["name"], "pipeline_spec": spec}
-        return _add(self.versions, "pipeline_version_id", made)
+        version = {"pipeline_id": query["pipelineid"], "display_name": query["name"], "pipeline_spec": spec}
+        return _add(self.versions, "pipeline_version_id", version)
 
     def _list_versions(self, key: str, *, query: dict[str, str], **_: Any) -> dict[str, Any]:
         _get(self.pipelines, key)
-        mine = {name: one for name, one in self.versions.items() if one["pipeline_id"] == key}
-        return self._page("pipeline_versions", mine, query)
+        versions = {name: version for name, version in self.versions.items() if version["pipeline_id"] == key}
+        return self._page("pipeline_versions", versions, query)
 
     def _create_experiment(self, *, body: bytes, **_: Any) -> dict[str, Any]:
-        made = checked(body, "V2beta1Experiment")
-        self._check_namespace(made.get("namespace", ""))
-        if any(one["display_name"] == made["display_name"] for one in self.experiments.values()):
+        experiment = checked(body, "V2beta1Experiment")
+        self._check_namespace(experiment.get("namespace", ""))
+        if any(other["display_name"] == experiment["display_name"] for other in self.experiments.values()):
             raise RefusedError(409, "Failed to create an experiment: already exists")
-        return _add(self.experiments, "experiment_id", made)
+        return _add(self.experiments, "experiment_id", experiment)
 
     def _create_run(self, *, body: bytes, **_: Any) -> dict[str, Any]:
         return self._run(checked(body, "V2beta1Run"))
@@ -242,23 +245,23 @@ class KubeflowServer:
     def _check_what_is_run(self, made: dict[str, Any]) -> None:
         _get(self.experiments, made["experiment_id"])
         version = self._version(made["pipeline_version_reference"])
-        known = version["pipeline_spec"]["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]
-        given = made["runtime_config"]["parameters"]
-        if unknown := set(given) - set(known):
+        definitions = version["pipeline_spec"]["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]
+        parameters = made["runtime_config"]["parameters"]
+        if unknown := set(parameters) - set(definitions):
             raise RefusedError(400, f"unknown parameters: {sorted(unknown)}")
-        for name, value in given.items():
-            wanted = known[name]["parameterType"]
-            if wanted not in _KINDS[type(value)]:
-                raise RefusedError(400, f"input parameter {name} requires type {wanted}")
+        for name, value in parameters.items():
+            expected = definitions[name]["parameterType"]
+            if expected not in _KINDS[type(value)]:
+                raise RefusedError(400, f"input parameter {name} requires type {expected}")
 
     def _version(self, reference: dict[str, str]) -> dict[str, Any]:
-        versions = [one for one in self.versions.values() if one["pipeline_id"] == reference["pipeline_id"]]
+        versions = [version for version in self.versions.values() if version["pipeline_id"] == reference["pipeline_id"]]
         newest = str(versions[-1]["pipeline_version_id"]) if versions else ""  # where none is named
         return _get(self.versions, reference.get("pipeline_version_id") or newest)
 
     def _list_runs(self, *, query: dict[str, str], **_: Any) -> dict[str, Any]:
-        wanted = query.get("experiment_id")
-        table = {key: {**run} for key, run in self.runs.items() if wanted in (None, run["experiment_id"])}
+        experiment_id = query.get("experiment_id")
+        table = {key: {**run} for key, run in self.runs.items() if experiment_id in (None, run["experiment_id"])}
         for run in table.values():
             run.pop("run_details", None)  # as the real one
         return self._page("runs", table, query)
@@ -272,22 +275,24 @@ class KubeflowServer:
         return {}
 
     def _create_recurring(self, *, body: bytes, **_: Any) -> dict[str, Any]:
-        made = checked(body, "V2beta1RecurringRun")
-        self._check_what_is_run(made)
-        trigger = made["trigger"]
+        recurring = checked(body, "V2beta1RecurringRun")
+        self._check_what_is_run(recurring)
+        trigger = recurring["trigger"]
         if len(trigger) != 1:
             raise RefusedError(400, "exactly one trigger is needed")
         if "cron_schedule" in trigger and len(trigger["cron_schedule"]["cron"].split()) != 6:
             raise RefusedError(400, "the cron expression must have 6 fields")
-        if not 1 <= int(made["max_concurrency"]) <= 10:
+        if not 1 <= int(recurring["max_concurrency"]) <= 10:
             raise RefusedError(400, "max_concurrency must be in 1..10")
-        namespace = self.experiments[made["experiment_id"]].get("namespace")
+        namespace = self.experiments[recurring["experiment_id"]].get("namespace")
         more = {"namespace": namespace} if namespace else {}
-        return _add(self.recurring, "recurring_run_id", made | more | {"status": f"{made.get('mode', 'ENABLE')}D"})
+        return _add(
+            self.recurring, "recurring_run_id", recurring | more | {"status": f"{recurring.get('mode', 'ENABLE')}D"}
+        )
 
     def _switch(self, key: str, how: str, **_: Any) -> dict[str, Any]:
-        one = _get(self.recurring, key)
-        one["mode"], one["status"] = how.upper(), f"{how.upper()}D"
+        recurring = _get(self.recurring, key)
+        recurring["mode"], recurring["status"] = how.upper(), f"{how.upper()}D"
         return {}
 
     def _delete_recurring(self, key: str, **_: Any) -> dict[str, Any]:
@@ -304,11 +309,11 @@ class KubeflowServer:
         pod by its name. Where there is none, an answer with status 200 says so."""
         _get(self.runs, key)
         workflow = self.workflow(key)
-        for step, one in workflow.steps.items():
-            newest = one.tries - 1
-            over = one.state in ENDED
-            wanted = workflow.executor(step, newest) if over else workflow.pod(step, newest)
-            if node == wanted and (over or self.multi_user) and (key, step) in self.logs:
+        for step, node_state in workflow.steps.items():
+            newest = node_state.tries - 1
+            over = node_state.state in ENDED
+            expected = workflow.executor(step, newest) if over else workflow.pod(step, newest)
+            if node == expected and (over or self.multi_user) and (key, step) in self.logs:
                 return self.logs[key, step]
         return json.dumps(missing_log()).encode()
 
@@ -328,7 +333,7 @@ def _check(value: Any, kind: str, where: str) -> None:
     model = getattr(kfp_server_api, kind, None)
     if model is None or not model.openapi_types:
         return
-    types = {model.attribute_map[name]: found for name, found in model.openapi_types.items()}
+    types = {model.attribute_map[name]: field_kind for name, field_kind in model.openapi_types.items()}
     for key, item in value.items():
         if key not in types:
             raise RefusedError(400, f'unknown field "{key}" in {where}')
@@ -348,8 +353,8 @@ def _with_time(value: Any, at: float) -> Any:
         return value
     moment = datetime.fromtimestamp(at, UTC)
     value = value.replace("[[ScheduledTime]]", moment.strftime("%Y%m%d%H%M%S"))
-    found = re.compile(r"\{\{\$\.scheduledTime\.strftime\('(.*?)'\)\}\}")
-    return found.sub(lambda match: moment.strftime(match[1]), value)
+    placeholder = re.compile(r"\{\{\$\.scheduledTime\.strftime\('(.*?)'\)\}\}")
+    return placeholder.sub(lambda match: moment.strftime(match[1]), value)
 
 
 def _matches(thing: dict[str, Any], wanted: dict[str, Any]) -> bool:
@@ -401,8 +406,8 @@ def _handler_of(server: KubeflowServer) -> type[BaseHTTPRequestHandler]:
                 ):
                     raise RefusedError(401, f"unauthenticated: {self.headers.get('Authorization')}")
                 query = {key: values[0] for key, values in parse_qs(parts.query).items()}
-                found = server.answer(self.command, parts.path, query, body, self.headers.get("Content-Type", ""))
-                answer = found if isinstance(found, bytes) else json.dumps(found).encode()
+                result = server.answer(self.command, parts.path, query, body, self.headers.get("Content-Type", ""))
+                answer = result if isinstance(result, bytes) else json.dumps(result).encode()
             except RefusedError as refused:
                 status, answer = refused.status, json.dumps({"code": refused.status, "message": str(refused)}).encode()
             if fault == "lose":

@@ -59,30 +59,30 @@ class Workflow:
 
     def rows(self, state: str, steps: Mapping[str, Node]) -> list[dict[str, Any]]:
         """The rows of the run in `state`, whose steps are as `steps` says; those that it leaves out have not begun."""
-        made: dict[str, dict[str, Any]] = {}
+        table: dict[str, dict[str, Any]] = {}
         over = state in ENDED
         self.steps = {name: node for name, node in steps.items() if node.state != "SKIPPED"}
-        top = self._add(made, self.name, self.name, state, 0)
-        self._add(made, f"{top}.root-driver", "root-driver", "SUCCEEDED", 0)
-        inner = self._add(made, f"{top}.root", "root", state, 10)
-        handled, (last,) = (
+        top = self._add(table, self.name, self.name, state, 0)
+        self._add(table, f"{top}.root-driver", "root-driver", "SUCCEEDED", 0)
+        inner = self._add(table, f"{top}.root", "root", state, 10)
+        handled_tasks, (last,) = (
             self._spec["root"]["dag"]["tasks"]["exit-handler-1"],
             [task for name, task in self._spec["root"]["dag"]["tasks"].items() if name != "exit-handler-1"],
         )
-        self._add(made, f"{inner}.exit-handler-1-driver", "exit-handler-1-driver", "SUCCEEDED", 10)
+        self._add(table, f"{inner}.exit-handler-1-driver", "exit-handler-1-driver", "SUCCEEDED", 10)
         below = {name: node for name, node in steps.items() if name != "notify"}
-        outer = self._add(made, f"{inner}.exit-handler-1", "exit-handler-1", _state_of(below.values(), state), 20)
-        self._walk(made, outer, handled, below, over)
+        outer = self._add(table, f"{inner}.exit-handler-1", "exit-handler-1", _state_of(below.values(), state), 20)
+        self._walk(table, outer, handled_tasks, below, over)
         if "notify" in steps:
-            place = self._add(made, f"{inner}.exit-handler-1.onExit", "exit-handler-1.onExit", "RUNNING", 200)
-            self._task(made, place, "notify", last, steps, over=False, offset=210)
-        for name, row in made.items():
-            row["child_tasks"] = [{"pod_name": node_id(self.name, child)} for child in _children(name, made)]
+            place = self._add(table, f"{inner}.exit-handler-1.onExit", "exit-handler-1.onExit", "RUNNING", 200)
+            self._task(table, place, "notify", last, steps, over=False, offset=210)
+        for name, row in table.items():
+            row["child_tasks"] = [{"pod_name": node_id(self.name, child)} for child in _children(name, table)]
             before = self._known.get(name)
             if before is not None and before["state"] != row["state"] and before.get("end_time") == NEVER:
                 self._stale.append(before | {"task_id": self._task_id(f"{name} {len(self._stale)}")})
-        self._known = made
-        return sorted([*self._stale, *(_sent(row) for row in made.values())], key=lambda row: str(row["task_id"]))
+        self._known = table
+        return sorted([*self._stale, *(_sent(row) for row in table.values())], key=lambda row: str(row["task_id"]))
 
     def _walk(
         self, made: dict[str, dict[str, Any]], inside: str, task: Mapping[str, Any], steps: Mapping[str, Node],
@@ -98,15 +98,17 @@ class Workflow:
     ) -> None:  # fmt: skip
         place = f"{inside}.{name}"
         component = self._spec["components"][task["componentRef"]["name"]]
-        below = {one: steps[one] for one in self._below(component) if one in steps} if "dag" in component else {}
+        below = (
+            {child: steps[child] for child in self._below(component) if child in steps} if "dag" in component else {}
+        )
         node = steps.get(name) or (Node(_state_of(below.values(), "")) if below else None)
         if node is None:
             if over:  # a node that Argo leaves out has no state
-                for one in (f"{name}-driver", name):
-                    self._add(made, f"{inside}.{one}", one, "", offset, retried=False)
+                for row_name in (f"{name}-driver", name):
+                    self._add(made, f"{inside}.{row_name}", row_name, "", offset, retried=False)
             return
         self._add(made, f"{place}-driver", f"{name}-driver", "SUCCEEDED", offset - 10)
-        skipped = "dag" in component and all(one.state == "SKIPPED" for one in below.values())
+        skipped = "dag" in component and all(child.state == "SKIPPED" for child in below.values())
         outer = self._add(made, place, name, "SKIPPED" if skipped else node.state, offset, retried=not skipped)
         if skipped:
             return
@@ -159,14 +161,14 @@ def _state_of(nodes: Any, run: str) -> str:
 
 
 def _in_order(tasks: Mapping[str, Any]) -> list[str]:
-    found: list[str] = []
-    while len(found) < len(tasks):
-        found += [
+    ordered: list[str] = []
+    while len(ordered) < len(tasks):
+        ordered += [
             name
             for name, task in sorted(tasks.items())
-            if name not in found and all(one in found for one in task.get("dependentTasks", ()))
+            if name not in ordered and all(dependency in ordered for dependency in task.get("dependentTasks", ()))
         ]
-    return found
+    return ordered
 
 
 def _children(name: str, made: Mapping[str, Any]) -> list[str]:
@@ -175,11 +177,13 @@ def _children(name: str, made: Mapping[str, Any]) -> list[str]:
     if inside:
         return [inside] if inside in made else []
     if name.endswith("executor"):
-        return [one for one in made if one.startswith(f"{name}(")]
+        return [row_name for row_name in made if row_name.startswith(f"{name}(")]
     if f"{name}(0)" in made:
-        return [f"{name}(0)", *(one for one in (f"{name}.onExit",) if one in made)]
+        return [f"{name}(0)", *(row_name for row_name in (f"{name}.onExit",) if row_name in made)]
     return [
-        one for one in made if one.startswith(f"{name}.") and "." not in one[len(name) + 1 :] and not one.endswith(")")
+        row_name
+        for row_name in made
+        if row_name.startswith(f"{name}.") and "." not in row_name[len(name) + 1 :] and not row_name.endswith(")")
     ][:1]
 
 
@@ -194,7 +198,7 @@ def _time(moment: datetime) -> str:
 
 def nodes_of(steps: Mapping[str, str | Node]) -> dict[str, Node]:
     """States of steps as nodes; with the helpers, where the step behind them has begun."""
-    found = {name: one if isinstance(one, Node) else Node(one) for name, one in steps.items()}
-    if found.get("train", Node("")).state == "SUCCEEDED":
-        found = {**{name: Node("SUCCEEDED") for name in HELPERS}, **found}
-    return {name: replace(one, pod=one.pod or one.state) for name, one in found.items()}
+    nodes = {name: node if isinstance(node, Node) else Node(node) for name, node in steps.items()}
+    if nodes.get("train", Node("")).state == "SUCCEEDED":
+        nodes = {**{name: Node("SUCCEEDED") for name in HELPERS}, **nodes}
+    return {name: replace(node, pod=node.pod or node.state) for name, node in nodes.items()}

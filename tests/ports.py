@@ -17,13 +17,13 @@ PORTS = range(22_000, 32_000)  # below those that the system gives to connection
 
 def free_ports(count: int) -> list[int]:
     """Ports that nobody uses at any address, nor has chosen a while ago, in any process of any test run here."""
-    found: list[int] = []
+    ports: list[int] = []
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-        if len(found) == count:
+        if len(ports) == count:
             break
         if _is_free(port) and _reserve(port):
-            found.append(port)
-    return found
+            ports.append(port)
+    return ports
 
 
 def free_port() -> int:
@@ -34,12 +34,15 @@ def free_port() -> int:
 def free_neighbours() -> int:
     """A port that nobody uses, and neither the one above it: for what takes both."""
     chosen = random.SystemRandom().sample(PORTS, len(PORTS))
-    return next(port for port in chosen if all(_is_free(each) and _reserve(each) for each in (port, port + 1)))
+    return next(
+        port for port in chosen if all(_is_free(neighbour) and _reserve(neighbour) for neighbour in (port, port + 1))
+    )
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket() as one, suppress(OSError):
-        one.bind(("", port))  # Ray's nodes listen at other addresses of the loopback, Slurm's daemons at all of them
+    with socket.socket() as listener, suppress(OSError):
+        # Ray's nodes listen at other loopback addresses; Slurm's daemons listen at all addresses.
+        listener.bind(("", port))
         return True
     return False
 

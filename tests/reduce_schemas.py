@@ -29,7 +29,7 @@ def without_words(node: Any, *, by_name: bool = False) -> Any:
             for key, value in node.items()
             if by_name or (key not in WORDS and not _is_default_path(key, value))
         }
-    return [without_words(one) for one in node] if isinstance(node, list) else node
+    return [without_words(item) for item in node] if isinstance(node, list) else node
 
 
 def _is_default_path(key: str, value: Any) -> bool:
@@ -71,11 +71,13 @@ def reduced(definition: dict[str, Any]) -> str:
     """A CustomResourceDefinition as YAML: each schema is one line, the rest is as people write it."""
     spec = definition["spec"]
     annotations = definition["metadata"].get("annotations", {})
-    kept = {key: value for key, value in annotations.items() if key.startswith(("controller-gen.", "api-approved."))}
+    versions = {
+        key: value for key, value in annotations.items() if key.startswith(("controller-gen.", "api-approved."))
+    }
     head = {
         "apiVersion": definition["apiVersion"],
         "kind": definition["kind"],
-        "metadata": {"name": definition["metadata"]["name"], "annotations": kept},
+        "metadata": {"name": definition["metadata"]["name"], "annotations": versions},
         "spec": {key: value for key, value in spec.items() if key not in ("versions", "conversion")},
     }
     lines = [yaml.safe_dump(head, sort_keys=False), "  versions:\n"]
@@ -94,7 +96,7 @@ def reduced(definition: dict[str, Any]) -> str:
 def main(folder: Path) -> None:
     """Write the files of the package."""
     for path in sorted(folder.glob("*.yaml")):
-        (definition,) = (one for one in yaml.safe_load_all(path.read_text(encoding="utf-8")) if one)
+        (definition,) = (document for document in yaml.safe_load_all(path.read_text(encoding="utf-8")) if document)
         (FOLDER / path.name).write_text(reduced(definition), encoding="utf-8")
     argo = "argo-workflows.schema.json"
     document = json.loads((folder / argo).read_text(encoding="utf-8"))

@@ -26,7 +26,7 @@ def register_version(
     data = json.dumps({**verdict, "metrics": {}}).encode()
     key = f"blessed-{model}"
     store.put(layout.verdict(run_id, key), data)
-    described = layout.run(run_id, "run.json")
+    metadata_key = layout.run(run_id, "run.json")
     tags = {
         "holdfast.run_id": run_id,
         "holdfast.store": store.url,
@@ -38,7 +38,7 @@ def register_version(
         "holdfast.verdict_digest": content_digest(data),
     }
     client = connect(uri)
-    if not any(found.name == model for found in client.search_registered_models()):
+    if not any(registered.name == model for registered in client.search_registered_models()):
         client.create_registered_model(model)
     source = f"{store.url}/{export}".rstrip("/")
     version = int(client.create_model_version(model, source=source, tags=tags).version)
@@ -53,7 +53,7 @@ def register_version(
         export=export,
         export_digest=export_digest,
         state_digest=state_digest,
-        run_digest=content_digest(store.get(described)) if store.stat(described) else "",
+        run_digest=content_digest(store.get(metadata_key)) if store.stat(metadata_key) else "",
         source=source,
         tags=tags,
         created=time.time(),

@@ -50,20 +50,20 @@ class Warm(subprocess.Popen[Any]):
     """A Popen of `[sys.executable, "-m", MODULE, ...]`, with streams, `env` and `start_new_session`."""
 
     def _execute_child(self, *arguments: Any) -> None:
-        given = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
-        environment = dict(os.environ if given["env"] is None else given["env"])
-        ends = (given["c2pwrite"], given["errwrite"], given["start_new_session"], given["p2cread"])
+        call = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
+        environment = dict(os.environ if call["env"] is None else call["env"])
+        ends = (call["c2pwrite"], call["errwrite"], call["start_new_session"], call["p2cread"])
         out, err, new_session, read = (None if end == -1 else end for end in ends)
-        arguments = [os.fspath(given["cwd"] or "."), *given["args"][2:]]
+        arguments = [os.fspath(call["cwd"] or "."), *call["args"][2:]]
         self._warm = _SERVERS[0].start(__name__, arguments, environment, out, err, new_session, read)
         self.pid, self._child_created = self._warm.pid, True
         ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*(given[end] for end in ends))  # type: ignore[attr-defined]
+        self._close_pipe_fds(*(call[end] for end in ends))  # type: ignore[attr-defined]
 
     def _internal_poll(self, _deadstate: int | None = None, **_: Any) -> int | None:
-        ended = self._warm.poll()
-        if ended is not None:  # else another thread may know more
-            self.returncode = ended
+        exit_code = self._warm.poll()
+        if exit_code is not None:  # else another thread may know more
+            self.returncode = exit_code
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int:
@@ -82,8 +82,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """`command` to its end, with what it said."""
     with popen(command, env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        said = process.communicate(timeout=timeout)
-    return subprocess.CompletedProcess(command, process.returncode, *said)
+        output = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(command, process.returncode, *output)
 
 
 def ready() -> bool:
@@ -104,7 +104,7 @@ def _same_imports(environment: Mapping[str, str]) -> bool:
 
 def _path(environment: Mapping[str, str]) -> list[str]:
     """PYTHONPATH without this tree, which is imported here already."""
-    return [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", _ROOT)]
+    return [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", _ROOT)]
 
 
 def main() -> None:
@@ -132,8 +132,8 @@ def _fork_the_server_of_launches() -> None:
     spawn = WarmServer.spawn
 
     def first(modules: Sequence[str], environment: Mapping[str, str] | None = None, **more: bool) -> WarmServer:
-        needed = {*modules} <= {*_OF_A_GANG} and environment is not None and _same_imports(environment)
-        return forked.pop() if forked and needed else spawn(modules, environment, **more)
+        is_covered = {*modules} <= {*_OF_A_GANG} and environment is not None and _same_imports(environment)
+        return forked.pop() if forked and is_covered else spawn(modules, environment, **more)
 
     WarmServer.spawn = first  # type: ignore[method-assign, assignment]
 

@@ -33,17 +33,19 @@ def test_a_sample_takes_each_stretch_once_tells_a_difference_and_no_other_machin
     train_once(spec, store.url, tmp_path / "home")
     every = [Stretch(0, 4, 1), Stretch(4, 8, 1), Stretch(8, 12, 1)]
     assert stretches(store, identity, 100) == every
-    assert [each.last for each in stretches(store, identity, 3)] == [3, 7, 11]
+    assert [stretch.last for stretch in stretches(store, identity, 3)] == [3, 7, 11]
 
     first = holdfast("audit", "replay", "--sample", "2", "--seed", "7", "--json")  # of all runs
     assert first.exit_code == ExitCode.OK, first.output
-    told = json.loads(first.stdout)
-    assert (told["equal"], told["audit"]["seed"], told["audit"]["left"]) == (True, 7, 1)
-    assert {each.stretch for each in read_audits(store, identity)} == set(every) - set(stretches(store, identity, 100))
+    report = json.loads(first.stdout)
+    assert (report["equal"], report["audit"]["seed"], report["audit"]["left"]) == (True, 7, 1)
+    assert {record.stretch for record in read_audits(store, identity)} == set(every) - set(
+        stretches(store, identity, 100)
+    )
     second = holdfast("audit", "replay", identity, "--sample", "2", "--seed", "7")
     assert second.exit_code == ExitCode.OK
     assert "seed 7: 1 computed again, 0 refused, 0 left" in second.stdout
-    assert [each.stretch for each in read_audits(store, identity)] == every
+    assert [record.stretch for record in read_audits(store, identity)] == every
     assert "12 steps in 3 stretches: all the same bit for bit" in holdfast("show", identity).stdout
     assert not differences(store, identity)
 
@@ -55,9 +57,9 @@ def test_a_sample_takes_each_stretch_once_tells_a_difference_and_no_other_machin
     (event,) = differences(store, identity)
     assert (event.source, event.step, event.start, event.is_news) == ("audit", 3, 0, True)
     assert event.differing.startswith("loss ")
-    shown = holdfast("show", identity).stdout
-    assert "1 of them differ" in shown
-    assert event.text in shown
+    page = holdfast("show", identity).stdout
+    assert "1 of them differ" in page
+    assert event.text in page
     assert json.loads(holdfast("show", identity, "--json").stdout)["audits"][0]["first"] == 3
     assert holdfast("audit", "replay", "--sample", "1").exit_code == ExitCode.OK, "a stretch is told once"
 

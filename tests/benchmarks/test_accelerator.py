@@ -19,12 +19,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[
     """The JSON of two quick sections."""
     out = tmp_path_factory.mktemp("accelerator")
     command = [sys.executable, "-m", "benchmarks.accelerator", "--tiny", "--only=memory,mfu", "--steps=1"]
-    ended = warm.run([*command, f"--out={out}"], {**os.environ, "OMP_NUM_THREADS": "1"}, Path.cwd())
-    assert ended.returncode == 0, ended.stderr
-    written = json.loads((out / "accelerator.json").read_text())
-    assert json.loads(ended.stdout) == written
+    process = warm.run([*command, f"--out={out}"], {**os.environ, "OMP_NUM_THREADS": "1"}, Path.cwd())
+    assert process.returncode == 0, process.stderr
+    report = json.loads((out / "accelerator.json").read_text())
+    assert json.loads(process.stdout) == report
     assert "| exact |" in (out / "accelerator.md").read_text()
-    return dict(written)
+    return dict(report)
 
 
 def test_every_variant_of_mfu_is_measured(found: dict[str, dict[str, dict[str, object]]]) -> None:
@@ -51,6 +51,6 @@ def test_a_failed_measurement_is_recorded_and_the_next_one_starts(
     bench = accelerator.Bench(arguments, tmp_path)
     bench.run("kernels")
     bench.measure("again", "machine", "machine")
-    written = json.loads((tmp_path / "accelerator.json").read_text())
-    assert "no such kernel" in written["kernels"]["all"]["output"]
-    assert written["again"]["machine"]["exit"] == 0
+    report = json.loads((tmp_path / "accelerator.json").read_text())
+    assert "no such kernel" in report["kernels"]["all"]["output"]
+    assert report["again"]["machine"]["exit"] == 0

@@ -55,7 +55,7 @@ def _rank(sender: Connection, function: Callable[..., Any], rank: int, size: int
 
     torch.set_num_threads(1)
     try:
-        assert not (cold := [each for each in PRELOADED if each not in sys.modules]), f"each rank imports {cold}"
+        assert not (cold := [name for name in PRELOADED if name not in sys.modules]), f"each rank imports {cold}"
         sender.send((False, function(rank, size, *arguments)))
     except BaseException:  # noqa: BLE001
         sender.send((True, traceback.format_exc()))

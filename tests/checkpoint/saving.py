@@ -89,7 +89,7 @@ def checkpointer(
 ) -> Checkpointer:
     """A checkpointer of attempt `number`."""
     retention = Retention(keep_last, keep_every, keep_days)
-    options = SaveOptions(**{one.name: more.pop(one.name) for one in fields(SaveOptions) if one.name in more})
+    options = SaveOptions(**{field.name: more.pop(field.name) for field in fields(SaveOptions) if field.name in more})
     return Checkpointer(store, Attempt(RUN, number), retention, describe=DESCRIBE, options=options, **more)
 
 

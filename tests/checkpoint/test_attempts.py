@@ -137,11 +137,11 @@ def test_packs_that_go_before_the_commit_keep_it_from_happening(folder_store: St
 
 def test_retention_keeps_exactly_these_steps(folder_store: Store) -> None:
     writer = checkpointer(folder_store, keep_last=2, keep_every=5)
-    seen = []
+    kept_steps = []
     for step in range(1, 13):
         save(writer, step)
-        seen.append(checkpoint_steps(folder_store, RUN))
-    assert seen == [
+        kept_steps.append(checkpoint_steps(folder_store, RUN))
+    assert kept_steps == [
         [1], [1, 2], [2, 3], [3, 4], [4, 5], [5, 6], [5, 6, 7], [5, 7, 8], [5, 8, 9], [5, 9, 10], [5, 10, 11],
         [5, 10, 11, 12],
     ]  # fmt: skip
@@ -155,13 +155,13 @@ def test_a_store_failure_of_one_rank_is_heard_by_rank_0_and_nothing_is_committed
 
 
 def _one_fails(rank: int, size: int, url: str, meetings: Path) -> str:
-    store, failing, heard = opened(url), False, threading.Event()
+    store, failing, all_ranks_failed = opened(url), False, threading.Event()
 
     def before(operation: str, key: str) -> None:
         if failing and operation == "put" and "/packs/" in key:
             raise StoreUnreachableError(f"put: rank {rank} cannot write")
         if failing and key.endswith(".failed"):
-            assert heard.wait(180)  # the others hear of it last,
+            assert all_ranks_failed.wait(180)  # the others hear of it last,
             time.sleep(0.5)  # when a rank that did not wait for that would be gone
 
     with process_group(meetings / "meeting", rank, size):
@@ -173,14 +173,14 @@ def _one_fails(rank: int, size: int, url: str, meetings: Path) -> str:
             try:
                 writer.wait()
             except StoreUnreachableError as error:
-                heard.set()
+                all_ranks_failed.set()
                 return f"{type(error).__name__}: {error}"
         return ""
 
 
 def test_a_rank_that_dies_in_a_load_frees_the_others_at_once(tmp_path: Path) -> None:
-    heard = in_ranks(2, _one_dies, f"file://{tmp_path / 'store'}", tmp_path)
-    assert heard == ["LostPeerError", None]
+    errors = in_ranks(2, _one_dies, f"file://{tmp_path / 'store'}", tmp_path)
+    assert errors == ["LostPeerError", None]
 
 
 def _one_dies(rank: int, size: int, url: str, meetings: Path) -> str:

@@ -44,13 +44,13 @@ def test_an_overlap_is_exactly_the_elements_that_both_boxes_hold(
     index = np.arange(prod(whole)).reshape(whole)
     mine = index[tuple(slice(low, low + size) for low, size in zip(*one, strict=True))]
     theirs = index[tuple(slice(low, low + size) for low, size in zip(*other, strict=True))]
-    both = filled(whole, one) & filled(whole, other)
+    common = filled(whole, one) & filled(whole, other)
     met = overlap(*one, *other)
     if met is None:
-        assert not both.any()
+        assert not common.any()
     else:
         assert np.array_equal(mine[met[0]], theirs[met[1]])
-        assert np.array_equal(np.sort(mine[met[0]].ravel()), index[both])
+        assert np.array_equal(np.sort(mine[met[0]].ravel()), index[common])
 
 
 @given(
@@ -76,8 +76,8 @@ def test_the_pieces_of_any_cut_are_its_bytes_in_order_and_cut_where_the_whole_te
     assert [number for number, _, _ in pieces] == list(range(len(ends)))
     assert ends[-1] == len(raw)
     for (_, offset, sizes), begin, end in zip(pieces, [0, *ends], ends, strict=False):
-        where = tuple(slice(start, start + count) for start, count in zip(offset, sizes, strict=True))
-        assert bytes(as_bytes(content[where])) == raw[begin:end]
+        region = tuple(slice(start, start + count) for start, count in zip(offset, sizes, strict=True))
+        assert bytes(as_bytes(content[region])) == raw[begin:end]
         assert end - begin <= limit
         if shape:  # within one cell of the grid of the whole tensor
             assert offset[axis] // rows == (offset[axis] + sizes[axis] - 1) // rows

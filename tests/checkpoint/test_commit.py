@@ -69,10 +69,10 @@ def test_any_number_of_writers_makes_one_checkpoint_that_any_number_of_readers_l
     }
     for readers in (1, 2, 3):
         for rank in range(readers):
-            wanted = shards(state(3), rank, readers)
-            found = blank(wanted)
-            checkpoint.fill(found)
-            assert same(found, wanted)
+            expected = shards(state(3), rank, readers)
+            boxes = blank(expected)
+            checkpoint.fill(boxes)
+            assert same(boxes, expected)
 
 
 def test_the_tree_is_as_deep_as_the_logarithm_of_the_writers() -> None:
@@ -170,9 +170,9 @@ def test_an_index_under_another_name_is_not_committed(folder_store: Store, other
 def test_an_attempt_that_lost_its_memory_goes_on_with_the_index_it_wrote(folder_store: Store) -> None:
     first = ShardWriter(folder_store, Attempt(RUN, 1), 0)
     first.write(3, whole(state(3)))
-    written = first.write(6, whole(state(6)))
-    again = ShardWriter(folder_store, Attempt(RUN, 1), 0).write(6, whole(state(6)))  # it would refer to new packs only
-    assert again.to_bytes() == written.to_bytes()
+    index = first.write(6, whole(state(6)))
+    rewritten = ShardWriter(folder_store, Attempt(RUN, 1), 0).write(6, whole(state(6)))  # no memory of packs
+    assert rewritten.to_bytes() == index.to_bytes()
     with pytest.raises(DataError, match="saved other bits for the same step"):
         ShardWriter(folder_store, Attempt(RUN, 1), 0).write(6, whole(state(7)))
 
@@ -182,18 +182,18 @@ def test_a_writer_without_memory_refers_to_its_last_index_and_to_nothing_older(f
     for step in (3, 6):
         first.write(step, whole(state(step)))
         committer(folder_store, 1).commit(step, DESCRIBE, {})
-    again = ShardWriter(folder_store, Attempt(RUN, 1), 0)
-    again.recall(3, whole(state(0)))
-    assert again.write(9, whole(state(3))).header.totals.fresh > 40  # all but what never changes is not there any more
-    again = ShardWriter(folder_store, Attempt(RUN, 1), 0)
-    again.recall(3, whole(state(0)))
-    assert again.write(12, whole(state(3))).header.totals.fresh == 0
+    restarted = ShardWriter(folder_store, Attempt(RUN, 1), 0)
+    restarted.recall(3, whole(state(0)))
+    assert restarted.write(9, whole(state(3))).header.totals.fresh > 40  # only constants are reused
+    restarted = ShardWriter(folder_store, Attempt(RUN, 1), 0)
+    restarted.recall(3, whole(state(0)))
+    assert restarted.write(12, whole(state(3))).header.totals.fresh == 0
     next_attempt = ShardWriter(folder_store, Attempt(RUN, 2), 0)
     next_attempt.recall(6, whole(state(0)))
     assert next_attempt.write(15, whole(state(6))).header.totals.fresh == 0
-    lost = ShardWriter(folder_store, Attempt(RUN, 3), 0)
-    lost.recall(99, whole(state(0)))  # collected
-    assert lost.write(18, whole(state(6))).header.totals.fresh > 0
+    unrecalled = ShardWriter(folder_store, Attempt(RUN, 3), 0)
+    unrecalled.recall(99, whole(state(0)))  # collected
+    assert unrecalled.write(18, whole(state(6))).header.totals.fresh > 0
 
 
 def test_writers_that_disagree_about_a_tensor_commit_nothing(folder_store: Store) -> None:
@@ -216,9 +216,9 @@ def test_a_damaged_index_is_noticed_by_those_who_need_it_and_only_by_them(
     damaged = bytearray(folder_store.get(key))
     damaged[len(damaged) // 2] ^= 1
     folder_store.put(key, damaged)
-    spared = [TensorBox("frozen", (10,), (0,), torch.empty(4))]
-    checkpoint.fill(spared)
-    assert torch.equal(spared[0].data, state(3)["frozen"][:4])
+    undamaged = [TensorBox("frozen", (10,), (0,), torch.empty(4))]
+    checkpoint.fill(undamaged)
+    assert torch.equal(undamaged[0].data, state(3)["frozen"][:4])
     with pytest.raises(DamageError) as raised:
         Checkpoint(folder_store, checkpoint.manifest).fill(blank(whole(state(3))))
     assert raised.value.suspect.key == key

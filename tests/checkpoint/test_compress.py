@@ -79,7 +79,9 @@ def test_it_is_measured_what_pays(store: Store, saver: Checkpointer) -> None:
     assert second < first < 0.9 * raw
     before = open_checkpoint(store, RUN, 2).pieces("frozen")
     assert saved(store, saver, 3)
-    assert [piece.place for piece in open_checkpoint(store, RUN, 3).pieces("frozen")] == [each.place for each in before]
+    assert [piece.place for piece in open_checkpoint(store, RUN, 3).pieces("frozen")] == [
+        piece.place for piece in before
+    ]
 
 
 def test_a_difference_is_never_taken_from_a_difference(store: Store, saver: Checkpointer) -> None:
@@ -119,8 +121,8 @@ def test_what_one_writer_wrote_twice_has_two_names_unless_it_is_equal(store: Sto
     first.write(1, whole(trained(1)))
     first.write(2, whole(trained(2)))
     packs = {info.key: store.get(info.key) for info in store.list(layout.run(RUN, "packs/"))}
-    again = ShardWriter(store, attempt, 0, compression=Compression())  # without the bases
-    again.write(2, whole(trained(2)))
+    restarted = ShardWriter(store, attempt, 0, compression=Compression())  # without the bases
+    restarted.write(2, whole(trained(2)))
     assert {key: store.get(key) for key in packs} == packs
     assert len(list(store.list(layout.run(RUN, "packs/")))) > len(packs)
 
@@ -193,17 +195,17 @@ def test_what_differences_are_taken_from_is_read_a_range_at_a_time(folder_store:
     for step in (1, 2):
         saver.save(step, whole({"w": weight * (1 + 1e-6 * step)}), {})
         saver.wait()
-    asked: list[str] = []
+    reads: list[str] = []
 
     class Counting:
         def __getattr__(self, name: str) -> object:
             return getattr(folder_store, name)
 
         def read_into(self, key: str, start: int, target: memoryview) -> None:
-            asked.append(key)
+            reads.append(key)
             folder_store.read_into(key, start, target)
 
-    found = open_checkpoint(Counting(), RUN, 2)  # type: ignore[arg-type]
-    assert {piece.place.codec for piece in found.pieces("w")} == {Codec.DIFFERENCES}
-    assert torch.equal(found.tensor("w"), weight * (1 + 2e-6))
-    assert len(asked) <= 2
+    checkpoint = open_checkpoint(Counting(), RUN, 2)  # type: ignore[arg-type]
+    assert {piece.place.codec for piece in checkpoint.pieces("w")} == {Codec.DIFFERENCES}
+    assert torch.equal(checkpoint.tensor("w"), weight * (1 + 2e-6))
+    assert len(reads) <= 2

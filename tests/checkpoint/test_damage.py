@@ -78,9 +78,9 @@ def test_damage_is_said_set_aside_and_healed_by_training_on(two_steps: Store, ca
     assert "step 6 is DAMAGED and is set aside; falling back" in caplog.text
     assert pack in caplog.text
     assert names(two_steps, "checkpoints") == ["damaged/step-000000006.json", "step-000000003.json"]
-    again = checkpointer(two_steps, 2)
-    again.adopt(manifest)
-    save(again, 6)
+    resumed = checkpointer(two_steps, 2)
+    resumed.adopt(manifest)
+    save(resumed, 6)
     healed, boxes = load(two_steps)
     assert healed is not None
     assert same(boxes, whole(state(6)))

@@ -136,8 +136,8 @@ def test_another_rank_and_if_there_is_one_another_node_reads_what_one_cannot_ver
     tmp_path: Path, bad: str, heard: list[str]
 ) -> None:
     assert in_ranks(3, _one_doubts, f"file://{tmp_path / 'store'}", tmp_path, bad) == heard
-    kept = checkpoint_steps(opened(f"file://{tmp_path / 'store'}"), RUN)
-    assert kept == ([3] if bad == "the pack" else [3, 6])
+    steps = checkpoint_steps(opened(f"file://{tmp_path / 'store'}"), RUN)
+    assert steps == ([3] if bad == "the pack" else [3, 6])
 
 
 BAD_READERS = {(1, "one rank"), (0, "two ranks of one node"), (1, "two ranks of one node")}

@@ -76,8 +76,8 @@ def test_one_flipped_bit_is_always_seen(tensor: Tensor, data: st.DataObject) -> 
 @given(tensors(), st.data())
 def test_two_elements_that_change_places_are_seen(tensor: Tensor, data: st.DataObject) -> None:
     changed = tensor.clone().view(-1)
-    one, other = (data.draw(st.integers(0, len(changed) - 1)) for _ in range(2))
-    changed[one], changed[other] = tensor.view(-1)[other].clone(), tensor.view(-1)[one].clone()
+    first, second = (data.draw(st.integers(0, len(changed) - 1)) for _ in range(2))
+    changed[first], changed[second] = tensor.view(-1)[second].clone(), tensor.view(-1)[first].clone()
     same = torch.equal(changed.view(torch.uint8), tensor.view(-1).view(torch.uint8))
     assert (digest(changed.view(tensor.shape)) == digest(tensor)) == same
 
@@ -136,11 +136,11 @@ def test_tensors_of_many_chunks_and_beyond_the_table_of_keys_have_the_same_diges
 
 def test_the_digest_is_what_its_definition_says_and_stays_so() -> None:
     """Stored digests are compared with new ones, so this number never changes."""
-    counted = {str(dtype): (torch.arange(70).view(7, 10) % 256).to(dtype) for dtype in DTYPES.values()}
-    total = str(digest_of(whole(counted)))
+    tensors = {str(dtype): (torch.arange(70).view(7, 10) % 256).to(dtype) for dtype in DTYPES.values()}
+    total = str(digest_of(whole(tensors)))
     assert total == "03aeca82fd5a35050eeb647494090eab"
-    sums = [sum(by_definition(name, tensor, stream) for name, tensor in counted.items()) for stream in (0, 1)]
-    assert total == "".join(f"{each % 2**64:016x}" for each in sums)
+    sums = [sum(by_definition(name, tensor, stream) for name, tensor in tensors.items()) for stream in (0, 1)]
+    assert total == "".join(f"{number % 2**64:016x}" for number in sums)
 
 
 def by_definition(name: str, tensor: Tensor, stream: int) -> int:

@@ -75,32 +75,32 @@ def _exchange(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """All that two ranks tell each other."""
     use_json_for_objects()
     gangs.MAX_MESSAGE_BYTES = 1 << 16
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with process_group(folder / "meeting", rank, size):
         gang = Gang()
-        found["digests"] = gang.all_gather(StateDigest(rank, 2**64 - 1), StateDigest)
-        found["rates"] = gang.all_gather({rank: math.inf, 7: 0.1 + rank}, dict[int, float])
-        found["optional"] = gang.all_gather("x" * 70 if rank else None, str | None)
-        found["broadcast"] = gang.broadcast((1, "one") if rank == 1 else (0, ""), tuple[int, str], source=1)
-        found["from rank 0"] = gang.from_rank_0(lambda: [1, 2], list[int])
-        found["nothing"] = gang.from_rank_0(lambda: None)
-        found["fenced"] = _refused(lambda: gang.from_rank_0(fenced, int), HoldfastError)
-        found["full"] = _refused(lambda: gang.from_rank_0(full), HoldfastError)
+        results["digests"] = gang.all_gather(StateDigest(rank, 2**64 - 1), StateDigest)
+        results["rates"] = gang.all_gather({rank: math.inf, 7: 0.1 + rank}, dict[int, float])
+        results["optional"] = gang.all_gather("x" * 70 if rank else None, str | None)
+        results["broadcast"] = gang.broadcast((1, "one") if rank == 1 else (0, ""), tuple[int, str], source=1)
+        results["from rank 0"] = gang.from_rank_0(lambda: [1, 2], list[int])
+        results["nothing"] = gang.from_rank_0(lambda: None)
+        results["fenced"] = _refused(lambda: gang.from_rank_0(fenced, int), HoldfastError)
+        results["full"] = _refused(lambda: gang.from_rank_0(full), HoldfastError)
         wrong = int if rank else str
-        found["another type"] = _refused(lambda: gang.all_gather(5 if rank else "five", wrong), DataError)
-        found["too long"] = _refused(lambda: gang.all_gather("x" * (70_000 * rank), str), DataError)
+        results["another type"] = _refused(lambda: gang.all_gather(5 if rank else "five", wrong), DataError)
+        results["too long"] = _refused(lambda: gang.all_gather("x" * (70_000 * rank), str), DataError)
 
         objects: list[Any] = [None] * size
         dist.all_gather_object(objects, {"rank": rank, "long": "x" * 50 * rank})
-        found["objects"] = [each["rank"] for each in objects]
-        found["no JSON"] = _refused(lambda: dist.all_gather_object(objects, Payload(folder / "executed")), TypeError)
+        results["objects"] = [message["rank"] for message in objects]
+        results["no JSON"] = _refused(lambda: dist.all_gather_object(objects, Payload(folder / "executed")), TypeError)
         if rank:  # a stranger in the place of rank 1 pickles, as torch does
             data = torch.frombuffer(bytearray(pickle.dumps(Payload(folder / "executed"))), dtype=torch.uint8)
             dist.send(torch.tensor([len(data)]), 0)
             dist.send(data, 0)
         else:
-            found["a pickle"] = _refused(lambda: dist.recv_object_list([None], src=1), ValueError)
-    return found
+            results["a pickle"] = _refused(lambda: dist.recv_object_list([None], src=1), ValueError)
+    return results
 
 
 def test_ranks_take_json_of_a_known_type_from_each_other_and_unpickle_nothing(tmp_path: Path) -> None:

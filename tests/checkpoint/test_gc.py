@@ -48,8 +48,8 @@ def test_what_is_newer_than_the_newest_commit_stays_it_may_be_in_flight(folder_s
     ShardWriter(folder_store, Attempt(RUN, 2), 0).write(3, whole(state(3)))
     before = {*names(folder_store, "packs"), *names(folder_store, "indexes")}
     collector(folder_store).collect(6)
-    gone = before - {*names(folder_store, "packs"), *names(folder_store, "indexes")}
-    assert {name[:16] for name in gone} == {"000001-000000003"}
+    deleted = before - {*names(folder_store, "packs"), *names(folder_store, "indexes")}
+    assert {name[:16] for name in deleted} == {"000001-000000003"}
     commit(folder_store, 12, attempt=2)
     collector(folder_store, 2).collect(12)
     assert {name[:16] for name in names(folder_store, "packs")} == {"000002-000000012"}
@@ -72,11 +72,11 @@ def test_only_nodes_and_roots_are_read_of_a_large_gang_and_each_once(folder_stor
         if (operation == "get" and "/checkpoints/step" in key) or ("/indexes/" in key and operation == "get"):
             read.append(key.rpartition("/")[2])
 
-    mine = collector(BreakingStore(folder_store, kill=False, before=before), keep_last=2)  # type: ignore[arg-type]
+    garbage_collector = collector(BreakingStore(folder_store, kill=False, before=before), keep_last=2)  # type: ignore[arg-type]
     for step in (3, 6):
         commit(folder_store, step, writers=33)
         read.clear()
-        mine.collect(step)
+        garbage_collector.collect(step)
         assert read == [f"step-{step:09d}.json", "node-1-00001.idx", "node-1-00000.idx"]
 
 
@@ -84,15 +84,15 @@ def test_a_reader_that_has_marked_a_checkpoint_reads_it_to_the_end(folder_store:
     for step in (3, 6):
         commit(folder_store, step)
     late, early = open_checkpoint(folder_store, RUN, 3), open_checkpoint(folder_store, RUN, 3)
-    mine = collector(folder_store)
+    garbage_collector = collector(folder_store)
     with early.marked():
-        mine.collect(6)
+        garbage_collector.collect(6)
         assert checkpoint_steps(folder_store, RUN) == [6]
         assert all(torch.equal(early.tensor(name), tensor) for name, tensor in state(3).items())
         with pytest.raises(MissingError, match="no such checkpoint"), late.marked():
             pass
     assert names(folder_store, "checkpoints/readers") == []
-    mine.collect(6)
+    garbage_collector.collect(6)
     assert len(names(folder_store, "packs")) == 1
 
 
@@ -123,9 +123,9 @@ class EntityTags(BreakingStore):
 
 def test_a_sign_of_life_counts_where_the_same_bytes_have_the_same_version(folder_store: Store) -> None:
     bucket = cast(Store, EntityTags(folder_store, kill=False))
-    mine, clock, mark = beside_a_reader(bucket)
+    garbage_collector, clock, mark = beside_a_reader(bucket)
     for _ in range(3):
-        mine.collect(6)
+        garbage_collector.collect(6)
         clock.sleep(MARK_SECONDS - 1)
         bucket.put(mark, bucket.get(mark))
     assert bucket.stat(mark) is not None
@@ -133,15 +133,15 @@ def test_a_sign_of_life_counts_where_the_same_bytes_have_the_same_version(folder
 
 
 def test_the_mark_of_a_dead_reader_holds_for_its_time_by_no_clock_but_the_collectors(folder_store: Store) -> None:
-    mine, clock, mark = beside_a_reader(folder_store)
+    garbage_collector, clock, mark = beside_a_reader(folder_store)
     for _ in range(3):
-        mine.collect(6)
+        garbage_collector.collect(6)
         assert len(names(folder_store, "packs")) == 2
         clock.sleep(MARK_SECONDS - 1)
         folder_store.put(mark, folder_store.get(mark))  # a sign of life
-    mine.collect(6)
+    garbage_collector.collect(6)
     clock.sleep(MARK_SECONDS)
-    mine.collect(6)
+    garbage_collector.collect(6)
     assert len(names(folder_store, "packs")) == 1
     assert folder_store.stat(mark) is None
 
@@ -183,8 +183,8 @@ def test_what_a_damaged_checkpoint_needs_stays_as_far_as_it_can_be_read(folder_s
     folder_store.delete(layout.checkpoint(RUN, 3))
     collector(folder_store, keep_last=2).collect(6)
     assert names(folder_store, "indexes")[:2] == ["000001-000000003/00000.idx", "000001-000000003/00001.idx"]
-    kept = [name for name in names(folder_store, "packs") if "-000000003-" in name]
-    assert kept == [f"{pack}.pack" for pack in sorted(map(str, _packs_of_first_writer(folder_store)))]
+    packs = [name for name in names(folder_store, "packs") if "-000000003-" in name]
+    assert packs == [f"{pack}.pack" for pack in sorted(map(str, _packs_of_first_writer(folder_store)))]
     commit(folder_store, 9, writers=2)
     collector(folder_store, keep_last=2).collect(9)
     assert not [name for name in names(folder_store, "packs") if "-000000003-" in name]
@@ -209,7 +209,9 @@ def test_a_pin_that_comes_while_its_checkpoint_is_deleted_brings_it_back(folder_
 
     collector(BreakingStore(folder_store, kill=False, before=before)).collect(6)  # type: ignore[arg-type]
     assert checkpoint_steps(folder_store, RUN) == [3, 6]
-    assert all(torch.equal(open_checkpoint(folder_store, RUN, 3).tensor(n), each) for n, each in state(3).items())
+    assert all(
+        torch.equal(open_checkpoint(folder_store, RUN, 3).tensor(name), tensor) for name, tensor in state(3).items()
+    )
 
 
 def test_two_collectors_take_turns_and_one_that_is_silent_is_followed_by_another(folder_store: Store) -> None:
@@ -263,7 +265,7 @@ def test_a_replaced_attempt_collects_nothing_more(folder_store: Store, monkeypat
     claim_attempt(folder_store, RUN)
     for step in (3, 6, 9):
         commit(folder_store, step)
-    mine = collector(
+    garbage_collector = collector(
         BreakingStore(  # type: ignore[arg-type]
             folder_store,
             kill=False,
@@ -271,7 +273,7 @@ def test_a_replaced_attempt_collects_nothing_more(folder_store: Store, monkeypat
         )
     )
     with pytest.raises(FencedError):
-        mine.collect(9)
+        garbage_collector.collect(9)
     assert checkpoint_steps(folder_store, RUN) == [6, 9]
     assert len(names(folder_store, "packs")) == 3
 

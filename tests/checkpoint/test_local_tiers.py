@@ -61,16 +61,16 @@ def keep(saver: Checkpointer, step: int) -> None:
 
 def near_store(memory: Path) -> FileStore:
     """What is kept of the one writer."""
-    (folder,) = (each for each in memory.iterdir() if each.is_dir())
+    (folder,) = (path for path in memory.iterdir() if path.is_dir())
     return FileStore(folder / "w00000")
 
 
 def test_a_near_step_above_the_newest_checkpoint_is_what_the_next_gang_goes_on_from(folder_store: Store) -> None:
-    one = gang(folder_store)
-    assert begin(one)[0] == 0
-    save(one, 1)
+    ranks = gang(folder_store)
+    assert begin(ranks)[0] == 0
+    save(ranks, 1)
     for step in (2, 3):
-        keep(one, step)
+        keep(ranks, step)
     assert checkpoint_steps(folder_store, RUN) == [1]
     two = gang(folder_store)
     start, boxes = begin(two)
@@ -82,9 +82,9 @@ def test_a_near_step_above_the_newest_checkpoint_is_what_the_next_gang_goes_on_f
 
 
 def test_what_was_gone_on_from_becomes_a_checkpoint_with_the_history_of_both_attempts(folder_store: Store) -> None:
-    one = gang(folder_store)
-    begin(one)
-    keep(one, 2)
+    ranks = gang(folder_store)
+    begin(ranks)
+    keep(ranks, 2)
     two = gang(folder_store)
     begin(two)
     save(two, 2)
@@ -99,10 +99,10 @@ def test_what_was_gone_on_from_becomes_a_checkpoint_with_the_history_of_both_att
 
 
 def test_a_newer_checkpoint_is_loaded_and_no_older_near_step(folder_store: Store) -> None:
-    one = gang(folder_store, {"memory": 2})
-    begin(one)
-    keep(one, 2)
-    save(one, 3)
+    ranks = gang(folder_store, {"memory": 2})
+    begin(ranks)
+    keep(ranks, 2)
+    save(ranks, 3)
     two = gang(folder_store)
     assert begin(two)[0] == 3
     assert two.near_start is None
@@ -115,7 +115,7 @@ def test_two_whole_steps_of_a_writer_are_kept_and_nothing_of_others(folder_store
         keep(saver, step)
     assert whole_steps(near_store(memory), RUN, 0) == [(1, 4), (1, 5)]
     assert steps_in(near_store(memory), RUN) == {(1, 4), (1, 5)}
-    assert all(each.stat().st_mode & 0o77 == 0 for each in memory.iterdir())
+    assert all(path.stat().st_mode & 0o77 == 0 for path in memory.iterdir())
 
 
 def _flip(path: Path) -> None:
@@ -130,11 +130,11 @@ def _cut(path: Path) -> None:
 
 def saved_then_kept_near(store: Store) -> None:
     """A gang that has saved step 1, and kept steps 2 and 3 near."""
-    one = gang(store)
-    begin(one)
-    save(one, 1)
+    ranks = gang(store)
+    begin(ranks)
+    save(ranks, 1)
     for step in (2, 3):
-        keep(one, step)
+        keep(ranks, step)
 
 
 @pytest.mark.parametrize("harm", [_flip, _cut, Path.unlink], ids=["flipped", "torn", "gone"])
@@ -175,9 +175,9 @@ def test_what_a_replaced_attempt_keeps_after_another_has_begun_is_never_gone_on_
 
 
 def test_a_run_that_was_deleted_and_begun_anew_finds_nothing_of_its_former_life(folder_store: Store) -> None:
-    one = gang(folder_store)
-    begin(one)
-    keep(one, 4)
+    ranks = gang(folder_store)
+    begin(ranks)
+    keep(ranks, 4)
     folder_store.delete_many([info.key for info in list(folder_store.list(layout.run(RUN)))])
     start, boxes = begin(gang(folder_store))
     assert start == 0
@@ -185,9 +185,9 @@ def test_a_run_that_was_deleted_and_begun_anew_finds_nothing_of_its_former_life(
 
 
 def test_what_was_computed_under_another_plan_is_not_gone_on_from(folder_store: Store) -> None:
-    one = gang(folder_store, plan=plan_of())
-    begin(one)
-    keep(one, 4)
+    ranks = gang(folder_store, plan=plan_of())
+    begin(ranks)
+    keep(ranks, 4)
     assert begin(gang(folder_store, plan=plan_of(device="other")))[0] == 0
     folder_store.delete(layout.began(RUN, 2))  # which trained nothing
     assert begin(gang(folder_store, plan=plan_of()))[0] == 4
@@ -208,10 +208,10 @@ def test_a_tier_without_room_says_so_and_training_goes_on(
 
 
 def test_a_disk_is_a_tier_of_its_own_cadence_and_one_that_refuses_is_none(folder_store: Store, tmp_path: Path) -> None:
-    one = gang(folder_store, {"memory": 1, "disk": 2}, tmp_path / "disk")
-    begin(one)
+    ranks = gang(folder_store, {"memory": 1, "disk": 2}, tmp_path / "disk")
+    begin(ranks)
     for step in (1, 2, 3):
-        keep(one, step)
+        keep(ranks, step)
     shutil.rmtree(tmp_path / "memory")  # as a reboot does
     start, boxes = begin(gang(folder_store, {"memory": 1, "disk": 2}, tmp_path / "disk"))
     assert start == 2

@@ -138,8 +138,8 @@ def test_nothing_but_the_objects_of_near_steps_is_served(key: str, served: tuple
 def test_a_neighbour_that_is_away_costs_one_warning_and_no_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        port = gone.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     place = Tier(name="memory", folder=str(tmp_path), every=1)
     neighbour = Neighbour(Endpoint(host="127.0.0.1", port=port, token="x"), place, RUN, 0)
     place.store(0).put(f"{layout.indexes(RUN, 1, 1)}00000.idx", b"")
@@ -209,7 +209,7 @@ def test_who_answers_with_another_proof_is_left(at: int, served: tuple[Endpoint,
 
 def test_a_listener_that_does_not_know_the_token_is_told_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        heard: list[bytes] = []
+        received: list[bytes] = []
 
         def pretend() -> None:
             end, _ = listener.accept()
@@ -217,14 +217,14 @@ def test_a_listener_that_does_not_know_the_token_is_told_nothing() -> None:
                 end.sendall(bytes(32))
                 end.recv(64, socket.MSG_WAITALL)
                 end.sendall(bytes(32))
-                heard.append(end.recv(1000))
+                received.append(end.recv(1000))
 
         thread = threading.Thread(target=pretend)
         thread.start()
         with pytest.raises(StoreUnreachableError, match="does not know the token"):
             Remote(Endpoint(host="127.0.0.1", port=listener.getsockname()[1], token="right"), "memory", 0).get(KEY)
         thread.join(20)
-        assert heard == [b""]
+        assert received == [b""]
 
 
 class Middle:
@@ -238,24 +238,24 @@ class Middle:
         self._threads[0].start()
 
     def _carry(self) -> None:
-        theirs, _ = self._listener.accept()
-        ours = socket.create_connection((self._target.host, self._target.port))
-        ways = [(theirs, ours, self._side == "asks"), (ours, theirs, self._side == "answers")]
+        client, _ = self._listener.accept()
+        upstream = socket.create_connection((self._target.host, self._target.port))
+        ways = [(client, upstream, self._side == "asks"), (upstream, client, self._side == "answers")]
         threads = [threading.Thread(target=self._hand_on, args=way) for way in ways]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        theirs.close()
-        ours.close()
+        client.close()
+        upstream.close()
 
     def _hand_on(self, source: socket.socket, target: socket.socket, change: bool) -> None:
-        seen = 0
+        passed_bytes = 0
         with suppress(OSError):
             while data := bytearray(source.recv(4096)):
-                if change and seen <= self._at < seen + len(data):
-                    data[self._at - seen] ^= 1
-                seen += len(data)
+                if change and passed_bytes <= self._at < passed_bytes + len(data):
+                    data[self._at - passed_bytes] ^= 1
+                passed_bytes += len(data)
                 target.sendall(data)
         with suppress(OSError):
             target.shutdown(socket.SHUT_WR)
@@ -289,10 +289,10 @@ def test_whatever_a_peer_says_ends_its_connection_at_most(
     seed: int, served: tuple[Endpoint, Tier], caplog: pytest.LogCaptureFixture
 ) -> None:
     endpoint, _ = served
-    drawn = random.Random(seed)
+    random_ = random.Random(seed)
     whole = {"op": "get", "tier": "memory", "writer": 0, "key": KEY, "start": 0, "size": None}
     odd = [None, -1, 2**70, 1e400, "x" * 2000, [], {}, "\ud800", float("nan"), True, "[" * 500]
-    request = {**whole, drawn.choice(list(whole)): drawn.choice(odd), **({"more": 1} if seed % 5 == 0 else {})}
+    request = {**whole, random_.choice(list(whole)): random_.choice(odd), **({"more": 1} if seed % 5 == 0 else {})}
     data = (json.dumps(request) if seed % 4 else "[" * 9999).encode()
     raw = Channel.connect(endpoint.host, endpoint.port, endpoint.token)
     with suppress(OSError, EOFError, ValueError, HoldfastError):
@@ -310,8 +310,8 @@ def test_a_token_alone_opens_nothing_where_the_launch_has_a_key(
     endpoint, _ = served
     assert endpoint.keyed() == endpoint
     monkeypatch.setenv("HOLDFAST_NEAR_KEY", "k" * 64)
-    one = endpoint.keyed()
-    assert one.token not in (endpoint.token, "k" * 64)
-    assert one == endpoint.keyed()
+    keyed = endpoint.keyed()
+    assert keyed.token not in (endpoint.token, "k" * 64)
+    assert keyed == endpoint.keyed()
     monkeypatch.setenv("HOLDFAST_NEAR_KEY", "l" * 64)
-    assert endpoint.keyed().token != one.token
+    assert endpoint.keyed().token != keyed.token

@@ -50,17 +50,17 @@ def require_packs(store: Store, step: str = "") -> None:
     for info in list(store.list(layout.indexes(RUN))):
         if info.key.endswith(".idx") and step in info.key:
             for pack in Index.from_bytes(store.get(info.key), info.key).pack_names:
-                found = store.stat(layout.pack(RUN, str(pack)))
-                assert found is not None, info.key
-                assert found.size == pack.size
+                object_info = store.stat(layout.pack(RUN, str(pack)))
+                assert object_info is not None, info.key
+                assert object_info.size == pack.size
 
 
 def require_loadable(store: Store) -> None:
     """Each root has all that it needs."""
     for name in names(store, "checkpoints"):
         if name.startswith("step-"):
-            found = open_checkpoint(store, RUN, int(name[5:14]))
-            found.fill(blank(whole(state(0))))
+            checkpoint = open_checkpoint(store, RUN, int(name[5:14]))
+            checkpoint.fill(blank(whole(state(0))))
 
 
 def test_at_every_moment_of_a_save_an_index_has_its_packs_and_a_root_its_indexes_and_what_is_attached(
@@ -114,10 +114,10 @@ def successor(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 def set_aside(store: Any, raw: Store) -> int:
     """Load as attempt 2, which finds step 6 damaged as attempt 1 did; the step that is loaded."""
     fence = partial(Attempt(RUN, 2).check, store)
-    found = load_newest(store, RUN, blank(whole(state(0))), Gang(), 2, fence)
-    assert found is not None
+    manifest = load_newest(store, RUN, blank(whole(state(0))), Gang(), 2, fence)
+    assert manifest is not None
     assert (raw.stat(ROOT_6), raw.stat(ASIDE_6) is not None) == (None, True)
-    return found.step
+    return manifest.step
 
 
 def test_a_checkpoint_that_is_set_aside_is_at_one_of_its_two_places_whenever_its_rank_dies(
@@ -132,9 +132,9 @@ def test_a_checkpoint_that_is_set_aside_is_at_one_of_its_two_places_whenever_its
         with suppress(Killed):
             assert set_aside(BreakingStore(store, number, kill=True), store) == 3
             finished = True
-        there = [store.get(key) for key in (ROOT_6, ASIDE_6) if store.stat(key) is not None]
-        assert there
-        assert set(there) == {root}
+        copies = [store.get(key) for key in (ROOT_6, ASIDE_6) if store.stat(key) is not None]
+        assert copies
+        assert set(copies) == {root}
         number += 1
     assert number > 10
 
@@ -197,11 +197,11 @@ def record_of(step: int) -> Record:
 
 def require_whole_near(store: Store, steps: list[int]) -> None:
     """A step whose index is there is whole; and one of `steps` is."""
-    found = whole_steps(store, RUN, 0)
+    whole = whole_steps(store, RUN, 0)
     require_packs(store)
-    for attempt, step in found:
+    for attempt, step in whole:
         assert store.stat(record_key(RUN, attempt, step)) is not None
-    assert {step for _, step in found} & set(steps), "the last whole copy is gone"
+    assert {step for _, step in whole} & set(steps), "the last whole copy is gone"
 
 
 def test_at_every_moment_of_keeping_a_step_near_a_whole_one_is_there(
@@ -226,27 +226,27 @@ def test_a_neighbour_that_loses_its_sender_at_any_moment_has_a_whole_step(
     served: tuple[Endpoint, Tier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The neighbour removes what is old when an index comes, which is therefore the last object of a step."""
-    endpoint, there = served
+    endpoint, peer = served
     (tmp_path / "here").mkdir()
-    here = Tier(name="memory", folder=str(tmp_path / "here"), every=1)
+    tier = Tier(name="memory", folder=str(tmp_path / "here"), every=1)
     sent: list[str] = []
-    put, left = Remote.put, [10**9]
+    original_put, remaining = Remote.put, [10**9]
 
     def counted(remote: Remote, key: str, data: bytes) -> None:
-        if not left[0]:
+        if not remaining[0]:
             raise StoreUnreachableError("the sender dies")
-        left[0] -= 1
-        put(remote, key, data)
+        remaining[0] -= 1
+        original_put(remote, key, data)
         sent.append(key)
-        if whole_steps(there.store(0), RUN, 0):
-            require_whole_near(there.store(0), [1, 2, 3, 4, 5, 6, 7, 8])
+        if whole_steps(peer.store(0), RUN, 0):
+            require_whole_near(peer.store(0), [1, 2, 3, 4, 5, 6, 7, 8])
 
     monkeypatch.setattr(Remote, "put", counted)
     for step, objects in ((1, 10**9), (2, 10**9), (3, 1), (4, 2), (5, 10**9), (6, 1), (7, 10**9)):
-        left[0], before = objects, len(sent)
-        neighbour = Neighbour(endpoint, here, RUN, 0)
-        TierWriter(here, Attempt(RUN, 1), 0, neighbour.send).keep(step, whole(state(step)), None, record_of(step))
-        require_whole_near(there.store(0), list(range(1, step + 1)))
+        remaining[0], before = objects, len(sent)
+        neighbour = Neighbour(endpoint, tier, RUN, 0)
+        TierWriter(tier, Attempt(RUN, 1), 0, neighbour.send).keep(step, whole(state(step)), None, record_of(step))
+        require_whole_near(peer.store(0), list(range(1, step + 1)))
         if objects > 2:
             assert [key.rpartition(".")[2] for key in sent[before:]][-1] == "idx"
             assert len(sent) - before == 3
@@ -275,12 +275,12 @@ def test_no_index_is_written_that_refers_to_a_pack_or_a_base_that_is_not_whole(
             folder_store.delete(key)
         else:
             folder_store.put(key, data[:-1])
-        for again, content in ((10 + number, 2), (20 + number, 3)):  # the same bits, and others
+        for saved_step, content in ((10 + number, 2), (20 + number, 3)):  # the same bits, and others
             try:
-                index = share.write(again, weight(content))
+                index = share.write(saved_step, weight(content))
             except StoreUnreachableError:
                 refused += 1
-                assert folder_store.stat(f"{layout.indexes(RUN, 1, again)}00000.idx") is None
+                assert folder_store.stat(f"{layout.indexes(RUN, 1, saved_step)}00000.idx") is None
             else:
                 assert key not in {layout.pack(RUN, str(name)) for name in index.pack_names}
             share._known = dict(known)

@@ -75,8 +75,11 @@ def test_a_pin_that_is_set_again_protects_both_roots(folder_store: Store) -> Non
     pin(folder_store, RUN, 6, "paper", "after")
     pin(folder_store, RUN, 6, "paper", "once more")
     commit_and_collect(folder_store, 9)
-    assert [(each.manifest.attempt, reads(each)) for each in pinned(folder_store, "paper")] == [(1, True), (2, True)]
-    assert [each.reason for each in list_pins(folder_store, RUN)] == ["once more"]
+    assert [(checkpoint.manifest.attempt, reads(checkpoint)) for checkpoint in pinned(folder_store, "paper")] == [
+        (1, True),
+        (2, True),
+    ]
+    assert [pin.reason for pin in list_pins(folder_store, RUN)] == ["once more"]
 
 
 @pytest.mark.parametrize("act", [pin, lambda *of: fork_checkpoint(*of, "child")], ids=["pin", "fork_checkpoint"])
@@ -109,8 +112,8 @@ def test_nothing_is_deleted_beside_a_pin_that_says_nothing(folder_store: Store) 
     for step in (3, 6, 9):
         commit(folder_store, step)
     folder_store.put(layout.pin(RUN, 6, "paper"), b"[" * 100_000)
-    (held,) = list_pins(folder_store, RUN)
-    assert held.reason == "its record is damaged, and it holds all the same"
+    (pin,) = list_pins(folder_store, RUN)
+    assert pin.reason == "its record is damaged, and it holds all the same"
     collector(folder_store).collect(9)
     assert checkpoint_steps(folder_store, RUN) == [6, 9]
     assert len(list(folder_store.list(layout.packs(RUN)))) == 3
@@ -136,9 +139,9 @@ def test_whatever_comes_between_two_operations_of_who_borrows_the_bytes_are_ther
         with suppress(MissingError):
             fork_checkpoint(BreakingStore(store, kill=False, before=before), RUN, 6, "child")  # type: ignore[arg-type]
         if newest_step(store, "child") is not None:
-            found = open_checkpoint(store, "child", 6)
-            assert reads(found), f"before operation {at}"
-            outcomes.add(found.manifest.indexes[0].name[:6])
+            checkpoint = open_checkpoint(store, "child", 6)
+            assert reads(checkpoint), f"before operation {at}"
+            outcomes.add(checkpoint.manifest.indexes[0].name[:6])
         if count <= at:
             break
     assert outcomes == {"000001", "000002"}, "it borrows the old root or the new one"
@@ -169,7 +172,7 @@ def test_roots_that_do_not_count_are_left_out_wherever_a_step_is_chosen(folder_s
     begun(folder_store)
     commit(folder_store, 4, attempt=2)
     assert counted_steps(folder_store, RUN) == [3, 4]
-    assert [each.damaged for each in list_checkpoints(folder_store, RUN, Retention(1))] == [
+    assert [row.damaged for row in list_checkpoints(folder_store, RUN, Retention(1))] == [
         "",
         "",
         "does not count: attempt 1 was replaced",
@@ -185,8 +188,8 @@ def test_a_rehearsed_collection_keeps_what_is_in_pins(folder_store: Store) -> No
     pin(folder_store, RUN, 6, "paper")
     commit(folder_store, 6, attempt=2)
     commit(folder_store, 9, attempt=2)
-    gone = collect_now(folder_store, RUN, Retention(1), dry_run=True).keys
-    assert not [key for key in gone if "000001-000000006" in key]
+    keys = collect_now(folder_store, RUN, Retention(1), dry_run=True).keys
+    assert not [key for key in keys if "000001-000000006" in key]
     Collector(folder_store, claim_attempt(folder_store, RUN), Retention(1))
     collect_now(folder_store, RUN, Retention(1))
     assert all(map(reads, pinned(folder_store, "paper")))

@@ -51,7 +51,7 @@ def test_a_pinned_checkpoint_outlives_every_sweep_until_the_last_pin_is_taken_aw
     save(writer, 2)
     save(writer, 3)
     assert checkpoint_steps(folder_store, RUN) == [1, 3]
-    assert [(each.step, each.name, each.reason) for each in list_pins(folder_store, RUN)] == [
+    assert [(pin.step, pin.name, pin.reason) for pin in list_pins(folder_store, RUN)] == [
         (1, "person", "the paper's figures"),
         (1, "registered-tiny-3", ""),
     ]

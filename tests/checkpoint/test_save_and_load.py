@@ -125,11 +125,11 @@ def test_training_waits_for_an_accelerator_in_its_stream_and_never_for_its_diges
 def test_training_may_change_the_state_as_soon_as_it_is_copied_and_only_the_third_save_waits_for_a_buffer(
     folder_store: Store,
 ) -> None:
-    store_goes_on = threading.Event()
+    store_resumes = threading.Event()
 
     def before(operation: str, key: str) -> None:
         if operation == "put" and "/packs/" in key:
-            assert store_goes_on.wait(180)
+            assert store_resumes.wait(180)
 
     writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), max_lag_steps=100)  # type: ignore[arg-type]
 
@@ -146,12 +146,12 @@ def test_training_may_change_the_state_as_soon_as_it_is_copied_and_only_the_thir
     third.start()
     third.join(0.2)
     assert third.is_alive()
-    store_goes_on.set()
+    store_resumes.set()
     third.join()
     writer.wait()
     for step in (3, 6, 9):
-        found, boxes = open_checkpoint(folder_store, RUN, step), blank(whole(state(0)))
-        found.fill(boxes)
+        checkpoint, boxes = open_checkpoint(folder_store, RUN, step), blank(whole(state(0)))
+        checkpoint.fill(boxes)
         assert same(boxes, whole(state(step)))
 
 
@@ -217,24 +217,24 @@ def test_a_state_that_is_not_finite_is_never_saved(folder_store: Store, name: st
 
 def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path: Path) -> None:
     assert in_ranks(4, _reshard, f"file://{tmp_path / 'store'}", tmp_path) == [True] * 4
-    for saved in range(1, 5):
-        store = opened(f"file://{tmp_path / 'store'}/{saved}")
-        assert same(load(store)[1], whole(state(saved)))
+    for ranks in range(1, 5):
+        store = opened(f"file://{tmp_path / 'store'}/{ranks}")
+        assert same(load(store)[1], whole(state(ranks)))
 
 
 def _reshard(rank: int, size: int, url: str, meetings: Path) -> bool:
     right = True
-    for saved in range(1, size + 1):
-        if rank < saved:
-            with process_group(meetings / f"save-{saved}", rank, saved):
-                save(checkpointer(opened(f"{url}/{saved}")), 3, shards(state(saved), rank, saved))
+    for writers in range(1, size + 1):
+        if rank < writers:
+            with process_group(meetings / f"save-{writers}", rank, writers):
+                save(checkpointer(opened(f"{url}/{writers}")), 3, shards(state(writers), rank, writers))
     for loading in range(1, size + 1):
         if rank < loading:
             with process_group(meetings / f"load-{loading}", rank, loading):
                 gang = Gang()
-                for saved in range(1, size + 1):
-                    wanted = shards(state(saved), rank, loading)
-                    found = blank(wanted)
-                    load_newest(opened(f"{url}/{saved}"), RUN, found, gang)
-                    right &= same(found, wanted)
+                for writers in range(1, size + 1):
+                    expected = shards(state(writers), rank, loading)
+                    boxes = blank(expected)
+                    load_newest(opened(f"{url}/{writers}"), RUN, boxes, gang)
+                    right &= same(boxes, expected)
     return right

@@ -39,8 +39,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def saved(store: Store, *boxes: list[TensorBox], compression: Compression | None = None) -> None:
     """A checkpoint of one writer for each list of boxes."""
-    for writer, each in enumerate(boxes):
-        ShardWriter(store, Attempt(RUN, 1), writer, compression=compression).write(1, each)
+    for writer, written in enumerate(boxes):
+        ShardWriter(store, Attempt(RUN, 1), writer, compression=compression).write(1, written)
     Committer(store, Attempt(RUN, 1), len(boxes)).commit(1, FIELDS, {})
 
 
@@ -48,7 +48,7 @@ def cells(tensor: torch.Tensor, cuts: list[set[int]]) -> Iterator[TensorBox]:
     """A tensor in boxes, cut along each axis."""
     spans = []
     for size, inside in zip(tensor.shape, cuts, strict=True):
-        ends = sorted({0, size, *(each for each in inside if each < size)})
+        ends = sorted({0, size, *(cut for cut in inside if cut < size)})
         spans.append(list(pairwise(ends)))
     for cell in product(*spans):
         part = tensor[tuple(slice(low, high) for low, high in cell)].contiguous()
@@ -69,11 +69,11 @@ def test_any_boxes_come_back_out_of_any_boxes(shape: list[int], dtype: torch.dty
         store = open_store(Path(folder).as_uri())
         boxes = list(cells(tensor, cuts[0]))
         saved(store, boxes[::2], boxes[1::2] or [])
-        wanted = list(cells(tensor, cuts[1]))
-        for asked in (wanted, *([each] for each in wanted)):
-            found = blank(asked)
-            open_checkpoint(store, RUN, 1).fill(found)
-            assert same(found, asked)
+        expected = list(cells(tensor, cuts[1]))
+        for subset in (expected, *([box] for box in expected)):
+            loaded = blank(subset)
+            open_checkpoint(store, RUN, 1).fill(loaded)
+            assert same(loaded, subset)
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 4, 6, 8])

@@ -71,22 +71,22 @@ def test_a_buffer_that_a_hung_copy_may_still_be_read_from_is_never_filled_again(
     folder_store: Store, error: type[HoldfastError], free: set[int]
 ) -> None:
     """What hangs may wake up and write a state that is half this step and half the next one."""
-    goes_on, began = threading.Event(), threading.Event()
+    store_resumes, started = threading.Event(), threading.Event()
 
     def before(operation: str, key: str) -> None:
         if operation == "put" and "/packs/" in key:
-            began.set()
-            assert goes_on.wait(180)
+            started.set()
+            assert store_resumes.wait(180)
 
     saving = checkpointer(BreakingStore(folder_store, kill=False, before=before), max_lag_steps=100)  # type: ignore[arg-type]
     saving.save(3, whole(state(3)), {})
-    assert began.wait(180)
+    assert started.wait(180)
     assert saving._free == {1}
     saving._ended(Outcome(step=3, what="failed", error=error.__name__, reason="no answer"))
     assert saving._free == free
     saving._ended(Outcome(step=3, what="durable"))  # which comes late, and frees nothing
     assert saving._free == free
-    goes_on.set()
+    store_resumes.set()
     saving.close()
 
 
@@ -95,9 +95,9 @@ def test_a_table_of_boxes_that_no_message_holds_is_refused_before_the_first_step
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "no-agent"))
     monkeypatch.setattr(protocol, "MAX_MESSAGE", 1000)
-    with pytest.raises(SpecError, match=r"9 boxes of a rank(?s:.*)spread the state over more") as told:
+    with pytest.raises(SpecError, match=r"9 boxes of a rank(?s:.*)spread the state over more") as error:
         checkpointer(folder_store).restore(blank(whole(state(0))), FIRST)
-    assert told.value.problems[0].field == "parallel"
+    assert error.value.problems[0].field == "parallel"
     monkeypatch.delenv(VARIABLE)  # nobody has to be told of them
     assert checkpointer(folder_store).restore(blank(whole(state(0))), FIRST) == 0
 

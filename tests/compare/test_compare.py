@@ -33,40 +33,40 @@ def test_the_best_is_the_lowest_loss_among_the_blessed_whatever_the_order(tmp_pa
     store = open_store(tmp_path.as_uri())
     words = ("not_blessed", "blessed", "blessed")
     runs = [judged(store, trial, loss, word) for trial, loss, word in zip(TRIALS, (1.0, 3.0, 2.0), words, strict=True)]
-    made = compare(SPEC, "d", TRIALS, store)
-    assert [row.run_id for row in made.rows] == [runs[2], runs[1], runs[0]]
-    assert (made.best.changes, made.best.word) == (("training.seed=3",), "blessed")
-    assert read_comparison(store, made.sweep_id) == made == compare(SPEC, "d", TRIALS[::-1], store)
-    assert made.markdown.count("\n") == 5
+    comparison = compare(SPEC, "d", TRIALS, store)
+    assert [row.run_id for row in comparison.rows] == [runs[2], runs[1], runs[0]]
+    assert (comparison.best.changes, comparison.best.word) == (("training.seed=3",), "blessed")
+    assert read_comparison(store, comparison.sweep_id) == comparison == compare(SPEC, "d", TRIALS[::-1], store)
+    assert comparison.markdown.count("\n") == 5
 
 
 def test_a_trial_that_failed_is_named_with_its_cause_and_costs_the_others_nothing(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
     judged(store, TRIALS[0], 1.0, "blessed")
-    left = [
+    outcomes = [
         Outcome("train", 1, 1.0, 2.0, int(ExitCode.DIVERGED), "loss is NaN\nat step 7", part="2"),
         Outcome("train", 1, 1.0, part="3"),
     ]
-    made = compare(SPEC, "d", TRIALS, store, outcomes=left)
-    assert [row.changes for row in made.rows] == [("training.seed=1",)]
-    assert [(one.changes, one.step, one.exit_code) for one in made.failed] == [
+    comparison = compare(SPEC, "d", TRIALS, store, outcomes=outcomes)
+    assert [row.changes for row in comparison.rows] == [("training.seed=1",)]
+    assert [(failure.changes, failure.step, failure.exit_code) for failure in comparison.failed] == [
         (("training.seed=2",), "train", 12),
         (("training.seed=3",), "train", 137),
     ]
-    assert "loss is NaN<br>at step 7" in made.markdown
-    assert "was killed" in made.markdown
-    assert read_comparison(store, made.sweep_id) == made
+    assert "loss is NaN<br>at step 7" in comparison.markdown
+    assert "was killed" in comparison.markdown
+    assert read_comparison(store, comparison.sweep_id) == comparison
     judged(store, TRIALS[1], 2.0, "blessed")
     judged(store, TRIALS[2], 3.0, "blessed")
-    again = compare(SPEC, "d", TRIALS, store, outcomes=left)  # what is there counts, and not what was
-    assert (len(again.rows), again.failed, again.sweep_id) == (3, (), made.sweep_id)
+    recompared = compare(SPEC, "d", TRIALS, store, outcomes=outcomes)  # what is there counts, and not what was
+    assert (len(recompared.rows), recompared.failed, recompared.sweep_id) == (3, (), comparison.sweep_id)
 
 
 def test_a_sweep_without_any_verdict_ends_with_the_code_of_the_first_trial_and_names_them_all(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
-    left = [Outcome("train", 1, 1.0, 2.0, int(ExitCode.DIVERGED), "loss is NaN", part="1")]
+    outcomes = [Outcome("train", 1, 1.0, 2.0, int(ExitCode.DIVERGED), "loss is NaN", part="1")]
     with pytest.raises(NoTrialEndedError, match=r"seed=1: train failed .*\n.*seed=2.*nothing says why") as raised:
-        compare(SPEC, "d", TRIALS[:2], store, outcomes=left)
+        compare(SPEC, "d", TRIALS[:2], store, outcomes=outcomes)
     assert raised.value.exit_code is ExitCode.DIVERGED
 
 
@@ -74,6 +74,8 @@ def test_a_value_is_text_in_the_table(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
     trial = ["checkpoint.compression=none", "cluster.namespace=a"]
     judged(store, trial, 1.0, "blessed")
-    made = compare(SPEC, "d", [trial], store)
-    shown = made.model_copy(update={"rows": (made.best.model_copy(update={"changes": ("a=<b>|`*",)}),)}).markdown
-    assert "<b>" not in shown and "a=&#60;b&#62;&#124;&#96;&#42;" in shown
+    comparison = compare(SPEC, "d", [trial], store)
+    markdown = comparison.model_copy(
+        update={"rows": (comparison.best.model_copy(update={"changes": ("a=<b>|`*",)}),)}
+    ).markdown
+    assert "<b>" not in markdown and "a=&#60;b&#62;&#124;&#96;&#42;" in markdown

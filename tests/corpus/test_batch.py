@@ -60,12 +60,12 @@ def test_every_token_of_a_batch_stands_in_the_file_and_line_that_are_named(
     pq.write_table(
         pa.table({"text": [prose(300 + at) for at in range(30)]}), corpus / "table.parquet", row_group_size=7
     )
-    made = make_spec(
+    base = make_spec(
         corpus / "*.txt", corpus / "long.jsonl", corpus / "small.jsonl.gz", corpus / "table.parquet",
         cleaning={"on_bad_record": "skip"},
     )  # fmt: skip
     spec = Spec.model_validate({
-        **made.model_dump(mode="json"), "model": {"context": 64, "layers": 1, "hidden": 32, "heads": 2},
+        **base.model_dump(mode="json"), "model": {"context": 64, "layers": 1, "hidden": 32, "heads": 2},
         "training": {"steps": 50, "global_batch": 8, "micro_batch": 4},
     })  # fmt: skip
     dataset_id = prepare(spec, store).dataset_id
@@ -73,9 +73,9 @@ def test_every_token_of_a_batch_stands_in_the_file_and_line_that_are_named(
     tokenizer, rows = load_tokenizer(dataset.tokenizer_json()), dataset.training(64, 8, spec.training.seed)
     kinds: set[str] = set()
     for step in (1, 17, 33, 34, 50):
-        found = batch_of(store, spec, dataset_id, step)
-        assert (found.note, len(found.rows)) == ("", 8)
-        for row in found.rows:
+        batch = batch_of(store, spec, dataset_id, step)
+        assert (batch.note, len(batch.rows)) == ("", 8)
+        for row in batch.rows:
             assert list(row.tokens) == rows.batch(step - 1)[row.number].tolist()
             assert (row.passages[0].tokens[0], row.passages[-1].tokens[1]) == (0, 65)
             for passage in row.passages:
@@ -104,11 +104,11 @@ def test_every_token_of_a_batch_stands_in_the_file_and_line_that_are_named(
 def test_conversations_are_found_in_the_samples_that_they_were_packed_into(
     store: Store, make_chat: Callable[..., Spec]
 ) -> None:
-    refused = {"messages": [{"role": "user", "content": "nobody answers"}]}
+    unanswered = {"messages": [{"role": "user", "content": "nobody answers"}]}
     talks: list[object] = [question(number, 3 * (number % 30)) for number in range(80)]
-    made = make_chat([*talks[:40], refused, talks[3], *talks[40:]], cleaning={"on_bad_record": "skip"})
+    base = make_chat([*talks[:40], unanswered, talks[3], *talks[40:]], cleaning={"on_bad_record": "skip"})
     training = {"steps": 9, "global_batch": 4, "micro_batch": 2}
-    spec = Spec.model_validate({**made.model_dump(mode="json"), "training": training})
+    spec = Spec.model_validate({**base.model_dump(mode="json"), "training": training})
     dataset_id = prepare(spec, store).dataset_id
     answered = 0
     for step in range(1, 10):

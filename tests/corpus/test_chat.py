@@ -56,29 +56,31 @@ def template(text: str) -> ChatTemplate:
 
 def encoded(text: str, talk: dict[str, object] = TALK) -> np.ndarray:
     encoder = ChatEncoder(tokenizer_json(), template(text), 0)
-    found = conversation_text(talk)
-    assert found is not None
-    return np.frombuffer(encoder.encode(found), dtype="<u4")
+    conversation = conversation_text(talk)
+    assert conversation is not None
+    return np.frombuffer(encoder.encode(conversation), dtype="<u4")
 
 
 def counted_text(tokens: np.ndarray) -> list[str]:
     """The runs of counted tokens, as text."""
-    counted = (tokens & UNCOUNTED) == 0
-    runs = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(counted.astype(int))) + 1)
+    is_counted = (tokens & UNCOUNTED) == 0
+    runs = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(is_counted.astype(int))) + 1)
     tokenizer = Tokenizer.from_str(tokenizer_json())
-    return [tokenizer.decode((tokens[run] & ID).tolist(), skip_special_tokens=False) for run in runs if counted[run[0]]]
+    return [
+        tokenizer.decode((tokens[run] & ID).tolist(), skip_special_tokens=False) for run in runs if is_counted[run[0]]
+    ]
 
 
 def test_tokens_and_counted_ones_are_those_of_transformers(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(tokenizer_json())
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>")
-    theirs.chat_template = MARKED
-    found = theirs.apply_chat_template(
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>")
+    reference.chat_template = MARKED
+    expected = reference.apply_chat_template(
         TALK["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     ours = encoded(MARKED)
-    assert (ours & ID).tolist() == found["input_ids"]
-    assert ((ours & UNCOUNTED) == 0).astype(int).tolist() == found["assistant_masks"]
+    assert (ours & ID).tolist() == expected["input_ids"]
+    assert ((ours & UNCOUNTED) == 0).astype(int).tolist() == expected["assistant_masks"]
     assert np.flatnonzero(ours & ENDS).tolist() == [len(ours) - 1]
 
 
@@ -142,14 +144,14 @@ def make_chat(tmp_path: Path) -> Callable[..., Spec]:
 
 def whole_conversations(rows: np.ndarray) -> list[str]:
     """The conversations of samples, each of which must lie in one; fillers left out."""
-    tokenizer, found = Tokenizer.from_str(tokenizer_json()), []
+    tokenizer, conversations = Tokenizer.from_str(tokenizer_json()), []
     for row in rows:
         for part in np.split(row[:-1], np.flatnonzero(row[:-1] & ENDS) + 1):
             if len(part) > 1:
                 assert part[-1] & ENDS, "a conversation goes on in the next sample"
-                found.append(tokenizer.decode((part & ID).tolist(), skip_special_tokens=False))
+                conversations.append(tokenizer.decode((part & ID).tolist(), skip_special_tokens=False))
         assert row[-1] & UNCOUNTED, "the first token of the next sample is no target of this one"
-    return found
+    return conversations
 
 
 def test_every_conversation_lies_whole_in_one_sample_and_only_answers_count(
@@ -161,14 +163,14 @@ def test_every_conversation_lies_whole_in_one_sample_and_only_answers_count(
     batches = dataset.training(CONTEXT, 4, seed=0)
     rows = np.concatenate([batches.batch(step) for step in range(batches.samples // 4)])
     epoch = np.concatenate([rows, *([] if batches.samples % 4 == 0 else [batches.batch(batches.samples // 4)])])
-    found = sorted(set(whole_conversations(epoch)))
-    held = whole_conversations(np.concatenate(list(dataset.validation(CONTEXT, 10**6))))
-    asked = sorted(
+    training = sorted(set(whole_conversations(epoch)))
+    validation = whole_conversations(np.concatenate(list(dataset.validation(CONTEXT, 10**6))))
+    expected = sorted(
         f"<s><|im_start|>user\n{n}?<|im_end|>\n<|im_start|>assistant\nanswer {n} {'x' * (n % 40)}<|im_end|>\n"
         for n in range(60)
     )
-    assert sorted([*found, *held]) == asked
-    assert len(held) == prepared.documents["validation"] > 0
+    assert sorted([*training, *validation]) == expected
+    assert len(validation) == prepared.documents["validation"] > 0
     answers = sorted({text for row in epoch for text in counted_text(row)})
     assert all(text.startswith("answer ") and text.endswith("<|im_end|>") for text in answers)
     assert len(answers) == prepared.documents["train"]
@@ -201,8 +203,8 @@ def test_a_template_that_is_missing_or_wrong_is_named(make_chat: Callable[..., S
 
 
 def test_rows_to_spare_are_those_of_the_weights(make_chat: Callable[..., Spec], store: Store, tmp_path: Path) -> None:
-    brought = {"kind": "file", "path": str(tmp_path / "model" / "tokenizer.json"), "end_of_text": "<|im_end|>"}
+    tokenizer = {"kind": "file", "path": str(tmp_path / "model" / "tokenizer.json"), "end_of_text": "<|im_end|>"}
     records = [question(number, 3) for number in range(40)]
-    assert prepare(make_chat(records, tokenizer={**brought, "rows": 300}), store).vocabulary == 300
+    assert prepare(make_chat(records, tokenizer={**tokenizer, "rows": 300}), store).vocabulary == 300
     with pytest.raises(DataError, match="100 are fewer than the 259 tokens"):
-        prepare(make_chat(records, tokenizer={**brought, "rows": 100}), store)
+        prepare(make_chat(records, tokenizer={**tokenizer, "rows": 100}), store)

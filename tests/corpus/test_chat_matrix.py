@@ -155,7 +155,7 @@ def test_tokens_are_those_of_transformers(style: str, name: str) -> None:
         try:
             ours = encoded(style, TEMPLATES[name], talk)
         except ConversationError as error:
-            silent = not any(one.get("content") for one in talk["messages"] if one["role"] == "assistant")
+            silent = not any(message.get("content") for message in talk["messages"] if message["role"] == "assistant")
             assert "says nothing" in str(error) and silent, (talk, error)
             continue
         assert (ours & ID).tolist() == of_transformers(style, TEMPLATES[name], talk), talk
@@ -173,13 +173,13 @@ def test_a_token_counts_if_and_only_if_one_of_its_characters_is_the_assistants(s
     for talk in TOOL_CONVERSATIONS if name in ("tools", "named") else CONVERSATIONS:
         chat = template(TEMPLATES[name])
         ((text, spans, _),) = chat.rendered(conversation_text(talk) or "")
-        wanted = np.zeros(len(text.encode()), dtype=bool)
+        counts = np.zeros(len(text.encode()), dtype=bool)
         for first, last in spans:
-            wanted[len(text[:first].encode()) : len(text[:last].encode())] = True
+            counts[len(text[:first].encode()) : len(text[:last].encode())] = True
         try:
             ours = encoded(style, TEMPLATES[name], talk)
         except ConversationError:
-            assert not wanted.any()
+            assert not counts.any()
             continue
         at = 0
         for number, token in enumerate(ours.tolist()):
@@ -189,11 +189,11 @@ def test_a_token_counts_if_and_only_if_one_of_its_characters_is_the_assistants(s
             assert text.encode()[begin:end] == raw
             while begin and text.encode()[begin] & 0xC0 == 0x80:  # a part of a character stands for the whole one
                 begin -= 1
-            while end < len(wanted) and text.encode()[end] & 0xC0 == 0x80:
+            while end < len(counts) and text.encode()[end] & 0xC0 == 0x80:
                 end += 1
-            assert (not token & UNCOUNTED) == bool(wanted[begin:end].any() and number), (talk, number, piece)
+            assert (not token & UNCOUNTED) == bool(counts[begin:end].any() and number), (talk, number, piece)
             at += len(raw)
-        assert at == len(wanted)
+        assert at == len(counts)
 
 
 def byte_letters() -> list[str]:
@@ -224,8 +224,8 @@ def test_the_first_word_of_an_answer_counts_where_its_token_begins_before_it(sty
 @pytest.mark.parametrize("form", ["text", "list of texts"])
 def test_json_text_is_parsed(key: str, form: str) -> None:
     value = [{**TOOL, "title": "t", "text": "x"}]
-    given = json.dumps(value) if form == "text" else [json.dumps(one) for one in value]
-    assert conversation_text(tool_talk(**{key: given})) == conversation_text(tool_talk(**{key: value}))
+    argument = json.dumps(value) if form == "text" else [json.dumps(item) for item in value]
+    assert conversation_text(tool_talk(**{key: argument})) == conversation_text(tool_talk(**{key: value}))
     assert conversation_text(tool_talk(**{key: " "})) == conversation_text(tool_talk())
 
 

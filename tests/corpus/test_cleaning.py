@@ -30,8 +30,8 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": DECOMPOSE
 def cleaned(record: dict[str, Any], kind: str = "chat", **rules: Any) -> Any:
     text = (conversation_text if kind == "chat" else pair_text)(record)
     assert text is not None
-    found = clean(text, Cleaning(**rules), kind)  # type: ignore[arg-type]
-    return found if isinstance(found, Flaw) else json.loads(found)
+    result = clean(text, Cleaning(**rules), kind)  # type: ignore[arg-type]
+    return result if isinstance(result, Flaw) else json.loads(result)
 
 
 def talk(said: Any, **more: Any) -> dict[str, Any]:
@@ -53,20 +53,20 @@ def test_the_texts_of_messages_are_normalised(said: Any, form: str, expected: An
     assert cleaned(talk(said), unicode=form) == talk(expected)
     pair = {"prompt": talk(said)["messages"][:1], "chosen": [{"role": "assistant", "content": said}]}
     pair["rejected"] = [{"role": "assistant", "content": "no"}]
-    found = cleaned(pair, "preferences", unicode=form)
-    assert (found["prompt"][0]["content"], found["chosen"][0]["content"]) == (expected, expected)
+    record = cleaned(pair, "preferences", unicode=form)
+    assert (record["prompt"][0]["content"], record["chosen"][0]["content"]) == (expected, expected)
     if isinstance(said, str):
         plain = cleaned({"prompt": said, "chosen": said, "rejected": "no"}, "preferences", unicode=form)
         assert plain == {"prompt": expected, "chosen": expected, "rejected": "no"}
 
 
 def test_tools_their_calls_and_their_answers_stay_as_they_are() -> None:
-    answered = {"role": "tool", "content": '{"x": "\\n\u0303"}'}
+    answer = {"role": "tool", "content": '{"x": "\\n\u0303"}'}
     record = {**talk("é", tool_calls=[CALL], reasoning_content=DECOMPOSED), "tools": TOOLS}
-    record["messages"].append(answered)
-    found = cleaned(record, unicode="NFKC")
-    assert (found["tools"], found["messages"][1]["tool_calls"], found["messages"][2]) == (TOOLS, [CALL], answered)
-    assert found["messages"][1]["reasoning_content"] == COMPOSED
+    record["messages"].append(answer)
+    result = cleaned(record, unicode="NFKC")
+    assert (result["tools"], result["messages"][1]["tool_calls"], result["messages"][2]) == (TOOLS, [CALL], answer)
+    assert result["messages"][1]["reasoning_content"] == COMPOSED
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ def test_the_characters_are_those_that_people_wrote(rules: dict[str, int], reaso
         "tools": TOOLS,
     }  # 4 composed characters, and 1 of the answer
     pair = {"prompt": f"{DECOMPOSED}b", "chosen": "cd", "rejected": "e"}
-    for found in (cleaned(record, **rules), cleaned(pair, "preferences", **rules)):
-        assert (found.reason if isinstance(found, Flaw) else None) == reason
+    for result in (cleaned(record, **rules), cleaned(pair, "preferences", **rules)):
+        assert (result.reason if isinstance(result, Flaw) else None) == reason
 
 
 def test_repetition_is_that_of_the_lines_of_the_texts() -> None:
-    found = cleaned(talk("same\nsame\nsame\nsame"), max_repetition=0.5)
-    assert (found.reason, found.detail) == (
+    flaw = cleaned(talk("same\nsame\nsame\nsame"), max_repetition=0.5)
+    assert (flaw.reason, flaw.detail) == (
         "repetitive",
         "repeats 60% of its lines, more than data.cleaning.max_repetition = 0.5",
     )
@@ -100,9 +100,9 @@ def test_a_bad_conversation_is_named_by_its_line(
 ) -> None:
     records = [question(number, 3) for number in range(20)]
     records[7:7] = [{"messages": [{"role": "user", "content": "nobody answers"}]}]
-    made = run(make_chat(records, cleaning={"on_bad_record": "skip"}), store)
-    assert made.dropped == {"bad_conversation": 1}
-    example = made.examples["bad_conversation"]
+    prepared = run(make_chat(records, cleaning={"on_bad_record": "skip"}), store)
+    assert prepared.dropped == {"bad_conversation": 1}
+    example = prepared.examples["bad_conversation"]
     assert example.place.endswith("talks.jsonl:8")
     assert (example.detail, example.excerpt) == ("the assistant says nothing in it", "nobody answers")
     assert "talks.jsonl:8: the assistant says nothing in it" in caplog.text

@@ -90,7 +90,7 @@ def test_of_a_damaged_file_only_errors_that_name_it_come_out(
         data = Data.model_validate({"sources": [{"uri": str(path)}], "cleaning": {"on_bad_record": policy}, **chat})
         try:
             for piece in plan(resolve(data), data.kind):
-                counted += sum(isinstance(found, units.Flaw) for *_, found in documents(piece, data.cleaning))
+                counted += sum(isinstance(document, units.Flaw) for *_, document in documents(piece, data.cleaning))
                 before(piece.files[0], piece.range)
         except HoldfastError as error:
             refused += 1
@@ -107,10 +107,10 @@ def test_a_parquet_file_with_a_damaged_page_is_counted_or_refused(store, make_sp
     path = tmp_path / "bad.parquet"
     path.write_bytes(spoiled(parquet(path), len(parquet(path)) // 3))
     good = write_jsonl(tmp_path / "good.jsonl", [prose(number) for number in range(40)])
-    made = run(make_spec(good, path, **SKIP), store)
-    assert made.dropped == {"corrupt": 1}
-    assert sum(made.documents.values()) == 40
-    assert made.examples["corrupt"].place == str(path)
+    prepared = run(make_spec(good, path, **SKIP), store)
+    assert prepared.dropped == {"corrupt": 1}
+    assert sum(prepared.documents.values()) == 40
+    assert prepared.examples["corrupt"].place == str(path)
     with pytest.raises(DataError, match=r"bad\.parquet: is not whole parquet data"):
         run(make_spec(good, path), store)
 
@@ -125,10 +125,10 @@ def test_of_a_large_parquet_file_a_damaged_row_group_is_lost_and_no_other(
     pq.write_table(pa.table({"text": texts}), path, row_group_size=40, use_dictionary=False)
     group = pq.ParquetFile(path).metadata.row_group(1).column(0)
     path.write_bytes(spoiled(path.read_bytes(), group.data_page_offset + 40))
-    made = run(make_spec(path, **SKIP), store)
-    assert made.dropped == {"corrupt": 1, "no_text": 1}
-    assert sum(made.documents.values()) == 79
-    assert made.examples["no_text"].place == f"{path}: row 101"
+    prepared = run(make_spec(path, **SKIP), store)
+    assert prepared.dropped == {"corrupt": 1, "no_text": 1}
+    assert sum(prepared.documents.values()) == 79
+    assert prepared.examples["no_text"].place == f"{path}: row 101"
 
 
 def test_a_parquet_file_with_a_damaged_footer_is_counted_when_it_is_planned(
@@ -183,9 +183,9 @@ def test_data_that_are_no_text_are_not_trained_on(
     (tmp_path / name).write_bytes(LINES)
     with pytest.raises(DataError, match=f"{name}: .* not read as text; .*{remedy}"):
         run(make_spec(tmp_path, good), store)
-    made = run(make_spec(good, tmp_path / name, **SKIP), store)
-    assert made.dropped == {"not_text": 1}
-    assert made.examples["not_text"].place.endswith(name)
+    prepared = run(make_spec(good, tmp_path / name, **SKIP), store)
+    assert prepared.dropped == {"not_text": 1}
+    assert prepared.examples["not_text"].place.endswith(name)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.parquet", "a.jsonl.gz"])
@@ -216,10 +216,10 @@ def test_a_line_that_is_too_long_is_said_to_be_one(store, make_spec: MakeSpec, t
     other_keys = json.dumps({"text": "short", "more": "x" * 2**21})
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([json.dumps({"text": prose(number)}) for number in range(9)] + [other_keys]))
-    made = run(make_spec(path, cleaning={"max_characters": 1000}, validation_fraction=0), store)
-    assert made.dropped == {"too_long": 1}
-    assert made.examples["too_long"].place == f"{path}:10"
-    assert "is a line of 2,097,181 bytes" in made.examples["too_long"].detail
+    prepared = run(make_spec(path, cleaning={"max_characters": 1000}, validation_fraction=0), store)
+    assert prepared.dropped == {"too_long": 1}
+    assert prepared.examples["too_long"].place == f"{path}:10"
+    assert "is a line of 2,097,181 bytes" in prepared.examples["too_long"].detail
 
 
 @pytest.mark.parametrize("unit_bytes", [units.UNIT_BYTES, 500])
@@ -233,10 +233,10 @@ def test_every_reason_has_an_example_with_its_line(
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(lines))
     spec = make_spec(path, cleaning={"on_bad_record": "skip", "max_characters": 1000})
-    made = run(spec, store)
-    assert made.dropped == {"duplicate": 1, "no_text": 1, "not_json": 1, "too_long": 1, "too_short": 1}
-    examples = load_manifest(store, made.dataset_id).sources[0].examples
-    assert examples == made.examples
+    prepared = run(spec, store)
+    assert prepared.dropped == {"duplicate": 1, "no_text": 1, "not_json": 1, "too_long": 1, "too_short": 1}
+    examples = load_manifest(store, prepared.dataset_id).sources[0].examples
+    assert examples == prepared.examples
     assert {reason: example.place for reason, example in examples.items()} == {
         "duplicate": f"{path}:44",
         "no_text": f"{path}:46",
@@ -248,11 +248,11 @@ def test_every_reason_has_an_example_with_its_line(
     assert examples["not_json"].excerpt == "not json https://host/  [31m"
     assert examples["too_short"].detail == "has 0 characters, fewer than data.cleaning.min_characters = 1"
     shared = open_store(f"file://{tmp_path / 'shared'}")
-    found = divide(spec, shared, 3)
-    for share in reversed(found.shares):
-        tokenise(spec, shared, found.division, share)
-    prepare(spec, shared, division=found.division)
-    key = layout.dataset(made.dataset_id)
+    plan = divide(spec, shared, 3)
+    for share in reversed(plan.shares):
+        tokenise(spec, shared, plan.division, share)
+    prepare(spec, shared, division=plan.division)
+    key = layout.dataset(prepared.dataset_id)
     assert shared.get(key) == store.get(key), "the examples depend on no number of workers"
 
 

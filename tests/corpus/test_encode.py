@@ -62,5 +62,5 @@ def test_training_gives_the_same_bytes_with_any_number_of_threads(threads: str) 
         "print(hashlib.sha256(TOKENIZER.encode()).hexdigest())"
     )
     environment = {**os.environ, "RAYON_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "true"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == hashlib.sha256(TOKENIZER.encode()).hexdigest()
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == hashlib.sha256(TOKENIZER.encode()).hexdigest()

@@ -55,27 +55,27 @@ def dataset_of(store: Store, dataset_id: str) -> dict[str, bytes]:
 def test_any_number_of_workers_in_any_order_gives_the_bytes_of_one(
     spec: Spec, alone: Store, store: Store, workers: int
 ) -> None:
-    divided = divide(spec, store, workers)
-    assert len(divided.shares) == min(workers, divided.units)
-    assert divided.units > 20
-    random.Random(workers).shuffle(divided.shares)
-    done = [tokenise(spec, store, divided.division, share) for share in divided.shares]
-    assert sum(one.units for one in done) == divided.units
-    assert sum(one.bytes for one in done) == divided.bytes
-    assert sum(one.units_reused for one in done) == 0  # nothing is done twice
-    joined = prepare(spec, store, division=divided.division)
-    assert joined.created
-    assert joined.units_reused == joined.units == divided.units
-    assert joined.dropped["duplicate"] > 200
-    assert joined.dataset_id == identify(spec)
-    assert dataset_of(store, joined.dataset_id) == dataset_of(alone, joined.dataset_id)
-    Dataset.open(store, joined.dataset_id, Path("unused")).verify()
+    plan = divide(spec, store, workers)
+    assert len(plan.shares) == min(workers, plan.units)
+    assert plan.units > 20
+    random.Random(workers).shuffle(plan.shares)
+    results = [tokenise(spec, store, plan.division, share) for share in plan.shares]
+    assert sum(result.units for result in results) == plan.units
+    assert sum(result.bytes for result in results) == plan.bytes
+    assert sum(result.units_reused for result in results) == 0  # nothing is done twice
+    prepared = prepare(spec, store, division=plan.division)
+    assert prepared.created
+    assert prepared.units_reused == prepared.units == plan.units
+    assert prepared.dropped["duplicate"] > 200
+    assert prepared.dataset_id == identify(spec)
+    assert dataset_of(store, prepared.dataset_id) == dataset_of(alone, prepared.dataset_id)
+    Dataset.open(store, prepared.dataset_id, Path("unused")).verify()
 
 
 def test_the_shares_are_about_equal_and_follow_each_other(spec: Spec, store: Store) -> None:
-    divided = divide(spec, store, 5)
-    parts = [load(store, divided.division, spec.data, (number, 5)).pieces for number in range(5)]
-    whole = load(store, divided.division, spec.data).pieces
+    plan = divide(spec, store, 5)
+    parts = [load(store, plan.division, spec.data, (number, 5)).pieces for number in range(5)]
+    whole = load(store, plan.division, spec.data).pieces
     assert [piece for part in parts for piece in part] == whole
     sizes = [sum(piece.bytes for piece in part) for part in parts]
     assert max(sizes) - min(sizes) <= 2 * max(piece.bytes for piece in whole)
@@ -90,41 +90,41 @@ def test_how_many_there_are_is_in_no_identity(spec: Spec, make_spec: MakeSpec) -
 def test_what_was_tokenised_before_is_not_tokenised_again(
     spec: Spec, alone: Store, store: Store, tmp_path: Path
 ) -> None:
-    divided = divide(spec, store, 3)
-    tokenise(spec, store, divided.division, "1/3")
-    again = divide(spec, store, 7)
-    assert again.division == divided.division  # the same corpus, however many share it
-    done = [tokenise(spec, store, again.division, share) for share in again.shares]
-    reused = sum(one.units_reused for one in done)
-    assert 0 < reused < divided.units
-    prepare(spec, store, division=again.division)
-    listed = tree(store, f"datasets/_units/division-{divided.division}/")
+    plan = divide(spec, store, 3)
+    tokenise(spec, store, plan.division, "1/3")
+    replan = divide(spec, store, 7)
+    assert replan.division == plan.division  # the same corpus, however many share it
+    results = [tokenise(spec, store, replan.division, share) for share in replan.shares]
+    reused = sum(result.units_reused for result in results)
+    assert 0 < reused < plan.units
+    prepare(spec, store, division=replan.division)
+    listed = tree(store, f"datasets/_units/division-{plan.division}/")
     assert tree(store, "datasets/") == tree(alone, "datasets/") | listed
 
 
 def test_a_dataset_that_is_there_leaves_nothing_to_do(spec: Spec, alone: Store) -> None:
-    divided = divide(spec, alone, 3)
-    assert (divided.division, divided.shares) == ("finished", ["0/1"])
-    assert tokenise(spec, alone, divided.division, "0/1").units == 0
-    assert not prepare(spec, alone, division=divided.division).created
+    plan = divide(spec, alone, 3)
+    assert (plan.division, plan.shares) == ("finished", ["0/1"])
+    assert tokenise(spec, alone, plan.division, "0/1").units == 0
+    assert not prepare(spec, alone, division=plan.division).created
 
 
 def test_what_no_worker_made_or_what_was_damaged_is_made_by_the_join(
     spec: Spec, alone: Store, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    divided = divide(spec, store, 4)
-    for share in divided.shares[:3]:
-        tokenise(spec, store, divided.division, share)
-    made = [key for key in tree(store, "datasets/_units/") if key.endswith("/000000")]
-    for key, at in zip(made[:2], (-1, 900), strict=True):  # in the tokens, and in the index
+    plan = divide(spec, store, 4)
+    for share in plan.shares[:3]:
+        tokenise(spec, store, plan.division, share)
+    units = [key for key in tree(store, "datasets/_units/") if key.endswith("/000000")]
+    for key, at in zip(units[:2], (-1, 900), strict=True):  # in the tokens, and in the index
         path = store.local_path(key)
         raw = bytearray(path.read_bytes())
         raw[at] ^= 0xFF
         path.write_bytes(raw)
-    joined = prepare(spec, store, division=divided.division)
+    prepared = prepare(spec, store, division=plan.division)
     assert "making it again" in caplog.text
-    assert joined.units_reused == len(made) - 2
-    assert dataset_of(store, joined.dataset_id) == dataset_of(alone, joined.dataset_id)
+    assert prepared.units_reused == len(units) - 2
+    assert dataset_of(store, prepared.dataset_id) == dataset_of(alone, prepared.dataset_id)
 
 
 def test_a_division_of_other_settings_a_damaged_one_and_one_that_is_gone_are_refused(
@@ -152,16 +152,16 @@ def test_a_division_of_other_settings_a_damaged_one_and_one_that_is_gone_are_ref
 def test_a_file_with_another_time_but_the_same_bytes_is_the_file_that_was_listed(
     spec: Spec, store: Store, tmp_path: Path
 ) -> None:
-    divided = divide(spec, store, 2)
+    plan = divide(spec, store, 2)
     file = tmp_path / "corpus" / "000.txt"
     os.utime(file, (1, 1))  # as the same image has it on another node
-    tokenise(spec, store, divided.division, "0/2")
+    tokenise(spec, store, plan.division, "0/2")
     file.write_text("others")
     with pytest.raises(DataError, match="has other bytes than when the corpus was divided"):
-        tokenise(spec, store, divided.division, "0/2")
+        tokenise(spec, store, plan.division, "0/2")
     shutil.rmtree(tmp_path / "corpus")
     with pytest.raises(MissingError, match="is not on this machine"):
-        tokenise(spec, store, divided.division, "0/2")
+        tokenise(spec, store, plan.division, "0/2")
 
 
 @pytest.mark.parametrize(("chunk", "sorted_", "range_"), [(50, 20, 64), (50, 5, 1), (7, 1, 13), (5000, 20, 64)])

@@ -46,19 +46,19 @@ def test_the_key_of_a_unit_follows_every_field_of_its_job_and_its_piece() -> Non
         "tokenizer_digest": "other", "dtype": "uint32", "end_of_text": 1, "cleaning": Cleaning(unicode="none"),
         "template": "{}",
     }  # fmt: skip
-    said = {"tokenizer_json", "template_name"}  # for which the digest stands, and for messages
-    assert {each.name for each in fields(Job)} == others.keys() | said
+    excluded = {"tokenizer_json", "template_name"}  # for which the digest stands, and for messages
+    assert {field.name for field in fields(Job)} == others.keys() | excluded
     assert PIECE.key(replace(JOB, template_name="other").settings) == PIECE.key(JOB.settings)
     keys = [PIECE.key(replace(JOB, **{name: value}).settings) for name, value in others.items()]
     parts: dict[str, Any] = {"text_field": "more", "range": (0, 4), "kind": "chat"}
     parts["files"] = (replace(PIECE.files[0], digest="other"),)
     file: dict[str, Any] = {"digest": "other", "format": "text", "compression": "gzip"}
     places: dict[str, Any] = {"name": "b", "kind": "s3", "root": "b", "path": "b", "size": 6, "stamp": "2"}
-    assert {each.name for each in fields(SourceFile)} == file.keys() | places.keys()
+    assert {field.name for field in fields(SourceFile)} == file.keys() | places.keys()
     for name, value in (file | places).items():
         moved = replace(PIECE, files=(replace(PIECE.files[0], **{name: value}),))
         assert (moved.key(JOB.settings) == PIECE.key(JOB.settings)) == (name in places), name
-    assert {each.name for each in fields(Piece)} == parts.keys() | {"source"}  # the same content is the same unit
+    assert {field.name for field in fields(Piece)} == parts.keys() | {"source"}  # the same content is the same unit
     keys += [replace(PIECE, **{name: value}).key(JOB.settings) for name, value in parts.items()]
     assert len({*keys, PIECE.key(JOB.settings)}) == len(keys) + 1
     assert replace(PIECE, source=7).key(JOB.settings) == PIECE.key(JOB.settings)
@@ -84,8 +84,8 @@ def test_the_settings_of_a_dataset_follow_every_field_of_its_data_that_decides_b
         else:
             changes = [DATA.model_copy(update={name: value}) for value in with_each_field_changed(section).values()]
         talks = [data.model_copy(update={"kind": "chat"}) for data in (DATA, *changes)]
-        found = [str(dataset_settings(data, 16)) for data in talks]
-        assert len(set(found)) == len(found), name
+        settings = [str(dataset_settings(data, 16)) for data in talks]
+        assert len(set(settings)) == len(settings), name
     kinds = [
         str(dataset_settings(DATA.model_copy(update={"kind": kind}), 16)) for kind in ("text", "chat", "preferences")
     ]
@@ -104,14 +104,14 @@ def test_two_spellings_of_one_text_are_one_document_in_one_split(
     decomposed = [unicodedata.normalize("NFD", text) for text in texts]
     path = write_jsonl(tmp_path / "a.jsonl", [*texts, *decomposed])
     tokenizer = {"vocabulary": 258}
-    made = run(make_spec(path, cleaning={"unicode": form}, tokenizer=tokenizer, validation_fraction=0.5), store)
-    assert sum(made.documents.values()) == 12 * kept
-    assert made.dropped == ({"duplicate": 12} if kept == 1 else {})
+    prepared = run(make_spec(path, cleaning={"unicode": form}, tokenizer=tokenizer, validation_fraction=0.5), store)
+    assert sum(prepared.documents.values()) == 12 * kept
+    assert prepared.dropped == ({"duplicate": 12} if kept == 1 else {})
     same = make_spec(
         path, cleaning={"unicode": form, "deduplicate": False}, tokenizer=tokenizer, validation_fraction=0.5
     )
     if kept == 1:
         dataset = Dataset.open(store, run(same, store).dataset_id, tmp_path / "cache")
-        held = [tokens.tobytes() for tokens in dataset.validation_documents()]
-        assert sorted(held) == sorted(2 * list(dict.fromkeys(held)))  # both spellings, each in the same split
-        assert len(held) not in (0, 24)
+        validation = [tokens.tobytes() for tokens in dataset.validation_documents()]
+        assert sorted(validation) == sorted(2 * list(dict.fromkeys(validation)))  # both spellings in one split
+        assert len(validation) not in (0, 24)

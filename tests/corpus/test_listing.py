@@ -60,8 +60,8 @@ def names(uri: str) -> list[str]:
     ],
 )
 def test_folders_and_globs_follow_links(folder: Path, uri: str, expected: list[str]) -> None:
-    found = names(uri)
-    assert found == expected if ".." not in uri else set(expected) <= set(found)
+    listing = names(uri)
+    assert listing == expected if ".." not in uri else set(expected) <= set(listing)
 
 
 def test_an_absolute_path_means_the_same_files(folder: Path) -> None:
@@ -78,25 +78,25 @@ def test_what_is_no_file_is_counted_and_named_in_the_log_and_in_the_dataset(
     os.mkfifo(folder / "pipe.txt")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("in/socket.txt")
-        made = run(make_spec("in", validation_fraction=0), store)
-        left_out = {kind: (one.count, one.example) for kind, one in made.lineage[0].left_out.items()}
+        prepared = run(make_spec("in", validation_fraction=0), store)
+        left_out = {kind: (entry.count, entry.example) for kind, entry in prepared.lineage[0].left_out.items()}
         assert left_out == {
             "link that leads to itself": (1, "in/self.txt"),
             "link to nothing": (1, "in/gone.txt"),
             "named pipe": (1, "in/pipe.txt"),
             "socket": (1, "in/socket.txt"),
         }
-        assert made.documents["train"] == 4
+        assert prepared.documents["train"] == 4
         assert "1 left out, named pipe: in/pipe.txt" in caplog.text
-        assert load_manifest(store, made.dataset_id).sources[0].lineage.left_out == made.lineage[0].left_out
-        assert list_files("in/*.txt", Path(), "f").left_out() == made.lineage[0].left_out
+        assert load_manifest(store, prepared.dataset_id).sources[0].lineage.left_out == prepared.lineage[0].left_out
+        assert list_files("in/*.txt", Path(), "f").left_out() == prepared.lineage[0].left_out
         (folder / "gone.txt").unlink()
-        assert identify(make_spec("in", validation_fraction=0)) == made.dataset_id
+        assert identify(make_spec("in", validation_fraction=0)) == prepared.dataset_id
 
 
 def test_a_folder_that_a_pattern_matches_and_does_not_enter_is_named(folder: Path) -> None:
     left_out = list_files("in/*", Path(), "field").left_out()
-    assert [(kind, one.count, one.example) for kind, one in left_out.items()] == [
+    assert [(kind, entry.count, entry.example) for kind, entry in left_out.items()] == [
         ("folder that the pattern does not enter", 2, "in/deep")
     ]
     assert not list_files("in/**/*", Path(), "field").others

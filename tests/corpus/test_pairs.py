@@ -70,8 +70,8 @@ def test_texts_are_ended_by_the_token_for_that(record: dict[str, object]) -> Non
 
 def test_a_prompt_of_several_turns_is_all_that_both_answers_begin_with() -> None:
     talk = [{"role": "system", "content": "Add."}, USER, {**GOOD, "content": "3"}, {"role": "user", "content": "No."}]
-    found = json.loads(pair_text({"prompt": "2+2?", "chosen": [*talk, GOOD], "rejected": [*talk, BAD, USER]}) or "")
-    assert (found["prompt"], found["chosen"], found["rejected"]) == (talk, [GOOD], [BAD, USER])
+    pair = json.loads(pair_text({"prompt": "2+2?", "chosen": [*talk, GOOD], "rejected": [*talk, BAD, USER]}) or "")
+    assert (pair["prompt"], pair["chosen"], pair["rejected"]) == (talk, [GOOD], [BAD, USER])
     stated = {"prompt": [USER], "chosen": [USER], "rejected": [USER, BAD]}  # an answer of its own, and not a repetition
     assert json.loads(pair_text(stated) or "")["chosen"] == [USER]
 
@@ -107,17 +107,17 @@ def test_a_dataset_packs_pairs_whole_and_holds_out_what_was_chosen(tmp_path: Pat
     dataset = Dataset.open(store, run(spec, store).dataset_id, tmp_path / "cache")
     assert dataset.pairs
     assert dataset.chat_template is None
-    seen = set()
+    training = set()
     for step in range(20):
         for row in dataset.training(32, 8, seed=1).batch(step):
             documents = np.split(row[:-1], np.flatnonzero(row[:-1] & ENDS) + 1)
-            answers = [counted_text(each)[0] for each in documents if (each & UNCOUNTED == 0).any()]
+            answers = [counted_text(document)[0] for document in documents if (document & UNCOUNTED == 0).any()]
             for chosen, rejected in zip(answers[::2], answers[1::2], strict=True):
                 assert int(chosen.removesuffix("<|im_end|>")) + 1 == int(rejected.removesuffix("<|im_end|>"))
-                seen.add(chosen)
-    assert len(seen) > 150
-    held = [text for rows in dataset.validation(32, 10**6) for row in rows for text in counted_text(row)]
-    assert held and not seen & set(held)
+                training.add(chosen)
+    assert len(training) > 150
+    validation = [text for rows in dataset.validation(32, 10**6) for row in rows for text in counted_text(row)]
+    assert validation and not training & set(validation)
     bad = tmp_path / "pairs.jsonl"
     bad.write_text(json.dumps({"prompt": "a", "chosen": "b"}))
     with pytest.raises(DataError, match="has no pair under 'prompt'"):

@@ -50,9 +50,9 @@ def test_memory_stays_bounded(texts: list[str], options: dict[str, Any], words: 
     path = tmp_path / "bomb.parquet"
     pq.write_table(pa.table({"text": texts}), path, compression="zstd", write_statistics=False, **options)
     assert path.stat().st_size < MIB
-    done = subprocess.run([sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=True)
-    found, _, megabytes = done.stdout.strip().rpartition(" ")
-    assert found.endswith(words)
+    process = subprocess.run([sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=True)
+    text, _, megabytes = process.stdout.strip().rpartition(" ")
+    assert text.endswith(words)
     assert int(megabytes) < 700  # of 1,400 and more
 
 
@@ -60,10 +60,10 @@ def test_a_page_that_is_too_large_is_named_with_its_row_group(tmp_path: Path) ->
     path = tmp_path / "bomb.parquet"
     texts = ["fine", "also fine", "x" * (140 * MIB)]
     pq.write_table(pa.table({"text": texts}), path, row_group_size=2, compression="zstd", write_statistics=False)
-    found = list(records(source(path), "text", 1000))
-    assert [one for _, one in found[:2]] == texts[:2]
-    assert found[-1][1].detail.startswith("row group 1 has a page of 146,800,6")  # type: ignore[union-attr]
-    assert "smaller pages or row groups" in found[-1][1].detail  # type: ignore[union-attr]
+    rows = list(records(source(path), "text", 1000))
+    assert [text for _, text in rows[:2]] == texts[:2]
+    assert rows[-1][1].detail.startswith("row group 1 has a page of 146,800,6")  # type: ignore[union-attr]
+    assert "smaller pages or row groups" in rows[-1][1].detail  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
@@ -83,17 +83,17 @@ def test_the_sizes_of_all_pages_are_found(version: str, dictionary: bool, statis
         sizes = [largest_page(stream, metadata.row_group(group).column(0)) for group in range(3)]
     assert 50_000 < sizes[1] < metadata.row_group(1).column(0).total_uncompressed_size
     assert max(sizes[0], sizes[2]) < 200_000
-    assert [one for _, one in records(source(path), "text", 10**6)] == texts
+    assert [text for _, text in records(source(path), "text", 10**6)] == texts
 
 
 def test_damaged_headers_are_refused_as_damage(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["some words"] * 100}), path, use_dictionary=False)
     raw = path.read_bytes()
-    seen = set()
+    kinds = set()
     for at in range(4, 40):
         for value in (0, 0xFF, raw[at] ^ 0x55):
             path.write_bytes(raw[:at] + bytes([value]) + raw[at + 1 :])
-            for _, one in records(source(path), "text", 10**6):
-                seen.add(type(one).__name__)
-    assert seen == {"str", "Flaw", "NoneType"}
+            for _, record in records(source(path), "text", 10**6):
+                kinds.add(type(record).__name__)
+    assert kinds == {"str", "Flaw", "NoneType"}

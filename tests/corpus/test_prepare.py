@@ -49,26 +49,26 @@ def texts(store: Store, dataset_id: str, cache: Path) -> list[str]:
 def test_every_document_comes_out_as_it_went_in(
     store: Store, corpus: Path, make_spec: MakeSpec, tmp_path: Path
 ) -> None:
-    made = run(make_spec(corpus), store)
+    prepared = run(make_spec(corpus), store)
     expected = [prose(number) for number in (*range(40), *range(1000, 1300))]
-    assert sorted(texts(store, made.dataset_id, tmp_path)) == sorted(expected)
-    assert sum(made.documents.values()) == 340
-    assert sum(made.text_bytes.values()) == sum(len(text.encode()) for text in expected)
-    dataset = Dataset.open(store, made.dataset_id, tmp_path)
+    assert sorted(texts(store, prepared.dataset_id, tmp_path)) == sorted(expected)
+    assert sum(prepared.documents.values()) == 340
+    assert sum(prepared.text_bytes.values()) == sum(len(text.encode()) for text in expected)
+    dataset = Dataset.open(store, prepared.dataset_id, tmp_path)
     dataset.verify()
-    assert dataset.tokens("train") == made.tokens["train"]
+    assert dataset.tokens("train") == prepared.tokens["train"]
     lengths = dataset.token_bytes()
-    rows = dataset._streams["train"][0].read(0, made.tokens["train"])
-    assert lengths[rows].sum() == made.text_bytes["train"]
+    rows = dataset._streams["train"][0].read(0, prepared.tokens["train"])
+    assert lengths[rows].sum() == prepared.text_bytes["train"]
 
 
 def test_a_second_run_returns_what_is_there(store: Store, corpus: Path, make_spec: MakeSpec) -> None:
     spec = make_spec(corpus)
-    first, again = run(spec, store), run(spec, store)
+    first, second = run(spec, store), run(spec, store)
     assert first.created
-    assert not again.created
-    assert again.dataset_id == first.dataset_id == identify(spec)
-    assert again.tokens == first.tokens
+    assert not second.created
+    assert second.dataset_id == first.dataset_id == identify(spec)
+    assert second.tokens == first.tokens
 
 
 def test_at_every_moment_of_a_preprocess_a_dataset_that_is_there_is_whole(
@@ -76,20 +76,20 @@ def test_at_every_moment_of_a_preprocess_a_dataset_that_is_there_is_whole(
 ) -> None:
     """Whatever reads it begins with dataset.json, which is therefore the last object of it."""
     spec = make_spec(corpus, shard_tokens=4000)
-    dataset_id, seen = identify(spec), [0, 0]
+    dataset_id, moments = identify(spec), [0, 0]
 
     def before(*_: object) -> None:
-        there = store.stat(layout.dataset(dataset_id)) is not None
-        seen[there] += 1
-        if there:
+        is_committed = store.stat(layout.dataset(dataset_id)) is not None
+        moments[is_committed] += 1
+        if is_committed:
             manifest = load_manifest(store, dataset_id)
             assert damaged_shards(store, manifest) == {}
             assert store.stat(layout.dataset(dataset_id, manifest.tokenizer.file)) is not None
 
     run(spec, BreakingStore(store, kill=False, before=before))
     before()
-    assert seen[False] > 5
-    assert seen[True] >= 1
+    assert moments[False] > 5
+    assert moments[True] >= 1
 
 
 def test_any_number_of_workers_gives_the_same_bytes(
@@ -143,9 +143,9 @@ def test_only_what_changed_is_tokenised_again(
     monkeypatch.setattr(units, "UNIT_BYTES", 4000)
     monkeypatch.setattr(units, "MIN_UNIT_BYTES", 1000)
     first = run(make_spec(corpus), store)
-    brought = tmp_path / "tokenizer.json"
-    brought.write_bytes(store.get(layout.dataset(first.dataset_id, "tokenizer.json")))
-    fixed = {"tokenizer": {"kind": "file", "path": str(brought)}}
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_bytes(store.get(layout.dataset(first.dataset_id, "tokenizer.json")))
+    fixed = {"tokenizer": {"kind": "file", "path": str(tokenizer)}}
     assert run(make_spec(corpus, **fixed), store).units_reused == first.units
     (corpus / "0005.txt").write_text(prose(7777), encoding="utf-8")
     more = run(make_spec(corpus, **fixed), store)
@@ -153,8 +153,8 @@ def test_only_what_changed_is_tokenised_again(
     assert more.units - more.units_reused <= 2
     assert sum(more.documents.values()) == 341
     fresh = open_store(f"file://{tmp_path / 'fresh'}")
-    again = run(make_spec(corpus, **fixed), fresh)
-    assert tree(fresh, f"datasets/{again.dataset_id}/") == tree(store, f"datasets/{more.dataset_id}/")
+    restarted = run(make_spec(corpus, **fixed), fresh)
+    assert tree(fresh, f"datasets/{restarted.dataset_id}/") == tree(store, f"datasets/{more.dataset_id}/")
 
 
 def test_splits_follow_the_document_and_never_the_corpus(
@@ -176,11 +176,11 @@ def test_duplicates_are_dropped_across_sources_and_counted(
     store: Store, corpus: Path, make_spec: MakeSpec, tmp_path: Path
 ) -> None:
     copy = write_jsonl(tmp_path / "copy.jsonl", [prose(3), prose(2000), prose(2000), prose(1005)])
-    made = run(make_spec(corpus, copy), store)
-    assert made.dropped == {"duplicate": 3}
-    assert sum(made.documents.values()) == 341
-    kept = run(make_spec(corpus, copy, cleaning={"deduplicate": False}), store)
-    assert sum(kept.documents.values()) == 344
+    prepared = run(make_spec(corpus, copy), store)
+    assert prepared.dropped == {"duplicate": 3}
+    assert sum(prepared.documents.values()) == 341
+    undeduplicated = run(make_spec(corpus, copy, cleaning={"deduplicate": False}), store)
+    assert sum(undeduplicated.documents.values()) == 344
 
 
 def test_of_duplicates_the_first_in_the_order_of_the_sources_stays(
@@ -189,8 +189,8 @@ def test_of_duplicates_the_first_in_the_order_of_the_sources_stays(
     shared = [prose(number) for number in range(30)]
     first = write_jsonl(tmp_path / "first.jsonl", [shared[0], "only in the first", *shared])
     second = write_jsonl(tmp_path / "second.jsonl", [*reversed(shared), "only in the second"])
-    made = run(make_spec(first, second, validation_fraction=0), store)
-    of_first, of_second = load_manifest(store, made.dataset_id).sources
+    prepared = run(make_spec(first, second, validation_fraction=0), store)
+    of_first, of_second = load_manifest(store, prepared.dataset_id).sources
     assert (of_first.splits["train"].documents, of_first.dropped) == (31, {"duplicate": 1})
     assert (of_second.splits["train"].documents, of_second.dropped) == (1, {"duplicate": 30})
 
@@ -199,8 +199,8 @@ def test_damaged_shards_and_manifests_are_said_and_built_again(
     store: Store, corpus: Path, make_spec: MakeSpec, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = make_spec(corpus, shard_tokens=5000)
-    made = run(spec, store)
-    whole = tree(store, f"datasets/{made.dataset_id}/")
+    prepared = run(spec, store)
+    whole = tree(store, f"datasets/{prepared.dataset_id}/")
     shards = [store.local_path(key) for key in whole if key.endswith(".tokens")]
     for number, damage in enumerate(("truncate", "remove", "manifest")):
         caplog.clear()
@@ -209,10 +209,10 @@ def test_damaged_shards_and_manifests_are_said_and_built_again(
         elif damage == "remove":
             shards[1].unlink()
         else:
-            store.local_path(layout.dataset(made.dataset_id)).write_text("{}")
+            store.local_path(layout.dataset(prepared.dataset_id)).write_text("{}")
         assert run(spec, store).created, number
         assert "again" in caplog.text
-        assert tree(store, f"datasets/{made.dataset_id}/") == whole
+        assert tree(store, f"datasets/{prepared.dataset_id}/") == whole
 
 
 def test_a_long_stream_is_kept_in_parts_and_goes_on_after_the_last(
@@ -220,13 +220,13 @@ def test_a_long_stream_is_kept_in_parts_and_goes_on_after_the_last(
 ) -> None:
     monkeypatch.setattr(units, "PART_BYTES", 5000)
     spec = make_spec(corpus)
-    made = run(spec, store)
+    prepared = run(spec, store)
     whole = tree(store, "datasets/")
     parts = sorted(key for key in whole if "_units" in key and "tokenizer" not in key)
     assert len(parts) > 5
     for key in parts[2:]:
         store.delete(key)
-    store.delete(layout.dataset(made.dataset_id))
+    store.delete(layout.dataset(prepared.dataset_id))
     run(spec, store)
     assert tree(store, "datasets/") == whole
 
@@ -234,8 +234,8 @@ def test_a_long_stream_is_kept_in_parts_and_goes_on_after_the_last(
 def test_nothing_left_names_what_was_dropped(store: Store, corpus: Path, make_spec: MakeSpec) -> None:
     with pytest.raises(DataError, match="no text to train a tokenizer on"):
         run(make_spec(corpus, cleaning={"min_characters": 100_000}), store)
-    made = run(make_spec(corpus), store)
-    tokenizer = str(store.local_path(layout.dataset(made.dataset_id, "tokenizer.json")))
+    prepared = run(make_spec(corpus), store)
+    tokenizer = str(store.local_path(layout.dataset(prepared.dataset_id, "tokenizer.json")))
     fixed = {"tokenizer": {"kind": "file", "path": tokenizer}, "cleaning": {"min_characters": 100_000}}
     with pytest.raises(DataError, match=r"no document is left to train on \(dropped: 340 too_short"):
         run(make_spec(corpus, **fixed), store)
@@ -257,7 +257,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     path = tmp_path / "spec.yaml"
     path.write_text(dump_spec(spec))
     undisturbed = open_store(f"file://{tmp_path / 'undisturbed'}")
-    made = run(spec, undisturbed)
+    prepared = run(spec, undisturbed)
     store = open_store(f"file://{tmp_path / 'store'}")
     moments = random.Random(0)
     kills = 0
@@ -271,9 +271,9 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
             os.kill(process.pid, signal.SIGKILL)  # its workers must end by themselves
             process.wait()
             kills += 1
-        manifest = store.stat(layout.dataset(made.dataset_id))
+        manifest = store.stat(layout.dataset(prepared.dataset_id))
         if manifest is not None:
-            Dataset.open(store, made.dataset_id, tmp_path).verify()
+            Dataset.open(store, prepared.dataset_id, tmp_path).verify()
     assert kills
     run(spec, store)
     assert tree(store, "datasets/") == tree(undisturbed, "datasets/")
@@ -299,8 +299,8 @@ def test_workers_end_with_the_process_that_started_them(corpus: Path, make_spec:
 def test_a_split_is_wide_when_the_vocabulary_is(
     store: Store, corpus: Path, make_spec: MakeSpec, tmp_path: Path
 ) -> None:
-    made = run(make_spec(corpus), store)
-    tokenizer = json.loads(store.get(layout.dataset(made.dataset_id, "tokenizer.json")))
+    narrow = run(make_spec(corpus), store)
+    tokenizer = json.loads(store.get(layout.dataset(narrow.dataset_id, "tokenizer.json")))
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 70_000, "content": "<|far|>"})
     path = tmp_path / "wide.json"
     path.write_text(json.dumps(tokenizer))
@@ -309,7 +309,7 @@ def test_a_split_is_wide_when_the_vocabulary_is(
     path.write_text(json.dumps(tokenizer))
     wide = run(make_spec(corpus, tokenizer={"kind": "file", "path": str(path)}), store)
     assert wide.vocabulary == 70_001
-    assert wide.tokens == made.tokens
-    a = Dataset.open(store, made.dataset_id, tmp_path).training(8, 4, 0).batch(3)
+    assert wide.tokens == narrow.tokens
+    a = Dataset.open(store, narrow.dataset_id, tmp_path).training(8, 4, 0).batch(3)
     b = Dataset.open(store, wide.dataset_id, tmp_path).training(8, 4, 0).batch(3)
     np.testing.assert_array_equal(a, b)

@@ -42,10 +42,10 @@ def test_every_format_gives_the_same_tokens(
 ) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", unit_bytes)
     monkeypatch.setattr(units, "SPLIT_PARQUET_BYTES", unit_bytes)
-    made = run(make_spec(written(tmp_path, kind)), store)
-    assert sum(made.documents.values()) == 50
+    prepared = run(make_spec(written(tmp_path, kind)), store)
+    assert sum(prepared.documents.values()) == 50
     plain = run(make_spec(written(tmp_path, "jsonl")), store)
-    shards = [tree(store, f"datasets/{one.dataset_id}/0") for one in (made, plain)]
+    shards = [tree(store, f"datasets/{result.dataset_id}/0") for result in (prepared, plain)]
     assert list(shards[0].values()) == list(shards[1].values())
 
 
@@ -54,9 +54,9 @@ def test_a_text_file_is_one_document(store, make_spec: MakeSpec, tmp_path: Path,
     raw = "\n\n".join(TEXTS).encode()
     compress = {"txt": bytes, "txt.gz": gzip.compress, "txt.zst": zstandard.ZstdCompressor().compress}[kind]
     (tmp_path / f"a.{kind}").write_bytes(compress(raw))
-    made = run(make_spec(tmp_path / f"a.{kind}", validation_fraction=0), store)
-    assert made.documents == {"train": 1, "validation": 0}
-    assert made.text_bytes["train"] == len(raw)
+    prepared = run(make_spec(tmp_path / f"a.{kind}", validation_fraction=0), store)
+    assert prepared.documents == {"train": 1, "validation": 0}
+    assert prepared.text_bytes["train"] == len(raw)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_a_bad_record_stops_or_is_counted(
     with pytest.raises(DataError, match=message):
         run(make_spec(good, tmp_path / name), store)
     assert not [key for key in tree(store, "datasets/") if key.endswith("dataset.json")]
-    made = run(make_spec(good, tmp_path / name, **SKIP), store)
-    assert made.dropped[reason] == 1
+    prepared = run(make_spec(good, tmp_path / name, **SKIP), store)
+    assert prepared.dropped[reason] == 1
     assert name in caplog.text
 
 
@@ -129,13 +129,13 @@ def test_bombs_are_dropped_in_bounded_memory(store, make_spec: MakeSpec, tmp_pat
     import tracemalloc
 
     tracemalloc.start()
-    made = run(
+    prepared = run(
         make_spec(good, tmp_path / "bomb.txt.gz", tmp_path / "bomb.jsonl.zst", cleaning={"max_characters": 10_000}),
         store,
     )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert made.dropped == {"too_long": 2}
+    assert prepared.dropped == {"too_long": 2}
     assert peak < 80 * 2**20
 
 

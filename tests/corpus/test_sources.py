@@ -36,14 +36,14 @@ def test_objects_under_a_prefix_or_glob_are_read_and_named_by_their_etag(
     bucket.put("text/more/5.jsonl", b"".join(json.dumps({"text": prose(n)}).encode() + b"\n" for n in range(90, 120)))
     bucket.put("textual/6.txt", prose(6).encode())
     whole = make_spec(f"{bucket.url}/text")
-    made = run(whole, store)
-    assert sum(made.documents.values()) == 34
-    assert made.lineage[0].kind == "s3"
-    assert made.lineage[0].files == 5
+    prepared = run(whole, store)
+    assert sum(prepared.documents.values()) == 34
+    assert prepared.lineage[0].kind == "s3"
+    assert prepared.lineage[0].files == 5
     assert sum(run(make_spec(f"{bucket.url}/text/?.txt"), store).documents.values()) == 4
     assert sum(run(make_spec(f"{bucket.url}/text*/*.txt", workers=2), store).documents.values()) == 5
     bucket.put("text/1.txt", prose(77).encode())
-    assert identify(whole) != made.dataset_id
+    assert identify(whole) != prepared.dataset_id
     with pytest.raises(MissingError, match="matches no object"):
         identify(make_spec(f"{bucket.url}/nothing"))
     with pytest.raises(MissingError):
@@ -68,8 +68,8 @@ def test_a_dataset_in_a_bucket_has_the_same_bytes(
     bucket: Store, store: Store, make_spec: MakeSpec, tmp_path: Path
 ) -> None:
     spec = make_spec(write_jsonl(tmp_path / "a.jsonl", [prose(number) for number in range(100)]), workers=2)
-    made = run(spec, store)
-    assert run(spec, bucket).dataset_id == made.dataset_id
+    prepared = run(spec, store)
+    assert run(spec, bucket).dataset_id == prepared.dataset_id
     assert tree(bucket, "datasets/") == tree(store, "datasets/")
     assert not run(spec, bucket).created
 
@@ -98,8 +98,8 @@ def _commit(folder: Path, message: str, init: bool = False) -> None:
 
 
 def _head(folder: Path, revision: str = "HEAD") -> str:
-    done = subprocess.run(["git", "rev-parse", revision], cwd=folder, check=True, capture_output=True, text=True)
-    return done.stdout.strip()
+    process = subprocess.run(["git", "rev-parse", revision], cwd=folder, check=True, capture_output=True, text=True)
+    return process.stdout.strip()
 
 
 def test_a_dvc_path_at_a_revision_is_read_from_there_and_recorded(
@@ -116,8 +116,8 @@ def test_a_dvc_path_at_a_revision_is_read_from_there_and_recorded(
     assert new.lineage[0].hash in tracked
     assert old.lineage[0].hash not in tracked
     assert new.lineage[0].repository == str(repository)
-    one = run(make_spec(at("one.jsonl", "HEAD")), store)
-    assert sum(one.documents.values()) == 20
+    single = run(make_spec(at("one.jsonl", "HEAD")), store)
+    assert sum(single.documents.values()) == 20
     work_tree = run(make_spec(at("data", None)), store)
     assert work_tree.tokens == new.tokens
     assert work_tree.lineage[0].revision == f"{_head(repository)} (work tree)"
@@ -153,17 +153,17 @@ def test_what_dvc_does_not_have_is_named(repository, make_spec: MakeSpec, change
 
 def test_a_tokenizer_that_is_brought_must_fit(store: Store, make_spec: MakeSpec, tmp_path: Path) -> None:
     corpus = write_jsonl(tmp_path / "a.jsonl", [f"Straße {prose(number)}" for number in range(60)])
-    made = run(make_spec(corpus), store)
-    good = json.loads(store.get(layout.dataset(made.dataset_id, "tokenizer.json")))
+    prepared = run(make_spec(corpus), store)
+    good = json.loads(store.get(layout.dataset(prepared.dataset_id, "tokenizer.json")))
     path = tmp_path / "tokenizer.json"
 
     def bring(tokenizer: object, **settings: str):
         path.write_text(tokenizer if isinstance(tokenizer, str) else json.dumps(tokenizer))
         return run(make_spec(corpus, tokenizer={"kind": "file", "path": str(path), **settings}), store)
 
-    brought = bring(good)
-    assert brought.tokens == made.tokens
-    assert brought.dataset_id != made.dataset_id
+    retokenized = bring(good)
+    assert retokenized.tokens == prepared.tokens
+    assert retokenized.dataset_id != prepared.dataset_id
     with pytest.raises(DataError, match=r"has no token '</s>'.*it has '<\|endoftext\|>': set it to that"):
         bring(good, end_of_text="</s>")
     with pytest.raises(DataError, match=r"a\.jsonl:1: does not come back from the tokenizer: 'Stra"):

@@ -129,9 +129,9 @@ def test_dropout_of_a_tokenizer_makes_no_dataset_random(bring: Any, tmp_path: Pa
     spec = bring(json.dumps(tokenizer), texts)
     shards = []
     for name in ("one", "two"):
-        there = open_store(f"file://{tmp_path / name}")
-        prepared = run(spec, there)
-        shards.append(tree(there, f"datasets/{prepared.dataset_id}/"))
+        target = open_store(f"file://{tmp_path / name}")
+        prepared = run(spec, target)
+        shards.append(tree(target, f"datasets/{prepared.dataset_id}/"))
     assert shards[0] == shards[1]
     stored = next(raw for name, raw in shards[0].items() if name.endswith("tokenizer.json"))
     assert json.loads(stored) == json.loads(plain)

@@ -84,7 +84,7 @@ def write(store: Store) -> Write:
                 )
             )
         to.put(layout.dataset(DATASET_ID, "tokenizer.json"), TOKENIZER.encode())
-        written = Manifest(
+        document = Manifest(
             dataset_id=DATASET_ID,
             tokenizer=manifest.Tokenizer(
                 file="tokenizer.json",
@@ -96,8 +96,8 @@ def write(store: Store) -> Write:
             sources=tuple(sources),
             settings={},
         )
-        to.put(layout.dataset(DATASET_ID), written.dump())
-        return written
+        to.put(layout.dataset(DATASET_ID), document.dump())
+        return document
 
     return write
 

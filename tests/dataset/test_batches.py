@@ -115,7 +115,7 @@ def test_quotas_are_exact_where_a_block_can_hold_them_and_never_forget_a_source(
     for weights in ([1, 3], [0.7, 0.2, 0.1], [5, 5, 5]):
         quotas = block_quotas(weights)
         exact = [Fraction(str(weight)) for weight in weights]
-        assert [Fraction(quota, sum(quotas)) for quota in quotas] == [each / sum(exact) for each in exact]
+        assert [Fraction(quota, sum(quotas)) for quota in quotas] == [weight / sum(exact) for weight in exact]
     quotas = block_quotas([1.0, 1e-9, 0.123456789])
     assert min(quotas) == 1
     assert abs(quotas[0] / sum(quotas) - 1 / 1.123456790) < 1 / 8192
@@ -140,9 +140,9 @@ def test_every_block_of_a_mixture_has_an_order_of_its_own_in_each_row_and_seed()
         order = WeightedOrder([9000, 9000, 9000], [1, 1, 2], seed, rows=rows)
         sources = order(np.arange(4 * order.block * rows))[0].reshape(4, order.block, rows)
         assert all(
-            (np.bincount(one) == order.quotas).all() for one in sources.transpose(0, 2, 1).reshape(-1, order.block)
+            (np.bincount(block) == order.quotas).all() for block in sources.transpose(0, 2, 1).reshape(-1, order.block)
         )
-        return {one.tobytes() for one in sources.transpose(0, 2, 1).reshape(-1, order.block)}
+        return {block.tobytes() for block in sources.transpose(0, 2, 1).reshape(-1, order.block)}
 
     assert len(blocks(0) | blocks(1)) == 8
     assert len(blocks(0, rows=3)) == 12
@@ -152,8 +152,8 @@ def test_the_order_of_a_mixture_is_the_same_on_every_machine_and_version() -> No
     """Changing a number here changes the batches of runs under the id that they have."""
 
     def digest(order: UniformOrder | WeightedOrder) -> str:
-        found = (order(places) for places in (np.arange(9000), np.array([10**12, 10**15 + 1])))
-        return blake3(b"".join(part.astype("<i8").tobytes() for each in found for part in each)).hexdigest()[:16]
+        orders = (order(places) for places in (np.arange(9000), np.array([10**12, 10**15 + 1])))
+        return blake3(b"".join(part.astype("<i8").tobytes() for parts in orders for part in parts)).hexdigest()[:16]
 
     assert [
         digest(UniformOrder([700, 30], 1)),
@@ -170,8 +170,8 @@ def test_weights_must_be_given_for_every_source(store: Store, write: Write, tmp_
 
 
 def test_wide_vocabularies_take_four_bytes_a_token(store: Store, write: Write, tmp_path: Path) -> None:
-    written = write([counted(40, 100_000)], vocabulary=200_000)
-    assert written.sources[0].splits["train"].shards[0].dtype == "uint32"
+    manifest = write([counted(40, 100_000)], vocabulary=200_000)
+    assert manifest.sources[0].splits["train"].shards[0].dtype == "uint32"
     assert opened(store, tmp_path).training(CONTEXT, 4, seed=0).batch(0).min() >= 100_000
 
 
@@ -179,9 +179,9 @@ def test_prefetching_gives_the_same_batches_from_any_step(store: Store, write: W
     write([counted(40)])
     batches = opened(store, tmp_path).training(CONTEXT, 4, seed=0)
     with Prefetcher(batches, slice(1, 3), start=5, depth=3, stop=9) as ahead:
-        got = list(ahead)
-    assert [step for step, _ in got] == [5, 6, 7, 8]
-    for step, rows in got:
+        prefetched = list(ahead)
+    assert [step for step, _ in prefetched] == [5, 6, 7, 8]
+    for step, rows in prefetched:
         np.testing.assert_array_equal(rows, batches.batch(step)[1:3])
 
 

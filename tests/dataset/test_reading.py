@@ -86,22 +86,28 @@ def test_a_row_checks_the_block_of_its_first_token_to_that_of_its_last_and_no_ot
     store: Store, write: Write, tmp_path: Path
 ) -> None:
     """To the token: a row that takes one token of a damaged block is refused, and one that ends before it is read."""
-    each = BLOCK_BYTES // 2  # tokens of a block
-    write([np.arange(4 * each) % 50_000], shard_tokens=10**6)
+    block_tokens = BLOCK_BYTES // 2  # tokens of a block
+    write([np.arange(4 * block_tokens) % 50_000], shard_tokens=10**6)
     flip(shard_path(store), 2 * BLOCK_BYTES)  # the third block
-    intact = np.arange(4 * each) % 50_000
-    for length in (1, 2, 17, each, each + 1, 2 * each):
-        ends = {first + move for first in (2 * each - length, 2 * each, 3 * each) for move in (-1, 0, 1)}
-        for start in sorted(first for first in ends if 0 <= first <= 4 * each - length):
-            touches = start < 3 * each and start + length > 2 * each
+    intact = np.arange(4 * block_tokens) % 50_000
+    for length in (1, 2, 17, block_tokens, block_tokens + 1, 2 * block_tokens):
+        ends = {
+            first + move
+            for first in (2 * block_tokens - length, 2 * block_tokens, 3 * block_tokens)
+            for move in (-1, 0, 1)
+        }
+        for start in sorted(first for first in ends if 0 <= first <= 4 * block_tokens - length):
+            touches = start < 3 * block_tokens and start + length > 2 * block_tokens
             for read in ("gather", "run", "pieces"):
                 stream = Dataset.open(store, DATASET_ID, tmp_path)._streams["train"][0]
                 if read == "pieces":
                     far = RemoteShard(stream.files[0].shard, Bucket(store, BlockCache(tmp_path, 1)), "", "")
                     for width in (PIECE_BYTES // BLOCK_BYTES, 1):  # of the same places, four blocks further
-                        there = far.pieces(np.array([start * width]), length * width)
-                        blocks = range(start * width // each, (start * width + length * width - 1) // each + 1)
-                        assert there == {block // (PIECE_BYTES // BLOCK_BYTES) for block in blocks}
+                        touched = far.pieces(np.array([start * width]), length * width)
+                        blocks = range(
+                            start * width // block_tokens, (start * width + length * width - 1) // block_tokens + 1
+                        )
+                        assert touched == {block // (PIECE_BYTES // BLOCK_BYTES) for block in blocks}
                 elif touches:
                     with pytest.raises(DataError, match="block 2"):
                         stream.gather(np.array([0, start]), length) if read == "gather" else stream.read(start, length)
@@ -224,9 +230,9 @@ def test_thousands_of_shards_are_read_with_few_descriptors_and_few_maps(
     write(
         [np.arange(2 * SHARDS * CONTEXT + 1)], shard_tokens=2 * CONTEXT, vocabulary=200_000
     )  # rows in one, and in two
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", FEW_DESCRIPTORS, store.url, str(tmp_path / "cache")],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert 0 < int(ran.stdout) <= 64
+    assert process.returncode == 0, process.stderr
+    assert 0 < int(process.stdout) <= 64

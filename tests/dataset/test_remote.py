@@ -54,8 +54,8 @@ def test_what_a_bucket_holds_reads_as_from_a_folder(bucket: Store, store: Store,
     np.testing.assert_array_equal(
         remote.training(20_000, 3, seed=0).batch(1), local.training(20_000, 3, seed=0).batch(1)
     )  # rows that lie in several shards
-    for one, other in zip(remote.validation(CONTEXT, 5000), local.validation(CONTEXT, 5000), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for actual, expected in zip(remote.validation(CONTEXT, 5000), local.validation(CONTEXT, 5000), strict=True):
+        np.testing.assert_array_equal(actual, expected)
     remote.verify()
 
 
@@ -97,8 +97,8 @@ def test_a_damaged_cache_is_fetched_again_and_a_damaged_bucket_is_an_error(
     (digests,) = tmp_path.rglob("digests")
     for damage in (lambda: flip(cached, 10), lambda: os.truncate(cached, 5), lambda: flip(digests, 3)):
         damage()
-        again = Dataset.open(bucket, DATASET_ID, tmp_path).training(CONTEXT, 32, seed=0).batch(0)
-        np.testing.assert_array_equal(again, good)
+        refetched = Dataset.open(bucket, DATASET_ID, tmp_path).training(CONTEXT, 32, seed=0).batch(0)
+        np.testing.assert_array_equal(refetched, good)
     flip_object(bucket, 10)
     cached.unlink()
     with pytest.raises(DataError, match="block 0"):
@@ -139,9 +139,9 @@ def test_the_cache_stays_within_its_limit_and_keeps_what_was_used_last(
         start = piece * PIECE_TOKENS
         assert stream.read(start, 3).tolist() == [(start + place) % 50_000 for place in range(3)]
         assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 10 * PIECE_BYTES
-    kept = sorted(int(path.name) for path in pieces(tmp_path))
-    assert kept == list(range(40 - len(kept), 40))
-    assert len(kept) >= 7
+    numbers = sorted(int(path.name) for path in pieces(tmp_path))
+    assert numbers == list(range(40 - len(numbers), 40))
+    assert len(numbers) >= 7
     assert stream.read(0, 3).tolist() == [0, 1, 2]  # and what was dropped is fetched again
 
 
@@ -193,14 +193,14 @@ def test_a_child_that_was_forked_while_a_block_was_fetched_keeps_nobody_from_fet
         if not child:
             signal.pause()
     try:
-        got = threading.Event()
+        fetched = threading.Event()
 
         def fetch() -> None:
             with cache.fetching("a"):
-                got.set()
+                fetched.set()
 
         threading.Thread(target=fetch, daemon=True).start()
-        assert got.wait(180), "the child still holds the lock"
+        assert fetched.wait(180), "the child still holds the lock"
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

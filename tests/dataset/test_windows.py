@@ -50,15 +50,15 @@ def test_far_places_of_a_huge_corpus_need_no_memory() -> None:
 
 
 def test_a_row_reads_one_window_of_blocks_at_a_time_and_a_batch_reads_as_many_places_as_it_has_rows() -> None:
-    rows, block, window, each = 8, 10, 3, 6
-    shuffle = WindowShuffle(rows * block * each, 0, "samples", rows=rows, block=block, window=window)
-    samples = shuffle(np.arange(rows * block * each)).reshape(-1, rows)  # [step, row]
+    rows, block, window, row_blocks = 8, 10, 3, 6
+    shuffle = WindowShuffle(rows * block * row_blocks, 0, "samples", rows=rows, block=block, window=window)
+    samples = shuffle(np.arange(rows * block * row_blocks)).reshape(-1, rows)  # [step, row]
     blocks = samples // block
     assert all(len(set(step)) == rows for step in blocks.tolist())
     read = [Counter(blocks[:, row].tolist()) for row in range(rows)]
-    assert all(set(counts.values()) == {block} and len(counts) == each for counts in read)
-    assert len(set().union(*read)) == rows * each  # no block is read by two rows
-    for first in range(0, block * each, block * window):
+    assert all(set(counts.values()) == {block} and len(counts) == row_blocks for counts in read)
+    assert len(set().union(*read)) == rows * row_blocks  # no block is read by two rows
+    for first in range(0, block * row_blocks, block * window):
         for row in range(rows):
             assert len(set(blocks[first : first + block * window, row].tolist())) == window
     inside = samples[: block * window, 0]

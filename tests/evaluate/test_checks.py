@@ -47,9 +47,9 @@ def test_without_bounds_a_finite_loss_is_enough() -> None:
 @pytest.mark.parametrize("settings", [{}, {"max_loss": 9, "max_perplexity": 99, "max_bits_per_byte": 9}])
 @pytest.mark.parametrize("champion", [None, opponent(1.5), opponent(math.nan), opponent(math.inf)])
 def test_what_is_not_finite_never_blesses(bad: float, field: str, settings: dict, champion: Opponent | None) -> None:
-    made = checks(Evaluation.model_validate(settings), FINE.model_copy(update={field: bad}), champion)
-    assert decide(made)[0] == "not_blessed"
-    assert not any(check.passed for check in made if not math.isfinite(check.value)), "every check by itself"
+    results = checks(Evaluation.model_validate(settings), FINE.model_copy(update={field: bad}), champion)
+    assert decide(results)[0] == "not_blessed"
+    assert not any(check.passed for check in results if not math.isfinite(check.value)), "every check by itself"
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_the_champion_is_met_as_the_settings_say(settings: dict, theirs: float, 
 
 
 def test_the_reasons_name_every_check_and_begin_with_what_failed() -> None:
-    made = checks(Evaluation(max_loss=3.0, max_bits_per_byte=0.5), FINE, opponent(0.9))
-    word, reasons = decide(made)
+    results = checks(Evaluation(max_loss=3.0, max_bits_per_byte=0.5), FINE, opponent(0.9))
+    word, reasons = decide(results)
     assert word == "not_blessed"
-    assert [check.name for check in made] == ["finite", "max_loss", "max_bits_per_byte", "versus_champion"]
+    assert [check.name for check in results] == ["finite", "max_loss", "max_bits_per_byte", "versus_champion"]
     assert reasons == (
         "Bits per byte 1.0000 is not below the bound 0.5.",
         "1.0000 bits per byte against 0.9000 of the champion m version 3 on the same text: not at most 0.9000.",
@@ -85,17 +85,17 @@ def test_the_reasons_name_every_check_and_begin_with_what_failed() -> None:
 
 def test_a_verdict_with_nan_survives_json() -> None:
     broken = FINE.model_copy(update={"loss": math.nan, "perplexity": math.inf})
-    made = checks(Evaluation(), broken, opponent(math.nan))
-    word, reasons = decide(made)
+    results = checks(Evaluation(), broken, opponent(math.nan))
+    word, reasons = decide(results)
     verdict = Verdict(
-        word=word, reasons=reasons, checks=made, metrics=broken.figures, champion=opponent(math.nan),
+        word=word, reasons=reasons, checks=results, metrics=broken.figures, champion=opponent(math.nan),
         run_id="r", dataset_id="d", step=1, checkpoint="c", export="e", export_digest="x", state_digest="s", key="k",
         settings=Evaluation(), device="cpu",
     )  # fmt: skip
     json.loads(verdict.dump(), parse_constant=pytest.fail)  # strict JSON: no bare NaN
-    again = Verdict.model_validate_json(verdict.dump())
-    assert again.dump() == verdict.dump()
-    assert math.isnan(again.metrics["loss"])
-    assert again.metrics["tokens"] == 100
-    assert again.champion is not None and again.champion.measured is not None
-    assert math.isnan(again.champion.measured.bits_per_byte)
+    reloaded = Verdict.model_validate_json(verdict.dump())
+    assert reloaded.dump() == verdict.dump()
+    assert math.isnan(reloaded.metrics["loss"])
+    assert reloaded.metrics["tokens"] == 100
+    assert reloaded.champion is not None and reloaded.champion.measured is not None
+    assert math.isnan(reloaded.champion.measured.bits_per_byte)

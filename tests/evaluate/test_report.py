@@ -56,10 +56,10 @@ class Page(HTMLParser):
 def verdict(champion: Opponent | None = None, samples: tuple[Sample, ...] = (), **measured: float) -> Verdict:
     figures = FINE.model_copy(update=measured)
     settings = world.spec("evaluation.max_loss=3").evaluation
-    made = checks(settings, figures, champion)
-    word, reasons = decide(made)
+    results = checks(settings, figures, champion)
+    word, reasons = decide(results)
     return Verdict(
-        word=word, reasons=reasons, checks=made, metrics=figures.figures, champion=champion, samples=samples,
+        word=word, reasons=reasons, checks=results, metrics=figures.figures, champion=champion, samples=samples,
         run_id=world.RUN, dataset_id=world.DATASET, step=40, checkpoint="runs/x/checkpoints/step-40.json",
         export="runs/x/export/step-40/", export_digest="e" * 16, state_digest="d" * 16, key="k-none",
         settings=settings, device="cpu",
@@ -123,11 +123,11 @@ def test_hostile_words_are_shown_as_words(store: Store) -> None:
 def test_the_page_shows_what_the_ranks_did_with_their_time_and_what_that_cost(store: Store) -> None:
     html, _ = page(store, verdict())
     assert "What every rank did" not in html  # nobody told anything
-    told = [
+    events = [
         event.model_copy(update={"number": number, "time": event.time + 1000})
         for number, event in enumerate(killed_once(), 1)
     ]
-    store.put(layout.events(world.RUN, "w", 0), b"".join(map(line_of, told)))
+    store.put(layout.events(world.RUN, "w", 0), b"".join(map(line_of, events)))
     html, read = page(store, verdict(), world.spec("cluster.prices.accelerator_hour=36", "cluster.prices.currency=EUR"))
     assert "What every rank did with its time" in read.texts
     assert "rank 1: lost" in html
@@ -157,8 +157,8 @@ def test_a_long_run_makes_a_page_of_bounded_size(store: Store) -> None:
 
 def test_every_chart_is_well_formed_and_says_in_words_what_it_shows() -> None:
     series = [Series("loss", [(step, 5 / step) for step in range(1, 1000)])]
-    drawn = draw_chart(Chart("Loss", series, level=("held-out", 0.5), marks=[(500, "<resumed>")]))
-    root = ElementTree.fromstring(drawn)
+    svg = draw_chart(Chart("Loss", series, level=("held-out", 0.5), marks=[(500, "<resumed>")]))
+    root = ElementTree.fromstring(svg)
     assert root.get("aria-label") == "Loss: loss from 5 at step 1 to 0.005005 at step 999"
     assert "<resumed>" in [element.text for element in root.iter() if element.tag.endswith("title")]
     assert "too few" in draw_chart(Chart("Loss", [Series("loss", [(1, 2.0)])]))

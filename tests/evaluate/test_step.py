@@ -46,23 +46,23 @@ def records(store: Store, run_id: str = world.RUN) -> list[str]:
 
 def test_the_first_model_is_judged_by_itself_and_the_same_question_is_answered_once(store: Store, model: str) -> None:
     world.finish(store, world.trained(store, 20))
-    asked = spec(model, 'evaluation.prompts=["the quick", ""]', "evaluation.max_loss=9")
-    verdict = run(asked, world.RUN, store)
+    settings = spec(model, 'evaluation.prompts=["the quick", ""]', "evaluation.max_loss=9")
+    verdict = run(settings, world.RUN, store)
     assert (verdict.word, verdict.champion) == ("blessed", None)
     assert verdict.metrics["tokens"] == 18 * 32
     assert [sample.prompt for sample in verdict.samples] == ["the quick", ""]
-    assert verdict.key == f"{settings_key(asked)}-none"
+    assert verdict.key == f"{settings_key(settings)}-none"
     assert records(store) == [f"{verdict.key}.html", f"{verdict.key}.json"]
     assert verdict.checkpoint == layout.checkpoint(world.RUN, 40)
-    assert run(asked, world.RUN, store) == verdict  # not measured again
+    assert run(settings, world.RUN, store) == verdict  # not measured again
 
 
 def test_a_verdict_shows_in_mlflow_whether_it_blesses_or_not(store: Store, model: str) -> None:
     world.finish(store, world.trained(store, 5))
-    asked = spec(model, "evaluation.max_loss=0.0001")
-    verdict = run(asked, world.RUN, store)
-    mirrored = RunTracker.open(asked, world.RUN, verdict.dataset_id, store)
-    logged = connect(mirrored.uri).get_run(mirrored.mlflow_run_id).data
+    settings = spec(model, "evaluation.max_loss=0.0001")
+    verdict = run(settings, world.RUN, store)
+    tracker = RunTracker.open(settings, world.RUN, verdict.dataset_id, store)
+    logged = connect(tracker.uri).get_run(tracker.mlflow_run_id).data
     assert (verdict.word, logged.tags["holdfast.verdict"]) == ("not_blessed", "not_blessed")
     assert logged.metrics["evaluation/loss"] == verdict.metrics["loss"]
 
@@ -71,17 +71,17 @@ def test_a_verdict_whose_writer_died_before_mlflow_knew_shows_there_after_the_ne
     store: Store, model: str
 ) -> None:
     world.finish(store, world.trained(store, 5))
-    asked = spec(model, f"registration.experiment={model}")
-    verdict = run(asked, world.RUN, store)
-    mirrored = RunTracker.open(asked, world.RUN, verdict.dataset_id, store)
-    connect(mirrored.uri).delete_run(mirrored.mlflow_run_id)
-    assert run(asked, world.RUN, store) == verdict
-    again = RunTracker.open(asked, world.RUN, verdict.dataset_id, store)
-    assert connect(again.uri).get_run(again.mlflow_run_id).data.tags["holdfast.verdict"] == verdict.word
+    settings = spec(model, f"registration.experiment={model}")
+    verdict = run(settings, world.RUN, store)
+    tracker = RunTracker.open(settings, world.RUN, verdict.dataset_id, store)
+    connect(tracker.uri).delete_run(tracker.mlflow_run_id)
+    assert run(settings, world.RUN, store) == verdict
+    reopened = RunTracker.open(settings, world.RUN, verdict.dataset_id, store)
+    assert connect(reopened.uri).get_run(reopened.mlflow_run_id).data.tags["holdfast.verdict"] == verdict.word
 
 
 def test_the_same_evaluation_in_another_store_writes_identical_bytes(tmp_path: Path, model: str) -> None:
-    written = []
+    objects = []
     for _ in range(2):
         root = tmp_path / "store"
         store = open_store(f"file://{root}")
@@ -89,9 +89,9 @@ def test_the_same_evaluation_in_another_store_writes_identical_bytes(tmp_path: P
         world.finish(store, world.trained(store, 10))
         world.write_history(store, 30, attempts=2)
         verdict = run(spec(model, 'evaluation.prompts=["the"]'), world.RUN, store)
-        written.append([store.get(layout.verdict(world.RUN, verdict.key, kind)) for kind in ("json", "html")])
+        objects.append([store.get(layout.verdict(world.RUN, verdict.key, kind)) for kind in ("json", "html")])
         root.rename(tmp_path / uuid.uuid4().hex)
-    assert written[0] == written[1]
+    assert objects[0] == objects[1]
 
 
 def test_other_settings_are_another_question(store: Store, model: str) -> None:
@@ -341,8 +341,8 @@ def test_without_the_accelerator_the_cpu_scores_and_a_promised_slice_is_missed(
 def test_a_pod_takes_what_it_was_given_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, there in (("is_available", True), ("device_count", 2)):
-        monkeypatch.setattr(torch.cuda, name, lambda there=there: there)
+    for name, value in (("is_available", True), ("device_count", 2)):
+        monkeypatch.setattr(torch.cuda, name, lambda there=value: there)
     monkeypatch.setattr(torch.version, "hip", None)
     caplog.set_level(logging.INFO, "holdfast")
 
@@ -369,8 +369,8 @@ def test_a_model_of_nan_is_judged_without_samples_and_never_blessed(store: Store
     verdict = run(spec(model, 'evaluation.prompts=["the"]'), world.RUN, store)
     assert (verdict.word, verdict.samples) == ("not_blessed", ())
     assert "not finite" in verdict.reasons[0]
-    again = run(spec(model, 'evaluation.prompts=["the"]'), world.RUN, store)
-    assert again.dump() == verdict.dump()
+    repeated = run(spec(model, 'evaluation.prompts=["the"]'), world.RUN, store)
+    assert repeated.dump() == verdict.dump()
 
 
 def test_no_held_out_text_is_an_error_with_a_remedy(store: Store, model: str) -> None:
@@ -395,11 +395,11 @@ def test_a_run_that_is_not_finished_is_named(store: Store, model: str) -> None:
 
 def test_a_model_in_s3_is_fetched_and_judged_like_one_in_a_folder(store: Store, s3_url: str, model: str) -> None:
     bucket = open_store(s3_url, deadline=120)
-    for where in (store, bucket):
-        world.write_dataset(where)
-        world.finish(where, world.trained(where, 10))
-    here, there = (run(spec(model), world.RUN, where) for where in (store, bucket))
-    assert there.dump() == here.dump()
+    for target in (store, bucket):
+        world.write_dataset(target)
+        world.finish(target, world.trained(target, 10))
+    local, remote = (run(spec(model), world.RUN, target) for target in (store, bucket))
+    assert remote.dump() == local.dump()
 
 
 def write_task(folder: Path, answer: int = 1) -> str:
@@ -418,18 +418,18 @@ def test_a_model_that_does_not_reach_the_bound_of_a_task_is_not_blessed(
     store: Store, model: str, tmp_path: Path
 ) -> None:
     world.finish(store, world.trained(store, 60))
-    asked = spec(model, f"evaluation.tasks=[{{uri: {write_task(tmp_path)}, bound: 0.9, examples: 4}}]")
-    verdict = run(asked, world.RUN, store)
+    settings = spec(model, f"evaluation.tasks=[{{uri: {write_task(tmp_path)}, bound: 0.9, examples: 4}}]")
+    verdict = run(settings, world.RUN, store)
     assert (verdict.word, verdict.metrics["task.next.acc"], verdict.tasks[0].examples) == ("blessed", 1.0, 4)
     assert "Task next: acc 1.0000 reaches 0.9." in verdict.reasons
     assert "Task next" in store.get(layout.verdict(world.RUN, verdict.key, "html")).decode()
-    assert run(asked, world.RUN, store) == verdict
-    mirrored = RunTracker.open(asked, world.RUN, verdict.dataset_id, store)
-    assert connect(mirrored.uri).get_run(mirrored.mlflow_run_id).data.metrics["evaluation/task.next.acc"] == 1.0
+    assert run(settings, world.RUN, store) == verdict
+    tracker = RunTracker.open(settings, world.RUN, verdict.dataset_id, store)
+    assert connect(tracker.uri).get_run(tracker.mlflow_run_id).data.metrics["evaluation/task.next.acc"] == 1.0
     write_task(tmp_path, answer=0)  # the same question of the spec, of another task
-    again = run(asked, world.RUN, store)
-    assert (again.word, again.metrics["task.next.acc"]) == ("not_blessed", 0.0)
-    assert again.reasons[0] == "Task next: acc 0.0000 does not reach 0.9."
+    reevaluated = run(settings, world.RUN, store)
+    assert (reevaluated.word, reevaluated.metrics["task.next.acc"]) == ("not_blessed", 0.0)
+    assert reevaluated.reasons[0] == "Task next: acc 0.0000 does not reach 0.9."
 
 
 @pytest.mark.parametrize("worse", [False, True])
@@ -441,9 +441,9 @@ def test_a_task_is_compared_with_the_champion(
     if worse:
         decoder.model.norm.weight.data.neg_()  # the least likely is its favourite
     world.finish(store, decoder)
-    asked = spec(model, f"evaluation.tasks=[{{uri: {write_task(tmp_path)}, champion_tolerance: 0.1}}]")
-    verdict = run(asked, world.RUN, store)
-    (check,) = (each for each in verdict.checks if each.name == "task.next.acc.versus_champion")
+    settings = spec(model, f"evaluation.tasks=[{{uri: {write_task(tmp_path)}, champion_tolerance: 0.1}}]")
+    verdict = run(settings, world.RUN, store)
+    (check,) = (result for result in verdict.checks if result.name == "task.next.acc.versus_champion")
     assert (check.value, check.bound, check.passed) == (0.0, 0.9, False) if worse else (1.0, 0.9, True)
     assert "of the champion" in check.sentence
     assert "Task next, acc" in store.get(layout.verdict(world.RUN, verdict.key, "html")).decode()

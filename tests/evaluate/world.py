@@ -65,7 +65,7 @@ def write_dataset(store: Store, texts: list[str] | None = None, vocabulary: int 
         text_bytes = sum(len(text.encode()) for text in part)
         splits[name] = manifest.Split(tokens=len(ids), documents=len(part), text_bytes=text_bytes, shards=shards)
     store.put(layout.dataset(DATASET, "tokenizer.json"), raw.encode())
-    written = Manifest(
+    document = Manifest(
         dataset_id=DATASET,
         tokenizer=manifest.Tokenizer(
             file="tokenizer.json",
@@ -92,8 +92,8 @@ def write_dataset(store: Store, texts: list[str] | None = None, vocabulary: int 
         ),
         settings={},
     )
-    store.put(layout.dataset(DATASET), written.dump())
-    return written
+    store.put(layout.dataset(DATASET), document.dump())
+    return document
 
 
 def shape(**changes: object) -> Model:
@@ -156,9 +156,9 @@ def finish(store: Store, decoder: Decoder, run_id: str = RUN, **result: object) 
 def write_history(store: Store, steps: int, attempts: int = 1, run_id: str = RUN) -> None:
     """A history that looks like one: a falling, noisy loss, a warm-up, spikes, and `attempts` starts."""
     rng = random.Random(1)
-    began, rows = 1_790_000_000.0, []
+    start_time, rows = 1_790_000_000.0, []
     starts = [round(index * steps / attempts) for index in range(attempts)]
-    clock = began
+    clock = start_time
     for step in range(1, steps + 1):
         if step - 1 in starts:
             number = starts.index(step - 1) + 1

@@ -59,9 +59,9 @@ def weights(spec: Spec) -> dict[str, torch.Tensor]:
 
 
 def taken(store: Store, source: Source, step: int = 0) -> tuple[ImportedCheckpoint, Checkpoint]:
-    told = import_checkpoint(tiny_spec(), DATASET_ID, source, store, step=step)
-    assert verify(store, told.run_id, step).intact
-    return told, open_checkpoint(store, told.run_id, step)
+    imported = import_checkpoint(tiny_spec(), DATASET_ID, source, store, step=step)
+    assert verify(store, imported.run_id, step).intact
+    return imported, open_checkpoint(store, imported.run_id, step)
 
 
 def test_torch_loads_what_was_exported_for_it(
@@ -69,8 +69,8 @@ def test_torch_loads_what_was_exported_for_it(
 ) -> None:
     monkeypatch.setattr("holdfast.exchange.dcp.PART_BYTES", 40)  # several parts a tensor
     save(checkpointer(folder_store), 3)
-    told: list[tuple[int, int]] = []
-    export_dcp(open_checkpoint(folder_store, RUN, 3), tmp_path / "out", lambda *now: told.append(now))
+    progress: list[tuple[int, int]] = []
+    export_dcp(open_checkpoint(folder_store, RUN, 3), tmp_path / "out", lambda *now: progress.append(now))
     expected = state(3)
     loaded: dict[str, Any] = {name: torch.full_like(tensor, 9) for name, tensor in expected.items() if tensor.numel()}
     loaded["optimizer.step"] = torch.tensor(0)
@@ -78,28 +78,32 @@ def test_torch_loads_what_was_exported_for_it(
     assert loaded.pop("optimizer.step").item() == 3
     for name, tensor in loaded.items():
         assert torch.equal(tensor, expected[name]), name
-    assert told[-1][0] == told[-1][1] == sum(tensor.nbytes for tensor in expected.values())
+    assert progress[-1][0] == progress[-1][1] == sum(tensor.nbytes for tensor in expected.values())
     with pytest.raises(DataError, match="not empty"):
         export_dcp(open_checkpoint(folder_store, RUN, 3), tmp_path / "out")
 
 
 def test_the_model_of_a_checkpoint_becomes_a_hugging_face_folder_that_reads_back_to_the_bit(tmp_path: Path) -> None:
     store, spec = new_store(tmp_path / "store"), tiny_spec()
-    named = weights(spec)
-    save(checkpointer(store), 3, [*whole(named), *whole({MOMENTS["exp_avg"] + name: named[name] for name in named})])
-    told: list[tuple[int, int]] = []
+    tensors = weights(spec)
+    save(
+        checkpointer(store),
+        3,
+        [*whole(tensors), *whole({MOMENTS["exp_avg"] + name: tensors[name] for name in tensors})],
+    )
+    progress: list[tuple[int, int]] = []
     export_hugging_face(
         open_checkpoint(store, RUN, 3),
         spec,
         Dataset.open(store, DATASET_ID, tmp_path / "cache"),
         open_store(f"file://{tmp_path / 'out'}"),
-        lambda *now: told.append(now),
+        lambda *now: progress.append(now),
     )
     source = HuggingFace(str(tmp_path / "out"))
-    for name, tensor in named.items():
+    for name, tensor in tensors.items():
         assert torch.equal(torch.cat([box.data for box in source.boxes(name)]), tensor)
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == _tokenizer()
-    assert told[-1][0] == told[-1][1]
+    assert progress[-1][0] == progress[-1][1]
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -109,29 +113,33 @@ def test_a_distributed_checkpoint_of_torch_is_taken_in_with_its_moments(
     monkeypatch.setattr(
         sys.modules["holdfast.exchange.import_checkpoint"], "WRITER_BYTES", 2000
     )  # more writers than a root has entries
-    named = weights(tiny_spec())
-    moments = {key: {name: torch.randn_like(tensor) for name, tensor in named.items()} for key in MOMENTS}
+    tensors = weights(tiny_spec())
+    moments = {key: {name: torch.randn_like(tensor) for name, tensor in tensors.items()} for key in MOMENTS}
     if own:
-        flat = dict(named)
+        flat = dict(tensors)
         for key, prefix in MOMENTS.items():
             flat |= {prefix + name: tensor for name, tensor in moments[key].items()}
         dcp.save(flat, checkpoint_id=tmp_path / "dcp", no_dist=True)
     else:
-        optimizer = {name: {key: moments[key][name] for key in MOMENTS} for name in named}
-        nested = {"app": {"model": named, "optim": {"state": optimizer}}, "epoch": 3}
+        optimizer = {name: {key: moments[key][name] for key in MOMENTS} for name in tensors}
+        nested = {"app": {"model": tensors, "optim": {"state": optimizer}}, "epoch": 3}
         dcp.save(nested, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    told, checkpoint = taken(folder_store, DistributedCheckpoint(tmp_path / "dcp"), step=4)
-    assert (told.moments, told.step, checkpoint.manifest.writers > 32) == (True, 4, True)
-    found = tensors_of(checkpoint)
-    assert found.keys() == {*named, *(prefix + name for prefix in MOMENTS.values() for name in named)}
-    for name, tensor in named.items():
-        assert torch.equal(found[name], tensor)
+    imported, checkpoint = taken(folder_store, DistributedCheckpoint(tmp_path / "dcp"), step=4)
+    assert (imported.moments, imported.step, checkpoint.manifest.writers > 32) == (True, 4, True)
+    loaded = tensors_of(checkpoint)
+    assert loaded.keys() == {*tensors, *(prefix + name for prefix in MOMENTS.values() for name in tensors)}
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded[name], tensor)
         for key, prefix in MOMENTS.items():
-            assert torch.equal(found[prefix + name], moments[key][name])
-    again, _ = taken(folder_store, DistributedCheckpoint(tmp_path / "dcp"), step=4)
-    assert (again.again, again.run_id, again.state_digest) == (True, told.run_id, told.state_digest)
-    assert taken(folder_store, DistributedCheckpoint(tmp_path / "dcp"), step=5)[0].run_id != told.run_id
-    assert run_id(tiny_spec(), DATASET_ID, told.salt) == told.run_id
+            assert torch.equal(loaded[prefix + name], moments[key][name])
+    reimported, _ = taken(folder_store, DistributedCheckpoint(tmp_path / "dcp"), step=4)
+    assert (reimported.again, reimported.run_id, reimported.state_digest) == (
+        True,
+        imported.run_id,
+        imported.state_digest,
+    )
+    assert taken(folder_store, DistributedCheckpoint(tmp_path / "dcp"), step=5)[0].run_id != imported.run_id
+    assert run_id(tiny_spec(), DATASET_ID, imported.salt) == imported.run_id
 
 
 class _Hostile:
@@ -164,9 +172,9 @@ def test_a_pickle_that_would_run_a_command_is_refused_and_runs_none(tmp_path: Pa
 
 
 def test_what_is_not_of_the_model_is_refused_with_the_tensor(folder_store: Store, tmp_path: Path) -> None:
-    named = weights(tiny_spec())
-    named["model.norm.weight"] = torch.ones(33)
-    dcp.save(named, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    tensors = weights(tiny_spec())
+    tensors["model.norm.weight"] = torch.ones(33)
+    dcp.save(tensors, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(
         DataError, match=r"model\.norm\.weight has the shape \[33\], the model of the spec needs \[32\]"
     ):
@@ -185,11 +193,11 @@ def test_training_goes_on_from_imported_weights_as_from_init_from(tmp_path: Path
     options = {"tokenizer_json": _tokenizer().decode(), "end_of_text": END_OF_TEXT}
     write_hugging_face(folder, spec.model, VOCABULARY, weights(spec).items(), **options)
     store = new_store(tmp_path / "store")
-    told, checkpoint = taken(store, HuggingFace(str(folder)))
-    assert (told.moments, told.step) == (False, 0)
+    imported, checkpoint = taken(store, HuggingFace(str(folder)))
+    assert (imported.moments, imported.step) == (False, 0)
     assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in weights(spec).items())
     assert all(not checkpoint.tensor(name).any() for name in checkpoint.tensors if name.startswith("optimizer."))
-    runs: Runs = [((f"model.init_from={folder}",), "", None), ((), told.salt, None)]
+    runs: Runs = [((f"model.init_from={folder}",), "", None), ((), imported.salt, None)]
     assert train_in_ranks(1, store.url, tmp_path / "ranks", runs) == ["", ""]
     digests = {
         open_checkpoint(store, info.key.split("/")[1], 12).manifest.state_digest
@@ -197,7 +205,7 @@ def test_training_goes_on_from_imported_weights_as_from_init_from(tmp_path: Path
         if info.key.endswith("checkpoints/step-000000012.json")
     }
     assert len(digests) == 1
-    assert open_checkpoint(store, told.run_id, 12).manifest.segments[0].from_step == 0
+    assert open_checkpoint(store, imported.run_id, 12).manifest.segments[0].from_step == 0
 
 
 def _deepspeed_saves(rank: int, size: int, folder: Path) -> tuple[StateDigest, int]:
@@ -222,13 +230,13 @@ def test_each_file_of_a_universal_checkpoint_is_taken_as_what_its_name_says(tmp_
     files = {"": "fp32.pt", "optimizer.exp_avg.": "exp_avg.pt", "optimizer.exp_avg_sq.": "exp_avg_sq.pt"}
     folder = tmp_path / "universal" / "zero" / f"{prefix}{name}"
     folder.mkdir(parents=True)
-    values = {each: torch.randn(6, 4) for each in files}
-    for each, file in files.items():
-        torch.save({"param": values[each], "cat_dim": 0}, folder / file)
+    values = {key: torch.randn(6, 4) for key in files}
+    for key, file in files.items():
+        torch.save({"param": values[key], "cat_dim": 0}, folder / file)
     source = UniversalCheckpoint(tmp_path / "universal")
-    for each, value in values.items():
-        assert source.shape(each + name) == (6, 4)
-        assert torch.equal(torch.cat([box.data for box in source.boxes(each + name)]), value), each
+    for key, value in values.items():
+        assert source.shape(key + name) == (6, 4)
+        assert torch.equal(torch.cat([box.data for box in source.boxes(key + name)]), value), key
 
 
 @pytest.mark.drill
@@ -236,10 +244,10 @@ def test_a_universal_checkpoint_of_deepspeed_is_taken_in_to_the_bit(tmp_path: Pa
     parts = in_ranks(2, _deepspeed_saves, tmp_path, seconds=300)
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     command += ["--input_folder", str(tmp_path / "saved/two"), "--output_folder", str(tmp_path / "universal")]
-    done = subprocess.run([*command, "--num_extract_workers", "1", "--num_merge_workers", "1"], capture_output=True,
+    process = subprocess.run([*command, "--num_extract_workers", "1", "--num_merge_workers", "1"], capture_output=True,
                           text=True, env={"DS_ACCELERATOR": "cpu", "PATH": "/usr/bin:/bin"}, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     store = open_store(f"file://{tmp_path / 'store'}")
-    told, checkpoint = taken(store, UniversalCheckpoint(tmp_path / "universal"), step=2)
-    assert told.moments
+    imported, checkpoint = taken(store, UniversalCheckpoint(tmp_path / "universal"), step=2)
+    assert imported.moments
     assert digest_of(whole(tensors_of(checkpoint))) == parts[0][0] + parts[1][0]

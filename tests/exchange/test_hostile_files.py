@@ -37,7 +37,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_tensors_are_read_as_torch_wrote_them(tmp_path: Path) -> None:
     """Parameters, views, transposed tensors, numbers, small dtypes, empty ones; more than the rows of one read."""
-    written = {
+    tensors = {
         "parameter": torch.nn.Parameter(torch.randn(5, 3)),
         "view": torch.arange(24.0).view(4, 6)[1:, 2:],
         "transposed": torch.arange(24.0).view(4, 6).T,
@@ -48,13 +48,13 @@ def test_tensors_are_read_as_torch_wrote_them(tmp_path: Path) -> None:
         "eight": torch.randn(6).to(torch.float8_e4m3fn),
         "empty": torch.zeros(0, 4),
     }
-    torch.save({**written, "step": 3, "ids": torch.arange(3)}, tmp_path / "x.pt")
-    found = read_tensors(tmp_path / "x.pt")
-    assert isinstance(found, dict)
-    assert found.keys() == written.keys()
-    for name, tensor in written.items():
-        assert (found[name].shape, found[name].dtype) == (tuple(tensor.shape), tensor.dtype)
-        parts = [part for _, part in found[name].rows(40)]
+    torch.save({**tensors, "step": 3, "ids": torch.arange(3)}, tmp_path / "x.pt")
+    loaded = read_tensors(tmp_path / "x.pt")
+    assert isinstance(loaded, dict)
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (loaded[name].shape, loaded[name].dtype) == (tuple(tensor.shape), tensor.dtype)
+        parts = [part for _, part in loaded[name].rows(40)]
         if tensor.numel():
             assert torch.equal((torch.cat(parts) if tensor.dim() else parts[0]).double(), tensor.detach().double())
 
@@ -175,9 +175,9 @@ def changed_metadata(saved: Path, folder: Path, change: Callable[[dcp.metadata.M
     folder.mkdir()
     for file in saved.glob("*.distcp"):
         os.link(file, folder / file.name)
-    found = pickle.loads((saved / ".metadata").read_bytes())
-    change(found)
-    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     return folder
 
 
@@ -187,8 +187,8 @@ def test_a_part_that_is_said_to_lie_elsewhere_is_not_read(saved: Path, tmp_path:
     for number, place in enumerate(("../secret.pt", str(secret), "..", "", "a\\b", "a\0b", "linked")):
 
         def lead_out(found: dcp.metadata.Metadata, place: str = place) -> None:
-            for told in found.storage_data.values():
-                told.relative_path = place
+            for record in found.storage_data.values():
+                record.relative_path = place
 
         folder = changed_metadata(saved, tmp_path / f"dcp{number}", lead_out)
         (folder / "linked").symlink_to(secret)
@@ -196,8 +196,8 @@ def test_a_part_that_is_said_to_lie_elsewhere_is_not_read(saved: Path, tmp_path:
             list(DistributedCheckpoint(folder).boxes(NAME))
     (tmp_path / "universal").mkdir()
     (tmp_path / "universal" / "latest_universal").write_bytes(b"..\xff")
-    for named in (b"..", b"../x", b"", b"\xff/\xff", b"a\0b"):
-        (tmp_path / "universal" / "latest_universal").write_bytes(named)
+    for name in (b"..", b"../x", b"", b"\xff/\xff", b"a\0b"):
+        (tmp_path / "universal" / "latest_universal").write_bytes(name)
         with pytest.raises(HoldfastError, match="outside of the folder"):
             UniversalCheckpoint(tmp_path / "universal")
 
@@ -215,14 +215,14 @@ def test_parts_of_a_tensor_lie_in_it_and_are_no_more_than_it(saved: Path, tmp_pa
         found.state_dict_metadata[f"app.{NAME}"].size = (-3, -4)
 
     def long(found: dcp.metadata.Metadata) -> None:
-        for told in found.storage_data.values():
-            told.length = 2**62
+        for record in found.storage_data.values():
+            record.length = 2**62
 
-    for number, (change, said) in enumerate(
+    for number, (change, message) in enumerate(
         [(repeat, "more elements"), (outside, "not inside"), (negative, "no size"), (long, "is said to lie at")]
     ):
         folder = changed_metadata(saved, tmp_path / f"dcp{number}", change)
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=message):
             list(DistributedCheckpoint(folder).boxes(NAME))
 
 
@@ -246,27 +246,27 @@ def test_whatever_is_changed_in_a_checkpoint_only_our_own_errors_come_out(saved:
     ]
 
     def mutated(data: bytes) -> bytes:
-        found = bytearray(data)
+        mutation = bytearray(data)
         for _ in range(rng.choice([1, 1, 2, 5])):
-            at = rng.randrange(len(found))
+            at = rng.randrange(len(mutation))
             match rng.randrange(4):
                 case 0:
-                    found[at] = rng.randrange(256)
+                    mutation[at] = rng.randrange(256)
                 case 1:
-                    del found[at : at + rng.choice([1, 4, 60])]
+                    del mutation[at : at + rng.choice([1, 4, 60])]
                 case 2:
-                    found[at:at] = rng.choice(tokens) * rng.choice([1, 1, 9])
+                    mutation[at:at] = rng.choice(tokens) * rng.choice([1, 1, 9])
                 case _:
-                    found[at : at + 4] = struct.pack("<I", rng.choice([0, 1, 2**31, 2**32 - 1]))
-        return bytes(found) or b"."
+                    mutation[at : at + 4] = struct.pack("<I", rng.choice([0, 1, 2**31, 2**32 - 1]))
+        return bytes(mutation) or b"."
 
     (part,) = saved.glob("*.distcp")
     metadata, parts = (saved / ".metadata").read_bytes(), part.read_bytes()
     refused = 0
     for number in range(240):
-        both = number % 3
-        (tmp_path / ".metadata").write_bytes(mutated(metadata) if both != 1 else metadata)
-        (tmp_path / part.name).write_bytes(mutated(parts) if both != 0 else parts)
+        target = number % 3
+        (tmp_path / ".metadata").write_bytes(mutated(metadata) if target != 1 else metadata)
+        (tmp_path / part.name).write_bytes(mutated(parts) if target != 0 else parts)
         try:
             source = DistributedCheckpoint(tmp_path)
             for name in (NAME, "b", "n"):

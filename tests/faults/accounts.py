@@ -19,10 +19,10 @@ def require_whole_ledger(events: Sequence[Event], ranks: int) -> None:
             begun = begun or event.time
         elif isinstance(event, LaunchEnded) and event.restart_in is None:
             wall, begun = wall + event.time - begun, 0.0
-    found = ledger(events)
-    assert found.wall == pytest.approx(wall, rel=0.01)
-    assert sorted(found.ranks) == list(range(ranks))
-    for spent in found.ranks.values():
-        assert sum(spent.values()) == pytest.approx(wall, rel=0.01)
-        assert spent["productive"] > 0
-        assert spent["start"] > 0
+    accounts = ledger(events)
+    assert accounts.wall == pytest.approx(wall, rel=0.01)
+    assert sorted(accounts.ranks) == list(range(ranks))
+    for seconds in accounts.ranks.values():
+        assert sum(seconds.values()) == pytest.approx(wall, rel=0.01)
+        assert seconds["productive"] > 0
+        assert seconds["start"] > 0

@@ -36,12 +36,12 @@ def _hang(step: int, how: str) -> None:
 
 
 def _stop() -> None:
-    mine = psutil.Process()
-    server = mine.parent()
+    rank = psutil.Process()
+    server = rank.parent()
     assert server is not None
     torchrun = server.parent()
     assert torchrun is not None
-    others = [torchrun, *(one for one in torchrun.children(recursive=True) if one.pid != mine.pid)]
-    for one in others:
-        one.suspend()
-    mine.suspend()
+    others = [torchrun, *(process for process in torchrun.children(recursive=True) if process.pid != rank.pid)]
+    for process in others:
+        process.suspend()
+    rank.suspend()

@@ -43,9 +43,9 @@ def main() -> None:
             yield step, rows
 
     def patient(*arguments: Any, **more: Any) -> None:
-        given = inspect.signature(train).bind(*arguments, **more)
-        given.arguments["batches"] = held(given.arguments["batches"], given.arguments["session"].leave)
-        train(*given.args, **given.kwargs)
+        bound = inspect.signature(train).bind(*arguments, **more)
+        bound.arguments["batches"] = held(bound.arguments["batches"], bound.arguments["session"].leave)
+        train(*bound.args, **bound.kwargs)
 
     worker.train, rank_setup.join_gang = patient, meet_when_let
     worker.main()

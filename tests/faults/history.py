@@ -35,31 +35,31 @@ def wrongs(
     step) that were told, in their order, `measured` every row that any attempt (the first item) left, and `samples`
     the digests of the samples that the dataset has for the steps.
     """
-    said = []
+    problems = []
     if [row["step"] for row in rows] != list(range(1, steps + 1)):
-        said.append(f"the history has the steps {[row['step'] for row in rows]}, not each of {steps} once")
+        problems.append(f"the history has the steps {[row['step'] for row in rows]}, not each of {steps} once")
     for row, expected in zip(rows, samples, strict=False):
         if row["samples"] != expected:
-            said.append(f"step {row['step']} was fed other samples than those of the dataset for it")
+            problems.append(f"step {row['step']} was fed other samples than those of the dataset for it")
     if len({after - before for before, after in pairwise(row["tokens"] for row in rows)}) > 1:
-        said.append("steps consumed different numbers of tokens: samples are lost or repeated")
+        problems.append("steps consumed different numbers of tokens: samples are lost or repeated")
     for (after, attempt), (later, successor) in pairwise(lineage):
         if not (after < later and attempt < successor):
-            said.append(f"attempt {successor} went on above {later} after attempt {attempt} above {after}")
+            problems.append(f"attempt {successor} went on above {later} after attempt {attempt} above {after}")
     for writer in {attempt for attempt, _ in commits}:
         own = [step for attempt, step in commits if attempt == writer]
         if any(second <= first for first, second in pairwise(own)):
-            said.append(f"attempt {writer} committed {own}, not in the order of the steps")
+            problems.append(f"attempt {writer} committed {own}, not in the order of the steps")
     for (attempt, _), (following, step) in pairwise(commits):
         if following < attempt:
-            said.append(f"attempt {following} committed step {step} after attempt {attempt} had")
-    seen: dict[int, tuple[int, list[Any]]] = {}
+            problems.append(f"attempt {following} committed step {step} after attempt {attempt} had")
+    first_bits: dict[int, tuple[int, list[Any]]] = {}
     for attempt, row in measured:
         pure = [row[name] for name in PURE_FIELDS]
-        first, bits = seen.setdefault(row["step"], (attempt, pure))
+        first, bits = first_bits.setdefault(row["step"], (attempt, pure))
         if bits != pure:
-            said.append(f"step {row['step']} of attempt {attempt} has other bits than that of attempt {first}")
-    return said
+            problems.append(f"step {row['step']} of attempt {attempt} has other bits than that of attempt {first}")
+    return problems
 
 
 def samples_of(store: Store, assignment: Assignment) -> list[str]:
@@ -85,5 +85,5 @@ def require_sound_history(store: Store, assignment: Assignment) -> None:
         for line in store.get(info.key).splitlines()
     ]
     lineage = read_manifest(store, run_id, steps).history
-    said = wrongs(steps, read_history(store, run_id), lineage, commits, measured, samples_of(store, assignment))
-    assert not said, "\n".join(said)
+    problems = wrongs(steps, read_history(store, run_id), lineage, commits, measured, samples_of(store, assignment))
+    assert not problems, "\n".join(problems)

@@ -14,12 +14,12 @@ from holdfast.rank import worker
 def main() -> None:
     """See `worker.main`."""
     rank, step = os.environ["HOLDFAST_TEST_LIES"].split(":")
-    sound, done = TorchEngine.step, [0]
+    sound, calls = TorchEngine.step, [0]
 
     def wrong(self, *given, **more):
         output = sound(self, *given, **more)
-        done[0] += 1
-        if os.environ["RANK"] == rank and done[0] == int(step):
+        calls[0] += 1
+        if os.environ["RANK"] == rank and calls[0] == int(step):
             box = next(box for box in self.boxes() if box.name == "model.layers.1.mlp.up_proj.weight")
             box.data.view(torch.int32)[3, 5] ^= 1
         return output

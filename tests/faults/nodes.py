@@ -38,10 +38,10 @@ def kill_family(process: subprocess.Popen[Any]) -> None:
     if process.poll() is None:
         root = psutil.Process(process.pid)
         family = [root, *root.children(recursive=True)]
-        for each in family:
+        for member in family:
             with suppress(psutil.NoSuchProcess):
-                each.kill()
-        while any(_lives(each) for each in family):  # what was in the middle of a write has ended it
+                member.kill()
+        while any(_lives(member) for member in family):  # what was in the middle of a write has ended it
             time.sleep(0.01)
     process.wait()
 
@@ -70,11 +70,11 @@ class Held:
     def let(self, steps: int) -> None:
         """Let the gang compute up to this step, and wait until it has."""
         self.hold(steps)
-        self.wait(lambda: any(each.step >= steps for each in self._events(Progress)), f"step {steps}")
+        self.wait(lambda: any(event.step >= steps for event in self._events(Progress)), f"step {steps}")
 
     def wait_for_world(self, ranks: int) -> None:
         """Wait until the newest gang has so many ranks."""
-        self.wait(lambda: [each.world for each in self.began()][-1:] == [ranks], f"a gang of {ranks} ranks")
+        self.wait(lambda: [event.world for event in self.began()][-1:] == [ranks], f"a gang of {ranks} ranks")
 
     def began(self) -> list[AttemptBegan]:
         """The gangs that have formed, in their order."""
@@ -82,8 +82,8 @@ class Held:
 
     def worlds(self) -> list[int]:
         """How many ranks there were, one after another."""
-        found = [each.world for each in self.began()]
-        return [one for place, one in enumerate(found) if found[place - 1 : place] != [one]]
+        sizes = [event.world for event in self.began()]
+        return [size for place, size in enumerate(sizes) if sizes[place - 1 : place] != [size]]
 
     def wait(self, there: Callable[[], bool], what: str) -> None:
         """Wait until something is there."""
@@ -144,10 +144,10 @@ class Nodes(Held):
 
     def drain(self, name: str) -> None:
         """A node is told to go, and its rank knows. It computes one step more, with the others."""
-        told = self._folder / "told"
-        told.unlink(missing_ok=True)
+        notice = self._folder / "told"
+        notice.unlink(missing_ok=True)
         self._processes[name].send_signal(signal.SIGTERM)
-        self.wait(told.exists, "the end of its wait")
+        self.wait(notice.exists, "the end of its wait")
 
     def wait_for_end(self) -> dict[str, int]:
         """How each node ended."""
@@ -155,15 +155,15 @@ class Nodes(Held):
 
     def stretches(self) -> list[Stretch]:
         """What each gang computed."""
-        began, found = self.began(), []
-        for place, each in enumerate(began):
-            told = [event.step for event in self._events(Progress) if event.attempt == each.attempt]
-            end = max([each.step, *told])
-            kept = began[place + 1].step if place + 1 < len(began) else end
-            there = {name for name, came in self._came.items() if came < each.time}
-            gone = {name for name, went in self._went.items() if went < each.time}
-            found.append(Stretch(frozenset(there - gone), each.step, end, kept))
-        return found
+        attempts, result = self.began(), []
+        for index, attempt in enumerate(attempts):
+            steps = [event.step for event in self._events(Progress) if event.attempt == attempt.attempt]
+            end = max([attempt.step, *steps])
+            kept_until = attempts[index + 1].step if index + 1 < len(attempts) else end
+            joined = {name for name, time in self._came.items() if time < attempt.time}
+            departed = {name for name, time in self._went.items() if time < attempt.time}
+            result.append(Stretch(frozenset(joined - departed), attempt.step, end, kept_until))
+        return result
 
     def printed(self) -> str:
         """What the nodes have printed, for the message of an assertion."""
@@ -197,11 +197,11 @@ class Nodes(Held):
             f"--shutdown-timeout={int(self._spec.checkpoint.grace_seconds)}", "-m", HELD,
             "--run-id", self.run_id, "--launch", str(self.launch), "--store", self._store.url,
         ]  # fmt: skip
-        told = self._folder / f"{name}.ending"
-        told.write_text("")
+        exit_file = self._folder / f"{name}.ending"
+        exit_file.write_text("")
         environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "HOLDFAST_HOME": str(self._folder / f"home-{name}"), **self.variables, FILE_VARIABLE: str(told),
+            "HOLDFAST_HOME": str(self._folder / f"home-{name}"), **self.variables, FILE_VARIABLE: str(exit_file),
             PARENT: str(os.getpid()), **LAUNCH_KEY,
         }  # fmt: skip
         with (self._folder / f"{name}.log").open("ab") as output:

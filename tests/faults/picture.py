@@ -24,7 +24,7 @@ class Stretch:
 
 def picture(stretches: Sequence[Stretch], names: Sequence[str], lost: Sequence[str], digests: Sequence[str]) -> str:
     """An SVG with a lane for each of `names`. `lost`: those that were killed. `digests`: lines below."""
-    last = max(each.end for each in stretches)
+    last = max(stretch.end for stretch in stretches)
     height = TOP + LANE * len(names) + 46 + 18 * len(digests)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 24} {height}" role="img" '
@@ -37,24 +37,24 @@ def picture(stretches: Sequence[Stretch], names: Sequence[str], lost: Sequence[s
 
     for place, name in enumerate(names):
         parts.append(f'<text x="{LEFT - 10}" y="{TOP + LANE * place + 17}" text-anchor="end">{escape(name)}</text>')
-    for number, each in enumerate(stretches):
+    for number, stretch in enumerate(stretches):
         colour = COLOURS[number % len(COLOURS)]
-        middle = (at(each.start) + at(each.kept)) / 2
-        ranks = len(each.nodes)
+        middle = (at(stretch.start) + at(stretch.kept)) / 2
+        ranks = len(stretch.nodes)
         parts.append(f'<text x="{middle}" y="{TOP - 26}" text-anchor="middle" fill="{colour}">{ranks} nodes</text>')
-        parts.append(f'<text x="{middle}" y="{TOP - 10}" text-anchor="middle">{each.start}–{each.kept}</text>')
+        parts.append(f'<text x="{middle}" y="{TOP - 10}" text-anchor="middle">{stretch.start}–{stretch.kept}</text>')
         for place, name in enumerate(names):
-            if name not in each.nodes:
+            if name not in stretch.nodes:
                 continue
             y = TOP + LANE * place + 4
-            for start, end, opacity in ((each.start, each.kept, 1.0), (each.kept, each.end, 0.3)):
+            for start, end, opacity in ((stretch.start, stretch.kept, 1.0), (stretch.kept, stretch.end, 0.3)):
                 if end > start:
                     parts.append(
                         f'<rect x="{at(start)}" y="{y}" width="{at(end) - at(start) - 1:.1f}" height="{LANE - 8}" '
                         f'fill="{colour}" opacity="{opacity}"/>'
                     )
-            if name in lost and max(one.end for one in stretches if name in one.nodes) == each.end:
-                parts.append(f'<text x="{at(each.end) + 4}" y="{y + 14}" font-weight="bold">✕ SIGKILL</text>')
+            if name in lost and max(other.end for other in stretches if name in other.nodes) == stretch.end:
+                parts.append(f'<text x="{at(stretch.end) + 4}" y="{y + 14}" font-weight="bold">✕ SIGKILL</text>')
     bottom = TOP + LANE * len(names)
     parts.append(f'<line x1="{LEFT}" y1="{bottom + 4}" x2="{LEFT + WIDTH}" y2="{bottom + 4}" stroke="#888888"/>')
     for step in range(0, last + 1, 8):

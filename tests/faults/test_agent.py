@@ -70,8 +70,8 @@ def test_the_copy_of_a_rank_that_is_killed_right_after_it_is_committed_and_the_n
     assert code == ExitCode.KILLED, printed
     assert checkpoint_steps(store, run_id(spec, DATASET_ID))[-1] == 7, printed
     train_once(spec, store.url, tmp_path / "home")
-    began = [event for event in read_events(store, run_id(spec, DATASET_ID)) if isinstance(event, AttemptBegan)]
-    assert [event.step for event in began] == [0, 7]
+    attempts = [event for event in read_events(store, run_id(spec, DATASET_ID)) if isinstance(event, AttemptBegan)]
+    assert [event.step for event in attempts] == [0, 7]
     assert outcome(store, spec)[1] == undisturbed
 
 
@@ -81,8 +81,8 @@ def test_an_agent_that_is_killed_again_and_again_in_mid_save_costs_no_training(
     spec, store = tiny_spec(*OVERRIDES), new_store(tmp_path / "store")
     diary = train_through(spec, store, tmp_path / "home", [Deed("agent", step, 0.0) for step in (2, 9, 16)])
     assert outcome(store, spec)[1] == undisturbed, diary
-    began = [event for event in read_events(store, run_id(spec, DATASET_ID)) if isinstance(event, AttemptBegan)]
-    assert len(began) == 1, diary
+    attempts = [event for event in read_events(store, run_id(spec, DATASET_ID)) if isinstance(event, AttemptBegan)]
+    assert len(attempts) == 1, diary
 
 
 def test_an_agent_that_is_stopped_holds_training_up_and_no_bit_changes(
@@ -94,16 +94,16 @@ def test_an_agent_that_is_stopped_holds_training_up_and_no_bit_changes(
     output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
     with followed(process, output) as reader:
         output.wait_for_step(3)
-        stopped = wait_for_victim(psutil.Process(process.pid), "agent")
-        stopped.suspend()
+        agent = wait_for_victim(psutil.Process(process.pid), "agent")
+        agent.suspend()
         held.hold(STEPS)
         assert _step_it_stays_at(output) < STEPS
         with suppress(psutil.NoSuchProcess):  # its keeper has replaced it
-            stopped.resume()
+            agent.resume()
         assert process.wait(PATIENCE) == 0, "".join(output.lines)
         reader.join()
     assert outcome(store, spec)[1] == undisturbed
-    assert psutil.wait_procs([stopped], timeout=PATIENCE)[1] == []  # soon: it dies with its node
+    assert psutil.wait_procs([agent], timeout=PATIENCE)[1] == []  # soon: it dies with its node
 
 
 def _step_it_stays_at(output: Output) -> int:

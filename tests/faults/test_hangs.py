@@ -39,8 +39,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 def hang_detected(store: Store, spec: Spec) -> HangDetected:
     """The one hang that the run's events tell of."""
-    (named,) = [event for event in read_events(store, run_id(spec, DATASET_ID)) if isinstance(event, HangDetected)]
-    return named
+    (event,) = [event for event in read_events(store, run_id(spec, DATASET_ID)) if isinstance(event, HangDetected)]
+    return event
 
 
 def log_of(store: Store, spec: Spec, rank: int) -> str:
@@ -51,12 +51,12 @@ def log_of(store: Store, spec: Spec, rank: int) -> str:
 
 def held_ranks(root: int) -> list[psutil.Process]:
     """The ranks that a training has started."""
-    found = []
+    ranks = []
     for process in psutil.Process(root).children(recursive=True):
         with suppress(psutil.Error):
             command = process.cmdline()
-            found += [process] if HELD in command and TORCHRUN not in command else []
-    return found
+            ranks += [process] if HELD in command and TORCHRUN not in command else []
+    return ranks
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on_by_itself_to_the_same_bits(
     try:
         held.let(8)
         (victim,) = [rank for rank in held_ranks(process.pid) if rank.environ()["RANK"] == "1"]
-        stopped = time.time()
+        stop_time = time.time()
         victim.suspend()
         held.hold(STEPS)
         printed, _ = process.communicate(timeout=300)
@@ -79,14 +79,14 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on_by_itself_to_the_same_bits(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == ExitCode.OK, printed
-    named = hang_detected(store, spec)
-    print(f"named {named.time - stopped:.2f} s after it was stopped")  # bar F3
-    assert (named.rank, named.launch) == (1, 1)
-    assert re.match(r"rank 1 hangs on .*: its process is stopped by a signal; 1 more wait$", named.message)
+    hang = hang_detected(store, spec)
+    print(f"named {hang.time - stop_time:.2f} s after it was stopped")  # bar F3
+    assert (hang.rank, hang.launch) == (1, 1)
+    assert re.match(r"rank 1 hangs on .*: its process is stopped by a signal; 1 more wait$", hang.message)
     events = read_events(store, run_id(spec, DATASET_ID))
-    ended = [event for event in events if isinstance(event, LaunchEnded)]
-    assert [event.code for event in ended] == [ExitCode.HUNG, ExitCode.OK]
-    assert named.message[:60] in ended[0].detail
+    launches = [event for event in events if isinstance(event, LaunchEnded)]
+    assert [event.code for event in launches] == [ExitCode.HUNG, ExitCode.OK]
+    assert hang.message[:60] in launches[0].detail
     assert sum(isinstance(event, AttemptBegan) for event in events) == 2
     assert "most recent call first" in log_of(store, spec, 0)
     assert "Rank 1 was in the phase" in log_of(store, spec, 1)

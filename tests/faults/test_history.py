@@ -49,5 +49,5 @@ def test_a_sound_history_has_nothing_wrong() -> None:
     ],
 )
 def test_what_is_wrong_is_named(part: str, value: Any, words: str) -> None:
-    said = wrongs(**{**SOUND, part: value})
-    assert re.search(words, said[0]), said
+    problems = wrongs(**{**SOUND, part: value})
+    assert re.search(words, problems[0]), problems

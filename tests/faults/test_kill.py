@@ -117,18 +117,19 @@ def test_a_killed_launcher_leaves_events_that_the_next_one_goes_on_with(tmp_path
     output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
     with followed(process, output) as reader:
         output.wait_for_step(8)
-        noted = {"step_began", "launch_began", "attempt_began"}
+        expected_kinds = {"step_began", "launch_began", "attempt_began"}
         held.wait(
-            lambda: noted <= {event.kind for event in read_events(store, run_id(spec, DATASET_ID))}, "what began so far"
+            lambda: expected_kinds <= {event.kind for event in read_events(store, run_id(spec, DATASET_ID))},
+            "what began so far",
         )
         process.kill()
         process.wait()
         reader.join()
     train_once(spec, store.url, tmp_path / "home")
     events = read_events(store, run_id(spec, DATASET_ID))
-    told = [(event.kind, event.launch, event.attempt) for event in events if event.notable]
+    notable = [(event.kind, event.launch, event.attempt) for event in events if event.notable]
     # How often it saves, and whether a busy machine slows one rank down, is not what is looked at.
-    assert [each for each in told if each[0] not in ("save_committed", "straggler_detected")] == [
+    assert [event for event in notable if event[0] not in ("save_committed", "straggler_detected")] == [
         ("step_began", None, None),
         ("launch_began", 1, None),
         ("attempt_began", 1, 1),
@@ -139,5 +140,5 @@ def test_a_killed_launcher_leaves_events_that_the_next_one_goes_on_with(tmp_path
         ("launch_ended", 2, None),
         ("step_ended", None, None),
     ]
-    saved = [event.step for event in events if isinstance(event, SaveCommitted)]
-    assert saved == sorted(set(saved)) and saved[-1] == STEPS
+    saved_steps = [event.step for event in events if isinstance(event, SaveCommitted)]
+    assert saved_steps == sorted(set(saved_steps)) and saved_steps[-1] == STEPS

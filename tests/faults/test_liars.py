@@ -25,11 +25,12 @@ def test_a_flipped_bit_ends_the_gang_at_the_next_digest_and_the_run_goes_on_from
     identity, number = run_id(spec, DATASET_ID), launch(store, spec)
     code, printed = run_node(store, spec, number, tmp_path, "tests.faults.lying_worker", HOLDFAST_TEST_LIES="1:13")
     assert code == ExitCode.WRONG_ARITHMETIC, printed
-    ended = [event for event in read_events(store, identity) if isinstance(event, RankEnded)]
-    assert all(event.reason.startswith("step 16: ") for event in ended), ended  # 13 was wrong; 16 is the next of four
+    rank_ends = [event for event in read_events(store, identity) if isinstance(event, RankEnded)]
+    # The flip is at step 13, and every fourth step has a digest.
+    assert all(event.reason.startswith("step 16: ") for event in rank_ends), rank_ends
     assert checkpoint_steps(store, identity) == [10]
     train_once(spec, store.url, tmp_path / "home")
-    began = [event.step for event in read_events(store, identity) if isinstance(event, AttemptBegan)]
-    assert began == [0, 10]
+    start_steps = [event.step for event in read_events(store, identity) if isinstance(event, AttemptBegan)]
+    assert start_steps == [0, 10]
     train_once(spec, calm.url, tmp_path / "calm-home")
     assert outcome(store, spec)[1] == outcome(calm, spec)[1]

@@ -108,8 +108,8 @@ def two_nodes(spec: Spec, store: Store, folder: Path, held: Held) -> Iterator[li
 
 def kept(folder: Path, writer: int, run: str) -> int:
     """The newest step that a memory has of a writer."""
-    found = [step for root in folder.glob(f"*/w{writer:05d}") for _, step in whole_steps(FileStore(root), run, writer)]
-    return max(found, default=0)
+    steps = [step for root in folder.glob(f"*/w{writer:05d}") for _, step in whole_steps(FileStore(root), run, writer)]
+    return max(steps, default=0)
 
 
 @pytest.mark.drill
@@ -138,6 +138,6 @@ def test_a_node_that_is_killed_with_all_its_memory_costs_no_step_that_its_neighb
     assert checkpoint_steps(store, run) == []
     with two_nodes(spec, store, tmp_path, held) as nodes:
         assert [node.wait(240) for node in nodes] == [0, 0], (tmp_path / "node-0.log").read_text()
-    began = [event.step for event in read_events(store, run) if isinstance(event, AttemptBegan)]
-    assert began == [0, HELD_AT]
+    start_steps = [event.step for event in read_events(store, run) if isinstance(event, AttemptBegan)]
+    assert start_steps == [0, HELD_AT]
     assert trained(store, spec) == trained(calm, spec)

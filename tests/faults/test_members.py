@@ -41,10 +41,10 @@ def require_the_bits_of_one_rank(store: Store, spec: Spec, folder: Path) -> None
 def draw(file: Path, store: Store, nodes: Nodes) -> None:
     """The picture of a run, beside the digests of the undisturbed ones."""
     digests = {
-        what: read_manifest(store, run_id(tiny_spec(*asked("ddp")), DATASET_ID, salt), STEPS).state_digest
-        for what, salt in (("this run", ""), ("1 rank, undisturbed", "calm-1"))
+        label: read_manifest(store, run_id(tiny_spec(*asked("ddp")), DATASET_ID, salt), STEPS).state_digest
+        for label, salt in (("this run", ""), ("1 rank, undisturbed", "calm-1"))
     }
-    lines = [f"{what:<21} {digest}" for what, digest in digests.items()]
+    lines = [f"{label:<21} {digest}" for label, digest in digests.items()]
     lines.insert(0, f"digest of the state after step {STEPS}")
     names = ["host", "first", "third", "fourth", "fifth", "sixth"]
     file.write_text(picture(nodes.stretches(), names, ("first", "third"), lines), encoding="utf-8")
@@ -72,13 +72,13 @@ def test_four_nodes_become_two_then_three_then_four_and_end_with_the_bits_of_one
         nodes.let(STEPS)
         codes = nodes.wait_for_end()
     assert codes == {"first": -9, "third": -9, "host": 0, "fourth": 0, "fifth": 0, "sixth": 0}, nodes.printed()
-    began = nodes.began()
-    gangs = iter(began)  # more than four, where a node without a core comes late to a meeting, and makes another one
-    _, _, three, four = (next(each for each in gangs if each.world == size) for size in (4, 2, 3, 4))
-    assert began[-1].world == 4
+    attempts = nodes.began()
+    gangs = iter(attempts)  # more than four, where a node without a core comes late to a meeting, and makes another one
+    _, _, three, four = (next(attempt for attempt in gangs if attempt.world == size) for size in (4, 2, 3, 4))
+    assert attempts[-1].world == 4
     assert three.step >= 20, "growth lost a step"
     assert four.step >= 28, "growth lost a step"
-    assert len({each.launch for each in began}) == 1  # no launcher had to start anything again
+    assert len({attempt.launch for attempt in attempts}) == 1  # no launcher had to start anything again
     require_the_bits_of_one_rank(store, spec, tmp_path)
     if file := os.environ.get("HOLDFAST_PICTURE"):
         draw(Path(file), store, nodes)

@@ -60,7 +60,7 @@ def through(spec: Spec, store: Store, home: Path, faults: list[str], seed: int, 
     run = Run([*command, "--store", store.url], home / "disk", environment, home / "log.txt", start=warm.popen)
     planned = schedule(faults, spec.training.steps, seed)
     survived = run.go(planned, proxy, seed, lambda told: held.hold(told + AHEAD) if isinstance(told, int) else None)
-    assert [each.fault for each in survived] == [each.fault for each in planned], "over before all could happen"
+    assert [event.fault for event in survived] == [event.fault for event in planned], "over before all could happen"
 
 
 @pytest.fixture(autouse=True)
@@ -88,9 +88,9 @@ def test_all_faults_in_a_seeded_order_change_no_bit(tmp_path: Path, s3_endpoint:
     with FaultyProxy(s3_endpoint, seed=3) as proxy:
         through(spec, stormy, tmp_path / "home", ALL, 3, proxy)
     assert outcome(stormy, spec)[1] == outcome(calm, spec)[1]
-    ended = [event for event in read_events(stormy, run_id(spec, DATASET_ID)) if isinstance(event, RankEnded)]
+    rank_ends = [event for event in read_events(stormy, run_id(spec, DATASET_ID)) if isinstance(event, RankEnded)]
     if "memory-limit" in ALL:
-        assert ExitCode.OUT_OF_MEMORY in [event.code for event in ended], "a rank without memory says so"
+        assert ExitCode.OUT_OF_MEMORY in [event.code for event in rank_ends], "a rank without memory says so"
 
 
 def require_same_state(spec: Spec, *stores: Store) -> None:
@@ -101,24 +101,24 @@ def require_same_state(spec: Spec, *stores: Store) -> None:
 
 def test_a_clock_that_jumps_changes_no_bit(calm: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, stormy = tiny_spec(*KNOBS, *TWO, "training.steps=100"), new_store(tmp_path / "stormy")
-    told: list[Event] = []  # as long as the clock is wrong
+    events: list[Event] = []  # as long as the clock is wrong
 
     class Waits(Clock):
         """It goes back only when the run has saved, lost a rank, and trained on."""
 
         def jump(self, seconds: float) -> None:
-            if (self._folder / "jumped").exists() and seconds == 0.0 and not told:
+            if (self._folder / "jumped").exists() and seconds == 0.0 and not events:
                 held = Held(stormy, run_id(spec, DATASET_ID), tmp_path / "home" / "holds", lambda: True)
                 held.let(45)
                 ranks_of(psutil.Process())[1].kill()
                 held.let(65)
-                told.extend(read_events(stormy, run_id(spec, DATASET_ID)))
+                events.extend(read_events(stormy, run_id(spec, DATASET_ID)))
             super().jump(seconds)
             (self._folder / "jumped").touch()
 
     monkeypatch.setattr(fault_run, "Clock", Waits)
     through(spec, stormy, tmp_path / "home", ["clock-jumped", "rank-killed"], 5, None)
-    later = [event for event in told if event.time > time.time() + 1800]
+    later = [event for event in events if event.time > time.time() + 1800]
     assert {AttemptBegan, Progress, SaveCommitted} <= {type(event) for event in later}
     require_same_state(spec, calm, stormy)
 
@@ -155,15 +155,15 @@ def test_a_training_without_a_byte_of_disk_says_so_and_the_command_given_again_c
 def standing_still(root: psutil.Process) -> Iterator[None]:
     """A process, and all below it, stopped."""
     family = [root, *root.children(recursive=True)]
-    for each in family:
+    for process in family:
         with suppress(psutil.NoSuchProcess):
-            each.suspend()
+            process.suspend()
     try:
         yield
     finally:
-        for each in reversed(family):
+        for process in reversed(family):
             with suppress(psutil.NoSuchProcess):
-                each.resume()
+                process.resume()
 
 
 def test_a_gang_that_stood_still_while_another_machine_took_its_run_over_ends_and_changes_no_bit(

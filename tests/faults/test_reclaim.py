@@ -20,8 +20,8 @@ from tests.train.tiny_run import new_store, start_training, tiny_spec, train_onc
 
 @pytest.mark.drill
 def test_a_reclaimed_gang_saves_leaves_and_goes_on_to_the_bits_of_a_calm_one_at_no_cost(tmp_path: Path) -> None:
-    asked = ("parallel.processes=2", "checkpoint.every_steps=100", "cluster.restarts.budget=0")
-    calm, store, spec = new_store(tmp_path / "calm"), new_store(tmp_path / "store"), tiny_spec(*asked)
+    settings = ("parallel.processes=2", "checkpoint.every_steps=100", "cluster.restarts.budget=0")
+    calm, store, spec = new_store(tmp_path / "calm"), new_store(tmp_path / "store"), tiny_spec(*settings)
     train_once(spec, calm.url, tmp_path / "calm-home")
     identity, home = identity_of(spec), tmp_path / "home"
     home.mkdir()
@@ -32,7 +32,7 @@ def test_a_reclaimed_gang_saves_leaves_and_goes_on_to_the_bits_of_a_calm_one_at_
     with Metadata() as cloud:
         held = Held(store, identity, home / "holds", lambda: process.poll() is None)
         process = start_training(
-            tiny_spec(*asked, "cluster.spot=gcp"),
+            tiny_spec(*settings, "cluster.spot=gcp"),
             store.url,
             home,
             environment={**held.variables, "HOLDFAST_METADATA_URL": cloud.url},
@@ -43,19 +43,19 @@ def test_a_reclaimed_gang_saves_leaves_and_goes_on_to_the_bits_of_a_calm_one_at_
         cloud.preempt()
         held.wait(lambda: bool(notices()), "the notice")
         (log,) = (home / "logs" / identity).glob("*.log")
-        told = "closing signal SIGTERM"  # torch says so of each rank; steps that nobody holds are over in a moment
-        held.wait(lambda: log.read_text().count(told) == 2, "what asks the ranks to leave")
+        message = "closing signal SIGTERM"  # torch says so of each rank; steps that nobody holds are over in a moment
+        held.wait(lambda: log.read_text().count(message) == 2, "what asks the ranks to leave")
         held.hold(100)
         printed, _ = process.communicate(timeout=300)
     assert process.returncode == ExitCode.OK, printed
-    assert [began.step >= 5 for began in held.began()] == [False, True], "what it had computed was lost"
+    assert [attempt.step >= 5 for attempt in held.began()] == [False, True], "what it had computed was lost"
     assert {number: ending.code for number, ending in read_exits(store, identity).items()} == {
         1: ExitCode.PREEMPTED,
         2: ExitCode.OK,
     }
-    told = f"node {node_name()} reclaimed by the cloud, 30 s notice: GCP preempts it"
-    assert [(event.launch, event.text) for event in notices()] == [(1, told)]
-    assert told in read_exits(store, identity)[1].detail
+    message = f"node {node_name()} reclaimed by the cloud, 30 s notice: GCP preempts it"
+    assert [(event.launch, event.text) for event in notices()] == [(1, message)]
+    assert message in read_exits(store, identity)[1].detail
     assert [was_reclaimed(store, identity, launch) for launch in (1, 2)] == [True, False]
     assert leaving_nodes(store, identity, tiny_spec("cluster.spot=gcp").cluster) == {node_name()}
     assert leaving_nodes(store, identity, spec.cluster) == frozenset()

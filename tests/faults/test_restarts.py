@@ -47,7 +47,7 @@ def test_an_old_rank_0_inside_a_collection_deletes_nothing_that_the_new_gang_com
         _, logged = old.communicate(timeout=300)
     assert old.returncode == ExitCode.FENCED, logged
     assert [number for number, _ in list_attempts(store, identity)] == [1, 2]
-    assert [read_attempt(store, identity, each)["launch"] for each in (1, 2)] == [first, number]
+    assert [read_attempt(store, identity, attempt)["launch"] for attempt in (1, 2)] == [first, number]
     checkpoint = open_checkpoint(store, identity, spec.training.steps)
     assert all(checkpoint.tensor(name) is not None for name in checkpoint.tensors)
     reference = (OVERRIDES, "undisturbed", None)
@@ -59,10 +59,10 @@ def test_a_rank_that_is_told_to_leave_while_it_loads_computes_no_step(tmp_path: 
     store, spec = new_store(tmp_path / "store"), tiny_spec()
     assert train_in_ranks(1, store.url, tmp_path / "ranks", [((), "", 5)]) == ["PreemptedError"]
     steps = checkpoint_steps(store, run_id(spec, DATASET_ID))
-    with start(store, spec, launch(store, spec), tmp_path / "home", "leaves-at-load") as told:
-        _, logged = told.communicate(timeout=300)
-    assert told.returncode == ExitCode.TERMINATED, logged
-    assert f"asked to leave with the state of step {steps[-1]} loaded" in logged
+    with start(store, spec, launch(store, spec), tmp_path / "home", "leaves-at-load") as process:
+        _, log = process.communicate(timeout=300)
+    assert process.returncode == ExitCode.TERMINATED, log
+    assert f"asked to leave with the state of step {steps[-1]} loaded" in log
     assert checkpoint_steps(store, run_id(spec, DATASET_ID)) == steps
 
 
@@ -70,10 +70,10 @@ def test_a_rank_that_is_told_to_leave_while_it_loads_computes_no_step(tmp_path: 
 def test_a_run_on_one_machine_gets_past_a_damaged_checkpoint_by_itself(tmp_path: Path) -> None:
     store, spec = new_store(tmp_path / "store"), tiny_spec()
     assert train_in_ranks(1, store.url, tmp_path / "ranks", [((), "undisturbed", None)]) == [""]
-    launched = launch(store, spec)
-    with start(store, spec, launched, tmp_path / "home", "leaves-at-6", OPENBLAS_NUM_THREADS="1") as stopped:
-        _, logged = stopped.communicate(timeout=300)
-    assert stopped.returncode == ExitCode.PREEMPTED, logged
+    launch_number = launch(store, spec)
+    with start(store, spec, launch_number, tmp_path / "home", "leaves-at-6", OPENBLAS_NUM_THREADS="1") as stopped:
+        _, log = stopped.communicate(timeout=300)
+    assert stopped.returncode == ExitCode.PREEMPTED, log
     identity = run_id(spec, DATASET_ID)
     newest = checkpoint_steps(store, identity)[-1]
     older = checkpoint_steps(store, identity)[-2]

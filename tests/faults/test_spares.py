@@ -36,7 +36,7 @@ def test_a_spare_takes_the_seat_of_a_killed_node_at_the_same_world_size_and_with
         codes = nodes.wait_for_end()
     assert codes == {"host": 0, "second": -9, "spare": 0}, nodes.printed()
     assert nodes.worlds() == [2]
-    assert len({each.launch for each in nodes.began()}) == 1  # no launcher had to start anything again
+    assert len({attempt.launch for attempt in nodes.began()}) == 1  # no launcher had to start anything again
     require_sound_history(store, Assignment.of(spec, identity_of(spec), DATASET_ID))
     assert train_in_ranks(2, store.url, tmp_path / "calm", [(CALM, "calm", None)]) == [""]
     assert trained(store, spec) == trained(store, tiny_spec(*CALM), "calm")

@@ -35,13 +35,13 @@ Golden = dict[str, dict[str, object]]
 
 def complaint(golden: Golden, key: str, version: int, found: dict[str, str]) -> str:
     """What is wrong with the digests that were found, in words; empty when nothing is."""
-    known = golden[key]
-    if known["data_plane_version"] != version:
+    recorded = golden[key]
+    if recorded["data_plane_version"] != version:
         return (
-            f"bits.json was written at DATA_PLANE_VERSION {known['data_plane_version']}, which is {version} now; "
+            f"bits.json was written at DATA_PLANE_VERSION {recorded['data_plane_version']}, which is {version} now; "
             "HOLDFAST_UPDATE_GOLDEN=1 .venv/bin/pytest tests/golden writes it anew"
         )
-    expected = known["digests"]
+    expected = recorded["digests"]
     assert isinstance(expected, dict)
     changed = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if not changed:
@@ -59,16 +59,16 @@ def test_the_same_runs_end_with_the_bits_of_the_commits_before(tmp_path: Path) -
     update = bool(os.environ.get("HOLDFAST_UPDATE_GOLDEN"))
     if KEY not in golden and not update:
         pytest.skip(f"bits.json has digests for {'; '.join(golden)}; here is {KEY}")
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "tests.golden.train", str(tmp_path)],
         env={**os.environ, **KERNELS}, stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
-    found = json.loads(ended.stdout.splitlines()[-1])
-    if (capability := found.pop("capability")) != CAPABILITY:
+    digests = json.loads(process.stdout.splitlines()[-1])
+    if (capability := digests.pop("capability")) != CAPABILITY:
         pytest.skip(f"this processor has {capability} where the digests were made with {CAPABILITY}")
-    wrong = complaint(golden, KEY, DATA_PLANE_VERSION, found) if KEY in golden else ""
+    wrong = complaint(golden, KEY, DATA_PLANE_VERSION, digests) if KEY in golden else ""
     if update and "other bits" not in wrong:
-        golden[KEY] = {"data_plane_version": DATA_PLANE_VERSION, "digests": found}
+        golden[KEY] = {"data_plane_version": DATA_PLANE_VERSION, "digests": digests}
         GOLDEN.write_text(json.dumps(golden, indent=1) + "\n", encoding="utf-8")
     else:
         assert not wrong, wrong
@@ -77,7 +77,7 @@ def test_the_same_runs_end_with_the_bits_of_the_commits_before(tmp_path: Path) -
 def test_other_bits_under_the_same_version_are_told_in_words() -> None:
     golden: Golden = {"here": {"data_plane_version": 1, "digests": {"ddp": "a", "fsdp": "b"}}}
     assert complaint(golden, "here", 1, {"ddp": "a", "fsdp": "b"}) == ""
-    said = complaint(golden, "here", 1, {"ddp": "a", "fsdp": "c"})
-    assert said.startswith("the same run now ends with other bits: fsdp. ")
-    assert "raise DATA_PLANE_VERSION" in said
+    message = complaint(golden, "here", 1, {"ddp": "a", "fsdp": "c"})
+    assert message.startswith("the same run now ends with other bits: fsdp. ")
+    assert "raise DATA_PLANE_VERSION" in message
     assert "written at DATA_PLANE_VERSION 1, which is 2 now" in complaint(golden, "here", 2, {"ddp": "a", "fsdp": "c"})

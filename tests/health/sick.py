@@ -40,8 +40,8 @@ def flip(wrong: bool) -> None:
 
 def main() -> None:
     """See `program.main`. HOLDFAST_TEST_SICK says which rank is what: "1:slow" or "1:wrong"."""
-    rank, _, what = os.environ["HOLDFAST_TEST_SICK"].partition(":")
-    mine = os.environ["RANK"] == rank
-    by_looks(SLOW if mine and what == "slow" else SOUND)
-    flip(mine and what == "wrong")
+    rank, _, defect = os.environ["HOLDFAST_TEST_SICK"].partition(":")
+    is_sick = os.environ["RANK"] == rank
+    by_looks(SLOW if is_sick and defect == "slow" else SOUND)
+    flip(is_sick and defect == "wrong")
     program.main()

@@ -26,9 +26,9 @@ def sick_job(*arguments: Any) -> Job:
 
 def main() -> None:
     """A rank: see `worker.main`."""
-    rank, _, what = os.environ["HOLDFAST_TEST_SICK"].partition(":")
-    mine = os.environ["RANK"] == rank
-    sick.by_looks(sick.SLOW if mine and what == "slow" else sick.SOUND)
+    rank, _, defect = os.environ["HOLDFAST_TEST_SICK"].partition(":")
+    is_sick = os.environ["RANK"] == rank
+    sick.by_looks(sick.SLOW if is_sick and defect == "slow" else sick.SOUND)
     worker.main()
 
 

@@ -25,7 +25,7 @@ def _examined(rank: int, size: int, folder: Path) -> list[tuple[str, str]]:
     from holdfast.health.examine import examine, require_health
 
     os.environ["LOCAL_RANK"], os.environ["HOLDFAST_NODE_NAME"] = "0", f"node-{rank}"
-    found = []
+    results = []
     with process_group(folder / "meeting", rank, size):
         gang, store = Gang(), open_store(f"file://{folder / 'store'}")
         for case in CASES:
@@ -37,18 +37,23 @@ def _examined(rank: int, size: int, folder: Path) -> list[tuple[str, str]]:
                 ending = ""
             except HoldfastError as error:
                 ending = type(error).__name__
-            found.append((report.model_dump_json(), ending))
-    return found
+            results.append((report.model_dump_json(), ending))
+    return results
 
 
 def test_a_slow_and_a_wrong_rank_are_named_and_a_sound_gang_is_not(tmp_path: Path) -> None:
-    told = in_ranks(3, _examined, tmp_path)
-    assert told[0][0][0] == told[1][0][0] == told[2][0][0]
-    reports = {case: Report.model_validate_json(text) for case, (text, _) in zip(CASES, told[0], strict=True)}
-    endings = {case: [rank[index][1] for rank in told] for index, case in enumerate(CASES)}
+    results = in_ranks(3, _examined, tmp_path)
+    assert results[0][0][0] == results[1][0][0] == results[2][0][0]
+    reports = {case: Report.model_validate_json(text) for case, (text, _) in zip(CASES, results[0], strict=True)}
+    endings = {case: [rank[index][1] for rank in results] for index, case in enumerate(CASES)}
     assert reports["sound"].findings == ()
     assert len(reports["sound"].links) == 3 and reports["sound"].ring
-    assert {probe for one in reports["sound"].measured for probe in one.rates} == {"compute", "memory", "disk", "store"}
+    assert {probe for report in reports["sound"].measured for probe in report.rates} == {
+        "compute",
+        "memory",
+        "disk",
+        "store",
+    }
     failures = reports["slow"].failures
     assert {finding.probe for finding in failures} == {"compute", "memory", "link"}
     assert {finding.probe for finding in reports["slow"].findings} == {"compute", "memory", "link", "disk", "store"}
@@ -70,35 +75,37 @@ def _meet(rank: int, size: int, folder: Path) -> str:
     from holdfast.collectives import Gang
 
     with process_group(folder / "meeting", rank, size):
-        gang, told = Gang(), ""
+        gang, message = Gang(), ""
         if rank == 0:
             try:
                 gang.meet(1.0, "in the health check")
             except HoldfastError as error:
-                told = f"{type(error).__name__}: {error}"
+                message = f"{type(error).__name__}: {error}"
             (folder / "told").touch()
         while not (folder / "told").exists():
             os.sched_yield()
-        return told
+        return message
 
 
 def test_a_rank_that_does_not_come_to_a_probe_is_named(tmp_path: Path) -> None:
-    told = in_ranks(2, _meet, tmp_path)[0]
-    assert told.startswith("HungError: in the health check, ranks did not come within 1 s")
-    assert "Ranks 1 " in told
+    message = in_ranks(2, _meet, tmp_path)[0]
+    assert message.startswith("HungError: in the health check, ranks did not come within 1 s")
+    assert "Ranks 1 " in message
 
 
 def test_the_program_ends_with_the_code_of_what_it_found_and_blames_the_node(tmp_path: Path) -> None:
     launcher = LocalLauncher(tmp_path / "logs")
     endings = []
     try:
-        for number, what in enumerate(("1:wrong", "-")):
+        for number, defect in enumerate(("1:wrong", "-")):
             report = tmp_path / f"{number}.json"
             command = ["-m", "tests.health.sick", "--seconds", "0", "--report", str(report)]
-            given = {"HOLDFAST_TEST_SICK": what, "HOLDFAST_HOME": str(tmp_path / "home")}
-            ending = launcher.run(Job("job", "run", number, command, 2, 1, 20.0, Cluster(), environment=given))
+            environment = {"HOLDFAST_TEST_SICK": defect, "HOLDFAST_HOME": str(tmp_path / "home")}
+            ending = launcher.run(Job("job", "run", number, command, 2, 1, 20.0, Cluster(), environment=environment))
             failures = Report.model_validate_json(report.read_text()).failures
-            endings.append((ending.code, ending.rank, len(ending.blamed_nodes), {one.ranks for one in failures}))
+            endings.append(
+                (ending.code, ending.rank, len(ending.blamed_nodes), {finding.ranks for finding in failures})
+            )
     finally:
         launcher.close()
     assert endings[0] == (ExitCode.UNHEALTHY_NODE, 1, 1, {(1,)})

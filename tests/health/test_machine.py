@@ -55,9 +55,9 @@ def test_only_recent_faults_of_the_kernels_log_speak_of_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def counted(seconds_ago: float) -> dict[str, int]:
-        told = int(1e6 * (time.clock_gettime(time.CLOCK_MONOTONIC) - seconds_ago))
+        logged_at = int(1e6 * (time.clock_gettime(time.CLOCK_MONOTONIC) - seconds_ago))
         log = tmp_path / "kmsg"
-        log.write_text(f"4,17,{told},-;NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen off the bus.\n")
+        log.write_text(f"4,17,{logged_at},-;NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen off the bus.\n")
         monkeypatch.setattr(machine, "KERNEL_LOG", log)
         return machine._xids("00000000:18:00.0")[0]
 
@@ -107,6 +107,6 @@ def test_the_driver_is_asked_for_one_device(tmp_path: Path, monkeypatch: pytest.
     script = f"import sys; assert sys.argv[-1] == '--id=GPU-1234', sys.argv; print({FAULTY!r})"
     tool(tmp_path, monkeypatch, script)
     monkeypatch.setattr(machine, "KERNEL_LOG", tmp_path / "no such log")
-    found, versions, notes = machine.counters("cuda", "1234")
-    assert found["uncorrected ECC errors"] == 2 and versions == {"NVIDIA driver": "570.124.06"}
+    counters, versions, notes = machine.counters("cuda", "1234")
+    assert counters["uncorrected ECC errors"] == 2 and versions == {"NVIDIA driver": "570.124.06"}
     assert notes == ["counters: Xid: the kernel's log cannot be read here: No such file or directory"]

@@ -14,8 +14,8 @@ from holdfast.spec.errors import LostPeerError, UnhealthyNodeError, WrongArithme
 
 
 def rank(number: int, node: str = "", device: str = "board", **more: object) -> Measured:
-    given = {"rank": number, "node": node or f"node-{number}", "device": device, "kind": "cuda", **more}
-    return Measured.model_validate(given)
+    values = {"rank": number, "node": node or f"node-{number}", "device": device, "kind": "cuda", **more}
+    return Measured.model_validate(values)
 
 
 def told(findings: Sequence[Finding]) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -55,15 +55,15 @@ def test_findings_do_not_depend_on_the_order_of_the_measurements() -> None:
 
 
 def test_other_boards_are_no_peers() -> None:
-    slower = [one.model_copy(update={"rank": one.rank + 2}) for one in computing(10, 10, device="other")]
+    slower = [report.model_copy(update={"rank": report.rank + 2}) for report in computing(10, 10, device="other")]
     assert judge([*computing(100, 100), *slower]) == ()
 
 
 def test_a_board_that_is_known_is_compared_with_what_it_usually_reaches() -> None:
     usual = 989.4e12 * 0.65
     for share, severity in ((1.0, []), (0.7, ["warned"]), (0.4, ["failed"])):
-        found = judge(computing(usual * share, usual * share, device="NVIDIA H100 80GB HBM3"))
-        assert [finding.severity for finding in found] == severity * 2
+        findings = judge(computing(usual * share, usual * share, device="NVIDIA H100 80GB HBM3"))
+        assert [finding.severity for finding in findings] == severity * 2
 
 
 def test_bits_that_differ_name_the_minority_and_of_two_the_one_whose_exact_product_is_wrong() -> None:
@@ -72,8 +72,8 @@ def test_bits_that_differ_name_the_minority_and_of_two_the_one_whose_exact_produ
     two = [rank(0, bits="one", alike="here"), rank(1, bits="other", alike="here")]
     assert told(judge(two)) == [("failed", "arithmetic", (0,)), ("failed", "arithmetic", (1,))]
     assert [finding.sure for finding in (*judge(three), *judge(two))] == [True, False, False]
-    known = [two[0], two[1].model_copy(update={"right": False})]
-    assert told(judge(known)) == [("failed", "arithmetic", (1,))]
+    checked = [two[0], two[1].model_copy(update={"right": False})]
+    assert told(judge(checked)) == [("failed", "arithmetic", (1,))]
     elsewhere = [two[0], two[1].model_copy(update={"alike": "other libraries"})]
     assert judge(elsewhere) == ()
 
@@ -84,8 +84,8 @@ def links(rates: dict[tuple[int, int], float]) -> list[Link]:
 
 def test_a_rank_is_judged_by_its_best_link_so_that_a_slow_peer_does_not_make_others_slow() -> None:
     ranks = [rank(number) for number in range(3)]
-    found = judge(ranks, links({(0, 1): 100, (0, 2): 10, (1, 2): 10}))
-    assert told(found) == [("failed", "link", (2,))]
+    findings = judge(ranks, links({(0, 1): 100, (0, 2): 10, (1, 2): 10}))
+    assert told(findings) == [("failed", "link", (2,))]
 
 
 def test_one_slow_link_names_both_its_ends_and_fails_neither() -> None:
@@ -104,14 +104,14 @@ def test_a_clock_counts_only_as_far_as_it_is_surely_wrong() -> None:
     for ahead, error, expected in (
         (0.5, 1.0, []), (2.5, 1.0, ["warned"]), (-2.5, 1.0, ["warned"]), (2.5, 2.0, []), (-90.0, 1.0, ["warned"]),
     ):  # fmt: skip
-        found = judge([rank(0, clock_ahead=ahead, clock_error=error)])
-        assert [finding.severity for finding in found] == expected
-    assert "at least 89.0 s behind the store's" in found[0].words
+        findings = judge([rank(0, clock_ahead=ahead, clock_error=error)])
+        assert [finding.severity for finding in findings] == expected
+    assert "at least 89.0 s behind the store's" in findings[0].words
 
 
 def test_a_clock_fails_a_node_only_beside_those_of_others_because_it_may_be_the_stores() -> None:
     def with_clocks(*ahead: float) -> list[str]:
-        ranks = [rank(number, clock_ahead=each, clock_error=1.0) for number, each in enumerate(ahead)]
+        ranks = [rank(number, clock_ahead=seconds, clock_error=1.0) for number, seconds in enumerate(ahead)]
         return [finding.severity for finding in judge(ranks)]
 
     assert with_clocks(75.0, 75.5, 74.0) == ["warned"] * 3
@@ -130,8 +130,8 @@ def test_links_are_compared_with_those_of_the_same_device() -> None:
 
 def test_a_disk_that_takes_nothing_fails_its_node_also_where_it_is_alone() -> None:
     assert told(judge([rank(0, rates={"disk": 0.0})])) == [("failed", "disk", (0,))]
-    beside = [rank(1, rates={"disk": 1e9}), rank(2, rates={"disk": 1e9})]
-    assert told(judge([rank(0, rates={"disk": 0.0}), *beside])) == [("failed", "disk", (0,))]  # said once
+    peers = [rank(1, rates={"disk": 1e9}), rank(2, rates={"disk": 1e9})]
+    assert told(judge([rank(0, rates={"disk": 0.0}), *peers])) == [("failed", "disk", (0,))]  # said once
 
 
 def test_counters_of_faults_fail_a_device_and_signs_of_them_are_told() -> None:
@@ -142,9 +142,9 @@ def test_counters_of_faults_fail_a_device_and_signs_of_them_are_told() -> None:
 
 def test_versions_that_differ_are_told_of_the_nodes_that_have_the_rarer_ones() -> None:
     ranks = [rank(number, versions={"driver": "2" if number == 1 else "1"}) for number in range(3)]
-    found = judge([*ranks, rank(3)])  # which is not the first of its node
-    assert told(found) == [("warned", "versions", (1,))]
-    assert found[0].words == "rank 1 on node-1: versions: driver is 2, and 1 elsewhere"
+    findings = judge([*ranks, rank(3)])  # which is not the first of its node
+    assert told(findings) == [("warned", "versions", (1,))]
+    assert findings[0].words == "rank 1 on node-1: versions: driver is 2, and 1 elsewhere"
 
 
 def test_the_spread_of_the_peers_decides_beside_the_share() -> None:

@@ -39,11 +39,11 @@ pytestmark = [
 def images() -> None:
     """Both images that run without an accelerator."""
     builder = "buildah" if shutil.which("buildah") else "podman"
-    done = subprocess.run(
+    process = subprocess.run(
         [ROOT / "images/build.sh", "light", "train-cpu"],
         check=False, env={"BUILDER": builder, **os.environ}, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert process.returncode == 0, process.stderr[-4000:]
 
 
 @pytest.fixture
@@ -70,11 +70,11 @@ def container(shared: Path, image: str, *command: str, **environment: str) -> li
 
 def run(shared: Path, image: str, *command: str, **environment: str) -> str:
     """What a container prints; it must end well."""
-    done = subprocess.run(
+    process = subprocess.run(
         container(shared, image, *command, **environment), check=False, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def last_json(printed: str) -> dict[str, Any]:
@@ -85,19 +85,21 @@ def last_json(printed: str) -> dict[str, Any]:
 @pytest.mark.usefixtures("images")
 @pytest.mark.parametrize(("image", "kind"), [(LIGHT, "light"), (TRAIN, "train-cpu")])
 def test_an_image_knows_what_it_is_and_carries_nothing_of_its_builder(shared: Path, image: str, kind: str) -> None:
-    found = json.loads(run(shared, image, "holdfast-selfcheck"))
-    assert found["problems"] == []
-    assert found["image"] == kind
-    assert found["uid"] > 0
+    report = json.loads(run(shared, image, "holdfast-selfcheck"))
+    assert report["problems"] == []
+    assert report["image"] == kind
+    assert report["uid"] > 0
     config = json.loads(subprocess.check_output(["podman", "image", "inspect", image]))[0]
     assert config["Labels"]["org.opencontainers.image.version"] == version("holdfast")
-    assert config["Labels"]["org.opencontainers.image.revision"] == (found["commit"] or "")
+    assert config["Labels"]["org.opencontainers.image.revision"] == (report["commit"] or "")
     if settings := os.environ.get("PIP_CONFIG_FILE"):
         lines = {line.partition("=")[2].strip() for line in Path(settings).read_text().splitlines() if "=" in line}
-        described = json.dumps(config)
-        assert not [value for value in lines if len(value) > 8 and value in described]
-    left = run(shared, image, "sh", "-c", "ls /build ~root/.cache /var/lib/apt/lists/* /etc/pip.conf 2>/dev/null || :")
-    assert left.strip() == ""
+        config_text = json.dumps(config)
+        assert not [value for value in lines if len(value) > 8 and value in config_text]
+    leftovers = run(
+        shared, image, "sh", "-c", "ls /build ~root/.cache /var/lib/apt/lists/* /etc/pip.conf 2>/dev/null || :"
+    )
+    assert leftovers.strip() == ""
 
 
 @pytest.mark.usefixtures("images")
@@ -111,8 +113,8 @@ def test_the_steps_run_and_two_processes_train_the_same_bits_in_one_pod_and_in_t
     alone = last_json(run(shared, LIGHT, *train, "--salt", "alone"))
     assert alone["step"] == 10
 
-    claimed = run(shared, LIGHT, "python", "-c", CLAIM, prepared["dataset_id"])
-    run_id = claimed.strip()
+    claim_output = run(shared, LIGHT, "python", "-c", CLAIM, prepared["dataset_id"])
+    run_id = claim_output.strip()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -126,15 +128,15 @@ def test_the_steps_run_and_two_processes_train_the_same_bits_in_one_pod_and_in_t
         "--store",
         "file:///store",
     ]
-    given = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+    rendezvous = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
     ranks = []
     for node in range(2):
         command = container(
-            shared, TRAIN, *TORCHRUN, *worker, **given, PET_NODE_RANK=str(node), GLOO_SOCKET_IFNAME="lo"
+            shared, TRAIN, *TORCHRUN, *worker, **rendezvous, PET_NODE_RANK=str(node), GLOO_SOCKET_IFNAME="lo"
         )
         ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    printed = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(printed)
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
     apart = last_json(run(shared, LIGHT, *train, "--salt", "apart"))
     assert apart["run_id"] == run_id
     assert apart["state_digest"] == alone["state_digest"]

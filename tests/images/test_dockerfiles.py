@@ -23,9 +23,9 @@ def instructions(path: Path) -> list[Instruction]:
 
 def final_stage(path: Path) -> list[Instruction]:
     """What follows the last FROM."""
-    found = instructions(path)
-    last = max(index for index, (word, _) in enumerate(found) if word == "FROM")
-    return found[last:]
+    steps = instructions(path)
+    last = max(index for index, (word, _) in enumerate(steps) if word == "FROM")
+    return steps[last:]
 
 
 @pytest.fixture(params=sorted(path.name for path in IMAGES.glob("*.Dockerfile")))
@@ -41,10 +41,10 @@ def test_it_ends_as_a_user_that_is_not_root_and_is_given_as_a_number(dockerfile:
 
 
 def test_its_base_is_an_argument_with_a_version(dockerfile: Path) -> None:
-    found = instructions(dockerfile)
-    (default,) = (rest for word, rest in found if word == "ARG" and rest.startswith("BASE="))
+    steps = instructions(dockerfile)
+    (default,) = (rest for word, rest in steps if word == "ARG" and rest.startswith("BASE="))
     assert re.fullmatch(r"BASE=[a-z]+:\d+\.\d+[a-z0-9.-]*", default)
-    stages = [rest.split()[0] for word, rest in found if word == "FROM"]
+    stages = [rest.split()[0] for word, rest in steps if word == "FROM"]
     assert len(stages) > 1  # what builds does not stay
     assert set(stages) == {"${BASE}", "dependencies"}
     assert stages[-1] == "${BASE}"
@@ -57,11 +57,11 @@ def test_it_takes_nothing_from_the_network_but_packages(dockerfile: Path) -> Non
 
 
 def test_settings_of_the_package_manager_are_a_secret_of_one_command(dockerfile: Path) -> None:
-    found = instructions(dockerfile)
-    mounts = [rest for word, rest in found if word == "RUN" and "--mount" in rest]
+    steps = instructions(dockerfile)
+    mounts = [rest for word, rest in steps if word == "RUN" and "--mount" in rest]
     assert mounts
     assert all(rest.startswith("--mount=type=secret,id=pip.conf,target=/etc/pip.conf ") for rest in mounts)
-    for word, rest in found:
+    for word, rest in steps:
         if word in ("ARG", "ENV"):
             assert not re.search(r"PASSWORD|SECRET|TOKEN|INDEX_URL|ACCESS_KEY|PROXY", rest.upper()), rest
 
@@ -97,10 +97,10 @@ def test_the_image_of_a_ray_is_built_as_such(tmp_path: Path) -> None:
     builder.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     builder.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/", "BUILDER": "buildah"}
-    done = subprocess.run(
+    process = subprocess.run(
         [IMAGES / "build.sh", "ray-cpu"], check=True, env=environment, capture_output=True, text=True, timeout=60
     )
-    words = done.stdout.splitlines()
+    words = process.stdout.splitlines()
     assert {"KIND=ray", "VARIANT=cpu", "images/train.Dockerfile"} <= set(words)
     assert f"holdfast-ray-cpu:{version('holdfast')}" in words
 
@@ -110,8 +110,8 @@ def test_the_builder_installs_nothing_without_its_hash_but_a_torch_that_nobody_h
     open_ = []
     for line in (line.strip() for line in script.splitlines()):
         if re.match(r"(pip|/build/tools/bin/python -m pip) install", line):
-            hashed = "--require-hashes --no-deps" in line
-            if not hashed and "--no-index" not in line:
+            requires_hashes = "--require-hashes --no-deps" in line
+            if not requires_hashes and "--no-index" not in line:
                 open_.append(line)
     assert open_ == []
     assert [line for line in script.splitlines() if "$pip install" in line or ") pip install" in line] == [
@@ -123,9 +123,9 @@ def test_the_builder_installs_nothing_without_its_hash_but_a_torch_that_nobody_h
 
 
 def test_only_what_the_images_need_reaches_a_builder() -> None:
-    kept = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
-    assert kept[0] == "*"
-    allowed = {line[1:] for line in kept if line.startswith("!")}
+    patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    assert patterns[0] == "*"
+    allowed = {line[1:] for line in patterns if line.startswith("!")}
     assert allowed == {
         "pyproject.toml", "constraints.txt", "README.md", "LICENSE", "holdfast",
         "images/install.sh", "images/lock.txt", "images/torch.sh", "images/torch.*.lock", "images/selfcheck.py",
@@ -158,6 +158,6 @@ def test_the_build_refuses_what_cannot_become_an_image(
 ) -> None:
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/", **environment}
     command = [IMAGES / "build.sh", *arguments]
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
-    assert said in done.stderr
+    process = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 2
+    assert said in process.stderr

@@ -23,8 +23,8 @@ def test_an_overlay_names_the_images_by_the_digests_that_the_registry_gave(tmp_p
     file.write_text(OVERLAY.read_text())
     before = yaml.safe_load(file.read_text())
     for digit in "ab":  # the second release replaces the first
-        done = pin(tmp_path, f"registry.example:5000/team/holdfast@sha256:{digit * 64}")
-        assert done.returncode == 0, done.stderr
+        process = pin(tmp_path, f"registry.example:5000/team/holdfast@sha256:{digit * 64}")
+        assert process.returncode == 0, process.stderr
     assert pin(tmp_path, f"r/holdfast-train-cpu@sha256:{'c' * 64}").returncode == 0
     assert yaml.safe_load(file.read_text()) == {
         **before,
@@ -42,7 +42,7 @@ def test_an_overlay_names_the_images_by_the_digests_that_the_registry_gave(tmp_p
 def test_an_image_without_a_whole_digest_is_refused_and_nothing_is_written(image: str, tmp_path: Path) -> None:
     file = tmp_path / "kustomization.yaml"
     file.write_text(OVERLAY.read_text())
-    done = pin(tmp_path, image)
-    assert done.returncode == 2
-    assert f"{image}: give an image of Holdfast by its digest" in done.stderr
+    process = pin(tmp_path, image)
+    assert process.returncode == 2
+    assert f"{image}: give an image of Holdfast by its digest" in process.stderr
     assert file.read_text() == OVERLAY.read_text()

@@ -53,10 +53,10 @@ def test_a_machine_without_a_driver_gets_the_cpu_wheel_and_a_cpu_image_no_other(
     }  # fmt: skip
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command = [str(SCRIPT), wanted, *pip, "--target", str(tmp_path / "installed")]
-    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=120)
-    found = [path.name for path in (tmp_path / "installed").glob("*.dist-info")]
-    assert found == ([f"torch-{installed}.dist-info"] if installed else []), done.stderr
-    assert done.returncode == (0 if installed else 1)
-    assert ("pip's own index" in done.stderr) == (published is None)
-    assert ("with CUDA: 3 GB" in done.stderr) == (installed == "2.13.0")
-    assert ("needs CUDA" in done.stderr) == (not installed)
+    process = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=120)
+    packages = [path.name for path in (tmp_path / "installed").glob("*.dist-info")]
+    assert packages == ([f"torch-{installed}.dist-info"] if installed else []), process.stderr
+    assert process.returncode == (0 if installed else 1)
+    assert ("pip's own index" in process.stderr) == (published is None)
+    assert ("with CUDA: 3 GB" in process.stderr) == (installed == "2.13.0")
+    assert ("needs CUDA" in process.stderr) == (not installed)

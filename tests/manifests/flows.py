@@ -66,14 +66,14 @@ class Policies:
         for policy in self.policies:
             spec = policy["spec"]
             kinds = spec.get("policyTypes") or (["Ingress", "Egress"] if "egress" in spec else ["Ingress"])
-            here = policy["metadata"].get("namespace") == pod.namespace
-            if here and direction.capitalize() in kinds and selects(spec.get("podSelector"), pod.labels):
+            same_namespace = policy["metadata"].get("namespace") == pod.namespace
+            if same_namespace and direction.capitalize() in kinds and selects(spec.get("podSelector"), pod.labels):
                 yield policy
 
     def _peer_matches(self, peers: Sequence[Object] | None, peer: End, subject: Pod, blocks: bool) -> bool:
         if not peers:
             return True  # a rule without peers is for all of them
-        return any(self._one_matches(each, peer, subject, blocks) for each in peers)
+        return any(self._one_matches(pod, peer, subject, blocks) for pod in peers)
 
     def _one_matches(self, each: Object, peer: End, subject: Pod, blocks: bool) -> bool:
         if "ipBlock" in each:
@@ -94,7 +94,7 @@ def selects(selector: Object | None, labels: Mapping[str, str]) -> bool:
     selector = selector or {}
     if any(labels.get(key) != value for key, value in (selector.get("matchLabels") or {}).items()):
         return False
-    return all(_holds(each, labels) for each in selector.get("matchExpressions") or [])
+    return all(_holds(expression, labels) for expression in selector.get("matchExpressions") or [])
 
 
 def _holds(expression: Object, labels: Mapping[str, str]) -> bool:
@@ -108,11 +108,11 @@ def _holds(expression: Object, labels: Mapping[str, str]) -> bool:
 
 
 def _in_block(block: Object, address: str) -> bool:
-    here = ipaddress.ip_address(address)
+    ip = ipaddress.ip_address(address)
 
     def within(cidr: str) -> bool:
         network = ipaddress.ip_network(cidr)
-        return network.version == here.version and here in network
+        return network.version == ip.version and ip in network
 
     return within(block["cidr"]) and not any(within(cidr) for cidr in block.get("except") or [])
 
@@ -121,8 +121,9 @@ def _port_matches(ports: Sequence[Object] | None, port: int, protocol: str, targ
     if not ports:
         return True
     return any(
-        each.get("protocol", "TCP") == protocol and _in_range(each, port, target if isinstance(target, Pod) else None)
-        for each in ports
+        port_rule.get("protocol", "TCP") == protocol
+        and _in_range(port_rule, port, target if isinstance(target, Pod) else None)
+        for port_rule in ports
     )
 
 

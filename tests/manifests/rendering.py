@@ -23,12 +23,12 @@ Object = dict[str, Any]
 def _text(folder: Path) -> str:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed, so nothing can be rendered")
-    done = subprocess.run(
+    process = subprocess.run(
         ["kubectl", "kustomize", str(folder)], check=False, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr, done.stderr  # such as a field of kustomize that is deprecated
-    return done.stdout
+    assert process.returncode == 0, process.stderr
+    assert not process.stderr, process.stderr  # such as a field of kustomize that is deprecated
+    return process.stdout
 
 
 def render(overlay: str) -> list[Object]:
@@ -56,10 +56,10 @@ def render_with(component: str, overlay: str, folder: Path, **more: Any) -> list
     copy = folder / "manifests"
     shutil.copytree(MANIFESTS, copy)
     file = copy / "overlays" / overlay / "kustomization.yaml"
-    there = yaml.safe_load(file.read_text())
-    components = [*there.get("components", []), f"../../components/{component}"]
-    patches = [*there.get("patches", []), *more.pop("patches", [])]
-    file.write_text(yaml.safe_dump({**there, **more, "components": components, "patches": patches}))
+    content = yaml.safe_load(file.read_text())
+    components = [*content.get("components", []), f"../../components/{component}"]
+    patches = [*content.get("patches", []), *more.pop("patches", [])]
+    file.write_text(yaml.safe_dump({**content, **more, "components": components, "patches": patches}))
     return render_folder(file.parent)
 
 
@@ -70,17 +70,17 @@ def name_of(thing: Object) -> str:
 
 def pods(objects: list[Object]) -> Iterator[tuple[str, Object, Object]]:
     """What makes pods: the name, the metadata of the pods, and their spec."""
-    for thing in objects:
-        spec = thing.get("spec", {})
-        if thing["kind"] in ("Deployment", "StatefulSet", "DaemonSet", "Job"):
-            yield name_of(thing), spec["template"]["metadata"], spec["template"]["spec"]
-        elif thing["kind"] == "CronJob":
+    for document in objects:
+        spec = document.get("spec", {})
+        if document["kind"] in ("Deployment", "StatefulSet", "DaemonSet", "Job"):
+            yield name_of(document), spec["template"]["metadata"], spec["template"]["spec"]
+        elif document["kind"] == "CronJob":
             template = spec["jobTemplate"]["spec"]["template"]
-            yield name_of(thing), template["metadata"], template["spec"]
-        elif thing["kind"] in ("Sensor", "EventSource"):
+            yield name_of(document), template["metadata"], template["spec"]
+        elif document["kind"] in ("Sensor", "EventSource"):
             template = spec["template"]
-            yield name_of(thing), template["metadata"], {**template, "containers": [template["container"]]}
-        elif thing["kind"] == "EventBus":
+            yield name_of(document), template["metadata"], {**template, "containers": [template["container"]]}
+        elif document["kind"] == "EventBus":
             bus = spec["jetstream"]
             containers = [value for key, value in bus.items() if key.lower().endswith("containertemplate")]
-            yield name_of(thing), bus["metadata"], {**bus, "containers": containers}
+            yield name_of(document), bus["metadata"], {**bus, "containers": containers}

@@ -32,8 +32,8 @@ spec:
 
 
 def cron_job(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    (found,) = (thing for thing in objects if thing["kind"] == "CronJob")
-    return found
+    (job,) = (document for document in objects if document["kind"] == "CronJob")
+    return job
 
 
 def test_it_runs_alone_at_the_lowest_priority_as_a_rank_does_and_never_twice(tmp_path: Path) -> None:
@@ -45,7 +45,9 @@ def test_it_runs_alone_at_the_lowest_priority_as_a_rank_does_and_never_twice(tmp
     ((_, _, pod),) = pods([job])
     assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("holdfast-train", False)
     assert f"PriorityClass/{pod['priorityClassName']}" in map(name_of, objects)
-    lowest = min((thing for thing in objects if thing["kind"] == "PriorityClass"), key=lambda each: each["value"])
+    lowest = min(
+        (document for document in objects if document["kind"] == "PriorityClass"), key=lambda each: each["value"]
+    )
     assert pod["priorityClassName"] == lowest["metadata"]["name"]
 
 
@@ -67,6 +69,6 @@ def test_its_command_is_one_and_ends_well_where_there_is_no_run(
     ((_, _, pod),) = pods([cron_job(render_with("audit", "kind", tmp_path))])
     program, *arguments = pod["containers"][0]["command"]
     monkeypatch.setenv("HOLDFAST_STORE", open_store(f"file://{tmp_path}/store").url)
-    done = holdfast(*arguments)
-    assert (program, done.exit_code) == ("holdfast", ExitCode.OK), done.output
-    assert "0 computed again, 0 refused" in done.stdout
+    result = holdfast(*arguments)
+    assert (program, result.exit_code) == ("holdfast", ExitCode.OK), result.output
+    assert "0 computed again, 0 refused" in result.stdout

@@ -36,9 +36,9 @@ KFP = {
 
 
 def policies(overlay: str) -> Policies:
-    found = [thing for thing in render(overlay) if thing["kind"] == "NetworkPolicy"]
-    assert found, "an overlay without policies forbids nothing"
-    return Policies(found)
+    documents = [document for document in render(overlay) if document["kind"] == "NetworkPolicy"]
+    assert documents, "an overlay without policies forbids nothing"
+    return Policies(documents)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -58,13 +58,13 @@ def test_ranks_reach_each_other_on_any_port_and_steps_reach_what_they_need(overl
 def test_every_service_of_the_overlay_takes_the_steps_and_its_own_clients_get_out(overlay) -> None:
     """What the overlay brings itself: each service that steps or ranks use, at the port of its container."""
     world, objects = policies(overlay), render(overlay)
-    for service in (thing for thing in objects if thing["kind"] == "Service"):
+    for service in (document for document in objects if document["kind"] == "Service"):
         selector, name = service["spec"]["selector"], service["metadata"]["name"]
         (pod,) = (
-            thing["spec"]["template"]
-            for thing in objects
-            if thing["kind"] in ("Deployment", "StatefulSet")
-            and selector.items() <= thing["spec"]["template"]["metadata"]["labels"].items()
+            document["spec"]["template"]
+            for document in objects
+            if document["kind"] in ("Deployment", "StatefulSet")
+            and selector.items() <= document["spec"]["template"]["metadata"]["labels"].items()
         )
         ports = {
             port["name"]: port["containerPort"]
@@ -95,41 +95,43 @@ def test_nobody_reaches_a_rank_and_a_rank_reaches_nobody_else(overlay) -> None:
 
 
 def test_the_rules_of_kubernetes_hold_in_the_checker_itself() -> None:
-    here, there = Pod("a", {"x": "1"}), Pod("b", {"x": "2"})
-    assert Policies([]).allow(here, there, 1)  # without a policy everything passes
+    a, b = Pod("a", {"x": "1"}), Pod("b", {"x": "2"})
+    assert Policies([]).allow(a, b, 1)  # without a policy everything passes
 
     def policy(**spec: object) -> dict[str, object]:
         return {"metadata": {"namespace": "a"}, "spec": {"podSelector": {}, **spec}}
 
     ingress = policy(ingress=[{"from": [{"podSelector": {}}]}])
-    assert Policies([ingress]).allow(here, there, 1)  # without policyTypes and egress it is for ingress alone
-    assert not Policies([ingress]).allow(there, here, 1)  # a bare podSelector is of the policy's own namespace
+    assert Policies([ingress]).allow(a, b, 1)  # without policyTypes and egress it is for ingress alone
+    assert not Policies([ingress]).allow(b, a, 1)  # a bare podSelector is of the policy's own namespace
     open_door = policy(ingress=[{"from": [{"podSelector": {}}, {"namespaceSelector": {}}]}])
-    assert Policies([open_door]).allow(there, here, 1)
-    both = policy(ingress=[{"from": [{"namespaceSelector": {}, "podSelector": {"matchLabels": {"x": "3"}}}]}])
-    assert not Policies([both]).allow(there, here, 1)  # in one peer both must match
+    assert Policies([open_door]).allow(b, a, 1)
+    namespace_and_pod = policy(
+        ingress=[{"from": [{"namespaceSelector": {}, "podSelector": {"matchLabels": {"x": "3"}}}]}]
+    )
+    assert not Policies([namespace_and_pod]).allow(b, a, 1)  # in one peer both must match
     ports = policy(policyTypes=["Egress"], egress=[{"ports": [{"port": 10, "endPort": 20}]}])
-    assert [Policies([ports]).allow(here, there, port) for port in (9, 10, 20, 21)] == [False, True, True, False]
+    assert [Policies([ports]).allow(a, b, port) for port in (9, 10, 20, 21)] == [False, True, True, False]
     block = policy(
         policyTypes=["Egress"], egress=[{"to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": ["10.0.0.0/8"]}}]}]
     )
-    assert Policies([block]).allow(here, Outside("1.1.1.1"), 1)
-    assert not Policies([block]).allow(here, Outside("10.1.1.1"), 1)
-    assert not Policies([block]).allow(here, Pod("b", {}, address="11.0.0.1"), 1)
-    assert Policies([block]).allow(here, Pod("b", {}, address="11.0.0.1"), 1, blocks_reach_pods=True)
-    named = policy(ingress=[{"ports": [{"port": "http"}]}])
-    assert Policies([named]).allow(there, Pod("a", {}, {"http": 80}), 80)
-    assert not Policies([named]).allow(there, Pod("a", {}, {"http": 80}), 81)
-    assert not Policies([named, policy()]).allow(there, here, 1) and Policies([named, open_door]).allow(there, here, 1)
+    assert Policies([block]).allow(a, Outside("1.1.1.1"), 1)
+    assert not Policies([block]).allow(a, Outside("10.1.1.1"), 1)
+    assert not Policies([block]).allow(a, Pod("b", {}, address="11.0.0.1"), 1)
+    assert Policies([block]).allow(a, Pod("b", {}, address="11.0.0.1"), 1, blocks_reach_pods=True)
+    named_port = policy(ingress=[{"ports": [{"port": "http"}]}])
+    assert Policies([named_port]).allow(b, Pod("a", {}, {"http": 80}), 80)
+    assert not Policies([named_port]).allow(b, Pod("a", {}, {"http": 80}), 81)
+    assert not Policies([named_port, policy()]).allow(b, a, 1) and Policies([named_port, open_door]).allow(b, a, 1)
 
 
 def test_the_clouds_identities_are_reached_where_the_component_is_and_nowhere_else() -> None:
     for overlay in OVERLAYS:
-        asked = "workload-identity" in {thing["metadata"]["name"] for thing in render(overlay)}
+        is_allowed = "workload-identity" in {document["metadata"]["name"] for document in render(overlay)}
         for (address, port), pod in itertools.product(IDENTITY.items(), (RANK, MLFLOW, *STEPS.values())):
-            assert policies(overlay).allow(pod, Outside(address), port) == asked, (overlay, address, pod)
+            assert policies(overlay).allow(pod, Outside(address), port) == is_allowed, (overlay, address, pod)
         assert not policies(overlay).allow(NEIGHBOUR, Outside("169.254.169.254"), 80)
-    assert "workload-identity" in {thing["metadata"]["name"] for thing in render("production")}
+    assert "workload-identity" in {document["metadata"]["name"] for document in render("production")}
 
 
 def test_events_pass_over_the_bus_from_the_queue_to_the_workflow_and_the_database_is_mlflow_s_alone() -> None:
@@ -155,22 +157,22 @@ def profile_clients() -> dict[str, object]:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_no_other_namespace_reaches_mlflow_or_the_store_until_an_overlay_names_it(overlay) -> None:
     closed = policies(overlay)
-    opened = Policies([*(thing for thing in render(overlay) if thing["kind"] == "NetworkPolicy"), profile_clients()],
+    opened = Policies([*(item for item in render(overlay) if item["kind"] == "NetworkPolicy"), profile_clients()],
                       NAMESPACES)  # fmt: skip
     store = Pod(OURS, {"app.kubernetes.io/name": "s3"})
     labels = {"app.kubernetes.io/name": "holdfast"}
     for target, port in ((MLFLOW, 5000), (store, 8333)):
         for namespace in (PROFILE_NAMESPACE, "kubeflow", "another-profile"):
-            dressed = Pod(namespace, labels)  # anybody may give his pods these labels
-            assert not closed.allow(dressed, target, port, blocks_reach_pods=True)
-            assert opened.allow(dressed, target, port) == (namespace == PROFILE_NAMESPACE)
+            labelled = Pod(namespace, labels)  # anybody may give his pods these labels
+            assert not closed.allow(labelled, target, port, blocks_reach_pods=True)
+            assert opened.allow(labelled, target, port) == (namespace == PROFILE_NAMESPACE)
         assert not opened.allow(Pod(PROFILE_NAMESPACE, {"app": "notebook"}), target, port)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_in_a_profile_steps_reach_kubeflow_and_mlflow_beyond_it_and_ranks_only_each_other(overlay) -> None:
-    both = [thing for thing in [*render(PROFILE), *render(overlay)] if thing["kind"] == "NetworkPolicy"]
-    world = Policies([*both, profile_clients()], NAMESPACES)
+    documents = [document for document in [*render(PROFILE), *render(overlay)] if document["kind"] == "NetworkPolicy"]
+    world = Policies([*documents, profile_clients()], NAMESPACES)
     steps = {name: replace(pod, namespace=PROFILE_NAMESPACE) for name, pod in STEPS.items()}
     rank, peer = (replace(pod, namespace=PROFILE_NAMESPACE) for pod in (RANK, PEER))
     for name, pod in steps.items():

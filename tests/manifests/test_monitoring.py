@@ -33,18 +33,18 @@ QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["
 def promtool(*arguments: str) -> None:
     if (tool := shutil.which("promtool")) is None:
         pytest.skip("promtool is not installed (Debian: prometheus), so no rule can be tried")
-    done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=300, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_the_dashboard_shows_all_that_is_exported_and_nothing_else() -> None:
-    asked = {name for query in QUERIES for name in NAME.findall(query)}
-    assert asked == set(METRICS)
+    queried = {name for query in QUERIES for name in NAME.findall(query)}
+    assert queried == set(METRICS)
     for query in QUERIES:
         for legend in (panel for panel in DASHBOARD["panels"] for panel in panel["targets"] if panel["expr"] == query):
             labels = set(re.findall(r"{{(\w+)}}", legend["legendFormat"])) - {"run"}
             assert labels <= {label for name in NAME.findall(query) for label in METRICS[name][1]}, query
-    (run,) = (each for each in DASHBOARD["templating"]["list"] if each["name"] == "run")
+    (run,) = (variable for variable in DASHBOARD["templating"]["list"] if variable["name"] == "run")
     assert NAME.findall(run["query"]) == ["holdfast_step"]
 
 
@@ -67,7 +67,7 @@ def series(name: str, values: str, labels: str = 'run="r", pod="p"') -> dict[str
 
 
 def alert(name: str, minute: int, *, comes: bool, **labels: str) -> dict[str, Any]:
-    (rule,) = (each for each in RULES["groups"][0]["rules"] if each["alert"] == name)
+    (rule,) = (candidate for candidate in RULES["groups"][0]["rules"] if candidate["alert"] == name)
     labels = {"run": "r", **labels}
     words = {
         key: re.sub(r"{{ \$labels\.(\w+) }}", lambda found: labels[found[1]], text)
@@ -79,7 +79,7 @@ def alert(name: str, minute: int, *, comes: bool, **labels: str) -> dict[str, An
 
 def test_an_alert_comes_when_something_is_wrong_and_not_while_all_is_well(tmp_path: Path) -> None:
     # time() is seconds from 0 here. Something is told every minute until minute 60; nothing after that.
-    goes_on = [series("holdfast_steps", "100+0x180"), series("holdfast_step", "50+0x180")]
+    in_progress = [series("holdfast_steps", "100+0x180"), series("holdfast_step", "50+0x180")]
     well = [
         series("holdfast_last_event_timestamp_seconds", "0+60x60 3600+0x120"),
         series("holdfast_checkpoint_timestamp_seconds", "0+60x60 3600+0x120"),
@@ -92,13 +92,13 @@ def test_an_alert_comes_when_something_is_wrong_and_not_while_all_is_well(tmp_pa
     names = {"HoldfastTrainingSilent": 73, "HoldfastCheckpointOld": 130, "HoldfastSavesFail": 65,
              "HoldfastRestartsOften": 70, "HoldfastSlow": 140, "HoldfastGoodputLow": 100}  # fmt: skip
     assert {*names, SLOWED} == {rule["alert"] for rule in RULES["groups"][0]["rules"]}
-    asked = [alert(name, minute, comes=True) for name, minute in names.items()]
-    asked += [alert(name, 55, comes=False) for name in names]
-    done = [series("holdfast_steps", "100+0x180"), series("holdfast_step", "100+0x180"), well[0]]
+    alerts = [alert(name, minute, comes=True) for name, minute in names.items()]
+    alerts += [alert(name, 55, comes=False) for name in names]
+    completed = [series("holdfast_steps", "100+0x180"), series("holdfast_step", "100+0x180"), well[0]]
     quiet = [alert("HoldfastTrainingSilent", 100, comes=False)]
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(RULES))
-    tests = [{"interval": "1m", "input_series": given, "alert_rule_test": wanted}
-             for given, wanted in ((goes_on + well, asked), (done, quiet))]  # fmt: skip
+    tests = [{"interval": "1m", "input_series": samples, "alert_rule_test": expected}
+             for samples, expected in ((in_progress + well, alerts), (completed, quiet))]  # fmt: skip
     (tmp_path / "tests.yaml").write_text(
         yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests})
     )
@@ -109,14 +109,14 @@ def test_an_alert_comes_when_something_is_wrong_and_not_while_all_is_well(tmp_pa
 def test_an_accelerator_that_heat_or_its_hardware_holds_back_is_named_and_one_at_its_cap_of_power_is_not(
     tmp_path: Path,
 ) -> None:
-    reasons, wanted = "DCGM_FI_DEV_CLOCKS_EVENT_REASONS", alert(SLOWED, 30, comes=False, rank="0")
-    given = [series(reasons, "104+0x60", 'gpu="0", Hostname="n"')]  # of DCGM's own exporter, which knows no run
+    reasons, expected = "DCGM_FI_DEV_CLOCKS_EVENT_REASONS", alert(SLOWED, 30, comes=False, rank="0")
+    samples = [series(reasons, "104+0x60", 'gpu="0", Hostname="n"')]  # of DCGM's own exporter, which knows no run
     for rank, (bits, comes) in enumerate([(0x24, True), (0x8, True), (0x48, True), (0x4 | 0x100 | 0x10, False)]):
-        given.append(series(reasons, f"4+0x5 {bits}+0x55", f'run="r", rank="{rank}"'))
-        wanted["exp_alerts"] += alert(SLOWED, 30, comes=comes, rank=str(rank))["exp_alerts"]
-    early = wanted | {"eval_time": "10m", "exp_alerts": []}
+        samples.append(series(reasons, f"4+0x5 {bits}+0x55", f'run="r", rank="{rank}"'))
+        expected["exp_alerts"] += alert(SLOWED, 30, comes=comes, rank=str(rank))["exp_alerts"]
+    early = expected | {"eval_time": "10m", "exp_alerts": []}
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(RULES))
-    test = {"interval": "1m", "input_series": given, "alert_rule_test": [early, wanted]}
+    test = {"interval": "1m", "input_series": samples, "alert_rule_test": [early, expected]}
     (tmp_path / "tests.yaml").write_text(
         yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]})
     )
@@ -128,15 +128,15 @@ def targets(pods: list[dict[str, str]]) -> list[int]:
     monitor = yaml.safe_load((FOLDER / "pod-monitor.yaml").read_text())["spec"]
     (chosen,) = monitor["selector"]["matchExpressions"]
     (endpoint,) = monitor["podMetricsEndpoints"]
-    (kept,) = endpoint["relabelings"]
-    assert (endpoint["port"], kept["action"], chosen["operator"]) == (METRICS_PORT, "keep", "In")
-    found = []
+    (relabeling,) = endpoint["relabelings"]
+    assert (endpoint["port"], relabeling["action"], chosen["operator"]) == (METRICS_PORT, "keep", "In")
+    ports = []
     for number, pod in enumerate(pods):
-        told = {"__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", key): value for key, value in pod.items()}
-        text = kept["separator"].join(told.get(name, "") for name in kept["sourceLabels"])
-        if pod.get(chosen["key"]) in chosen["values"] and re.fullmatch(kept["regex"], text):
-            found.append(number)
-    return found
+        meta_labels = {"__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", key): value for key, value in pod.items()}
+        text = relabeling["separator"].join(meta_labels.get(name, "") for name in relabeling["sourceLabels"])
+        if pod.get(chosen["key"]) in chosen["values"] and re.fullmatch(relabeling["regex"], text):
+            ports.append(number)
+    return ports
 
 
 def labels_of(*overrides: str) -> dict[str, str]:
@@ -161,8 +161,8 @@ def test_the_port_has_a_name_and_the_policy_opens_it_in_those_pods_alone() -> No
     for overrides, ports in (((), None), (("telemetry.metrics_port=9400",), [9400])):
         job = training_job(tiny_spec("store=s3://bucket/x", *overrides), "r", 1, "s3://bucket/x")
         pod = pod_template(job, "pytorch", ["true"])
-        found = pod["spec"]["containers"][0].get("ports")
-        assert (found and [each["containerPort"] for each in found if each["name"] == METRICS_PORT]) == ports
+        declared = pod["spec"]["containers"][0].get("ports")
+        assert (declared and [entry["containerPort"] for entry in declared if entry["name"] == METRICS_PORT]) == ports
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])

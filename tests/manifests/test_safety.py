@@ -52,10 +52,10 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path) -> list[dict[str, An
 
 
 def test_every_account_may_do_exactly_what_it_has_to(objects: list[dict[str, Any]]) -> None:
-    assert not [thing for thing in objects if thing["kind"] in ("ClusterRole", "ClusterRoleBinding")]
-    rules = {thing["metadata"]["name"]: thing["rules"] for thing in objects if thing["kind"] == "Role"}
+    assert not [document for document in objects if document["kind"] in ("ClusterRole", "ClusterRoleBinding")]
+    rules = {document["metadata"]["name"]: document["rules"] for document in objects if document["kind"] == "Role"}
     granted: dict[str, dict[str, set[str]]] = {}
-    for binding in (thing for thing in objects if thing["kind"] == "RoleBinding"):
+    for binding in (document for document in objects if document["kind"] == "RoleBinding"):
         for subject in binding["subjects"]:
             assert subject["kind"] == "ServiceAccount"
             verbs = granted.setdefault(subject["name"], {})
@@ -68,16 +68,23 @@ def test_every_account_may_do_exactly_what_it_has_to(objects: list[dict[str, Any
     submitting = {resource for rule in rules["holdfast-submitter"] for resource in rule["resources"]}  # bound to nobody
     assert submitting == {"workflows", "workflowtemplates", "cronworkflows", "pods", "pods/log", "events"}
     assert "*" not in str(rules)
-    assert all(rule["verbs"] == ["create"] for one in rules.values() for rule in one if "secrets" in rule["resources"])
+    assert all(
+        rule["verbs"] == ["create"]
+        for role_rules in rules.values()
+        for rule in role_rules
+        if "secrets" in rule["resources"]
+    )
 
 
 def test_only_accounts_with_a_role_get_a_token(objects: list[dict[str, Any]]) -> None:
     accounts = {
-        thing["metadata"]["name"]: thing["automountServiceAccountToken"]
-        for thing in objects
-        if thing["kind"] == "ServiceAccount"
+        document["metadata"]["name"]: document["automountServiceAccountToken"]
+        for document in objects
+        if document["kind"] == "ServiceAccount"
     }
-    bound = {subject["name"] for thing in objects if thing["kind"] == "RoleBinding" for subject in thing["subjects"]}
+    bound = {
+        subject["name"] for document in objects if document["kind"] == "RoleBinding" for subject in document["subjects"]
+    }
     assert {name for name, token in accounts.items() if token} == bound
     assert "holdfast-train" in set(accounts) - bound
     used = {spec["serviceAccountName"] for _, _, spec in pods(objects) if "serviceAccountName" in spec}
@@ -85,16 +92,16 @@ def test_only_accounts_with_a_role_get_a_token(objects: list[dict[str, Any]]) ->
 
 
 def test_there_is_no_secret_and_nothing_that_looks_like_one(objects: list[dict[str, Any]]) -> None:
-    assert not [name_of(thing) for thing in objects if thing["kind"] == "Secret"]
+    assert not [name_of(document) for document in objects if document["kind"] == "Secret"]
     for name, _, spec in pods(objects):
         for container in spec["containers"]:
             for variable in container.get("env", []):
                 if re.search(r"SECRET|PASSWORD|TOKEN|ACCESS_KEY", variable["name"]):
                     assert "value" not in variable, f"{name}: {variable['name']} stands there in plain text"
-    for thing in objects:
-        if thing["kind"] == "ConfigMap":
-            for key, value in thing["data"].items():
-                assert not re.search(r"://[^/\s]*:[^/\s]*@", value), f"{name_of(thing)}: {key} carries a password"
+    for document in objects:
+        if document["kind"] == "ConfigMap":
+            for key, value in document["data"].items():
+                assert not re.search(r"://[^/\s]*:[^/\s]*@", value), f"{name_of(document)}: {key} carries a password"
 
 
 def test_mlflow_asks_for_a_password_that_comes_from_the_secret(objects: list[dict[str, Any]]) -> None:
@@ -114,7 +121,9 @@ def test_mlflow_asks_for_a_password_that_comes_from_the_secret(objects: list[dic
         folder, _, file = variables["MLFLOW_AUTH_CONFIG_PATH"]["value"].rpartition("/")
         (mount,) = (mount for mount in container["volumeMounts"] if mount["mountPath"] == folder)
         (volume,) = (volume for volume in spec["volumes"] if volume["name"] == mount["name"])
-        (settings,) = (thing for thing in objects if name_of(thing) == f"ConfigMap/{volume['configMap']['name']}")
+        (settings,) = (
+            document for document in objects if name_of(document) == f"ConfigMap/{volume['configMap']['name']}"
+        )
         read = configparser.ConfigParser()
         read.read_string(settings["data"][file])
         assert read["mlflow"]["default_permission"] == "NO_PERMISSIONS"
@@ -123,7 +132,7 @@ def test_mlflow_asks_for_a_password_that_comes_from_the_secret(objects: list[dic
 
 
 def test_no_container_runs_as_root_or_without_limits(objects: list[dict[str, Any]]) -> None:
-    seen = 0
+    containers = 0
     for name, _, spec in pods(objects):
         pod_context = spec["securityContext"]
         assert pod_context["runAsNonRoot"] is True, name
@@ -136,11 +145,11 @@ def test_no_container_runs_as_root_or_without_limits(objects: list[dict[str, Any
             assert context.get("runAsUser", 1) != 0, name
             assert {"cpu", "memory"} <= set(container["resources"]["requests"]), name
             assert {"cpu", "memory"} <= set(container["resources"]["limits"]), name
-            seen += 1
+            containers += 1
         assert not spec.get("hostNetwork"), name
         assert not spec.get("hostPID"), name
         assert not [volume for volume in spec.get("volumes", []) if "hostPath" in volume], name
-    assert seen >= 2
+    assert containers >= 2
 
 
 def test_every_image_is_of_one_version(objects: list[dict[str, Any]]) -> None:
@@ -158,22 +167,24 @@ def test_every_object_is_labelled_and_in_the_namespace(objects: list[dict[str, A
     cluster_wide = {
         "Namespace", "PriorityClass", "Queue", "ClusterQueue", "ResourceFlavor", "Topology", "WorkloadPriorityClass",
     }  # fmt: skip
-    for thing in objects:
-        assert thing["metadata"]["labels"]["app.kubernetes.io/part-of"] == "holdfast", name_of(thing)
-        if thing["kind"] not in cluster_wide:
-            assert thing["metadata"]["namespace"] == "holdfast", name_of(thing)
+    for document in objects:
+        assert document["metadata"]["labels"]["app.kubernetes.io/part-of"] == "holdfast", name_of(document)
+        if document["kind"] not in cluster_wide:
+            assert document["metadata"]["namespace"] == "holdfast", name_of(document)
     for name, metadata, _ in pods(objects):
         assert metadata["labels"]["app.kubernetes.io/part-of"] == "holdfast", name
 
 
 def test_the_namespace_enforces_the_restricted_standard(objects: list[dict[str, Any]]) -> None:
-    (namespace,) = (thing for thing in objects if thing["kind"] == "Namespace")
+    (namespace,) = (document for document in objects if document["kind"] == "Namespace")
     for mode in ("enforce", "audit", "warn"):
         assert namespace["metadata"]["labels"][f"pod-security.kubernetes.io/{mode}"] == "restricted"
 
 
 def test_traffic_is_denied_unless_a_policy_names_it(objects: list[dict[str, Any]]) -> None:
-    policies = {thing["metadata"]["name"]: thing["spec"] for thing in objects if thing["kind"] == "NetworkPolicy"}
+    policies = {
+        document["metadata"]["name"]: document["spec"] for document in objects if document["kind"] == "NetworkPolicy"
+    }
     assert policies["default-deny"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
     for name, policy in policies.items():
         assert {} not in policy.get("ingress", []), f"{name} lets everything in"
@@ -185,7 +196,7 @@ def test_traffic_is_denied_unless_a_policy_names_it(objects: list[dict[str, Any]
 
 
 def test_every_reference_to_an_object_leads_somewhere(objects: list[dict[str, Any]]) -> None:
-    names = {name_of(thing) for thing in objects}
+    names = {name_of(document) for document in objects}
     documented = {"holdfast-secrets", "holdfast-mlflow"}  # docs/operations.md says how to make them
     for owner, _, spec in pods(objects):
         for container in spec["containers"]:
@@ -202,10 +213,10 @@ def test_every_reference_to_an_object_leads_somewhere(objects: list[dict[str, An
         for volume in spec.get("volumes", []):
             if claim := volume.get("persistentVolumeClaim"):
                 assert f"PersistentVolumeClaim/{claim['claimName']}" in names, owner
-    queues = [thing for thing in objects if thing["kind"] == "LocalQueue"]
+    queues = [document for document in objects if document["kind"] == "LocalQueue"]
     assert all(f"ClusterQueue/{queue['spec']['clusterQueue']}" in names for queue in queues)
-    for thing in (thing for thing in objects if thing["kind"] == "ClusterQueue"):
-        for group in thing["spec"]["resourceGroups"]:
+    for document in (document for document in objects if document["kind"] == "ClusterQueue"):
+        for group in document["spec"]["resourceGroups"]:
             assert all(f"ResourceFlavor/{flavor['name']}" in names for flavor in group["flavors"])
             gpus = [
                 {item["name"]: item["nominalQuota"] for item in flavor["resources"]}["nvidia.com/gpu"]
@@ -215,54 +226,54 @@ def test_every_reference_to_an_object_leads_somewhere(objects: list[dict[str, An
             assert gpus[0] == "0"
             covered = set(group["coveredResources"])
             assert all({item["name"] for item in flavor["resources"]} == covered for flavor in group["flavors"])
-    for thing in (thing for thing in objects if thing["kind"] == "ResourceFlavor"):
-        if topology := thing["spec"].get("topologyName"):
+    for document in (document for document in objects if document["kind"] == "ResourceFlavor"):
+        if topology := document["spec"].get("topologyName"):
             assert f"Topology/{topology}" in names
-    for thing in (thing for thing in objects if thing["kind"] == "Sensor"):
-        for dependency in thing["spec"]["dependencies"]:
+    for document in (document for document in objects if document["kind"] == "Sensor"):
+        for dependency in document["spec"]["dependencies"]:
             assert f"EventSource/{dependency['eventSourceName']}" in names
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_pod_and_every_step_reads_the_settings_of_one_place(overlay: str) -> None:
-    (settings,) = (thing for thing in render(overlay) if thing["metadata"]["name"] == "holdfast-settings")
+    (settings,) = (document for document in render(overlay) if document["metadata"]["name"] == "holdfast-settings")
     assert settings["kind"] == "ConfigMap"
     assert {"HOLDFAST_STORE", "MLFLOW_TRACKING_URI", "AWS_REGION"} <= set(settings["data"])
-    named = {
+    secrets = {
         source["secretRef"]["name"]
         for _, _, spec in pods(render(overlay))
         for container in spec["containers"]
         for source in container.get("envFrom", [])
         if "secretRef" in source
     }
-    assert named == {"holdfast-secrets"}
+    assert secrets == {"holdfast-secrets"}
 
 
 @pytest.mark.parametrize("overlay", [*OVERLAYS, PROFILE])
 def test_an_overlay_moves_to_another_namespace_whole(overlay: str, tmp_path: Path) -> None:
-    for thing in render_in("elsewhere", overlay, tmp_path):
-        if thing["kind"] == "RoleBinding":
-            assert {subject["namespace"] for subject in thing["subjects"]} == {"elsewhere"}, name_of(thing)
-        if "namespace" in thing["metadata"]:
-            assert thing["metadata"]["namespace"] == "elsewhere", name_of(thing)
-        if thing["kind"] == "Namespace":
-            assert thing["metadata"]["name"] == "elsewhere"
+    for document in render_in("elsewhere", overlay, tmp_path):
+        if document["kind"] == "RoleBinding":
+            assert {subject["namespace"] for subject in document["subjects"]} == {"elsewhere"}, name_of(document)
+        if "namespace" in document["metadata"]:
+            assert document["metadata"]["namespace"] == "elsewhere", name_of(document)
+        if document["kind"] == "Namespace":
+            assert document["metadata"]["name"] == "elsewhere"
 
 
 def test_the_accounts_that_kubeflow_runs_steps_as_may_launch_jobs_in_their_namespace_and_nothing_more() -> None:
     objects = render(PROFILE)
-    (role,) = (thing for thing in objects if thing["kind"] == "Role")
-    (binding,) = (thing for thing in objects if thing["kind"] == "RoleBinding")
+    (role,) = (document for document in objects if document["kind"] == "Role")
+    (binding,) = (document for document in objects if document["kind"] == "RoleBinding")
     assert [subject["name"] for subject in binding["subjects"]] == ["default-editor", "pipeline-runner"]
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    (same,) = (thing for thing in render("kind") if name_of(thing) == name_of(role))
+    (same,) = (document for document in render("kind") if name_of(document) == name_of(role))
     assert role["rules"] == same["rules"]
-    assert {thing["kind"] for thing in objects} == {"ConfigMap", "Role", "RoleBinding", "NetworkPolicy"}
+    assert {document["kind"] for document in objects} == {"ConfigMap", "Role", "RoleBinding", "NetworkPolicy"}
 
 
 def test_the_policies_of_a_profile_choose_no_pod_that_is_not_holdfasts() -> None:
-    for thing in (thing for thing in render(PROFILE) if thing["kind"] == "NetworkPolicy"):
-        assert thing["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "holdfast", name_of(thing)
+    for document in (document for document in render(PROFILE) if document["kind"] == "NetworkPolicy"):
+        assert document["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "holdfast", name_of(document)
 
 
 def test_the_right_to_label_nodes_is_in_no_overlay_and_is_nothing_but_that() -> None:
@@ -272,4 +283,9 @@ def test_the_right_to_label_nodes_is_in_no_overlay_and_is_nothing_but_that() -> 
     assert [subject["name"] for subject in binding["subjects"]] == ["holdfast-launcher"]
     assert {"rbac.yaml", "policy.yaml"} == set(yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"])
     kustomizations = [yaml.safe_load(path.read_text()) for path in MANIFESTS.rglob("kustomization.yaml")]
-    assert not [path for one in kustomizations for path in one.get("components", []) if "node-health" in path]
+    assert not [
+        path
+        for kustomization in kustomizations
+        for path in kustomization.get("components", [])
+        if "node-health" in path
+    ]

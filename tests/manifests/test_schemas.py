@@ -20,20 +20,20 @@ from tests.manifests.validation import is_custom, problems
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_built_in_object_has_only_fields_that_kubernetes_knows(overlay: str) -> None:
-    objects = [thing for thing in render(overlay) if not is_custom(thing)]
+    objects = [document for document in render(overlay) if not is_custom(document)]
     assert len(objects) > 20
-    assert [problem for thing in objects for problem in problems(thing)] == []
+    assert [problem for document in objects for problem in problems(document)] == []
 
 
 def test_every_custom_object_fits_its_official_schema() -> None:
-    objects = [thing for overlay in OVERLAYS for thing in render(overlay) if is_custom(thing)]
-    kinds = {thing["kind"] for thing in objects}
+    objects = [document for overlay in OVERLAYS for document in render(overlay) if is_custom(document)]
+    kinds = {document["kind"] for document in objects}
     assert kinds >= {"Queue", "ClusterQueue", "LocalQueue", "Topology", "ResourceFlavor", "Sensor", "EventSource"}
-    assert [problem for thing in objects for problem in problems(thing)] == []
+    assert [problem for document in objects for problem in problems(document)] == []
 
 
 def _deployment() -> dict[str, Any]:
-    return copy.deepcopy(next(thing for thing in render("kind") if name_of(thing) == "Deployment/mlflow"))
+    return copy.deepcopy(next(document for document in render("kind") if name_of(document) == "Deployment/mlflow"))
 
 
 def test_a_misspelt_field_a_wrong_type_and_a_missing_field_are_found() -> None:
@@ -50,36 +50,41 @@ def test_a_misspelt_field_a_wrong_type_and_a_missing_field_are_found() -> None:
 
 @pytest.mark.parametrize("kind", ["Queue", "ClusterQueue", "Sensor", "EventSource"])
 def test_an_unknown_field_of_a_custom_object_is_found(kind: str) -> None:
-    thing = copy.deepcopy(next(thing for thing in render("production") if thing["kind"] == kind))
-    thing["spec"]["wieght"] = 1
-    assert any("wieght" in problem for problem in problems(thing))
+    document = copy.deepcopy(next(document for document in render("production") if document["kind"] == kind))
+    document["spec"]["wieght"] = 1
+    assert any("wieght" in problem for problem in problems(document))
 
 
 def test_nodes_are_asked_for_where_a_copy_adds_the_component(tmp_path: Path) -> None:
     """It needs an autoscaler, and so is in no overlay."""
-    copied = tmp_path / "manifests"
-    shutil.copytree(MANIFESTS / "components", copied / "components")
-    mine = {"namespace": "llm", "components": [f"../../components/{name}" for name in ("kueue", "kueue-provisioning")]}
-    (copied / "overlays" / "mine").mkdir(parents=True)
-    (copied / "overlays" / "mine" / "kustomization.yaml").write_text(yaml.safe_dump(mine))
-    things = {thing["kind"]: thing for thing in render_folder(copied / "overlays" / "mine")}
-    known = [thing for thing in things.values() if (thing["apiVersion"], thing["kind"]) in known_kinds()]
-    assert [problem for thing in known for problem in problems(thing)] == []
-    (rule,) = things["ClusterQueue"]["spec"]["admissionChecksStrategy"]["admissionChecks"]
-    check = things["AdmissionCheck"]
+    copy = tmp_path / "manifests"
+    shutil.copytree(MANIFESTS / "components", copy / "components")
+    overlay = {
+        "namespace": "llm",
+        "components": [f"../../components/{name}" for name in ("kueue", "kueue-provisioning")],
+    }
+    (copy / "overlays" / "mine").mkdir(parents=True)
+    (copy / "overlays" / "mine" / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    documents = {document["kind"]: document for document in render_folder(copy / "overlays" / "mine")}
+    known_documents = [
+        document for document in documents.values() if (document["apiVersion"], document["kind"]) in known_kinds()
+    ]
+    assert [problem for document in known_documents for problem in problems(document)] == []
+    (rule,) = documents["ClusterQueue"]["spec"]["admissionChecksStrategy"]["admissionChecks"]
+    check = documents["AdmissionCheck"]
     assert (rule["name"], rule["onFlavors"]) == (check["metadata"]["name"], ["holdfast-nvidia"])
-    assert check["spec"]["parameters"]["name"] == things["ProvisioningRequestConfig"]["metadata"]["name"]
+    assert check["spec"]["parameters"]["name"] == documents["ProvisioningRequestConfig"]["metadata"]["name"]
 
 
 def test_the_example_of_a_network_topology_fits_its_schema() -> None:
     """It is copied and changed, and so in no overlay."""
     file = MANIFESTS / "components" / "volcano-topology" / "hypernodes.yaml"
-    things = list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
-    assert [problem for thing in things for problem in problems(thing)] == []
-    assert {thing["kind"] for thing in things} == {"HyperNode"}
-    names = {thing["metadata"]["name"] for thing in things}
-    for thing in things:
-        for member in thing["spec"]["members"]:
+    documents = list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
+    assert [problem for document in documents for problem in problems(document)] == []
+    assert {document["kind"] for document in documents} == {"HyperNode"}
+    names = {document["metadata"]["name"] for document in documents}
+    for document in documents:
+        for member in document["spec"]["members"]:
             (match,) = member["selector"].values()
             assert member["type"] == "Node" or match["name"] in names
 
@@ -88,17 +93,17 @@ def test_whoever_serves_a_champion_may_write_its_service_and_nothing_else() -> N
     """The component is in no overlay: KServe is not on every cluster."""
     folder = MANIFESTS / "components" / "kserve"
     files = (folder / "service-account.yaml", folder / "rbac.yaml")
-    things = [thing for file in files for thing in yaml.safe_load_all(file.read_text(encoding="utf-8"))]
-    assert [problem for thing in things for problem in problems(thing)] == []
-    (role,) = (thing for thing in things if thing["kind"] == "Role")
+    documents = [document for file in files for document in yaml.safe_load_all(file.read_text(encoding="utf-8"))]
+    assert [problem for document in documents for problem in problems(document)] == []
+    (role,) = (document for document in documents if document["kind"] == "Role")
     assert role["rules"] == [
         {"apiGroups": ["serving.kserve.io"], "resources": ["inferenceservices"], "verbs": ["create", "patch"]}
     ]
-    (account,) = (thing for thing in things if thing["kind"] == "ServiceAccount")
+    (account,) = (document for document in documents if document["kind"] == "ServiceAccount")
     bound = {
-        (thing["roleRef"]["name"], subject["name"])
-        for thing in things if thing["kind"] == "RoleBinding"
-        for subject in thing["subjects"]
+        (document["roleRef"]["name"], subject["name"])
+        for document in documents if document["kind"] == "RoleBinding"
+        for subject in document["subjects"]
     }  # fmt: skip
     name = account["metadata"]["name"]
     assert name == SERVING_ACCOUNT

@@ -29,15 +29,15 @@ def problems(thing: dict[str, Any]) -> list[str]:
     """Everything that a schema has against the object."""
     if is_custom(thing):
         return _custom(thing)
-    found: list[str] = []
+    messages: list[str] = []
     kind = thing["kind"]
     group, _, version = thing["apiVersion"].rpartition("/")
     names = [f"{version[0].upper()}{version[1:]}{kind}"] + ([f"Core{version.upper()}{kind}"] if not group else [])
     model = next((name for name in names if hasattr(client, name)), None)
     if model is None:
         return [f"{thing['apiVersion']} {kind}: Kubernetes knows no such kind"]
-    _check(thing, model, kind, found)
-    return found
+    _check(thing, model, kind, messages)
+    return messages
 
 
 def _check(value: Any, expected: str, where: str, found: list[str]) -> None:
@@ -71,7 +71,7 @@ def _model(value: Any, model: Any, where: str, found: list[str]) -> None:
     if not isinstance(value, dict):
         found.append(f"{where}: {value!r} is not an object")
         return
-    by_name = {written: own for own, written in model.attribute_map.items()}
+    by_name = {json_name: own for own, json_name in model.attribute_map.items()}
     for key, item in value.items():
         if key not in by_name:
             found.append(f"{where}: {key} is not a field of {model.__name__}")

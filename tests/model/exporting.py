@@ -16,10 +16,10 @@ def write_hugging_face(
     folder: Path, shape: Model, vocabulary: int, tensors: Iterable[tuple[str, Tensor]], **options: Any
 ) -> list[str]:
     """Write the export of these tensors into `folder`; the names of its files."""
-    named = dict(tensors)
+    by_name = dict(tensors)
     folder.mkdir(parents=True, exist_ok=True)
     files = export_files(
-        shape, vocabulary, lambda name, *rows: iter(named[name][slice(*rows or (None,))].split(3)), **options
+        shape, vocabulary, lambda name, *rows: iter(by_name[name][slice(*rows or (None,))].split(3)), **options
     )
     for file in files:
         (folder / file.name).write_bytes(b"".join(file.content()))

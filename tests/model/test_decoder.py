@@ -82,10 +82,10 @@ def test_a_document_scores_the_same_wherever_it_stands_in_the_sequence() -> None
 
 def test_the_loss_is_the_mean_cross_entropy_in_fp32_also_for_bf16_weights() -> None:
     built = decoder(shape())
-    each = built(TOKENS, TOKENS, reduction="none")
-    assert each.shape == TOKENS.shape
+    losses = built(TOKENS, TOKENS, reduction="none")
+    assert losses.shape == TOKENS.shape
     expected = -built(TOKENS).log_softmax(-1).gather(-1, TOKENS[..., None]).squeeze(-1)
-    assert (each - expected).abs().max() < 1e-5
+    assert (losses - expected).abs().max() < 1e-5
     assert (built(TOKENS, TOKENS) - expected.mean()).abs() < 1e-5
     assert built.to(torch.bfloat16)(TOKENS, TOKENS).dtype == torch.float32
 
@@ -94,15 +94,15 @@ def test_the_loss_is_the_mean_cross_entropy_in_fp32_also_for_bf16_weights() -> N
 def test_forward_and_backward_give_the_same_bits_twice_under_deterministic_algorithms(masks: bool) -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        found = set()
+        digests = set()
         for _ in range(3):
             built = decoder(shape(kv_heads=2))
             loss = built(TOKENS, TOKENS.roll(-1, 1), document_ids(TOKENS, 3) if masks else None)
             loss.backward()
-            found.add(bits(torch.cat([p.grad.flatten() for p in built.parameters()] + [loss[None]])))
+            digests.add(bits(torch.cat([p.grad.flatten() for p in built.parameters()] + [loss[None]])))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(found) == 1
+    assert len(digests) == 1
 
 
 def test_a_cache_gives_the_logits_of_the_whole_sequence() -> None:
@@ -120,5 +120,5 @@ def test_more_tokens_than_the_context_are_refused() -> None:
 
 @pytest.mark.slow
 def test_the_decoder_compiles_into_one_graph() -> None:
-    explained = torch._dynamo.explain(decoder(shape(kv_heads=2)))(TOKENS, TOKENS, document_ids(TOKENS, 3))
-    assert explained.graph_count == 1, explained.break_reasons
+    report = torch._dynamo.explain(decoder(shape(kv_heads=2)))(TOKENS, TOKENS, document_ids(TOKENS, 3))
+    assert report.graph_count == 1, report.break_reasons

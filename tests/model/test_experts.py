@@ -56,10 +56,12 @@ def test_a_token_has_its_best_experts_and_weights_that_sum_to_one_where_they_are
     x = torch.randn(2, 7, 32)
     chosen, weight, load = router(x)
     assert chosen.shape == weight.shape == (14, 3)
-    assert all(len(set(each)) == 3 for each in chosen.tolist())
+    assert all(len(set(experts)) == 3 for experts in chosen.tolist())
     scores = F.linear(x.flatten(0, 1), router.weight)
     scores = scores.sigmoid() if family == "dots1" else scores.softmax(-1)
-    assert [set(each) for each in chosen.tolist()] == [set(each) for each in scores.topk(3).indices.tolist()]
+    assert [set(experts) for experts in chosen.tolist()] == [
+        set(experts) for experts in scores.topk(3).indices.tolist()
+    ]
     assert (weight > 0).all()
     if normalise or family == "mixtral":
         assert near(weight.sum(1), torch.ones(14), 5)  # two additions twice, and a division
@@ -76,7 +78,7 @@ def test_no_token_is_dropped_and_its_gradient_is_that_of_each_token_by_itself(ev
         with torch.no_grad():
             x.abs_()
             layer.gate.weight.copy_(torch.tensor([3.0, 2.0, 1.0, -1.0, -2.0])[:, None].expand(5, 32))
-    found, load = layer(x)
+    output, load = layer(x)
     if everyone:
         assert load.tokens_E.tolist() == [18, 18, 18, 0, 0]
     chosen, weight, _ = layer.gate(x)
@@ -90,10 +92,12 @@ def test_no_token_is_dropped_and_its_gradient_is_that_of_each_token_by_itself(ev
             for token, experts, weights in zip(x.flatten(0, 1), chosen.tolist(), weight, strict=True)
         ]
     )
-    assert near(found.flatten(0, 1), expected, 24, atol=1e-5)  # the expert's width
-    wanted = [x, *layer.parameters()]
-    for one, other in zip(*(torch.autograd.grad(y.sin().sum(), wanted) for y in (found, expected)), strict=True):
-        assert near(one, other, 18 * 3, atol=1e-4)  # tokens, and the choices of each
+    assert near(output.flatten(0, 1), expected, 24, atol=1e-5)  # the expert's width
+    inputs = [x, *layer.parameters()]
+    for actual, reference in zip(
+        *(torch.autograd.grad(y.sin().sum(), inputs) for y in (output, expected)), strict=True
+    ):
+        assert near(actual, reference, 18 * 3, atol=1e-4)  # tokens, and the choices of each
 
 
 def test_balancing_adds_a_gradient_and_nothing_to_the_loss_in_training_alone_and_each_sequence_by_itself() -> None:
@@ -117,11 +121,11 @@ def test_balancing_adds_a_gradient_and_nothing_to_the_loss_in_training_alone_and
     for load in loads[2:]:
         charge = charge + 0.01 * (load.unevenness_B * torch.tensor([32, 5, 32])).sum()
     added = torch.autograd.grad(charge, list(plain.parameters()), allow_unused=True)
-    for both, one, more in zip(whole[1:], without[1:], added, strict=True):
-        assert near(both, one + (0 if more is None else more), 32 + 5 + 32, atol=1e-5)  # counted tokens
+    for actual, plain_gradient, more in zip(whole[1:], without[1:], added, strict=True):
+        assert near(actual, plain_gradient + (0 if more is None else more), 32 + 5 + 32, atol=1e-5)  # counted tokens
     parts = zip(*(gradients(balanced, slice(at, at + 1)) for at in range(3)), strict=True)
-    for both, each in zip(whole, parts, strict=True):
-        assert near(both, sum(each), 32 + 5 + 32, atol=1e-4), "however the batch is cut into micro-batches"
+    for actual, gradient_parts in zip(whole, parts, strict=True):
+        assert near(actual, sum(gradient_parts), 32 + 5 + 32, atol=1e-4), "however the batch is cut into micro-batches"
     assert torch.equal(plain.eval()(tokens, targets), balanced.eval()(tokens, targets))
 
 
@@ -133,11 +137,11 @@ def test_every_row_is_published_once_and_read_back_in_any_part(tmp_path: Path, f
         ends = [rows.first + rows.shape[0] for _, rows in parts]
         assert [rows.first for _, rows in parts] == [0, *ends[:-1]]
         assert ends[-1] == shapes[name][0]
-    made = decoder(model)
-    export(tmp_path, made, max_shard_bytes=20_000)
+    built = decoder(model)
+    export(tmp_path, built, max_shard_bytes=20_000)
     weights = read_hugging_face(tmp_path)
     require_fit(weights, model, 300)
-    for name, tensor in made.state_dict().items():
+    for name, tensor in built.state_dict().items():
         assert torch.equal(weights.tensor(name), tensor)
         columns = (slice(3, 11),) * (tensor.dim() - 1)
         for rows in (slice(0, 1), slice(20, 53), slice(4, 4)):
@@ -177,7 +181,7 @@ def test_experts_begin_as_matrices_do_and_biases_of_routers_at_zero() -> None:
     model = mixture("dots1")
     shapes = parameter_shapes(model, 300)
     down = "model.layers.0.mlp.experts.down_proj"
-    made = initial_slice(down, shapes[down], model, 0, start=0, stop=prod(shapes[down]))
-    assert made.std() == pytest.approx(0.3 / 2, rel=0.1), "two layers write to the residual stream twice each"
+    values = initial_slice(down, shapes[down], model, 0, start=0, stop=prod(shapes[down]))
+    assert values.std() == pytest.approx(0.3 / 2, rel=0.1), "two layers write to the residual stream twice each"
     bias = f"model.layers.0.mlp.gate.{CORRECTION}"
     assert not initial_slice(bias, shapes[bias], model, 0, start=0, stop=5).any()

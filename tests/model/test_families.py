@@ -90,18 +90,18 @@ def ours_of(name: str) -> Model:
 
 def built(name: str) -> Decoder:
     """A decoder whose vectors matter as well: as they begin, norms and biases change nothing."""
-    made = decoder(ours_of(name))
+    model = decoder(ours_of(name))
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for parameter in made.state_dict().values():
+        for parameter in model.state_dict().values():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
-    return made
+    return model
 
 
 def theirs_of(name: str) -> torch.nn.Module:
     """A random model as `transformers` makes it."""
-    asked = FAMILIES[name][1]
+    overrides = FAMILIES[name][1]
     settings: dict[str, object] = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
         "num_attention_heads": 4, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "initializer_range": 0.3,
@@ -109,15 +109,15 @@ def theirs_of(name: str) -> torch.nn.Module:
         "tie_word_embeddings": FAMILIES[name][0].get("tie_embeddings", True), "num_key_value_heads": 4,
     }  # fmt: skip
     torch.manual_seed(0)
-    merged = {**settings, **asked}
+    merged = {**settings, **overrides}
     config = AutoConfig.for_model(merged.pop("model_type", "llama"), **merged)
-    made = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in made.state_dict().values():
+        for parameter in reference.state_dict().values():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
-    return made
+    return reference
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -168,28 +168,30 @@ def test_training_walks_with_transformers_and_what_is_exported_then_is_still_its
             value.backward()
             optimizer.step()
         losses.append((loss.item(), reference.item()))
-    assert max(abs(one - other) for one, other in losses) <= (0 if exact else 1e-5), losses
+    assert max(abs(first - second) for first, second in losses) <= (0 if exact else 1e-5), losses
     export(tmp_path / "last", ours.eval())
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "last", attn_implementation="sdpa")
-    assert torch.equal(again(TOKENS).logits, ours(TOKENS))
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "last", attn_implementation="sdpa")
+    assert torch.equal(reloaded(TOKENS).logits, ours(TOKENS))
     apart = (ours(TOKENS) - theirs.eval()(TOKENS).logits).abs().max()
     assert apart <= (0 if exact else 1e-3), "on logits of standard deviation above 1"
 
 
 def test_a_window_hides_what_lies_before_it_with_documents_and_in_generation() -> None:
     model = shape(family="mistral", sliding_window=7, layers=1)
-    made = decoder(model)
+    built = decoder(model)
     tokens = TOKENS[:, :32]
     changed = tokens.clone()
     changed[:, :12] = 9
-    logits, other = made(tokens), made(changed)
+    logits, other = built(tokens), built(changed)
     assert torch.equal(logits[:, 18:], other[:, 18:]), "token 18 sees 12 to 18"
     assert not torch.equal(logits[:, 17], other[:, 17])
     one_document = document_ids(tokens.clamp(min=1), 0)
-    assert (made(tokens, document_BT=one_document) - logits).abs().max() < 1e-5
+    assert (built(tokens, document_BT=one_document) - logits).abs().max() < 1e-5
     cache = [LayerCache()]
-    said = [made(tokens[:, :10], cache=cache)] + [made(tokens[:, at : at + 1], cache=cache) for at in range(10, 32)]
-    assert (torch.cat(said, dim=1) - logits).abs().max() < 1e-5
+    cached_logits = [built(tokens[:, :10], cache=cache)] + [
+        built(tokens[:, at : at + 1], cache=cache) for at in range(10, 32)
+    ]
+    assert (torch.cat(cached_logits, dim=1) - logits).abs().max() < 1e-5
 
 
 def test_weights_of_another_family_are_refused_with_every_field_of_it(tmp_path: Path) -> None:

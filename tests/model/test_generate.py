@@ -61,13 +61,13 @@ def test_when_the_context_is_full_the_text_goes_on_from_its_later_half(length: i
     prompt = torch.randint(1, 30, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
     def by_whole_forwards(half: Callable[[list[int]], list[int]]) -> list[int]:
-        window, found = list(prompt), list[int]()
-        while len(found) < 90:
+        window, generated = list(prompt), list[int]()
+        while len(generated) < 90:
             token, full = int(built(torch.tensor([window]))[0, -1].argmax()), len(window) == built.shape.context
             window.append(token)
             window = half(window) if full else window
-            found.append(token)
-        return found
+            generated.append(token)
+        return generated
 
     size = built.shape.context // 2
     assert take(built, prompt, 90) == by_whole_forwards(lambda text: text[-size:])
@@ -85,6 +85,6 @@ def test_the_text_ends_with_the_end_of_text_and_does_not_show_it(tokenizer: Toke
 
 def test_the_prompt_is_not_repeated(tokenizer: Tokenizer) -> None:
     built = decoder(shape())
-    said = generate(built, tokenizer, "the quick", tokens=5, temperature=0)
+    output = generate(built, tokenizer, "the quick", tokens=5, temperature=0)
     ids = tokenizer.encode("the quick").ids
-    assert "the quick" + said == tokenizer.decode(ids + take(built, ids, 5))
+    assert "the quick" + output == tokenizer.decode(ids + take(built, ids, 5))

@@ -74,6 +74,6 @@ def test_what_the_reader_of_the_bytes_says_is_said_as_it_is(tmp_path: Path) -> N
             raise DataError(f"{name}: run the spec again")
 
     (tmp_path / "model.safetensors").write_bytes(bytes(16))
-    with pytest.raises(DataError) as damaged:
+    with pytest.raises(DataError) as error:
         read_header(Damaged(tmp_path), "model.safetensors")
-    assert str(damaged.value) == "model.safetensors: run the spec again"
+    assert str(error.value) == "model.safetensors: run the spec again"

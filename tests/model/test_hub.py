@@ -95,23 +95,23 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def test_weights_of_the_hub_are_identified_without_fetching_them_and_then_read(hub: Hub, tmp_path: Path) -> None:
-    named = weights_digest("hf://tiny/llama")
-    assert not any("resolve" in asked for asked in hub.asked)
+    digest = weights_digest("hf://tiny/llama")
+    assert not any("resolve" in request for request in hub.asked)
     weights = open_weights("hf://tiny/llama", tmp_path / "cache")
     assert weights.vocabulary == 300
-    assert not any(asked.endswith("chat_template.jinja") for asked in hub.asked)
-    require_weights("hf://tiny/llama", named)
+    assert not any(request.endswith("chat_template.jinja") for request in hub.asked)
+    require_weights("hf://tiny/llama", digest)
     path = hub.folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
-    assert weights_digest("hf://tiny/llama") != named
+    assert weights_digest("hf://tiny/llama") != digest
     with pytest.raises(DataError, match="holds other weights"):
-        require_weights("hf://tiny/llama", named)
+        require_weights("hf://tiny/llama", digest)
 
 
 def test_a_file_of_the_hub_is_fetched_or_told_to_be_missing(hub: Hub) -> None:
-    found = hub_file("hf://tiny/llama/tokenizer.json")
-    assert found is not None
-    assert found.read_bytes() == (hub.folder / "tokenizer.json").read_bytes()
+    file = hub_file("hf://tiny/llama/tokenizer.json")
+    assert file is not None
+    assert file.read_bytes() == (hub.folder / "tokenizer.json").read_bytes()
     assert hub_file("hf://tiny/llama/chat_template.jinja") is None
     with pytest.raises(MissingError, match="no such repository or revision"):
         weights_digest("hf://nobody/nothing")

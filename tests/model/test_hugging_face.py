@@ -227,9 +227,9 @@ def test_tensors_that_do_not_come_as_promised_are_refused() -> None:
     tensors = built.state_dict()
 
     def write(changed: dict[str, torch.Tensor], end: str = END) -> None:
-        given = {**tensors, **changed}
+        source = {**tensors, **changed}
         for file in export_files(
-            built.shape, 300, lambda name: iter([given[name]]), tokenizer_json=tokenizer_json(), end_of_text=end
+            built.shape, 300, lambda name: iter([source[name]]), tokenizer_json=tokenizer_json(), end_of_text=end
         ):
             assert sum(len(data) for data in file.content()) == file.size
 

@@ -30,14 +30,14 @@ def weights(folder: Path, content: bytes = b"weights") -> Path:
 
 
 def test_the_same_weights_elsewhere_are_the_same_run_and_other_weights_in_place_another(tmp_path: Path) -> None:
-    here = weights(tmp_path / "here")
-    first = identity(here)
-    shutil.copytree(here, tmp_path / "there")
+    folder = weights(tmp_path / "here")
+    first = identity(folder)
+    shutil.copytree(folder, tmp_path / "there")
     assert identity(tmp_path / "there") == first
-    (here / "README.md").write_text("not a weight")
-    assert identity(here) == first
-    (here / "model.safetensors").write_bytes(b"Weights")
-    assert identity(here) != first
+    (folder / "README.md").write_text("not a weight")
+    assert identity(folder) == first
+    (folder / "model.safetensors").write_bytes(b"Weights")
+    assert identity(folder) != first
 
 
 def test_weights_on_s3_are_known_without_being_fetched(tmp_path: Path, s3_url: str) -> None:
@@ -59,8 +59,8 @@ def test_no_weights_are_imported_by_default() -> None:
 
 def test_weights_that_are_not_those_the_run_was_named_after_are_refused(tmp_path: Path) -> None:
     folder = str(weights(tmp_path / "here"))
-    named = weights_digest(folder)
-    require_weights(folder, named)
+    digest = weights_digest(folder)
+    require_weights(folder, digest)
     (tmp_path / "here" / "model.safetensors").write_bytes(b"Weights")
     with pytest.raises(DataError, match=r"here holds other weights .* than those the run id was made from"):
-        require_weights(folder, named)
+        require_weights(folder, digest)

@@ -59,9 +59,9 @@ def test_standard_deviations_are_those_of_the_spec_and_norms_are_one() -> None:
 
 def test_an_adapter_begins_as_nothing_with_a_first_matrix_as_peft_draws_it() -> None:
     first = initial_tensor(ADAPTER, (64, 400), shape(), 0)
-    theirs = torch.nn.init.kaiming_uniform_(torch.empty(64, 400), a=math.sqrt(5))
+    reference = torch.nn.init.kaiming_uniform_(torch.empty(64, 400), a=math.sqrt(5))
     assert 0.0499 < first.abs().max() <= 1 / math.sqrt(400)
-    assert abs(first.std() / theirs.std() - 1) < 0.02
+    assert abs(first.std() / reference.std() - 1) < 0.02
     assert abs(first.mean()) < 1e-3
     assert not initial_tensor(ADAPTER.replace("lora_A", "lora_B"), (400, 64), shape(), 0).any()
 

@@ -49,10 +49,10 @@ def visible(lengths: tuple[int, ...], window: int | None) -> Tensor:
 
 def with_gradients(attention: Callable[..., Tensor], gradient: Tensor, *inputs: Tensor | None) -> list[Tensor]:
     """The output of an attention, and the gradient of each of its inputs."""
-    leaves = [None if each is None else each.detach().clone().requires_grad_() for each in inputs]
+    leaves = [None if tensor is None else tensor.detach().clone().requires_grad_() for tensor in inputs]
     out = attention(*leaves)
     out.backward(gradient)
-    return [out.detach(), *(each.grad for each in leaves if each is not None and each.grad is not None)]
+    return [out.detach(), *(tensor.grad for tensor in leaves if tensor is not None and tensor.grad is not None)]
 
 
 CASES = {
@@ -90,18 +90,18 @@ def test_output_and_gradients_are_those_of_the_dense_reference(name: str, device
     sinks = torch.linspace(-1, 2, 4, dtype=dtype, device=device) if case["sinks"] else None
     gradient = random(1, 4, length, case["value_width"], dtype=dtype, device=device, seed=3)
     segments = of_lengths(*LENGTHS)
-    found = with_gradients(
+    results = with_gradients(
         lambda *inputs: packed_attention(*inputs[:3], segments, window, inputs[3], scale), gradient, q, k, v, sinks
     )
-    seen = visible(LENGTHS, window).to(device)
-    exact = [None if each is None else each.double() for each in (q, k, v, sinks)]
-    expected = with_gradients(lambda *inputs: dense(*inputs, seen, scale), gradient.double(), *exact)
+    mask = visible(LENGTHS, window).to(device)
+    exact = [None if tensor is None else tensor.double() for tensor in (q, k, v, sinks)]
+    expected = with_gradients(lambda *inputs: dense(*inputs, mask, scale), gradient.double(), *exact)
     names = ["output", "q", "k", "v", *(["sinks"] if sinks is not None else [])]
-    for tensor, ours, theirs in zip(names, found, expected, strict=True):
+    for tensor, actual, reference in zip(names, results, expected, strict=True):
         if window == 1 and tensor in ("q", "k") and sinks is None:
-            assert ours.abs().max() < 0.05, "the only weight is 1, whatever the score"
+            assert actual.abs().max() < 0.05, "the only weight is 1, whatever the score"
             continue
-        error = ((ours.double() - theirs).norm() / theirs.norm()).item()
+        error = ((actual.double() - reference).norm() / reference.norm()).item()
         assert error < (2e-6 if dtype == torch.float32 else 8e-3), f"{tensor} differs by {error:.1e}"
 
 
@@ -127,13 +127,13 @@ def around(before: int, after: int, dtype: torch.dtype, window: int | None, devi
     """Output and gradients of the one same document, between others of these numbers of tokens."""
     length = before + DOCUMENT + after
     own = [random(1, heads, DOCUMENT, 16, dtype=dtype, device=device, seed=9) for heads in (4, 2, 2, 4)]
-    given = [random(1, heads, length, 16, dtype=dtype, device=device, seed=before) for heads in (4, 2, 2, 4)]
-    for whole, part in zip(given, own, strict=True):
+    tensors = [random(1, heads, length, 16, dtype=dtype, device=device, seed=before) for heads in (4, 2, 2, 4)]
+    for whole, part in zip(tensors, own, strict=True):
         whole[:, :, before : before + DOCUMENT] = part
-    segments = of_lengths(*(each for each in (before, DOCUMENT, after) if each))
-    q, k, v, gradient = given
-    found = with_gradients(lambda *inputs: packed_attention(*inputs, segments, window), gradient, q, k, v)
-    return [each[:, :, before : before + DOCUMENT] for each in found]
+    segments = of_lengths(*(length for length in (before, DOCUMENT, after) if length))
+    q, k, v, gradient = tensors
+    results = with_gradients(lambda *inputs: packed_attention(*inputs, segments, window), gradient, q, k, v)
+    return [tensor[:, :, before : before + DOCUMENT] for tensor in results]
 
 
 def equal(first: list[Tensor], second: list[Tensor]) -> list[bool]:
@@ -163,21 +163,21 @@ def test_bits_do_not_depend_on_the_batch_or_the_split_of_heads(window: int | Non
         )
 
     whole = attend(slice(None), 8)
-    assert all(equal(attend(slice(1, 2), 8), [each[1:2] for each in whole])), "one row alone"
-    half = [each[:, : each.shape[1] // 2] for each in whole]
+    assert all(equal(attend(slice(1, 2), 8), [tensor[1:2] for tensor in whole])), "one row alone"
+    half = [tensor[:, : tensor.shape[1] // 2] for tensor in whole]
     assert all(equal(attend(slice(None), 4), half)), "half of the heads"
 
 
 def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     threads = torch.get_num_threads()
-    found = []
+    results = []
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
-            found.append(around(10, 30, torch.float32, 100, "cpu"))
+            results.append(around(10, 30, torch.float32, 100, "cpu"))
     finally:
         torch.set_num_threads(threads)
-    assert all(equal(found[0], found[1]) + equal(found[0], found[2]))
+    assert all(equal(results[0], results[1]) + equal(results[0], results[2]))
 
 
 @pytest.mark.parametrize("window", [None, 60])
@@ -187,15 +187,15 @@ def test_queries_may_be_the_last_positions_of_more_keys(window: int | None) -> N
     positions = torch.cat((torch.arange(250, 350), torch.arange(700, 1000)))
     q, k, v = (random(1, heads, 1000, 16, seed=heads) for heads in (4, 2, 2))
     gradient = random(1, 4, 400, 16)
-    found = with_gradients(
+    results = with_gradients(
         lambda *inputs: packed_attention(*inputs, segments, window), gradient, q[:, :, positions], k, v
     )
-    seen = visible((350, 150, 500), window)[positions]
-    exact = [each.double() for each in (q[:, :, positions], k, v)]
-    expected = with_gradients(lambda *inputs: dense(*inputs, None, seen), gradient.double(), *exact)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
-    assert not found[2][:, :, 350:500].any(), "keys that nothing sees have no gradient"
+    mask = visible((350, 150, 500), window)[positions]
+    exact = [tensor.double() for tensor in (q[:, :, positions], k, v)]
+    expected = with_gradients(lambda *inputs: dense(*inputs, None, mask), gradient.double(), *exact)
+    for actual, reference in zip(results, expected, strict=True):
+        torch.testing.assert_close(actual.double(), reference, rtol=1e-4, atol=1e-5)
+    assert not results[2][:, :, 350:500].any(), "keys that nothing sees have no gradient"
 
 
 def test_segments_are_the_documents_of_each_row_cut_into_chunks() -> None:
@@ -216,10 +216,10 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, Tensor):
-                self.shapes.add(tuple(each.shape))
-                self.largest = max(self.largest, each.untyped_storage().nbytes())
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.shapes.add(tuple(leaf.shape))
+                self.largest = max(self.largest, leaf.untyped_storage().nbytes())
         return result
 
     def squares(self, length: int) -> set[tuple[int, ...]]:

@@ -37,16 +37,16 @@ def whole(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("chunk", [1, 16, 50, 1024])
 def test_values_and_gradients_are_those_of_all_logits(chunk: int, dtype: torch.dtype) -> None:
     hidden, head, targets, gradient = inputs(3, 50, dtype)
-    found = with_gradients(lambda x, w: token_logprobs(x, w, targets, chunk=chunk), gradient, hidden, head)
+    results = with_gradients(lambda x, w: token_logprobs(x, w, targets, chunk=chunk), gradient, hidden, head)
     expected = with_gradients(lambda x, w: whole(x, w, targets), gradient.double(), hidden.double(), head.double())
-    assert found[0].dtype == torch.float32
-    assert [each.dtype for each in found[1:]] == [dtype, dtype]
-    for ours, theirs in zip(found, expected, strict=True):
-        error = ((ours.double() - theirs).norm() / theirs.norm()).item()
+    assert results[0].dtype == torch.float32
+    assert [tensor.dtype for tensor in results[1:]] == [dtype, dtype]
+    for actual, reference in zip(results, expected, strict=True):
+        error = ((actual.double() - reference).norm() / reference.norm()).item()
         assert error < (1e-6 if dtype == torch.float32 else 6e-3), f"differs by {error:.1e}"
     ignored = targets == IGNORED
-    assert not found[0][ignored].any()
-    assert not found[1][ignored].any()
+    assert not results[0][ignored].any()
+    assert not results[1][ignored].any()
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
@@ -57,12 +57,12 @@ def test_gradients_are_those_of_finite_differences() -> None:
 
 def test_only_the_gradients_that_are_wanted_are_computed() -> None:
     hidden, head, targets, gradient = inputs(1, 20)
-    both = with_gradients(lambda x, w: token_logprobs(x, w, targets), gradient, hidden, head)
-    for wanted, alone in (
-        (both[1], with_gradients(lambda x: token_logprobs(x, head, targets), gradient, hidden)[1]),
-        (both[2], with_gradients(lambda w: token_logprobs(hidden, w, targets), gradient, head)[1]),
+    results = with_gradients(lambda x, w: token_logprobs(x, w, targets), gradient, hidden, head)
+    for gradient_of_both, alone in (
+        (results[1], with_gradients(lambda x: token_logprobs(x, head, targets), gradient, hidden)[1]),
+        (results[2], with_gradients(lambda w: token_logprobs(hidden, w, targets), gradient, head)[1]),
     ):
-        assert torch.equal(wanted, alone)
+        assert torch.equal(gradient_of_both, alone)
 
 
 def test_bits_of_a_row_do_not_depend_on_the_other_rows_or_on_threads() -> None:
@@ -115,19 +115,19 @@ BOUNDS = (0, 37, VOCABULARY)  # unequal shards of two ranks
 def shards_of_a_rank(rank: int, size: int, folder: Path) -> list[list[Any]]:
     """Output and gradients with this rank's rows of the head, in fp32 and in bf16."""
     first, last = BOUNDS[rank], BOUNDS[rank + 1]
-    found = []
+    results = []
     with process_group(folder / "meeting", rank, size):
         from torch.distributed import group
 
         for dtype in (torch.float32, torch.bfloat16):
             hidden, head, targets, gradient = inputs(2, 50, dtype)
-            found += with_gradients(
+            results += with_gradients(
                 lambda x, w, y=targets: token_logprobs(x, w, y, chunk=16, group=group.WORLD, first_token=first),
                 gradient,
                 hidden,
                 head[first:last],
             )
-    return [each.tolist() for each in found]
+    return [tensor.tolist() for tensor in results]
 
 
 def test_ranks_with_shards_of_the_vocabulary_agree_with_the_whole(tmp_path: Path) -> None:
@@ -138,6 +138,6 @@ def test_ranks_with_shards_of_the_vocabulary_agree_with_the_whole(tmp_path: Path
         logprobs, d_hidden, d_head = first[3 * at : 3 * at + 3]
         others, other_hidden, other_head = second[3 * at : 3 * at + 3]
         assert (logprobs, d_hidden) == (others, other_hidden), "the ranks have different bits"
-        found = [logprobs, d_hidden, d_head + other_head]
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(torch.tensor(ours, dtype=theirs.dtype), theirs, rtol=near, atol=near)
+        results = [logprobs, d_hidden, d_head + other_head]
+        for actual, reference in zip(results, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(actual, dtype=reference.dtype), reference, rtol=near, atol=near)

@@ -92,7 +92,7 @@ KILLED = Outcome("train", 1, 1.0)  # said that it began, and nothing more
     ],
 )
 def test_a_step_that_failed_or_was_interrupted_decides(word: str, outcomes: list[Outcome], ending: str) -> None:
-    assert ending_of(word, [replace(one) for one in outcomes]) == ending
+    assert ending_of(word, [replace(outcome) for outcome in outcomes]) == ending
 
 
 def test_a_workflow_that_was_stopped_is_cancelled() -> None:
@@ -119,17 +119,17 @@ def test_a_training_whose_every_try_is_reclaimed_has_failed_and_one_that_is_aske
     store: Store,
 ) -> None:
     """Engines say FAILED of both; nobody cancels a run four times."""
-    said = []
+    statuses = []
     for _ in range(4):
         record = recorder(JOB)  # a process
         assert record
         record(store.url, Outcome("train", 1, 1.0))
         record(store.url, step("train", code=204, reason="asked to leave (SIGTERM)"))
-        said.append(body(TEXT, [], store.url, JOB, "", "", "FAILED").result["status"])
-    assert said == ["cancelled", "cancelled", "cancelled", "failed"]
-    again = recorder(JOB)
-    assert again
-    again(store.url, step("train", RUN_ID))
+        statuses.append(body(TEXT, [], store.url, JOB, "", "", "FAILED").result["status"])
+    assert statuses == ["cancelled", "cancelled", "cancelled", "failed"]
+    next_recorder = recorder(JOB)
+    assert next_recorder
+    next_recorder(store.url, step("train", RUN_ID))
     after = outcome_of(store, JOB, "train")
     once = recorder(JOB)
     assert once
@@ -145,10 +145,14 @@ def test_a_run_that_ended_well_on_a_kubeflow_server_is_summarised_as_such(store:
     steps = [*TRAINED, step("evaluate", last), *([step("register", "3")] if ended == "registered" else [])]
     for outcome in steps:
         record(store.url, outcome)
-    done = body(TEXT, [], store.url, JOB, "", "", "COMPLETE")
-    assert done.result["status"] == "succeeded"
-    assert str(done.result["text"]).splitlines()[0].endswith(f": {ended}**")
-    assert (done.result["reason"], done.result["failed_step"], done.result["exit_code"]) == ("", "", 0)
+    notification = body(TEXT, [], store.url, JOB, "", "", "COMPLETE")
+    assert notification.result["status"] == "succeeded"
+    assert str(notification.result["text"]).splitlines()[0].endswith(f": {ended}**")
+    assert (notification.result["reason"], notification.result["failed_step"], notification.result["exit_code"]) == (
+        "",
+        "",
+        0,
+    )
     assert json.loads(store.get(layout.run(RUN_ID, "summary.json")))["status"] == "succeeded"
 
 
@@ -156,14 +160,14 @@ def test_a_firing_that_finds_nothing_due_on_a_kubeflow_server_is_no_failure(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_WEBHOOK", "http://127.0.0.1:1/never")
-    posted: list[object] = []
-    monkeypatch.setattr("holdfast.components.notify.summary.post", lambda *args: posted.append(args))
+    posts: list[object] = []
+    monkeypatch.setattr("holdfast.components.notify.summary.post", lambda *args: posts.append(args))
     record = recorder(JOB)
     assert record
     record(store.url, step("trigger", "not_due: the data and the spec are those of the champion"))
-    done = body(TEXT, [], store.url, JOB, "", "", "COMPLETE")
-    assert done.result["status"] == "succeeded"
-    assert str(done.result["text"]).splitlines()[::2] == [
+    notification = body(TEXT, [], store.url, JOB, "", "", "COMPLETE")
+    assert notification.result["status"] == "succeeded"
+    assert str(notification.result["text"]).splitlines()[::2] == [
         "**story: nothing to do**", "- reason: the data and the spec are those of the champion"
     ]  # fmt: skip
-    assert not posted
+    assert not posts

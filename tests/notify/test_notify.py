@@ -121,9 +121,9 @@ def test_a_registered_run_is_summarised_with_figures_and_the_next_command(home: 
         f"- log: `{log}`",
         '- next: `holdfast models generate story@champion "Once upon a time"`',
     ]
-    recorded = json.loads(store.get(layout.run(RUN_ID, "summary.json")))
-    assert recorded["status"] == "succeeded"
-    assert recorded["text"] == summary.text
+    record = json.loads(store.get(layout.run(RUN_ID, "summary.json")))
+    assert record["status"] == "succeeded"
+    assert record["text"] == summary.text
 
 
 def test_a_run_that_failed_says_how_far_it_came_and_what_happened_on_the_way(store: Store) -> None:
@@ -135,8 +135,8 @@ def test_a_run_that_failed_says_how_far_it_came_and_what_happened_on_the_way(sto
     assert "- trained: 40 steps, last loss 2.2500 nats a token" in summary.text.splitlines()
     assert len(summary.happened) == 11 and summary.happened[0] == "2 things more, before"
     assert "503 \\[slow down\\]" in summary.markdown
-    *_, ended = read_events(store, RUN_ID)
-    assert (ended.source, ended.text) == ("notify", "the run failed: train: ended")
+    *_, last_event = read_events(store, RUN_ID)
+    assert (last_event.source, last_event.text) == ("notify", "the run failed: train: ended")
 
 
 @pytest.mark.parametrize(("status", "said", "code"), [
@@ -147,9 +147,9 @@ def test_the_summary_tells_programs_the_exit_code(
 ) -> None:
     before = time.time()
     run(status, SPEC, run_id=RUN_ID, exit_code=said)
-    recorded = json.loads(store.get(layout.run(RUN_ID, "summary.json")))
-    assert recorded["exit_code"] == code
-    assert before <= recorded["ended"] <= time.time()
+    record = json.loads(store.get(layout.run(RUN_ID, "summary.json")))
+    assert record["exit_code"] == code
+    assert before <= record["ended"] <= time.time()
 
 
 def test_only_the_verdict_under_the_settings_of_the_spec_is_told(store: Store) -> None:
@@ -168,23 +168,23 @@ LEFT_ALONE = (ExitCode.CHAMPION_CHANGED, ExitCode.FENCED, ExitCode.CANCELLED)
 
 def test_after_a_permanent_failure_it_says_what_to_mend_and_after_one_that_can_pass_to_run_it_again() -> None:
     for code in (*(code for code in ExitCode if 5 < code < 128 and code not in LEFT_ALONE), 1, 99):
-        told = run("FAILED", SPEC, message="why", exit_code=code).next_command
-        assert told and "run the same command again" not in told, code
-        assert run("FAILED", SPEC, message=f"main: Error (exit code {code})").next_command == told
+        next_command = run("FAILED", SPEC, message="why", exit_code=code).next_command
+        assert next_command and "run the same command again" not in next_command, code
+        assert run("FAILED", SPEC, message=f"main: Error (exit code {code})").next_command == next_command
     for code in (ExitCode.CHAMPION_CHANGED, *(code for code in ExitCode if code.retryable)):
         assert run("FAILED", SPEC, exit_code=code).next_command.startswith("run the same command again"), code
 
 
 def test_in_markdown_what_a_step_said_is_text_and_nothing_else() -> None:
-    said = "*.txt: <script>alert(1)</script> [x](http://y) `rm`\n_a_ learning_rate __b__"
-    said += "\n\n# no heading\n- no item\n1. no list\n==="
-    summary = run("FAILED", SPEC, message=said)
-    assert said in summary.text
+    message = "*.txt: <script>alert(1)</script> [x](http://y) `rm`\n_a_ learning_rate __b__"
+    message += "\n\n# no heading\n- no item\n1. no list\n==="
+    summary = run("FAILED", SPEC, message=message)
+    assert message in summary.text
     html = MarkdownIt().render(summary.markdown)
     assert html.count("<strong>") == 1  # the headline
     assert not re.findall(r"<(?:script|a|h1|img|em|ol)\b", html)
     assert html.count("<li>") == summary.text.count("\n- ") - 1  # all but the one in the reason
-    shown = unescape(re.sub(r"<[^>]+>", "", html))
+    visible_text = unescape(re.sub(r"<[^>]+>", "", html))
     for line in (
         "*.txt: <script>alert(1)</script> [x](http://y) `rm`",
         "_a_ learning_rate __b__",
@@ -193,7 +193,7 @@ def test_in_markdown_what_a_step_said_is_text_and_nothing_else() -> None:
         "1. no list",
         "===",
     ):
-        assert line in shown
+        assert line in visible_text
 
 
 def test_a_failure_before_anything_was_produced_says_step_reason_and_log() -> None:
@@ -315,7 +315,7 @@ def test_the_command_ends_with_zero_whatever_it_finds(tmp_path: Path) -> None:
     broken.write_bytes(b"\xff: [")
     command = [sys.executable, "-m", "holdfast.components.notify", "--status", "failed", "--spec", str(broken)]
     command += ["--store", "nonsense", "--message", "lost", "--output", str(tmp_path / "out.json")]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert "Traceback" not in ended.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert "Traceback" not in process.stderr
     assert json.loads((tmp_path / "out.json").read_text())["reason"] == "lost"

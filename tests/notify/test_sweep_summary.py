@@ -27,9 +27,9 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     for name in ("HOLDFAST_STORE", "HOLDFAST_WEBHOOK", "HOLDFAST_RUN_ID", "HOLDFAST_OUTCOMES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
-    found = open_store((tmp_path / "store").as_uri())
-    left(found, Outcome("preprocess", 1, 1.0, 2.0, 0, result="d"))
-    return found
+    sweep_store = open_store((tmp_path / "store").as_uri())
+    left(sweep_store, Outcome("preprocess", 1, 1.0, 2.0, 0, result="d"))
+    return sweep_store
 
 
 def left(store: Store, outcome: Outcome) -> None:
@@ -49,22 +49,22 @@ def judged(store: Store, trial: list[str], run: str) -> None:
 
 
 def told(store: Store, status: str) -> dict[str, object]:
-    done = body(TEXT, [], store.url, JOB, "", json.dumps(TRIALS), status)
-    recorded = json.loads(store.get(layout.sweep(sweep_id(RUNS), "summary.json")))
-    assert recorded["text"] == done.result["text"]
-    return dict(recorded)
+    notification = body(TEXT, [], store.url, JOB, "", json.dumps(TRIALS), status)
+    record = json.loads(store.get(layout.sweep(sweep_id(RUNS), "summary.json")))
+    assert record["text"] == notification.result["text"]
+    return dict(record)
 
 
 def test_the_summary_has_the_best_trial_and_each_that_failed_with_its_cause(store: Store) -> None:
     judged(store, TRIALS[0], RUNS[0])
     left(store, Outcome("train", 1, 2.0, 3.0, 12, "loss is NaN", part="2"))
-    failed = [Outcome("train", 1, 2.0, 3.0, 12, "loss is NaN", part="2")]
-    compare(parse_spec(TEXT), "d", TRIALS, store, outcomes=failed)
+    outcomes = [Outcome("train", 1, 2.0, 3.0, 12, "loss is NaN", part="2")]
+    compare(parse_spec(TEXT), "d", TRIALS, store, outcomes=outcomes)
     left(store, Outcome("compare", 1, 4.0, 5.0, 0, result="blessed"))
-    found = told(store, "Failed")
-    assert (found["status"], found["failed_step"], found["reason"]) == ("failed", "train-2", "loss is NaN")
-    assert found["registered"] == "models:/story/3"
-    text = str(found["text"])
+    summary = told(store, "Failed")
+    assert (summary["status"], summary["failed_step"], summary["reason"]) == ("failed", "train-2", "loss is NaN")
+    assert summary["registered"] == "models:/story/3"
+    text = str(summary["text"])
     assert text.startswith(f"**story-sweep (sweep {sweep_id(RUNS)}): failed**")
     assert f"1 of 2 trials compared: best training.seed=1 (run {RUNS[0]}, loss 1.0000)" in text
     assert "training.seed=2: train failed (exit code 12): loss is NaN" in text
@@ -76,16 +76,16 @@ def test_a_sweep_whose_trials_were_all_compared_succeeded(store: Store) -> None:
         judged(store, trial, run)
     compare(parse_spec(TEXT), "d", TRIALS, store)
     left(store, Outcome("compare", 1, 4.0, 5.0, 0, result="blessed"))
-    found = told(store, "Succeeded")
-    assert (found["status"], found["failed_step"], found["reason"]) == ("succeeded", "", "")
-    assert str(found["text"]).startswith(f"**story-sweep (sweep {sweep_id(RUNS)}): registered as models:/story/3**")
+    summary = told(store, "Succeeded")
+    assert (summary["status"], summary["failed_step"], summary["reason"]) == ("succeeded", "", "")
+    assert str(summary["text"]).startswith(f"**story-sweep (sweep {sweep_id(RUNS)}): registered as models:/story/3**")
 
 
 def test_a_sweep_that_ended_before_its_comparison_says_where(store: Store) -> None:
     judged(store, TRIALS[0], RUNS[0])
     compare(parse_spec(TEXT), "d", TRIALS, store)  # of an execution before this one
     left(store, Outcome("train", 1, 2.0, part="1"))
-    found = told(store, "Failed")
-    assert (found["status"], found["failed_step"]) == ("failed", "train-1")
-    assert "killed" in str(found["reason"])
-    assert "no comparison of 2 trials was made" in str(found["text"])
+    summary = told(store, "Failed")
+    assert (summary["status"], summary["failed_step"]) == ("failed", "train-1")
+    assert "killed" in str(summary["reason"])
+    assert "no comparison of 2 trials was made" in str(summary["text"])

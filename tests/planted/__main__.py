@@ -25,21 +25,21 @@ SECONDS = 1200  # for the tests of a bug: one that hangs is noticed too
 
 def misfits(bugs: Sequence[Bug], root: Path = ROOT) -> list[str]:
     """The bugs that do not apply to the tree, in words."""
-    said = []
+    problems = []
     for bug in bugs:
         path = root / bug.file
         times = path.read_text(encoding="utf-8").count(bug.old) if path.is_file() else 0
         if times != 1:
-            said.append(f"{bug.file}: {bug.old!r} stands there {times} times, not once ({bug.why})")
-        said += [f"{bug.file}: there is no {test} to notice that {bug.why}" for test in bug.tests.split()
+            problems.append(f"{bug.file}: {bug.old!r} stands there {times} times, not once ({bug.why})")
+        problems += [f"{bug.file}: there is no {test} to notice that {bug.why}" for test in bug.tests.split()
                  if not (root / test.partition("::")[0]).exists()]  # fmt: skip
-    return said
+    return problems
 
 
 def copy_of_the_tree(folder: Path) -> Path:
     """What Git tracks and what is new, without what it ignores."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    list_files = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(list_files, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
         if (ROOT / name).is_symlink() or (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -56,16 +56,16 @@ def is_caught(bug: Bug, tree: Path) -> bool:
     # The copy comes before the tree that the environment is installed from.
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        ended = subprocess.run(
+        process = subprocess.run(
             command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         return True
     finally:
         path.write_text(sound, encoding="utf-8")
-    if ended.returncode not in (FAILED, PASSED, 2):  # 2: a module could not even be imported
-        raise RuntimeError(f"{bug.file}: pytest could not run: {ended.stdout[-2000:]}{ended.stderr[-2000:]}")
-    return ended.returncode != PASSED
+    if process.returncode not in (FAILED, PASSED, 2):  # 2: a module could not even be imported
+        raise RuntimeError(f"{bug.file}: pytest could not run: {process.stdout[-2000:]}{process.stderr[-2000:]}")
+    return process.returncode != PASSED
 
 
 def main(words: Sequence[str]) -> int:

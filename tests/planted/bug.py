@@ -25,22 +25,22 @@ class Bug:
 
 def read_bugs(text: str) -> list[Bug]:
     """The bugs of a list."""
-    found: list[Bug] = []
-    said = {"file": "", "test": "", "bug": ""}
+    bugs: list[Bug] = []
+    headers = {"file": "", "test": "", "bug": ""}
     lines: dict[str, list[str]] = {"-": [], "+": []}
     for line in [*text.splitlines(), "bug"]:
         word, _, rest = line.partition(" ")
-        if word in said and lines["-"]:
+        if word in headers and lines["-"]:
             old, new = ("\n".join(lines[sign]) for sign in "-+")
-            found.append(Bug(said["file"], old, new, said["test"], said["bug"]))
+            bugs.append(Bug(headers["file"], old, new, headers["test"], headers["bug"]))
             lines = {"-": [], "+": []}
         if word in lines:
             lines[word].append(rest)
-        elif word in said:
-            said[word] = rest
+        elif word in headers:
+            headers[word] = rest
         elif word not in ("", "#"):
             raise ValueError(f"{line!r} is no line of a list of bugs; begin it with file, test, bug, -, + or #")
-    return found
+    return bugs
 
 
 BUGS = [bug for path in sorted(FOLDER.glob("*.txt")) for bug in read_bugs(path.read_text(encoding="utf-8"))]

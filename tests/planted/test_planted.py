@@ -16,8 +16,8 @@ def test_each_planted_bug_still_applies() -> None:
 
 def test_a_bug_whose_text_is_gone_or_stands_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1\nx = 1\n")
-    twice, gone = (Bug("a.py", old, "", "a.py", "reason") for old in ("x = 1", "y"))
-    assert misfits([twice, gone], tmp_path) == [
+    twice, missing = (Bug("a.py", old, "", "a.py", "reason") for old in ("x = 1", "y"))
+    assert misfits([twice, missing], tmp_path) == [
         "a.py: 'x = 1' stands there 2 times, not once (reason)",
         "a.py: 'y' stands there 0 times, not once (reason)",
     ]

@@ -128,8 +128,8 @@ class MemoryStore:
         content = _joined(check_key(key), data)
 
         def effect() -> bool:
-            if (there := self.bucket.objects.get(key)) is not None:
-                return there.data == content
+            if (stored := self.bucket.objects.get(key)) is not None:
+                return stored.data == content
             self._write(key, content)
             return True
 
@@ -140,26 +140,26 @@ class MemoryStore:
         content = _joined(check_key(key), data)
 
         def effect() -> str:
-            there = self.bucket.objects.get(key)
-            tag = there.tag if there else None
+            stored = self.bucket.objects.get(key)
+            tag = stored.tag if stored else None
             if tag != expected:
                 raise ConflictError(f"{key}: version is {tag or 'absent'}, not {expected or 'absent'}; read it again")
-            if there is not None and expected is None:
+            if stored is not None and expected is None:
                 raise ConflictError(f"{key}: exists although it was expected absent; read it and decide anew")
             return self._write(key, content).tag
 
         def again() -> str:
-            there = self.bucket.objects.get(key)
-            return there.tag if there is not None and there.data == content else effect()
+            stored = self.bucket.objects.get(key)
+            return stored.tag if stored is not None and stored.data == content else effect()
 
         return self._request("compare_and_swap", key, effect, again)
 
     def get(self, key: str, start: int = 0, length: int | None = None, *, most: int = WHOLE_BYTES) -> bytes:
         """See `Store`."""
-        found = self._get("get", key, start, length)
-        if length is None and len(found) > most:
-            raise too_large(key, len(found), most)
-        return found
+        content = self._get("get", key, start, length)
+        if length is None and len(content) > most:
+            raise too_large(key, len(content), most)
+        return content
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """See `Store`."""
@@ -185,10 +185,10 @@ class MemoryStore:
         check_key(key)
 
         def effect() -> tuple[bytes, str]:
-            there = self._there("get_versioned", key)
-            if len(there.data) > most:
-                raise too_large(key, len(there.data), most)
-            return self._read(key, 0, there.data), there.tag
+            stored = self._there("get_versioned", key)
+            if len(stored.data) > most:
+                raise too_large(key, len(stored.data), most)
+            return self._read(key, 0, stored.data), stored.tag
 
         return self._request("get_versioned", key, effect)
 
@@ -197,16 +197,16 @@ class MemoryStore:
         check_key(key)
 
         def effect() -> ObjectInfo | None:
-            there = self.bucket.objects.get(key)
-            return None if there is None else info_of(key, there)
+            stored = self.bucket.objects.get(key)
+            return None if stored is None else info_of(key, stored)
 
         return self._request("stat", key, effect)
 
     def folders(self, prefix: str) -> Iterator[str]:
         """See `Store`."""
         parent = check_prefix(prefix).rpartition("/")[0]
-        found = (info.key.removeprefix(f"{parent}/" if parent else "") for info in self.list(prefix))
-        return iter(dict.fromkeys(name.partition("/")[0] for name in found if "/" in name and name[0] != "."))
+        names = (info.key.removeprefix(f"{parent}/" if parent else "") for info in self.list(prefix))
+        return iter(dict.fromkeys(name.partition("/")[0] for name in names if "/" in name and name[0] != "."))
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         """See `Store`."""
@@ -236,11 +236,11 @@ class MemoryStore:
     def put_stream(self, key: str, size: int, content: Callable[[], Iterator[Buffer]]) -> None:
         """See `Store`."""
         check_key(key)
-        made = b"".join(bytes(each) for each in content())
-        if len(made) != size:
-            how = f"ends after {len(made)}" if len(made) < size else "goes on beyond them"
+        data = b"".join(bytes(chunk) for chunk in content())
+        if len(data) != size:
+            how = f"ends after {len(data)}" if len(data) < size else "goes on beyond them"
             raise DataError(f"{key}: {size} bytes were to be written, and what makes them {how}")
-        self.put(key, made)
+        self.put(key, data)
 
     def upload(self, path: Path, key: str) -> None:
         """See `Store`."""
@@ -285,10 +285,10 @@ class MemoryStore:
         return data
 
     def _there(self, operation: str, key: str) -> Stored:
-        there = self.bucket.objects.get(key)
-        if there is None:
+        stored = self.bucket.objects.get(key)
+        if stored is None:
             raise MissingError(f"{operation} {key}: no such object in {self.url}")
-        return there
+        return stored
 
 
 def _joined(key: str, data: Data) -> bytes:

@@ -47,11 +47,11 @@ class Crashes:
         crash, self._since = self._waiting.pop(0), number + 1
         world = self._run.world
         world.note(f"{process.name} {'stands still' if crash.thaw else 'dies'} {when} {operation} {key}")
-        for each in self._run.gang_of(process).processes if crash.gang else [process]:
+        for member in self._run.gang_of(process).processes if crash.gang else [process]:
             if crash.thaw:
-                each.frozen = not each.dead
+                member.frozen = not member.dead
             else:
-                world.kill(each)
+                world.kill(member)
 
 
 def crash(plan: Plan, crashes: Sequence[Crash], trace: list[str] | None = None) -> tuple[bool, int]:
@@ -68,7 +68,7 @@ def crash(plan: Plan, crashes: Sequence[Crash], trace: list[str] | None = None) 
 def points(count: int, gang: bool, thaw: bool) -> Iterator[Crash]:
     """All crash points of a run of so many operations. Of a gang that is gone for good only the store is left, which
     is the same after an operation and before the next one: one point, and not two."""
-    gone = gang and not thaw
+    is_lost = gang and not thaw
     for number in range(count):
-        for when in ("before",) if gone and number < count - 1 else ("before", "after"):
+        for when in ("before",) if is_lost and number < count - 1 else ("before", "after"):
             yield Crash(number, when, gang, thaw)

@@ -37,17 +37,17 @@ class SimulatedGang(Gang):
         self._calls += 1
         while len(meeting.given) <= number:
             meeting.given.append({})
-        given = meeting.given[number]
-        given[self.rank] = value
+        values = meeting.given[number]
+        values[self.rank] = value
 
         def lost() -> list[int]:
-            gone = [rank for rank, process in enumerate(meeting.processes) if process.dead or rank in meeting.left]
-            return [rank for rank in gone if rank not in given]
+            departed = [rank for rank, process in enumerate(meeting.processes) if process.dead or rank in meeting.left]
+            return [rank for rank in departed if rank not in values]
 
-        meeting.world.wait(lambda: len(given) == self.size or bool(lost()))
-        if len(given) < self.size:
+        meeting.world.wait(lambda: len(values) == self.size or bool(lost()))
+        if len(values) < self.size:
             raise LostPeerError(f"another rank went away: {lost()}")
-        return [given[rank] for rank in range(self.size)]
+        return [values[rank] for rank in range(self.size)]
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -149,7 +149,7 @@ class Executor:
 
     def map(self, work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         """The results in the order of the items; the first failure is raised where it stands."""
-        waiting, found = list(enumerate(items)), {}
+        waiting, results = list(enumerate(items)), {}
         count = len(waiting)
         if _world().at_once or count == 1:
             yield from [work(item) for _, item in waiting]
@@ -159,9 +159,9 @@ class Executor:
             while waiting:
                 number, item = waiting.pop(0)
                 try:
-                    found[number] = (work(item), None)
+                    results[number] = (work(item), None)
                 except Exception as failure:  # noqa: BLE001 - raised where its result is asked for
-                    found[number] = (None, failure)
+                    results[number] = (None, failure)
 
         threads = [Thread(work_off, name=f"{self._name} {number}") for number in range(min(self._workers, count))]
         for thread in threads:
@@ -169,7 +169,7 @@ class Executor:
         for thread in threads:
             thread.join()
         for number in range(count):
-            result, failure = found[number]
+            result, failure = results[number]
             if failure is not None:
                 raise failure
             yield result
@@ -212,22 +212,24 @@ def simulated(world: World, modules: Sequence[types.ModuleType], constants: dict
     has another value in whichever of them has it."""
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     clocked: list[tuple[types.FunctionType, tuple[Any, ...]]] = []
-    given = {**_modules(world), **constants}
+    names_of_world = {**_modules(world), **constants}
     _worlds.append(world)
     try:
         for names in [names for module in modules for names in _names_in(module)]:
-            for name, value in given.items():
+            for name, value in names_of_world.items():
                 if name in names:
                     replaced.append((names, name, names[name]))
                     names[name] = value
             for name, value in names.items():
                 if value is time:  # a clock as a default
                     replaced.append((names, name, value))
-                    names[name] = given["time"]
-        for function in [each for module in modules for each in _functions_in(module)]:
+                    names[name] = names_of_world["time"]
+        for function in [method for module in modules for method in _functions_in(module)]:
             if any(value is time for value in function.__defaults__ or ()):
                 clocked.append((function, function.__defaults__ or ()))
-                function.__defaults__ = tuple(given["time"] if value is time else value for value in clocked[-1][1])
+                function.__defaults__ = tuple(
+                    names_of_world["time"] if value is time else value for value in clocked[-1][1]
+                )
         yield
     finally:
         _worlds.pop()
@@ -248,4 +250,4 @@ def _names_in(module: types.ModuleType) -> Iterator[dict[str, Any]]:
 def _functions_in(module: types.ModuleType) -> Iterator[types.FunctionType]:
     for defined in list(vars(module).values()):
         if isinstance(defined, type) and defined.__module__ == module.__name__:
-            yield from (each for each in vars(defined).values() if isinstance(each, types.FunctionType))
+            yield from (attribute for attribute in vars(defined).values() if isinstance(attribute, types.FunctionType))

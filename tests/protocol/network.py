@@ -82,7 +82,7 @@ class Connection(MemoryStore):
         """See `MemoryStore`. `Network.on_request(number, "before" or "after", operation, key, process)` is called
         around each effect and may kill."""
         world, network, random = self._world, self._network, self._world.random
-        weather, began, tries = network.weather, world.now, 0
+        weather, start, tries = network.weather, world.now, 0
         changes = operation in CHANGES
         while True:
             tries += 1
@@ -103,7 +103,7 @@ class Connection(MemoryStore):
             elif fault == "late":
                 network.later(action)
             world.sleep(0.01 if fault == "refused" else weather.timeout)
-            if world.now - began > weather.deadline:
+            if world.now - start > weather.deadline:
                 raise StoreUnreachableError(f"{operation} {key}: no success within {weather.deadline:g} s: {fault}")
             world.sleep(random.uniform(0.05, 0.1) * 2 ** min(tries, 6))
 
@@ -127,16 +127,16 @@ class Connection(MemoryStore):
         weather, world = self._network.weather, self._world
         if any(begin <= world.now < end for begin, end in weather.outages):
             return "lost request"
-        drawn = world.random.random()
+        roll = world.random.random()
         for name, chance in (
             ("lost request", weather.lost_request),
             ("refused", weather.refused),
             ("lost reply", weather.lost_reply if changes else 0.0),
             ("late", weather.late if may_be_late else 0.0),
         ):
-            if drawn < chance:
+            if roll < chance:
                 return name
-            drawn -= chance
+            roll -= chance
         return ""
 
     def _latency(self) -> float:

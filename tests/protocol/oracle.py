@@ -91,9 +91,9 @@ class Oracle:
         stored = self._bucket.objects[key]
         self._bucket.objects[key] = Stored(data, stored.modified, stored.version)
         self.damaged.add(key)
-        for each, needed in self.needs.items():
-            match = ROOT.match(each)
-            if match and (each == key or key in needed):
+        for root_key, needed in self.needs.items():
+            match = ROOT.match(root_key)
+            if match and (root_key == key or key in needed):
                 self._forgive(int(match[2]))
 
     def _forgive(self, step: int) -> None:
@@ -107,8 +107,8 @@ class Oracle:
     def restored(self, attempt: int, step: int, before: tuple[int, int]) -> None:
         """An attempt goes on from `step`; when it was claimed, `before` was the newest checkpoint."""
         self._base[attempt] = step
-        kept = step >= before[1] or before in self._void | self._lost
-        self.require(kept, f"step {before[1]} was committed by attempt {before[0]}, and step {step} was loaded")
+        is_newest = step >= before[1] or before in self._void | self._lost
+        self.require(is_newest, f"step {before[1]} was committed by attempt {before[0]}, and step {step} was loaded")
 
     def require_bits(self, boxes: Sequence[TensorBox], expected: Sequence[TensorBox], what: str) -> None:
         """What was read has the bits that it must have."""
@@ -120,9 +120,9 @@ class Oracle:
         needed = frozenset().union(*self.needs.values()) | self.needs.keys()
         if self._unknown or any(key in self._bucket.objects and "/packs/" not in key for key in self.damaged & needed):
             return  # a root or an index that cannot be read may need anything
-        ours = tuple(f"runs/{RUN}/{folder}/" for folder in ("packs", "indexes", "checkpoints/step-"))
-        left = [key for key in self._bucket.keys if key.startswith(ours) and key not in needed]
-        self.require(not left, f"left over: {left}")
+        prefixes = tuple(f"runs/{RUN}/{folder}/" for folder in ("packs", "indexes", "checkpoints/step-"))
+        leftovers = [key for key in self._bucket.keys if key.startswith(prefixes) and key not in needed]
+        self.require(not leftovers, f"left over: {leftovers}")
 
     def _changed(self, key: str, before: Stored | None, after: Stored | None) -> None:
         if match := ROOT.match(key):
@@ -147,9 +147,11 @@ class Oracle:
             void = (self._writer.get(former), step) in self._void
             self.require(step in self.forgiven or void, f"step {step} was set aside, and nothing was wrong with it")
             needed = self.needs.get(former, frozenset())
-            known = all("/packs/" in each for each in self.damaged & (needed | {former}))
+            known = all("/packs/" in needed_key for needed_key in self.damaged & (needed | {former}))
             self._unknown |= not known
-            self.needs[key] = frozenset(each for each in needed if known and each in self._bucket.objects)
+            self.needs[key] = frozenset(
+                needed_key for needed_key in needed if known and needed_key in self._bucket.objects
+            )
             return
         attempt = Manifest.from_bytes(stored.data, key).attempt
         self._writer[key] = attempt
@@ -173,12 +175,12 @@ class Oracle:
                 del self.needs[root]
 
     def _require_fence(self, attempt: int, step: int) -> None:
-        looked = self.looked.get(self._world.process, 0.0)
+        fence_time = self.looked.get(self._world.process, 0.0)
         whole = self._whole.get(f"{attempt:06d}-{step:09d}", 0.0)
         self.require(
-            looked >= whole, f"step {step} was committed without a look at the fence once its parts were there"
+            fence_time >= whole, f"step {step} was committed without a look at the fence once its parts were there"
         )
-        newer = [number for number, when in self._claimed.items() if number > attempt and when < looked]
+        newer = [number for number, when in self._claimed.items() if number > attempt and when < fence_time]
         self.require(not newer, f"attempt {attempt} committed step {step}, and could see {newer}")
 
     def complete(self, step: int) -> frozenset[str]:
@@ -186,10 +188,10 @@ class Oracle:
         store = Recording(self._bucket)
         try:
             self._world.at_once = True
-            found, expected = open_checkpoint(store, RUN, step), whole(state(step))
-            self.require(set(found.tensors) == set(state(step)), f"step {step} holds {sorted(found.tensors)}")
+            checkpoint, expected = open_checkpoint(store, RUN, step), whole(state(step))
+            self.require(set(checkpoint.tensors) == set(state(step)), f"step {step} holds {sorted(checkpoint.tensors)}")
             read = blank(expected)
-            found.fill(read)
+            checkpoint.fill(read)
             self.require(same(read, expected), f"step {step} has other bits")
         except Exception as error:
             if store.read & self.damaged:

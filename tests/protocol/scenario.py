@@ -291,14 +291,14 @@ class Run:
         )
         boxes = blank(cut(state(0), rank, size, gang.columns))
         fence = partial(Attempt(RUN, number).check, store)
-        found = load_newest(store, RUN, boxes, SimulatedGang(gang.behind, rank), number, fence)
-        step = found.step if found else 0
-        if found:
+        manifest = load_newest(store, RUN, boxes, SimulatedGang(gang.behind, rank), number, fence)
+        step = manifest.step if manifest else 0
+        if manifest:
             expected = cut(state(step), rank, size, gang.columns)
             self.oracle.require_bits(boxes, expected, f"what rank {rank} loaded of {step}")
         if rank == 0:
             self.oracle.restored(number, step, committed)
-        saver = Saver(self.world, plan, store, number, rank, size, found.manifest if found else None)
+        saver = Saver(self.world, plan, store, number, rank, size, manifest.manifest if manifest else None)
         for following in range(step + 1, plan.steps + 1):
             world.sleep(1.0)
             ranks.barrier()

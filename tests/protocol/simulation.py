@@ -37,10 +37,10 @@ def main() -> int:
         finally:
             print("\n".join(trace))
         return 0
-    began, failed, seed = time.monotonic(), [], chosen.first
+    start, failed, seed = time.monotonic(), [], chosen.first
     for seed in itertools.count(chosen.first):
-        passed = time.monotonic() - began
-        if passed >= chosen.seconds if chosen.seconds else seed >= chosen.first + chosen.count:
+        elapsed = time.monotonic() - start
+        if elapsed >= chosen.seconds if chosen.seconds else seed >= chosen.first + chosen.count:
             break
         try:
             simulate(seed)
@@ -49,8 +49,8 @@ def main() -> int:
             print(f"seed {seed}: {traceback.format_exc(limit=-3)}", flush=True)
             if not chosen.keep_going:
                 break
-    done, minutes = seed - chosen.first, (time.monotonic() - began) / 60
-    print(f"{done} seeds, {done / minutes:.0f} a minute; failed: {failed or 'none'}")
+    seeds, minutes = seed - chosen.first, (time.monotonic() - start) / 60
+    print(f"{seeds} seeds, {seeds / minutes:.0f} a minute; failed: {failed or 'none'}")
     return 1 if failed else 0
 
 

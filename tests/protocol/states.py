@@ -35,9 +35,9 @@ def cut(tensors: Tensors, rank: int, size: int, columns: bool) -> list[TensorBox
             boxes += [TensorBox.whole(name, tensor)] if rank == size - 1 else []
             continue
         axis = 1 if columns and tensor.dim() > 1 else 0
-        each = -(-tensor.shape[axis] // size)
-        low = min(rank * each, tensor.shape[axis])
-        part = tensor.narrow(axis, low, min(each, tensor.shape[axis] - low))
+        width = -(-tensor.shape[axis] // size)
+        low = min(rank * width, tensor.shape[axis])
+        part = tensor.narrow(axis, low, min(width, tensor.shape[axis] - low))
         if part.numel():
             offset = tuple(low if dimension == axis else 0 for dimension in range(tensor.dim()))
             boxes.append(TensorBox(name, tuple(tensor.shape), offset, part))

@@ -24,8 +24,8 @@ def store() -> Store:
 def test_an_object_that_is_written_while_another_page_is_read_shows_in_its_place(store: MemoryStore) -> None:
     for name in ("a", "b", "c", "e"):
         store.put(name, b"")
-    listed = store.list("")
-    assert next(listed).key == "a"
+    listing = store.list("")
+    assert next(listing).key == "a"
     store.put("a0", b"")  # before what was read
     store.put("d", b"")  # behind it
-    assert [info.key for info in listed] == ["b", "c", "d", "e"]
+    assert [info.key for info in listing] == ["b", "c", "d", "e"]

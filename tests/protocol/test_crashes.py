@@ -28,8 +28,8 @@ def test_a_crash_before_or_after_any_operation_loses_and_tears_nothing(ranks: st
     count = crash(plan, [])[1]
     assert count > 80
     for point in points(count, *ENDS[ends]):
-        came, _ = crash(plan, [point])
-        assert came, point
+        happened, _ = crash(plan, [point])
+        assert happened, point
 
 
 @pytest.mark.slow
@@ -46,12 +46,17 @@ def test_one_process_that_crashes_before_or_after_any_operation_loses_and_tears_
     plan = PLANS[ranks]
     for point in points(crash(plan, [])[1], gang=False, thaw=False):
         thaw = (point.number + (point.when == "after") + half) % 2 == 1
-        came, _ = crash(plan, [replace(point, thaw=thaw)])
-        assert came, point
+        happened, _ = crash(plan, [replace(point, thaw=thaw)])
+        assert happened, point
 
 
 def test_a_crash_is_where_it_was_asked_for() -> None:
     trace: list[str] = []
     crash(OF_TWO, [Crash(20, "before", gang=False), Crash(30, "after", gang=True, thaw=True)], trace)
-    told = [line.partition(" gang ")[2].split(" runs/")[0] for line in trace if " dies " in line or " stands " in line]
-    assert [line.rpartition(" ")[0].partition("rank ")[2][2:] for line in told] == ["dies before", "stands still after"]
+    crashes = [
+        line.partition(" gang ")[2].split(" runs/")[0] for line in trace if " dies " in line or " stands " in line
+    ]
+    assert [line.rpartition(" ")[0].partition("rank ")[2][2:] for line in crashes] == [
+        "dies before",
+        "stands still after",
+    ]

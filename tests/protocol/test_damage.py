@@ -50,9 +50,9 @@ def loaded(bucket: Bucket) -> tuple[int, list[object]]:
     boxes = blank(whole(state(0)))
     for attempt in count(1):
         with suppress(BadReaderError):
-            found = load_newest(MemoryStore(bucket), RUN, boxes, Gang(), attempt)
-            assert found is not None
-            return found.step, boxes  # type: ignore[return-value]
+            manifest = load_newest(MemoryStore(bucket), RUN, boxes, Gang(), attempt)
+            assert manifest is not None
+            return manifest.step, boxes  # type: ignore[return-value]
     raise AssertionError
 
 

@@ -98,9 +98,9 @@ class Scene:
                         fork.fork_checkpoint(store, RUN, step, child)
                         self.borrowed.add((child, step))
                     case "unpin" if self.pins:
-                        held = random.choice(sorted(self.pins))
-                        del self.pins[held]
-                        unpin(store, RUN, *held)
+                        pinned_name = random.choice(sorted(self.pins))
+                        del self.pins[pinned_name]
+                        unpin(store, RUN, *pinned_name)
                     case "collect":
                         collect_now(store, RUN, Retention(1))
 
@@ -114,7 +114,7 @@ def require(checkpoint: Checkpoint, what: str) -> None:
 
 @pytest.mark.parametrize("first", range(100, 200, 50))
 def test_whatever_the_order_what_is_pinned_or_borrowed_stays_whole(first: int) -> None:
-    acted = 0
+    actions = 0
     for seed in range(first, first + 50):
         scene = Scene(seed)
         try:
@@ -122,5 +122,5 @@ def test_whatever_the_order_what_is_pinned_or_borrowed_stays_whole(first: int) -
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
-        acted += len(scene.borrowed) + len(scene.pins)
-    assert acted >= 50
+        actions += len(scene.borrowed) + len(scene.pins)
+    assert actions >= 50

@@ -36,6 +36,6 @@ def test_whatever_thousands_of_seeds_do_to_a_run_the_promises_hold(first: int) -
 
 
 def test_a_seed_does_the_same_again() -> None:
-    first, again = ([simulate(seed).digest for seed in range(8)] for _ in range(2))
-    assert first == again
+    first, second = ([simulate(seed).digest for seed in range(8)] for _ in range(2))
+    assert first == second
     assert len(set(first)) == 8

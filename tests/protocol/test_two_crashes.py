@@ -16,6 +16,8 @@ PARTS = 16  # of all pairs: each is a test of ten seconds on an idle core
 def test_two_crashes_at_any_two_operations_lose_and_tear_nothing(part: int) -> None:
     for first in list(points(crash(OF_ONE, [])[1], gang=True, thaw=False))[part::PARTS]:
         for number in range(1000):
-            came, _ = crash(OF_ONE, [first, Crash(number, "after" if number % 2 else "before", thaw=number % 3 == 0)])
-            if not came:
+            happened, _ = crash(
+                OF_ONE, [first, Crash(number, "after" if number % 2 else "before", thaw=number % 3 == 0)]
+            )
+            if not happened:
                 break

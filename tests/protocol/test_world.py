@@ -8,26 +8,26 @@ from tests.protocol.world import START, Killed, Process, StuckError, World
 
 
 def test_actors_run_one_at_a_time_in_the_order_of_their_clocks() -> None:
-    world, heard = World(0), []
+    world, events = World(0), []
 
     def actor(name: str, pause: float) -> None:
         for _ in range(3):
             world.sleep(pause)
-            heard.append((name, world.now - START))
+            events.append((name, world.now - START))
 
     world.spawn("slow", lambda: actor("slow", 10.0), Process("a"))
     world.spawn("fast", lambda: actor("fast", 4.0), Process("b"))
     world.run()
     expected = [("fast", 4), ("fast", 8), ("slow", 10), ("fast", 12), ("slow", 20), ("slow", 30)]
-    assert heard == [(name, pytest.approx(time)) for name, time in expected]
+    assert events == [(name, pytest.approx(time)) for name, time in expected]
 
 
 def test_who_waits_goes_on_when_what_it_waits_for_holds_or_its_time_is_up() -> None:
-    world, box, heard = World(0), [], []
+    world, box, results = World(0), [], []
 
     def waiter() -> None:
-        heard.append((world.wait(lambda: bool(box), 100.0), world.now - START))
-        heard.append((world.wait(lambda: len(box) > 1, 5.0), world.now - START))
+        results.append((world.wait(lambda: bool(box), 100.0), world.now - START))
+        results.append((world.wait(lambda: len(box) > 1, 5.0), world.now - START))
 
     def giver() -> None:
         world.sleep(7.0)
@@ -36,20 +36,20 @@ def test_who_waits_goes_on_when_what_it_waits_for_holds_or_its_time_is_up() -> N
     world.spawn("waiter", waiter, Process("a"))
     world.spawn("giver", giver, Process("b"))
     world.run()
-    assert heard == [(True, 7.0), (False, 12.0)]
+    assert results == [(True, 7.0), (False, 12.0)]
 
 
 def test_a_killed_process_ends_where_it_stands_and_a_frozen_one_goes_on_later() -> None:
-    world, heard = World(0), []
+    world, events = World(0), []
     victim, frozen = Process("victim"), Process("frozen")
 
     def worker(name: str) -> None:
         try:
             for _ in range(3):
                 world.sleep(1.0)
-                heard.append((name, world.now - START))
+                events.append((name, world.now - START))
         except Killed:
-            heard.append((name, "killed"))
+            events.append((name, "killed"))
             raise
 
     def chaos() -> None:
@@ -63,7 +63,7 @@ def test_a_killed_process_ends_where_it_stands_and_a_frozen_one_goes_on_later() 
     world.spawn("frozen", lambda: worker("frozen"), frozen)
     world.spawn("chaos", chaos, Process("chaos"))
     world.run()
-    assert heard == [("victim", 1.0), ("frozen", 1.0), ("victim", "killed"), ("frozen", 101.5), ("frozen", 102.5)]
+    assert events == [("victim", 1.0), ("frozen", 1.0), ("victim", "killed"), ("frozen", 101.5), ("frozen", 102.5)]
 
 
 def test_an_actor_that_fails_ends_the_world_and_nobody_stays_behind() -> None:

@@ -219,8 +219,8 @@ class World:
             if best is None or (actor.wake, actor.order) < (best.wake, best.order):
                 best = actor
         if best is None or best.wake == math.inf:
-            who = ", ".join(f"{actor.name}{' (frozen)' if actor.process.frozen else ''}" for actor in self._actors)
-            self.failure = StuckError(f"nobody can run any more: {who}")
+            names = ", ".join(f"{actor.name}{' (frozen)' if actor.process.frozen else ''}" for actor in self._actors)
+            self.failure = StuckError(f"nobody can run any more: {names}")
             return self._actors[0]
         self.now = max(self.now, best.wake)
         return best

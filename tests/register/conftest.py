@@ -62,9 +62,9 @@ def _finish(
     store.put(layout.checkpoint(run_id, STEP), root_bytes(root))
     common = {"run_id": run_id, "state_digest": f"state-{run_id}", "step": STEP, "dataset_id": made.DATASET_ID}
     common["export_digest"] = export_digest
-    written = {**common, "checkpoint": layout.checkpoint(run_id, STEP), "export": export, "loss": 1.25}
-    store.put(layout.result(run_id), json.dumps({**written, **(result or {})}).encode())
-    judged = {
+    document = {**common, "checkpoint": layout.checkpoint(run_id, STEP), "export": export, "loss": 1.25}
+    store.put(layout.result(run_id), json.dumps({**document, **(result or {})}).encode())
+    verdict_document = {
         **common,
         "key": key,
         "word": "blessed",
@@ -73,4 +73,4 @@ def _finish(
         "champion": None,
         "settings": (spec or made.spec()).evaluation.model_dump(mode="json"),
     }
-    store.put(layout.verdict(run_id, key), json.dumps({**judged, **(verdict or {})}).encode())
+    store.put(layout.verdict(run_id, key), json.dumps({**verdict_document, **(verdict or {})}).encode())

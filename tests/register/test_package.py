@@ -80,13 +80,13 @@ def test_the_folder_holds_no_pickle_and_no_path_of_this_machine(
     folder = packed(store, tmp_path / "work")
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert not [path for path in files if path.suffix in (".pkl", ".pickle", ".pt", ".bin", ".pyc")]
-    described = (folder / "MLmodel").read_text(encoding="utf-8")
-    assert "model_code_path: serving.py" in described
-    assert str(tmp_path / "work") not in described
-    assert str(Path.cwd()) not in described
-    listed = (folder / "requirements.txt").read_text(encoding="utf-8").split()
-    assert listed == requirements()
-    assert all("==" in line and "+" not in line for line in listed)
+    mlmodel = (folder / "MLmodel").read_text(encoding="utf-8")
+    assert "model_code_path: serving.py" in mlmodel
+    assert str(tmp_path / "work") not in mlmodel
+    assert str(Path.cwd()) not in mlmodel
+    packages = (folder / "requirements.txt").read_text(encoding="utf-8").split()
+    assert packages == requirements()
+    assert all("==" in line and "+" not in line for line in packages)
 
 
 def test_a_process_without_the_repository_loads_the_packed_code(
@@ -108,13 +108,13 @@ def test_a_process_without_the_repository_loads_the_packed_code(
         import holdfast
         print(json.dumps([holdfast.__file__, said]))
     """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    place, said = json.loads(done.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr
+    place, outputs = json.loads(process.stdout.splitlines()[-1])
     assert Path(place).is_relative_to(folder)
-    assert said == expected(store)
+    assert outputs == expected(store)
 
 
 def answers(session: requests.Session, url: str) -> bool:

@@ -29,9 +29,9 @@ def three_versions(home: Path, store: Store) -> None:
 
 def crowned(store: Store, version: int) -> list[int | None]:
     """Which champion the version was asked to replace, each time."""
-    replaced: list[int | None] = []
-    promote_in_order((store,), MODEL, version, tracking_uri(), lambda now: replaced.append(number_of(now)))
-    return replaced
+    champions: list[int | None] = []
+    promote_in_order((store,), MODEL, version, tracking_uri(), lambda now: champions.append(number_of(now)))
+    return champions
 
 
 def number_of(now: Champion | None) -> int | None:
@@ -54,9 +54,9 @@ def test_a_claim_whose_process_died_is_carried_out_before_the_next_is_judged(
     die_after_the_claim(store, 2, monkeypatch)
     assert number_of(champion(MODEL, store)) == 1
     assert crowned(store, 3) == [2]
-    found = champion(MODEL, store)
-    assert found is not None
-    assert (found.version, found.tags["holdfast.replaced_champion"]) == (3, "2")
+    current = champion(MODEL, store)
+    assert current is not None
+    assert (current.version, current.tags["holdfast.replaced_champion"]) == (3, "2")
 
 
 def test_killed_at_any_operation_and_repeated_it_is_the_champion(store: Store) -> None:
@@ -101,11 +101,11 @@ def test_killed_at_any_write_to_mlflow_there_is_a_champion_to_go_back_to(
                 patched.setattr(MlflowClient, name, watched(getattr(MlflowClient, name)))
             with suppress(Killed):
                 act()
-        found = champion(MODEL, store)
-        assert found is not None
-        assert found.version in (1, 2)
-        if found.version == 2:
-            assert found.tags["holdfast.replaced_champion"] == "1"
+        current = champion(MODEL, store)
+        assert current is not None
+        assert current.version in (1, 2)
+        if current.version == 2:
+            assert current.tags["holdfast.replaced_champion"] == "1"
             assert rollback(MODEL, store).version == 1
         if seen[0] <= fatal:
             break

@@ -35,9 +35,9 @@ OTHER = "1111222233334444"
 
 def the_champion(store: Store) -> dict[str, object]:
     """The champion of now, as a verdict against it says."""
-    found = champion("story", store)
-    assert found is not None
-    return found.identity
+    current = champion("story", store)
+    assert current is not None
+    return current.identity
 
 
 def test_a_blessed_model_becomes_the_champion_with_its_lineage(home: Path, store: Store, finish: Finish) -> None:
@@ -45,21 +45,21 @@ def test_a_blessed_model_becomes_the_champion_with_its_lineage(home: Path, store
     registration = run(made.spec(), made.RUN_ID, store)
     assert (registration.model, registration.version, registration.alias) == ("story", 1, "champion")
     assert registration.uri == "models:/story/1"
-    recorded = json.loads(store.get(layout.registration(made.RUN_ID, registration_key("story"))))
-    assert recorded["version"] == 1
-    found = champion("story", store)
-    assert found is not None
-    assert (found.version, found.run_id, found.dataset_id) == (1, made.RUN_ID, made.DATASET_ID)
-    assert (found.store_url, found.export) == (store.url, EXPORT)
-    assert found.metrics == {"loss": 1.25, "bits_per_byte": 0.5}
-    assert found.tags["holdfast.checkpoint"] == layout.checkpoint(made.RUN_ID, STEP)
-    assert found.tags["holdfast.verdict"] == "settings-none"
-    assert found.tags["holdfast.dvc_revisions"] == f'{{"dvc:corpus": "{"c" * 40}"}}'
-    assert found.tags["holdfast.sources"] == f'{{"dvc:corpus": "{"b" * 64}"}}'
+    record = json.loads(store.get(layout.registration(made.RUN_ID, registration_key("story"))))
+    assert record["version"] == 1
+    current = champion("story", store)
+    assert current is not None
+    assert (current.version, current.run_id, current.dataset_id) == (1, made.RUN_ID, made.DATASET_ID)
+    assert (current.store_url, current.export) == (store.url, EXPORT)
+    assert current.metrics == {"loss": 1.25, "bits_per_byte": 0.5}
+    assert current.tags["holdfast.checkpoint"] == layout.checkpoint(made.RUN_ID, STEP)
+    assert current.tags["holdfast.verdict"] == "settings-none"
+    assert current.tags["holdfast.dvc_revisions"] == f'{{"dvc:corpus": "{"c" * 40}"}}'
+    assert current.tags["holdfast.sources"] == f'{{"dvc:corpus": "{"b" * 64}"}}'
     assert whole_text(connect(), connect().get_model_version("story", "1").tags["holdfast.spec"]) == dump_spec(
         made.spec()
     )
-    assert found.tags["holdfast.spec"] == dump_spec(made.spec())
+    assert current.tags["holdfast.spec"] == dump_spec(made.spec())
 
 
 def test_the_checkpoint_of_a_registered_version_is_pinned_whatever_its_alias(
@@ -68,18 +68,18 @@ def test_the_checkpoint_of_a_registered_version_is_pinned_whatever_its_alias(
     spec = made.spec("registration.promote=false")
     finish(spec=spec)
     run(spec, made.RUN_ID, store)
-    (held,) = list_pins(store, made.RUN_ID)
-    assert (held.step, held.name) == (STEP, "story-1")
-    assert held.reason == f"registered as models:/story/1 in {tracking_uri()}"
+    (pin,) = list_pins(store, made.RUN_ID)
+    assert (pin.step, pin.name) == (STEP, "story-1")
+    assert pin.reason == f"registered as models:/story/1 in {tracking_uri()}"
 
 
 def test_a_spec_too_long_for_a_tag_is_whole_in_the_mlflow_run(home: Path, store: Store, finish: Finish) -> None:
     spec = made.spec(f"data.sources={json.dumps([{'uri': f'{number:04d}.txt'} for number in range(300)])}")
     finish(spec=spec)
     registration = run(spec, made.RUN_ID, store)
-    found = champion("story", store)
-    assert found is not None
-    assert found.tags["holdfast.spec"] == dump_spec(spec)
+    current = champion("story", store)
+    assert current is not None
+    assert current.tags["holdfast.spec"] == dump_spec(spec)
     place = json.loads(connect().get_model_version("story", "1").tags["holdfast.spec"])["artifact"]
     path = connect().download_artifacts(
         registration.mlflow_run_id, place.removeprefix(f"runs:/{registration.mlflow_run_id}/"), str(home)
@@ -133,8 +133,8 @@ def forge(**tags: str) -> int:
     an MLflow without a password can do."""
     client = connect()
     honest = client.get_model_version("story", "1")
-    changed = {f"holdfast.{name}": value for name, value in tags.items()}
-    made_up = client.create_model_version("story", honest.source, honest.run_id, {**honest.tags, **changed})
+    tags_of_holdfast = {f"holdfast.{name}": value for name, value in tags.items()}
+    made_up = client.create_model_version("story", honest.source, honest.run_id, {**honest.tags, **tags_of_holdfast})
     client.set_registered_model_alias("story", "champion", made_up.version)
     return int(made_up.version)
 
@@ -150,9 +150,9 @@ def test_a_version_that_this_store_has_not_registered_is_foreign_and_never_used(
         champion("story", store)
     with pytest.raises(ForeignVersionError):
         promote("story", number, store)
-    shown = CliRunner().invoke(app, ["models", "list", "--store", store.url])
-    assert shown.exit_code == 0
-    assert "foreign, not used: version 2 of 'story'" in " ".join(shown.output.split())
+    result = CliRunner().invoke(app, ["models", "list", "--store", store.url])
+    assert result.exit_code == 0
+    assert "foreign, not used: version 2 of 'story'" in " ".join(result.output.split())
     for name in ("story@champion", f"story/{number}", "story"):
         refused = CliRunner().invoke(
             app, ["models", "generate", name, "x", "--store", store.url], catch_exceptions=True
@@ -214,14 +214,14 @@ def test_a_home_that_was_moved_keeps_its_champion_and_its_registration(
     moved = home.with_name("moved")
     home.rename(moved)
     monkeypatch.setenv("HOLDFAST_HOME", str(moved))
-    there = open_store(f"file://{moved / 'store'}")
-    assert run(made.spec(), made.RUN_ID, there) == first
-    found = champion("story", there)
-    assert found is not None
-    assert (found.version, found.store_url) == (1, there.url)
-    finish_in(there)(OTHER, verdict={"champion": found.identity})
-    assert run(made.spec(), OTHER, there).version == 2
-    assert rollback("story", there).version == 1
+    moved_store = open_store(f"file://{moved / 'store'}")
+    assert run(made.spec(), made.RUN_ID, moved_store) == first
+    current = champion("story", moved_store)
+    assert current is not None
+    assert (current.version, current.store_url) == (1, moved_store.url)
+    finish_in(moved_store)(OTHER, verdict={"champion": current.identity})
+    assert run(made.spec(), OTHER, moved_store).version == 2
+    assert rollback("story", moved_store).version == 1
 
 
 def test_without_promotion_it_is_the_challenger(home: Path, store: Store, finish: Finish) -> None:
@@ -275,11 +275,11 @@ def test_a_verdict_against_version_1_of_another_mlflow_crowns_nobody_here(
 ) -> None:
     finish()
     run(made.spec(), made.RUN_ID, store)
-    here = the_champion(store)
+    current = the_champion(store)
     finish("3333444455556666")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'elsewhere.db'}")
     run(made.spec(), "3333444455556666", store)
-    finish(OTHER, verdict={"champion": here}, key="here")
+    finish(OTHER, verdict={"champion": current}, key="here")
     with pytest.raises(
         ChampionChangedError, match=r"mlflow.db, and the champion of story in .*elsewhere.db is version 1 now"
     ):
@@ -458,7 +458,7 @@ def test_through_a_server_it_is_the_same(
     assert rollback("story", store).version == 1
     model = mlflow.pyfunc.load_model(registration.uri)
     assert len(model.predict({"prompt": ["def"]}, params={"max_tokens": 3})) == 1
-    shown = [str(one.tags) + str(one.source) for one in connect().search_model_versions("name = 'story'")]
-    assert "hunter2" not in "".join(shown)
-    recorded = store.get(layout.registration(made.RUN_ID, registration_key("story")))
-    assert b"hunter2" not in recorded
+    texts = [str(version.tags) + str(version.source) for version in connect().search_model_versions("name = 'story'")]
+    assert "hunter2" not in "".join(texts)
+    record = store.get(layout.registration(made.RUN_ID, registration_key("story")))
+    assert b"hunter2" not in record

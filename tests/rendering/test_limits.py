@@ -87,21 +87,21 @@ def test_a_renderer_that_is_killed_from_outside_is_named_and_replaced() -> None:
 
 
 def test_threads_and_many_templates_get_their_own_answers() -> None:
-    found: dict[int, str] = {}
+    texts: dict[int, str] = {}
 
     def work(number: int) -> None:
         for round_ in range(20):
             template = Template("t", "task", f"{{{{ word }}}} {number % 4} {round_}")
             text = template.run(json.dumps({"word": f"w{number}"}))
             assert text == f"w{number} {number % 4} {round_}"
-        found[number] = text
+        texts[number] = text
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert len(found) == 8
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 8
 
 
 def test_text_that_is_no_utf8_comes_back_as_it_was() -> None:

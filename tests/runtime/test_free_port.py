@@ -11,8 +11,8 @@ from holdfast.runtime import node
 
 def test_it_is_none_that_a_connection_could_be_given_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     port = node.free_port()
-    with socket.create_server(("", 0)) as given, socket.create_server(("", port)):
-        assert port < node.PORTS.stop <= given.getsockname()[1]
+    with socket.create_server(("", 0)) as ephemeral, socket.create_server(("", port)):
+        assert port < node.PORTS.stop <= ephemeral.getsockname()[1]
         monkeypatch.setattr(node, "PORTS", range(port, port + 1))
         monkeypatch.setattr(node, "TRIES", 1)
         with pytest.raises(OSError, match="have nowhere to meet"):

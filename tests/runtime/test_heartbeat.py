@@ -23,9 +23,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(heartbeat, "time", made)
-    return made
+    fake = Clock()
+    monkeypatch.setattr(heartbeat, "time", fake)
+    return fake
 
 
 @pytest.fixture
@@ -45,11 +45,17 @@ def test_another_process_sees_rank_step_phase_and_wait_as_they_are_now(
     page: HeartbeatReader, here: HeartbeatPage
 ) -> None:
     here.enter(BACKWARD, 41, 100.0)
-    seen = page.read()
-    assert (seen.rank, seen.world, seen.step, seen.phase, seen.waiting) == (3, 8, 41, BACKWARD, False)
+    snapshot = page.read()
+    assert (snapshot.rank, snapshot.world, snapshot.step, snapshot.phase, snapshot.waiting) == (
+        3,
+        8,
+        41,
+        BACKWARD,
+        False,
+    )
     with here.waiting():
         assert page.read().waiting
-        assert page.read().beats == seen.beats + 1
+        assert page.read().beats == snapshot.beats + 1
     assert not page.read().waiting
     with here.waiting():
         here.enter(FORWARD, 41, 100.0)
@@ -103,6 +109,6 @@ def test_requests_of_any_thread_count_and_other_threads_do_not_wait(page: Heartb
 
 def test_without_a_folder_marks_are_kept_for_the_process_itself(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     monkeypatch.setattr(heartbeat, "here", heartbeat.here)
-    here = heartbeat.publish(None, begins=DATA, outside=[])
-    here.enter(FORWARD, 0, clock.now + 2.0)
-    assert here.own(DATA) == 2.0
+    published = heartbeat.publish(None, begins=DATA, outside=[])
+    published.enter(FORWARD, 0, clock.now + 2.0)
+    assert published.own(DATA) == 2.0

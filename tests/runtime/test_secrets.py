@@ -119,12 +119,12 @@ def test_everything_else_stays(text: str) -> None:
 def test_json_stays_json() -> None:
     value = {"uri": 's3://me:"pw"@b/x', "said": 'token=abc"def'}
     assert json.loads(redact(json.dumps(value)))["said"] == 'token=(hidden)"def'
-    drawn = random.Random(7)
+    random_ = random.Random(7)
     pieces = [*(form.format(SECRET) for form in FORMS if form.count("{}") == 1), *ORDINARY, PEM, "\\", '"', "\n", "'"]
     for _ in range(500):
-        words = [drawn.choice(pieces) for _ in range(4)]
+        words = [random_.choice(pieces) for _ in range(4)]
         document = {
-            "password": drawn.choice([1234567, SECRET, None, True, [SECRET]]),
+            "password": random_.choice([1234567, SECRET, None, True, [SECRET]]),
             "text": " ".join(words),
             "n": words,
         }
@@ -136,9 +136,9 @@ def test_the_time_grows_with_the_length_and_not_with_its_square() -> None:
     """Of 200 kB of hostile text: a square would take minutes."""
     parts = "://a:~@~password='~password=\\\"~<a>~-----BEGIN PRIVATE KEY-----~eyJa.~--token ~://a:b c ~key: ~x.-~a@~\\"
     for part in [*parts.split("~"), "password:|\n a\n", "password=a;b ", "login a password "]:
-        began = time.process_time()
+        start = time.process_time()
         redact((part * 200_000)[:200_000], ())
-        assert time.process_time() - began < 10, part
+        assert time.process_time() - start < 10, part
 
 
 def test_values_of_variables_with_a_secret_name_are_hidden_verbatim(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,19 +146,19 @@ def test_values_of_variables_with_a_secret_name_are_hidden_verbatim(monkeypatch:
     monkeypatch.setenv("MY_SERVICE_PASSWORD", "plain words/42")
     monkeypatch.setenv("SOME_DB", "postgresql://ann:rather-long@db/x")
     monkeypatch.setenv("HF_TOKEN", "test")  # too short to be told from text
-    said = redact(
+    text = redact(
         "posting to http://127.0.0.1:9/services/hooks-9f: plain words/42, plain%20words%2F42, rather-long, test"
     )
-    assert said == f"posting to {HIDDEN}: {HIDDEN}, {HIDDEN}, {HIDDEN}, test"
+    assert text == f"posting to {HIDDEN}: {HIDDEN}, {HIDDEN}, {HIDDEN}, test"
     assert secret_values({"TOKENS": "123456789", "HF_HOME": "/data/hf-home"}) == ()
 
 
 def test_a_variable_counts_from_the_moment_it_is_set_and_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every text of every event is redacted: a run of a month has millions."""
-    looked: list[str] = []
+    names: list[str] = []
 
     def look(name: str) -> bool:
-        looked.append(name)
+        names.append(name)
         return names_secret(name)
 
     monkeypatch.setattr(redaction, "names_secret", look)
@@ -167,7 +167,7 @@ def test_a_variable_counts_from_the_moment_it_is_set_and_is_looked_at_once(monke
         assert [redact(f"{number}: {password}") for number in range(50)] == [f"{n}: {HIDDEN}" for n in range(50)]
     monkeypatch.delenv("MY_SERVICE_PASSWORD")
     assert redact("second of two") == "second of two"
-    assert looked.count("MY_SERVICE_PASSWORD") == 2
+    assert names.count("MY_SERVICE_PASSWORD") == 2
 
 
 def test_a_stream_is_redacted_line_by_line_and_a_key_across_lines() -> None:
@@ -175,9 +175,9 @@ def test_a_stream_is_redacted_line_by_line_and_a_key_across_lines() -> None:
     for size in (1, 3, 50):
         redactor = StreamRedactor()
         pieces = [redactor.add(text[at : at + size]) for at in range(0, len(text), size)]
-        said = "".join([*pieces, redactor.rest()])
-        assert said.startswith("first\npassword: (hidden)\n-----BEGIN RSA PRIVATE KEY-----(hidden)")
-        assert SECRET not in said and "abcd==" not in said and said.endswith(f"last {SECRET[:3]}")
+        redacted = "".join([*pieces, redactor.rest()])
+        assert redacted.startswith("first\npassword: (hidden)\n-----BEGIN RSA PRIVATE KEY-----(hidden)")
+        assert SECRET not in redacted and "abcd==" not in redacted and redacted.endswith(f"last {SECRET[:3]}")
 
 
 def test_errors_logs_outcomes_and_prints_hold_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,9 +200,9 @@ def test_errors_logs_outcomes_and_prints_hold_no_secret(capsys: pytest.CaptureFi
             print("password:", SECRET, file=sys.stderr)
     finally:
         root.handlers[:], root.level = handlers, level
-    said = capsys.readouterr().err
-    assert SECRET not in said
-    assert "Traceback" in said
+    stderr = capsys.readouterr().err
+    assert SECRET not in stderr
+    assert "Traceback" in stderr
 
 
 def test_a_stream_that_is_closed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

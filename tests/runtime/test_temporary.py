@@ -39,19 +39,19 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(place: 
     process = context.Process(target=_hold, args=(theirs,))
     process.start()
     folder = Path(ours.recv())
-    with temporary_folder() as mine:
+    with temporary_folder() as own:
         remove_abandoned()
         assert (folder / "sub").is_dir()
-        assert Path(mine).is_dir()
+        assert Path(own).is_dir()
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         assert folder.is_dir()
         with temporary_folder():
             assert not folder.exists()
-            assert Path(mine).is_dir()
-    assert not Path(mine).exists()
-    assert all(each.is_dir() for each in foreign)
+            assert Path(own).is_dir()
+    assert not Path(own).exists()
+    assert all(path.is_dir() for path in foreign)
 
 
 def test_a_process_that_was_forked_keeps_the_folder_of_one_that_was_killed(place: Path) -> None:

@@ -11,21 +11,21 @@ from holdfast.runtime import shutdown
 
 
 def test_it_is_waited_for_so_long_and_no_longer_than_it_lives() -> None:
-    ended = threading.Event()
-    thread = threading.Thread(target=ended.wait, daemon=True)
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait, daemon=True)
     thread.start()
     shutdown.join_within(thread, 0.25)
     assert thread.is_alive()
-    ended.set()
+    release.set()
     shutdown.join_within(thread, 600.0)
     assert not thread.is_alive()
 
 
 def test_a_process_that_stood_still_meanwhile_still_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    began = threading.Event()
+    started = threading.Event()
 
     def last_work() -> None:
-        began.wait()
+        started.wait()
         time.sleep(0.2)
 
     thread = threading.Thread(target=last_work, daemon=True)
@@ -36,7 +36,7 @@ def test_a_process_that_stood_still_meanwhile_still_waits(monkeypatch: pytest.Mo
         if not stood_still[0]:  # all its time goes by in here, and nobody has worked
             stood_still[0] = True
             return
-        began.set()
+        started.set()
         join(self, timeout)
 
     monkeypatch.setattr(threading.Thread, "join", joined)

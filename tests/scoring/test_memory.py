@@ -24,38 +24,38 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("rows", [7, 32, 1000])
 def test_logits_are_made_for_so_many_positions_at_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    built, seen = decoder(shape()), []
+    built, sizes = decoder(shape()), []
     inputs, targets = torch.from_numpy(TOKENS[:, :-1]), torch.from_numpy(TOKENS[:, 1:])
     with torch.no_grad():
         whole = float(built(inputs, targets, reduction="none").double().sum()) / targets.numel()
     head = Decoder.head
 
     def watched(self: Decoder, x: Tensor) -> Tensor:
-        seen.append(x.shape[0])
+        sizes.append(x.shape[0])
         return head(self, x)
 
     monkeypatch.setattr(Decoder, "head", watched)
     monkeypatch.setattr(score_module, "LOGITS_BYTES", rows * 300 * 4)
     measured = score(built, [TOKENS], LENGTHS, document_masks=False)
-    assert max(seen) == min(rows, 5 * 32)
+    assert max(sizes) == min(rows, 5 * 32)
     assert measured == score(built, [TOKENS], LENGTHS, document_masks=False)
     if rows == 1000:  # all at once, as in training
         assert measured.loss == whole
 
 
 def test_no_more_rows_go_through_the_layers_at_once_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    built, seen = decoder(shape()), []
+    built, shapes = decoder(shape()), []
     hidden = Decoder.hidden
 
     def watched(self: Decoder, tokens: Tensor, *rest: Tensor | None) -> Tensor:
-        seen.append(tuple(tokens.shape))
+        shapes.append(tuple(tokens.shape))
         return hidden(self, tokens, *rest)
 
     whole = score(built, [TOKENS], LENGTHS, document_masks=True)
     monkeypatch.setattr(Decoder, "hidden", watched)
     monkeypatch.setattr(score_module, "ACTIVATION_BYTES", 2 * 32 * built.shape.ffn_width * 4)
     assert score(built, [TOKENS], LENGTHS, document_masks=True) == whole
-    assert seen == [(2, 32), (2, 32), (1, 32)]
+    assert shapes == [(2, 32), (2, 32), (1, 32)]
     monkeypatch.setattr(score_module, "ACTIVATION_BYTES", 1)
     assert score(built, [TOKENS], LENGTHS, document_masks=True) == whole
 
@@ -85,6 +85,6 @@ def test_layers_over_several_devices_give_the_same_figures(tmp_path: Path) -> No
     spread, tokenizer = load_exported(tmp_path, (CPU, torch.device("cpu", 0), CPU))
     alone, _ = load_exported(tmp_path)
     assert score(spread, [TOKENS], LENGTHS, document_masks=True) == score(alone, [TOKENS], LENGTHS, document_masks=True)
-    said = [generate(model, tokenizer, "def add(", tokens=9, seed=3) for model in (spread, alone)]
-    assert said[0] == said[1]
+    outputs = [generate(model, tokenizer, "def add(", tokens=9, seed=3) for model in (spread, alone)]
+    assert outputs[0] == outputs[1]
     assert not [name for name, tensor in spread.named_buffers() if tensor.is_meta]

@@ -66,10 +66,10 @@ def test_a_model_of_nan_scores_nan(store: Store, dataset: Dataset) -> None:
 @pytest.mark.parametrize("context", [1, 7, 16, 32, 33, 64, 10_000])
 def test_other_windows_hold_the_same_targets_and_lose_no_context_between_rows(dataset: Dataset, context: int) -> None:
     rows = list(dataset.validation(32, 600))
-    again = list(rewindow(rows, context))
-    assert targets(again) == targets(rows)
-    assert all(1 < window.shape[1] <= context + 1 for window in again)
-    assert all(left[0, -1] == right[0, 0] for left, right in pairwise(again)), "one source: one text"
+    windows = list(rewindow(rows, context))
+    assert targets(windows) == targets(rows)
+    assert all(1 < window.shape[1] <= context + 1 for window in windows)
+    assert all(left[0, -1] == right[0, 0] for left, right in pairwise(windows)), "one source: one text"
 
 
 def test_rows_of_two_sources_are_not_glued_together() -> None:
@@ -81,15 +81,15 @@ def test_rows_of_two_sources_are_not_glued_together() -> None:
 def test_another_tokenizer_reads_the_same_text(dataset: Dataset, context: int) -> None:
     ours, theirs = (Tokenizer.from_str(tokenizer_json(size)) for size in (300, 270))
     rows = list(dataset.validation(32, 600))
-    again = list(retokenise(rows, ours, ours.token_to_id(END), theirs, theirs.token_to_id(END), context))
+    retokenised = list(retokenise(rows, ours, ours.token_to_id(END), theirs, theirs.token_to_id(END), context))
     text = ours.decode(targets(rows), skip_special_tokens=False)
-    assert theirs.decode(targets(again), skip_special_tokens=False) == text
+    assert theirs.decode(targets(retokenised), skip_special_tokens=False) == text
     sizes = [
-        int(bytes_of_tokens(tokenizer_json(size), size)[targets(these)].sum())
-        for size, these in ((300, rows), (270, again))
+        int(bytes_of_tokens(tokenizer_json(size), size)[targets(some_rows)].sum())
+        for size, some_rows in ((300, rows), (270, retokenised))
     ]
     assert sizes[0] == sizes[1]
-    assert len(targets(again)) > len(targets(rows))
+    assert len(targets(retokenised)) > len(targets(rows))
 
 
 def test_a_character_cut_in_two_is_left_out() -> None:
@@ -97,17 +97,17 @@ def test_a_character_cut_in_two_is_left_out() -> None:
     end = tokenizer.token_to_id(END)
     ids = tokenizer.encode("€uro €").ids
     rows = [np.array([[ids[0], *ids[1:-1]]])]  # the first is input only: the text begins and ends inside a character
-    again = list(retokenise(rows, tokenizer, end, tokenizer, end, 100))
-    assert tokenizer.decode(targets(again)) == "uro "
+    retokenised = list(retokenise(rows, tokenizer, end, tokenizer, end, 100))
+    assert tokenizer.decode(targets(retokenised)) == "uro "
 
 
 def test_a_text_of_which_nothing_is_left_is_no_text(store: Store, dataset: Dataset) -> None:
     tokenizer = Tokenizer.from_str(tokenizer_json(257))  # bytes only
     end = tokenizer.token_to_id(END)
     rows = [np.array([tokenizer.encode("€").ids[:2]])]  # one byte of a character
-    again = retokenise(rows, tokenizer, end, tokenizer, end, 100)
+    retokenised = retokenise(rows, tokenizer, end, tokenizer, end, 100)
     with pytest.raises(DataError, match="hold out more"):
-        score(world.trained(store, 0), again, dataset.token_bytes(), document_masks=False)
+        score(world.trained(store, 0), retokenised, dataset.token_bytes(), document_masks=False)
 
 
 def sentence_pieces(way: str) -> Tokenizer:
@@ -134,9 +134,9 @@ def test_what_a_tokenizer_puts_before_a_document_is_no_byte_of_its_text(way: str
     tokenizer, texts = sentence_pieces(way), ["a fox", "dogs", "b  c", "a"]
     ids = [1]
     for text in texts:
-        found = tokenizer.encode(text, add_special_tokens=False).ids
-        assert tokenizer.decode(found) == text
-        ids += [*found, 1]
+        text_ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode(text_ids) == text
+        ids += [*text_ids, 1]
     size = tokenizer.get_vocab_size()
     model = decoder(shape(), size)
     model.end_of_text = 1
@@ -154,7 +154,7 @@ def test_text_that_spells_a_special_token_of_another_tokenizer_stays_text() -> N
     theirs.add_special_tokens(["<|other|>"])
     text = "a <|EOT|> and <|other|>"
     rows = [np.array([[end, *ours.encode(text).ids, end]])]
-    again = targets(list(retokenise(rows, ours, end, theirs, their_end, 100)))
-    assert again.count(their_end) == 1
-    assert theirs.token_to_id("<|other|>") not in again
-    assert theirs.decode(again[:-1]) == text
+    retokenised = targets(list(retokenise(rows, ours, end, theirs, their_end, 100)))
+    assert retokenised.count(their_end) == 1
+    assert theirs.token_to_id("<|other|>") not in retokenised
+    assert theirs.decode(retokenised[:-1]) == text

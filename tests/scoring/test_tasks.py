@@ -48,7 +48,7 @@ def test_the_figures_are_those_of_the_librarys_own_model_of_the_export(tmp_path:
 
     built = decoder(shape(context=32))
     export(tmp_path / "export", built)
-    theirs = HFLM(
+    reference = HFLM(
         pretrained=AutoModelForCausalLM.from_pretrained(tmp_path / "export"),
         tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"), batch_size=3, max_length=32, device="cpu",
     )  # fmt: skip
@@ -58,31 +58,31 @@ def test_the_figures_are_those_of_the_librarys_own_model_of_the_export(tmp_path:
         for row in ROWS
         for choice in row["choices"]
     ]
-    assert max(len(given) + len(wanted) for given, wanted in pairs) > 33  # of some only the end is read
-    told: list[tuple[int, int]] = []
-    ours = list(likelihoods(built, pairs, lambda done, total: told.append((done, total))))
-    expected = theirs._loglikelihood_tokens([(("", ""), *pair) for pair in pairs], disable_tqdm=True)
-    assert [greedy for _, greedy in ours] == [greedy for _, greedy in expected]
-    assert [nats for nats, _ in ours] == pytest.approx([nats for nats, _ in expected], rel=2e-6)
-    assert told[-1] == (len(pairs), len(pairs))
+    assert max(len(context) + len(continuation) for context, continuation in pairs) > 33  # of some only the end is read
+    progress: list[tuple[int, int]] = []
+    actual = list(likelihoods(built, pairs, lambda done, total: progress.append((done, total))))
+    expected = reference._loglikelihood_tokens([(("", ""), *pair) for pair in pairs], disable_tqdm=True)
+    assert [greedy for _, greedy in actual] == [greedy for _, greedy in expected]
+    assert [nats for nats, _ in actual] == pytest.approx([nats for nats, _ in expected], rel=2e-6)
+    assert progress[-1] == (len(pairs), len(pairs))
 
 
 def test_a_task_has_one_figure_from_local_files(tmp_path: Path) -> None:
     built, tokenizer = decoder(shape(context=64)), Tokenizer.from_str(tokenizer_json())
-    found = find_task(write(tmp_path, CHOICES))
-    (score,) = score_tasks(built, tokenizer, [found])
+    task = find_task(write(tmp_path, CHOICES))
+    (score,) = score_tasks(built, tokenizer, [task])
     assert (score.task, score.metric, score.examples, score.higher_is_better) == ("continue", "acc", 24, True)
     right = 0
     for row in ROWS:
         parts = [
             (tokenizer.encode(row["question"]).ids, tokenizer.encode(f" {choice}").ids) for choice in row["choices"]
         ]
-        nats = [each for each, _ in likelihoods(built, parts)]
+        nats = [value for value, _ in likelihoods(built, parts)]
         right += nats.index(max(nats)) == row["answer"]
     assert score.value == right / 24
-    (part,) = score_tasks(built, tokenizer, [find_task(found.task.model_copy(update={"examples": 5, "shots": 1}))])
+    (part,) = score_tasks(built, tokenizer, [find_task(task.task.model_copy(update={"examples": 5, "shots": 1}))])
     assert part.examples == 5
-    assert score_tasks(built, tokenizer, [found]) == (score,)
+    assert score_tasks(built, tokenizer, [task]) == (score,)
 
 
 def test_generated_and_whole_texts_are_scored_too(tmp_path: Path) -> None:
@@ -94,12 +94,12 @@ def test_generated_and_whole_texts_are_scored_too(tmp_path: Path) -> None:
     task = write(tmp_path, rolling, rows).model_copy(update={"metric": "bits_per_byte"})
     (whole,) = score_tasks(built, tokenizer, [find_task(task)])
     assert not whole.higher_is_better and 0 < whole.value < 20
-    asked = {**base, "output_type": "generate_until", "doc_to_text": "the quick", "doc_to_target": "",
+    settings = {**base, "output_type": "generate_until", "doc_to_text": "the quick", "doc_to_target": "",
              "generation_kwargs": {"until": ["\n", "o"], "do_sample": False, "max_gen_toks": 4},
              "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]}  # fmt: skip
-    task = write(tmp_path, asked, rows).model_copy(update={"metric": "exact_match"})
-    (said,) = score_tasks(built, tokenizer, [find_task(task)])
-    assert said.value == 0.0
+    task = write(tmp_path, settings, rows).model_copy(update={"metric": "exact_match"})
+    (score,) = score_tasks(built, tokenizer, [find_task(task)])
+    assert score.value == 0.0
 
 
 def test_what_was_asked_is_known_by_its_content(tmp_path: Path) -> None:
@@ -149,9 +149,9 @@ def test_python_of_a_task_file_is_not_run(tmp_path: Path) -> None:
     ],
 )
 def test_a_template_reaches_neither_the_process_nor_its_memory(tmp_path: Path, template: str, words: str) -> None:
-    found = find_task(write(tmp_path, {**CHOICES, "doc_to_text": template}))
+    task = find_task(write(tmp_path, {**CHOICES, "doc_to_text": template}))
     with pytest.raises(DataError, match=words):
-        score_tasks(decoder(shape()), Tokenizer.from_str(tokenizer_json()), [found])
+        score_tasks(decoder(shape()), Tokenizer.from_str(tokenizer_json()), [task])
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
@@ -168,14 +168,14 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_data_that_change_between_looking_and_fetching_are_refused(tmp_path: Path) -> None:
     built, tokenizer = decoder(shape(context=64)), Tokenizer.from_str(tokenizer_json())
-    found = find_task(write(tmp_path, CHOICES))
+    task = find_task(write(tmp_path, CHOICES))
     data = tmp_path / "continue.jsonl"
     before = data.read_bytes()
     data.write_bytes(before.replace(b"quick", b"quiet"))
     with pytest.raises(DataError, match=r"continue\.jsonl has changed since the evaluation began"):
-        score_tasks(built, tokenizer, [found])
+        score_tasks(built, tokenizer, [task])
     data.write_bytes(before + before)  # what was added later is not read
-    (score,) = score_tasks(built, tokenizer, [found])
+    (score,) = score_tasks(built, tokenizer, [task])
     assert score.examples == len(ROWS)
 
 
@@ -185,12 +185,12 @@ def test_data_of_any_size_are_looked_at_in_little_memory_and_too_many_are_refuse
         file.truncate(64 * 2**20)
     tracemalloc.start()
     try:
-        found = find_task(task)
+        found_task = find_task(task)
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert most < 16 * 2**20
-    content = found.contents["continue.jsonl"]
+    content = found_task.contents["continue.jsonl"]
     assert content == Content(64 * 2**20, blake3((tmp_path / "continue.jsonl").read_bytes()).hexdigest())
     half = DATA_BYTES // 2 + 1
     for name in ("one.jsonl", "two.jsonl"):

@@ -127,22 +127,22 @@ class Registry:
         return 404, {"code": "", "message": "not found"}
 
     def _make(self, kind: str, body: Entry, parent: str) -> tuple[int, Entry]:
-        if said := refusal(kind, body, creating=True):
-            return 400, {"code": "", "message": said}
+        if problem := refusal(kind, body, creating=True):
+            return 400, {"code": "", "message": problem}
         above = {"model_versions": "registered_models", "model_artifacts": "model_versions"}.get(kind)
         if above and parent not in self.entries[above]:
             return 404, {"code": "", "message": f"no {above} {parent}"}
-        if any((one["name"], one["_parent"]) == (body["name"], parent) for one in self.entries[kind].values()):
+        if any((other["name"], other["_parent"]) == (body["name"], parent) for other in self.entries[kind].values()):
             return 409, {"code": "", "message": "already exists"}
-        made = {**body, "id": str(sum(map(len, self.entries.values())) + 1), "_parent": parent}
-        self.entries[kind][made["id"]] = made
-        return 201, _shown(made)
+        entry = {**body, "id": str(sum(map(len, self.entries.values())) + 1), "_parent": parent}
+        self.entries[kind][entry["id"]] = entry
+        return 201, _shown(entry)
 
     def _patch(self, kind: str, id_: str, body: Entry) -> tuple[int, Entry]:
         if id_ not in self.entries[kind]:
             return 404, {"code": "", "message": "not found"}
-        if said := refusal(kind, body, creating=False):
-            return 400, {"code": "", "message": said}
+        if problem := refusal(kind, body, creating=False):
+            return 400, {"code": "", "message": problem}
         self.entries[kind][id_].update(body)
         return 200, _shown(self.entries[kind][id_])
 

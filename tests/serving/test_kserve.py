@@ -27,27 +27,27 @@ def spec(*overrides: str) -> Spec:
 
 def test_the_service_reads_the_export_from_the_bucket() -> None:
     """The fields of kserve/kserve: pkg/apis/serving/v1beta1/predictor_model.go, component.go (v0.20)."""
-    made = inference_service(spec("cluster.namespace=models"), SOURCE, {"version": "3"})
-    assert made["apiVersion"] == "serving.kserve.io/v1beta1"
-    assert made["kind"] == "InferenceService"
-    assert (made["metadata"]["name"], made["metadata"]["namespace"]) == ("story", "models")
-    assert made["metadata"]["annotations"] == {"holdfast/version": "3"}
-    asked = {"cpu": "2", "memory": "8Gi"}
-    assert made["spec"] == {
+    service = inference_service(spec("cluster.namespace=models"), SOURCE, {"version": "3"})
+    assert service["apiVersion"] == "serving.kserve.io/v1beta1"
+    assert service["kind"] == "InferenceService"
+    assert (service["metadata"]["name"], service["metadata"]["namespace"]) == ("story", "models")
+    assert service["metadata"]["annotations"] == {"holdfast/version": "3"}
+    resources = {"cpu": "2", "memory": "8Gi"}
+    assert service["spec"] == {
         "predictor": {
             "minReplicas": 1,
             "maxReplicas": 1,
             "model": {
                 "modelFormat": {"name": "huggingface"},
                 "storageUri": SOURCE,
-                "resources": {"requests": asked, "limits": asked},
+                "resources": {"requests": resources, "limits": resources},
             },
         }
     }
 
 
 def test_what_the_spec_says_of_the_service_is_in_it() -> None:
-    made = inference_service(
+    service = inference_service(
         spec(
             "cluster.accelerator=nvidia", "cluster.namespace=training",
             "serving.kserve={name: tales, namespace: models, service_account: reader, runtime: mine, min_replicas: 0, "
@@ -57,17 +57,17 @@ def test_what_the_spec_says_of_the_service_is_in_it() -> None:
         ),
         SOURCE, {},
     )  # fmt: skip
-    assert (made["metadata"]["name"], made["metadata"]["namespace"]) == ("tales", "models")
-    assert made["metadata"]["labels"]["team"] == "llm"
-    assert made["metadata"]["annotations"] == {"serving.kserve.io/deploymentMode": "Standard"}
-    predictor = made["spec"]["predictor"]
+    assert (service["metadata"]["name"], service["metadata"]["namespace"]) == ("tales", "models")
+    assert service["metadata"]["labels"]["team"] == "llm"
+    assert service["metadata"]["annotations"] == {"serving.kserve.io/deploymentMode": "Standard"}
+    predictor = service["spec"]["predictor"]
     assert (predictor["minReplicas"], predictor["maxReplicas"], predictor["serviceAccountName"]) == (0, 4, "reader")
     assert predictor["nodeSelector"] == {"gpu": "l40s"}
     assert [taint["key"] for taint in predictor["tolerations"]] == ["spot", "nvidia.com/gpu"]
     assert predictor["model"]["runtime"] == "mine"
     assert predictor["model"]["args"] == ["--dtype=bfloat16"]
-    asked = {"cpu": "6", "memory": "40Gi", "nvidia.com/gpu": "2"}
-    assert predictor["model"]["resources"] == {"requests": asked, "limits": asked}
+    resources = {"cpu": "6", "memory": "40Gi", "nvidia.com/gpu": "2"}
+    assert predictor["model"]["resources"] == {"requests": resources, "limits": resources}
 
 
 def test_without_a_section_or_a_bucket_there_is_nothing_to_serve() -> None:
@@ -95,14 +95,14 @@ class Server:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    noted = Server()
+    fake = Server()
 
     class Handler(BaseHTTPRequestHandler):
         def do_PATCH(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            noted.asked.append((self.command, self.path, self.headers["Content-Type"], body))
-            data = json.dumps({"kind": "Status", "message": "no", "code": noted.status}).encode()
-            self.send_response(noted.status)
+            fake.asked.append((self.command, self.path, self.headers["Content-Type"], body))
+            data = json.dumps({"kind": "Status", "message": "no", "code": fake.status}).encode()
+            self.send_response(fake.status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -111,18 +111,18 @@ def server() -> Iterator[Server]:
             pass
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    noted.url = f"http://127.0.0.1:{http.server_port}"
+    fake.url = f"http://127.0.0.1:{http.server_port}"
     threading.Thread(target=http.serve_forever, daemon=True).start()
-    yield noted
+    yield fake
     http.shutdown()
     http.server_close()
 
 
 def test_it_is_written_by_server_side_apply(server: Server) -> None:
-    made = inference_service(spec(), SOURCE, {})
-    apply(made, server.api())
+    service = inference_service(spec(), SOURCE, {})
+    apply(service, server.api())
     path = "/apis/serving.kserve.io/v1beta1/namespaces/models/inferenceservices/story?fieldManager=holdfast&force=true"
-    assert server.asked == [("PATCH", path, "application/apply-patch+yaml", made)]
+    assert server.asked == [("PATCH", path, "application/apply-patch+yaml", service)]
 
 
 def test_without_kserve_or_without_the_right_it_says_what_to_do(server: Server) -> None:

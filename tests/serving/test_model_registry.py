@@ -29,54 +29,54 @@ def enter(registry: Registry, version: str = "3") -> str:
 
 
 def test_a_version_has_its_model_its_artifact_and_its_lineage(registry: Registry) -> None:
-    made = enter(registry)
+    version_id = enter(registry)
     (model,) = registry.entries["registered_models"].values()
     (version,) = registry.entries["model_versions"].values()
     (artifact,) = registry.entries["model_artifacts"].values()
     assert model["name"] == "story"
-    assert (version["id"], version["name"], version["registeredModelId"]) == (made, "3", model["id"])
+    assert (version["id"], version["name"], version["registeredModelId"]) == (version_id, "3", model["id"])
     assert (version["author"], version["state"]) == ("me", "LIVE")
     assert version["customProperties"] == {
         "run_id": {"metadataType": "MetadataStringValue", "string_value": "fedcba9876543210"},
         "loss": {"metadataType": "MetadataDoubleValue", "double_value": 1.25},
     }
-    assert (artifact["_parent"], artifact["uri"], artifact["modelFormatName"]) == (made, SOURCE, "huggingface")
+    assert (artifact["_parent"], artifact["uri"], artifact["modelFormatName"]) == (version_id, SOURCE, "huggingface")
 
 
 def test_entered_again_nothing_is_made_and_what_people_wrote_stays(registry: Registry) -> None:
-    made = enter(registry)
-    theirs = {"reviewed": {"metadataType": "MetadataStringValue", "string_value": "yes"}}
-    registry.entries["model_versions"][made]["customProperties"] |= theirs
-    before = {kind: set(found) for kind, found in registry.entries.items()}
-    assert enter(registry) == made
-    assert {kind: set(found) for kind, found in registry.entries.items()} == before
-    assert registry.entries["model_versions"][made]["customProperties"].items() >= theirs.items()
+    version_id = enter(registry)
+    review = {"reviewed": {"metadataType": "MetadataStringValue", "string_value": "yes"}}
+    registry.entries["model_versions"][version_id]["customProperties"] |= review
+    before = {kind: set(entries) for kind, entries in registry.entries.items()}
+    assert enter(registry) == version_id
+    assert {kind: set(entries) for kind, entries in registry.entries.items()} == before
+    assert registry.entries["model_versions"][version_id]["customProperties"].items() >= review.items()
 
 
 @pytest.mark.parametrize("lost", range(3))
 def test_an_answer_that_is_lost_after_the_entry_was_made_makes_no_second_one(registry: Registry, lost: int) -> None:
     """The request is sent again and meets its own effect."""
-    answered = 0
+    replies = 0
 
     def answer(method: str, *rest: object, whole=registry.answer):
-        nonlocal answered
-        found = whole(method, *rest)
-        if method == "POST" and found[0] == 201:
-            if answered == lost:
+        nonlocal replies
+        reply = whole(method, *rest)
+        if method == "POST" and reply[0] == 201:
+            if replies == lost:
                 registry.lost.append("POST")
-            answered += 1
-        return found
+            replies += 1
+        return reply
 
     registry.answer = answer  # type: ignore[method-assign]
     enter(registry)
-    assert [len(found) for found in registry.entries.values()] == [1, 1, 1]
+    assert [len(entries) for entries in registry.entries.values()] == [1, 1, 1]
 
 
 def test_many_that_enter_one_version_at_once_get_one(registry: Registry) -> None:
     with ThreadPoolExecutor(8) as pool:
-        made = set(pool.map(lambda _: enter(registry), range(16)))
-    assert len(made) == 1
-    assert [len(found) for found in registry.entries.values()] == [1, 1, 1]
+        version_ids = set(pool.map(lambda _: enter(registry), range(16)))
+    assert len(version_ids) == 1
+    assert [len(entries) for entries in registry.entries.values()] == [1, 1, 1]
 
 
 def test_the_model_names_its_champion_also_after_a_rollback(registry: Registry) -> None:
@@ -91,7 +91,7 @@ def test_the_model_names_its_champion_also_after_a_rollback(registry: Registry) 
 def test_a_registry_that_is_away_for_a_moment_is_waited_for(registry: Registry) -> None:
     registry.failing = [503, 500, 429]
     enter(registry)
-    assert [len(found) for found in registry.entries.values()] == [1, 1, 1]
+    assert [len(entries) for entries in registry.entries.values()] == [1, 1, 1]
 
 
 def test_a_registry_that_stays_away_is_an_error_that_may_pass(registry: Registry) -> None:

@@ -41,14 +41,14 @@ class Cluster:
 
     @property
     def sources(self) -> list[str]:
-        return [one["spec"]["predictor"]["model"]["storageUri"] for one in self.applied]
+        return [service["spec"]["predictor"]["model"]["storageUri"] for service in self.applied]
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    found = Cluster()
-    monkeypatch.setattr(publishing.Api, "of_this_process", lambda *_, **__: found)
-    return found
+    fake = Cluster()
+    monkeypatch.setattr(publishing.Api, "of_this_process", lambda *_, **__: fake)
+    return fake
 
 
 @pytest.fixture
@@ -99,21 +99,21 @@ def test_a_champion_is_served_and_a_rollback_serves_the_one_before(
     assert champion("story", store).version == 1  # type: ignore[union-attr]
 
     cluster.away = True
-    refused = CliRunner().invoke(app, ["models", "promote", "story/2", "--store", s3_url])
-    assert refused.exit_code == 16
-    assert "is the champion, and is not served yet" in refused.output
+    promotion = CliRunner().invoke(app, ["models", "promote", "story/2", "--store", s3_url])
+    assert promotion.exit_code == 16
+    assert "is the champion, and is not served yet" in promotion.output
     assert champion("story", store).version == 2  # type: ignore[union-attr]
     cluster.away = False
     spec = tmp_path / "spec.yaml"
     spec.write_text(dump_spec(serving))
     assert CliRunner().invoke(app, ["models", "serve", str(spec), "--store", s3_url]).exit_code == 0
     assert cluster.sources[3:] == exports[1:]
-    shown = CliRunner().invoke(app, ["models", "serve", str(spec), "--store", s3_url, "--dry-run"])
-    assert f"storageUri: {exports[1]}" in shown.output
+    result = CliRunner().invoke(app, ["models", "serve", str(spec), "--store", s3_url, "--dry-run"])
+    assert f"storageUri: {exports[1]}" in result.output
     spec.write_text(dump_spec(made.spec(f"serving.model_registry={{url: '{registry.url}', author: me}}")))
-    shown = CliRunner().invoke(app, ["models", "serve", str(spec), "--store", s3_url, "--dry-run"])
-    assert "InferenceService" not in shown.output
-    assert f"version 2 of story would be entered in {registry.url}" in shown.output
+    result = CliRunner().invoke(app, ["models", "serve", str(spec), "--store", s3_url, "--dry-run"])
+    assert "InferenceService" not in result.output
+    assert f"version 2 of story would be entered in {registry.url}" in result.output
     assert len(cluster.sources) == 4
 
 

@@ -72,7 +72,7 @@ def best_without_preemption(jobs: list[Job], gpus: int) -> float:
         for job in order:
             start = max(job.submit, last)
             for moment in sorted({start, *(end for end, _ in ends if end > start)}):
-                if gpus - sum(held for end, held in ends if end > moment) >= job.gpus:
+                if gpus - sum(gpus_of_job for end, gpus_of_job in ends if end > moment) >= job.gpus:
                     start = moment
                     break
             last = start
@@ -140,8 +140,8 @@ def test_what_a_failure_costs_is_the_age_of_the_checkpoint_and_the_restart() -> 
     assert outcome.overhead_hours == pytest.approx(outcome.failures * 0.1 * 8)
     assert 0 < outcome.lost_hours <= outcome.failures * 1.0 * 8  # none lost more than an hour on each of eight
     # What was held is what the job needed, what it lost and what restarts cost; the rest of the time it waited.
-    held = 8 * 36000 + outcome.lost_hours * 3600 + outcome.overhead_hours * 3600
-    assert outcome.flow_mean == pytest.approx(held / 8 + outcome.wait_mean)
+    gpu_seconds = 8 * 36000 + outcome.lost_hours * 3600 + outcome.overhead_hours * 3600
+    assert outcome.flow_mean == pytest.approx(gpu_seconds / 8 + outcome.wait_mean)
 
 
 def test_with_notice_enough_a_reclaimed_node_loses_no_work() -> None:
@@ -174,8 +174,8 @@ def test_an_elastic_gang_grows_into_what_is_idle_and_gives_way() -> None:
     assert alone.resizes >= 1
     assert alone.makespan < 100_000.0
     late = Job("late", 40_000.0, 8, 1000.0)
-    both = simulate(model, [stretch, late], POLICIES["elastic"]())
-    assert both.wait_mean <= 600.0  # it waited for a round only
+    outcome = simulate(model, [stretch, late], POLICIES["elastic"]())
+    assert outcome.wait_mean <= 600.0  # it waited for a round only
 
 
 def test_a_gang_in_one_rack_is_faster_and_topology_waits_for_it() -> None:
@@ -196,7 +196,7 @@ def test_a_job_that_can_never_fit_is_named_as_such() -> None:
 
 def test_fair_shares_follow_the_quotas() -> None:
     """Two tenants that always want everything: who has the double quota gets about the double."""
-    jobs = [Job(f"{who}{i}", 0.0, 1, 3600.0, tenant=who) for i in range(300) for who in ("a", "b")]
+    jobs = [Job(f"{tenant}{i}", 0.0, 1, 3600.0, tenant=tenant) for i in range(300) for tenant in ("a", "b")]
     model = ClusterModel(groups=(NodeGroup(name="g", nodes=1, gpus=6),), quotas={"a": 2.0})
     for name in ("fair-share", "drf"):
         outcome = simulate(model, jobs, POLICIES[name]())
@@ -271,8 +271,8 @@ def test_the_schedule_of_every_policy_is_the_same_from_version_to_version(name: 
     model = model.model_copy(update={"restart_minutes": 3.0, "quotas": {"a": 2.0}, "price_by_hour": (1.0, 0.5)})
     simulation = Simulation(model, jobs, POLICIES[name](), 5)
     simulation.run()
-    told = [(task.job.id, round(task.began, 3), round(task.finished, 3), task.starts) for task in simulation._tasks]
-    assert blake3(json.dumps(told).encode()).hexdigest()[:12] == SCHEDULES[name]
+    schedule = [(task.job.id, round(task.began, 3), round(task.finished, 3), task.starts) for task in simulation._tasks]
+    assert blake3(json.dumps(schedule).encode()).hexdigest()[:12] == SCHEDULES[name]
 
 
 SCHEDULES = {

@@ -17,9 +17,9 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_policies_stand_side_by_side_and_beside_the_bound(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    done = simulate(CLUSTER, "synthetic:300:1.2", "-p", "fifo", "-p", "easy", "--report", str(page))
-    assert done.returncode == 0, done.stderr
-    lines = [line.split()[0] for line in done.stdout.splitlines() if line]
+    process = simulate(CLUSTER, "synthetic:300:1.2", "-p", "fifo", "-p", "easy", "--report", str(page))
+    assert process.returncode == 0, process.stderr
+    lines = [line.split()[0] for line in process.stdout.splitlines() if line]
     assert lines[-3:] == ["(bound)", "fifo", "easy"]
     text = page.read_text()
     assert text.count("<polyline") == 4
@@ -27,9 +27,9 @@ def test_policies_stand_side_by_side_and_beside_the_bound(tmp_path: Path) -> Non
 
 
 def test_a_script_gets_the_figures_as_json_and_twice_the_same() -> None:
-    one, two = (simulate(CLUSTER, "synthetic:200", "-p", "drf", "--json").stdout for _ in range(2))
-    assert one == two
-    assert json.loads(one)["policies"][0]["jobs"] == 200
+    first, second = (simulate(CLUSTER, "synthetic:200", "-p", "drf", "--json").stdout for _ in range(2))
+    assert first == second
+    assert json.loads(first)["policies"][0]["jobs"] == 200
 
 
 def test_an_unknown_policy_or_trace_is_a_wrong_command_line_or_not_found() -> None:
@@ -41,13 +41,13 @@ def test_an_unknown_policy_or_trace_is_a_wrong_command_line_or_not_found() -> No
 
 def test_a_policy_is_written_for_an_engine_beside_its_expected_effect(tmp_path: Path) -> None:
     folder = tmp_path / "made"
-    done = simulate(CLUSTER, "synthetic:300:1.2", "-p", "priority", "--emit", "kueue", "--to", str(folder))
-    assert done.returncode == 0, done.stderr
+    process = simulate(CLUSTER, "synthetic:300:1.2", "-p", "priority", "--emit", "kueue", "--to", str(folder))
+    assert process.returncode == 0, process.stderr
     assert {path.name for path in folder.iterdir()} == {"kueue.yaml", "settings.yaml", "effect.json"}
     effect = json.loads((folder / "effect.json").read_text())
     assert set(effect["expected"]) == {"fifo", "priority"}
     assert f"mean wait {effect['expected']['priority']['wait_mean']:.0f} s" in (folder / "kueue.yaml").read_text()
-    assert "Kueue evicts the lowest priority first" in " ".join(done.stdout.split())
+    assert "Kueue evicts the lowest priority first" in " ".join(process.stdout.split())
     refused = simulate(CLUSTER, "synthetic:300", "-p", "easy", "--emit", "volcano", "--to", str(tmp_path / "none"))
     assert refused.returncode == 10
     assert "no engine asks for an estimate" in " ".join(refused.stderr.split())

@@ -26,25 +26,27 @@ PAIRS = [(engine, policy) for engine, policies in EXPRESSED.items() for policy i
 
 
 def of_kind(made: Configuration, kind: str) -> dict[str, dict[str, Any]]:
-    return {each["metadata"]["name"]: each for each in made.objects if each["kind"] == kind}
+    return {document["metadata"]["name"]: document for document in made.objects if document["kind"] == kind}
 
 
 def scheduler(made: Configuration) -> dict[str, Any]:
-    (found,) = of_kind(made, "ConfigMap").values()
-    return yaml.safe_load(found["data"]["volcano-scheduler.conf"])
+    (config_map,) = of_kind(made, "ConfigMap").values()
+    return yaml.safe_load(config_map["data"]["volcano-scheduler.conf"])
 
 
 @pytest.mark.parametrize(("engine", "policy"), PAIRS)
 def test_every_object_fits_its_official_schema(engine: Engine, policy: str) -> None:
-    known = known_kinds()
-    found = [
-        each for each in configuration(engine, policy, ONE, JOBS).objects if (each["apiVersion"], each["kind"]) in known
+    kinds = known_kinds()
+    documents = [
+        document
+        for document in configuration(engine, policy, ONE, JOBS).objects
+        if (document["apiVersion"], document["kind"]) in kinds
     ]
-    assert found
-    for each in found:
-        validate(each)
+    assert documents
+    for document in documents:
+        validate(document)
     with pytest.raises(jsonschema.ValidationError):
-        validate({**found[-1], "spec": {**found[-1].get("spec", {}), "misspelt": 1}})
+        validate({**documents[-1], "spec": {**documents[-1].get("spec", {}), "misspelt": 1}})
 
 
 @pytest.mark.parametrize("engine", ["kueue", "volcano"])
@@ -61,34 +63,38 @@ def test_what_an_engine_cannot_express_is_refused_by_name_with_a_reason_and_what
 
 
 def test_kueue_counts_the_accelerators_of_each_group_and_nothing_else() -> None:
-    made = configuration("kueue", "fifo", TWO, JOBS)
-    (queue,) = of_kind(made, "ClusterQueue").values()
+    files = configuration("kueue", "fifo", TWO, JOBS)
+    (queue,) = of_kind(files, "ClusterQueue").values()
     (group,) = queue["spec"]["resourceGroups"]
-    quotas = {each["name"]: each["resources"][0]["nominalQuota"] for each in group["flavors"]}
+    quotas = {flavor["name"]: flavor["resources"][0]["nominalQuota"] for flavor in group["flavors"]}
     assert (group["coveredResources"], quotas) == (["nvidia.com/gpu"], {"h100": "32", "a100-spot": "8"})
     assert queue["spec"]["queueingStrategy"] == "StrictFIFO"
-    assert set(of_kind(made, "LocalQueue")) == {"team-a", "team-b"}
-    assert set(of_kind(made, "ResourceFlavor")) == set(quotas)
-    assert made.settings is not None
-    assert "memory" in made.settings["resources"]["excludeResourcePrefixes"]
+    assert set(of_kind(files, "LocalQueue")) == {"team-a", "team-b"}
+    assert set(of_kind(files, "ResourceFlavor")) == set(quotas)
+    assert files.settings is not None
+    assert "memory" in files.settings["resources"]["excludeResourcePrefixes"]
 
 
 def test_kueue_lets_priorities_evict_and_shares_by_use_or_by_what_is_held() -> None:
     priority = configuration("kueue", "priority", ONE, JOBS)
-    classes = {name: each["value"] for name, each in of_kind(priority, "WorkloadPriorityClass").items()}
+    classes = {name: document["value"] for name, document in of_kind(priority, "WorkloadPriorityClass").items()}
     assert classes == {"holdfast-0": 0, "holdfast-2": 2000}
     assert of_kind(priority, "ClusterQueue")["holdfast"]["spec"]["preemption"]["withinClusterQueue"] == "LowerPriority"
-    used = configuration("kueue", "fair-share", ONE, JOBS)
-    weights = {name: each["spec"]["fairSharing"]["weight"] for name, each in of_kind(used, "LocalQueue").items()}
+    fair_share = configuration("kueue", "fair-share", ONE, JOBS)
+    weights = {
+        name: document["spec"]["fairSharing"]["weight"] for name, document in of_kind(fair_share, "LocalQueue").items()
+    }
     assert weights == {"team-a": "2500m", "team-b": "1000m"}
-    assert used.settings is not None
-    assert used.settings["admissionFairSharing"]["usageHalfLifeTime"] == "168h"
-    held = configuration("kueue", "drf", ONE, JOBS)
-    queues = of_kind(held, "ClusterQueue")
-    assert {name: each["spec"]["fairSharing"]["weight"] for name, each in queues.items()} == weights
-    assert {each["spec"]["cohortName"] for each in queues.values()} == set(of_kind(held, "Cohort"))
-    flavors = [each["spec"]["resourceGroups"][0]["flavors"][0] for each in queues.values()]
-    assert {each["resources"][0]["nominalQuota"] for each in flavors} == {"0"}  # all is borrowed, so all is shared
+    assert fair_share.settings is not None
+    assert fair_share.settings["admissionFairSharing"]["usageHalfLifeTime"] == "168h"
+    drf = configuration("kueue", "drf", ONE, JOBS)
+    queues = of_kind(drf, "ClusterQueue")
+    assert {name: document["spec"]["fairSharing"]["weight"] for name, document in queues.items()} == weights
+    assert {document["spec"]["cohortName"] for document in queues.values()} == set(of_kind(drf, "Cohort"))
+    flavors = [document["spec"]["resourceGroups"][0]["flavors"][0] for document in queues.values()]
+    assert {document["resources"][0]["nominalQuota"] for document in flavors} == {
+        "0"
+    }  # all is borrowed, so all is shared
 
 
 def test_volcano_gets_plugins_actions_and_queues_with_whole_weights() -> None:
@@ -98,7 +104,7 @@ def test_volcano_gets_plugins_actions_and_queues_with_whole_weights() -> None:
     assert "preempt" not in scheduler(configuration("volcano", "backfill", ONE, JOBS))["actions"]
     shared = configuration("volcano", "drf", ONE.model_copy(update={"quotas": {"team-a": 1.5, "Team_B": 0.5}}), JOBS)
     assert {"name": "proportion"} in scheduler(shared)["tiers"][1]["plugins"]
-    assert {name: each["spec"]["weight"] for name, each in of_kind(shared, "Queue").items()} == {
+    assert {name: queue["spec"]["weight"] for name, queue in of_kind(shared, "Queue").items()} == {
         "team-a": 3,
         "team-b": 1,
     }

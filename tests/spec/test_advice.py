@@ -47,7 +47,7 @@ def is_field(name: str) -> bool:
             node = open_.pop()
             if "$ref" in node:
                 open_.append(schema["$defs"][node["$ref"].rsplit("/", 1)[1]])
-            open_ += [one for kind in ("anyOf", "allOf", "oneOf") for one in node.get(kind, [])]
+            open_ += [schema for kind in ("anyOf", "allOf", "oneOf") for schema in node.get(kind, [])]
             if part in node.get("properties", {}):
                 at.append(node["properties"][part])
             if part.isdigit() and "items" in node:
@@ -56,9 +56,9 @@ def is_field(name: str) -> bool:
 
 
 def test_every_field_that_is_named_is_in_the_schema() -> None:
-    found = {name: path for name, path in named() if name not in NO_FIELDS}
-    assert len(found) > 50
-    assert {name: path for name, path in found.items() if not is_field(name)} == {}
+    paths = {name: path for name, path in named() if name not in NO_FIELDS}
+    assert len(paths) > 50
+    assert {name: path for name, path in paths.items() if not is_field(name)} == {}
 
 
 @pytest.mark.parametrize(

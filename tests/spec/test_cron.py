@@ -115,8 +115,8 @@ def test_the_numbers_are_those_of_another_reader_of_cron(cron: str) -> None:
     restricted = ["*" not in fields[at].split(",") for at in (2, 4)]
     if all(restricted) and (full[2] or full[4]):  # either may fit, and one always does
         full[2] = full[4] = True
-    written = ["*" if every else ",".join(map(str, numbers)) for every, numbers in zip(full, alone, strict=True)]
-    assert expanded == " ".join(written)
+    fields_written = ["*" if every else ",".join(map(str, numbers)) for every, numbers in zip(full, alone, strict=True)]
+    assert expanded == " ".join(fields_written)
     assert expand(expanded) == expanded
     assert not set(expanded) - set("0123456789,* ")
 

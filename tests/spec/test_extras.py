@@ -40,24 +40,28 @@ def distributions(module: str) -> set[str]:
 
 def imported() -> set[str]:
     """The top-level modules that the code imports."""
-    found = set()
+    packages = set()
     for path in (ROOT / "holdfast").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
+                packages |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module.partition(".")[0])
-    return found - set(sys.stdlib_module_names) - {"holdfast"}
+                packages.add(node.module.partition(".")[0])
+    return packages - set(sys.stdlib_module_names) - {"holdfast"}
 
 
 def test_every_package_that_only_an_extra_installs_is_in_the_table() -> None:
     always, optional = names(PROJECT["dependencies"]), PROJECT["optional-dependencies"]
-    extras = {name: names(needed) for name, needed in optional.items() if name not in ("local", "dev", "docs", "bench")}
+    extras = {
+        name: names(requirements)
+        for name, requirements in optional.items()
+        if name not in ("local", "dev", "docs", "bench")
+    }
     for module in imported():
-        found = distributions(module)
-        if found & always or not any(found & needed for needed in extras.values()):
+        packages = distributions(module)
+        if packages & always or not any(packages & requirements for requirements in extras.values()):
             continue
-        assert module in EXTRAS, f"{module} is installed by {[name for name in extras if found & extras[name]]}"
+        assert module in EXTRAS, f"{module} is installed by {[name for name in extras if packages & extras[name]]}"
     for module, extra in EXTRAS.items():
         having = {name for name in extras if distributions(module) & extras[name]}  # none: another package brings it
         assert extra in (having or extras), (module, extra)

@@ -35,7 +35,7 @@ def other_value(info, value: object, avoid: tuple[object, ...] = ()) -> object:
         return 8 if value is None else value + 1  # type: ignore[operator]
     if kind is float:
         return 0.5 if value is None else (value / 2 or 0.25)  # type: ignore[operator]
-    pattern = next((found for constraint in info.metadata if (found := getattr(constraint, "pattern", None))), "")
+    pattern = next((regex for constraint in info.metadata if (regex := getattr(constraint, "pattern", None))), "")
     return next(text for text in (f"{value or ''}x", f"1{value}") if re.search(pattern, text))
 
 
@@ -94,7 +94,7 @@ def test_the_plan_is_these_fields_and_no_others() -> None:
 def test_the_micro_batch_is_the_grain_of_elastic_sums_and_part_of_the_run_id_there() -> None:
     def ids(determinism: str) -> set[str]:
         trees = [{**tree(), "training": {"determinism": determinism, "micro_batch": size}} for size in (4, 8)]
-        return {run_id(Spec.model_validate(each), "d") for each in trees}
+        return {run_id(Spec.model_validate(tree), "d") for tree in trees}
 
     assert [len(ids(level)) for level in ("off", "exact", "elastic")] == [1, 1, 2]
 
@@ -102,7 +102,7 @@ def test_the_micro_batch_is_the_grain_of_elastic_sums_and_part_of_the_run_id_the
 def test_the_part_of_gradients_that_is_sent_is_part_of_the_run_id_where_a_part_is_sent() -> None:
     def ids(kind: str) -> set[str]:
         trees = [{**tree(), "training": {"gradient_compression": kind, "topk_fraction": part}} for part in (0.1, 0.2)]
-        return {run_id(Spec.model_validate(each), "d") for each in trees}
+        return {run_id(Spec.model_validate(tree), "d") for tree in trees}
 
     assert [len(ids(kind)) for kind in ("none", "powersgd", "topk")] == [1, 1, 2]
 
@@ -167,7 +167,11 @@ def test_every_exit_code_has_one_number_and_says_whether_to_try_again() -> None:
 
 
 def test_every_error_carries_a_code_of_its_own() -> None:
-    known = [error for error in vars(errors).values() if isinstance(error, type) and issubclass(error, HoldfastError)]
-    codes = [error.exit_code for error in known if error.__base__ is HoldfastError]  # what is finer shares its code
+    error_types = [
+        error for error in vars(errors).values() if isinstance(error, type) and issubclass(error, HoldfastError)
+    ]
+    codes = [
+        error.exit_code for error in error_types if error.__base__ is HoldfastError
+    ]  # what is finer shares its code
     assert len(codes) == len(set(codes)) > 10
     assert ExitCode.UNEXPECTED not in codes

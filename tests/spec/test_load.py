@@ -93,10 +93,13 @@ def test_a_list_is_not_called_too_short_because_its_items_were_refused(refused) 
 
 
 def test_missing_fields_are_named_with_what_they_take(refused) -> None:
-    found = refused("model: {layers: 2}")
-    assert [(problem.field, problem.message) for problem in found] == [("name", "is required"), ("data", "is required")]
-    assert "lower-case letters" in found[0].remedy
-    assert found[1].remedy == "add the section data"
+    problems = refused("model: {layers: 2}")
+    assert [(problem.field, problem.message) for problem in problems] == [
+        ("name", "is required"),
+        ("data", "is required"),
+    ]
+    assert "lower-case letters" in problems[0].remedy
+    assert problems[1].remedy == "add the section data"
 
 
 @pytest.mark.parametrize("leaf", leaves(), ids=lambda leaf: leaf.path)
@@ -232,7 +235,7 @@ def test_a_field_that_nobody_gave_has_no_place_but_its_group(refused) -> None:
 
 
 def test_fields_and_rules_are_said_together_and_a_rule_without_its_fields_is_silent(refused) -> None:
-    found = refused(
+    problems = refused(
         name="Wrong",
         data={"sources": [], "cleaning": {"min_characters": 9, "max_characters": 3}},
         model={"heads": 3, "hidden": 64, "layers": "many", "experts": 2},
@@ -240,7 +243,7 @@ def test_fields_and_rules_are_said_together_and_a_rule_without_its_fields_is_sil
         training={"steps": 0, "schedule": {"warmup_steps": 10**6}, "precision": "fp64"},
         schedule={"cron": "never"},
     )
-    assert [problem.field for problem in found] == [
+    assert [problem.field for problem in problems] == [
         "name", "data.sources", "model.layers", "training.steps", "training.precision",  # the fields
         "parallel.processes", "model.hidden", "model.experts",
         "parallel.pipeline",  # not whether 1024 stages have layers, nor the warm-up before no end
@@ -251,12 +254,12 @@ def test_fields_and_rules_are_said_together_and_a_rule_without_its_fields_is_sil
 @pytest.mark.parametrize("section", ["data", "model", "training", "cluster", "evaluation", "schedule"])
 def test_a_section_that_is_no_section_holds_back_no_rule_about_the_others(refused, section: str) -> None:
     tree = {"data.cleaning": {"min_characters": 9, "max_characters": 3}, "store": "ftp://x"}
-    found = [
+    fields = [
         problem.field for problem in refused(**{key: tree[key] for key in tree if section not in key}, **{section: 3})
     ]
-    assert found[0] == section
-    assert "store" in found
-    assert ("data.cleaning.min_characters" in found) == (section != "data")
+    assert fields[0] == section
+    assert "store" in fields
+    assert ("data.cleaning.min_characters" in fields) == (section != "data")
 
 
 def test_yaml_has_none_of_its_old_surprises() -> None:

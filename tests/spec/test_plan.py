@@ -24,18 +24,18 @@ from tests.spec.test_identity import other_value
 def test_every_field_of_the_plan_is_in_it() -> None:
     found_elsewhere = {"cluster.nodes.max": "cluster.nodes", "cluster.image": None, "cluster.environment": None}
     found_elsewhere["cluster.network"] = None  # by the variables that it sets
-    wanted = {found_elsewhere.get(leaf.path, leaf.path) for leaf in leaves(Spec) if leaf.role == "plan"} - {None}
+    expected = {found_elsewhere.get(leaf.path, leaf.path) for leaf in leaves(Spec) if leaf.role == "plan"} - {None}
     cut = ("parallel.processes=2", "parallel.pipeline=2", "parallel.stages=[1, 3]")
     away = ("parallel.strategy=zero3", "parallel.offload=optimizer", "parallel.offload_path=/one")
-    said = {"parallel.stages", "parallel.offload_path"}  # which are in it where they are said
-    assert plan_of().settings.keys() == wanted - said
-    assert plan_of(*cut).settings.keys() | plan_of(*away).settings.keys() == wanted
+    optional = {"parallel.stages", "parallel.offload_path"}  # which are in it where they are said
+    assert plan_of().settings.keys() == expected - optional
+    assert plan_of(*cut).settings.keys() | plan_of(*away).settings.keys() == expected
 
 
 def test_that_a_state_lies_on_a_disk_is_in_the_plan_and_where_is_not() -> None:
-    asked = ("parallel.strategy=zero3", "parallel.offload=optimizer")
+    offload = ("parallel.strategy=zero3", "parallel.offload=optimizer")
     plans = [
-        plan_of(*asked, *where) for where in ((), ("parallel.offload_path=/one",), ("parallel.offload_path=/two",))
+        plan_of(*offload, *path) for path in ((), ("parallel.offload_path=/one",), ("parallel.offload_path=/two",))
     ]
     assert plans[0].fingerprint != plans[1].fingerprint == plans[2].fingerprint
 
@@ -49,15 +49,18 @@ def test_the_fingerprint_follows_every_setting_but_those_that_the_level_leaves_f
         settings = {"parallel.stages": "1, 2", "parallel.offload_path": "a disk", **plan_of().settings, **changes}
         return Plan(settings=settings, surroundings=surroundings, free=free_under(determinism))
 
-    found = {"device": "H100", "version of torch": "2"}
-    whole = plan({}, found)
-    follows = {name for name in whole.settings if plan({name: "other"}, found).fingerprint != whole.fingerprint}
+    surroundings = {"device": "H100", "version of torch": "2"}
+    whole = plan({}, surroundings)
+    follows = {name for name in whole.settings if plan({name: "other"}, surroundings).fingerprint != whole.fingerprint}
     assert whole.settings.keys() - follows == LEVELS[determinism]
-    named = {name for name in whole.settings if whole.differences(plan({name: "other"}, found))}
-    assert named == follows  # a refusal says why
-    for name in found:
-        assert plan({}, {**found, name: "other"}).fingerprint != whole.fingerprint
-        assert plan({}, {each: value for each, value in found.items() if each != name}).fingerprint != whole.fingerprint
+    differing = {name for name in whole.settings if whole.differences(plan({name: "other"}, surroundings))}
+    assert differing == follows  # a refusal says why
+    for name in surroundings:
+        assert plan({}, {**surroundings, name: "other"}).fingerprint != whole.fingerprint
+        assert (
+            plan({}, {key: value for key, value in surroundings.items() if key != name}).fingerprint
+            != whole.fingerprint
+        )
 
 
 def test_every_field_of_the_plan_changes_its_settings() -> None:
@@ -94,9 +97,9 @@ def test_differences_are_named_with_both_values() -> None:
 
 
 def test_a_change_is_a_segment_from_its_step_and_the_same_plan_is_none() -> None:
-    one = continued((), 0, 1, plan_of())
-    same = continued(one, 30, 2, plan_of())
-    assert one == same == (Segment(from_step=0, attempt=1, fingerprint=plan_of().fingerprint, plan=plan_of()),)
+    first = continued((), 0, 1, plan_of())
+    same = continued(first, 30, 2, plan_of())
+    assert first == same == (Segment(from_step=0, attempt=1, fingerprint=plan_of().fingerprint, plan=plan_of()),)
     two = continued(same, 60, 3, plan_of("training.micro_batch=4"))
     assert [(segment.from_step, segment.attempt) for segment in two] == [(0, 1), (60, 3)]
     assert changes_in_words(two) == [[], ["training.micro_batch: 8 before, 4 now"]]
@@ -106,8 +109,8 @@ def test_a_change_is_a_segment_from_its_step_and_the_same_plan_is_none() -> None
 @pytest.mark.parametrize("determinism", ["exact", "elastic"])
 def test_a_run_that_promises_bits_refuses_another_plan_in_words(determinism: str) -> None:
     segments, now = continued((), 30, 1, plan_of()), plan_of("parallel.processes=2", device="H100")
-    both = r"since step 30.*parallel.processes: 1 before, 2 now; device: not set before, H100 now.*use --replan"
-    with pytest.raises(PlanChangedError, match=both) as caught:
+    message = r"since step 30.*parallel.processes: 1 before, 2 now; device: not set before, H100 now.*use --replan"
+    with pytest.raises(PlanChangedError, match=message) as caught:
         require_plan(segments, now, determinism, replan=False)
     assert caught.value.exit_code == ExitCode.PLAN_CHANGED
     assert not caught.value.exit_code.retryable

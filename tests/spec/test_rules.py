@@ -321,8 +321,8 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
     ("changes", "field", "value", "remedy"), [case[1:] for case in BY_RULE], ids=[c[0] for c in BY_RULE]
 )
 def test_a_combination_that_cannot_work_is_refused_with_the_remedy(refused, changes, field: str, value, remedy) -> None:
-    found = [problem for problem in refused(**changes) if problem.field == field and remedy in problem.remedy]
-    assert [problem.value for problem in found] == [value]
+    problems = [problem for problem in refused(**changes) if problem.field == field and remedy in problem.remedy]
+    assert [problem.value for problem in problems] == [value]
     assert "hunter2" not in "".join(map(str, refused(**changes)))
 
 
@@ -392,7 +392,7 @@ def test_globs_are_no_secret(uri: str) -> None:
 
 
 def test_problems_come_in_the_order_of_the_rules_and_all_at_once(refused) -> None:
-    found = refused(
+    problems = refused(
         **{
             "schedule.timezone": "x",
             "model.heads": 7,
@@ -401,7 +401,7 @@ def test_problems_come_in_the_order_of_the_rules_and_all_at_once(refused) -> Non
             "parallel.strategy": "zero1",
         }
     )
-    assert [problem.field for problem in found] == [
+    assert [problem.field for problem in problems] == [
         "training.precision",
         "training.global_batch",
         "model.hidden",

@@ -41,13 +41,13 @@ values = st.one_of(
 
 def through_kfp(value: dict[str, Any]) -> dict[str, Any]:
     """A dictionary after a Struct; the launcher gives the names in any order."""
-    found = json_format.MessageToDict(json_format.ParseDict(value, struct_pb2.Struct()))
-    return _shuffled(found)
+    struct = json_format.MessageToDict(json_format.ParseDict(value, struct_pb2.Struct()))
+    return _shuffled(struct)
 
 
 def _shuffled(value: Any) -> Any:
     if not isinstance(value, dict):
-        return [_shuffled(one) for one in value] if isinstance(value, list) else value
+        return [_shuffled(item) for item in value] if isinstance(value, list) else value
     names = list(value)
     random.Random(len(names)).shuffle(names)
     return {name: _shuffled(value[name]) for name in names}
@@ -55,7 +55,7 @@ def _shuffled(value: Any) -> Any:
 
 def spec_with(changes: list[tuple[str, Any]]) -> Spec | None:
     try:
-        return parse_spec(strict_yaml.write(BASE), [f"{name}={strict_yaml.write(one)}" for name, one in changes])
+        return parse_spec(strict_yaml.write(BASE), [f"{name}={strict_yaml.write(value)}" for name, value in changes])
     except SpecError:
         return None
 
@@ -64,38 +64,38 @@ def spec_with(changes: list[tuple[str, Any]]) -> Spec | None:
 @given(st.lists(st.tuples(st.sampled_from(FIELDS), values), max_size=3))
 def test_a_spec_arrives_at_the_steps_as_it_was_written(changes: list[tuple[str, Any]]) -> None:
     # Most values are refused by most fields; each change alone finds those that are not.
-    for found in filter(None, map(spec_with, [changes, *([change] for change in changes)])):
-        arrived = through_kfp(sent := to_struct(written_spec(found)))
-        to_protobuf_value(sent)
-        assert parse_spec(from_struct(arrived)) == found
-        assert parse_spec(text_of(arrived)) == found  # what the exit handler reads
-        assert parse_spec(dump_written(found)) == found  # what Argo shows
-        assert run_id(parse_spec(from_struct(arrived)), "d") == run_id(found, "d")
+    for spec in filter(None, map(spec_with, [changes, *([change] for change in changes)])):
+        arrived = through_kfp(struct := to_struct(written_spec(spec)))
+        to_protobuf_value(struct)
+        assert parse_spec(from_struct(arrived)) == spec
+        assert parse_spec(text_of(arrived)) == spec  # what the exit handler reads
+        assert parse_spec(dump_written(spec)) == spec  # what Argo shows
+        assert run_id(parse_spec(from_struct(arrived)), "d") == run_id(spec, "d")
 
 
 def test_null_is_no_null_in_what_kfp_compiles_and_null_again_at_the_steps() -> None:
     spec = parse_spec(strict_yaml.write(BASE), ["training.clip_norm=null", 'cluster.environment={A: "(null)"}'])
-    sent = to_struct(written_spec(spec))
-    to_protobuf_value(sent)  # refuses a null
-    found = parse_spec(from_struct(through_kfp(sent)))
-    assert found == spec
-    assert found.training.clip_norm is None
-    assert found.cluster.environment == {"A": "(null)"}
-    edited = {**sent, "training": {"clip_norm": None}}  # as a person may write it in the form
+    struct = to_struct(written_spec(spec))
+    to_protobuf_value(struct)  # refuses a null
+    parsed = parse_spec(from_struct(through_kfp(struct)))
+    assert parsed == spec
+    assert parsed.training.clip_norm is None
+    assert parsed.cluster.environment == {"A": "(null)"}
+    edited = {**struct, "training": {"clip_norm": None}}  # as a person may write it in the form
     assert parse_spec(from_struct(through_kfp(edited))) == spec
 
 
 @pytest.mark.parametrize("seed", [2**53, 2**53 + 1, 2**63 - 1])
 def test_a_large_seed_is_exact(seed: int) -> None:
     spec = parse_spec(strict_yaml.write(BASE), [f"training.seed={seed}"])
-    found = parse_spec(from_struct(through_kfp(to_struct(written_spec(spec)))))
-    assert found.training.seed == seed
+    parsed = parse_spec(from_struct(through_kfp(to_struct(written_spec(spec)))))
+    assert parsed.training.seed == seed
 
 
 def test_what_was_not_written_is_not_shown_and_what_was_is_in_order() -> None:
     spec = parse_spec("training: {steps: 100, batch_ramp: {}}\nname: x\ndata: {sources: [{uri: a}]}\nstore: null")
-    shown = '{"name": "x", "store": null, "data": {"sources": [{"uri": "a"}]}, '
-    assert json.dumps(written_spec(spec)) == shown + '"training": {"steps": 100, "batch_ramp": {}}}'
+    expected = '{"name": "x", "store": null, "data": {"sources": [{"uri": "a"}]}, '
+    assert json.dumps(written_spec(spec)) == expected + '"training": {"steps": 100, "batch_ramp": {}}}'
     assert digest(written_spec(spec)) != digest(spec.model_dump(mode="json"))
     assert parse_spec(dump_spec(spec)) == spec
 

@@ -24,9 +24,9 @@ SPEC = "{name: a, data: {sources: [{uri: x}]}}"
 @pytest.fixture
 def argv(tmp_path: Path) -> list[str]:
     (tmp_path / "spec.yaml").write_text(SPEC)
-    given = ["--spec", str(tmp_path / "spec.yaml"), "--store", f"file://{tmp_path}/store", "--job", "job-1"]
+    arguments = ["--spec", str(tmp_path / "spec.yaml"), "--store", f"file://{tmp_path}/store", "--job", "job-1"]
     more = ['--overrides=["training.steps=50", "name=b"]', "--set", "name=c", "--outputs", f"{tmp_path}/outputs"]
-    return [*given, *more, "--run-id", "r", "--artifacts", f"{tmp_path}/artifacts"]
+    return [*arguments, *more, "--run-id", "r", "--artifacts", f"{tmp_path}/artifacts"]
 
 
 def test_overrides_in_one_argument_come_before_those_of_set(argv: list[str]) -> None:
@@ -69,8 +69,8 @@ def test_what_an_engine_passes_is_restored_for_the_step_and_escaped_again_in_its
         assert (spec.evaluation.prompts, run_id, os.environ["PROMPT"]) == ((text,), text, text)
         return StepResult({"word": text})
 
-    changed = [*argv, "--escaped", f"--run-id={escape(text)}", f"--output={tmp_path}/result.json"]
-    assert main("evaluate", body, changed) == ExitCode.OK
+    escaped_argv = [*argv, "--escaped", f"--run-id={escape(text)}", f"--output={tmp_path}/result.json"]
+    assert main("evaluate", body, escaped_argv) == ExitCode.OK
     assert (tmp_path / "outputs" / "word").read_text() == escape(text)
     assert json.loads((tmp_path / "result.json").read_text()) == {"word": text}
 
@@ -88,8 +88,8 @@ def test_without_an_engine_a_text_that_looks_escaped_stays(argv: list[str], tmp_
 
 def test_a_failure_leaves_its_reason_and_no_result(argv: list[str], tmp_path: Path) -> None:
     def body(spec: Spec, url: str, *, run_id: str) -> StepResult:
-        started = json.loads(open_store(url).get(layout.job("job-1", "evaluate")))
-        assert started["ended"] is None  # what is killed from here on has left its beginning
+        outcome = json.loads(open_store(url).get(layout.job("job-1", "evaluate")))
+        assert outcome["ended"] is None  # what is killed from here on has left its beginning
         raise MissingError("no such run")
 
     assert main("evaluate", body, argv) == ExitCode.NOT_FOUND

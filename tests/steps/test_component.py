@@ -58,8 +58,8 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def test_the_body_gets_the_checked_spec_and_the_default_store(tmp_path: Path) -> None:
-    code, said = ended(component(tmp_path, "return done(f'{spec.training.steps} {store} {dataset_id}')"))
-    assert (code, said.splitlines()[0]) == (0, "returned ('7 file:///somewhere d', 'file', 'file:///somewhere/')")
+    code, output = ended(component(tmp_path, "return done(f'{spec.training.steps} {store} {dataset_id}')"))
+    assert (code, output.splitlines()[0]) == (0, "returned ('7 file:///somewhere d', 'file', 'file:///somewhere/')")
     (outcome,) = read_outcomes(tmp_path)
     assert (outcome.step, outcome.exit_code, outcome.result) == ("train", 0, "7 file:///somewhere d")
 
@@ -67,9 +67,9 @@ def test_the_body_gets_the_checked_spec_and_the_default_store(tmp_path: Path) ->
 def test_arguments_of_an_engine_are_restored_and_outputs_are_escaped_again(tmp_path: Path) -> None:
     text = "{{$.pipeline_job_name}} $(HOME)"
     spec = escape(dump_spec(parse_spec(SPEC, [f"evaluation.prompts={json.dumps([text])}"])))
-    code, said = ended(component(tmp_path, "return done(spec.evaluation.prompts[0] + salt)", spec, salt=escape(text)))
-    assert code == 0, said
-    assert said.splitlines()[0] == f"returned {(escape(text + text), 'file', 'file:///somewhere/')}"
+    code, output = ended(component(tmp_path, "return done(spec.evaluation.prompts[0] + salt)", spec, salt=escape(text)))
+    assert code == 0, output
+    assert output.splitlines()[0] == f"returned {(escape(text + text), 'file', 'file:///somewhere/')}"
     (outcome,) = read_outcomes(tmp_path)
     assert outcome.result == text + text
 
@@ -88,26 +88,28 @@ def test_a_parameter_of_its_own_counts_when_it_was_changed_and_before_the_overri
 ) -> None:
     spec = SPEC.replace("name: some", "name: some, training: {steps: 12}")
     body = "return done(f'{spec.training.steps} {spec.training.optimizer.learning_rate}')"
-    code, said = ended(component(tmp_path, body, spec, overrides=overrides, **given))
-    assert (code, said.splitlines()[0].partition(",")[0]) == (
+    code, output = ended(component(tmp_path, body, spec, overrides=overrides, **given))
+    assert (code, output.splitlines()[0].partition(",")[0]) == (
         0,
         f"returned ('{steps} {given.get('learning_rate', 1e-3)}'",
     )
 
 
 def test_an_artifact_points_into_the_store_and_shows_no_figure_that_is_not_finite(tmp_path: Path) -> None:
-    shown = "model=Artifact(key='runs/r', metadata={'run_id': 'r'}), metrics=Artifact(metadata={'a': 1, 'b': 1e999})"
-    code, said = ended(component(tmp_path, f"return done('r', {shown})"))
+    artifacts = (
+        "model=Artifact(key='runs/r', metadata={'run_id': 'r'}), metrics=Artifact(metadata={'a': 1, 'b': 1e999})"
+    )
+    code, output = ended(component(tmp_path, f"return done('r', {artifacts})"))
     pointer = {"store": "file:///somewhere", "key": "runs/r", "run_id": "r"}
-    assert (code, said.splitlines()[1]) == (0, f"{pointer} {{'a': 1}}")
+    assert (code, output.splitlines()[1]) == (0, f"{pointer} {{'a': 1}}")
     assert json.loads((tmp_path / "model").read_text()) == pointer
 
 
 @pytest.mark.parametrize("key", ["runs/r/export/step-7/", "runs/r/export/step-7/config.json"])
 def test_where_an_artifact_lies_is_told_in_one_word_and_whole(tmp_path: Path, key: str) -> None:
     body = f"return done('r', model=Artifact(key={key!r}))"
-    code, said = ended(component(tmp_path, body, store="s3://bucket/prefix/"))
-    assert (code, said.splitlines()[0]) == (0, "returned ('r', 's3', 's3://bucket/prefix/runs/r/export/step-7')")
+    code, output = ended(component(tmp_path, body, store="s3://bucket/prefix/"))
+    assert (code, output.splitlines()[0]) == (0, "returned ('r', 's3', 's3://bucket/prefix/runs/r/export/step-7')")
 
 
 @pytest.mark.parametrize(
@@ -130,9 +132,9 @@ def test_a_failure_ends_with_the_code_of_the_table_and_leaves_its_reason(
 
 def test_a_step_does_not_begin_after_a_stop(tmp_path: Path) -> None:
     (tmp_path / STOP_FILE).touch()
-    code, said = ended(component(tmp_path, "return done(1)"))
+    code, output = ended(component(tmp_path, "return done(1)"))
     assert code == 143
-    assert "returned" not in said
+    assert "returned" not in output
 
 
 def test_sigterm_ends_a_step_and_its_cleaning_up_runs(tmp_path: Path) -> None:
@@ -141,9 +143,9 @@ def test_sigterm_ends_a_step_and_its_cleaning_up_runs(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
-    code, said = ended(process)
+    code, output = ended(process)
     assert code == 143
-    assert "cleaned" in said
+    assert "cleaned" in output
 
 
 def test_a_step_that_left_no_end_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,12 +176,12 @@ sys.exit(run_step("train", body)[1])
 
 def test_a_step_whose_folder_is_taken_away_is_one_that_was_asked_to_stop(tmp_path: Path) -> None:
     """Whoever ran the pipeline has left, and has not seen that this step was about to begin."""
-    code, said = ended(component(tmp_path / "gone", "return done(1)"))
-    assert (code, "returned" in said, "Traceback" in said) == (143, False, False), said
+    code, output = ended(component(tmp_path / "gone", "return done(1)"))
+    assert (code, "returned" in output, "Traceback" in output) == (143, False, False), output
     (late := tmp_path / "late").mkdir()
     command, environment = [sys.executable, "-c", LATE, str(late)], {**os.environ, OUTCOMES: str(late)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (143, ""), done.stderr
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout) == (143, ""), process.stderr
 
 
 JOB = "0b7f1a3c-1111-4222-8333-944445555666"
@@ -270,22 +272,22 @@ VOLUME = "{name: a, data: {sources: [{uri: x}]}, cluster: {volumes: [{claim: sha
 def test_in_a_pod_nothing_begins_whose_results_would_go_with_the_pod(
     tmp_path: Path, spec: str, given: dict[str, str], named: tuple[str, ...]
 ) -> None:
-    done = _in_a_pod(tmp_path, spec, given)
-    assert done.returncode == ExitCode.BAD_SPEC, done.stderr
-    assert all(word in done.stderr for word in named), done.stderr
-    assert "remedy:" in done.stderr
-    assert "worked" not in done.stdout
+    process = _in_a_pod(tmp_path, spec, given)
+    assert process.returncode == ExitCode.BAD_SPEC, process.stderr
+    assert all(word in process.stderr for word in named), process.stderr
+    assert "remedy:" in process.stderr
+    assert "worked" not in process.stdout
 
 
 def test_in_a_pod_a_step_begins_with_a_server_and_a_store_that_others_see(tmp_path: Path) -> None:
     for spec, store in ((SPEC, "s3://b"), (VOLUME, "file:///shared/store")):
-        done = _in_a_pod(tmp_path, spec, {"HOLDFAST_STORE": store, "MLFLOW_TRACKING_URI": "http://mlflow:5000"})
-        assert (done.returncode, "worked" in done.stdout) == (0, True), done.stderr
+        process = _in_a_pod(tmp_path, spec, {"HOLDFAST_STORE": store, "MLFLOW_TRACKING_URI": "http://mlflow:5000"})
+        assert (process.returncode, "worked" in process.stdout) == (0, True), process.stderr
 
 
 def test_a_whole_run_in_one_pod_keeps_its_things_there(tmp_path: Path) -> None:
-    done = _in_a_pod(tmp_path, SPEC, {OUTCOMES: str(tmp_path)})  # such as in a notebook
-    assert (done.returncode, "worked" in done.stdout) == (0, True), done.stderr
+    process = _in_a_pod(tmp_path, SPEC, {OUTCOMES: str(tmp_path)})  # such as in a notebook
+    assert (process.returncode, "worked" in process.stdout) == (0, True), process.stderr
 
 
 def _in_a_pod(tmp_path: Path, spec: str, given: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -298,10 +300,10 @@ def _in_a_pod(tmp_path: Path, spec: str, given: dict[str, str]) -> subprocess.Co
         "    return StepResult({'dataset_id': 'abc'})\n"
         f"raise SystemExit(main('preprocess', body, ['--spec', {str(tmp_path / 'spec.yaml')!r}]))"
     )
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST", "MLFLOW"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST", "MLFLOW"))}
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={**kept, **IN_A_POD, **given}, check=False, capture_output=True, text=True, timeout=300,
+        env={**environment, **IN_A_POD, **given}, check=False, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 
@@ -319,12 +321,12 @@ def test_on_a_cluster_the_summary_names_the_run_the_failed_step_and_its_own_word
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
     subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
-    told = (tmp_path / "summary.md").read_text()
+    summary = (tmp_path / "summary.md").read_text()
     expected = run_id(parse_spec(SPEC), "0123456789abcdef")
-    assert f"(run {expected}): failed" in told
-    assert "failed step: train" in told
-    assert "loss is NaN at step 7; lower the learning rate" in told
-    assert f"holdfast logs {JOB}" in told
+    assert f"(run {expected}): failed" in summary
+    assert "failed step: train" in summary
+    assert "loss is NaN at step 7; lower the learning rate" in summary
+    assert f"holdfast logs {JOB}" in summary
 
 
 @pytest.mark.parametrize(
@@ -346,6 +348,6 @@ def test_a_trial_that_fails_alone_leaves_its_cause_and_ends_nothing(
 
 
 def test_what_comes_after_a_trial_that_failed_is_left_out(tmp_path: Path) -> None:
-    code, said = ended(component(tmp_path, "return done('r')", trial="2", dataset_id=""))
-    assert (code, "train is left out" in said) == (0, True)
+    code, output = ended(component(tmp_path, "return done('r')", trial="2", dataset_id=""))
+    assert (code, "train is left out" in output) == (0, True)
     assert read_outcomes(tmp_path) == []

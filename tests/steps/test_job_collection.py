@@ -67,8 +67,8 @@ def test_old_logs_go_but_for_those_that_a_person_finds_or_that_grow(store: Store
     clock.now = LATER - 60
     store.put(layout.step_log("grows", "train", "s", "000001.log"), b"more\n")
     assert collect_jobs(store, "mine", THEN + KEEP_SECONDS - 1) == []
-    gone = collect_jobs(store, "mine", LATER)
-    assert sorted(gone) == ["cccc-run-20260101T000000Z-7", "failed", "first", "gone", "unknown"]
+    deleted = collect_jobs(store, "mine", LATER)
+    assert sorted(deleted) == ["cccc-run-20260101T000000Z-7", "failed", "first", "gone", "unknown"]
     assert jobs(store) == {"shown", "sweep", "grows", "mine", "failed", "dddd-run-20260101T000000Z-8"}
     assert [*store.list("logs/failed/")] == [], "its outcomes alone stay: a schedule reads them"
     assert {*store.folders("names/")} == {"name", "shown", "sweep"}

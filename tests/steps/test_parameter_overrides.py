@@ -43,8 +43,8 @@ def test_what_was_left_alone_changes_nothing_of_the_identity() -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("as_text", [False, True], ids=["KFP", "Argo"])
 def test_what_was_changed_is_the_field_and_another_run(name: str, value: object, as_text: bool) -> None:
-    given = {**VALUES, name: json.dumps(value) if as_text else value}
-    changed = parse_spec(dump_spec(SPEC), changed_parameters(given, VALUES))
+    values = {**VALUES, name: json.dumps(value) if as_text else value}
+    changed = parse_spec(dump_spec(SPEC), changed_parameters(values, VALUES))
     assert parameter_values(changed) == {**VALUES, name: value}
     assert changed.model_copy(update={"data": SPEC.data}) == changed or name == "data"
     if name != "data":  # whose id is that of its content

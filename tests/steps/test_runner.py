@@ -111,16 +111,18 @@ def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., subpr
 
 def test_a_step_publishes_its_result_and_ends_with_its_code(step, tmp_path: Path) -> None:
     spec, output = str(tmp_path / "spec.yaml"), tmp_path / "made" / "result.json"
-    done = step("--spec", spec, "--set", "training.steps=7", "--output", str(output))
-    assert done.returncode == 0
+    process = step("--spec", spec, "--set", "training.steps=7", "--output", str(output))
+    assert process.returncode == 0
     assert (
-        json.loads(done.stdout) == json.loads(output.read_text()) == {"steps": 7, "store": "file:///from/environment"}
+        json.loads(process.stdout)
+        == json.loads(output.read_text())
+        == {"steps": 7, "store": "file:///from/environment"}
     )
     assert json.loads(step("--spec", spec, "--store", "s3://b").stdout)["store"] == "s3://b"
-    lost = step("--spec", spec, "--set", "training.seed=1")
-    assert lost.returncode == ExitCode.LOST_PEER
-    assert "rank 3 went away" in lost.stderr
-    assert "Traceback" not in lost.stderr
+    failure = step("--spec", spec, "--set", "training.seed=1")
+    assert failure.returncode == ExitCode.LOST_PEER
+    assert "rank 3 went away" in failure.stderr
+    assert "Traceback" not in failure.stderr
     assert step("--spec", spec, "--set", "training.steps=0").returncode == ExitCode.BAD_SPEC
     assert step("--spec", str(tmp_path / "none.yaml")).returncode == ExitCode.NOT_FOUND
     assert step().returncode == ExitCode.USAGE
@@ -204,5 +206,5 @@ def test_a_wrong_spec_is_refused_without_loading_anything_heavy(tmp_path: Path) 
             print(error.problems[0].remedy, [name for name in {heavy!r} if name in sys.modules])
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "wrong.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == "did you mean 'steps'? []\n"
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert process.stdout == "did you mean 'steps'? []\n"

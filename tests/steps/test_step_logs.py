@@ -50,7 +50,7 @@ def test_a_log_is_in_the_store_while_the_step_works_and_once_without_secrets_and
     argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_logs, "FLUSH_SECONDS", 0.01)
-    seen: list[str] = []
+    lines: list[str] = []
 
     def body(spec: Spec, url: str, *, run_id: str) -> StepResult:
         log.info("scored %d documents, password=%s", 3, "hunter2-hunter2")
@@ -58,8 +58,8 @@ def test_a_log_is_in_the_store_while_the_step_works_and_once_without_secrets_and
         print("an end, token=hf_0123456789abcdef0123456789abcdef")
         subprocess.run([sys.executable, "-c", "print('said by a child')"], check=True)
         deadline = time.monotonic() + 60
-        while not seen and time.monotonic() < deadline:
-            seen.extend(kept(tmp_path, ended=False))
+        while not lines and time.monotonic() < deadline:
+            lines.extend(kept(tmp_path, ended=False))
         return StepResult({"word": "blessed"})
 
     assert main("evaluate", body, argv) == ExitCode.OK
@@ -67,11 +67,11 @@ def test_a_log_is_in_the_store_while_the_step_works_and_once_without_secrets_and
         "INFO    holdfast.test: scored 3 documents, password=(hidden)",
         "printed without an end, token=(hidden)",
     ]
-    assert seen[:2] == expected[: len(seen)]
-    assert seen
+    assert lines[:2] == expected[: len(lines)]
+    assert lines
     assert kept(tmp_path) == [*expected, '{"word": "blessed"}']
-    listed = open_store(f"file://{tmp_path}/store").list(layout.step_log("job-1"))
-    assert {info.key.rpartition("/")[2] for info in listed} == {"stream.json", "000000.log"}
+    objects = open_store(f"file://{tmp_path}/store").list(layout.step_log("job-1"))
+    assert {info.key.rpartition("/")[2] for info in objects} == {"stream.json", "000000.log"}
 
 
 def test_a_failure_and_its_traceback_are_in_the_log(argv: list[str], tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_the_exit_handler_keeps_its_log_in_the_store_that_an_override_names(argv
         return StepResult({"text": "", "status": "succeeded"})
 
     store = argv.pop(1).partition("=")[2]
-    argv = [one for one in argv if "--run-id" not in one]
+    argv = [argument for argument in argv if "--run-id" not in argument]
     assert main("notify", body, [*argv, f"--set=store={store}", "--status=Succeeded"]) == ExitCode.OK
     assert kept(tmp_path)[:1] == ["INFO    holdfast.test: a line"]
 
@@ -173,9 +173,9 @@ main("evaluate", body, {argv!r})
         while not kept(tmp_path, ended=False) and time.monotonic() < deadline:
             time.sleep(0.01)
         process.kill()
-    there = kept(tmp_path)
-    assert there[0] == "INFO    holdfast.test: in the middle of it"
-    assert there[-1].startswith("[holdfast: this process ended without a word")
+    lines = kept(tmp_path)
+    assert lines[0] == "INFO    holdfast.test: in the middle of it"
+    assert lines[-1].startswith("[holdfast: this process ended without a word")
 
 
 def test_a_run_of_this_machine_is_a_job_by_its_log_file_and_a_step_that_a_person_runs_is_none(
@@ -185,7 +185,7 @@ def test_a_run_of_this_machine_is_a_job_by_its_log_file_and_a_step_that_a_person
         log.info("a line")
         return StepResult({"word": "blessed"})
 
-    assert main("evaluate", body, [one for one in argv if "--job" not in one]) == ExitCode.OK
+    assert main("evaluate", body, [argument for argument in argv if "--job" not in argument]) == ExitCode.OK
     assert not list((tmp_path / "store" / "logs").glob("*"))
     (tmp_path / "outcomes").mkdir()
     monkeypatch.setenv(OUTCOMES, str(tmp_path / "outcomes"))

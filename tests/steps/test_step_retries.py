@@ -37,14 +37,14 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The waits between tries, none of which is waited for."""
-    found: list[float] = []
-    here, sleep = threading.current_thread(), time.sleep
+    seconds_waited: list[float] = []
+    caller, sleep = threading.current_thread(), time.sleep
 
     def wait(seconds: float) -> None:  # threads of other tests wait as they did
-        found.append(seconds) if threading.current_thread() is here else sleep(seconds)
+        seconds_waited.append(seconds) if threading.current_thread() is caller else sleep(seconds)
 
     monkeypatch.setattr(tenacity.nap.time, "sleep", wait)
-    return found
+    return seconds_waited
 
 
 class Failing:
@@ -132,10 +132,14 @@ SPEC = "name: a\ndata: {sources: [{uri: x}]}\ncluster: {retries: {budget: 2, bac
 
 def started(face: str, folder: Path, fails: int, wait: float, **environment: str) -> subprocess.Popen[str]:
     (folder / "spec.yaml").write_text(SPEC % wait)
-    given = [face, str(folder / "spec.yaml"), str(folder / "tries"), str(fails), f"file://{folder}/store"]
-    kept = {name: value for name, value in os.environ.items() if name != OUTCOMES}
+    arguments = [face, str(folder / "spec.yaml"), str(folder / "tries"), str(fails), f"file://{folder}/store"]
+    inherited = {name: value for name, value in os.environ.items() if name != OUTCOMES}
     return subprocess.Popen(
-        [sys.executable, "-c", STEP, *given], cwd=ROOT, env={**kept, **environment}, text=True, stderr=subprocess.PIPE
+        [sys.executable, "-c", STEP, *arguments],
+        cwd=ROOT,
+        env={**inherited, **environment},
+        text=True,
+        stderr=subprocess.PIPE,
     )
 
 
@@ -145,8 +149,8 @@ def test_both_faces_of_a_step_try_again_within_the_budget(
     tmp_path: Path, face: str, fails: int, code: int, calls: int
 ) -> None:
     step = started(face, tmp_path, fails, 0.01)
-    said = step.communicate(timeout=240)[1]
-    assert "evaluate: s3://bucket: away; tries again by itself (2 of 2)" in said
+    stderr = step.communicate(timeout=240)[1]
+    assert "evaluate: s3://bucket: away; tries again by itself (2 of 2)" in stderr
     assert (tmp_path / "tries").read_text().count("try") == calls
     if code:
         assert step.returncode == code
@@ -222,7 +226,7 @@ def test_a_step_that_is_killed_on_its_way_out_has_said_before_that_it_was_asked_
     step.send_signal(signal.SIGTERM)
     assert step.stdout.readline() == "cleaning up\n"
     deadline = time.monotonic() + 240
-    while not (found := outcomes_of("job-8", "", (), url)) or found[0].ended is None:
+    while not (outcomes := outcomes_of("job-8", "", (), url)) or outcomes[0].ended is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     step.kill()

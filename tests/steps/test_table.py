@@ -22,14 +22,18 @@ def test_an_input_is_a_parameter_of_the_dag_or_an_output_of_an_earlier_step(edge
     before: set[str] = set()
     for name in steps_from(SCHEDULED_START, edges):
         step = STEPS[name]
-        for one in step.inputs:
-            assert one in PARAMETERS or producer_of(one) in before or one in (step.item, *step.optional)
+        for input_name in step.inputs:
+            assert (
+                input_name in PARAMETERS
+                or producer_of(input_name) in before
+                or input_name in (step.item, *step.optional)
+            )
         before.add(name)
 
 
 def test_a_step_that_runs_for_each_item_follows_one_that_gives_a_list() -> None:
-    each = [(edge.before, edge.after) for edge in FAN_OUT_EDGES if edge.each]
-    assert each == [(step.name, "tokenise") for step in STEPS.values() if step.items in step.outputs]
+    edges = [(edge.before, edge.after) for edge in FAN_OUT_EDGES if edge.each]
+    assert edges == [(step.name, "tokenise") for step in STEPS.values() if step.items in step.outputs]
     assert [step.name for step in STEPS.values() if step.item] == ["tokenise"]
 
 

@@ -177,9 +177,9 @@ def test_stat_knows_size_and_time_and_sees_every_write(store: Store) -> None:
     assert (info.key, info.size) == ("k", 5)
     assert info.modified > 1e9
     store.put("k", b"54321")
-    again = store.stat("k")
-    assert again is not None
-    assert again.version != info.version
+    rewritten = store.stat("k")
+    assert rewritten is not None
+    assert rewritten.version != info.version
 
 
 def test_list_gives_the_keys_under_a_prefix_in_order(store: Store) -> None:
@@ -200,8 +200,8 @@ def test_a_listing_can_begin_behind_a_key(store: Store) -> None:
         store.put(name, b"")
     for after in (*names, "a", "a/", "a/b1", "a/b2/", "zz", "0"):
         assert [info.key for info in store.list("", after)] == sorted(name for name in names if name > after)
-        found = [info.key for info in store.list("a/b2", after)]
-        assert found == [name for name in ("a/b2/c", "a/b2/d") if name > after]
+        keys = [info.key for info in store.list("a/b2", after)]
+        assert keys == [name for name in ("a/b2/c", "a/b2/d") if name > after]
 
 
 def test_folders_are_named_without_what_is_in_them(store: Store) -> None:
@@ -271,17 +271,17 @@ def test_large_objects_survive_every_way_in_and_out(store: Store, small_parts: i
 @pytest.mark.parametrize("size", [0, 12 * 2**20 + 17])
 def test_an_object_is_written_while_its_bytes_are_made(store: Store, small_parts: int, size: int) -> None:
     content = os.urandom(size)
-    asked: list[int] = []
+    calls: list[int] = []
 
     def made() -> Iterator[bytes]:
-        asked.append(1)
+        calls.append(1)
         for start in range(0, size, 700_001):
             yield content[start : start + 700_001]
             yield b""
 
     store.put_stream("streamed", size, made)
     assert store.get("streamed") == content
-    assert len(asked) == 1
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(("size", "words"), [(7, "goes on beyond"), (9, "ends after 8"), (12 * 2**20, "ends after 8")])

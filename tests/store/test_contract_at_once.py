@@ -20,7 +20,7 @@ def test_of_many_threads_exactly_one_takes_a_key(store: Store) -> None:
 def _increment(url: str, times: int, met: threading.Barrier | None = None) -> int:
     """Add 1 so many times, for the first time when all who meet have read what is there; returns how often another
     writer was first."""
-    store, lost = open_store(url), 0
+    store, conflicts = open_store(url), 0
     for _ in range(times):
         while True:
             content, version = store.get_versioned("counter")
@@ -31,8 +31,8 @@ def _increment(url: str, times: int, met: threading.Barrier | None = None) -> in
                 store.compare_and_swap("counter", b"%d" % (int(content) + 1), version)
                 break
             except ConflictError:
-                lost += 1
-    return lost
+                conflicts += 1
+    return conflicts
 
 
 def _claim(url: str, number: int) -> bool:
@@ -43,9 +43,9 @@ def test_a_counter_loses_no_increment_of_many_threads(store: Store) -> None:
     store.compare_and_swap("counter", b"0", None)
     met = threading.Barrier(8)
     with ThreadPoolExecutor(8) as pool:
-        lost = sum(pool.map(lambda _: _increment(store.url, 5, met), range(8)))
+        conflicts = sum(pool.map(lambda _: _increment(store.url, 5, met), range(8)))
     assert store.get("counter") == b"40"
-    assert lost >= 7
+    assert conflicts >= 7
 
 
 def test_processes_neither_share_a_claim_nor_lose_an_increment(store: Store) -> None:

@@ -91,9 +91,9 @@ def test_a_writer_killed_at_any_step_leaves_the_old_or_the_new_object_whole(tmp_
                     store.upload(tmp_path / "source", "folder/k")
 
         died = dies_at(step, work)
-        there = [info.key for info in store.list("")]
-        assert there in ([], ["folder/k"])
-        content = store.get("folder/k") if there else None
+        keys = [info.key for info in store.list("")]
+        assert keys in ([], ["folder/k"])
+        content = store.get("folder/k") if keys else None
         assert content in ({before, NEW} if died else {NEW})
         fresh = open_store(f"file://{root}", deadline=20)  # and whoever comes next is not in the way of a dead writer
         if content != NEW:
@@ -133,8 +133,8 @@ def test_a_lock_held_by_a_stopped_process_ends_at_the_deadline(root: Path) -> No
     store = open_store(f"file://{root}", deadline=0.2)
     version = store.compare_and_swap("k", b"1", None)
     (lock,) = (root / ".holdfast" / "locks").iterdir()
-    with lock.open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with lock.open() as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         with pytest.raises(StoreUnreachableError, match=r"compare_and_swap k: another process held .* for 0\.2 s"):
             store.compare_and_swap("k", b"2", version)
     assert store.compare_and_swap("k", b"2", version)
@@ -150,8 +150,8 @@ def test_a_swap_waits_for_the_writer_before_it(store: Store, root: Path) -> None
         store.compare_and_swap("k", b"2", version)
         swapped.set()
 
-    with lock.open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with lock.open() as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         thread = threading.Thread(target=swap)
         thread.start()
         assert not swapped.wait(0.1)
@@ -164,10 +164,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of one megabyte."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(
+    exit_code = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False
     ).returncode
-    if mounted != 0:
+    if exit_code != 0:
         pytest.skip("mounting a small disk needs root")
     yield disk
     subprocess.run(["umount", "-l", disk], check=True)
@@ -235,8 +235,8 @@ def test_an_object_cannot_be_a_folder_too(store: Store) -> None:
 def test_a_path_with_spaces_and_letters_of_all_kinds_round_trips(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/große Läufe%20")
     store.put("schlüssel/ü.json", b"1")
-    again = open_store(store.url)
-    assert [info.key for info in again.list("schl")] == ["schlüssel/ü.json"]
+    reopened = open_store(store.url)
+    assert [info.key for info in reopened.list("schl")] == ["schlüssel/ü.json"]
     shutil.rmtree(tmp_path / "große Läufe ")
 
 
@@ -244,23 +244,23 @@ def test_a_path_with_spaces_and_letters_of_all_kinds_round_trips(tmp_path: Path)
 def test_an_object_is_on_the_disk_before_it_has_its_key_and_the_key_before_the_call_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
-    store, done = open_store(f"file://{tmp_path}"), list[str]()
+    store, operations = open_store(f"file://{tmp_path}"), list[str]()
     sync, places = os.fsync, {"replace": os.replace, "link": os.link}
 
     def synced(descriptor: int) -> None:
-        done.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "bytes")
+        operations.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "bytes")
         sync(descriptor)
 
     def placed(name: str) -> Callable[..., None]:
-        return lambda *paths, **more: done.append("key") or places[name](*paths, **more)  # type: ignore[func-returns-value]
+        return lambda *paths, **more: operations.append("key") or places[name](*paths, **more)  # type: ignore[func-returns-value]
 
     monkeypatch.setattr(os, "fsync", synced)
     for name in places:
         monkeypatch.setattr(os, name, placed(name))
     getattr(store, operation)("runs/x/packs/p", b"bytes")
-    first, last = done.index("key"), len(done) - done[::-1].index("key") - 1
-    assert "bytes" in done[:first]
-    assert "folder" in done[last:]
+    first, last = operations.index("key"), len(operations) - operations[::-1].index("key") - 1
+    assert "bytes" in operations[:first]
+    assert "folder" in operations[last:]
 
 
 @pytest.mark.parametrize("operation", ["put", "put_if_absent", "compare_and_swap", "put_stream"])
@@ -268,16 +268,16 @@ def test_each_new_folder_is_durable_before_an_object_in_it_has_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     """After a power loss a folder that no sync of its parent has written is gone, with all that is in it."""
-    store, done = open_store(f"file://{tmp_path}/new/root"), list[tuple[str, str]]()
+    store, operations = open_store(f"file://{tmp_path}/new/root"), list[tuple[str, str]]()
     originals = {name: getattr(os, name) for name in ("mkdir", "fsync", "replace", "link")}
 
     def watched(name: str) -> Callable[..., object]:
         def act(first: object, *more: object, **options: object) -> object:
             result = originals[name](first, *more, **options)
-            where = (
+            path = (
                 str(Path(f"/proc/self/fd/{first}").readlink()) if name == "fsync" else str(more[0] if more else first)
             )
-            done.append((name, str(first) if name == "mkdir" else where))
+            operations.append((name, str(first) if name == "mkdir" else path))
             return result
 
         return act
@@ -289,10 +289,10 @@ def test_each_new_folder_is_durable_before_an_object_in_it_has_its_key(
     }  # fmt: skip
     getattr(store, operation)("runs/x/packs/p", *arguments.get(operation, (b"bytes",)))
     monkeypatch.undo()
-    placed = next(at for at, (name, where) in enumerate(done) if where.endswith("/packs/p"))
-    made = {where: at for at, (name, where) in enumerate(done) if name == "mkdir"}
-    assert {f"{tmp_path}/new", f"{tmp_path}/new/root", f"{tmp_path}/new/root/runs/x/packs"} <= made.keys()
-    for folder, at in made.items():
-        if at < placed:
-            assert ("fsync", str(Path(folder).parent)) in done[at:placed], folder
-    assert any(name == "fsync" and where.endswith("/packs") for name, where in done[placed:])
+    placed_at = next(at for at, (name, path) in enumerate(operations) if path.endswith("/packs/p"))
+    created_at = {path: at for at, (name, path) in enumerate(operations) if name == "mkdir"}
+    assert {f"{tmp_path}/new", f"{tmp_path}/new/root", f"{tmp_path}/new/root/runs/x/packs"} <= created_at.keys()
+    for folder, at in created_at.items():
+        if at < placed_at:
+            assert ("fsync", str(Path(folder).parent)) in operations[at:placed_at], folder
+    assert any(name == "fsync" and path.endswith("/packs") for name, path in operations[placed_at:])

@@ -23,15 +23,15 @@ class Item:
 
 @pytest.mark.parametrize("last", [0, THREADS - 1])
 def test_an_item_lives_no_longer_than_the_work_on_it(last: int) -> None:
-    made: list[weakref.ref[Item]] = []
+    references: list[weakref.ref[Item]] = []
     others_drew = threading.Event()
     together = threading.Barrier(THREADS)  # each thread has one of the first items, and then one of the next
 
     def items() -> Iterator[Item]:
         for number in range(2 * THREADS):
             item = Item(number)
-            made.append(weakref.ref(item))
-            if len(made) == 2 * THREADS - 1:
+            references.append(weakref.ref(item))
+            if len(references) == 2 * THREADS - 1:
                 others_drew.set()
             yield item
             del item
@@ -40,21 +40,25 @@ def test_an_item_lives_no_longer_than_the_work_on_it(last: int) -> None:
         together.wait(300.0)
         if item.number == last:  # whichever thread draws last keeps nothing of what it drew first
             assert others_drew.wait(300.0)
-        return [number for number, each in enumerate(made[:THREADS]) if each() is not None and item.number >= THREADS]
+        return [
+            number
+            for number, reference in enumerate(references[:THREADS])
+            if reference() is not None and item.number >= THREADS
+        ]
 
     assert in_parallel(work, items()) == [[]] * 2 * THREADS
 
 
 def test_what_is_few_is_given_to_no_more_threads_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[object] = []
+    tasks: list[object] = []
 
     class Counted(ThreadPoolExecutor):
         def submit(self, *what: Any, **more: Any) -> Any:
-            given.append(what)
+            tasks.append(what)
             return super().submit(*what, **more)
 
     monkeypatch.setattr(parallel, "ThreadPoolExecutor", Counted)
     assert in_parallel(lambda number: number, range(3)) == [0, 1, 2]
-    assert len(given) == 3
+    assert len(tasks) == 3
     assert in_parallel(lambda number: number, range(30)) == list(range(30))
-    assert len(given) == 3 + THREADS
+    assert len(tasks) == 3 + THREADS

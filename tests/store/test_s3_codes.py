@@ -73,9 +73,9 @@ def test_a_reply_has_the_outcome_of_its_code(
     status: int, code: str, text: str, error: type[Exception], says: str
 ) -> None:
     reply = {"Error": {"Code": code, "Message": text}, "ResponseMetadata": {"HTTPStatusCode": status}}
-    explained = explain(ClientError(reply, "PutObject"), "put k", "bucket")  # type: ignore[arg-type]
-    assert type(explained) is error
-    assert says in str(explained)
+    failure = explain(ClientError(reply, "PutObject"), "put k", "bucket")  # type: ignore[arg-type]
+    assert type(failure) is error
+    assert says in str(failure)
 
 
 def test_each_code_stands_once_and_each_meaning_has_codes() -> None:
@@ -127,9 +127,9 @@ def test_objects_are_deleted_one_by_one_where_the_request_for_several_is_refused
 def test_an_upload_that_the_server_lost_is_sent_again(
     proxied: Store, proxy: FaultyProxy, large: bytes, status: int, code: str, path: str
 ) -> None:
-    lost = proxy.inject(answer(status, code), method="PUT" if "part" in path else "POST", path=path)
+    fault = proxy.inject(answer(status, code), method="PUT" if "part" in path else "POST", path=path)
     proxied.put("big", large)
-    assert lost.hits == 1
+    assert fault.hits == 1
     assert proxied.get("big") == large
 
 

@@ -40,13 +40,13 @@ def test_a_claim_whose_reply_was_lost_is_still_ours(store: Store, proxy: FaultyP
 
 def test_a_412_that_answers_what_was_applied_is_a_write_of_ours(store: Store, proxy: FaultyProxy) -> None:
     """As when something on the way repeats a conditional write of its own."""
-    applied = [
+    faults = [
         proxy.inject(answer_after(412, "PreconditionFailed"), method="PUT", path=key) for key in ("claim", "counter")
     ]
     assert store.put_if_absent("claim", b"mine")
     version = store.compare_and_swap("counter", b"1", None)
     assert store.get_versioned("counter") == (b"1", version)
-    assert [fault.hits for fault in applied] == [1, 1]
+    assert [fault.hits for fault in faults] == [1, 1]
 
 
 def test_a_swap_whose_reply_was_lost_is_known_by_its_writer_not_its_content(
@@ -150,12 +150,12 @@ def test_a_server_that_ignores_a_condition_is_refused_with_a_permanent_code(
 def test_a_server_that_holds_conditions_for_one_writer_but_not_for_several_is_refused(
     proxy: FaultyProxy, s3_url: str
 ) -> None:
-    both = threading.Barrier(2)
+    barrier = threading.Barrier(2)
 
     def looked_at_too_early(request, forward):
         if "probes" in request.path:  # two look, see nothing and write; another may have won
             request.headers = {n: v for n, v in request.headers.items() if n.lower() != "if-none-match"}
-            both.wait(180)
+            barrier.wait(180)
         return forward(request)
 
     proxy.inject(looked_at_too_early, method="PUT", times=2)
@@ -185,17 +185,17 @@ def test_a_server_that_passed_is_remembered_by_what_it_calls_itself(
         assert open_store(s3_url).put_if_absent(key, b"mine")
         return len(proxy.requests) - before
 
-    named = ["first 1.0"]
+    server_name = ["first 1.0"]
 
     def name(request, forward):
         reply = forward(request)
-        reply.headers.append(("Server", named[0]))
+        reply.headers.append(("Server", server_name[0]))
         return reply
 
     proxy.inject(name, times=None)
     assert requests_of_a_first_claim("a") > 16
     assert requests_of_a_first_claim("b") == 3  # what it calls itself, what is remembered, and the write
-    named[0] = "first 1.1"
+    server_name[0] = "first 1.1"
     assert requests_of_a_first_claim("c") > 16
     assert [info.key for info in open_store(s3_url).list("")] == ["a", "b", "c"]
 

@@ -33,16 +33,16 @@ def write(file: Path, key: str) -> None:
 
 def refuse(proxy: FaultyProxy, key: str, status: int, code: str, times: int | None = None) -> list[str]:
     """Requests signed with a key that begins so are answered with `code`; returns the methods of those refused."""
-    refused: list[str] = []
+    methods: list[str] = []
 
     def act(request, forward):
-        if f"={key}" in request.headers.get("Authorization", "") and (times is None or len(refused) < times):
-            refused.append(request.method)
+        if f"={key}" in request.headers.get("Authorization", "") and (times is None or len(methods) < times):
+            methods.append(request.method)
             return answer(status, code)(request, forward)
         return forward(request)
 
     proxy.inject(act, times=None)
-    return refused
+    return methods
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_threads_that_are_refused_together_make_one_new_client(
 ) -> None:
     store = open_store(s3_url, deadline=10)
     store.put("k", b"0")
-    made: list[int] = []
+    connections: list[int] = []
     connect = requests._connect
-    monkeypatch.setattr(requests, "_connect", lambda deadline: made.append(1) or connect(deadline))
+    monkeypatch.setattr(requests, "_connect", lambda deadline: connections.append(1) or connect(deadline))
     refuse(proxy, "AKIAOLD", 400, "ExpiredToken")
     write(file, "AKIANEW")
     start = threading.Barrier(8)
@@ -94,7 +94,7 @@ def test_threads_that_are_refused_together_make_one_new_client(
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(put, range(8)))
-    assert len(made) == 1
+    assert len(connections) == 1
 
 
 def test_expired_credentials_are_waited_for_until_the_deadline(file: Path, s3_url: str, proxy: FaultyProxy) -> None:

@@ -181,8 +181,8 @@ def test_no_message_or_name_shows_a_credential(store: Store, proxy: FaultyProxy)
     proxy.inject(answer(403, "SignatureDoesNotMatch"), times=None)
     with pytest.raises(AccessDeniedError) as caught:
         store.get("k")
-    shown = f"{caught.value} {caught.value!r} {store!r} {store.url} {vars(store)}"
-    assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in shown
+    texts = f"{caught.value} {caught.value!r} {store!r} {store.url} {vars(store)}"
+    assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in texts
     assert caught.value.__cause__ is None
 
 

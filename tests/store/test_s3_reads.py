@@ -117,13 +117,13 @@ def test_ranges_that_come_from_two_versions_are_not_mixed(
     store.put("big", large)
     released = threading.Event()
     late = proxy.inject(hold(released), method="GET", skip=1)
-    failed: list[HoldfastError] = []
+    errors: list[HoldfastError] = []
 
     def read() -> None:
         try:
             store.read_into("big", 0, memoryview(bytearray(len(large))))
         except ConflictError as error:
-            failed.append(error)
+            errors.append(error)
 
     reading = threading.Thread(target=read)
     reading.start()
@@ -131,4 +131,4 @@ def test_ranges_that_come_from_two_versions_are_not_mixed(
     open_store(s3_url).put("big", bytes(len(large)))
     released.set()
     reading.join()
-    assert "replaced while it was read" in str(failed[0])
+    assert "replaced while it was read" in str(errors[0])

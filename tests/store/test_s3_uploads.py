@@ -36,20 +36,20 @@ def store(proxied: Store) -> Store:
 
 
 def test_every_body_carries_a_checksum_for_the_server_to_verify(store: Store, proxy: FaultyProxy, large: bytes) -> None:
-    seen: list[dict[str, str]] = []
+    requests: list[dict[str, str]] = []
 
     def look(request, forward):
-        seen.append({name.lower(): value for name, value in request.headers.items()})
+        requests.append({name.lower(): value for name, value in request.headers.items()})
         return forward(request)
 
     proxy.inject(look, method="PUT", times=None)
     store.put("small", [b"01234", b"56789"])
     store.put("large", large)
     part = 5 * 2**20
-    sent = [b"0123456789", *(large[start : start + part] for start in range(0, len(large), part))]
-    expected = [base64.b64encode(google_crc32c.value(data).to_bytes(4, "big")).decode() for data in sent]
-    given = [headers["x-amz-checksum-crc32c"] for headers in seen]
-    assert (given[0], sorted(given[1:])) == (expected[0], sorted(expected[1:]))
+    bodies = [b"0123456789", *(large[start : start + part] for start in range(0, len(large), part))]
+    expected = [base64.b64encode(google_crc32c.value(data).to_bytes(4, "big")).decode() for data in bodies]
+    checksums = [headers["x-amz-checksum-crc32c"] for headers in requests]
+    assert (checksums[0], sorted(checksums[1:])) == (expected[0], sorted(expected[1:]))
 
 
 def test_an_upload_that_was_too_slow_for_the_server_is_sent_again(store: Store, proxy: FaultyProxy) -> None:
@@ -93,16 +93,16 @@ def test_an_upload_that_the_server_forgot_starts_again(
 def test_an_object_that_is_made_while_it_is_written_is_made_again_for_another_upload(
     store: Store, proxy: FaultyProxy, large: bytes
 ) -> None:
-    made: list[int] = []
+    calls: list[int] = []
 
     def content() -> Iterator[bytes]:
-        made.append(1)
+        calls.append(1)
         yield from (large[start : start + 1_000_001] for start in range(0, len(large), 1_000_001))
 
     proxy.inject(reset(), method="PUT", path="partNumber=2")
     forgotten = proxy.inject(answer(404, "NoSuchUpload"), method="POST", path="uploadId")
     store.put_stream("big", len(large), content)
-    assert (forgotten.hits, len(made)) == (1, 2)
+    assert (forgotten.hits, len(calls)) == (1, 2)
     assert store.get("big") == large
 
 
@@ -133,9 +133,9 @@ def test_uploads_of_writers_that_died_are_ended_and_younger_ones_are_not(
     century = 100 * 365 * 86400.0  # this server says that every upload began in 2010
     assert store.end_abandoned("runs/a/", century) == 0
     assert len(uploads(s3_url)) == 4
-    refused = proxy.inject(answer(403, "AccessDenied"), path="uploads", times=1)
+    denial = proxy.inject(answer(403, "AccessDenied"), path="uploads", times=1)
     assert store.end_abandoned("runs/a/", older_than=0) == 0  # best effort: not allowed to look is no error
-    assert refused.hits == 1
+    assert denial.hits == 1
     assert store.end_abandoned("runs/a/", older_than=0) == 1
     assert sorted(uploads(s3_url)) == sorted(others)
 
@@ -170,9 +170,11 @@ def test_uploads_of_dead_writers_are_found_on_every_page(
         reply = forward(request)
         uploads = reply.body.split(b"<Upload>")
         more = b"<NextKeyMarker>0</NextKeyMarker><NextUploadIdMarker>1</NextUploadIdMarker></ListMultipart"
-        one = uploads[0] + b"<Upload>" + uploads[1] + b"</ListMultipartUploadsResult>"
+        first_page = uploads[0] + b"<Upload>" + uploads[1] + b"</ListMultipartUploadsResult>"
         truncated = b"<IsTruncated>true</IsTruncated>"
-        reply.body = one.replace(b"<IsTruncated>false</IsTruncated>", truncated).replace(b"</ListMultipart", more)
+        reply.body = first_page.replace(b"<IsTruncated>false</IsTruncated>", truncated).replace(
+            b"</ListMultipart", more
+        )
         reply.headers = [(name, value) for name, value in reply.headers if name.lower() != "content-length"]
         reply.headers.append(("Content-Length", str(len(reply.body))))
         return reply
@@ -207,17 +209,17 @@ def test_a_large_body_goes_in_blocks_and_small_buffers_are_joined() -> None:
     content = os.urandom(5 * mib)
     cuts = [0, 1, 1, 5, 100_000, mib, 3 * mib + 7, 3 * mib + 8, 5 * mib]
     pieces = [memoryview(content)[start:end] for start, end in pairwise(cuts)]
-    sent = writes.Body(pieces)
-    assert len(sent) == len(content)
+    body = writes.Body(pieces)
+    assert len(body) == len(content)
     for _ in range(2):
-        blocks = list(iter(lambda: bytes(sent.read(16384)), b""))
+        blocks = list(iter(lambda: bytes(body.read(16384)), b""))
         assert b"".join(blocks) == content
         assert max(map(len, blocks)) <= mib
         assert len(blocks) <= 9
-        assert sent.tell() == len(content)
-        sent.seek(0)
-    sent.seek(-3, 2)
-    assert bytes(sent.read()) == content[-3:]
+        assert body.tell() == len(content)
+        body.seek(0)
+    body.seek(-3, 2)
+    assert bytes(body.read()) == content[-3:]
     assert bytes(writes.Body([]).read()) == b""
 
 

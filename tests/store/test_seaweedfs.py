@@ -39,15 +39,15 @@ pytestmark = [
 
 def free_ports(count: int) -> list[int]:
     """Ports whose gRPC neighbours are free as well."""
-    found: list[int] = []
+    ports: list[int] = []
     for port in random.sample(PORTS, len(PORTS)):
-        with socket.socket() as one, socket.socket() as other, suppress(OSError):
-            one.bind(("", port))
-            other.bind(("", port + GRPC))
-            found.append(port)
-        if len(found) == count:
+        with socket.socket() as low, socket.socket() as high, suppress(OSError):
+            low.bind(("", port))
+            high.bind(("", port + GRPC))
+            ports.append(port)
+        if len(ports) == count:
             break
-    return found
+    return ports
 
 
 def client(endpoint: str) -> Any:
@@ -66,17 +66,19 @@ def client(endpoint: str) -> Any:
 def endpoint(tmp_path: Path) -> Iterator[str]:
     """A server with the arguments of the manifest, but for ports and addresses. It answers before it knows its
     administrator, which is waited for."""
-    (deployment,) = (thing for thing in yaml.safe_load_all(MANIFEST.read_text()) if thing["kind"] == "Deployment")
+    (deployment,) = (
+        document for document in yaml.safe_load_all(MANIFEST.read_text()) if document["kind"] == "Deployment"
+    )
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     s3, *others = free_ports(4)
-    replaced = ("-dir", "-s3.port=", "-s3.ip.bind")
-    given = [one for one in container["args"] if not one.startswith(replaced)]
+    own_flags = ("-dir", "-s3.port=", "-s3.ip.bind")
+    arguments = [argument for argument in container["args"] if not argument.startswith(own_flags)]
     ports = [f"-{name}.port={port}" for name, port in zip(("master", "volume", "filer"), others, strict=True)]
     mortal = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()  # not even a killed test leaves it
-    told = [*container["command"], *given, f"-dir={tmp_path}", f"-s3.port={s3}", "-s3.ip.bind=127.0.0.1", *ports]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    command = [*container["command"], *arguments, f"-dir={tmp_path}", f"-s3.port={s3}", "-s3.ip.bind=127.0.0.1", *ports]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     with (tmp_path / "log").open("wb") as log:
-        server = subprocess.Popen([*mortal, *told], env={**kept, **KEYS}, stdout=log, stderr=log)
+        server = subprocess.Popen([*mortal, *command], env={**environment, **KEYS}, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{s3}"
     end = time.monotonic() + START_SECONDS
     try:

@@ -46,14 +46,14 @@ def test_the_newest_of_ten_thousand_is_found_with_few_listings() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_newest_is_found_whatever_is_missing_and_whatever_else_lies_there(seed: int) -> None:
-    drawn = random.Random(seed)
-    numbers = drawn.sample(range(1, drawn.choice((10, 2_000, 12_000, 2_000_000))), drawn.choice((0, 1, 8, 5)))
-    numbers += list(range(1, drawn.choice((1, 600, 3_000))))
+    random_ = random.Random(seed)
+    numbers = random_.sample(range(1, random_.choice((10, 2_000, 12_000, 2_000_000))), random_.choice((0, 1, 8, 5)))
+    numbers += list(range(1, random_.choice((1, 600, 3_000))))
     store = filled(numbers)
-    for number in range(drawn.choice((0, 1_500))):
+    for number in range(random_.choice((0, 1_500))):
         store.bucket.write(f"f/000001.else-{number}", b"")
     assert newest(store, "f/") == max(numbers, default=0)
-    after = drawn.randrange(1, 3_000)
+    after = random_.randrange(1, 3_000)
     assert [number for number, _ in records(store, "f/", after)] == sorted(n for n in set(numbers) if n > after)
 
 

@@ -36,7 +36,7 @@ def as_user(user: int, group: int, umask: int, work: Callable[[], object]) -> st
     """Do `work` as another user; what it raised."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
-        said = ""
+        message = ""
         try:
             os.setgroups([])
             os.setgid(group)
@@ -44,9 +44,9 @@ def as_user(user: int, group: int, umask: int, work: Callable[[], object]) -> st
             os.umask(umask)
             work()
         except BaseException as error:  # noqa: BLE001
-            said = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
         finally:
-            os.write(writer, said.encode()[:4000])
+            os.write(writer, message.encode()[:4000])
             os._exit(0)
     os.close(writer)
     os.waitpid(child, 0)
@@ -156,10 +156,10 @@ def test_a_file_system_without_hard_links_is_named_and_not_tried_again(
 def test_a_folder_that_cannot_be_synced_is_said_once_and_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
-    synced = os.fsync
+    real_fsync = os.fsync
 
     def fsync(descriptor: int) -> None:
-        refuse(number)() if stat.S_ISDIR(os.fstat(descriptor).st_mode) else synced(descriptor)
+        refuse(number)() if stat.S_ISDIR(os.fstat(descriptor).st_mode) else real_fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
     durable._say_not_synced.cache_clear()

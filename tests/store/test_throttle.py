@@ -77,11 +77,11 @@ def test_threads_share_the_rate_and_time_without_uploads_is_not_saved_up(clock: 
 
 
 def test_a_lifted_throttle_lets_pass_what_waits(clock: Clock) -> None:
-    wanted: list[bool] = []
-    throttle = Throttle(1, lambda: bool(wanted), clock=clock, sleep=clock.sleep)
+    lifted: list[bool] = []
+    throttle = Throttle(1, lambda: bool(lifted), clock=clock, sleep=clock.sleep)
     throttle.take(10**9)
     waiting = threading.Thread(target=throttle.take, args=(1,))
-    wanted.append(True)
+    lifted.append(True)
     waiting.start()
     waiting.join()
     throttle.take(10**9)

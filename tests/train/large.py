@@ -86,9 +86,9 @@ def register(store: Store) -> dict[str, int]:
     """What the register step does."""
     from holdfast.components.register import run
 
-    made = run(SPEC, RUN, store)
-    left = sum(path.stat().st_size for path in Path(tempfile.gettempdir()).rglob("*") if path.is_file())
-    return {"version": made.version, "peak": peak(), "temporary": left}
+    registered = run(SPEC, RUN, store)
+    temporary_bytes = sum(path.stat().st_size for path in Path(tempfile.gettempdir()).rglob("*") if path.is_file())
+    return {"version": registered.version, "peak": peak(), "temporary": temporary_bytes}
 
 
 def load(store: Store) -> dict[str, int]:

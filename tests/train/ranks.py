@@ -73,16 +73,16 @@ def steps_of(engine: Engine, spec: Assignment, rank: int, size: int, batches: It
     """What an engine computes of this rank's rows of some global batches."""
     from holdfast.engines.mesh import Mesh
 
-    mesh, grid, seen = Mesh.of(spec.parallel, size), spec.grid(size), []
+    mesh, grid, curve = Mesh.of(spec.parallel, size), spec.grid(size), []
     for rows in batches:
-        place, each = mesh.data_rank(rank), len(rows) // mesh.data
-        mine: Any = slice(place * each, (place + 1) * each)
+        place, rows_of_rank = mesh.data_rank(rank), len(rows) // mesh.data
+        own_rows: Any = slice(place * rows_of_rank, (place + 1) * rows_of_rank)
         if grid is not None:
-            mine = grid.rows(rank, spec.training.micro_batch, spec.parallel.strategy == "fsdp")
-        output = engine.step(rows[mine], rate)
-        seen.append((float(output.loss), float(output.grad_norm)))
+            own_rows = grid.rows(rank, spec.training.micro_batch, spec.parallel.strategy == "fsdp")
+        output = engine.step(rows[own_rows], rate)
+        curve.append((float(output.loss), float(output.grad_norm)))
     saved = [(box.name, box.offset, box.data.numpy().copy()) for box in engine.saved()]
-    return seen, [each for each in saved if not each[0].startswith("optimizer")]
+    return curve, [tensor for tensor in saved if not tensor[0].startswith("optimizer")]
 
 
 def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan: bool, number: int) -> list[str]:
@@ -98,14 +98,14 @@ def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan:
     gang, store, endings = Gang(), open_store(url), []
     for spec, (_, salt, stop_after) in zip(specs, runs, strict=True):
         identity = identity_of(spec, salt)
-        launched = gang.broadcast(launch(store, spec, salt, replan=replan) if rank == 0 else None, int | None)
+        launch_number = gang.broadcast(launch(store, spec, salt, replan=replan) if rank == 0 else None, int | None)
         leave = PreemptionSignal()
         leave.listen()
         stopper = _Stopper(stop_after if rank == 0 else None, number)
         logging.getLogger("holdfast.train").addHandler(stopper)
         logging.getLogger("holdfast.train").setLevel(logging.INFO)
         try:
-            work(store, identity, launched, leave)
+            work(store, identity, launch_number, leave)
             endings.append("")
         except HoldfastError as error:
             endings.append(type(error).__name__)

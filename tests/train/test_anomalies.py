@@ -52,10 +52,10 @@ def plant(rank: int, size: int, url: str, folder: Path, runs: Runs, killed_after
     from holdfast.engines.torch.engine import TorchEngine
     from holdfast.rank.randomness import stream_seed
 
-    computed: Any = TorchEngine._forward_backward
+    original: Any = TorchEngine._forward_backward
 
     def planted(engine: Any, rows: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = computed(engine, rows)
+        loss: torch.Tensor = original(engine, rows)
         if torch.initial_seed() == stream_seed(0, "step", INFINITE) and rank == size - 1:
             gradient = next(engine._trained.named())[1].grad
             (gradient.to_local() if hasattr(gradient, "to_local") else gradient).fill_(math.inf)
@@ -104,14 +104,16 @@ def test_a_bad_step_is_skipped_or_rewound_or_ends_the_run_alike_on_all_ranks(tmp
             assert tensors_equal(store, layout, step, step + 1)
     assert checkpoint_steps(store, identity_of(tiny_spec(*rewind))) == [3, 5, 6, 9, 10, 12]
     assert tensors_equal(store, rewind, INFINITE // 3 * 3, INFINITE + 1)
-    held = [row["step"] for row in read_history(store, identity_of(tiny_spec(*skip))) if row["held"]]
-    assert held == [INFINITE + 1, SPIKE + 1]
+    held_steps = [row["step"] for row in read_history(store, identity_of(tiny_spec(*skip))) if row["held"]]
+    assert held_steps == [INFINITE + 1, SPIKE + 1]
     assert checkpoint_steps(store, identity_of(tiny_spec(*stop))) == [3]
-    told = [each for each in PipeEvents(Path(f"{tmp_path / 'ranks'}.events")).new() if isinstance(each, AnomalyFound)]
-    assert [(each.step, each.action) for each in told[:2]] == [(step, "skip") for step in held]
-    assert told[0].grad_norm == "inf"
-    assert told[-1].action == "stop"
-    assert re.search(r"synthetic at tokens (\d+-\d+(, )?){8}$", told[0].text)
+    anomalies = [
+        event for event in PipeEvents(Path(f"{tmp_path / 'ranks'}.events")).new() if isinstance(event, AnomalyFound)
+    ]
+    assert [(event.step, event.action) for event in anomalies[:2]] == [(step, "skip") for step in held_steps]
+    assert anomalies[0].grad_norm == "inf"
+    assert anomalies[-1].action == "stop"
+    assert re.search(r"synthetic at tokens (\d+-\d+(, )?){8}$", anomalies[0].text)
 
 
 @pytest.mark.drill
@@ -138,16 +140,16 @@ def test_steps_are_held_back_alike_under_elastic_determinism_and_in_half_precisi
     endings = in_ranks(2, plant, store.url, tmp_path / "2", runs, seconds=400)[0]
     assert endings == ["", "", "PreemptedError", ""]
     assert in_ranks(1, plant, store.url, tmp_path / "1", [(elastic, "one", None)])[0] == [""]
-    one, two = (trained(store, tiny_spec(*elastic), salt)["digest"] for salt in ("one", "two"))
-    assert one == two
+    first, second = (trained(store, tiny_spec(*elastic), salt)["digest"] for salt in ("one", "two"))
+    assert first == second
 
     assert trained(store, tiny_spec(*half), "left") == trained(store, tiny_spec(*half), "whole")
     identity = identity_of(tiny_spec(*half), "whole")
     scalars = read_manifest(store, identity, 12).scalars
-    held = [row["step"] for row in read_history(store, identity) if row["held"]]
-    assert held[0] == 1
-    assert INFINITE + 1 in held
-    assert scalars["optimizer.step"] == 12 - len(held)
+    held_steps = [row["step"] for row in read_history(store, identity) if row["held"]]
+    assert held_steps[0] == 1
+    assert INFINITE + 1 in held_steps
+    assert scalars["optimizer.step"] == 12 - len(held_steps)
     assert scalars["loss_scale.scale"] in [2.0**power for power in range(18, 25)]
 
 
@@ -184,28 +186,28 @@ def test_an_update_that_is_held_back_changes_no_bit_of_weights_moments_and_count
         for parameter in layer.parameters():
             parameter.grad = torch.randn_like(parameter)
         update(optimizer, torch.tensor(held))
-        return [each.detach().clone() for each in (*layer.parameters(), *chain(*map(dict.values, states())))]
+        return [tensor.detach().clone() for tensor in (*layer.parameters(), *chain(*map(dict.values, states())))]
 
     def states() -> list[dict[str, torch.Tensor]]:
         return [optimizer.state[parameter] for parameter in layer.parameters()]
 
-    applied = step(0.0)
+    updated = step(0.0)
     assert [state["step"].item() for state in states()] == [1, 1]
-    assert all(map(torch.equal, step(1.0), applied))
-    assert not any(map(torch.equal, step(0.0), applied))
+    assert all(map(torch.equal, step(1.0), updated))
+    assert not any(map(torch.equal, step(0.0), updated))
 
 
 def test_the_scale_of_the_loss_goes_on_where_it_was_saved() -> None:
     settings, cpu = LossScaling(initial_power=4, growth_interval=2), torch.device("cpu")
-    one, other, scales = LossScale(settings, cpu), LossScale(settings, cpu), []
+    original, other, scales = LossScale(settings, cpu), LossScale(settings, cpu), []
     for step, norm in enumerate([1.0, 1.0, 1.0, 1.0, math.inf]):
         if step == 3:
-            other.restored(one.scalars())
-        for each in (one, other)[: 1 + (step >= 3)]:
-            each.overflowed(torch.tensor(norm))
-        scales.append(one.scale.item())
+            other.restored(original.scalars())
+        for scale in (original, other)[: 1 + (step >= 3)]:
+            scale.overflowed(torch.tensor(norm))
+        scales.append(original.scale.item())
     assert scales == [16, 32, 32, 64, 32]
-    assert one.scalars() == other.scalars()
+    assert original.scalars() == other.scalars()
 
 
 def test_so_many_in_a_row_end_the_run_and_one_good_step_between_them_does_not() -> None:
@@ -222,21 +224,21 @@ def test_so_many_in_a_row_end_the_run_and_one_good_step_between_them_does_not() 
 
 def test_what_is_kept_of_the_steps_comes_back_from_its_scalars() -> None:
     settings, cpu = Settings(action="skip", deviations=3, window=3), torch.device("cpu")
-    one, other = Anomalies(settings, cpu), Anomalies(settings, cpu)
+    original, other = Anomalies(settings, cpu), Anomalies(settings, cpu)
     for step, loss in enumerate([2.0, 2.1, math.nan, 1.95, 2.2, 7.0, 2.0]):
         if step == 4:
-            other.restored(one.scalars())
-        for each in (one, other)[: 1 + (step >= 4)]:
-            each.begin_step(step)
-            each.judge(torch.tensor(loss), torch.tensor(loss / 3))
-    assert one.scalars() == other.scalars()
-    assert one.scalars()["anomalies.found"] == 2
+            other.restored(original.scalars())
+        for monitor in (original, other)[: 1 + (step >= 4)]:
+            monitor.begin_step(step)
+            monitor.judge(torch.tensor(loss), torch.tensor(loss / 3))
+    assert original.scalars() == other.scalars()
+    assert original.scalars()["anomalies.found"] == 2
 
 
 def test_a_rewind_goes_back_to_the_newest_multiple_before_what_was_computed_since_counts() -> None:
-    went: list[int] = []
+    rewinds: list[int] = []
     anomalies = Anomalies(
-        Settings(action="rewind", rewind_steps=4), torch.device("cpu"), go_back=lambda step: went.append(step) or {}
+        Settings(action="rewind", rewind_steps=4), torch.device("cpu"), go_back=lambda step: rewinds.append(step) or {}
     )
     for step in range(8):
         anomalies.begin_step(step)
@@ -244,8 +246,8 @@ def test_a_rewind_goes_back_to_the_newest_multiple_before_what_was_computed_sinc
         assert held is not None
         assert bool(held) == (step >= 6)  # the step after it is computed from a state that goes
         assert anomalies.resolve(before=step) == (step == 7)
-    assert went == [4]
-    assert [anomalies.saves(done) for done in (3, 4, 5)] == [False, True, False]
+    assert rewinds == [4]
+    assert [anomalies.saves(saved_step) for saved_step in (3, 4, 5)] == [False, True, False]
 
 
 @pytest.mark.parametrize("overflows", [False, True])

@@ -56,13 +56,13 @@ def test_a_launch_that_saved_nothing_has_recorded_its_layout_and_replan_plans_an
 
 def test_other_ranks_are_planned_anew_where_no_bits_are_promised(tmp_path: Path) -> None:
     store = new_store(tmp_path / "store")
-    for determinism, kept in (("off", "none"), ("exact", "selective")):
+    for determinism, checkpointing in (("off", "none"), ("exact", "selective")):
         spec = tiny_spec(*AUTO, f"training.determinism={determinism}")
-        one = with_fields(planned(spec, store), {"training.activation_checkpointing": "selective"})
+        first = with_fields(planned(spec, store), {"training.activation_checkpointing": "selective"})
         identity = run_id(spec, DATASET_ID)
-        claim_launch(store, identity, Assignment.of(one, identity, DATASET_ID).model_dump(mode="json"))
+        claim_launch(store, identity, Assignment.of(first, identity, DATASET_ID).model_dump(mode="json"))
         two = tiny_spec(*AUTO, f"training.determinism={determinism}", "parallel.processes=2")
-        assert planned(two, store).training.activation_checkpointing == kept
+        assert planned(two, store).training.activation_checkpointing == checkpointing
 
 
 def test_a_recorded_layout_that_goes_with_the_spec_no_more_is_refused_with_a_remedy(tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_a_run_records_what_was_planned_and_keeps_it(tmp_path: Path) -> None:
 def test_after_a_launch_that_ran_out_of_memory_the_next_plan_is_taken(tmp_path: Path) -> None:
     store, spec = new_store(tmp_path / "store"), tiny_spec(*AUTO)
     identity, first = run_id(spec, DATASET_ID), planned(spec, store)
-    told = Assignment.of(first, identity, DATASET_ID).model_dump(mode="json")
-    number = claim_launch(store, identity, told)
+    assignment = Assignment.of(first, identity, DATASET_ID).model_dump(mode="json")
+    number = claim_launch(store, identity, assignment)
     record_exit(
         store,
         identity,
@@ -105,7 +105,7 @@ def test_after_a_launch_that_ran_out_of_memory_the_next_plan_is_taken(tmp_path: 
     second = planned(spec, store)
     assert second.training.activation_checkpointing == "full"
     assert second.training.micro_batch == first.training.micro_batch
-    number = claim_launch(store, identity, told)
+    number = claim_launch(store, identity, assignment)
     record_exit(store, identity, number, LaunchExit.model_validate({"code": 20, "ran_out": True, "next_plan": None}))
     with pytest.raises(SpecError, match=r"ran out of memory in launch 2.*(?s:.)*more ranks"):
         planned(spec, store)
@@ -123,5 +123,7 @@ def test_ranks_that_run_out_of_memory_end_with_a_code_and_the_plan_that_follows(
     assert caught.value.exit_code == ExitCode.OUT_OF_MEMORY
     (ending,) = read_exits(store, run_id(spec, DATASET_ID)).values()
     assert ending.code == ExitCode.OUT_OF_MEMORY
-    again = tiny_spec(*wide, "parallel.processes=2", *(f"{name}={value}" for name, value in ending.next_plan.items()))
-    assert run_id(again, DATASET_ID) == run_id(spec, DATASET_ID)
+    next_spec = tiny_spec(
+        *wide, "parallel.processes=2", *(f"{name}={value}" for name, value in ending.next_plan.items())
+    )
+    assert run_id(next_spec, DATASET_ID) == run_id(spec, DATASET_ID)

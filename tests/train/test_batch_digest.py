@@ -26,13 +26,13 @@ def test_the_digest_knows_every_token_and_no_order_of_samples() -> None:
 
 def _told(rank: int, size: int, folder: Path) -> list[dict[int, str]]:
     join(folder, rank, size, always=True)
-    fed, rows = BatchDigest(Gang(), speaks=rank != 2), np.arange(8 * 5).reshape(8, 5)
-    mine = rows[4 * (rank % 2) :][:4]  # rank 2 is fed what rank 0 is
-    ahead = fed.record((step, mine + step) for step in range(6, 9))
+    digest, rows = BatchDigest(Gang(), speaks=rank != 2), np.arange(8 * 5).reshape(8, 5)
+    own_rows = rows[4 * (rank % 2) :][:4]  # rank 2 is fed what rank 0 is
+    ahead = digest.record((step, own_rows + step) for step in range(6, 9))
     next(ahead), next(ahead)
-    first = fed.flush()
+    first = digest.flush()
     next(ahead)
-    return [first, fed.flush()]
+    return [first, digest.flush()]
 
 
 def test_what_all_ranks_were_fed_is_told_once_for_each_step(tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ ELASTIC = (*RAMP, "training.determinism=elastic")
 
 def test_sizes_grow_by_equal_increments_and_no_place_is_lost_between_them() -> None:
     for sizes in (BatchSizes(8), BatchSizes(8, 4, 2, 7), BatchSizes(96, 32, 1, 64), BatchSizes(9, 3, 6, 5)):
-        found = [sizes.size(step) for step in range(100)]
-        assert [sizes.before(step) for step in range(101)] == np.cumsum([0, *found]).tolist()
-        assert found[0] == (sizes.start or sizes.final)
-        assert set(found[sizes.steps :]) == {sizes.final}
-        assert {after - before for before, after in pairwise(found)} <= {0, sizes.increment}
+        batch_sizes = [sizes.size(step) for step in range(100)]
+        assert [sizes.before(step) for step in range(101)] == np.cumsum([0, *batch_sizes]).tolist()
+        assert batch_sizes[0] == (sizes.start or sizes.final)
+        assert set(batch_sizes[sizes.steps :]) == {sizes.final}
+        assert {after - before for before, after in pairwise(batch_sizes)} <= {0, sizes.increment}
     assert [BatchSizes(8, 4, 2, 7).size(step) for step in range(9)] == [4, 4, 4, 4, 6, 6, 6, 8, 8]
 
 

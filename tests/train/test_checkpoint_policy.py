@@ -42,15 +42,15 @@ def walked(
     failures: Failures | None = None,
 ) -> list[int]:
     """The steps after which a loop with such steps and stalls saves."""
-    clock, saved = Clock(), []
+    clock, saved_steps = Clock(), []
     cadence = CheckpointPolicy(settings, start=start, steps=steps, gang=Gang(), failures=failures, clock=clock)
-    for done in range(start + 1, steps + 1):
+    for step in range(start + 1, steps + 1):
         clock.now += step_seconds
-        if cadence.due(done):
-            saved.append(done)
+        if cadence.due(step):
+            saved_steps.append(step)
             clock.now += stall
             cadence.saved()
-    return saved
+    return saved_steps
 
 
 def test_by_steps_it_is_the_multiples_and_the_last_step_wherever_a_run_goes_on() -> None:
@@ -65,10 +65,10 @@ def test_minutes_come_on_top_of_the_steps_and_count_from_the_last_save() -> None
 
 def test_auto_saves_at_the_interval_of_young_and_daly_within_its_bounds() -> None:
     hourly = Failures(count=9, seconds=10 * 3600 - RANK_SECONDS_PER_FAILURE, ranks=1)  # a failure an hour
-    saved = walked(Checkpoint(every="auto", every_steps=10_000), 1, 0.5, 2000, failures=hourly)
-    assert saved[0] == 60  # until a save has shown what it costs
+    saved_steps = walked(Checkpoint(every="auto", every_steps=10_000), 1, 0.5, 2000, failures=hourly)
+    assert saved_steps[0] == 60  # until a save has shown what it costs
     best = math.sqrt(2 * 0.5 * 3600)  # 60 s
-    assert all(abs(later - earlier - best) <= 2 for earlier, later in pairwise(saved[1:9]))
+    assert all(abs(later - earlier - best) <= 2 for earlier, later in pairwise(saved_steps[1:9]))
     dear = walked(Checkpoint(every="auto", every_steps=10_000), 1, 8, 2000, failures=hourly)
     assert dear[3] - dear[2] == pytest.approx(4 * best, rel=0.05)
     assert walked(Checkpoint(every="auto", every_steps=25), 1, 0.5, 100, failures=hourly) == [25, 50, 75, 100]
@@ -81,9 +81,9 @@ def test_auto_saves_at_the_interval_of_young_and_daly_within_its_bounds() -> Non
 def test_steps_that_a_save_behind_them_slows_down_are_part_of_its_cost() -> None:
     clock = Clock()
     cadence = CheckpointPolicy(Checkpoint(every="auto", every_steps=20), start=0, steps=100, gang=Gang(), clock=clock)
-    for done in range(1, 41):
-        clock.now += 3 if 21 <= done <= 25 else 1  # five steps beside the first save are slower
-        if cadence.due(done):
+    for step in range(1, 41):
+        clock.now += 3 if 21 <= step <= 25 else 1  # five steps beside the first save are slower
+        if cadence.due(step):
             clock.now += 0.5
             cadence.saved()
     mean = RANK_SECONDS_PER_FAILURE + clock.now - 100
@@ -99,28 +99,28 @@ def test_the_failures_of_a_run_are_its_attempts_that_did_not_end_well(folder_sto
     claim_launch(folder_store, "run", {})
     claim_attempt(folder_store, "run", launch=4)  # a gang that formed and was lost within the launch
     now = claim_attempt(folder_store, "run", launch=4)
-    found = failures_before(folder_store, now, ranks=8)
-    assert (found.count, found.ranks) == (3, 8)
-    assert found.mean_seconds(0) == pytest.approx((RANK_SECONDS_PER_FAILURE / 8 + found.seconds) / 4)
+    failures = failures_before(folder_store, now, ranks=8)
+    assert (failures.count, failures.ranks) == (3, 8)
+    assert failures.mean_seconds(0) == pytest.approx((RANK_SECONDS_PER_FAILURE / 8 + failures.seconds) / 4)
     assert failures_before(folder_store, Attempt("other", 1), 8) == Failures(0, 0.0, 8)
 
 
 def _ranks_with_other_clocks(rank: int, size: int, folder: str) -> list[int]:
-    clock, saved = Clock(), []
+    clock, saved_steps = Clock(), []
     settings = Checkpoint(every_steps=50, every_minutes=1)
     with process_group(Path(folder) / "meeting", rank, size):
         cadence = CheckpointPolicy(settings, start=0, steps=30, gang=Gang(), clock=clock)
-        for done in range(1, 31):
+        for step in range(1, 31):
             clock.now += (10, 3600)[rank]  # rank 1 believes that hours pass
-            if cadence.due(done):
-                saved.append(done)
+            if cadence.due(step):
+                saved_steps.append(step)
                 cadence.saved()
-    return saved
+    return saved_steps
 
 
 def test_all_ranks_save_after_the_same_steps_whatever_their_own_clocks_say(tmp_path: Path) -> None:
-    one, other = in_ranks(2, _ranks_with_other_clocks, str(tmp_path))
-    assert one == other == [6, 12, 18, 24, 30]
+    first, second = in_ranks(2, _ranks_with_other_clocks, str(tmp_path))
+    assert first == second == [6, 12, 18, 24, 30]
 
 
 @pytest.mark.slow

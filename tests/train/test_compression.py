@@ -64,26 +64,26 @@ def test_what_is_left_out_of_gradients_is_part_of_the_state(tmp_path: Path) -> N
     for kind in kinds:
         assert losses[kind] != losses["none"]
         assert losses[kind][-1] < losses[kind][0]
-        kept = open_checkpoint(store, identity_of(tiny_spec(*spec_of(kind)), "whole"), 12)
-        error = kept.tensor("compression.error.model.embed_tokens.weight")
+        checkpoint = open_checkpoint(store, identity_of(tiny_spec(*spec_of(kind)), "whole"), 12)
+        error = checkpoint.tensor("compression.error.model.embed_tokens.weight")
         assert error.shape == (2, VOCABULARY, 32)
         assert not torch.equal(error[0], error[1])  # each rank's own
-        assert "compression.error.model.norm.weight" in kept.tensors
+        assert "compression.error.model.norm.weight" in checkpoint.tensors
         assert train_in_ranks(1, store.url, tmp_path / kind, one_alone(kind), replan=True) == ["UnfitError"]
         if kind == "topk":
             assert (error == 0).sum(dim=(1, 2)).min() >= 0.1 * VOCABULARY * 32  # what was sent in the last step
 
 
 def test_what_is_left_out_stays_until_nobody_reads_it_any_more(tmp_path: Path) -> None:
-    for told in in_ranks(2, _errors_when_told, tmp_path / "meeting", seconds=200):
-        assert told == {"powersgd": (True, False), "topk": (True, False)}
+    for is_whole in in_ranks(2, _errors_when_told, tmp_path / "meeting", seconds=200):
+        assert is_whole == {"powersgd": (True, False), "topk": (True, False)}
 
 
 def _errors_when_told(rank: int, size: int, folder: Path) -> dict[str, tuple[bool, bool]]:
     """By kind, whether the state of step 1 was whole when a step told first that it changes it, and after that step."""
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=False)
-    found = {}
+    results = {}
     for kind in ("powersgd", "topk"):
         engine = started(tiny_assignment(*spec_of(kind)))
         engine.step(global_batch(0).chunk(size)[rank], RATE)
@@ -92,10 +92,10 @@ def _errors_when_told(rank: int, size: int, folder: Path) -> dict[str, tuple[boo
         def whole(engine: Engine = engine, saved: dict[str, Tensor] = saved) -> bool:
             return all(torch.equal(box.data, saved[box.name]) for box in engine.saved())
 
-        told: list[bool] = []
-        engine.step(global_batch(1).chunk(size)[rank], RATE, lambda: told.append(whole()))  # noqa: B023
-        found[kind] = (told[0], whole())
-    return found
+        whole_before: list[bool] = []
+        engine.step(global_batch(1).chunk(size)[rank], RATE, lambda: whole_before.append(whole()))  # noqa: B023
+        results[kind] = (whole_before[0], whole())
+    return results
 
 
 @pytest.mark.parametrize(
@@ -120,11 +120,11 @@ def test_every_kind_has_the_bits_of_plain_arithmetic(tmp_path: Path) -> None:
     plain loop, also for what is thicker than it is wide, and sent whole: its first step has the bits of no compression
     (after it the hook adds what a rank's gradient was off the mean, which is nothing in sum, but for rounding). Largest
     elements: chosen by sorting; when all of them are sent, every step has the bits of no compression."""
-    for made, plain in in_ranks(2, _steps, tmp_path / "meeting", seconds=200):
-        assert made == plain
-        assert made["thick"][0] == made["none"][0] != made["powersgd"][0]
-        assert made["all"] == made["none"]
-        assert len({str(made[name]) for name in KINDS if name not in ("thick", "all")}) == len(KINDS) - 2
+    for curves, plain in in_ranks(2, _steps, tmp_path / "meeting", seconds=200):
+        assert curves == plain
+        assert curves["thick"][0] == curves["none"][0] != curves["powersgd"][0]
+        assert curves["all"] == curves["none"]
+        assert len({str(curves[name]) for name in KINDS if name not in ("thick", "all")}) == len(KINDS) - 2
 
 
 KINDS = {
@@ -145,17 +145,17 @@ def _steps(rank: int, size: int, folder: Path) -> tuple[dict[str, Seen], dict[st
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=False)
     make_deterministic("exact", 1)
-    made = {name: _engine_steps(tiny_assignment(*each), rank, size) for name, each in KINDS.items()}
-    return made, {name: _plain_steps(tiny_spec(*each), rank, size) for name, each in KINDS.items()}
+    curves = {name: _engine_steps(tiny_assignment(*fields), rank, size) for name, fields in KINDS.items()}
+    return curves, {name: _plain_steps(tiny_spec(*fields), rank, size) for name, fields in KINDS.items()}
 
 
 def _engine_steps(spec: Assignment, rank: int, size: int) -> Seen:
-    engine, seen = started(spec), []
+    engine, curve = started(spec), []
     for step in range(STEPS):
         torch.manual_seed(step)
         output = engine.step(global_batch(step).chunk(size)[rank], RATE)
-        seen.append((float(output.loss), float(output.grad_norm)))
-    return seen
+        curve.append((float(output.loss), float(output.grad_norm)))
+    return curve
 
 
 def _plain_steps(spec: Spec, rank: int, size: int) -> Seen:
@@ -176,8 +176,8 @@ def _plain_steps(spec: Spec, rank: int, size: int) -> Seen:
         eps=spec.training.optimizer.epsilon, fused=True,
     )  # fmt: skip
     for _ in range(2 * (kind == "powersgd")):  # DDP makes its buckets anew after the first pass
-        for kept in (hook.error_dict, hook.p_memory_dict, hook.q_memory_dict):
-            kept.clear()
+        for buffers in (hook.error_dict, hook.p_memory_dict, hook.q_memory_dict):
+            buffers.clear()
         replica(*_pairs(torch.zeros(2, 17, dtype=torch.int64)), None, reduction="sum").backward()
         optimizer.zero_grad()
     for left_out in hook.error_dict.values():
@@ -195,24 +195,24 @@ def _plain_step(
     hook.p_memory_dict.clear()
     hook.q_memory_dict.clear()
     rows, total = global_batch(step), torch.zeros(())
-    counted = (rows[:, 1:] & UNCOUNTED == 0).sum().float()
+    count = (rows[:, 1:] & UNCOUNTED == 0).sum().float()
     parts = [_pairs(part) for part in rows.chunk(size)[rank].split(spec.training.micro_batch)]
     for number, (tokens, targets) in enumerate(parts, 1):
         documents = document_ids(tokens, 0) if spec.data.document_masks else None
         alone = number < len(parts) and isinstance(replica, DistributedDataParallel)
         with replica.no_sync() if alone else nullcontext():
             loss = replica(tokens, targets, documents, reduction="sum")
-            (loss * (size / counted)).backward()
+            (loss * (size / count)).backward()
         total += loss.detach()
     parameters = list(replica.parameters())
     if spec.training.gradient_compression == "topk":
         for parameter, error in zip(parameters, errors, strict=True):
             parameter.grad = _largest_of_all(parameter.grad, error, spec.training.topk_fraction, size)
     elif not isinstance(replica, DistributedDataParallel):
-        sent = getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}.get(spec.training.gradient_compression, "float"))
+        dtype = getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}.get(spec.training.gradient_compression, "float"))
         for parameter in parameters:
             assert parameter.grad is not None
-            gradient = parameter.grad.to(sent) / size
+            gradient = parameter.grad.to(dtype) / size
             dist.all_reduce(gradient)
             parameter.grad.copy_(gradient)
     dist.all_reduce(total)
@@ -220,7 +220,7 @@ def _plain_step(
     norm = torch.nn.utils.clip_grad_norm_(parameters, spec.training.clip_norm)
     optimizer.step()
     optimizer.zero_grad()
-    return float(total / counted), float(norm)
+    return float(total / count), float(norm)
 
 
 def _largest_of_all(gradient: Tensor, error: np.ndarray, fraction: float, size: int) -> Tensor:
@@ -228,12 +228,12 @@ def _largest_of_all(gradient: Tensor, error: np.ndarray, fraction: float, size: 
     error += gradient.numpy() / np.float32(size)
     flat = error.reshape(-1)
     order = sorted(range(flat.size), key=lambda place: (-abs(flat[place]), place))
-    sent = np.zeros_like(flat)
+    sparse = np.zeros_like(flat)
     chosen = order[: int(np.ceil(fraction * flat.size))]
-    sent[chosen] = flat[chosen]
+    sparse[chosen] = flat[chosen]
     flat[chosen] = 0
     of_all = [torch.empty(flat.size) for _ in range(size)]
-    dist.all_gather(of_all, torch.from_numpy(sent))
+    dist.all_gather(of_all, torch.from_numpy(sparse))
     return torch.stack(of_all).sum(0).view_as(gradient)
 
 

@@ -40,9 +40,9 @@ def test_ranks_of_a_context_group_see_the_same_rows_and_each_a_part_of_them() ->
 
 @pytest.mark.slow
 def test_parts_of_sequences_have_the_logits_and_gradients_of_whole_ones(tmp_path: Path) -> None:
-    for found in in_ranks(RANKS, _compared, tmp_path):
-        assert len(found) == 2 * 2 * 2
-        for case, (positions, logits, gradient) in found.items():
+    for cases in in_ranks(RANKS, _compared, tmp_path):
+        assert len(cases) == 2 * 2 * 2
+        for case, (positions, logits, gradient) in cases.items():
             assert positions == 16 / int(case[0]), case
             assert logits < 1e-12 and gradient < 1e-12, (case, logits, gradient)
 
@@ -57,7 +57,7 @@ def _compared(rank: int, size: int, folder: Path) -> dict[str, tuple[int, float,
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(VOCABULARY, (3, 16), generator=generator)
     documents = torch.tensor([[0] * 16, [0] * 3 + [1] * 8 + [2] * 5, [*range(16)]])
-    found = {}
+    results = {}
     for ranks, (form, overrides), packed in product((2, 4), FORMS.items(), (False, True)):
         shape = tiny_spec(*overrides).model
         part = SequenceShard.of(Mesh(size, 1, 1, context=ranks), rank, shape.context, torch.device("cpu"))
@@ -71,13 +71,13 @@ def _compared(rank: int, size: int, folder: Path) -> dict[str, tuple[int, float,
         logits.square().sum().backward()
         off = (logits - expected[:, positions]).abs().max() / expected.abs().max()
         worst = 0.0
-        for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
-            assert one.grad is not None and other.grad is not None
-            dist.all_reduce(other.grad)  # of `size / ranks` groups with the same samples
-            other.grad *= ranks / size
-            worst = max(worst, float((other.grad - one.grad).abs().max() / one.grad.abs().max()))
-        found[f"{ranks} ranks, {form}, {packed}"] = (logits.shape[1], float(off), worst)
-    return found
+        for reference, actual in zip(whole.parameters(), cut.parameters(), strict=True):
+            assert reference.grad is not None and actual.grad is not None
+            dist.all_reduce(actual.grad)  # of `size / ranks` groups with the same samples
+            actual.grad *= ranks / size
+            worst = max(worst, float((actual.grad - reference.grad).abs().max() / reference.grad.abs().max()))
+        results[f"{ranks} ranks, {form}, {packed}"] = (logits.shape[1], float(off), worst)
+    return results
 
 
 def _decoder(shape: Model) -> Decoder:

@@ -86,29 +86,29 @@ def _exchange(rank: int, size: int, folder: Path) -> tuple[bool, bool, float, fl
     met, and in the end. Ranks 1 and 2 have two nodes each."""
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=False)
-    grid, parameters = Grid(8, size), [torch.nn.Parameter(torch.zeros(each)) for each in SIZES]
-    sums, found, met = GradientSums(parameters, rank, 1e9), _Bucket.meet, []
+    grid, parameters = Grid(8, size), [torch.nn.Parameter(torch.zeros(size)) for size in SIZES]
+    sums, original_meet, met = GradientSums(parameters, rank, 1e9), _Bucket.meet, []
 
     def meet(bucket: _Bucket) -> None:
-        found(bucket)
+        original_meet(bucket)
         met.append(_bytes_of_tensors())
 
     _Bucket.meet = meet  # type: ignore[method-assign]
     before, whole = _bytes_of_tensors(), 4 * sum(SIZES)
     for _ in range(2):
-        for each in parameters:
-            each.grad = None
+        for parameter in parameters:
+            parameter.grad = None
         sums.begin_step(grid)
         for grain in grid.share(rank):
-            sum((each * values_of(grain, each)).sum() for each in parameters).backward()  # type: ignore[union-attr]
+            sum((parameter * values_of(grain, parameter)).sum() for parameter in parameters).backward()  # type: ignore[union-attr]
             sums.take()
         sums.give()
-    kept = _bytes_of_tensors()
-    wanted = [by_definition([values_of(grain, each) for grain in range(8)]) for each in parameters]
-    gradients = [each.grad for each in parameters if each.grad is not None]
-    equal = all(map(torch.equal, gradients, wanted))
-    aligned = all(each.data_ptr() % 16 == 0 for each in gradients)
-    return equal, aligned, (met[-1] - before) / whole, (kept - before) / whole
+    bytes_kept = _bytes_of_tensors()
+    expected = [by_definition([values_of(grain, parameter) for grain in range(8)]) for parameter in parameters]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    equal = all(map(torch.equal, gradients, expected))
+    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in gradients)
+    return equal, aligned, (met[-1] - before) / whole, (bytes_kept - before) / whole
 
 
 def values_of(grain: int, parameter: torch.Tensor) -> torch.Tensor:
@@ -119,8 +119,10 @@ def values_of(grain: int, parameter: torch.Tensor) -> torch.Tensor:
 def _bytes_of_tensors() -> int:
     """Of all memory that a tensor of this process lies in."""
     gc.collect()
-    held = [each.untyped_storage() for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
-    return sum({each.data_ptr(): each.nbytes() for each in held}.values())
+    storages = [
+        tensor.untyped_storage() for tensor in gc.get_objects() if type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    ]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def asked(ranks: int, *more: str) -> tuple[str, ...]:

@@ -62,9 +62,9 @@ def test_a_machine_without_the_driver_says_what_the_library_says() -> None:
 def test_the_binding_finds_the_driver_where_the_loader_does(library: Path, tmp_path: Path) -> None:
     folder = Driver(tmp_path / "figures").folder
     environment = {**os.environ, "LD_LIBRARY_PATH": str(library.parent), FIGURES: str(folder)}
-    done = subprocess.run([sys.executable, "-c", ASKS], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert Figures.model_validate(json.loads(done.stdout)) == NOW
+    process = subprocess.run([sys.executable, "-c", ASKS], env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert Figures.model_validate(json.loads(process.stdout)) == NOW
 
 
 @pytest.mark.usefixtures("driver")
@@ -135,10 +135,10 @@ def test_a_rank_tells_the_energy_of_the_seconds_that_it_tells(
     monkeypatch.setenv(PIPE, str(tmp_path / "events"))
     with PhaseTimeReporter(0, 1, 0, torch.device("cpu"), Meter(GPU)):
         driver.tell(millijoules=1_007_000, reasons=0x24)
-    told = [event for event in PipeEvents(tmp_path / "events").new() if isinstance(event, TimeSpent)]
-    assert [event.joules for event in told] == [None, 7.0]  # the first are of a time before the meter
-    assert [(event.utilisation, event.watts, event.memory_used) for event in told] == [(0.9, 512.0, 60 << 30)] * 2
-    assert [event.slowed for event in told] == ["", "hot"]  # a cap of the power is no fault
+    spent = [event for event in PipeEvents(tmp_path / "events").new() if isinstance(event, TimeSpent)]
+    assert [event.joules for event in spent] == [None, 7.0]  # the first are of a time before the meter
+    assert [(event.utilisation, event.watts, event.memory_used) for event in spent] == [(0.9, 512.0, 60 << 30)] * 2
+    assert [event.slowed for event in spent] == ["", "hot"]  # a cap of the power is no fault
 
 
 def test_the_history_has_the_figures_of_rank_0_and_the_driver_is_not_asked_all_the_time(driver: Driver) -> None:

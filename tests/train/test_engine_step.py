@@ -102,10 +102,10 @@ def test_the_loss_of_a_pipeline_is_the_mean_over_the_counted_tokens_at_any_layou
 ) -> None:
     """Stages, shards, replicas, parts of sequences and of matrices: none of them scales what is reported."""
     for mesh in MESHES:
-        counted = torch.tensor(40.0)
+        count = torch.tensor(40.0)
         # By the groups whose gradients are averaged: each has rows, or a part of each row, of its own.
         sums = [float(3 + group) for group in range(mesh.averaged)]
-        told: list[float] = []
+        totals: list[float] = []
         shares: set[float] = set()
 
         def mean(rank: int, everywhere: float | None) -> float:
@@ -122,18 +122,18 @@ def test_the_loss_of_a_pipeline_is_the_mean_over_the_counted_tokens_at_any_layou
                 return share * (sums[group] if mesh.speaks(rank) else 1e9)  # noqa: B023
 
             def all_reduce(total: torch.Tensor) -> None:
-                told.append(float(total))  # noqa: B023
+                totals.append(float(total))  # noqa: B023
                 if everywhere is not None:
                     total.fill_(everywhere)
 
             monkeypatch.setattr(accumulation.dist, "all_reduce", all_reduce)
             pipeline: Any = SimpleNamespace(forward_backward=forward_backward)
             stages = PipelineStages(micro, pipeline, None, rows_only, mesh.speaks(rank), 1)  # noqa: B023
-            return float(stages.run(torch.zeros(4, 2, dtype=torch.long), counted))  # noqa: B023
+            return float(stages.run(torch.zeros(4, 2, dtype=torch.long), count))  # noqa: B023
 
         for rank in range(mesh.size):
             mean(rank, None)
-        everywhere = sum(told)
+        everywhere = sum(totals)
         assert [mean(rank, everywhere) for rank in range(mesh.size)] == pytest.approx([sum(sums) / 40] * mesh.size)
         assert [*shares] == pytest.approx(
             [mesh.averaged / 40 * (scale or 1)]

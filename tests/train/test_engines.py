@@ -65,12 +65,12 @@ def _train_every_engine(folder: Path) -> None:
     store = new_store(folder / "store")
     first: Runs = []
     for strategy, precision in BOTH:
-        asked = overrides(strategy, precision)
-        first += [(asked, salt_of(strategy), None), (asked, salt_of(strategy, "stopped"), 4)]
+        fields = overrides(strategy, precision)
+        first += [(fields, salt_of(strategy), None), (fields, salt_of(strategy, "stopped"), 4)]
     assert train_in_ranks(2, store.url, folder / "first", first) == ["", "PreemptedError"] * len(BOTH)
     stopped_at = read_manifest(store, run_id(tiny_spec(*overrides("ddp")), DATASET_ID, salt_of("ddp", "stopped")), 5)
     assert stopped_at.step == 5
-    second: Runs = [(overrides(*each), salt_of(each[0], "stopped"), None) for each in BOTH]
+    second: Runs = [(overrides(*case), salt_of(case[0], "stopped"), None) for case in BOTH]
     assert train_in_ranks(2, store.url, folder / "second", second) == [""] * len(BOTH)
 
 
@@ -110,13 +110,13 @@ def test_deepspeed_asks_no_compiler(tmp_path: Path) -> None:
 def _without_a_compiler(rank: int, size: int, folder: Path) -> list[object]:
     from holdfast.engines.interface import build_engine
 
-    started: list[object] = []
-    sys.addaudithook(lambda event, given: started.append(given[0]) if event == "subprocess.Popen" else None)
+    programs: list[object] = []
+    sys.addaudithook(lambda event, given: programs.append(given[0]) if event == "subprocess.Popen" else None)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")  # nothing is built yet
     join(folder, rank, size, always=True)
-    asked = (*overrides("zero3"), "parallel.offload=parameters")
-    build_engine(tiny_assignment(*asked), VOCABULARY, 0)
-    return [each for each in started if each not in ("file", "numactl")]  # what it asks about the machine
+    fields = (*overrides("zero3"), "parallel.offload=parameters")
+    build_engine(tiny_assignment(*fields), VOCABULARY, 0)
+    return [program for program in programs if program not in ("file", "numactl")]  # what it asks about the machine
 
 
 def _no_first_state(boxes: object) -> None:
@@ -130,24 +130,27 @@ def test_a_state_in_the_memory_of_the_host_has_the_bits_of_one_that_is_not_but_f
     """As far as a rank without an accelerator can tell: what is fetched comes from its own memory."""
     store = new_store(tmp_path / "store")
     clip = "training.clip_norm=0.1"  # below every norm
-    here = {each: (*overrides(each), clip) for each in ("zero1", "zero2", "zero3", "fsdp")}
-    away = {f"{each} optimizer": (*here[each], "parallel.offload=optimizer") for each in ("zero1", "zero2", "zero3")}
-    away["fsdp parameters"] = (*here["fsdp"], "parallel.offload=parameters")
-    away["zero3 parameters"] = (*here["zero3"], "parallel.offload=parameters")
+    on_device = {strategy: (*overrides(strategy), clip) for strategy in ("zero1", "zero2", "zero3", "fsdp")}
+    away = {
+        f"{strategy} optimizer": (*on_device[strategy], "parallel.offload=optimizer")
+        for strategy in ("zero1", "zero2", "zero3")
+    }
+    away["fsdp parameters"] = (*on_device["fsdp"], "parallel.offload=parameters")
+    away["zero3 parameters"] = (*on_device["zero3"], "parallel.offload=parameters")
     away["zero3 bf16"] = (*overrides("zero3", "bf16"), clip, "parallel.offload=parameters")
-    every = here | {"zero3 in bf16": overrides("zero3", "bf16")} | away
-    unclipped: Runs = [((*asked, "training.clip_norm=null"), name, None) for name, asked in every.items()]
+    every = on_device | {"zero3 in bf16": overrides("zero3", "bf16")} | away
+    unclipped: Runs = [((*fields, "training.clip_norm=null"), name, None) for name, fields in every.items()]
     ends = ("zero2 optimizer", "zero3 parameters", "fsdp parameters")
     clipped: Runs = [(every[name], name, None) for name in ("zero2", "zero3", "fsdp", *ends)]
-    stopped: Runs = [(away[name], f"{name} stopped", 4) for name in ends] + [(here["zero3"], "zero3 stopped", 4)]
-    found = train_in_ranks(2, store.url, tmp_path / "first", unclipped + clipped + stopped)
-    assert found == [""] * (len(every) + 6) + ["PreemptedError"] * 4
+    stopped: Runs = [(away[name], f"{name} stopped", 4) for name in ends] + [(on_device["zero3"], "zero3 stopped", 4)]
+    endings = train_in_ranks(2, store.url, tmp_path / "first", unclipped + clipped + stopped)
+    assert endings == [""] * (len(every) + 6) + ["PreemptedError"] * 4
     resumed: Runs = [(away[name], f"{name} stopped", None) for name in ends]
     assert train_in_ranks(2, store.url, tmp_path / "second", resumed) == [""] * 3
 
-    for name, asked in away.items():
+    for name, fields in away.items():
         plain = "zero3 in bf16" if name == "zero3 bf16" else name.split()[0]
-        spec = tiny_spec(*asked, "training.clip_norm=null")
+        spec = tiny_spec(*fields, "training.clip_norm=null")
         assert np.array_equal(losses(store, spec, name), losses(store, spec, plain)), name
         assert trained(store, spec, name)["digest"] == trained(store, spec, plain)["digest"], name
     for name in ends:
@@ -155,9 +158,9 @@ def test_a_state_in_the_memory_of_the_host_has_the_bits_of_one_that_is_not_but_f
         assert trained(store, spec, f"{name} stopped") == trained(store, spec, name)
         assert ulps(losses(store, spec, name), losses(store, spec, name.split()[0])) <= 64, name
 
-    goes_on: Runs = [(away["zero3 parameters"], "zero3 stopped", None)]
-    assert train_in_ranks(2, store.url, tmp_path / "third", goes_on) == ["PlanChangedError"]
-    assert train_in_ranks(2, store.url, tmp_path / "fourth", goes_on, replan=True) == [""]
+    switched: Runs = [(away["zero3 parameters"], "zero3 stopped", None)]
+    assert train_in_ranks(2, store.url, tmp_path / "third", switched) == ["PlanChangedError"]
+    assert train_in_ranks(2, store.url, tmp_path / "fourth", switched, replan=True) == [""]
     spec = tiny_spec(*away["zero3 parameters"])
     assert ulps(losses(store, spec, "zero3 stopped"), losses(store, spec, "zero3")) <= 64
 
@@ -175,7 +178,7 @@ def _places(rank: int, size: int, folder: Path) -> tuple[object, ...]:
     from holdfast.model.decoder import Decoder
 
     join(folder, rank, size, always=True)
-    found: list[object] = []
+    places: list[object] = []
     pinned: list[torch.Tensor] = []  # there is no accelerator to do it for
     torch.Tensor.pin_memory = lambda tensor, *_: pinned.append(tensor) or tensor  # type: ignore[assignment]
     for offload in ("none", "parameters"):
@@ -183,9 +186,9 @@ def _places(rank: int, size: int, folder: Path) -> tuple[object, ...]:
         decoder, mesh = Decoder.empty(spec.model, VOCABULARY, "meta"), Mesh.of(spec.parallel, size)
         ranks, meta = device_mesh(mesh, torch.device("cpu")), torch.device("meta")
         parallelize(decoder, spec.training, spec.parallel, Topology(mesh, meta, ranks), grid=None)
-        held = (decoder.parameters(), decoder.buffers())
-        found += [*({tensor.device.type for tensor in each} for each in held), bool(pinned)]
-    return tuple(found)
+        groups = (decoder.parameters(), decoder.buffers())
+        places += [*({tensor.device.type for tensor in tensors} for tensors in groups), bool(pinned)]
+    return tuple(places)
 
 
 @pytest.mark.slow
@@ -206,8 +209,8 @@ def _hand_on(rank: int, size: int, url: str, folder: Path) -> list[str]:
     layouts = [(strategy, "none") for strategy in (*STRATEGIES, "ddp")]
     layouts[-1:-1] = [("zero2", "optimizer"), ("zero3", "parameters"), ("fsdp", "parameters")]
     for number, (strategy, offload) in enumerate(layouts, start=1):
-        asked = (*overrides(strategy, processes=size), "training.global_batch=6", f"parallel.offload={offload}")
-        engine = build_engine(tiny_assignment(*asked), VOCABULARY, 0)
+        fields = (*overrides(strategy, processes=size), "training.global_batch=6", f"parallel.offload={offload}")
+        engine = build_engine(tiny_assignment(*fields), VOCABULARY, 0)
         describe = {"dataset_id": DATASET_ID, "layout": engine.layout, "random": {}}
         checkpointer = Checkpointer(store, Attempt(identity, number), Retention(9), describe=describe)
         first_state = _random_state if number == 1 else _no_first_state
@@ -221,11 +224,11 @@ def _hand_on(rank: int, size: int, url: str, folder: Path) -> list[str]:
 
 def _require_that_nothing_changes_before_it_may(engine: Engine, size: int) -> None:
     """A step says that it will change the state, once, while what was saved is still as it was."""
-    found: list[StateDigest] = []
+    digests: list[StateDigest] = []
     rows = torch.arange(6 // size * 17).view(-1, 17) % VOCABULARY
     before = digest_of(engine.saved())
-    engine.step(rows, 0.01, lambda: found.append(digest_of(engine.saved())))
-    assert found == [before]
+    engine.step(rows, 0.01, lambda: digests.append(digest_of(engine.saved())))
+    assert digests == [before]
     assert digest_of(engine.saved()) != before
 
 
@@ -256,19 +259,22 @@ def _load_and_save(rank: int, size: int, folder: Path) -> tuple[int, int, int, d
     join(folder, rank, size, always=True)
     make_deterministic("exact", 1)
     largest, first_losses = {}, []
-    asked = ("model.hidden=352", "model.layers=1")  # DeepSpeed shards in ZeRO 3 what has 100,000 elements and more
+    model_fields = (
+        "model.hidden=352",
+        "model.layers=1",
+    )  # DeepSpeed shards in ZeRO 3 what has 100,000 elements and more
     for strategy in ("zero1", "zero2", "zero3"):
-        assignment = tiny_assignment(*overrides(strategy), *asked)
+        assignment = tiny_assignment(*overrides(strategy), *model_fields)
         engine, allocations = build_engine(assignment, VOCABULARY, 0), _Allocations()
         with allocations:
             boxes = engine.boxes()
         SeededState(assignment.model, 3).fill(boxes)
         with allocations:
             engine.restored(3)
-            saved = engine.saved()
-        assert [box.data.data_ptr() for box in saved] == [box.data.data_ptr() for box in boxes]
+            saved_boxes = engine.saved()
+        assert [box.data.data_ptr() for box in saved_boxes] == [box.data.data_ptr() for box in boxes]
         largest[strategy] = allocations.largest
-        part = sum(box.data.nbytes for box in saved)
+        part = sum(box.data.nbytes for box in saved_boxes)
         rows = torch.arange(4 * 17).view(4, 17) % VOCABULARY
         first_losses.append(float(engine.step(rows, 0.1).loss))
     sizes = [4 * math.prod(shape) for shape in parameter_shapes(assignment.model, VOCABULARY).values()]
@@ -284,11 +290,11 @@ class _Allocations(TorchDispatchMode):
         before = {
             leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
         }
-        made = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in before:
                 self.largest = max(self.largest, leaf.untyped_storage().nbytes())
-        return made
+        return result
 
 
 @pytest.mark.slow
@@ -299,14 +305,14 @@ def test_one_process_computes_what_two_compute_and_small_batches_what_large_ones
     whole = (*alone, "training.micro_batch=8")
     masked = (*alone, "data.document_masks=true")
     shown = (*alone, "training.log_every=3", "checkpoint.every_steps=2", "checkpoint.keep_last=1")
-    named = {"alone": alone, "whole": whole, "masked": masked, "zero": zero, "shown": shown}
-    runs: Runs = [(asked, name, None) for name, asked in named.items()]
+    cases = {"alone": alone, "whole": whole, "masked": masked, "zero": zero, "shown": shown}
+    runs: Runs = [(fields, name, None) for name, fields in cases.items()]
     assert train_in_ranks(1, store.url, tmp_path, runs) == [""] * 5
-    curves = {name: losses(store, tiny_spec(*asked), name) for name, asked in named.items()}
-    one = curves["alone"]
-    assert ulps(one, losses(store, tiny_spec(*overrides("ddp")))) <= 64
-    assert ulps(curves["whole"], one) <= 64
-    assert ulps(curves["zero"], one) <= 64
-    assert curves["zero"][0] == one[0]  # the first step differs in nothing but who computes it
-    assert not np.array_equal(curves["masked"], one)
+    curves = {name: losses(store, tiny_spec(*fields), name) for name, fields in cases.items()}
+    reference = curves["alone"]
+    assert ulps(reference, losses(store, tiny_spec(*overrides("ddp")))) <= 64
+    assert ulps(curves["whole"], reference) <= 64
+    assert ulps(curves["zero"], reference) <= 64
+    assert curves["zero"][0] == reference[0]  # the first step differs in nothing but who computes it
+    assert not np.array_equal(curves["masked"], reference)
     assert trained(store, tiny_spec(*shown), "shown") == trained(store, tiny_spec(*alone), "alone")

@@ -117,10 +117,10 @@ def train_all(tmp_path: Path, layouts: dict[str, tuple[tuple[str, ...], tuple[st
     references: Runs = [(asked(*model, processes=1), "one", None) for model in models]
     assert train_in_ranks(1, store.url, tmp_path / "one", references) == [""] * len(models)
     for name, (model, layout) in layouts.items():
-        one, found = asked(*model, processes=1), asked(*model, *layout)
+        single, fields = asked(*model, processes=1), asked(*model, *layout)
         last_place = 2.0**-9 if "bf16" in name else 2.0**-24
-        require_close(column(store, found, name), column(store, one, "one"), last_place)
-        norms = (column(store, overrides, salt, "grad_norm") for overrides, salt in ((found, name), (one, "one")))
+        require_close(column(store, fields, name), column(store, single, "one"), last_place)
+        norms = (column(store, overrides, salt, "grad_norm") for overrides, salt in ((fields, name), (single, "one")))
         require_close(*(norm[:1] for norm in norms), last_place)
     for name in stopped:
         spec = tiny_spec(*asked(*layouts[name][0], *layouts[name][1]))
@@ -165,26 +165,26 @@ def test_ranks_with_parts_of_one_sequence_are_shards_to_experts() -> None:
 @pytest.mark.drill
 def test_any_layout_of_a_mixture_takes_over_the_state_of_any_other_bit_for_bit(tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'store'}"
-    found = in_ranks(RANKS, _take_over, url, tmp_path, seconds=300)
-    digests, _ = found[0]
-    assert all(of_each == digests for of_each, _ in found)
+    results = in_ranks(RANKS, _take_over, url, tmp_path, seconds=300)
+    digests, _ = results[0]
+    assert all(of_each == digests for of_each, _ in results)
     assert len(digests) == len(TAKEN_OVER) ** 2
     assert len(set(digests.values())) == 1, digests
     for name, layout in TAKEN_OVER.items():
-        held = {elements[name] for _, elements in found}
-        assert planned(*DEEP, *layout) in held
-        assert max(held) - min(held) < 0.01 * max(held), "stages are dealt evenly here"
+        element_counts = {elements[name] for _, elements in results}
+        assert planned(*DEEP, *layout) in element_counts
+        assert max(element_counts) - min(element_counts) < 0.01 * max(element_counts), "stages are dealt evenly here"
 
 
 def planned(*overrides: str) -> int:
     """Elements of the weights that the fullest rank holds, by the planner's count."""
     spec = tiny_spec(*asked(*overrides))
     layout = layout_of(spec)
-    counted = memory(
+    estimate = memory(
         Architecture.of(spec.model, VOCABULARY), layout, ACCELERATORS["H100"], global_batch=8, precision="fp32",
         practice=practice_here("fp32", layout, "cuda", masks=False),
     )  # fmt: skip
-    return round(counted.terms["weights"] / 4)
+    return round(estimate.terms["weights"] / 4)
 
 
 DEEP = (*BIASED, *FOUR, STAGES[2])
@@ -213,8 +213,10 @@ def _take_over(rank: int, size: int, url: str, folder: Path) -> tuple[dict[str, 
     def first(boxes: Sequence[TensorBox]) -> None:
         """Every tensor as weights begin, moments and biases too, so that each has a content of its own."""
         for box in boxes:
-            made = initial_tensor(f"some.{box.name}", (*box.global_shape, 1), assignments["half"].model, 0)[..., 0]
-            box.data.copy_(made[tuple(map(slice, box.offset, map(sum, zip(box.offset, box.data.shape, strict=True))))])
+            content = initial_tensor(f"some.{box.name}", (*box.global_shape, 1), assignments["half"].model, 0)[..., 0]
+            box.data.copy_(
+                content[tuple(map(slice, box.offset, map(sum, zip(box.offset, box.data.shape, strict=True))))]
+            )
 
     def load(identity: str, target: str) -> None:
         checkpointer = Checkpointer(store, Attempt(identity, 1), Retention(9), describe={})
@@ -227,17 +229,17 @@ def _take_over(rank: int, size: int, url: str, folder: Path) -> tuple[dict[str, 
         checkpointer.save(1, engine.saved(), {"optimizer.step": 1})
         checkpointer.wait()
         gang.barrier()  # only rank 0 has waited for the commit
-    found = {}
+    digests = {}
     for source, target in product(engines, engines):
         load(f"of {source}", target)
         digest = sum(gang.all_gather(digest_of(engines[target].saved()), StateDigest), StateDigest())
-        found[f"{source} to {target}"] = str(digest)
+        digests[f"{source} to {target}"] = str(digest)
     weights = {
         name: sum(box.data.numel() for box in engine.boxes() if box.name.endswith(("weight", "proj")) and
                   not box.name.startswith("optimizer."))
         for name, engine in engines.items()
     }  # fmt: skip
-    return found, weights
+    return digests, weights
 
 
 def _rows_are_read_by_themselves(
@@ -245,25 +247,25 @@ def _rows_are_read_by_themselves(
 ) -> None:
     """As an export asks for those of one expert."""
     monkeypatch.setattr("holdfast.checkpoint.reader.READ_BYTES", 256)
-    saved = open_checkpoint(store, run_id(tiny_spec(*overrides), DATASET_ID, salt), 6)
+    checkpoint = open_checkpoint(store, run_id(tiny_spec(*overrides), DATASET_ID, salt), 6)
     for name in ("model.layers.1.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"):
-        whole = saved.tensor(name)
+        whole = checkpoint.tensor(name)
         for first, stop in ((0, len(whole)), (24, 48), (len(whole) - 7, len(whole))):
-            assert torch.equal(torch.cat(list(saved.rows(name, first, stop))), whole[first:stop])
+            assert torch.equal(torch.cat(list(checkpoint.rows(name, first, stop))), whole[first:stop])
 
 
 def _biases_were_moved(store: Store, overrides: tuple[str, ...], salt: str) -> None:
     """By whole bias steps, as many as there were steps at most, and none of them by the optimizer."""
-    saved = open_checkpoint(store, run_id(tiny_spec(*overrides), DATASET_ID, salt), 6)
-    biases = [name for name in saved.tensors if name.endswith(CORRECTION)]
+    checkpoint = open_checkpoint(store, run_id(tiny_spec(*overrides), DATASET_ID, salt), 6)
+    biases = [name for name in checkpoint.tensors if name.endswith(CORRECTION)]
     assert biases == [f"model.layers.{layer}.mlp.gate.{CORRECTION}" for layer in range(2)]
-    reached = {0.0}
+    reachable = {0.0}
     for _ in range(6):
-        reached |= {float(np.float32(bias) + np.float32(step)) for bias in reached for step in (0.01, -0.01)}
+        reachable |= {float(np.float32(bias) + np.float32(step)) for bias in reachable for step in (0.01, -0.01)}
     for name in biases:
-        bias = saved.tensor(name)
+        bias = checkpoint.tensor(name)
         assert bias.any()
-        assert set(bias.tolist()) <= reached
+        assert set(bias.tolist()) <= reachable
 
 
 def test_experts_with_too_much_to_do_are_preferred_less_whatever_computes_a_layer_twice(
@@ -274,18 +276,18 @@ def test_experts_with_too_much_to_do_are_preferred_less_whatever_computes_a_laye
     from holdfast.spec.model import Routing
     from tests.model.tiny_model import decoder, shape
 
-    made = decoder(shape(family="dots1", experts=4, ffn=24, routing={"shared": 1, "balance": "bias"}))
-    balance = Balance([made], Routing(balance="bias", bias_step=0.25))
-    for layer in made.model.layers:
+    model = decoder(shape(family="dots1", experts=4, ffn=24, routing={"shared": 1, "balance": "bias"}))
+    balance = Balance([model], Routing(balance="bias", bias_step=0.25))
+    for layer in model.model.layers:
         recompute(layer, "full")
     tokens = torch.arange(66).view(2, 33) * 7 % 300
     for _ in range(2):  # micro-batches of one step
-        made(tokens[:, :-1], tokens[:, 1:]).backward()
-    sent = [layer.mlp.gate.tokens_E.clone() for layer in made.model.layers]
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+    loads = [layer.mlp.gate.tokens_E.clone() for layer in model.model.layers]
     balance.step()
-    for (_, bias), tokens_E in zip(balance.state(), sent, strict=True):
+    for (_, bias), tokens_E in zip(balance.state(), loads, strict=True):
         assert tokens_E.sum() == 2 * 64 * 2
-        assert bias.tolist() == [0.25 * (each < 64) - 0.25 * (each > 64) for each in tokens_E.tolist()]
+        assert bias.tolist() == [0.25 * (load < 64) - 0.25 * (load > 64) for load in tokens_E.tolist()]
     before = [bias.clone() for _, bias in balance.state()]
     balance.step()
     assert all(torch.equal(bias, was) for (_, bias), was in zip(balance.state(), before, strict=True)), "counted once"

@@ -104,11 +104,11 @@ def test_an_export_that_dies_anywhere_goes_on_and_gives_the_same_bytes(folder_st
             folder_store.delete(info.key)
         with pytest.raises(StoreUnreachableError):
             run_export(BreakingStore(folder_store, at, kill=False), manifest, tmp_path)
-        written = [info.version for info in folder_store.list(prefix(manifest))]
+        versions_before = [info.version for info in folder_store.list(prefix(manifest))]
         run_export(folder_store, manifest, tmp_path)
         assert exported(folder_store, manifest) == expected
-        kept = [info.version for info in folder_store.list(prefix(manifest))]
-        assert len(set(written) - set(kept)) <= 1, "one file at most is written again"
+        versions_after = [info.version for info in folder_store.list(prefix(manifest))]
+        assert len(set(versions_before) - set(versions_after)) <= 1, "one file at most is written again"
     operations: list[str] = []
     run_export(
         BreakingStore(folder_store, kill=False, before=lambda name, _: operations.append(name)), manifest, tmp_path

@@ -54,8 +54,12 @@ def write_base(folder: Path, **tokenizer: Any) -> Path:
 def exported(store: Store, tmp_path: Path, base: Path, kind: str) -> Path:
     chat = {"text": TEMPLATE, "kind": "chat"} if kind == "chat" else {}
     write_dataset(store, packed=np.arange(1, 2000, dtype=np.uint32) % 250 if chat else None, **chat)
-    brought = ("data.document_masks=true", "data.tokenizer.kind=file", f"data.tokenizer.path={base}/tokenizer.json")
-    spec = tiny_spec(f"model.init_from={base}", *(("data.kind=chat", *brought) if chat else ()))
+    tokenizer_fields = (
+        "data.document_masks=true",
+        "data.tokenizer.kind=file",
+        f"data.tokenizer.path={base}/tokenizer.json",
+    )
+    spec = tiny_spec(f"model.init_from={base}", *(("data.kind=chat", *tokenizer_fields) if chat else ()))
     manifest = saved(store)
     export(spec, manifest, Dataset.open(store, DATASET_ID, tmp_path / "cache"), store)
     folder = local_folder(store, layout.export(RUN, STEP, manifest.state_digest), tmp_path / "export")
@@ -73,10 +77,10 @@ def test_an_export_keeps_the_tokens_sampling_context_and_template_of_its_base(
     assert (config.max_position_embeddings, str(config.dtype)) == (131072, "torch.bfloat16")
     sampling = GenerationConfig.from_pretrained(folder)
     assert {key: getattr(sampling, key) for key in SAMPLING} == {**SAMPLING, "eos_token_id": [0, 261, 263]}
-    theirs = AutoTokenizer.from_pretrained(folder)
-    assert {key: getattr(theirs, key) for key in TOKENS} == TOKENS
-    assert (theirs.model_max_length, theirs.padding_side) == (131072, "left")
-    assert theirs.apply_chat_template(TALK, tokenize=False) == "word260user:aword261assistant:bword261"
+    reloaded = AutoTokenizer.from_pretrained(folder)
+    assert {key: getattr(reloaded, key) for key in TOKENS} == TOKENS
+    assert (reloaded.model_max_length, reloaded.padding_side) == (131072, "left")
+    assert reloaded.apply_chat_template(TALK, tokenize=False) == "word260user:aword261assistant:bword261"
     assert json.loads((folder / "special_tokens_map.json").read_text()) == TOKENS
     assert "auto_map" not in json.loads((folder / "tokenizer_config.json").read_text())
     manifest = read_manifest(store, RUN, STEP)
@@ -86,21 +90,27 @@ def test_an_export_keeps_the_tokens_sampling_context_and_template_of_its_base(
 
 
 def test_named_templates_of_a_base_are_kept_and_chosen_from(store: Store, tmp_path: Path) -> None:
-    named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": TOOL_USE}]
-    theirs = AutoTokenizer.from_pretrained(
-        exported(store, tmp_path, write_base(tmp_path / "base", chat_template=named), "text")
+    templates = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": TOOL_USE}]
+    tokenizer = AutoTokenizer.from_pretrained(
+        exported(store, tmp_path, write_base(tmp_path / "base", chat_template=templates), "text")
     )
-    assert theirs.apply_chat_template(TALK, tokenize=False).startswith("word260user")
-    assert theirs.apply_chat_template(TALK, tools=[{"z": 1, "a": 2}], tokenize=False).startswith('[{"z": 1, "a": 2}]')
+    assert tokenizer.apply_chat_template(TALK, tokenize=False).startswith("word260user")
+    assert tokenizer.apply_chat_template(TALK, tools=[{"z": 1, "a": 2}], tokenize=False).startswith(
+        '[{"z": 1, "a": 2}]'
+    )
 
 
 def test_a_model_without_a_base_is_exported_with_the_end_of_its_documents_alone(store: Store, tmp_path: Path) -> None:
     own = {"bos_token_id": 5, "eos_token_id": 5, "max_position_embeddings": 16}
-    found = Base().documents(own, END_OF_TEXT, 5)
-    assert found["config.json"] == own
-    assert found["generation_config.json"] == {"bos_token_id": 5, "eos_token_id": 5, "do_sample": True}
-    assert found["tokenizer_config.json"]["bos_token"] == found["tokenizer_config.json"]["eos_token"] == END_OF_TEXT
-    assert "special_tokens_map.json" not in found
+    documents = Base().documents(own, END_OF_TEXT, 5)
+    assert documents["config.json"] == own
+    assert documents["generation_config.json"] == {"bos_token_id": 5, "eos_token_id": 5, "do_sample": True}
+    assert (
+        documents["tokenizer_config.json"]["bos_token"]
+        == documents["tokenizer_config.json"]["eos_token"]
+        == END_OF_TEXT
+    )
+    assert "special_tokens_map.json" not in documents
 
 
 @pytest.mark.parametrize(
@@ -108,8 +118,8 @@ def test_a_model_without_a_base_is_exported_with_the_end_of_its_documents_alone(
 )
 def test_the_end_tokens_of_a_base_stay_and_that_of_the_run_is_among_them(base: Any, expected: Any) -> None:
     own = {"bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": 16, "dtype": "float32"}
-    kept = Base(config={"eos_token_id": base, "quantization_config": {}, "auto_map": {}})
-    found = kept.documents(own, END_OF_TEXT, 0)
-    assert found["config.json"]["eos_token_id"] == expected
-    assert found["generation_config.json"]["eos_token_id"] == expected
-    assert not {"quantization_config", "auto_map", "bos_token_id"} & found["config.json"].keys()
+    base_model = Base(config={"eos_token_id": base, "quantization_config": {}, "auto_map": {}})
+    documents = base_model.documents(own, END_OF_TEXT, 0)
+    assert documents["config.json"]["eos_token_id"] == expected
+    assert documents["generation_config.json"]["eos_token_id"] == expected
+    assert not {"quantization_config", "auto_map", "bos_token_id"} & documents["config.json"].keys()

@@ -36,18 +36,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, dict[str, tup
     tokens = np.array([*chain(*(sample(draw) for _ in range(60))), FILLER], dtype=np.uint32)
     write_dataset(store, packed=tokens, kind="chat", text=TEMPLATE)
     write_weights(folder / "weights", store, seed=99)
-    asked = {
+    cases = {
         name: (*overrides, f"model.init_from={folder / 'weights'}", "training.steps=6")
         for name, overrides in KINDS.items()
     }
-    first: Runs = [(each, "", None) for each in asked.values()]
-    first += [(asked["adapters"], "stopped", 4)]
+    first: Runs = [(fields, "", None) for fields in cases.values()]
+    first += [(cases["adapters"], "stopped", 4)]
     assert train_in_ranks(1, store.url, folder / "1", first) == ["", "", "", "PreemptedError"]
     for name in ("chat", "preferences"):
-        killed: Runs = [(asked[name], "stopped", 4)]
-        assert train_in_ranks(1, store.url, folder / name, killed, number=signal.SIGKILL) is None
-    assert train_in_ranks(1, store.url, folder / "2", [(each, "stopped", None) for each in asked.values()]) == [""] * 3
-    return store, asked
+        killed_runs: Runs = [(cases[name], "stopped", 4)]
+        assert train_in_ranks(1, store.url, folder / name, killed_runs, number=signal.SIGKILL) is None
+    assert (
+        train_in_ranks(1, store.url, folder / "2", [(fields, "stopped", None) for fields in cases.values()]) == [""] * 3
+    )
+    return store, cases
 
 
 @pytest.mark.slow
@@ -63,15 +65,15 @@ def test_a_disturbed_run_ends_with_the_bits_of_one_that_was_not_and_its_export_l
     export(spec, manifest, Dataset.open(store, DATASET_ID, tmp_path), store)
     folder = local_folder(store, layout.export(manifest.run_id, 6, manifest.state_digest), tmp_path)
     assert folder is not None
-    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
     tokens = global_batch(9)[:, :-1] & ID
     with torch.no_grad():
-        assert torch.equal(theirs(tokens).logits, load_exported(folder)[0](tokens))
+        assert torch.equal(reference(tokens).logits, load_exported(folder)[0](tokens))
     weight = "model.layers.0.mlp.up_proj.weight"
     if name == "adapters":
         assert (folder / "adapter" / "adapter_config.json").exists()
     else:
-        assert torch.equal(theirs.state_dict()[weight], open_checkpoint(store, manifest.run_id, 6).tensor(weight))
+        assert torch.equal(reference.state_dict()[weight], open_checkpoint(store, manifest.run_id, 6).tensor(weight))
     if name == "chat":
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -98,27 +98,27 @@ def test_a_product_and_its_gradients_are_those_of_the_numbers_that_were_quantise
     if base.bias is not None:
         torch.nn.init.normal_(base.bias, generator=noise)
     x, gradient = (torch.randn(2, tokens // 2, width, generator=noise) for width in (inner, outer))
-    found = []
+    results = []
     for compute in (Fp8Linear(base), lambda of: hand_linear(base, of)):
         base.zero_grad()
-        given = x.clone().requires_grad_()
-        result = compute(given)
+        inputs = x.clone().requires_grad_()
+        result = compute(inputs)
         result.backward(gradient.bfloat16() * 1e-4)
-        found.append([result, given.grad, base.weight.grad, *([] if base.bias is None else [base.bias.grad])])
-    for ours, expected in zip(*found, strict=True):
-        assert torch.equal(ours, expected)
+        results.append([result, inputs.grad, base.weight.grad, *([] if base.bias is None else [base.bias.grad])])
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_the_linear_layers_of_a_decoder_are_replaced_and_nothing_else() -> None:
     with torch.device("meta"):
         decoder = Decoder(tiny_spec("model.tie_embeddings=false").model, VOCABULARY)
-        names = {name: tuple(each.shape) for name, each in decoder.named_parameters()}
+        names = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
         convert_to_fp8(decoder, "fp8")
     replaced = {name for name, module in decoder.named_modules() if isinstance(module, Fp8Linear)}
     linear = {name for name, module in decoder.named_modules() if isinstance(module, Linear)}
     assert linear - replaced == {"lm_head"}
     assert len(replaced) == 7 * len(decoder.model.layers)
-    assert {name: tuple(each.shape) for name, each in decoder.named_parameters()} == names
+    assert {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()} == names
 
 
 def test_a_machine_without_fp8_is_refused_with_what_to_do() -> None:
@@ -152,26 +152,26 @@ def plain_loop(micro_batch: int = 2) -> list[Any]:
         [{"params": others, "weight_decay": settings.weight_decay}, {"params": norms, "weight_decay": 0.0}],
         lr=RATE, betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True,
     )  # fmt: skip
-    seen = []
+    curve = []
     for step in range(STEPS):
         rows = global_batch(step, False)
-        counted, total = rows[:, 1:].numel(), torch.zeros(())
+        count, total = rows[:, 1:].numel(), torch.zeros(())
         for part in rows.split(micro_batch):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = decoder(part[:, :-1] & ID, part[:, 1:], None, reduction="sum")
-            (loss * (1 / torch.tensor(float(counted)))).backward()
+            (loss * (1 / torch.tensor(float(count)))).backward()
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), spec.training.clip_norm or float("inf"))
         optimizer.step()
         optimizer.zero_grad()
-        seen.append((float(total / counted), float(norm)))
-    return [seen, {name: parameter.detach() for name, parameter in decoder.named_parameters()}]
+        curve.append((float(total / count), float(norm)))
+    return [curve, {name: parameter.detach() for name, parameter in decoder.named_parameters()}]
 
 
 def test_one_process_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
-    ((seen, boxes),) = in_ranks(1, _engine_steps, tmp_path / "r", [()], seconds=200)[0]
+    ((curve, boxes),) = in_ranks(1, _engine_steps, tmp_path / "r", [()], seconds=200)[0]
     losses, weights = plain_loop()
-    assert seen == losses
+    assert curve == losses
     for name, _, array in boxes:
         assert torch.equal(torch.from_numpy(array), weights[name]), name
 
@@ -180,25 +180,25 @@ def test_one_process_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
 def test_ranks_compute_what_one_process_does(tmp_path: Path) -> None:
     """The same bits whatever is computed again, and under elastic determinism; what a rank sees of a batch decides the
     scale of its activations, so that cut sequences and other orders of sums are only near."""
-    again = [
+    recomputed = [
         (f"parallel.strategy={strategy}", f"training.activation_checkpointing={kind}")
         for strategy in ("ddp", "fsdp")
         for kind in ("none", "selective", "full")
     ]
-    elastic = [("training.determinism=elastic", f"parallel.strategy={each}") for each in ("ddp", "fsdp")]
+    elastic = [("training.determinism=elastic", f"parallel.strategy={strategy}") for strategy in ("ddp", "fsdp")]
     others = [
         ("parallel.pipeline=2", "model.tie_embeddings=false"), ("parallel.context=2", "parallel.strategy=fsdp"),
     ]  # fmt: skip
-    ranks = in_ranks(2, _engine_steps, tmp_path / "2", [*again, *elastic, *others], seconds=400)
+    ranks = in_ranks(2, _engine_steps, tmp_path / "2", [*recomputed, *elastic, *others], seconds=400)
     for rank in ranks:
         for first in (0, 3):
             for run in (first + 1, first + 2):
                 same(rank[run], rank[first])
-    (one,) = in_ranks(1, _engine_steps, tmp_path / "1", [*elastic, others[0][1:]], seconds=200)
+    (single,) = in_ranks(1, _engine_steps, tmp_path / "1", [*elastic, others[0][1:]], seconds=200)
     for run in range(2):
-        assert ranks[0][len(again) + run][0] == one[run][0]
+        assert ranks[0][len(recomputed) + run][0] == single[run][0]
     check(ranks, 0, plain_loop(), 1e-3)
-    for run, (loss, norm) in ((3, ranks[0][0][0][0]), (-2, one[2][0][0]), (-1, ranks[0][0][0][0])):
+    for run, (loss, norm) in ((3, ranks[0][0][0][0]), (-2, single[2][0][0]), (-1, ranks[0][0][0][0])):
         assert ranks[0][run][0][0] == (pytest.approx(loss, rel=1e-4), pytest.approx(norm, rel=5e-3))
 
 

@@ -44,10 +44,10 @@ def finished(store: Store, folder: Path, sick: str, *overrides: str, salt: str =
 
 def reports(store: Store, identity: str) -> list[Report]:
     folder = layout.health(identity)
-    found = [read_record(store, folder, number) for number, _ in records(store, folder)]
-    assert [one["launch"] for one in found] == list(range(1, len(found) + 1))
-    assert sum(1 for _ in store.list(folder)) == len(found)  # the probes of the store leave nothing
-    return [Report.model_validate(one["report"]) for one in found]
+    documents = [read_record(store, folder, number) for number, _ in records(store, folder)]
+    assert [document["launch"] for document in documents] == list(range(1, len(documents) + 1))
+    assert sum(1 for _ in store.list(folder)) == len(documents)  # the probes of the store leave nothing
+    return [Report.model_validate(document["report"]) for document in documents]
 
 
 @pytest.mark.drill
@@ -63,8 +63,8 @@ def test_a_run_does_not_start_on_a_node_that_failed_and_starts_when_it_is_well_w
     events = read_events(store, identity)
     assert not any(isinstance(event, AttemptBegan) for event in events)  # and none was claimed
     assert not list(store.list(layout.attempts(identity)))
-    (checked,) = [event for event in events if isinstance(event, HealthChecked)]
-    assert "rank 1 on" in checked.failed and checked.is_news
+    (event,) = [event for event in events if isinstance(event, HealthChecked)]
+    assert "rank 1 on" in event.failed and event.is_news
     assert [event.restart_in for event in events if isinstance(event, LaunchEnded)] == [None]
     # The same command, with `auto`: the node was blamed, so it is tested again, and is well.
     code, printed = finished(store, home, "-")

@@ -25,7 +25,7 @@ def norm(tensor: Tensor) -> Tensor:
     def total(values: list[Tensor]) -> Tensor:
         while len(values) > 1:
             half = len(values) // 2
-            sums = [one + other for one, other in zip(values[:half], values[half : 2 * half], strict=True)]
+            sums = [first + second for first, second in zip(values[:half], values[half : 2 * half], strict=True)]
             values = sums + values[2 * half :]
         return values[0]
 
@@ -38,9 +38,12 @@ def plain_loop(dtype: torch.dtype) -> list[Any]:
     settings, decoder = spec.training.optimizer, Decoder(spec.model, VOCABULARY)
     initialise(decoder, spec.training.seed)
     decoder.to(dtype)
-    moments = {name: (torch.zeros_like(each), torch.zeros_like(each)) for name, each in decoder.named_parameters()}
+    moments = {
+        name: (torch.zeros_like(parameter), torch.zeros_like(parameter))
+        for name, parameter in decoder.named_parameters()
+    }
     assert spec.training.clip_norm is not None
-    seen = []
+    curve = []
     for step in range(STEPS):
         rows = global_batch(step, ignored=False)
         total = torch.zeros((), dtype=dtype)
@@ -49,7 +52,7 @@ def plain_loop(dtype: torch.dtype) -> list[Any]:
             (loss * (1 / torch.tensor(rows[:, 1:].numel()).to(dtype))).backward()
             total += loss.detach()
         grad_norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), spec.training.clip_norm)
-        seen.append((float(total / rows[:, 1:].numel()), float(grad_norm)))
+        curve.append((float(total / rows[:, 1:].numel()), float(grad_norm)))
         count = torch.tensor(step + 1, dtype=torch.float32)
         for name, weight in decoder.named_parameters():
             assert weight.grad is not None
@@ -64,7 +67,7 @@ def plain_loop(dtype: torch.dtype) -> list[Any]:
             weight.data -= ratio * RATE * update
             weight.grad = None
     assert IGNORED not in rows
-    return [seen, {name: parameter.detach() for name, parameter in decoder.named_parameters()}]
+    return [curve, {name: parameter.detach() for name, parameter in decoder.named_parameters()}]
 
 
 def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> list[Steps]:
@@ -75,9 +78,9 @@ def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]
 
 
 def test_one_process_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
-    (((seen, boxes),),) = in_ranks(1, _engine_steps, tmp_path / "r", [("training.micro_batch=2",)], seconds=200)
+    (((curve, boxes),),) = in_ranks(1, _engine_steps, tmp_path / "r", [("training.micro_batch=2",)], seconds=200)
     losses, weights = plain_loop(torch.float32)
-    np.testing.assert_array_equal(seen, losses)
+    np.testing.assert_array_equal(curve, losses)
     assert {name for name, _, _ in boxes} == weights.keys()
     for name, _, array in boxes:
         assert torch.equal(torch.from_numpy(array), weights[name]), name
@@ -101,18 +104,18 @@ def asked(ranks: int, strategy: str, level: str, *more: str) -> tuple[str, ...]:
 
 
 def test_no_number_of_ranks_shows_under_elastic_determinism_and_no_interruption(tmp_path: Path) -> None:
-    store, found = new_store(tmp_path / "store"), {}
+    store, results = new_store(tmp_path / "store"), {}
     kinds = [("ddp", *MIXTURE), ("fsdp",)]
     for ranks, salt, stop in ((1, "one", None), (3, "several", 2), (2, "several", None)):
         runs: Runs = [
             (asked(ranks, strategy, "elastic", *more), f"{strategy} {len(more)} {salt}", stop)
             for strategy, *more in kinds
         ]
-        ended = train_in_ranks(ranks, store.url, tmp_path / f"{ranks} {salt}", runs)
-        assert ended == ["" if stop is None else "PreemptedError"] * len(runs)
+        endings = train_in_ranks(ranks, store.url, tmp_path / f"{ranks} {salt}", runs)
+        assert endings == ["" if stop is None else "PreemptedError"] * len(runs)
     for salt in ("one", "several"):
-        found[salt] = [
+        results[salt] = [
             trained(store, tiny_spec(*asked(1, strategy, "elastic", *more)), f"{strategy} {len(more)} {salt}")
             for strategy, *more in kinds
         ]
-    assert found["one"] == found["several"]
+    assert results["one"] == results["several"]

@@ -45,7 +45,7 @@ def limited(name: str) -> Iterator[Path]:
 def in_it(entry: Path, *arguments: str, **environment: str) -> dict[str, int]:
     """What `python -m tests.train.large` printed in the cgroup."""
     command = f'echo $$ > {entry}; exec "{sys.executable}" -m tests.train.large "$@"'
-    done = subprocess.run(
+    process = subprocess.run(
         ["/bin/sh", "-c", command, "sh", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
@@ -53,9 +53,9 @@ def in_it(entry: Path, *arguments: str, **environment: str) -> dict[str, int]:
         timeout=1500,
         check=False,
     )
-    assert done.returncode == 0, f"ended with {done.returncode}: {done.stderr[-3000:]}"
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    assert process.returncode == 0, f"ended with {process.returncode}: {process.stderr[-3000:]}"
+    report: dict[str, int] = json.loads(process.stdout.splitlines()[-1])
+    return report
 
 
 @pytest.mark.drill
@@ -71,19 +71,19 @@ def test_a_pod_of_2_gib_exports_and_registers_5_gb(tmp_path: Path) -> None:
     try:
         with limited(f"holdfast-{os.getpid()}") as entry:
             surroundings = {"HOLDFAST_HOME": str(home), "TMPDIR": str(temporary), "MLFLOW_TRACKING_URI": ""}
-            written = in_it(entry, "checkpoint", url, **surroundings)
-            assert written["bytes"] >= BYTES  # with the digests of its tiles
-            made = in_it(entry, "export", url, **surroundings)
-            registered = in_it(entry, "register", url, **surroundings)
+            checkpoint = in_it(entry, "checkpoint", url, **surroundings)
+            assert checkpoint["bytes"] >= BYTES  # with the digests of its tiles
+            export = in_it(entry, "export", url, **surroundings)
+            registration = in_it(entry, "register", url, **surroundings)
             read = in_it(entry, "load", url, **surroundings)
         sizes = {info.key: info.size for info in open_store(url).list(layout.run(RUN, "export/"))}
         shards = {key: size for key, size in sizes.items() if key.endswith(".safetensors")}
-        print(f"peaks of resident memory in MiB: export {made['peak']}, register {registered['peak']}")
+        print(f"peaks of resident memory in MiB: export {export['peak']}, register {registration['peak']}")
         assert sum(shards.values()) > 5 * 10**9
         assert len(shards) == 2
-        assert registered["version"] == 1
+        assert registration["version"] == 1
         assert read["same"] == 1
-        assert registered["temporary"] < 10 * 2**20
+        assert registration["temporary"] < 10 * 2**20
     finally:
         shutil.rmtree(tmp_path / "store", ignore_errors=True)
 
@@ -96,15 +96,17 @@ def test_an_export_into_a_bucket_holds_a_few_parts_and_no_shard(s3_url: str, tmp
     def done(what: str) -> dict[str, int]:
         command = [sys.executable, "-m", "tests.train.large", what, s3_url]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **model}
-        ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=False)
-        assert ended.returncode == 0, ended.stderr[-3000:]
-        found: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
-        return found
+        process = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=False)
+        assert process.returncode == 0, process.stderr[-3000:]
+        report: dict[str, int] = json.loads(process.stdout.splitlines()[-1])
+        return report
 
-    written, made = done("checkpoint"), done("export")
+    checkpoint, export = done("checkpoint"), done("export")
     shards = [info.size for info in open_store(s3_url).list(EXPORTS) if info.key.endswith(".safetensors")]
-    print(f"MiB: a shard of {shards[0] // 2**20}, resident memory {made['before']} before and {made['peak']} at most")
-    assert written["bytes"] > 8 * 10**8
+    print(
+        f"MiB: a shard of {shards[0] // 2**20}, resident memory {export['before']} before and {export['peak']} at most"
+    )
+    assert checkpoint["bytes"] > 8 * 10**8
     assert len(shards) == 1
-    assert made["peak"] - made["before"] < 512  # eight parts of 32 MiB, a slab of rows, and what reading it needs
+    assert export["peak"] - export["before"] < 512  # eight parts of 32 MiB, a slab of rows, and what reading it needs
     assert done("load")["same"] == 1

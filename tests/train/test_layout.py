@@ -30,14 +30,14 @@ def test_the_parts_of_all_ranks_make_up_a_tensor_exactly_once(data: st.DataObjec
     shape = tuple(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     cut = tuple(data.draw(st.sampled_from([*range(len(shape)), None])) for _ in mesh)
-    seen = torch.zeros(shape, dtype=torch.int64)
+    coverage = torch.zeros(shape, dtype=torch.int64)
     for coordinate in product(*map(range, mesh)):
         offset, size = TensorLayout("w", shape, mesh, coordinate, cut).part()
-        seen[tuple(slice(low, low + each) for low, each in zip(offset, size, strict=True))] += 1
+        coverage[tuple(slice(low, low + length) for low, length in zip(offset, size, strict=True))] += 1
     copies = 1
     for ranks, dimension in zip(mesh, cut, strict=True):
         copies *= 1 if dimension is not None else ranks
-    assert bool((seen == copies).all())
+    assert bool((coverage == copies).all())
 
 
 @settings(max_examples=30)
@@ -47,16 +47,18 @@ def test_what_the_ranks_save_makes_up_every_tensor_exactly_once(data: st.DataObj
     shapes = data.draw(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=2), min_size=1, max_size=4))
     cuts = [tuple(data.draw(st.sampled_from([*range(len(shape)), None])) for _ in mesh) for shape in shapes]
     order = tuple(data.draw(st.permutations(range(len(mesh)))))
-    seen = [torch.zeros(shape, dtype=torch.int64) for shape in shapes]
+    coverage = [torch.zeros(shape, dtype=torch.int64) for shape in shapes]
     for coordinate in product(*map(range, mesh)):
         lying = [
             TensorLayout(str(index), tuple(shape), mesh, coordinate, cut, order)
             for index, (shape, cut) in enumerate(zip(shapes, cuts, strict=True))
         ]
-        for box in share_out([(each, each.box(torch.empty(each.part()[1]))) for each in lying]):
-            place = tuple(slice(low, low + each) for low, each in zip(box.offset, box.data.shape, strict=True))
-            seen[int(box.name)][place] += 1
-    assert all(bool((each == 1).all()) for each in seen)
+        for box in share_out(
+            [(lying_layout, lying_layout.box(torch.empty(lying_layout.part()[1]))) for lying_layout in lying]
+        ):
+            place = tuple(slice(low, low + length) for low, length in zip(box.offset, box.data.shape, strict=True))
+            coverage[int(box.name)][place] += 1
+    assert all(bool((counts == 1).all()) for counts in coverage)
 
 
 @pytest.mark.parametrize(
@@ -69,15 +71,15 @@ def test_any_flat_range_of_a_tensor_is_a_handful_of_boxes_that_are_views_of_it(s
             flat = whole.flatten()[start:stop].clone()
             boxes = flat_boxes("w", shape, start, stop, flat)
             assert len(boxes) <= max(1, 2 * len(shape) - 1)
-            found = torch.full(shape, -1)
+            filled = torch.full(shape, -1)
             for box in boxes:
                 assert box.data.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-                place = tuple(slice(low, low + each) for low, each in zip(box.offset, box.data.shape, strict=True))
-                assert bool((found[place] == -1).all())
-                found[place] = box.data
+                place = tuple(slice(low, low + length) for low, length in zip(box.offset, box.data.shape, strict=True))
+                assert bool((filled[place] == -1).all())
+                filled[place] = box.data
             expected = torch.full((whole.numel(),), -1)
             expected[start:stop] = whole.flatten()[start:stop]
-            assert torch.equal(found, expected.view(shape))
+            assert torch.equal(filled, expected.view(shape))
 
 
 def _layouts_against_torch(rank: int, size: int, folder: Path) -> bool:
@@ -93,7 +95,7 @@ def _layouts_against_torch(rank: int, size: int, folder: Path) -> bool:
         for places in product(placements, repeat=len(mesh_shape)):
             tensor = distribute_tensor(whole, mesh, places)
             box = TensorLayout.of("w", tensor).box(tensor)
-            place = tuple(slice(low, low + each) for low, each in zip(box.offset, box.data.shape, strict=True))
+            place = tuple(slice(low, low + length) for low, length in zip(box.offset, box.data.shape, strict=True))
             assert torch.equal(box.data, whole[place]), (shape, places)
     return True
 

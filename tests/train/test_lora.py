@@ -73,14 +73,14 @@ def with_peft(base: Path) -> PeftModel:
     lora = tiny_spec(*LORA, "model.init_from=x").training.lora
     model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="sdpa")
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), task_type="CAUSAL_LM")
-    made = get_peft_model(model, config)
-    ours = adapters()
+    peft_model = get_peft_model(model, config)
+    own_adapters = adapters()
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in peft_model.named_parameters():
             if parameter.requires_grad:
-                parameter.copy_(ours.pop(canonical(name)))
-    assert not ours
-    return made
+                parameter.copy_(own_adapters.pop(canonical(name)))
+    assert not own_adapters
+    return peft_model
 
 
 def canonical(name: str) -> str:
@@ -95,7 +95,7 @@ def reference(base: Path) -> list[Any]:
         trained, lr=RATE, weight_decay=settings.weight_decay, betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,
     )  # fmt: skip
-    seen: list[Any] = []
+    curve: list[Any] = []
     for step in range(STEPS):
         rows = global_batch(step, ignored=False)
         logits = model(rows[:, :-1]).logits
@@ -104,8 +104,15 @@ def reference(base: Path) -> list[Any]:
         norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        seen.append((float(loss.detach()), float(norm)))
-    return [seen, {canonical(name): each.detach() for name, each in model.named_parameters() if each.requires_grad}]
+        curve.append((float(loss.detach()), float(norm)))
+    return [
+        curve,
+        {
+            canonical(name): parameter.detach()
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        },
+    ]
 
 
 def _steps(rank: int, size: int, folder: Path, base: Path, runs: list[tuple[str, ...]]) -> list[Steps]:
@@ -125,7 +132,7 @@ def _steps(rank: int, size: int, folder: Path, base: Path, runs: list[tuple[str,
         engine.restored(0)
         batches = (global_batch(step, ignored=False) for step in range(STEPS))
         results.append(steps_of(engine, spec, rank, size, batches, RATE))
-        assert all(torch.equal(one, box.data) for one, box in zip(before, engine.frozen(), strict=True))
+        assert all(torch.equal(tensor, box.data) for tensor, box in zip(before, engine.frozen(), strict=True))
     return results
 
 
@@ -137,16 +144,16 @@ def part(whole: Tensor, box: TensorBox) -> Tensor:
 def test_every_layout_computes_what_peft_does_and_leaves_the_base_alone(tmp_path: Path, base: Path) -> None:
     losses, trained = reference(base)
     for size in (1, 2):
-        runs = [asked for ranks, asked in LAYOUTS if ranks == size]
+        runs = [fields for ranks, fields in LAYOUTS if ranks == size]
         for ranks in zip(*in_ranks(size, _steps, tmp_path / str(size), base, runs, seconds=300), strict=True):
-            whole = {name: torch.full_like(each, torch.nan) for name, each in trained.items()}
-            for seen, boxes in ranks:
-                torch.testing.assert_close(seen, losses, rtol=1e-5, atol=0)
+            whole = {name: torch.full_like(tensor, torch.nan) for name, tensor in trained.items()}
+            for curve, boxes in ranks:
+                torch.testing.assert_close(curve, losses, rtol=1e-5, atol=0)
                 for name, offset, array in boxes:
                     data = torch.from_numpy(array)
                     part(whole[name], TensorBox(name, tuple(whole[name].shape), offset, data)).copy_(data)
-            for name, each in trained.items():
-                torch.testing.assert_close(whole[name], each, rtol=0, atol=3e-4, msg=name)
+            for name, tensor in trained.items():
+                torch.testing.assert_close(whole[name], tensor, rtol=0, atol=3e-4, msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +248,7 @@ def test_a_base_that_has_changed_is_not_merged(tmp_path: Path, store: Store, ask
 def test_merged_rows_are_those_of_exact_arithmetic_however_they_are_cut(lora: Lora, scale: float) -> None:
     rank, generator = lora.rank or 0, torch.Generator().manual_seed(1)
     weight, low, high = (torch.randn(*size, generator=generator) for size in ((6, 9), (rank, 9), (6, rank)))
-    made = {"x.lora_A.weight": low, "x.lora_B.weight": high}
+    matrices = {"x.lora_A.weight": low, "x.lora_B.weight": high}
     exact = [
         [
             w + scale * math.fsum(h * a for h, a in zip(wide, narrow, strict=True))
@@ -251,7 +258,7 @@ def test_merged_rows_are_those_of_exact_arithmetic_however_they_are_cut(lora: Lo
     ]
     merged = torch.tensor(exact, dtype=torch.float64)
     for cut in (1, 4, 6):
-        rows = merging_rows(lambda _, cut=cut: iter(weight.split(cut)), made, made.__getitem__, lora)
+        rows = merging_rows(lambda _, cut=cut: iter(weight.split(cut)), matrices, matrices.__getitem__, lora)
         assert torch.equal(torch.cat(list(rows("x.weight"))), merged.float())
         assert torch.equal(torch.cat(list(rows("y.weight"))), weight)  # has no adapter
     trained = AdaptedLinear(Linear(9, 6, bias=False), rank, scale_of(lora)).double()

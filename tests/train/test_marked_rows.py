@@ -20,11 +20,11 @@ COUNTED = [{3, 4}, {2, 3}]  # the places of what the assistant says
 
 
 def row() -> torch.Tensor:
-    marked = []
+    tokens_of_row = []
     for tokens, counted in zip((FIRST, SECOND), COUNTED, strict=True):
         part = [token if place in counted else token | UNCOUNTED for place, token in enumerate(tokens)]
-        marked += [*part[:-1], part[-1] | ENDS]
-    return torch.tensor([[*marked, 0 | UNCOUNTED | ENDS]])
+        tokens_of_row += [*part[:-1], part[-1] | ENDS]
+    return torch.tensor([[*tokens_of_row, 0 | UNCOUNTED | ENDS]])
 
 
 def test_the_loss_is_that_of_transformers_on_each_conversation_alone(tmp_path) -> None:

@@ -106,7 +106,7 @@ def asked(*overrides: str, processes: int = RANKS) -> tuple[str, ...]:
 
 def alone(*overrides: str) -> tuple[str, ...]:
     """The same model in one process."""
-    return asked(*(each for each in overrides if not each.startswith(("parallel.", "cluster."))), processes=1)
+    return asked(*(field for field in overrides if not field.startswith(("parallel.", "cluster."))), processes=1)
 
 
 def losses(store: Store, overrides: tuple[str, ...], salt: str) -> np.ndarray:
@@ -141,8 +141,8 @@ def test_stages_are_dealt_layers_so_that_the_dearest_costs_least() -> None:
     assert split_layers(Model(layers=8), 50_000, 4) == [range(0, 2), range(2, 4), range(4, 7), range(7, 8)]  # the head
     for layers, stages in product(range(1, 9), range(1, 9)):
         if stages <= layers:
-            dealt = split_layers(Model(layers=layers), 300, stages)
-            assert all(dealt) and [layer for each in dealt for layer in each] == list(range(layers))
+            stages_layers = split_layers(Model(layers=layers), 300, stages)
+            assert all(stages_layers) and [layer for stage in stages_layers for layer in stage] == list(range(layers))
 
 
 def test_stages_that_are_given_are_dealt_as_they_stand() -> None:
@@ -178,7 +178,7 @@ def test_stages_of_other_sizes_are_the_same_model_and_another_plan(tmp_path: Pat
     for salt in ("moved", "whole"):
         require_close(losses(store, uneven, salt), losses(store, alone(*base), "one"))
     segments = read_manifest(store, run_id(tiny_spec(*uneven), DATASET_ID, "moved"), 8).segments
-    assert [stages_of(each.plan.settings) for each in segments] == [(1, 3), None, (3, 1)]
+    assert [stages_of(segment.plan.settings) for segment in segments] == [(1, 3), None, (3, 1)]
 
 
 @pytest.mark.slow
@@ -196,14 +196,14 @@ def test_a_mesh_computes_what_one_process_does_and_goes_on_with_the_same_bits(tm
     assert train_in_ranks(RANKS, store.url, tmp_path / "ranks", runs) == [*ends, "", "PreemptedError", "", "", "", ""]
     references: Runs = [(alone(), "one", None), (alone(*STAGES), "untied", None), (alone(*cut), "masked", None)]
     assert train_in_ranks(1, store.url, tmp_path / "one", references) == ["", "", ""]
-    one = losses(store, alone(), "one")
+    single = losses(store, alone(), "one")
     require_close(losses(store, asked(*STAGES), "stages"), losses(store, alone(*STAGES), "untied"))
     require_close(losses(store, asked(*cut), "sequences"), losses(store, alone(*cut), "masked"))
-    assert one[-1] < one[0]
+    assert single[-1] < single[0]
     for name, layout in three:
-        require_close(losses(store, asked(*layout), name), one)
+        require_close(losses(store, asked(*layout), name), single)
     assert trained(store, tiny_spec(*stopped), "stopped") == trained(store, tiny_spec(*stopped), "tensor x shards")
-    require_close(losses(store, tied, "tied"), one)
+    require_close(losses(store, tied, "tied"), single)
     assert trained(store, tiny_spec(*tied), "tied stopped") == trained(store, tiny_spec(*tied), "tied")
     assert trained(store, tiny_spec(*bubbles), "bubbles") == trained(store, tiny_spec(*bubbles), "stages")
     layout = read_manifest(store, run_id(tiny_spec(*stopped), DATASET_ID, "stopped"), 6).layout
@@ -224,15 +224,15 @@ def test_every_layout_and_every_form_is_the_model_of_one_process_and_goes_on_wit
         runs += [(overrides, stopped, 3), (overrides, stopped, None)] if name in STOPPED else []
     ends = ["" if stop is None else "PreemptedError" for _, _, stop in runs]
     assert train_in_ranks(RANKS, store.url, tmp_path / "ranks", runs) == ends
-    ones = {alone(*layout): f"alone {name}" for name, layout in matrix.items()}
-    references: Runs = [(one, salt, None) for one, salt in ones.items()]
+    salts = {alone(*layout): f"alone {name}" for name, layout in matrix.items()}
+    references: Runs = [(fields, salt, None) for fields, salt in salts.items()]
     assert train_in_ranks(1, store.url, tmp_path / "one", references) == [""] * len(references)
     for name, layout in matrix.items():
-        spec, one = tiny_spec(*asked(*layout)), alone(*layout)
+        spec, single = tiny_spec(*asked(*layout)), alone(*layout)
         if name in STOPPED:
             assert trained(store, spec, f"{name} stopped") == trained(store, spec, name)
         last_place = {"bf16": 2.0**-9, "fp16": 2.0**-12}.get(name[-4:], 2.0**-24)
-        require_close(losses(store, asked(*layout), name), losses(store, one, ones[one]), last_place)
+        require_close(losses(store, asked(*layout), name), losses(store, single, salts[single]), last_place)
 
 
 @pytest.mark.drill
@@ -273,12 +273,12 @@ def _take_over(rank: int, size: int, url: str, folder: Path) -> dict[str, str]:
     for source in engines:
         load("first", source)
         save(source, source)
-    found = {}
+    digests = {}
     for source, target in product(engines, engines):
         load(source, target)
         digest = sum(gang.all_gather(digest_of(engines[target].saved()), StateDigest), StateDigest())
-        found[f"{source} to {target}"] = str(digest)
-    return found
+        digests[f"{source} to {target}"] = str(digest)
+    return digests
 
 
 def _random_state(boxes: Sequence[TensorBox]) -> None:
@@ -288,10 +288,10 @@ def _random_state(boxes: Sequence[TensorBox]) -> None:
 
 @pytest.mark.drill
 def test_a_vocabulary_that_does_not_divide_is_cut_all_the_same(tmp_path: Path) -> None:
-    (one,) = in_ranks(1, _first_loss, tmp_path / "one", ())
-    found = in_ranks(2, _first_loss, tmp_path / "two", ("parallel.tensor=2",))
-    assert found[0] == found[1]
-    require_close(np.array(found[:1], np.float32), np.array([one], np.float32))
+    (single,) = in_ranks(1, _first_loss, tmp_path / "one", ())
+    losses_of_ranks = in_ranks(2, _first_loss, tmp_path / "two", ("parallel.tensor=2",))
+    assert losses_of_ranks[0] == losses_of_ranks[1]
+    require_close(np.array(losses_of_ranks[:1], np.float32), np.array([single], np.float32))
 
 
 def _first_loss(rank: int, size: int, folder: Path, overrides: tuple[str, ...]) -> float:
@@ -311,17 +311,17 @@ def test_a_run_goes_on_at_another_number_of_ranks_and_in_one_layout_after_anothe
     """Each time `--replan` is said, and the plan's change is a segment."""
     store, name, long = new_store(tmp_path / "store"), "moved", "training.steps=8"
     shards, cut = asked(*LAYOUTS["shards"], long), asked("parallel.tensor=2", long, processes=2)
-    sequences, one = asked("parallel.context=2", long, processes=2), alone(long)
+    sequences, single = asked("parallel.context=2", long, processes=2), alone(long)
     steps: list[tuple[int, tuple[str, ...], int | None]]
-    steps = [(4, shards, 1), (2, cut, 3), (2, sequences, 5), (1, one, None)]
+    steps = [(4, shards, 1), (2, cut, 3), (2, sequences, 5), (1, single, None)]
     for number, (ranks, overrides, stop) in enumerate(steps):
         runs: Runs = [(overrides, name, stop)]
         if number:
             assert train_in_ranks(ranks, store.url, tmp_path / f"refused-{number}", runs) == ["PlanChangedError"]
         ends = train_in_ranks(ranks, store.url, tmp_path / str(number), runs, replan=number > 0)
         assert ends == ["" if stop is None else "PreemptedError"]
-    assert train_in_ranks(1, store.url, tmp_path / "one", [(one, "one", None)]) == [""]
-    require_close(losses(store, shards, name), losses(store, one, "one"))
+    assert train_in_ranks(1, store.url, tmp_path / "one", [(single, "one", None)]) == [""]
+    require_close(losses(store, shards, name), losses(store, single, "one"))
     manifest = read_manifest(store, run_id(tiny_spec(*shards), DATASET_ID, name), 8)
     assert [segment.from_step for segment in manifest.segments] == [0, 2, 4, 6]
     assert [segment.plan.settings["parallel.tensor"] for segment in manifest.segments] == [1, 2, 1, 1]
@@ -333,7 +333,7 @@ def test_torch_without_its_private_descriptions_of_stages_still_trains_without_a
 ) -> None:
     for name in ("_StageForwardMeta", "_StageBackwardMeta", "_TensorMeta"):
         monkeypatch.delattr(f"torch.distributed.pipelining._utils.{name}")
-    found = importlib.util.spec_from_file_location("pipeline_again", pipeline.__file__)
-    assert found is not None
-    assert found.loader is not None
-    found.loader.exec_module(importlib.util.module_from_spec(found))
+    module_spec = importlib.util.spec_from_file_location("pipeline_again", pipeline.__file__)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module_spec.loader.exec_module(importlib.util.module_from_spec(module_spec))

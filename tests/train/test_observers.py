@@ -69,8 +69,8 @@ def test_a_segment_ends_where_its_checkpoint_does_and_begins_where_the_newest_co
     first, second = history.on_save(9), history.on_save(11)  # before the first one is committed
     history.committed(9)
     third = history.on_save(12)
-    found = {key: len(text.splitlines()) for key, text in {**first, **second, **third}.items()}
-    assert found == {
+    row_counts = {key: len(text.splitlines()) for key, text in {**first, **second, **third}.items()}
+    assert row_counts == {
         layout.metrics("run", 6, 9, 2): 3, layout.metrics("run", 6, 11, 2): 5, layout.metrics("run", 9, 12, 2): 3,
     }  # fmt: skip
 

@@ -42,8 +42,8 @@ def test_the_plan_follows_each_variable_that_changes_bits_and_no_other(monkeypat
         monkeypatch.delenv(name, raising=False)
     assignment, device = tiny_assignment(), torch.device("cpu")
     base = plan_here(assignment, device)
-    found = {"device", "image", "CPU capability", "version of Python", "version of torch"}
-    assert {name for name in base.surroundings if not name.startswith("variable ")} == found
+    expected = {"device", "image", "CPU capability", "version of Python", "version of torch"}
+    assert {name for name in base.surroundings if not name.startswith("variable ")} == expected
     for name in (*CHANGING, IMAGE_VARIABLE, "MKL_VERBOSE", "NCCL_DEBUG", "HOLDFAST_HOME"):
         with monkeypatch.context() as patched:
             patched.setenv(name, "other")
@@ -58,11 +58,11 @@ def test_another_number_of_ranks_is_another_plan_but_for_an_elastic_run(
 ) -> None:
     level = f"training.determinism={determinism}"
     monkeypatch.setenv("WORLD_SIZE", "1")
-    one = plan_here(tiny_assignment(level), torch.device("cpu"))
+    first = plan_here(tiny_assignment(level), torch.device("cpu"))
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    two = plan_here(tiny_assignment(level, f"parallel.processes={processes}"), torch.device("cpu"))
-    assert (one.fingerprint == two.fingerprint) is same
-    assert bool(one.differences(two)) is not same
+    second = plan_here(tiny_assignment(level, f"parallel.processes={processes}"), torch.device("cpu"))
+    assert (first.fingerprint == second.fingerprint) is same
+    assert bool(first.differences(second)) is not same
 
 
 @pytest.mark.slow
@@ -71,22 +71,22 @@ def test_an_exact_run_refuses_another_environment_by_name_and_takes_it_when_told
     identity = identity_of(spec)
     runs: Runs = [(("training.steps=4",), "", 1)]
     assert train_in_ranks(1, store.url, tmp_path / "ranks", runs) == ["PreemptedError"]
-    changed = {"ATEN_CPU_CAPABILITY": "default"}
-    refused = start_training(spec, store.url, tmp_path / "home", environment=changed)
+    environment = {"ATEN_CPU_CAPABILITY": "default"}
+    refused = start_training(spec, store.url, tmp_path / "home", environment=environment)
     printed, _ = refused.communicate(timeout=300)
     assert refused.returncode == ExitCode.PLAN_CHANGED, printed
     assert "variable ATEN_CPU_CAPABILITY: not set before, default now" in printed
     assert "CPU capability: " in printed
     assert [ending.code for ending in read_exits(store, identity).values()] == [ExitCode.PLAN_CHANGED]
     assert [number for number, _ in list_attempts(store, identity)] == [1]  # nobody was fenced off
-    allowed = start_training(spec, store.url, tmp_path / "home", environment=changed, replan=True)
+    allowed = start_training(spec, store.url, tmp_path / "home", environment=environment, replan=True)
     printed, _ = allowed.communicate(timeout=300)
     assert allowed.returncode == 0, printed
     result = read_result(store, identity)
     assert result is not None
     assert [segment.from_step for segment in result.segments] == [0, 2]
     assert json.loads(printed.splitlines()[-1])["segments"] == [
-        each.model_dump(mode="json") for each in result.segments
+        segment.model_dump(mode="json") for segment in result.segments
     ]
 
 
@@ -117,8 +117,8 @@ def test_a_run_that_is_finished_is_finished_at_every_layout(tmp_path: Path, monk
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
     store = new_store(tmp_path / "store")
     first = run(tiny_spec("training.steps=3"), DATASET_ID, store)
-    again = run(tiny_spec("training.steps=3", "parallel.strategy=fsdp", "parallel.processes=2"), DATASET_ID, store)
-    assert again == first
+    repeated = run(tiny_spec("training.steps=3", "parallel.strategy=fsdp", "parallel.processes=2"), DATASET_ID, store)
+    assert repeated == first
     assert newest_launch(store, first.run_id) == 1
 
 
@@ -137,9 +137,9 @@ def test_an_accelerator_is_asked_for_its_name(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_cpu_is_known_by_its_numbers_where_its_name_says_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = "cpu family\t: 6\nmodel\t\t: {}\nmodel name\t: Intel(R) Xeon(R) Processor\ncpu family\t: 6\n"
+    cpuinfo = "cpu family\t: 6\nmodel\t\t: {}\nmodel name\t: Intel(R) Xeon(R) Processor\ncpu family\t: 6\n"
     names = []
     for model in (143, 207):
-        monkeypatch.setattr(Path, "read_text", lambda _, model=model: told.format(model))
+        monkeypatch.setattr(Path, "read_text", lambda _, model=model: cpuinfo.format(model))
         names.append(device_name(torch.device("cpu")))
     assert names == [f"Intel(R) Xeon(R) Processor (family 6, model {model})" for model in (143, 207)]

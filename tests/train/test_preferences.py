@@ -45,13 +45,15 @@ LAYOUTS = (
 
 def sample(draw: np.random.Generator) -> list[int]:
     """A sample of CONTEXT tokens: some pairs of answers, and what fills it."""
-    made: list[int] = []
+    marked_tokens: list[int] = []
     for _ in range(int(draw.integers(1, 3))):
         for _ in range(2):
             size, prompt = int(draw.integers(3, 5)), 2
             tokens = draw.integers(1, VOCABULARY, size).tolist()
-            made += [token | UNCOUNTED * (at < prompt) | ENDS * (at == size - 1) for at, token in enumerate(tokens)]
-    return made + [FILLER] * (CONTEXT - len(made))
+            marked_tokens += [
+                token | UNCOUNTED * (at < prompt) | ENDS * (at == size - 1) for at, token in enumerate(tokens)
+            ]
+    return marked_tokens + [FILLER] * (CONTEXT - len(marked_tokens))
 
 
 def global_batch(step: int) -> Tensor:
@@ -62,14 +64,14 @@ def global_batch(step: int) -> Tensor:
 
 def answers(rows: Tensor) -> list[tuple[Tensor, Tensor]]:
     """The documents of rows that count: their ids, and which of them count."""
-    found = []
+    result = []
     for row in rows[:, :-1]:
         ends = (torch.nonzero(row & ENDS != 0).flatten() + 1).tolist()
         for first, last in zip([0, *ends], ends, strict=False):
             counted = row[first:last] & UNCOUNTED == 0
             if counted.any():
-                found.append((row[first:last] & ID, counted))
-    return found
+                result.append((row[first:last] & ID, counted))
+    return result
 
 
 def log_probability(decoder: Decoder, tokens: Tensor, counted: Tensor) -> Tensor:
@@ -89,15 +91,15 @@ def reference(*overrides: str) -> list[Any]:
         if is_adapter(name):
             parameter.data.copy_(start_of(name))
     decoder.double()
-    settings, held = spec.training.optimizer, {n: p for n, p in decoder.named_parameters() if p.requires_grad}
+    settings, trainable = spec.training.optimizer, {n: p for n, p in decoder.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in held.values() if p.dim() > 1], "weight_decay": settings.weight_decay},
-            {"params": [p for p in held.values() if p.dim() == 1], "weight_decay": 0.0},
+            {"params": [p for p in trainable.values() if p.dim() > 1], "weight_decay": settings.weight_decay},
+            {"params": [p for p in trainable.values() if p.dim() == 1], "weight_decay": 0.0},
         ],
         lr=RATE, betas=(settings.beta1, settings.beta2), eps=settings.epsilon,
     )  # fmt: skip
-    seen = []
+    curve = []
     for step in range(STEPS):
         all_answers = answers(global_batch(step))
         losses = []
@@ -108,11 +110,11 @@ def reference(*overrides: str) -> list[Any]:
             losses.append(-torch.nn.functional.logsigmoid(BETA * (policy - judged)))
         loss = torch.stack(losses).mean()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(held.values(), spec.training.clip_norm or float("inf"))
+        norm = torch.nn.utils.clip_grad_norm_(trainable.values(), spec.training.clip_norm or float("inf"))
         optimizer.step()
         optimizer.zero_grad()
-        seen.append((float(loss.detach()), float(norm)))
-    return [seen, {name: parameter.detach() for name, parameter in held.items()}]
+        curve.append((float(loss.detach()), float(norm)))
+    return [curve, {name: parameter.detach() for name, parameter in trainable.items()}]
 
 
 def start_of(name: str) -> Tensor:
@@ -158,8 +160,8 @@ def test_the_loss_is_the_sum_over_the_pairs_of_the_paper_and_what_is_no_pair_add
             for chosen, rejected in zip(gains[::2], gains[1::2], strict=True):
                 expected += math.log1p(math.exp(-beta * (chosen - rejected)))
                 count += 1
-        found = preference_loss(losses, before, targets, documents, beta)
-        assert float(found) == pytest.approx(expected, rel=1e-5, abs=1e-12)
+        loss = preference_loss(losses, before, targets, documents, beta)
+        assert float(loss) == pytest.approx(expected, rel=1e-5, abs=1e-12)
         assert float(count_terms(DirectPreference(beta), rows)) == max(1, count)
         assert float(count_terms(DirectPreference(beta), rows, contributes=False)) == 1
         pairs += count
@@ -170,12 +172,12 @@ def test_the_loss_is_the_sum_over_the_pairs_of_the_paper_and_what_is_no_pair_add
 def test_every_layout_computes_the_loss_of_the_paper(tmp_path: Path) -> None:
     expected = {overrides: reference(*overrides) for overrides in ((), LORA)}
     for size in (1, 2):
-        runs = [asked for ranks, asked in LAYOUTS if ranks == size]
-        found = zip(*in_ranks(size, _steps, tmp_path / str(size), runs, seconds=300), strict=True)
-        for asked, ranks in zip(runs, found, strict=True):
-            curve, weights = expected[LORA if LORA[0] in asked else ()]
-            for seen, boxes in ranks:
-                torch.testing.assert_close(seen, curve, rtol=1e-4, atol=0)
+        runs = [fields for ranks, fields in LAYOUTS if ranks == size]
+        results = zip(*in_ranks(size, _steps, tmp_path / str(size), runs, seconds=300), strict=True)
+        for fields, ranks in zip(runs, results, strict=True):
+            curve, weights = expected[LORA if LORA[0] in fields else ()]
+            for losses, boxes in ranks:
+                torch.testing.assert_close(losses, curve, rtol=1e-4, atol=0)
                 for name, offset, array in boxes:
                     data = torch.from_numpy(array)
                     box = TensorBox(name, tuple(weights[name].shape), offset, data)

@@ -63,7 +63,7 @@ def test_the_steps_that_were_asked_for_are_in_the_trace_and_the_request_is_gone(
     assert isinstance(event, ProfileSaved)
     assert (event.first, event.last) == steps
     trace = json.loads(gzip.decompress(store.get(event.key)))
-    assert sum(each.get("name") == "aten::mm" for each in trace["traceEvents"]) == 2
+    assert sum(event.get("name") == "aten::mm" for event in trace["traceEvents"]) == 2
     assert "aten::mm" in store.get(table_key(event.key)).decode()
     assert pending_request(store, RUN) is None
 

@@ -40,9 +40,9 @@ def test_what_is_computed_again_has_the_same_bits(tmp_path: Path, layouts: list[
     results = in_ranks(2, _engine_steps, tmp_path / "ranks", runs, True, seconds=400)
     for rank in results:
         for first in range(0, len(runs), len(KINDS)):
-            seen, boxes = rank[first]
+            curve, boxes = rank[first]
             for other_seen, other_boxes in rank[first + 1 : first + len(KINDS)]:
-                assert other_seen == seen, runs[first]
+                assert other_seen == curve, runs[first]
                 for (name, _, data), (_, _, other) in zip(boxes, other_boxes, strict=True):
                     assert data.tobytes() == other.tobytes(), (name, runs[first])
 

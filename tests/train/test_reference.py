@@ -45,7 +45,7 @@ def reference(*overrides: str, ignored: bool = True, micro_batch: int = 8, dtype
         [{"params": others, "weight_decay": settings.weight_decay}, {"params": norms, "weight_decay": 0.0}],
         lr=RATE, betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True,
     )  # fmt: skip
-    seen: list[Any] = []
+    curve: list[Any] = []
     half = spec.training.precision == "fp16"
     scaler = torch.amp.GradScaler(
         "cpu", 2.0**spec.training.loss_scale.initial_power, growth_interval=spec.training.loss_scale.growth_interval,
@@ -53,26 +53,26 @@ def reference(*overrides: str, ignored: bool = True, micro_batch: int = 8, dtype
     )  # fmt: skip
     for step in range(STEPS):
         rows = global_batch(step, ignored)
-        counted, total = (rows[:, 1:] & UNCOUNTED == 0).sum().to(dtype), torch.zeros((), dtype=dtype)
+        count, total = (rows[:, 1:] & UNCOUNTED == 0).sum().to(dtype), torch.zeros((), dtype=dtype)
         for part in rows.split(micro_batch):
             tokens, targets = part[:, :-1] & ID, part[:, 1:].clone()
             targets[targets & UNCOUNTED != 0] = IGNORED
             documents = document_ids(tokens, END) if spec.data.document_masks else None
             with torch.autocast("cpu", torch.float16, enabled=half):
                 loss = decoder(tokens, targets, documents, reduction="sum")
-            scaler.scale(loss * (1 / counted)).backward()
+            scaler.scale(loss * (1 / count)).backward()
             total += loss.detach()
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), spec.training.clip_norm or float("inf"))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        seen.append((float(total / counted), float(norm)))
-    return [seen, {name: parameter.detach() for name, parameter in decoder.named_parameters()}]
+        curve.append((float(total / count), float(norm)))
+    return [curve, {name: parameter.detach() for name, parameter in decoder.named_parameters()}]
 
 
 def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]], ignored: bool) -> list[Steps]:
-    join_exactly(folder, rank, size, always=any("=zero" in each for run in runs for each in run))
+    join_exactly(folder, rank, size, always=any("=zero" in field for run in runs for field in run))
     specs = [tiny_assignment(*overrides, f"parallel.processes={size}") for overrides in runs]
     batches = [global_batch(step, ignored) for step in range(STEPS)]
     return [steps_of(started(spec, END), spec, rank, size, batches, RATE) for spec in specs]
@@ -81,8 +81,8 @@ def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]
 def check(results: list[Any], run: int, expected: list[Any], relative: float) -> None:
     """Losses and norms on every rank, and every saved box, against the reference."""
     for rank in results:
-        seen, boxes = rank[run]
-        torch.testing.assert_close(seen, expected[0], rtol=relative, atol=0)
+        curve, boxes = rank[run]
+        torch.testing.assert_close(curve, expected[0], rtol=relative, atol=0)
         for name, offset, array in boxes:
             data = torch.from_numpy(array)
             place = tuple(slice(low, low + size) for low, size in zip(offset, data.shape, strict=True))
@@ -92,12 +92,12 @@ def check(results: list[Any], run: int, expected: list[Any], relative: float) ->
 def test_one_process_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
     """In fp16: of one with torch's own gradient scaler, whose first scales overflow, and which grows again."""
     half = ("training.precision=fp16", "training.loss_scale.initial_power=21", "training.loss_scale.growth_interval=1")
-    runs = [("training.micro_batch=2", *each) for each in ((), half)]
+    runs = [("training.micro_batch=2", *precision) for precision in ((), half)]
     (results,) = in_ranks(1, _engine_steps, tmp_path / "r", runs, False, seconds=200)
-    for overrides, (seen, boxes) in zip(runs, results, strict=True):
+    for overrides, (curve, boxes) in zip(runs, results, strict=True):
         losses, weights = reference(*overrides, ignored=False, micro_batch=2, dtype=torch.float32)
         assert {name for name, _, _ in boxes} == weights.keys()
-        np.testing.assert_array_equal(seen, losses)
+        np.testing.assert_array_equal(curve, losses)
         for name, _, array in boxes:
             assert torch.equal(torch.from_numpy(array), weights[name]), name
     norms = [norm for _, norm in results[1][0]]
@@ -107,7 +107,7 @@ def test_one_process_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_engine_divides_by_the_tokens_that_count_wherever_they_lie(tmp_path: Path) -> None:
-    runs = [(f"parallel.strategy={each}", "training.micro_batch=1") for each in STRATEGIES]
+    runs = [(f"parallel.strategy={strategy}", "training.micro_batch=1") for strategy in STRATEGIES]
     runs.append(("training.micro_batch=2", "data.document_masks=true"))
     results = in_ranks(2, _engine_steps, tmp_path / "r", runs, True, seconds=300)
     for run, overrides in enumerate(runs):
@@ -115,6 +115,6 @@ def test_every_engine_divides_by_the_tokens_that_count_wherever_they_lie(tmp_pat
 
 
 def test_streams_of_randomness_differ_by_everything_that_names_them() -> None:
-    seeds = [stream_seed(*each) for each in ((0, "s", 1), (1, "s", 1), (0, "t", 1), (0, "s", 2), (0, "s", 1, 1))]
+    seeds = [stream_seed(*parts) for parts in ((0, "s", 1), (1, "s", 1), (0, "t", 1), (0, "s", 2), (0, "s", 1, 1))]
     assert len(set(seeds)) == len(seeds)
     assert stream_seed(0, "s", 1) == seeds[0]

@@ -26,9 +26,9 @@ def test_a_replay_is_equal_names_what_was_recorded_otherwise_and_refuses_another
     train_once(spec, store.url, tmp_path / "home")
     before = {info.key: info.version for info in store.list("")}
 
-    found = replay_steps(store, identity, spec, 6, 9)
-    assert (found.start, found.last, found.first, found.digests) == (4, 9, None, 1)
-    assert found.figures == 5 * 6 + 1  # of the steps 5 to 9, and the digest of the checkpoint at step 8
+    report = replay_steps(store, identity, spec, 6, 9)
+    assert (report.start, report.last, report.first, report.digests) == (4, 9, None, 1)
+    assert report.figures == 5 * 6 + 1  # of the steps 5 to 9, and the digest of the checkpoint at step 8
     assert {info.key: info.version for info in store.list("")} == before, "a replay changes nothing"
 
     for first, last in ((0, 3), (5, 4), (11, 13)):
@@ -47,5 +47,5 @@ def test_a_replay_is_equal_names_what_was_recorded_otherwise_and_refuses_another
     store.put(layout.checkpoint(identity, 12), root.model_copy(update={"segments": segments}).to_bytes())
     with pytest.raises(PlanChangedError, match=r"device: another CPU in the run, .* here"):
         replay_steps(store, identity, spec, 1, 4)
-    found = replay_steps(store, identity, spec, 2, 4, anyway=True)  # from the first state
-    assert (found.start, found.first, [each.name for each in found.differing]) == (0, 3, ["loss"])
+    report = replay_steps(store, identity, spec, 2, 4, anyway=True)  # from the first state
+    assert (report.start, report.first, [figure.name for figure in report.differing]) == (0, 3, ["loss"])

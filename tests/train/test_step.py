@@ -28,13 +28,13 @@ from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_trainin
 @pytest.mark.slow
 def test_two_commands_at_once_train_once_and_a_third_answers_at_once(tmp_path: Path) -> None:
     store, spec = new_store(tmp_path / "store"), tiny_spec()
-    both = [start_training(spec, store.url, tmp_path / "home") for _ in range(2)]
-    printed = [process.communicate(timeout=300)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], printed
-    results = [json.loads(text.splitlines()[-1]) for text in printed]
+    processes = [start_training(spec, store.url, tmp_path / "home") for _ in range(2)]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    results = [json.loads(text.splitlines()[-1]) for text in outputs]
     assert results[0] == results[1]
     assert [number for number, _ in list_attempts(store, run_id(spec, DATASET_ID))] == [1]
-    assert sum("already trained" in text for text in printed) == 1
+    assert sum("already trained" in text for text in outputs) == 1
     result = run(spec, DATASET_ID, store)
     assert result.model_dump(mode="json") == results[0]
 
@@ -56,8 +56,8 @@ def test_a_command_that_is_asked_to_leave_says_preempted_and_goes_on_when_it_is_
     assert code == ExitCode.PREEMPTED, printed
     assert "run the same command again" in printed
     assert store.stat(layout.result(run_id(spec, DATASET_ID))) is None
-    (saved,) = checkpoint_steps(store, run_id(spec, DATASET_ID))
-    assert f"resuming from step {saved}" in train_once(spec, store.url, tmp_path / "home")
+    (saved_step,) = checkpoint_steps(store, run_id(spec, DATASET_ID))
+    assert f"resuming from step {saved_step}" in train_once(spec, store.url, tmp_path / "home")
     assert train_in_ranks(1, store.url, tmp_path / "ranks", [(patient, "undisturbed", None)]) == [""]
     assert trained(store, spec) == trained(store, spec, "undisturbed")
 
@@ -73,7 +73,7 @@ print(json.dumps({"v": 1, "kind": "progress", "writer": "w", "number": 1, "step"
 
 @pytest.mark.slow
 def test_progress_is_the_same_whatever_the_log_looks_like_and_whatever_ranks_print(tmp_path: Path) -> None:
-    spec, seen = tiny_spec("training.log_every=1"), []
+    spec, curves = tiny_spec("training.log_every=1"), []
     (tmp_path / "sitecustomize.py").write_text(GARBAGE)
     noisy = {"HOLDFAST_LOG": "json", "PYTHONPATH": str(tmp_path)}
     for name in ("plain", "noisy"):
@@ -83,17 +83,17 @@ def test_progress_is_the_same_whatever_the_log_looks_like_and_whatever_ranks_pri
         printed = process.communicate(timeout=300)[0]
         assert process.returncode == 0, printed
         assert name == "plain" or "999/1000" in printed
-        found = PipeEvents(tmp_path / name / PIPE_FILE).new()
-        assert read_events(store, run_id(spec, DATASET_ID)) == found
-        seen.append([(event.step, event.loss) for event in found if isinstance(event, Progress)])
+        events = PipeEvents(tmp_path / name / PIPE_FILE).new()
+        assert read_events(store, run_id(spec, DATASET_ID)) == events
+        curves.append([(event.step, event.loss) for event in events if isinstance(event, Progress)])
         assert argo.read_text() == f"{spec.training.steps}/{spec.training.steps}\n"
-        kinds = [event.kind for event in found if event.notable and event.kind != "save_committed"]
+        kinds = [event.kind for event in events if event.notable and event.kind != "save_committed"]
         assert kinds == [
             "step_began", "launch_began", "attempt_began", "rank_ended", "launch_ended", "step_ended",
         ]  # fmt: skip
-        assert sum(event.kind == "save_committed" for event in found) == spec.training.steps // 3
-    assert seen[0] == seen[1]
-    assert [step for step, _ in seen[0]] == list(range(1, spec.training.steps + 1))
+        assert sum(event.kind == "save_committed" for event in events) == spec.training.steps // 3
+    assert curves[0] == curves[1]
+    assert [step for step, _ in curves[0]] == list(range(1, spec.training.steps + 1))
 
 
 def test_a_result_that_is_damaged_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,10 +47,15 @@ def told(comparison: Comparison, *windows: list[list[float]]) -> list[list[Slow]
 
 def test_a_rank_that_is_slow_in_three_windows_in_a_row_is_named_once_with_its_slowest_phase() -> None:
     slow = [seconds(), seconds(forward=0.1, backward=0.11), seconds()]
-    found = told(Comparison([0, 0, 0]), *[slow] * 6)
-    assert [len(each) for each in found] == [0, 0, 1, 0, 0, 0]
-    (one,) = found[2]
-    assert (one.rank, one.phase, round(one.ratio, 2), round(one.seconds, 2)) == (1, "backward", 1.3, 0.11)
+    windows = told(Comparison([0, 0, 0]), *[slow] * 6)
+    assert [len(stragglers) for stragglers in windows] == [0, 0, 1, 0, 0, 0]
+    (straggler,) = windows[2]
+    assert (straggler.rank, straggler.phase, round(straggler.ratio, 2), round(straggler.seconds, 2)) == (
+        1,
+        "backward",
+        1.3,
+        0.11,
+    )
 
 
 def test_a_rank_that_was_slow_by_chance_is_not_named() -> None:
@@ -61,28 +66,39 @@ def test_a_rank_that_was_slow_by_chance_is_not_named() -> None:
 def test_one_window_in_which_it_was_not_slow_hides_no_rank_that_is() -> None:
     slow, even = [seconds(), seconds(data=1.0)], [seconds(), seconds()]
     for windows in ([slow, even, slow, slow], [slow, slow, even, slow]):
-        assert [len(each) for each in told(Comparison([0, 0]), *windows)] == [0, 0, 0, 1]
+        assert [len(stragglers) for stragglers in told(Comparison([0, 0]), *windows)] == [0, 0, 0, 1]
     hardly = [seconds(), seconds(data=(SLOWER - 1) * sum(seconds()))]
     assert not any(told(Comparison([0, 0]), hardly, hardly, even, hardly))  # not so slow all in all
 
 
 def test_one_that_gets_well_and_slow_again_is_named_again() -> None:
     slow, even = [seconds(data=0.3), seconds()], [seconds(), seconds()]
-    found = told(Comparison([0, 0]), slow, slow, slow, even, slow, even, even, slow, slow, slow)
-    assert [[one.rank for one in each] for each in found] == [[], [], [0], [], [], [], [], [], [], [0]]
+    windows = told(Comparison([0, 0]), slow, slow, slow, even, slow, even, even, slow, slow, slow)
+    assert [[straggler.rank for straggler in stragglers] for stragglers in windows] == [
+        [],
+        [],
+        [0],
+        [],
+        [],
+        [],
+        [],
+        [],
+        [],
+        [0],
+    ]
 
 
 def test_short_steps_are_slow_for_longer_before_they_are_named() -> None:
     slow, comparison = [seconds(), seconds(data=0.3)], Comparison([0, 0])
-    found = [bool(comparison.window(slow, LASTING / 5.5 / sum(slow[1]))) for _ in range(8)]
-    assert found == [False] * 5 + [True] + [False] * 2
+    has_straggler = [bool(comparison.window(slow, LASTING / 5.5 / sum(slow[1]))) for _ in range(8)]
+    assert has_straggler == [False] * 5 + [True] + [False] * 2
 
 
 def test_stages_of_a_pipeline_are_compared_with_their_like() -> None:
     stages = [seconds(), seconds(), seconds(forward=1.0), seconds(forward=1.0)]
     assert not any(told(Comparison([0, 0, 1, 1]), *[stages] * WINDOWS))
     stages[3] = seconds(forward=2.0)
-    assert [one.rank for one in told(Comparison([0, 0, 1, 1]), *[stages] * WINDOWS)[-1]] == [3]
+    assert [straggler.rank for straggler in told(Comparison([0, 0, 1, 1]), *[stages] * WINDOWS)[-1]] == [3]
 
 
 def test_less_than_a_millisecond_a_step_is_not_worth_telling() -> None:
@@ -97,8 +113,8 @@ def test_a_rank_that_computes_a_grain_which_nobody_adds_has_as_much_to_do_as_the
     spec = tiny_assignment("training.determinism=elastic", f"parallel.strategy={strategy}", "training.global_batch=10")
     grid = spec.grid(2)
     assert grid is not None
-    fed = [grid.rows(rank, spec.training.micro_batch, strategy == "fsdp") for rank in range(2)]
-    assert [computed_rows(spec, 2, each) for each in fed] == rows
+    rows_by_rank = [grid.rows(rank, spec.training.micro_batch, strategy == "fsdp") for rank in range(2)]
+    assert [computed_rows(spec, 2, rows_of_rank) for rows_of_rank in rows_by_rank] == rows
 
 
 def shared(rng: random.Random, ranks: int, correlation: float, spread: float) -> Iterator[list[list[float]]]:
@@ -107,8 +123,8 @@ def shared(rng: random.Random, ranks: int, correlation: float, spread: float) ->
     state = [rng.gauss(0, spread) for _ in range(ranks)]
     while True:
         together = rng.gauss(0, 0.3)  # what slows all of them is no difference
-        state = [correlation * one + math.sqrt(1 - correlation**2) * rng.gauss(0, spread) for one in state]
-        yield [[0.1 * math.exp(one + together)] * len(WORK) for one in state]
+        state = [correlation * offset + math.sqrt(1 - correlation**2) * rng.gauss(0, spread) for offset in state]
+        yield [[0.1 * math.exp(offset + together)] * len(WORK) for offset in state]
 
 
 def alternating(rng: random.Random, ranks: int) -> Iterator[list[list[float]]]:
@@ -116,13 +132,13 @@ def alternating(rng: random.Random, ranks: int) -> Iterator[list[list[float]]]:
     while True:
         slow, ratio = rng.randrange(ranks), rng.uniform(1.13, 1.44)
         for _ in range(rng.randint(3, 8)):
-            yield [[0.1 * (ratio if one == slow else 1.0) * rng.gauss(1, 0.04)] * len(WORK) for one in range(ranks)]
+            yield [[0.1 * (ratio if rank == slow else 1.0) * rng.gauss(1, 0.04)] * len(WORK) for rank in range(ranks)]
 
 
 def named_in(windows: Iterator[list[list[float]]], most: int, ranks: int) -> list[tuple[int, int]]:
     """(window, rank) of each that is named in the first `most` windows."""
     comparison = Comparison([0] * ranks)
-    return [(n, one.rank) for n in range(most) for one in comparison.window(next(windows))]
+    return [(n, straggler.rank) for n in range(most) for straggler in comparison.window(next(windows))]
 
 
 STEPS_10_000 = 10_000 // WINDOW
@@ -142,16 +158,18 @@ def test_on_cores_that_all_share_no_rank_is_named_in_ten_thousand_steps(seed: in
 def slowed(rng: random.Random, ranks: int, calm: int, ratio: float, noise: float) -> Iterator[list[list[float]]]:
     """Even ranks, of which the last is `ratio` times as slow after `calm` windows."""
     for n in count():
-        works = [0.1 * rng.gauss(1, noise) * (ratio if one == ranks - 1 and n >= calm else 1.0) for one in range(ranks)]
+        works = [
+            0.1 * rng.gauss(1, noise) * (ratio if rank == ranks - 1 and n >= calm else 1.0) for rank in range(ranks)
+        ]
         yield [[work] * len(WORK) for work in works]
 
 
 @pytest.mark.parametrize("calm", [12, 30, 500])
 def test_a_rank_that_is_1_3_times_as_slow_is_named_within_twenty_steps_and_no_other(calm: int) -> None:
     for seed in range(25):
-        named = named_in(slowed(random.Random(seed), 2 + seed % 3, calm, 1.3, 0.03), calm + 20, 2 + seed % 3)
-        assert [rank for _, rank in named] == [1 + seed % 3]
-        assert calm <= named[0][0] < calm + 20 // WINDOW
+        detected = named_in(slowed(random.Random(seed), 2 + seed % 3, calm, 1.3, 0.03), calm + 20, 2 + seed % 3)
+        assert [rank for _, rank in detected] == [1 + seed % 3]
+        assert calm <= detected[0][0] < calm + 20 // WINDOW
 
 
 def test_on_shared_cores_a_rank_that_stays_slow_is_named_in_the_end() -> None:
@@ -160,11 +178,11 @@ def test_on_shared_cores_a_rank_that_stays_slow_is_named_in_the_end() -> None:
     def one_slow() -> Iterator[list[list[float]]]:
         for n in range(600):
             first, second = next(windows)
-            yield [first, [each * (1.6 if n >= 200 else 1.0) * rng.gauss(1, 0.01) for each in second]]
+            yield [first, [seconds * (1.6 if n >= 200 else 1.0) * rng.gauss(1, 0.01) for seconds in second]]
 
-    named = [(window, rank) for window, rank in named_in(one_slow(), 600, 2) if window >= 200]
-    assert {rank for _, rank in named} == {1}
-    assert named[0][0] <= 200 + 3 * PATIENCE
+    detected = [(window, rank) for window, rank in named_in(one_slow(), 600, 2) if window >= 200]
+    assert {rank for _, rank in detected} == {1}
+    assert detected[0][0] <= 200 + 3 * PATIENCE
 
 
 SLOW_FROM = 5
@@ -213,7 +231,7 @@ def test_a_slow_rank_is_named_within_twenty_steps_with_the_phase_that_is_slow(tm
         store, folder = new_store(tmp_path / f"{phase}-store"), tmp_path / phase
         in_ranks(2, _train_with_a_slow_rank, store.url, folder, phase, overrides)
         events = read_events(store, run_id(tiny_spec(*overrides), DATASET_ID))
-        named = [event for event in events if isinstance(event, StragglerDetected)]
-        assert [(event.rank, event.phase) for event in named] == [(1, phase)], events
-        assert named[0].step <= SLOW_FROM + 20
-        assert (round(named[0].ratio, 3), round(named[0].seconds, 3)) == (2.25, 0.25)
+        detected = [event for event in events if isinstance(event, StragglerDetected)]
+        assert [(event.rank, event.phase) for event in detected] == [(1, phase)], events
+        assert detected[0].step <= SLOW_FROM + 20
+        assert (round(detected[0].ratio, 3), round(detected[0].seconds, 3)) == (2.25, 0.25)

@@ -32,9 +32,9 @@ WIDE = ("model.layers=1", "model.ffn=4101")  # half of such a matrix is that lar
 
 
 def overrides(folder: Path | None, processes: int, strategy: str = "zero3", offload: str = "optimizer") -> list[str]:
-    asked = [*LARGE, f"parallel.strategy={strategy}", f"parallel.processes={processes}", "training.steps=6"]
-    asked += [f"parallel.offload={offload}"] if strategy == "zero3" else []
-    return asked + ([f"parallel.offload_path={folder}"] if folder is not None else [])
+    fields = [*LARGE, f"parallel.strategy={strategy}", f"parallel.processes={processes}", "training.steps=6"]
+    fields += [f"parallel.offload={offload}"] if strategy == "zero3" else []
+    return fields + ([f"parallel.offload_path={folder}"] if folder is not None else [])
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def _compile(rank: int, size: int, folder: Path | None = None) -> str:
 
 
 def left(folder: Path) -> list[str]:
-    return sorted(each.name for each in folder.iterdir() if each.is_dir())
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 
 @pytest.mark.slow
@@ -68,30 +68,30 @@ def test_runs_with_swap_files_that_were_stopped_or_killed_have_the_bits_of_those
     store, swap = new_store(tmp_path / "store"), tmp_path / "swap"
     wide = ("model.ffn=1536", "training.activation_checkpointing=full")
     away = {offload: (*overrides(swap, 1, offload=offload), *wide) for offload in ("optimizer", "parameters_on_disk")}
-    here = {
+    without_swap = {
         offload: (*overrides(None, 1, offload=in_memory), *wide)
         for offload, in_memory in (("optimizer", "optimizer"), ("parameters_on_disk", "parameters"))
     }
     weights, optimizer = away["parameters_on_disk"], away["optimizer"]
     runs: Runs = []
-    for offload, asked in away.items():  # one run each, but for the salt
-        runs += [(here[offload], f"{offload} here", None), (asked, f"{offload} away", None)]
+    for offload, fields in away.items():  # one run each, but for the salt
+        runs += [(without_swap[offload], f"{offload} here", None), (fields, f"{offload} away", None)]
     assert train_in_ranks(1, store.url, tmp_path / "first", [*runs, (weights, "stopped", 2)]) == [""] * 4 + [
         "PreemptedError"
     ]
     assert left(swap) == []
-    for asked, salt, kept in ((optimizer, "killed optimizer", 0), (weights, "killed", 9)):
-        assert train_in_ranks(1, store.url, tmp_path / salt, [(asked, salt, 4)], number=9) is None
+    for fields, salt, files in ((optimizer, "killed optimizer", 0), (weights, "killed", 9)):
+        assert train_in_ranks(1, store.url, tmp_path / salt, [(fields, salt, 4)], number=9) is None
         assert len(left(swap)) == 1
-        assert len([*swap.rglob("*_param.tensor.swp")]) == kept
-    runs = [(weights, "stopped", None), (here["parameters_on_disk"], "killed", None), (weights, "killed", None)]
+        assert len([*swap.rglob("*_param.tensor.swp")]) == files
+    runs = [(weights, "stopped", None), (without_swap["parameters_on_disk"], "killed", None), (weights, "killed", None)]
     assert train_in_ranks(1, store.url, tmp_path / "second", runs) == ["", "PlanChangedError", ""]
     assert left(swap) == []
     undisturbed = trained(store, tiny_spec(*weights), "parameters_on_disk away")
     assert trained(store, tiny_spec(*weights), "stopped") == undisturbed
     assert trained(store, tiny_spec(*weights), "killed") == undisturbed
-    for offload, asked in away.items():
-        digests = {trained(store, tiny_spec(*asked), f"{offload} {where}")["digest"] for where in ("here", "away")}
+    for offload, fields in away.items():
+        digests = {trained(store, tiny_spec(*fields), f"{offload} {place}")["digest"] for place in ("here", "away")}
         assert len(digests) == 1, offload
 
 
@@ -99,13 +99,15 @@ def test_runs_with_swap_files_that_were_stopped_or_killed_have_the_bits_of_those
 @pytest.mark.usefixtures("compiled")
 def test_a_run_with_weights_on_a_disk_has_the_bits_of_one_that_offloads_nothing(tmp_path: Path) -> None:
     store, swap = new_store(tmp_path / "store"), tmp_path / "swap"
-    asked = (*WIDE, "training.precision=bf16", "training.clip_norm=null")
-    here = (*overrides(None, 2, offload="none"), *asked)
-    away = (*overrides(swap, 2, offload="parameters_on_disk"), *asked)
-    runs: Runs = [(here, "here", None), (away, "away", None)]
+    common = (*WIDE, "training.precision=bf16", "training.clip_norm=null")
+    on_device = (*overrides(None, 2, offload="none"), *common)
+    on_disk = (*overrides(swap, 2, offload="parameters_on_disk"), *common)
+    runs: Runs = [(on_device, "here", None), (on_disk, "away", None)]
     assert train_in_ranks(2, store.url, tmp_path / "ranks", runs) == ["", ""]
     assert left(swap) == []
-    digests = [trained(store, tiny_spec(*asked), name)["digest"] for asked, name in ((here, "here"), (away, "away"))]
+    digests = [
+        trained(store, tiny_spec(*fields), name)["digest"] for fields, name in ((on_device, "here"), (on_disk, "away"))
+    ]
     assert digests[0] == digests[1]
 
 
@@ -125,13 +127,13 @@ def _lose_weights(rank: int, size: int, folder: Path) -> int:
     )
     engine.restored(0)
     rows = torch.arange(4 * 17).view(4, 17) % VOCABULARY
-    weights = [each for each in engine._parameters.values() if each.ds_tensor.final_location == "nvme"]
-    held: list[tuple[int, int]] = []
+    weights = [parameter for parameter in engine._parameters.values() if parameter.ds_tensor.final_location == "nvme"]
+    sizes: list[tuple[int, int]] = []
     engine._engine.module.model.norm.register_forward_pre_hook(
-        lambda *_: held.extend((each.ds_tensor.numel(), each.numel()) for each in weights)
+        lambda *_: sizes.extend((parameter.ds_tensor.numel(), parameter.numel()) for parameter in weights)
     )
     engine.step(rows, 0.01)
-    assert held == [(1, 0)] * len(weights) * 2  # nothing of them after the layers of each micro-batch
+    assert sizes == [(1, 0)] * len(weights) * 2  # nothing of them after the layers of each micro-batch
     with Path(weights[-1].nvme_swapper.get_path(weights[-1])).open("r+b") as file:
         file.write(b"\1\2\3\4")
         os.fsync(file)
@@ -161,7 +163,7 @@ def _hand_on(rank: int, size: int, url: str, folder: Path) -> tuple[list[str], l
     config.SUB_GROUP = 300_000  # type: ignore[misc]
     join(folder, rank, size, always=True)
     make_deterministic("exact", 1)
-    store, swap, swapped, losses = open_store(url), folder / "swap", 0, []
+    store, swap, swapped_files, losses = open_store(url), folder / "swap", 0, []
     layouts: list[tuple[str, str, Path | None]] = [
         ("fsdp", "none", None), ("zero3", "optimizer", swap), ("ddp", "none", None), ("zero3", "parameters", swap),
         ("zero3", "parameters_on_disk", swap), ("zero2", "none", None),
@@ -174,22 +176,22 @@ def _hand_on(rank: int, size: int, url: str, folder: Path) -> tuple[list[str], l
         engine.restored(checkpointer.restore(engine.boxes(), SeededState(assignment.model, 3).fill))
         checkpointer.save(number, engine.saved(), {"optimizer.step": 0})
         checkpointer.wait()
-        before, found = digest_of(engine.saved()), []
+        before, digests_inside = digest_of(engine.saved()), []
         rows = torch.arange(2 * 17).view(2, 17) % VOCABULARY
-        made = [
-            float(engine.step(rows, rate, lambda: found.append(digest_of(engine.saved()))).loss)  # noqa: B023
+        step_losses = [
+            float(engine.step(rows, rate, lambda: digests_inside.append(digest_of(engine.saved()))).loss)  # noqa: B023
             for rate in (0.0, 0.01)
         ]
-        assert found[0] == before and digest_of(engine.saved()) != found[1]
+        assert digests_inside[0] == before and digest_of(engine.saved()) != digests_inside[1]
         if path is not None:
-            losses.append(made[0])
-            swapped = sum(
+            losses.append(step_losses[0])
+            swapped_files = sum(
                 map(engine._optimizer._swappable_optimizer_subgroup, range(len(engine._optimizer.fp16_groups)))
             )
         engine.close()
     Gang().barrier()  # only rank 0 has waited for the last commit
     digests = [read_manifest(store, "handed-on", number).state_digest for number in range(1, len(layouts) + 1)]
-    return digests, losses, swapped
+    return digests, losses, swapped_files
 
 
 class Disk:
@@ -270,12 +272,12 @@ def test_a_folder_that_cannot_hold_swap_files_is_refused(tmp_path: Path) -> None
 def test_what_a_disk_answers_is_no_fault_of_the_spec_where_the_disk_is_full_or_broken(
     number: int, mounted: bool, code: ExitCode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = os.open
+    real_open = os.open
 
     def answer(path: Any, flags: int, *mode: int, **of: Any) -> int:
         if flags & os.O_DIRECT:
             raise OSError(number, os.strerror(number), path)
-        return opened(path, flags, *mode, **of)
+        return real_open(path, flags, *mode, **of)
 
     monkeypatch.setattr(os, "open", answer)
     monkeypatch.setattr(swap, "_is_mounted", lambda _: mounted)
@@ -328,13 +330,13 @@ def _end_early(rank: int, size: int, url: str, folder: Path) -> tuple[int, int]:
 
     join(folder, rank, size, always=False)
     store, spec = open_store(url), tiny_spec()
-    identity, launched, engines = identity_of(spec), launch(store, spec), (Engine(), Engine())
+    identity, number, engines = identity_of(spec), launch(store, spec), (Engine(), Engine())
     rank_setup.build_engine = lambda *_: engines[0]  # type: ignore[assignment,return-value]
     with pytest.raises(RuntimeError, match="comes next"):
-        worker.work(store, identity, launched, PreemptionSignal())
+        worker.work(store, identity, number, PreemptionSignal())
     replay_rank.build_engine = lambda *_: engines[1]  # type: ignore[assignment,return-value]
     with pytest.raises(RuntimeError, match="comes next"):
-        replay_rank.replay(store, identity, launched, 0, 1, None, folder / "results")
+        replay_rank.replay(store, identity, number, 0, 1, None, folder / "results")
     return engines[0].closed, engines[1].closed
 
 
@@ -357,5 +359,5 @@ def _fail_to_build(_rank: int, _size: int, swap: Path) -> list[str]:
 
 @pytest.mark.usefixtures("compiled")
 def test_what_cannot_be_compiled_says_what_is_missing(tmp_path: Path) -> None:
-    (said,) = in_ranks(1, _compile, tmp_path)
-    assert "libaio-dev" in said
+    (message,) = in_ranks(1, _compile, tmp_path)
+    assert "libaio-dev" in message

@@ -36,10 +36,10 @@ def finished(step: int, lap: Lap) -> FinishedStep:
 @pytest.mark.parametrize(("precision", "peak"), [("bf16", 989.4e12), ("fp32", 66.9e12)])
 def test_mfu_is_what_the_model_asks_for_over_what_all_accelerators_could(precision: str, peak: float) -> None:
     spec = tiny_assignment(f"training.precision={precision}")
-    found = Throughput.of(spec, VOCABULARY, 4, H100)
+    throughput = Throughput.of(spec, VOCABULARY, 4, H100)
     tokens = 8 * 16
-    assert (found.tokens, found.peak, found.unknown) == (tokens, 4 * peak, "")
-    assert found.mfu(0.5) == tokens * flops_per_token(spec.model, VOCABULARY) / (0.5 * 4 * peak)
+    assert (throughput.tokens, throughput.peak, throughput.unknown) == (tokens, 4 * peak, "")
+    assert throughput.mfu(0.5) == tokens * flops_per_token(spec.model, VOCABULARY) / (0.5 * 4 * peak)
 
 
 @pytest.mark.parametrize("device", ["NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "AMD EPYC 9654", ""])
@@ -52,10 +52,10 @@ def test_a_device_that_is_not_in_the_table_has_no_mfu_and_says_why_unless_the_sp
 
 def test_a_precision_that_an_accelerator_does_not_have_has_no_mfu() -> None:
     spec = tiny_assignment()
-    asked = spec.model_copy(update={"training": spec.training.model_copy(update={"precision": "fp8"})})
-    found = Throughput.of(asked, VOCABULARY, 1, "NVIDIA A100-SXM4-80GB")
-    assert found.mfu(1.0) is None
-    assert "A100 at fp8" in found.unknown
+    changed_spec = spec.model_copy(update={"training": spec.training.model_copy(update={"precision": "fp8"})})
+    throughput = Throughput.of(changed_spec, VOCABULARY, 1, "NVIDIA A100-SXM4-80GB")
+    assert throughput.mfu(1.0) is None
+    assert "A100 at fp8" in throughput.unknown
 
 
 def test_frozen_weights_have_no_gradient_and_a_reference_has_a_forward_pass() -> None:
@@ -129,14 +129,14 @@ def test_progress_tells_the_figures_and_a_rank_accounts_for_all_its_time(
         for step, lap in enumerate(laps, 1):
             for observer in (history, progress, accounts):
                 observer.on_step(finished(step, lap))
-    found = PipeEvents(tmp_path / "pipe").new()
-    told = [event for event in found if isinstance(event, events.Progress)]
-    assert [event.phase_seconds for event in told] == [{"data": 0.25, "forward": 0.5}, {"forward": 0.5}]
-    assert all(event.mfu and event.peak_memory and event.step_seconds for event in told)
-    spent: Counter[str] = Counter()
-    for event in found:
+    all_events = PipeEvents(tmp_path / "pipe").new()
+    progress_events = [event for event in all_events if isinstance(event, events.Progress)]
+    assert [event.phase_seconds for event in progress_events] == [{"data": 0.25, "forward": 0.5}, {"forward": 0.5}]
+    assert all(event.mfu and event.peak_memory and event.step_seconds for event in progress_events)
+    phase_seconds: Counter[str] = Counter()
+    for event in all_events:
         if isinstance(event, TimeSpent):
-            spent.update(event.seconds)
+            phase_seconds.update(event.seconds)
             assert event.peak_memory > 0
-    assert (spent["data"], spent["forward"]) == (0.25, 1.0)
-    assert spent["restore"] > 0
+    assert (phase_seconds["data"], phase_seconds["forward"]) == (0.25, 1.0)
+    assert phase_seconds["restore"] > 0

@@ -54,10 +54,10 @@ def test_so_they_are_under_every_schedule_and_in_every_mesh(tmp_path: Path) -> N
 
 def _require_one_matrix(folder: Path, names: list[str]) -> None:
     (((losses, norms),),) = in_ranks(1, _train, folder / "one", [MODEL], seconds=200)
-    found = in_ranks(4, _train, folder / "ranks", [LAYOUTS[name] for name in names], seconds=200)
-    assert all(each == found[0] for each in found)
-    for name, (here, norms_here) in zip(names, found[0], strict=True):
-        require_close(np.array(here, np.float32), np.array(losses, np.float32))
+    results = in_ranks(4, _train, folder / "ranks", [LAYOUTS[name] for name in names], seconds=200)
+    assert all(rank_results == results[0] for rank_results in results)
+    for name, (actual, norms_here) in zip(names, results[0], strict=True):
+        require_close(np.array(actual, np.float32), np.array(losses, np.float32))
         # A matrix that counted twice, or had one gradient of its two, would have another norm by far.
         assert norms_here == pytest.approx(norms, rel=1e-5), name
 
@@ -67,7 +67,7 @@ def _train(rank: int, size: int, folder: Path, layouts: list[tuple[str, ...]]) -
 
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=False)
-    gang, found = Gang(), []
+    gang, results = Gang(), []
     for overrides in layouts:
         assignment = tiny_assignment(*asked(*overrides, processes=size))
         engine, mesh = build_engine(assignment, VOCABULARY, 0), Mesh.of(assignment.parallel, size)
@@ -79,17 +79,19 @@ def _train(rank: int, size: int, folder: Path, layouts: list[tuple[str, ...]]) -
             outputs.append(engine.step(rows.chunk(mesh.data)[mesh.data_rank(rank)], 0.01))
             copies = gang.all_gather({box.name: str(digest_of([box])) for box in _tied(engine.boxes())}, dict[str, str])
             if mesh.pipeline > 1:
-                assert [len(each) for each in copies] == [
+                assert [len(part) for part in copies] == [
                     3 * (mesh.place(r) % (mesh.pipeline - 1) == 0) for r in range(size)
                 ]
                 assert all(copies[first] == copies[last] for first, last in mesh.ends()), (overrides, step)
             require_equal_replicas(engine, gang, step)
-        held = gang.all_gather([box.data.numel() for box in _tied(engine.saved())], list[int])
-        assert sum(map(sum, held)) == 3 * VOCABULARY * assignment.model.hidden, "a checkpoint has each element once"
+        element_counts = gang.all_gather([box.data.numel() for box in _tied(engine.saved())], list[int])
+        assert sum(map(sum, element_counts)) == 3 * VOCABULARY * assignment.model.hidden, (
+            "a checkpoint has each element once"
+        )
         if mesh.pipeline > 1:
             _require_a_flipped_bit_to_be_seen(engine, gang, mesh)
-        found.append(([float(each.loss) for each in outputs], [float(each.grad_norm) for each in outputs]))
-    return found
+        results.append(([float(output.loss) for output in outputs], [float(output.grad_norm) for output in outputs]))
+    return results
 
 
 def _require_a_flipped_bit_to_be_seen(engine: Engine, gang: Gang, mesh: Mesh) -> None:

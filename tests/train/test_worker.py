@@ -186,11 +186,11 @@ def test_the_weights_of_a_mixture_reach_training(
 ) -> None:
     store = open_store(f"file://{tmp_path / 'store'}")
     write_dataset(store, sources=2)
-    sources = ", ".join(f"{{uri: synthetic-{each}, weight: {weight}}}" for each, weight in enumerate(weights))
+    sources = ", ".join(f"{{uri: synthetic-{number}, weight: {weight}}}" for number, weight in enumerate(weights))
     assignment = tiny_assignment(f"data.sources=[{sources}]")
     training, rows = batches(assignment, Dataset.open(store, DATASET_ID, tmp_path), Gang())
-    drawn = np.concatenate([(training.batch(step, rows) == SECOND_SOURCE).all(axis=1) for step in range(200)])
-    assert abs(float(drawn.mean()) - share_of_second) < 0.04  # drawn at random, the same ones every time
+    from_second = np.concatenate([(training.batch(step, rows) == SECOND_SOURCE).all(axis=1) for step in range(200)])
+    assert abs(float(from_second.mean()) - share_of_second) < 0.04  # drawn at random, the same ones every time
 
 
 @pytest.mark.drill

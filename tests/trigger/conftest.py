@@ -23,8 +23,8 @@ def champion(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("champion")
     write_corpus(folder)
     write_spec(folder)
-    done = holdfast(folder, "spec.yaml")
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = holdfast(folder, "spec.yaml")
+    assert process.returncode == 0, process.stdout + process.stderr
     return folder
 
 

@@ -34,12 +34,12 @@ def asked(tmp_path: Path) -> Asked:
         text = f"{{name: a, data: {{sources: [{{uri: '{tmp_path / name}'}}]}}}}"
         return parse_spec(text, ("data.tokenizer.vocabulary=280", "data.validation_fraction=0.3", "data.workers=1"))
 
-    theirs = run(spec("old"), store)
-    (tmp_path / "tokenizer.json").write_bytes(store.get(layout.dataset(theirs.dataset_id, "tokenizer.json")))
+    prepared = run(spec("old"), store)
+    (tmp_path / "tokenizer.json").write_bytes(store.get(layout.dataset(prepared.dataset_id, "tokenizer.json")))
     export, digest = write_export(store, "run", 3, "state", tmp_path, ["tokenizer.json"])
     champion = Champion(
         registry="r", model="a", version=1, run_id="run", store_url=store.url, export=export, export_digest=digest,
-        run_digest="", dataset_id=theirs.dataset_id, metrics={}, tags={}, created=0.0,
+        run_digest="", dataset_id=prepared.dataset_id, metrics={}, tags={}, created=0.0,
     )  # fmt: skip
     return spec("new"), store, champion
 
@@ -66,17 +66,17 @@ def test_it_goes_unless_it_was_there_before_or_is_what_a_retraining_begins_with(
 def test_while_it_goes_a_dataset_that_is_there_is_whole(asked: Asked) -> None:
     """Another run may prepare the same dataset at this moment: it finds all of it, or none."""
     spec, store, theirs = asked
-    seen: list[bool] = []
+    is_new: list[bool] = []
 
     def before(*_: str) -> None:
         for info in list(store.list("datasets/")):
             if info.key.endswith("/dataset.json"):
                 manifest = load_manifest(store, info.key.split("/")[-2])
-                seen.append(manifest.dataset_id != theirs.dataset_id)
+                is_new.append(manifest.dataset_id != theirs.dataset_id)
                 assert damaged_shards(store, manifest) == {}
                 assert store.stat(layout.dataset(manifest.dataset_id, manifest.tokenizer.file)) is not None
 
     watched: Any = BreakingStore(store, kill=False, before=before)
     with step._in_its_tokens(spec, watched, theirs, keep="other"):
         before()
-    assert any(seen)
+    assert any(is_new)

@@ -127,10 +127,10 @@ def test_without_a_champion_the_first_training_is_due(ask: Ask) -> None:
 def test_a_run_that_was_not_blessed_is_not_tried_again(ask: Ask, world: Path, store: Store) -> None:
     strict = ("training.steps=12", "evaluation.max_perplexity=1.0001")
     assert ask(*strict).word == "due"
-    done = holdfast(
-        world, "spec.yaml", *(f"--set={one}" for one in strict), HOLDFAST_HOME=str(Path(store.url[7:]).parent)
+    process = holdfast(
+        world, "spec.yaml", *(f"--set={field}" for field in strict), HOLDFAST_HOME=str(Path(store.url[7:]).parent)
     )
-    assert done.returncode == 3, done.stdout + done.stderr
+    assert process.returncode == 3, process.stdout + process.stderr
     decision = ask(*strict)
     assert (decision.word, decision.conditions[0].name) == ("not_due", "already_answered")
     assert "not blessed" in decision.reason
@@ -151,8 +151,8 @@ def test_a_run_that_is_registered_and_not_champion_was_put_there_by_people(ask: 
 
 
 def test_every_answer_is_recorded_once_for_each_question(ask: Ask, store: Store) -> None:
-    decision, again = ask("training.steps=13"), ask("training.steps=13", now=1e9)
-    assert decision.key == again.key
+    decision, repeated = ask("training.steps=13"), ask("training.steps=13", now=1e9)
+    assert decision.key == repeated.key
     record = json.loads(store.get(layout.trigger("small", decision.key)))
     assert (record["word"], record["decided"]) == ("due", 1e9)
 
@@ -166,28 +166,34 @@ def test_another_source_is_another_dataset_and_the_same_bytes_elsewhere_are_not(
 
 def test_the_step_and_the_command_say_the_same(world: Path, champion: Path) -> None:
     home = {"HOLDFAST_HOME": str(champion / "home")}
-    said = holdfast(world, "spec.yaml", command="trigger", **home)
-    assert (said.returncode, said.stdout.partition(":")[0]) == (0, "not due"), said.stderr
+    result = holdfast(world, "spec.yaml", command="trigger", **home)
+    assert (result.returncode, result.stdout.partition(":")[0]) == (0, "not due"), result.stderr
     assert holdfast(world, "spec.yaml", "--exit-code", command="trigger", **home).returncode == 4
     due = holdfast(world, "spec.yaml", "--json", "--exit-code", "--set", "training.steps=15", command="trigger", **home)
     assert (due.returncode, json.loads(due.stdout)["word"]) == (0, "due")
-    step_said = warm.run(
+    step_result = warm.run(
         [sys.executable, "-m", "holdfast.components.trigger", "--spec=spec.yaml", '--overrides=["training.steps=15"]',
          "--outputs=outputs"],
         environment(champion / "home"), world,
     )  # fmt: skip
-    assert step_said.returncode == 0, step_said.stderr
-    ours = json.loads(step_said.stdout)
-    theirs = json.loads(due.stdout)
-    assert {**ours, "decided": 0, "champion_age_hours": 0} == {**theirs, "decided": 0, "champion_age_hours": 0}
+    assert step_result.returncode == 0, step_result.stderr
+    step_decision = json.loads(step_result.stdout)
+    command_decision = json.loads(due.stdout)
+    assert {**step_decision, "decided": 0, "champion_age_hours": 0} == {
+        **command_decision,
+        "decided": 0,
+        "champion_age_hours": 0,
+    }
     assert (world / "outputs/word").read_text() == "due"
-    assert (world / "outputs/reason").read_text() == ours["reason"]
+    assert (world / "outputs/reason").read_text() == step_decision["reason"]
 
 
 def test_asking_when_nothing_changed_is_quick(world: Path, champion: Path) -> None:
     home = environment(champion / "home")
     command = [sys.executable, "-X", "importtime", "-m", "holdfast.components.trigger", "--spec=spec.yaml"]
-    asked = subprocess.run(command, cwd=world, env=home, capture_output=True, text=True, check=True)
-    imported = {line.rsplit("|", 1)[1].strip() for line in asked.stderr.splitlines() if line.startswith("import time:")}
+    process = subprocess.run(command, cwd=world, env=home, capture_output=True, text=True, check=True)
+    imported = {
+        line.rsplit("|", 1)[1].strip() for line in process.stderr.splitlines() if line.startswith("import time:")
+    }
     assert "mlflow" in imported  # which is most of the time it takes, and brings pandas along
     assert not imported & {"torch", "tokenizers", "dvc", "kfp", "transformers"}

@@ -34,13 +34,13 @@ def everything(store: Store) -> dict[str, str]:
 
 def test_a_rehearsal_says_exactly_what_a_collection_then_takes(five: Store) -> None:
     before = everything(five)
-    rehearsed = collect_now(five, RUN, Retention(2), dry_run=True)
+    rehearsal = collect_now(five, RUN, Retention(2), dry_run=True)
     assert everything(five) == before
-    done = collect_now(five, RUN, Retention(2))
-    assert (rehearsed.keys, rehearsed.bytes, rehearsed.steps) == (done.keys, done.bytes, (1, 3))
-    assert done.objects == len(done.keys) > 2
-    assert done.bytes > 0
-    assert set(done.keys) == before.keys() - everything(five).keys()
+    collection = collect_now(five, RUN, Retention(2))
+    assert (rehearsal.keys, rehearsal.bytes, rehearsal.steps) == (collection.keys, collection.bytes, (1, 3))
+    assert collection.objects == len(collection.keys) > 2
+    assert collection.bytes > 0
+    assert set(collection.keys) == before.keys() - everything(five).keys()
     assert list(checkpoint_times(five, RUN)) == [2, 4, 5]
     assert all(verify(five, RUN, step).intact for step in (2, 4, 5))
     assert collect_now(five, RUN, Retention(2)).objects == 0
@@ -62,9 +62,9 @@ def test_while_a_later_attempt_has_not_committed_no_checkpoint_goes(five: Store)
     claim_attempt(five, RUN)
     orphan = f"runs/{RUN}/packs/000001-000000001-{'0' * 32}.pack"
     five.put(orphan, b"x")
-    done = collect_now(five, RUN, Retention(1))
-    assert "attempt 2 has claimed the run" in done.held_back
-    assert (done.steps, done.keys) == ((), (orphan,))
+    collection = collect_now(five, RUN, Retention(1))
+    assert "attempt 2 has claimed the run" in collection.held_back
+    assert (collection.steps, collection.keys) == ((), (orphan,))
     assert len(names(five, "checkpoints")) >= 5
 
 
@@ -78,11 +78,11 @@ class Claiming:
         return getattr(self._store, name)
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        found = list(self._store.list(prefix, after))
+        infos = list(self._store.list(prefix, after))
         if not self.claimed and prefix == self._key:
             self.claimed = True
             claim_attempt(self._store, RUN)
-        return iter(found)
+        return iter(infos)
 
 
 @pytest.mark.parametrize("folder", [layout.pins(RUN), layout.readers(RUN), layout.indexes(RUN), layout.packs(RUN)])
@@ -93,25 +93,25 @@ def test_an_attempt_that_claims_meanwhile_finds_all_that_it_then_goes_on_from(fo
     folder_store.put(f"runs/{RUN}/packs/000001-000000001-{'0' * 32}.pack", b"of a save that failed")
     store = cast(Store, Claiming(folder_store, folder))
     before = everything(folder_store)
-    done = collect_now(store, RUN, Retention(1))
-    assert "attempt 2 has claimed the run meanwhile" in done.held_back
-    assert set(done.keys) == before.keys() - everything(folder_store).keys()
+    collection = collect_now(store, RUN, Retention(1))
+    assert "attempt 2 has claimed the run meanwhile" in collection.held_back
+    assert set(collection.keys) == before.keys() - everything(folder_store).keys()
     if folder == layout.pins(RUN):  # no root had gone yet: the new attempt may find the newest one damaged
-        assert not done.steps
+        assert not collection.steps
         folder_store.delete(layout.checkpoint(RUN, 2))
-        found, _ = load(folder_store)
-        assert found is not None and found.step == 1
-    again = checkpointer(folder_store, 2)
-    step = again.restore(blank(whole(state(0))), lambda _: None)
-    save(again, step + 1, whole(state(step + 1)))
+        loaded, _ = load(folder_store)
+        assert loaded is not None and loaded.step == 1
+    resumed = checkpointer(folder_store, 2)
+    step = resumed.restore(blank(whole(state(0))), lambda _: None)
+    save(resumed, step + 1, whole(state(step + 1)))
     assert verify(folder_store, RUN, step + 1).intact
 
 
 def test_a_collection_beside_another_one_says_so(five: Store) -> None:
     other = Lease(five, layout.collector(RUN), 1, time)
     assert other.take()
-    done = collect_now(five, RUN, Retention(1))
-    assert (done.objects, "another collector is at work" in done.held_back) == (0, True)
+    collection = collect_now(five, RUN, Retention(1))
+    assert (collection.objects, "another collector is at work" in collection.held_back) == (0, True)
     other.release()
     assert collect_now(five, RUN, Retention(1)).steps == (1, 3, 4)
 

@@ -32,11 +32,11 @@ def checkpoint(store: Store, run: str, tensors: dict[str, torch.Tensor], cuts: i
 
 
 def test_equal_states_are_equal_by_their_digests_however_they_were_cut(folder_store: Store) -> None:
-    one, other = (checkpoint(folder_store, run, state(1), cuts) for run, cuts in (("a", 1), ("b", 2)))
-    assert equal(one, other)
-    found = differences(one, other)
-    assert found.none
-    assert found.read == 0
+    first, second = (checkpoint(folder_store, run, state(1), cuts) for run, cuts in (("a", 1), ("b", 2)))
+    assert equal(first, second)
+    difference = differences(first, second)
+    assert difference.none
+    assert difference.read == 0
 
 
 @pytest.mark.parametrize("cuts", [1, 2])
@@ -46,11 +46,11 @@ def test_the_first_differing_element_is_told_with_its_values_and_its_distance(fo
     changed["matrix"][3, 4] = math.nextafter(changed["matrix"][3, 4].item(), math.inf)  # rounds to fp32 itself
     changed["matrix"].view(torch.int32)[3, 4] += 3
     changed["matrix"].view(torch.int32)[6, 0] += 1000
-    one, other = checkpoint(folder_store, "a", state(1)), checkpoint(folder_store, "b", changed, cuts)
-    (found,) = differences(one, other).tensors
-    assert (found.name, found.elements, found.of, found.first) == ("matrix", 2, 35, (3, 4))
-    assert (found.ulps, found.most_ulps) == (3, 1000)
-    assert found.values == (state(1)["matrix"][3, 4].item(), changed["matrix"][3, 4].item())
+    first, second = checkpoint(folder_store, "a", state(1)), checkpoint(folder_store, "b", changed, cuts)
+    (difference,) = differences(first, second).tensors
+    assert (difference.name, difference.elements, difference.of, difference.first) == ("matrix", 2, 35, (3, 4))
+    assert (difference.ulps, difference.most_ulps) == (3, 1000)
+    assert difference.values == (state(1)["matrix"][3, 4].item(), changed["matrix"][3, 4].item())
 
 
 def test_only_pieces_that_may_differ_are_read(folder_store: Store) -> None:
@@ -58,40 +58,40 @@ def test_only_pieces_that_may_differ_are_read(folder_store: Store) -> None:
     changed = large.clone()
     changed[7, 3] += 1
     changed[-1, -1] += 1
-    one = checkpoint(folder_store, "a", {"large": large, "same": large[:9].clone()})
-    other = checkpoint(folder_store, "b", {"large": changed, "same": large[:9].clone()})
-    found = differences(one, other)
-    assert [(each.name, each.first) for each in found.tensors] == [("large", (7, 3))]
-    assert found.tensors[0].elements == 2
-    assert 0 < found.read <= 2**20
+    first = checkpoint(folder_store, "a", {"large": large, "same": large[:9].clone()})
+    second = checkpoint(folder_store, "b", {"large": changed, "same": large[:9].clone()})
+    difference = differences(first, second)
+    assert [(tensor.name, tensor.first) for tensor in difference.tensors] == [("large", (7, 3))]
+    assert difference.tensors[0].elements == 2
+    assert 0 < difference.read <= 2**20
 
 
 def test_every_kind_of_difference_is_told(folder_store: Store) -> None:
-    mine, theirs = state(1), state(1)
-    theirs["count"] = torch.tensor(5)
-    theirs["scalar"] = -mine["scalar"]
-    theirs["half"] = theirs["half"].float()
-    theirs["new"] = theirs.pop("double")
-    one = checkpoint(folder_store, "a", mine, rate=0.5)
-    found = differences(one, checkpoint(folder_store, "b", theirs, cuts=2, rate=0.25))
-    assert [(each.name, each.first, each.ulps is None) for each in found.tensors] == [
+    left, right = state(1), state(1)
+    right["count"] = torch.tensor(5)
+    right["scalar"] = -left["scalar"]
+    right["half"] = right["half"].float()
+    right["new"] = right.pop("double")
+    first = checkpoint(folder_store, "a", left, rate=0.5)
+    difference = differences(first, checkpoint(folder_store, "b", right, cuts=2, rate=0.25))
+    assert [(tensor.name, tensor.first, tensor.ulps is None) for tensor in difference.tensors] == [
         ("count", (), True),
         ("scalar", (), False),
     ]
-    assert [(each.name, each.values) for each in found.scalars] == [("rate", (0.5, 0.25))]
-    assert (found.only_one, found.only_other) == (("double",), ("new",))
-    assert found.unlike == ("half: bfloat16 [6, 3], and float32 [6, 3]",)
-    assert not found.none
+    assert [(scalar.name, scalar.values) for scalar in difference.scalars] == [("rate", (0.5, 0.25))]
+    assert (difference.only_one, difference.only_other) == (("double",), ("new",))
+    assert difference.unlike == ("half: bfloat16 [6, 3], and float32 [6, 3]",)
+    assert not difference.none
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_distances_go_through_zero_and_to_the_ends(folder_store: Store, dtype: torch.dtype) -> None:
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # the number after zero
-    one = torch.tensor([0.0, least, least, -torch.finfo(dtype).max], dtype=dtype)
-    other = torch.tensor([-0.0, 0.0, -least, torch.finfo(dtype).max], dtype=dtype)
+    first = torch.tensor([0.0, least, least, -torch.finfo(dtype).max], dtype=dtype)
+    second = torch.tensor([-0.0, 0.0, -least, torch.finfo(dtype).max], dtype=dtype)
     pairs = [differences(
-        checkpoint(folder_store, f"a{at}", {"w": one[at : at + 1].clone()}),
-        checkpoint(folder_store, f"b{at}", {"w": other[at : at + 1].clone()}),
+        checkpoint(folder_store, f"a{at}", {"w": first[at : at + 1].clone()}),
+        checkpoint(folder_store, f"b{at}", {"w": second[at : at + 1].clone()}),
     ).tensors[0].ulps for at in range(4)]  # fmt: skip
     assert pairs[:3] == [0, 1, 2]
     assert pairs[3] == min(2**63 - 1, 2 * _bits_of_largest(dtype))

@@ -38,26 +38,26 @@ def write(store: Store, run_id: str, steps: list[int], parts_at: int = 99, *, si
 
 def test_the_first_step_the_tensor_and_the_element_are_named_and_the_nearest_checkpoints(tmp_path: Path) -> None:
     stores = [open_store(f"file://{tmp_path / name}") for name in ("one", "other")]
-    one = write(stores[0], "one", [3, 6, 8, 9, 12])
-    other = write(stores[1], "other", [3, 5, 6, 9, 12, 15], parts_at=8)
-    found = find_divergence(one, other)
-    assert (found.none, found.first, found.compared, found.steps) == (False, 8, 12, (12, 15))
-    assert [(each.name, each.values) for each in found.figures] == [("loss", (1 / 8, 1 / 8 + 1e-9))]
-    assert (found.equal_at, found.differs_at) == (6, 9)
-    assert found.difference is not None
-    (tensor,) = found.difference.tensors
+    first = write(stores[0], "one", [3, 6, 8, 9, 12])
+    second = write(stores[1], "other", [3, 5, 6, 9, 12, 15], parts_at=8)
+    divergence = find_divergence(first, second)
+    assert (divergence.none, divergence.first, divergence.compared, divergence.steps) == (False, 8, 12, (12, 15))
+    assert [(figure.name, figure.values) for figure in divergence.figures] == [("loss", (1 / 8, 1 / 8 + 1e-9))]
+    assert (divergence.equal_at, divergence.differs_at) == (6, 9)
+    assert divergence.difference is not None
+    (tensor,) = divergence.difference.tensors
     assert (tensor.name, tensor.first, tensor.elements, tensor.ulps) == ("matrix", (2, 3), 22, 1)
 
 
 def test_equal_as_far_as_both_go_is_equal_and_states_alone_may_differ(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}")
-    one, longer = write(store, "one", [3, 6, 9]), write(store, "longer", [4, 6, 9, 12])
-    found = find_divergence(one, longer)
-    assert (found.none, found.compared, found.equal_at, found.steps) == (True, 9, 9, (9, 12))
-    silently = find_divergence(one, write(store, "silently", [6, 9], parts_at=7, silent=True))
+    base, longer = write(store, "one", [3, 6, 9]), write(store, "longer", [4, 6, 9, 12])
+    divergence = find_divergence(base, longer)
+    assert (divergence.none, divergence.compared, divergence.equal_at, divergence.steps) == (True, 9, 9, (9, 12))
+    silently = find_divergence(base, write(store, "silently", [6, 9], parts_at=7, silent=True))
     assert (silently.none, silently.first, silently.equal_at, silently.differs_at) == (False, None, 6, 9)
     store.delete(layout.checkpoint("one", 9))  # collected: the histories still part at 5, and no tensor is named
-    early = find_divergence(replace(one), write(store, "early", [5, 9], parts_at=5))
+    early = find_divergence(replace(base), write(store, "early", [5, 9], parts_at=5))
     assert (early.first, early.differs_at, early.difference) == (5, None, None)
     with pytest.raises(MissingError, match="run none has no checkpoint"):
-        find_divergence(one, Side(store, "none"))
+        find_divergence(base, Side(store, "none"))

@@ -19,12 +19,12 @@ def test_it_tells_when_how_large_what_was_new_and_why_it_is_kept(folder_store: S
     pin(folder_store, RUN, 6, reason="the figures")
     five, six, seven = list_checkpoints(folder_store, RUN, Retention(1, 5))
     size = sum(tensor.nbytes for tensor in state(5).values())
-    assert [(each.step, each.attempt, each.bytes) for each in (five, six, seven)] == [(n, 1, size) for n in (5, 6, 7)]
+    assert [(row.step, row.attempt, row.bytes) for row in (five, six, seven)] == [(n, 1, size) for n in (5, 6, 7)]
     assert five.fresh == size
     assert 0 < six.fresh <= size - state(5)["frozen"].nbytes
     assert five.kept == ("the first at or after a multiple of 5",)
     assert six.kept == ("pinned",)
-    assert [held.reason for held in six.pins] == ["the figures"]
+    assert [pin.reason for pin in six.pins] == ["the figures"]
     assert seven.kept == ("one of the newest 1",)
     assert five.committed <= six.committed <= seven.committed
 

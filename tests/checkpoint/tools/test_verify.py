@@ -32,12 +32,12 @@ def spoil(store: Store, key: str, place: int) -> None:
 
 
 def test_an_intact_checkpoint_is_read_whole_and_called_intact(saved: Store) -> None:
-    told: list[tuple[int, int]] = []
-    found = verify(saved, RUN, 6, lambda done, total: told.append((done, total)))
+    progress: list[tuple[int, int]] = []
+    report = verify(saved, RUN, 6, lambda done, total: progress.append((done, total)))
     size = sum(tensor.nbytes for tensor in state(6).values())
-    assert (found.intact, found.bytes, found.damages) == (True, size, ())
-    assert told[-1] == (size, size)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert (report.intact, report.bytes, report.damages) == (True, size, ())
+    assert progress[-1] == (size, size)
+    assert [read for read, _ in progress] == sorted(read for read, _ in progress)
 
 
 def test_no_flipped_bit_of_a_pack_or_an_index_passes(saved: Store) -> None:
@@ -48,20 +48,20 @@ def test_no_flipped_bit_of_a_pack_or_an_index_passes(saved: Store) -> None:
             needed = key in {*open_checkpoint(saved, RUN, 6).indexes()} or folder == "packs"
             for place in range(0, len(intact), 7):
                 spoil(saved, key, place)
-                found = [each for step in (3, 6) for each in verify(saved, RUN, step).damages]
-                assert {each.key for each in found} == {key} or not needed, (key, place)
-                assert found
+                damages = [damage for step in (3, 6) for damage in verify(saved, RUN, step).damages]
+                assert {damage.key for damage in damages} == {key} or not needed, (key, place)
+                assert damages
                 saved.put(key, intact)
 
 
 def test_a_damaged_pack_is_named_with_the_tensor_that_lies_in_it(saved: Store) -> None:
     key, start = pack_of(saved, 6)
     spoil(saved, key, start)
-    found = verify(saved, RUN, 6)
-    assert not found.intact
-    assert [(each.key, each.tensor) for each in found.damages] == [(key, "matrix")]
-    assert "fail their checksum" in found.damages[0].reason
-    assert found.bytes == sum(tensor.nbytes for name, tensor in state(6).items() if name != "matrix")
+    report = verify(saved, RUN, 6)
+    assert not report.intact
+    assert [(damage.key, damage.tensor) for damage in report.damages] == [(key, "matrix")]
+    assert "fail their checksum" in report.damages[0].reason
+    assert report.bytes == sum(tensor.nbytes for name, tensor in state(6).items() if name != "matrix")
     assert verify(saved, RUN, 3).intact
 
 
@@ -69,17 +69,17 @@ def test_a_damaged_pack_is_named_with_the_tensor_that_lies_in_it(saved: Store) -
 def test_a_damaged_root_is_named(saved: Store, spoilt: Callable[[bytes], bytes]) -> None:
     key = layout.checkpoint(RUN, 6)
     saved.put(key, spoilt(saved.get(key)))
-    found = verify(saved, RUN, 6)
-    assert [(each.key, each.tensor) for each in found.damages] == [(key, "")]
+    report = verify(saved, RUN, 6)
+    assert [(damage.key, damage.tensor) for damage in report.damages] == [(key, "")]
 
 
 def test_intact_parts_of_another_state_are_found_by_the_digest_of_the_whole(saved: Store) -> None:
     six, three = (open_checkpoint(saved, RUN, step).manifest for step in (6, 3))
     mixed = six.model_copy(update={"indexes": three.indexes})
     saved.put(layout.checkpoint(RUN, 6), mixed.to_bytes())
-    found = verify(saved, RUN, 6)
-    assert len(found.damages) == 1
-    assert "has the digest" in found.damages[0].reason
+    report = verify(saved, RUN, 6)
+    assert len(report.damages) == 1
+    assert "has the digest" in report.damages[0].reason
     assert Manifest.from_bytes(saved.get(layout.checkpoint(RUN, 6)), "m").state_digest == six.state_digest
 
 
@@ -91,8 +91,8 @@ def test_what_is_collected_meanwhile_is_said_and_no_damage(saved: Store) -> None
             saved.delete(layout.checkpoint(RUN, 3))
             saved.delete(key)
 
-    found = verify(BreakingStore(saved, kill=False, before=collect), RUN, 3)  # type: ignore[arg-type]
-    assert (found.collected, found.damages, found.intact) == (True, (), False)
+    report = verify(BreakingStore(saved, kill=False, before=collect), RUN, 3)  # type: ignore[arg-type]
+    assert (report.collected, report.damages, report.intact) == (True, (), False)
     assert verify(saved, RUN, 3).collected
 
 
