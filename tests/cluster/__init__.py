@@ -1,1 +1,1 @@
-"""A Kubernetes cluster in this process: a real HTTP API, the operator's behaviour, and pods that are processes."""
+"""A Kubernetes cluster in this process: a real HTTP API, the operator's behavior, and pods that are processes."""

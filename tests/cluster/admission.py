@@ -1,7 +1,8 @@
-"""What an API server refuses though the object is well formed: service accounts, pod security, quotas.
+"""Admission checks of the emulated API server: service accounts, pod security, quotas.
 
-The words are the server's own. Written after kubernetes/kubernetes v1.36: plugin/pkg/admission/serviceaccount,
-staging/src/k8s.io/pod-security-admission, staging/src/k8s.io/apiserver/pkg/admission/plugin/resourcequota.
+They refuse well-formed objects with the real server's messages. Written after kubernetes/kubernetes v1.36:
+plugin/pkg/admission/serviceaccount, staging/src/k8s.io/pod-security-admission,
+staging/src/k8s.io/apiserver/pkg/admission/plugin/resourcequota.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ ENFORCE = "pod-security.kubernetes.io/enforce"
 
 
 class Admission:
-    """Asked for each new object, while `objects.changed` is held. A namespace without labels, quotas and accounts lets
-    everything in but pods of an account that is not there; `default` is always there."""
+    """Admission of new objects, called while `objects.changed` is held. A namespace without labels, quotas and
+    accounts admits everything but pods of a missing account; `default` always exists."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -69,7 +70,7 @@ class Admission:
 
 
 def _give_defaults(spec: Object, limits: Object) -> None:
-    """What a container gets that asks for nothing."""
+    """Default resources of a container that requests nothing."""
     for limit in limits["spec"]["limits"]:
         if limit["type"] != "Container":
             continue
@@ -81,7 +82,7 @@ def _give_defaults(spec: Object, limits: Object) -> None:
 
 
 def usage(spec: Object) -> dict[str, Decimal]:
-    """What a pod counts for in a quota: the sum of its containers, or an init container where that asks for more."""
+    """What a pod counts for in a quota: the sum of its containers, or an init container where that requests more."""
     amounts: dict[str, Decimal] = {"pods": Decimal(1)}
     for group in ("requests", "limits"):
         whole: dict[str, Decimal] = {}
@@ -96,7 +97,7 @@ def usage(spec: Object) -> dict[str, Decimal]:
 
 
 def used_of(objects: Objects, quota: Object) -> dict[str, Decimal]:
-    """What the living pods of a quota's namespace use of it."""
+    """How much of a quota the running pods of its namespace use."""
     used = dict.fromkeys(quota["spec"]["hard"], Decimal(0))
     for pod in objects.all("pods", quota["metadata"]["namespace"]):
         if pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
@@ -108,7 +109,7 @@ def used_of(objects: Objects, quota: Object) -> dict[str, Decimal]:
 
 
 def quota_status(objects: Objects, quota: Object) -> Object:
-    """What a quota's controller writes."""
+    """The status that a quota's controller writes."""
     used = {key: _text(amount) for key, amount in used_of(objects, quota).items()}
     return {"hard": dict(quota["spec"]["hard"]), "used": used}
 

@@ -1,5 +1,5 @@
-"""The part of the Kubernetes API that the launcher meets, over real HTTP: versions, watches with bookmarks and 410,
-conflicts, preconditions, foreground deletion and owner references, logs that are followed, tokens, RBAC, and faults."""
+"""The part of the Kubernetes API that the launcher uses, over real HTTP: versions, watches with bookmarks and 410,
+conflicts, preconditions, foreground deletion and owner references, followed logs, tokens, RBAC, and faults."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class ApiServer:
         self.objects = Objects()
         self.logs: Callable[[str], Any] = lambda name: None
         self.allowed = ALLOWED
-        self.elsewhere: dict[str, dict[str, set[str]]] = {}  # by namespace, what the launcher may do there
+        self.elsewhere: dict[str, dict[str, set[str]]] = {}  # by namespace: what the launcher may do there
         self.tokens: set[str] = {"token-1"}
         self.requests: list[tuple[str, str]] = []  # (verb, plural), as RBAC sees them
-        self.faults: list[Callable[[str, str], StatusError | None]] = []  # asked for (verb, plural)
+        self.faults: list[Callable[[str, str], StatusError | None]] = []  # called with (verb, plural)
         self.generation = 0  # raised to drop every open stream
-        self.away = False  # connections are closed without a word
+        self.away = False  # connections are closed without an answer
         self.may_patch_nodes = False
         server = self
 
@@ -97,14 +97,14 @@ class ApiServer:
         return {"cluster": {"server": self.url}, "user": {}}
 
     def drop_connections(self) -> None:
-        """Break every watch and log that is open."""
+        """Break every open watch and log stream."""
         with self.objects.changed:
             self.generation += 1
             self.objects.changed.notify_all()
 
     @contextmanager
     def outage(self) -> Iterator[None]:
-        """The server is away while in the context."""
+        """Context in which the server is away."""
         self.away = True
         self.drop_connections()
         try:
@@ -162,7 +162,7 @@ class ApiServer:
             self._reply(request, 200, self._do(verb, plural, namespace, name, body, query))
 
     def _patch_node(self, request: BaseHTTPRequestHandler, name: str, body: Object, query: dict[str, str]) -> None:
-        """Server-side apply of labels and annotations of a node, the only change of one that is asked for here."""
+        """Server-side apply of labels and annotations of a node. No other change of a node is supported."""
         if not self.may_patch_nodes:
             raise StatusError(403, 'nodes is forbidden: User "launcher" cannot patch resource "nodes" in API group ""')
         if not query.get("fieldManager") or request.headers["Content-Type"] != "application/apply-patch+yaml":

@@ -1,4 +1,5 @@
-"""Requests to a real API server on plain dictionaries, for tests and drills: any kind, subresource, patch and watch."""
+"""Requests to a real API server with plain dictionaries, for tests and drills: any kind, subresource, patch and
+watch."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from kubernetes.client import ApiClient, ApiException, Configuration
 
 from tests.cluster.objects import CLUSTER_SCOPED, Object, StatusError
 
-VERSIONS = {  # where each kind lies
+VERSIONS = {  # the API path of each kind
     **dict.fromkeys(["pods", "nodes", "namespaces", "events", "configmaps", "secrets", "services"], "api/v1"),
     **dict.fromkeys(["serviceaccounts", "resourcequotas", "limitranges", "persistentvolumeclaims"], "api/v1"),
     "leases": "apis/coordination.k8s.io/v1",
@@ -44,8 +45,8 @@ class Client:
         self._client = ApiClient(configuration)
 
     def request(self, method: str, path: str, body: Object | None = None, **query: str) -> Object:
-        """The answer. Raises StatusError, with code 0 when the server does not answer. Too many requests, which is
-        also what a server says that begins, are waited for."""
+        """The answer. Raises StatusError, with code 0 when the server does not answer. Waits after "too many
+        requests", which a starting server also answers."""
         end = time.monotonic() + BUSY_SECONDS
         while True:
             try:
@@ -56,7 +57,7 @@ class Client:
             time.sleep(0.2)
 
     def text(self, path: str, **query: str) -> str:
-        """An answer that is no JSON, such as a log."""
+        """An answer that is not JSON, such as a log."""
         return bytes(self._open("GET", path, None, query, 30.0).data).decode(errors="replace")
 
     def get(self, plural: str, name: str, namespace: str | None = None) -> Object | None:
@@ -69,7 +70,8 @@ class Client:
             raise
 
     def list(self, plural: str, namespace: str | None = None, **query: str) -> tuple[list[Object], str]:
-        """The objects, and the version from which a watch goes on. A kind that the server does not know has none."""
+        """The objects, and the version from which a watch continues. A kind that the server does not know has no
+        objects."""
         try:
             answer = self.request("GET", path_of(plural, namespace), **query)
         except StatusError as error:
@@ -88,7 +90,7 @@ class Client:
         return self.request("DELETE", path_of(plural, namespace, name), body)
 
     def watch(self, plural: str, version: str) -> Iterator[tuple[str, Object]]:
-        """(type, object) of every change after a version, in all namespaces, until the server closes."""
+        """Yields (type, object) for every change after a version, in all namespaces, until the server closes."""
         query = {"watch": "true", "resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": "120"}
         response = self._open("GET", path_of(plural), None, query, 150.0)
         rest = b""

@@ -1,4 +1,4 @@
-"""Clusters for tests: over the API server in this process, and over a real one where its binaries are at hand."""
+"""Clusters for tests: over the API server in this process, and over a real one where its binaries are installed."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def plane(request: pytest.FixtureRequest) -> ControlPlane | None:
 
 @pytest.fixture
 def cluster(plane: ControlPlane | None, tmp_path: Path) -> Iterator[Emulation]:
-    """A cluster with nothing in it."""
+    """An empty cluster."""
     with Emulation(tmp_path / "cluster", plane=plane) as emulation:
         yield emulation

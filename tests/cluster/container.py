@@ -19,11 +19,11 @@ from kubernetes.utils.quantity import parse_quantity
 from tests.cluster.objects import Object
 
 SCRATCH = "/scratch"  # where pods of Holdfast have an empty volume
-LOOK_SECONDS = 0.2  # between two looks at how much memory a container has
+LOOK_SECONDS = 0.2  # between two checks of a container's memory
 
 
 class Printed:
-    """What a container printed, each line with the time, as nodes keep it."""
+    """The output of a container, each line with its time, as nodes keep it."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -51,7 +51,7 @@ class Printed:
 
 
 class MissingReferenceError(Exception):
-    """A ConfigMap or a Secret that a container takes its variables from is not there."""
+    """A ConfigMap or Secret that a container takes its variables from is missing."""
 
 
 def signal_group(process: subprocess.Popen[str], number: int) -> None:
@@ -61,7 +61,8 @@ def signal_group(process: subprocess.Popen[str], number: int) -> None:
 
 
 def watch_memory(process: subprocess.Popen[str], container: Object, over: threading.Event) -> None:
-    """Until the process ends: kill the whole container, and set `over`, when it has more memory than its limit."""
+    """Kill the whole container, and set `over`, when it has more memory than its limit. Returns when the process
+    ends."""
     limit = (container.get("resources", {}).get("limits") or {}).get("memory")
     if limit is None:
         return
@@ -76,8 +77,8 @@ def watch_memory(process: subprocess.Popen[str], container: Object, over: thread
 
 
 def _resident(pid: int, most: int) -> int:
-    """The bytes of a process and its children. What they share counts once: asked only where it may matter, since it
-    takes longer."""
+    """The bytes of a process and its children; shared memory counts once. Called only near the limit, since it is
+    slow."""
     with suppress(psutil.Error):
         whole = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
         if sum(_of(process, "rss") for process in whole) > most:
@@ -93,7 +94,7 @@ def _of(process: psutil.Process, field: str) -> int:
 
 
 def command(container: Object, root: Path, variables: Mapping[str, str]) -> list[str]:
-    """What the container runs, its scratch volume at `root`; the kubelet puts variables into it."""
+    """The container's command, with its scratch volume at `root` and variables expanded as the kubelet does."""
     first, *rest = [expanded(argument, variables) for argument in (*container["command"], *container.get("args", []))]
     return [
         sys.executable if first == "python" else first,
@@ -102,8 +103,8 @@ def command(container: Object, root: Path, variables: Mapping[str, str]) -> list
 
 
 def expanded(word: str, variables: Mapping[str, str]) -> str:
-    """A word as the kubelet makes it (kubernetes/third_party/forked/golang/expansion): `$$` is a dollar, `$(NAME)` the
-    value of a variable, or stays where there is none of that name."""
+    """A word as the kubelet expands it (kubernetes/third_party/forked/golang/expansion). `$$` is a dollar; `$(NAME)`
+    is the value of a variable, and stays where no variable has that name."""
     pattern = re.compile(r"\$(?:\$|\(([^)]*)\))")
     return pattern.sub(lambda found: "$" if found[1] is None else variables.get(found[1], found[0]), word)
 
@@ -146,8 +147,8 @@ def environment(
 def _value(
     entry: Object, pod: Object, variables: Mapping[str, Mapping[str, str]], secret: Callable[[str], Object | None]
 ) -> str | None:
-    """The value of a variable, which may be a field of the pod, or stand in a Secret; None for one that may be missing
-    there, and is."""
+    """The value of a variable, which may be a field of the pod or an entry of a Secret. None for an optional
+    variable that is missing."""
     if "value" in entry:
         return expanded(str(entry["value"]), {})
     if reference := entry["valueFrom"].get("secretKeyRef"):

@@ -1,5 +1,5 @@
-"""The emulated cluster as a whole: API server, operator and nodes, and the launcher's way to it. The API server is one
-in this process, or a real one under the same operator and nodes."""
+"""The emulated cluster: API server, operator and nodes, and the launcher's access to it. The API server runs in this
+process, or is a real one under the same operator and nodes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.envtest.control_plane import LAUNCHER, ControlPlane
 
 
 class Emulation:
-    """`with Emulation(folder) as cluster`: a cluster with the training operator and three nodes. With `plane` its API
-    server is that one, which enforces by its own admission; without, the one in this process does."""
+    """`with Emulation(folder) as cluster`: a cluster with the training operator and three nodes. With `plane` that
+    API server serves it and enforces its own admission; otherwise the one in this process does."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Emulation:
         return path
 
     def start_workflow(self, name: str = "pipeline", pods: tuple[str, ...] = ("launcher-1", "launcher-2")) -> Object:
-        """A pipeline run with the pods of its launchers."""
+        """Create a pipeline run with the pods of its launchers."""
         spec = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": {"name": name}, "spec": {}}
         workflow: Object = self.objects.create("workflows", {**spec, "status": {"phase": "Running"}})
         for pod in pods:
@@ -103,7 +103,7 @@ class Emulation:
         return workflow
 
     def label_namespace(self, labels: dict[str, str], namespace: str = NAMESPACE) -> None:
-        """Give a namespace labels, such as the level of pod security that it enforces."""
+        """Label a namespace, for example with the level of pod security that it enforces."""
         if self.objects.get("namespaces", namespace) is None:
             self.objects.create("namespaces", {"metadata": {"name": namespace}})
 
@@ -113,17 +113,17 @@ class Emulation:
         self.objects.change("namespaces", namespace, label)
 
     def set_quota(self, hard: dict[str, str], namespace: str = NAMESPACE) -> None:
-        """Limit what the pods of a namespace may ask for together."""
+        """Limit the total requests of the pods in a namespace."""
         metadata = {"name": "small", "namespace": namespace}
         quota = self.objects.create("resourcequotas", {"metadata": metadata, "spec": {"hard": hard}})
         self._count(quota)
 
     def jobs(self) -> list[str]:
-        """The names of the jobs there are."""
+        """The names of all jobs."""
         return [job["metadata"]["name"] for job in self.objects.all("pytorchjobs")]
 
     def _count(self, quota: Object) -> None:
-        """As the quota's controller: what is used. A real server takes no pod before it knows."""
+        """Write the usage into a quota, as its controller does. A real server admits no pod before that."""
         status = quota_status(self.objects, quota)
 
         def write(found: Object) -> None:
@@ -146,5 +146,5 @@ class Emulation:
                 for quota in self.objects.all("resourcequotas"):
                     self._count(quota)
                 self.kubelet.reconcile()
-        except Exception as error:  # noqa: BLE001 - told when the cluster is left
+        except Exception as error:  # noqa: BLE001 - raised when the cluster is closed
             self._failure = error

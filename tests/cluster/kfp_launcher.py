@@ -1,11 +1,11 @@
 """`python -m tests.cluster.kfp_launcher COMMAND...`: a step as a pod of Kubeflow Pipelines runs it, with its signals.
 
-Argo's emissary starts KFP's launcher as a process group of its own and passes signals to the whole group; the launcher
-starts Python and handles no signal, so it dies of SIGTERM at once. The emissary sees that at its next look, once a
-second, and with it the container ends, whatever still runs in it: Python has a part of a second after SIGTERM. How much
-a process gets done in it is the machine's matter, so a test ends Python itself, when the act it waits for is done; here
-it is only kept from living for ever. Written after kubeflow/pipelines 2.17.0: backend/src/v2/component/launcher_v2.go,
-and argoproj/argo-workflows 4.1: cmd/argoexec/commands/emissary.go.
+Argo's emissary starts KFP's launcher in a separate process group and passes signals to the whole group. The launcher
+starts Python and handles no signal, so SIGTERM kills it immediately. The emissary notices at its next check, once a
+second, and the container ends with all its processes: Python has less than a second after SIGTERM. How much a process
+does in that time depends on the machine. So a test ends Python itself once the act it waits for is done; here it only
+cannot live forever. Written after kubeflow/pipelines 2.17.0: backend/src/v2/component/launcher_v2.go, and
+argoproj/argo-workflows 4.1: cmd/argoexec/commands/emissary.go.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 
 POLL_SECONDS = 0.2
-MOST_SECONDS = 180.0  # that Python may live after SIGTERM, on a machine that does much else
+MOST_SECONDS = 180.0  # that Python may live after SIGTERM, on a busy machine
 
 
 def emissary(command: list[str]) -> int:

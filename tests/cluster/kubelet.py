@@ -1,4 +1,4 @@
-"""Nodes: they take pods, run them as real processes, and tell how they do. A node can be lost with what it runs."""
+"""Nodes: they accept pods, run them as real processes, and report their status. A node can be lost with its pods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cluster import container as containers
 from tests.cluster.container import MissingReferenceError, Printed, signal_group
 from tests.cluster.objects import NAMESPACE, Object, Objects, now
 
-NOT_RUN = "nobody"  # the scheduler's name of pods that stand for something that the test does itself
+NOT_RUN = "nobody"  # scheduler name of pods whose work the test itself does
 MASTER_WAIT_SECONDS = 200.0  # the operator's init container: 100 tries, one every two seconds
 
 
@@ -26,20 +26,20 @@ class Kubelet:
     def __init__(self, objects: Objects, folder: Path, nodes: tuple[str, ...]) -> None:
         self.nodes = nodes
         self.full = False  # no pod can be placed
-        self.room = 100  # for so many pods on each node
-        self.unbound: set[str] = set()  # claims that no volume is found for
-        self.unpullable: set[str] = set()  # images
+        self.room = 100  # pods for each node
+        self.unbound: set[str] = set()  # claims without a volume
+        self.unpullable: set[str] = set()  # images that cannot be pulled
         self.master_wait = MASTER_WAIT_SECONDS
         self.program: Callable[[Object], list[str] | Object | None] = lambda pod: None
         self.printed: dict[str, Printed] = {}
         self.processes: dict[str, subprocess.Popen[str]] = {}
-        self.variables: dict[str, dict[str, str]] = {}  # of the ConfigMaps and Secrets, by name
+        self.variables: dict[str, dict[str, str]] = {}  # of ConfigMaps and Secrets, by name
         self._objects, self._folder = objects, folder
         self._known: set[str] = set()
         self._lost: set[str] = set()  # nodes
 
     def reconcile(self) -> None:
-        """Take in new pods, and end those that are to go."""
+        """Start new pods, and end those that are being deleted."""
         for pod in self._objects.all("pods"):
             metadata, spec = pod["metadata"], pod.get("spec", {})
             if metadata["uid"] in self._known:
@@ -55,12 +55,12 @@ class Kubelet:
                 thread.start()
 
     def close(self) -> None:
-        """Kill whatever runs."""
+        """Kill all running pods."""
         for process in self.processes.values():
             signal_group(process, signal.SIGKILL)
 
     def lose(self, node: str) -> None:
-        """A node goes, with everything on it, and is taken out of the cluster: the pods' garbage collector says so."""
+        """Lose a node with all its pods and remove it from the cluster; the pods' garbage collector reports it."""
         self._lost.add(node)
         message = "PodGC: node no longer exists"
         condition = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC", "message": message}
@@ -78,7 +78,7 @@ class Kubelet:
             self._remove(pod)
 
     def bring_back(self, node: str) -> None:
-        """A lost node, or one of its name, joins the cluster."""
+        """Let a lost node, or one of its name, join the cluster."""
         self._lost.discard(node)
         self._poke()
 
@@ -90,7 +90,7 @@ class Kubelet:
         return self._objects.get("secrets", name, pod["metadata"]["namespace"])
 
     def _awaits(self, pod: Object, name: str) -> bool:
-        """Wait until there is a Secret of that name, or the pod is gone; whether there is."""
+        """Wait until a Secret of that name exists, or the pod is gone. Returns whether the Secret exists."""
         metadata = pod["metadata"]
 
         def gone() -> bool:
@@ -106,7 +106,7 @@ class Kubelet:
             self._objects.changed.notify_all()
 
     def _place(self, pod: Object) -> str | None:
-        """The node of a pod; None when it must wait for one, which its status says."""
+        """The node of a pod; None when the pod must wait for one, which its status then says."""
         metadata, spec = pod["metadata"], pod["spec"]
         terms = spec.get("affinity", {}).get("nodeAffinity", {})
         required = terms.get("requiredDuringSchedulingIgnoredDuringExecution", {}).get("nodeSelectorTerms", [])
@@ -148,7 +148,7 @@ class Kubelet:
         root = self._folder / uid
         root.mkdir(parents=True, exist_ok=True)
         (root / "termination-log").touch()
-        while True:  # it tries again and again, as a real one does
+        while True:  # retries, as a real kubelet does
             try:
                 variables = containers.environment(pod, container, root, self.variables, partial(self._secret, pod))
                 break
@@ -177,7 +177,7 @@ class Kubelet:
         signal_group(process, signal.SIGKILL)  # a container ends as a whole
         output.end()
         if pod["spec"]["nodeName"] in self._lost:
-            return  # nobody is there who could tell
+            return  # a lost node reports nothing
         status = 128 - code if code < 0 else code
         reason = "OOMKilled" if memory_exceeded.is_set() else "Error" if status else "Completed"
         message = (root / "termination-log").read_text()
@@ -198,7 +198,7 @@ class Kubelet:
                     (folder / name).write_text(text)
 
     def _pull(self, pod: Object) -> bool:
-        """Whether an image of the pod cannot be pulled, which its status says."""
+        """Whether an image of the pod cannot be pulled, which its status then says."""
         for field in ("initContainers", "containers"):
             for container in pod["spec"].get(field) or []:
                 if container.get("image") in self.unpullable:
@@ -209,7 +209,7 @@ class Kubelet:
         return False
 
     def _initialized(self, pod: Object) -> bool:
-        """Run the init containers: the operator's waits for the name of the master. Whether they ended well."""
+        """Run the init containers: the operator's waits for the master's name. Returns whether they succeeded."""
         for container in pod["spec"].get("initContainers") or []:
             self._say(pod, "Pending", {"running": {"startedAt": now()}}, "initContainers", container["name"])
             if container["name"] == "init-pytorch" and not self._master_comes(pod):
@@ -236,7 +236,7 @@ class Kubelet:
             return self._objects.changed.wait_for(there, max(0.0, end - time.monotonic()))
 
     def _say(self, pod: Object, phase: str, state: Object, field: str = "containers", name: str = "") -> None:
-        """Write the status of a pod, of which one container is in `state` and the others wait."""
+        """Write the status of a pod in which one container is in `state` and the rest wait."""
         spec, metadata = pod["spec"], pod["metadata"]
         name = name or spec["containers"][0]["name"]
         status: Object = {"phase": phase, "hostIP": "127.0.0.1", "podIP": "127.0.0.1"}
@@ -256,7 +256,7 @@ class Kubelet:
         self.set_status(metadata["name"], status, metadata["uid"], metadata["namespace"])
 
     def _wait_for_end(self, pod: Object) -> None:
-        """Wait until the pod is asked to go."""
+        """Wait until the pod is being deleted."""
         metadata = pod["metadata"]
 
         def asked() -> bool:

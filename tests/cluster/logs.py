@@ -1,4 +1,4 @@
-"""What containers printed, over HTTP as a node gives it: followed, from a time on, or only the last lines."""
+"""Container logs over HTTP as a node serves them: followed, from a given time, or only the last lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.cluster.container import Printed
 
 
 def chunked(request: BaseHTTPRequestHandler) -> Callable[[bytes], None]:
-    """Begin an answer of unknown length; what sends a piece of it."""
+    """Begin an answer of unknown length. Returns a function that sends a piece of it."""
     request.send_response(200)
     request.send_header("Transfer-Encoding", "chunked")
     request.end_headers()
@@ -37,7 +37,7 @@ def chunked(request: BaseHTTPRequestHandler) -> Callable[[bytes], None]:
 def stream(
     request: BaseHTTPRequestHandler, printed: Printed, query: dict[str, str], broken: Callable[[], bool]
 ) -> None:
-    """Answer with a log until it ends, or in the middle of it when the connection is to be `broken`."""
+    """Send a log until its end, or stop in the middle when the connection is to be `broken`."""
     follow, since, count = query.get("follow") == "true", query.get("sinceTime", ""), 0
     lines, _ = printed.snapshot()
     if "tailLines" in query:
@@ -62,7 +62,7 @@ def stream(
 
 
 class NodeLogs:
-    """`with NodeLogs(folder, logs) as port`: the part of a kubelet that an API server asks for logs, over TLS."""
+    """`with NodeLogs(folder, logs) as port`: the kubelet's log endpoint, which an API server queries over TLS."""
 
     def __init__(self, folder: Path, logs: Callable[[str], Printed | None]) -> None:
         node = self
@@ -109,7 +109,7 @@ class NodeLogs:
 
 
 def _certificate(path: Path) -> Path:
-    """A self-signed certificate of 127.0.0.1 with its key, for a day."""
+    """A self-signed certificate of 127.0.0.1 with its key, valid for a day."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "node")])
     begin = datetime.now(UTC) - timedelta(hours=1)

@@ -1,5 +1,5 @@
-"""The objects of a cluster in this process: their versions, conflicts, preconditions and deletions, as an API server
-keeps them. `tests.cluster.remote` has the same face over a real API server."""
+"""The objects of a cluster in this process: versions, conflicts, preconditions and deletions, as an API server keeps
+them. `tests.cluster.remote` has the same interface over a real API server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLUSTER_SCOPED = frozenset({"namespaces", "nodes"})
 
 
 def now() -> str:
-    """The time, as objects carry it."""
+    """The current time in the format of objects."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -32,8 +32,8 @@ class StatusError(Exception):
 
 
 class Table:
-    """Objects that are known, and the version of what is. `changed` guards and tells. A namespace that is not given is
-    the one of the training jobs; `all` looks into every one."""
+    """Known objects, and the version of the newest state. `changed` guards them and notifies. Without a namespace,
+    methods use that of the training jobs; `all` reads every namespace."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -53,7 +53,7 @@ class Table:
             return copy.deepcopy(self._objects.get(key_of(plural, namespace, name)))
 
     def knows(self, reference: Object, namespace: str) -> bool:
-        """Whether the owner that an object of `namespace` names is there: in the same namespace."""
+        """Whether the owner that an object of `namespace` names exists in the same namespace."""
         with self.changed:
             return any(
                 body["metadata"]["uid"] == reference["uid"] and place == namespace
@@ -66,7 +66,7 @@ class Objects(Table):
 
     def __init__(self) -> None:
         super().__init__()
-        self.forgotten = 0  # a watch cannot start from before it
+        self.forgotten = 0  # no watch can start before it
         self.history: list[tuple[int, str, str, Object]] = []
         self.admit: Callable[[str, Object], None] = lambda plural, body: None  # raises StatusError
 
@@ -87,7 +87,7 @@ class Objects(Table):
     def change(
         self, plural: str, name: str, edit: Edit, uid: str | None = None, namespace: str = NAMESPACE
     ) -> Object | None:
-        """Apply `edit` to an object (of that uid); None when it is not there."""
+        """Apply `edit` to an object (with that uid). Returns None when it does not exist."""
         key = key_of(plural, namespace, name)
         with self.changed:
             body = self._objects.get(key)
@@ -121,7 +121,7 @@ class Objects(Table):
     def delete(
         self, plural: str, name: str, uid: str | None = None, foreground: bool = False, namespace: str = NAMESPACE
     ) -> None:
-        """Ask an object to go: pods, and jobs in the foreground, go when what they have is gone."""
+        """Request an object's deletion. Pods, and jobs deleted in the foreground, go once their dependents are gone."""
         key = key_of(plural, namespace, name)
         with self.changed:
             body = self._objects.get(key)
@@ -141,14 +141,14 @@ class Objects(Table):
                 self.remove(plural, name, namespace)
 
     def remove(self, plural: str, name: str, namespace: str = NAMESPACE) -> None:
-        """Take an object out of the world."""
+        """Remove an object immediately."""
         with self.changed:
             body = self._objects.pop(key_of(plural, namespace, name), None)
             if body is not None:
                 self._log("DELETED", plural, copy.deepcopy(body))
 
     def forget(self) -> None:
-        """Compact: no version that was given out is known any more."""
+        """Compact: no earlier version is known any more."""
         with self.changed:
             self.version += 1
             self.forgotten = self.version

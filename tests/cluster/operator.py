@@ -1,4 +1,4 @@
-"""The training operator's behaviour for PyTorchJobs, as docs and source say it, and the garbage collector's."""
+"""The training operator's behavior for PyTorchJobs, as its docs and source describe it, and the garbage collector's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from tests.cluster.objects import Object, Objects, StatusError, now
 from tests.ports import free_port
 
-# What the operator puts before a worker's container when the job has a master (1.9.0): it asks for the master's name,
-# a hundred times, and has no securityContext.
+# The init container that the operator (1.9.0) adds to a worker when the job has a master: it resolves the master's
+# name, up to a hundred times, and has no securityContext.
 INIT_CONTAINER: Object = {
     "name": "init-pytorch",
     "image": "alpine:3.10",
@@ -23,17 +23,17 @@ KINDS = ("pytorchjobs", "pods", "leases", "workflows", "trainjobs", "jobs", "tra
 
 
 class Operator:
-    """Makes pods of jobs, tells in conditions how they do, and cleans up."""
+    """Creates pods of jobs, reports their state in conditions, and cleans up."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._ports: dict[str, int] = {}
         self._started: dict[str, float] = {}
-        self._refused: dict[str, tuple[int, float]] = {}  # by job: how often, and when it tries again
+        self._refused: dict[str, tuple[int, float]] = {}  # by job: number of refusals, and time of the next try
         self._told: dict[tuple[str, str], str] = {}  # the names of events
 
     def reconcile(self) -> None:
-        """Bring every PyTorchJob and its pods nearer to what they should be."""
+        """Bring every PyTorchJob and its pods closer to the desired state."""
         for job in self._objects.all("pytorchjobs"):
             pods = [pod for pod in self._objects.all("pods") if _owned(pod, job)]
             if "deletionTimestamp" in job["metadata"]:
@@ -49,7 +49,7 @@ class Operator:
                 self._go_on(job, pods)
 
     def collect(self) -> None:
-        """Foreground deletion, and what has lost its owner."""
+        """Complete foreground deletions, and delete objects that have lost their owner."""
         everything = [(plural, manifest) for plural in KINDS for manifest in self._objects.all(plural)]
         for plural, body in everything:
             metadata = body["metadata"]
@@ -89,7 +89,7 @@ class Operator:
                 message = f"PyTorchJob {name} is successfully completed."
                 self._condition(job, "Succeeded", "PyTorchJobSucceeded", message, complete=True)
                 return
-        if "Suspended" in _conditions(job):  # told after the pods were made
+        if "Suspended" in _conditions(job):  # reported after the pods were created
             self._objects.change("pytorchjobs", name, _resume, uid, job["metadata"]["namespace"])
         if running:
             self._condition(job, "Running", "PyTorchJobRunning", f"PyTorchJob {name} is running.")
@@ -131,7 +131,7 @@ class Operator:
                 self._event(job, "Warning", "FailedCreatePod", f"Error creating: {error}")
 
     def _event(self, job: Object, kind: str, reason: str, message: str) -> None:
-        """Tell of a job; the same words again only raise the count."""
+        """Emit an event about a job; the same message again only raises the count."""
         metadata, stamp = job["metadata"], now()
         event_name = self._told.get((metadata["uid"], message))
         if event_name is not None:
@@ -180,7 +180,7 @@ class Operator:
             waiting["command"][2] = waiting["command"][2].format(master=f"{metadata['name']}-master-0")
             spec.setdefault("initContainers", []).append(waiting)
         container = next(entry for entry in spec["containers"] if entry["name"] == "pytorch")
-        # the name service: the pods are processes of one machine, each job with a port of its own
+        # the name service: pods are processes of one machine, and each job has a separate port
         here = {f"{metadata['name']}-worker-0:23456": address, f"{metadata['name']}-worker-0": "127.0.0.1"}
         here["--master-port=23456"] = f"--master-port={port}"
         for name, instead in here.items():
@@ -209,7 +209,7 @@ class Operator:
         }
 
     def _condition(self, job: Object, kind: str, reason: str, message: str, complete: bool = False) -> None:
-        """Make a condition true: it goes to the end, and Running gives way to an ending. Failed is sticky."""
+        """Set a condition to true and move it to the end. An ending replaces Running. Failed is permanent."""
 
         def edit(found: Object) -> None:
             status = found.setdefault("status", {})
@@ -256,7 +256,7 @@ def _conditions(job: Object) -> set[str]:
 
 
 def _has_come(job: Object, succeeded: int) -> bool:
-    """Whether so many workers are enough where there is no master."""
+    """Whether these workers are enough where the job has no master."""
     replicas = job["spec"]["pytorchReplicaSpecs"]
     return "Master" not in replicas and ("elasticPolicy" in job["spec"] or succeeded == replicas["Worker"]["replicas"])
 

@@ -1,7 +1,7 @@
-"""The Pod Security Standards, as the API server's PodSecurity admission checks them, for the fields that decide.
+"""The Pod Security Standards, as the API server's PodSecurity admission checks them, for the fields that matter here.
 
-Written after kubernetes/pod-security-admission: policy (v1.36). The words are those of its refusals, so that what a
-test matches here is what a person meets there; `tests.envtest` holds the two together.
+Written after kubernetes/pod-security-admission: policy (v1.36). The messages are those of its refusals, so a test
+matches what a user sees; `tests.envtest` compares the two.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _VOLUMES = frozenset(
 
 
 def violations(level: str, spec: Object) -> list[str]:
-    """What of a pod `level` (privileged, baseline, restricted) forbids, each as the admission's message has it."""
+    """The violations of `level` (privileged, baseline, restricted) by a pod, as in the admission's message."""
     checks: list[Callable[[Object], str]] = []
     if level in ("baseline", "restricted"):
         checks += [_host_namespaces, _privileged, _host_path]

@@ -1,5 +1,5 @@
-"""A real API server under the emulated operator, nodes and garbage collector: `tests.envtest` starts it, this gives it
-what a cluster has beside it."""
+"""A real API server under the emulated operator, nodes and garbage collector. `tests.envtest` starts it; this module
+adds the rest of a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLEARED = ("pytorchjobs", "trainjobs", "trainingruntimes", "jobs", "workflows", 
 
 
 def _lenient(plural: str, kind: str) -> Object:
-    """A definition that takes any object: no official one of Argo's lies among the schemas."""
+    """A definition that accepts any object: the schemas include no official one of Argo."""
     names = {"plural": plural, "kind": kind, "singular": kind.lower(), "listKind": f"{kind}List"}
     schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
     version = {"name": "v1alpha1", "served": True, "storage": True, "schema": schema}
@@ -37,7 +37,7 @@ WORKFLOWS = (_lenient("workflows", "Workflow"), _lenient("workflowtemplates", "W
 
 @contextmanager
 def cluster_plane(folder: Path) -> Iterator[ControlPlane | None]:
-    """A real API server for an emulated cluster, or None where its binaries are not at hand."""
+    """A real API server for an emulated cluster, or None where its binaries are not installed."""
     if assets() is None:
         yield None
         return
@@ -48,7 +48,8 @@ def cluster_plane(folder: Path) -> Iterator[ControlPlane | None]:
 
 
 class RealServer:
-    """`with RealServer(plane, folder) as server`: an empty cluster on a control plane that may have served before."""
+    """`with RealServer(plane, folder) as server`: an empty cluster on a control plane that may have been used
+    before."""
 
     def __init__(self, plane: ControlPlane, folder: Path) -> None:
         self.plane, self.url = plane, plane.url
@@ -89,7 +90,7 @@ class RealServer:
         }
 
     def outage(self) -> Any:
-        """The server is away while in the context: killed, and started again."""
+        """Context in which the server is away: killed, and started again at the end."""
         return self.plane.outage()
 
     def _log_of(self, pod: str) -> Any:

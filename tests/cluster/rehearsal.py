@@ -39,16 +39,16 @@ SECRET = {"AWS_ACCESS_KEY_ID": "rehearsal", "AWS_SECRET_ACCESS_KEY": "rehearsal-
 
 @dataclass
 class Rehearsed:
-    """What came of a rehearsal."""
+    """Result of a rehearsal."""
 
     workflow: Workflow
-    jobs: list[str]  # the PyTorchJobs that were left for their time to live
+    jobs: list[str]  # the PyTorchJobs that remain for their time to live
     killed: int | None  # the process that was killed
 
 
 def rehearse(spec: Spec, folder: Path, kill: bool = False, plane: ControlPlane | None = None) -> Rehearsed:
-    """Run the DAG of `spec`, whose store is in an S3 bucket, to its end. All else lies in `folder`. With `plane` the
-    launcher talks to that API server."""
+    """Run the DAG of `spec`, whose store is in an S3 bucket, to its end. All other files are in `folder`. With
+    `plane` the launcher uses that API server."""
     assert spec.store is not None and spec.store.startswith("s3://"), "the spec of a cluster names an S3 store"
     with S3Server() as endpoint, Emulation(folder / "cluster", plane=plane) as cluster:
         secret = {**SECRET, "AWS_ENDPOINT_URL": endpoint, "AWS_EC2_METADATA_DISABLED": "true"}
@@ -77,8 +77,8 @@ def rehearse(spec: Spec, folder: Path, kill: bool = False, plane: ControlPlane |
 
 
 class _Killer:
-    """Kills the ranks of the last node once it has saved a checkpoint. Until then none computes more than a step
-    beyond it."""
+    """Kills the ranks of the last node once it has saved a checkpoint. Until then every rank computes at most one
+    step beyond it."""
 
     def __init__(self, cluster: Emulation, file: Path, saved: int) -> None:
         self.victim: int | None = None

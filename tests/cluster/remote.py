@@ -1,5 +1,5 @@
-"""The objects of a real API server, with the face of `tests.cluster.objects`: what is read comes from mirrors that
-watches keep, what is written goes to the server, statuses through their subresource and pods to nodes as bindings."""
+"""The objects of a real API server, with the interface of `tests.cluster.objects`. Reads come from mirrors that
+watches keep. Writes go to the server: statuses through their subresource, pods to nodes as bindings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ServerObjects(Table):
     def __init__(self, client: Client) -> None:
         super().__init__()
         self.client = client
-        self._gone: set[str] = set()  # uids
+        self._gone: set[str] = set()  # uids of deleted objects
         self._closing = threading.Event()
 
     def __enter__(self) -> Self:
@@ -106,7 +106,7 @@ class ServerObjects(Table):
         self._note(plural, body, deleted=True)
 
     def knows(self, reference: Object, namespace: str) -> bool:
-        """Whether the owner that an object of `namespace` names is there, as the garbage collector asks it."""
+        """Whether the owner that an object of `namespace` names exists, as the garbage collector checks it."""
         if super().knows(reference, namespace) or reference["kind"] not in PLURALS:
             return True
         body = self.client.get(PLURALS[reference["kind"]], reference["name"], namespace)
@@ -133,9 +133,9 @@ class ServerObjects(Table):
         return found
 
     def _deleted(self, plural: str, answer: Object) -> None:
-        """What the server says to a deletion: the object, as it waits for its end, or that it is gone."""
+        """What the server answers to a deletion: the object, while it waits for its end, or that it is gone."""
         if answer.get("kind") == "Status":
-            return  # the watch tells
+            return  # the watch reports it
         is_kept = answer["metadata"].get("finalizers") or (plural == "pods" and answer["spec"].get("nodeName"))
         if is_kept:
             self._note(plural, answer)

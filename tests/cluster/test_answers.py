@@ -1,4 +1,4 @@
-"""What the API server says when it does not do what it was asked, on the emulated one and on a real one."""
+"""The API server's reasons for refusing a request, on the emulated server and on a real one."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def answering(cluster, code: int, words: str, patience: float = 2.0) -> Api:
 
 @pytest.fixture
 def plane() -> None:
-    """Only the server in this process can be told what to say."""
+    """Only the server in this process takes faults from a test."""
 
 
 def test_a_webhook_that_does_not_answer_is_named_and_the_server_is_not_blamed(cluster, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(client, "retried", partial(client.retried, tries=5))  # it is told at the fourth
+    monkeypatch.setattr(client, "retried", partial(client.retried, tries=5))  # the fourth try is logged
     caplog.set_level(logging.INFO, "holdfast.launch")
     with pytest.raises(WebhookAwayError, match="connection refused; ask who runs it: kubectl get validating") as error:
         answering(cluster, 500, AWAY, patience=600.0).create(JOBS, emitted())
@@ -53,7 +53,7 @@ def test_a_quota_of_objects_is_waited_for_and_named(cluster) -> None:
         OverQuotaError, match=r"a quota of the namespace has no room, lastly with: .*exceeded quota: few"
     ):
         answering(cluster, 403, ROOM).create(JOBS, emitted())
-    assert cluster.server.requests == [("create", "pytorchjobs")]  # it is asked again after seconds
+    assert cluster.server.requests == [("create", "pytorchjobs")]  # the next request comes seconds later
 
 
 def test_what_an_admission_refuses_is_no_matter_of_rights(cluster) -> None:
@@ -95,7 +95,7 @@ def test_a_real_server_names_an_unknown_field_at_once_and_a_webhook_that_is_away
 
 
 def _until_it_is_asked(api: Api) -> None:
-    """A server reads a new configuration when it comes to it."""
+    """Repeat until a running server has read its new configuration."""
     for _ in range(100):
         api.create(JOBS, emitted())
         api.delete(JOBS, emitted()["metadata"]["name"], at_once=True)

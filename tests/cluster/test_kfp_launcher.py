@@ -1,4 +1,5 @@
-"""A train step in a pod of Kubeflow Pipelines: Python lives a part of a second after SIGTERM; its first act must do."""
+"""A train step in a pod of Kubeflow Pipelines: Python has less than a second after SIGTERM, so its first act must
+suffice."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ SERVE = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(204)); 
 
 
 class Step:
-    """The train step's container in pod launcher-1, its ranks doing nothing."""
+    """The train step's container in pod launcher-1; its ranks do nothing."""
 
     def __init__(self, cluster: Emulation, folder: Path) -> None:
         self.cluster = cluster
@@ -64,7 +65,7 @@ class Step:
         return len(pods) == 2 and all(pod.get("status", {}).get("phase") == "Running" for pod in pods)
 
     def terminate(self, enough: Callable[[], object]) -> None:
-        """SIGTERM to the container, which ends as a whole as soon as `enough` holds."""
+        """Send SIGTERM to the container, which ends as a whole as soon as `enough` holds."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         (python,) = (child for child in children if "holdfast.components.train" in child.cmdline()[1:3])
         self.process.terminate()
@@ -99,7 +100,7 @@ def test_a_pipeline_run_that_is_ended_takes_its_job_with_it_before_anything_else
     step.terminate(enough=lambda: step.cluster.jobs() == [])
     assert step.cluster.jobs() == [], step.log.read_text()
     _, after = step.log.read_text().split(": created ")
-    lines = [line for line in after.splitlines()[1:] if "waiting: " not in line]  # that was before it was ended
+    lines = [line for line in after.splitlines()[1:] if "waiting: " not in line]  # those lines came before the end
     assert "ending job" in lines[0]  # nothing came before it
 
 

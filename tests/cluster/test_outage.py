@@ -1,4 +1,4 @@
-"""An API server that was away: what it says at first is not what it says when it has read its roles."""
+"""An API server that was away: its first answers differ from those after it has read its roles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_server_that_begins_and_knows_no_roles_yet_is_asked_again(tmp_path) ->
         faults = [StatusError(403, "cannot get leases") for _ in range(3)]
         cluster.server.faults.append(lambda verb, plural: faults.pop() if faults else None)
         with pytest.raises(AccessDeniedError, match="cannot get leases"):
-            api.get(LEASES, "x")  # nothing was lost: it is meant
+            api.get(LEASES, "x")  # nothing was lost: the error is real
         with cluster.server.outage():
             back = threading.Timer(1.0, lambda: setattr(cluster.server, "away", False))
             back.start()

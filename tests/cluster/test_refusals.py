@@ -1,4 +1,4 @@
-"""What a cluster refuses, in the words that a person meets: pods that are never made, and pods that never run."""
+"""A cluster's refusals in the words that a user sees: pods that are never created, and pods that never run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
 def emitted() -> Object:
-    """The job object of two nodes, as Holdfast makes it, but for the key that its launcher makes."""
+    """The job object of two nodes as Holdfast creates it, without the key that its launcher creates."""
     (body,) = copy.deepcopy(objects_for(job(), None))
     for replica in body["spec"]["pytorchReplicaSpecs"].values():
         (container,) = replica["template"]["spec"]["containers"]
@@ -28,7 +28,7 @@ def emitted() -> Object:
 
 
 def with_a_master(found: Object) -> Object:
-    """The same with a master before the workers: the operator then adds its init container to the workers."""
+    """The same job with a master before the workers: the operator then adds its init container to the workers."""
     replicas = found["spec"]["pytorchReplicaSpecs"]
     replica = next(iter(replicas.values()))
     found["spec"]["pytorchReplicaSpecs"] = {"Master": {**replica, "replicas": 1}, "Worker": {**replica, "replicas": 1}}

@@ -36,7 +36,7 @@ def test_the_example_compiles_for_every_target_it_can_have(target: str, tmp_path
 @pytest.mark.slow
 def test_a_node_killed_in_training_costs_a_restart_and_the_model_is_registered(plane, tmp_path: Path) -> None:
     write_corpus(tmp_path)
-    store = f"s3://rehearsal-{uuid.uuid4().hex}/store"  # moto's buckets are those of the whole process
+    store = f"s3://rehearsal-{uuid.uuid4().hex}/store"  # moto's buckets belong to the whole process
     small = [
         f"store={store}",
         f"data.sources.0.uri={tmp_path}/corpus/*.txt", "data.tokenizer.vocabulary=300", "data.validation_fraction=0.2",

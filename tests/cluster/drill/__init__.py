@@ -1,1 +1,2 @@
-"""The drill: a training undisturbed, then the same one under faults, again and again: each ends with its digest."""
+"""The drill: one undisturbed training, then the same training under faults, repeatedly. Each must end with the same
+digest."""

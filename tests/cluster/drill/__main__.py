@@ -20,14 +20,14 @@ from pathlib import Path
 
 from tests.cluster.drill.place import DrillError, Place
 
-TRIES = 3  # trainings that may be over before their faults, in a row
+TRIES = 3  # consecutive trainings that may end before their faults
 LIMIT_SECONDS = 3600.0  # for one training
-SETTLE_SECONDS = 180.0  # for what a run leaves to go by itself
+SETTLE_SECONDS = 180.0  # until the objects of a run must be gone
 RETRYABLE = 128  # exit codes from here on
 
 
 class Drill:
-    """Runs trainings at a place and compares. `seconds` is how long the calm one trained."""
+    """Runs trainings at a place and compares their digests. `seconds` is how long the undisturbed one trained."""
 
     def __init__(self, place: Place, seed: int, say: object = print) -> None:
         self._place, self._random, self._say = place, random.Random(seed), say
@@ -38,7 +38,8 @@ class Drill:
         self.done = 0
 
     def run(self, minutes: float, only: Sequence[str] = (), together: int = 1) -> None:
-        """The calm run and then the others, first with `together` faults each. Raises DrillError."""
+        """Run the undisturbed training and then the disturbed ones, the first with `together` faults each. Raises
+        DrillError."""
         end = time.monotonic() + minutes * 60
         names = [name for name in self._place.faults if not only or name in only]
         self._tell(f"before: {len(self._before)} objects; faults: {', '.join(names)}")
@@ -52,8 +53,8 @@ class Drill:
             self._tell(f"{self.done}: {', '.join(faults)}: the same state, nothing left")
 
     def _disturb(self, faults: list[str]) -> None:
-        """Train through all of `faults`. A machine that others use has not one speed: those for which a training was
-        too fast hit the next one, as fast as this one was."""
+        """Train through all of `faults`. The speed of a shared machine varies: faults that came too late for one
+        training go to the next one, and are timed by the speed of the last one."""
         missed = faults
         for turn in range(TRIES):
             digest, missed = self._train(f"{self.done}{'-again' * turn}", missed)
@@ -65,8 +66,8 @@ class Drill:
         raise DrillError(f"run {self.done} was over before {', '.join(missed)}, {TRIES} times: give it more steps")
 
     def _train(self, name: str, faults: Sequence[str]) -> tuple[str, list[str]]:
-        """One training to its end, through `faults`, each at a moment of its own. The digest of its state, and the
-        faults that it was over before."""
+        """One training to its end, with each of `faults` at a different moment. Returns the digest of its state, and
+        the faults that came after its end."""
         place, salt, waiting, limit = (
             self._place,
             f"{self._prefix}-{name}",
@@ -104,8 +105,8 @@ class Drill:
         return digest, waiting
 
     def _moment(self, faults: int) -> float:
-        """Seconds from when ranks run, or from the fault before, to the next of so many in a training: most of them
-        while it trains, some while it begins."""
+        """Seconds from the start of ranks, or from the previous fault, to the next of `faults` faults. Most come
+        while the ranks train, some while they start."""
         return self._random.uniform(0.0, 0.6) * self._seconds / max(faults, 1)
 
     def _check_nothing_left(self, name: str) -> None:

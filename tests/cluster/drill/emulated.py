@@ -1,5 +1,5 @@
-"""The emulated cluster as a place for drills: a real API server under it where KUBEBUILDER_ASSETS names one, a real S3
-behind a proxy that can go away, and a real MLflow server that is killed and started again."""
+"""The emulated cluster as a place for drills. It has a real API server where KUBEBUILDER_ASSETS names one, a real S3
+behind a proxy that can go away, and a real MLflow server that is killed and restarted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.tracking.conftest import mlflow_server
 from tests.train.tiny_run import DATASET_ID, tiny_spec, write_dataset
 
 LAUNCHER = "launcher-1"
-AWAY_SECONDS = 4.0  # an outage
+AWAY_SECONDS = 4.0  # length of an outage
 SPEC = (
     "training.steps=120",
     "checkpoint.every_steps=5",
@@ -50,7 +50,7 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "drill", "AWS_SECRET_ACCESS_KEY": "drill-sec
 
 
 class EmulatedPlace:
-    """See `Place`. Everything lies in `folder`."""
+    """Emulated cluster for drills: see `Place`. All files are in `folder`."""
 
     def __init__(self, folder: Path, random_seed: int = 0) -> None:
         self.faults: Mapping[str, Callable[[], str]] = {
@@ -83,7 +83,7 @@ class EmulatedPlace:
         s3 = self._stack.enter_context(S3Server())
         self._proxy = self._stack.enter_context(FaultyProxy(s3))
         bucket = f"drill-{uuid.uuid4().hex[:8]}"
-        os.environ.update(CREDENTIALS, AWS_ENDPOINT_URL=s3)  # this process goes around the proxy
+        os.environ.update(CREDENTIALS, AWS_ENDPOINT_URL=s3)  # this process bypasses the proxy
         boto3.client("s3", region_name="us-east-1").create_bucket(Bucket=bucket)
         self._url = f"s3://{bucket}/store"
         self._store = open_store(self._url)

@@ -1,5 +1,5 @@
-"""A namespace of a real cluster as a place for drills. It needs nothing but the Kubernetes API: launchers are plain
-pods of the step's image, results are the last line of their logs, and things are killed by deleting them."""
+"""A namespace of a real cluster as a place for drills. It needs only the Kubernetes API: launchers are plain pods of
+the step's image, results are the last line of their logs, and faults are deletions."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ LISTED = ("pytorchjobs", "trainjobs", "trainingruntimes", "jobs", "leases", "pod
 NAME = "holdfast-drill"
 LABELS = {"app.kubernetes.io/name": "holdfast", "app.kubernetes.io/component": "step-train"}
 SCRATCH = "/scratch"
-FOLDER = f"{SCRATCH}/drill"  # where the spec is mounted: below a volume that may be written
+FOLDER = f"{SCRATCH}/drill"  # where the spec is mounted: below a writable volume
 CORDON_SECONDS = 60.0
 PREPROCESS_SECONDS = 1800.0
 
 
 class NamespacePlace:
-    """See `Place`. What it makes itself is called holdfast-drill and is not listed; it goes at the end."""
+    """Real namespace for drills: see `Place`. Its own objects are called holdfast-drill. They are not listed, and
+    are deleted at the end."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._client = Client(load_configuration)
@@ -40,8 +41,8 @@ class NamespacePlace:
         self._image: str = arguments.image or IMAGE
         self._account: str = arguments.account
         self._delete_nodes: bool = arguments.delete_nodes
-        self._jobs = self._spec.cluster.namespace or self._namespace  # where the ranks are
-        self._cordoned: dict[str, float] = {}  # until when
+        self._jobs = self._spec.cluster.namespace or self._namespace  # the namespace of the ranks
+        self._cordoned: dict[str, float] = {}  # node -> end of its cordon
         self._random = random.Random(arguments.seed)
         self._dataset = ""
         self._salt = ""
@@ -116,7 +117,7 @@ class NamespacePlace:
         return f"{NAME}-{self._launchers}"
 
     def _start(self, step: str, inputs: list[str]) -> None:
-        """Start the pod of a step: what a renderer would make, without a pipeline."""
+        """Start the pod of a step as a renderer would create it, without a pipeline."""
         if self._launchers:
             self._delete("pods", self._launcher, self._namespace, 0)
         self._launchers += 1
@@ -176,7 +177,7 @@ class NamespacePlace:
         self._post("pods", {"metadata": metadata, "spec": spec})
 
     def _result(self, field: str, seconds: float) -> str:
-        """A field of what the step printed at its end. Raises DrillError when it failed, or took longer."""
+        """A field of the step's last output line. Raises DrillError when the step failed or took longer."""
         end = time.monotonic() + seconds
         while (result := self.ended()) is None:
             if time.monotonic() > end:
@@ -246,7 +247,7 @@ class NamespacePlace:
         return ", ".join(names)
 
     def _delete(self, kind: str, name: str, namespace: str, grace: int | None) -> bool:
-        """Delete, with that many seconds of grace or its own; whether it was there."""
+        """Delete an object, with that many seconds of grace or the object's default. Returns whether it existed."""
         options = {} if grace is None else {"gracePeriodSeconds": grace}
         try:
             self._patiently(lambda: self._client.delete(kind, name, namespace, **options))
@@ -271,7 +272,7 @@ class NamespacePlace:
             time.sleep(0.2)
 
     def _patiently(self, ask):  # type: ignore[no-untyped-def]
-        """Ask again while the API server is away, which the drill may have caused."""
+        """Repeat a request while the API server is away, which the drill may have caused."""
         end = time.monotonic() + 300
         while True:
             try:
@@ -283,7 +284,7 @@ class NamespacePlace:
 
 
 def lasting_name(metadata: Object) -> str:
-    """The name by which an object is known again: that of its ReplicaSet, which replaces a pod under another name."""
+    """The name by which an object is recognized: that of its ReplicaSet, which replaces a pod under another name."""
     owners = [
         ownerreference["name"]
         for ownerreference in metadata.get("ownerReferences", ())
@@ -293,7 +294,7 @@ def lasting_name(metadata: Object) -> str:
 
 
 def run_command(command: str) -> str:
-    """Have the shell of this machine run a command. Raises DrillError when it fails."""
+    """Run a command in this machine's shell. Raises DrillError when it fails."""
     result = subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise DrillError(f"{command}: ended with {result.returncode}: {result.stdout}{result.stderr}")

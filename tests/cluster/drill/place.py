@@ -1,4 +1,4 @@
-"""What the drill needs of a place where trainings run."""
+"""The interface of a place where the drill runs trainings."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from typing import Protocol
 
 
 class DrillError(Exception):
-    """The drill cannot go on, or has found a difference."""
+    """The drill cannot continue, or has found a difference."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a launcher ended."""
+    """Exit of a launcher."""
 
     code: int
     said: str = ""  # its last lines
 
 
 class Place(Protocol):
-    """Starts launchers of one spec, breaks things under them, and lists what is there."""
+    """Starts launchers of one spec, injects faults into them, and lists the objects of the namespace."""
 
-    faults: Mapping[str, Callable[[], str]]  # each does it and returns what it hit; "" when there was nothing to hit
+    # Each fault returns what it hit; "" when there was nothing to hit.
+    faults: Mapping[str, Callable[[], str]]
 
     def listed(self) -> frozenset[str]:
-        """Every job, lease, pod, ConfigMap and the like, as kind/name. Nothing of the place's own workings."""
+        """Every job, lease, pod, ConfigMap and similar object, as kind/name, without the place's own objects."""
         ...
 
     def launch(self, salt: str) -> None:
@@ -33,7 +34,7 @@ class Place(Protocol):
         ...
 
     def ended(self) -> Ended | None:
-        """How that launcher ended; None while it runs."""
+        """The exit of that launcher; None while it runs."""
         ...
 
     def training(self) -> bool:
@@ -41,5 +42,5 @@ class Place(Protocol):
         ...
 
     def digest(self) -> str:
-        """Of the state at the end of the run that was launched last."""
+        """The digest of the final state of the run that was launched last."""
         ...

@@ -1,4 +1,4 @@
-"""The drill itself, for a short while: what `python -m tests.cluster.drill` runs for as long as one likes."""
+"""The drill itself, in a short run of what `python -m tests.cluster.drill` runs for any length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Words:
-    """A place that only says things."""
+    """A place that only returns given words."""
 
     def __init__(self, digests: list[str], left: str = "") -> None:
         self.faults = {"nothing": lambda: "nothing"}
