@@ -1,5 +1,5 @@
-"""What a warm process may be asked: `say` what it is, `sums` of many numbers, what it would
-`collect`, `leave CODE`, `fail`, or `wait`."""
+"""A warm process that acts by its first argument: `say` prints its state, `sums` a digest of many sums, `collect`
+whether objects are frozen; `leave CODE`, `fail`, `wait`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main() -> object:
 
 
 def sums(threads: int) -> str:
-    """What depends on the kernels and on the number of threads that cut the sums: a digest of their bits."""
+    """A digest of the bits of sums that depend on the kernels and on the number of threads that split them."""
     from blake3 import blake3
 
     torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""The launches of the tests here are forked from one server."""
+"""The launches of these tests are forked from one server."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ __all__ = ["launches_of_one_server"]
 
 @pytest.fixture(autouse=True)
 def use_one_server(launches_of_one_server: None) -> None:
-    """For all of them."""
+    """One server for all tests."""

@@ -1,4 +1,4 @@
-"""A launch of this machine, run to its very end."""
+"""A launch on this machine, run until nothing of it is left."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from holdfast.launch import Ending, Job, LocalLauncher
 
 
 def launched(folder: Path, job: Job) -> Ending:
-    """How it ended, once nothing of it is left, and all that it printed is kept (in `folder`/logs)."""
+    """The ending of a launch, once no process of it is left and all its output is in `folder`/logs."""
     with closing(LocalLauncher(folder / "logs")) as launcher:
         return launcher.run(job)

@@ -1,4 +1,4 @@
-"""The metadata service of a cloud's machine, over real HTTP on this one: what it answers is what the test says."""
+"""The metadata service of a cloud, over real HTTP on this machine; the test sets its answers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ MACHINE = "machine-0"
 
 
 class Metadata:
-    """`with Metadata() as cloud`: all three clouds' paths under one address."""
+    """`with Metadata() as cloud`: the paths of all three clouds under one address."""
 
     def __init__(self) -> None:
         self.action: dict[str, str] | None = None  # of AWS
         self.rebalance = False
         self.events: list[dict[str, Any]] = []  # of Azure
         self.token = TOKEN
-        self.broken = 0  # questions that are answered 503
-        self.asked: list[str] = []  # method, path and query of each
-        self.waited = threading.Event()  # somebody has asked GCP to tell of a change
+        self.broken = 0  # requests that are answered 503
+        self.asked: list[str] = []  # method, path and query of each request
+        self.waited = threading.Event()  # a client waits for a change at GCP
         self._preempted, self._changed = False, threading.Condition()
         service = self
 
@@ -48,7 +48,7 @@ class Metadata:
         self._server.server_close()
 
     def preempt(self) -> None:
-        """Of GCP: the machine is taken back. Whoever asks after somebody was told is on another one."""
+        """GCP takes the machine back. A client that asks after one was notified is on another machine."""
         with self._changed:
             self._preempted = True
             self._changed.notify_all()

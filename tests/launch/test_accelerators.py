@@ -1,4 +1,4 @@
-"""The table of accelerators, and what a rank does with it on this machine."""
+"""The table of accelerators, and how a rank uses it on this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_rules_allow_slices_where_the_table_knows_them() -> None:
     from holdfast.spec import SpecError
 
     for kind, accelerator in ACCELERATORS.items():
-        if kind == "tpu":  # refused whole
+        if kind == "tpu":  # a TPU is refused
             continue
         text = SPEC % f"{kind}, slice: 1g.10gb"
         if accelerator.slices is None:
@@ -45,7 +45,7 @@ def test_the_rules_allow_slices_where_the_table_knows_them() -> None:
 def test_a_slice_has_the_name_of_its_device_plugin() -> None:
     assert slice_resource("nvidia", "1g.10gb") == "nvidia.com/mig-1g.10gb"
     assert slice_resource("nvidia", "1g.10gb.shared") == "nvidia.com/mig-1g.10gb.shared"
-    assert slice_resource("nvidia", "shared") == "nvidia.com/gpu.shared"  # by time, or by MPS
+    assert slice_resource("nvidia", "shared") == "nvidia.com/gpu.shared"  # shared by time, or by MPS
     assert slice_resource("amd", "cpx_nps4") == "amd.com/cpx_nps4"
 
 
@@ -57,7 +57,7 @@ def test_the_rules_know_the_networks_of_the_table() -> None:
 
 
 def test_what_decides_between_networks_is_recorded_in_the_plan() -> None:
-    """Another network may be another algorithm, and so another order of sums."""
+    """Another network may use another algorithm, and so another order of sums."""
     deciding = {"NCCL_NET", "FI_PROVIDER"}
     for network in accelerators.NETWORKS.values():
         for variables in network.values():

@@ -1,4 +1,4 @@
-"""Which nodes the next launch does without."""
+"""Nodes that the next launch avoids."""
 
 from __future__ import annotations
 

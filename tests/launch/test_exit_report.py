@@ -1,4 +1,4 @@
-"""One exit code out of those of all ranks."""
+"""The exit report of a launch: one exit code out of those of all ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_signals_are_codes_as_a_shell_reports_them() -> None:
 
 
 def in_process(code: str, rank: int) -> None:
-    """Run some Python as a process of a rank."""
+    """Run Python code as a process of a rank."""
     text = f"from holdfast.launch.exits import RankRecord; record = RankRecord(); {code}"
     environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
     subprocess.run([sys.executable, "-c", text], env=environment, check=False)
@@ -68,12 +68,12 @@ def test_each_process_of_a_rank_leaves_a_record_and_the_last_one_counts(
     in_process("record.formed(1); import os; os.kill(os.getpid(), 9)", 1)
     (tmp_path / "3.unfinished").write_text("")  # killed while it wrote
     assert [(entry.rank, entry.attempt, entry.code) for entry in read_ranks(tmp_path)] == [(0, 1, 202), (1, 1, None)]
-    for rank in (0, 1):  # torchrun starts the same ranks anew when the members of the gang change
+    for rank in (0, 1):  # torchrun restarts the same ranks when the members of the gang change
         in_process("record.formed(2); record.ended(0)", rank)
     assert [(entry.attempt, entry.code) for entry in read_ranks(tmp_path)] == [(2, 0), (2, 0)]
     assert node_exit_of(read_ranks(tmp_path), []).code == 0
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "gone"))
-    RankRecord().ended(12)  # a disk that is full or gone must not hide the code it leaves with
+    RankRecord().ended(12)  # a full or missing disk must not hide the exit code
     monkeypatch.delenv(FOLDER_VARIABLE)
     RankRecord().ended(12)
 

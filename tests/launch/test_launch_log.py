@@ -1,4 +1,4 @@
-"""The log of a launch has a bound, whatever its ranks print."""
+"""The log of a launch is bounded, however much its ranks print."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.launch.reporting import LaunchLog
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds that a test reaches soon."""
+    """Bounds that a test reaches quickly."""
     monkeypatch.setattr(reporting, "FULL_BYTES", 4000)
     monkeypatch.setattr(reporting, "HEAD_BYTES", 500)
     monkeypatch.setattr(reporting, "TAIL_BYTES", 1500)

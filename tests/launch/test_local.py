@@ -107,7 +107,7 @@ def test_a_launch_whose_torchrun_was_killed_ends_when_no_process_of_it_is_left(t
     def kill() -> None:
         pids.extend(ready(tmp_path, 2))
         rank = next(process for process in map(psutil.Process, pids) if process.name() != "sleep")
-        server = rank.parent()  # of warm processes
+        server = rank.parent()  # a warm server
         assert server is not None
         os.kill(server.ppid(), signal.SIGKILL)
 
@@ -117,7 +117,7 @@ def test_a_launch_whose_torchrun_was_killed_ends_when_no_process_of_it_is_left(t
 
 
 def holds_files(pid: int) -> bool:
-    """Whether a process holds anything open: one that ends closes that first, and is a zombie, or gone, afterwards."""
+    """Whether a process has open files. A process that exits closes them first, and is then a zombie or gone."""
     try:
         return bool(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208
     except OSError:
@@ -126,7 +126,7 @@ def holds_files(pid: int) -> bool:
 
 @contextmanager
 def let_by(act: Callable[[], None]) -> Iterator[None]:
-    """Meanwhile, in a thread, `act`; what it asserts holds."""
+    """Run `act` in a thread meanwhile; its assertions must hold."""
     with ThreadPoolExecutor(1) as pool:
         acting = pool.submit(act)
         yield
@@ -141,7 +141,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def ready(folder: Path, ranks: int) -> list[int]:
-    """The process ids of the ranks of the first launch, once all have said that they are ready."""
+    """The process ids of the ranks of the first launch, once all have printed that they are ready."""
     log, deadline = folder / "logs" / "launch-000001.log", time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         matches = re.findall(r"pid (\d+) ready", log.read_text()) if log.exists() else []
@@ -152,7 +152,7 @@ def ready(folder: Path, ranks: int) -> list[int]:
 
 
 def stopped(folder: Path, *deeds: str, grace: float = 20.0) -> tuple[Ending, list[int]]:
-    """Stop the gang once it is ready; how it ended, and the processes that it was."""
+    """Stop the gang once it is ready. Returns its ending and its processes."""
     launcher, pids = LocalLauncher(folder / "logs"), list[int]()
 
     def stop() -> None:
@@ -234,14 +234,14 @@ def test_what_goes_wrong_while_following_leaves_no_gang_behind(tmp_path: Path) -
 
 
 def is_marked(process: psutil.Process, mark: str) -> bool:
-    """Whether it has this in its environment."""
+    """Whether the process has this variable in its environment."""
     with suppress(psutil.Error):
         return process.environ().get("MARK") == mark
     return False
 
 
 def assert_gone(pids: list[int]) -> None:
-    """Fails if one of the processes lives on for long."""
+    """Fail if one of the processes lives on for long."""
     processes: list[psutil.Process] = []
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
@@ -279,9 +279,9 @@ def test_a_process_whose_parent_died_before_it_could_ask_dies_too() -> None:
 
 
 def test_the_first_process_of_a_container_leaves_on_sigterm_before_it_has_started_a_rank() -> None:
-    """Process 1 is ended by no signal that it does not handle: a pod would stand until its grace is over."""
+    """No signal that process 1 does not handle ends it: a pod would stay until its grace period is over."""
     torchrun = [sys.executable, "-m", "holdfast.launch.torchrun", "--nproc-per-node=1"]
     result = subprocess.run(
         [*torchrun, "-m", "tests.launch.told_early"], capture_output=True, timeout=PATIENCE, check=False
     )
-    assert result.returncode == 143  # of itself; -15 is that of one that the signal has killed
+    assert result.returncode == 143  # from its own handler; -15 is that of a process that the signal has killed

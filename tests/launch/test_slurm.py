@@ -1,4 +1,4 @@
-"""How a launch on Slurm ended, from what its nodes said."""
+"""The ending of a launch on Slurm, from the reports of its nodes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_ranks_are_told_the_network_that_the_spec_names(tmp_path: Path, monk
     [
         ({}, "7"),
         ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "7_3"),  # the last task has the number of the array
-        ({"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}, "7"),  # another task; or left by another job
+        ({"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}, "7"),  # another task, or one of another job
     ],
 )
 def test_a_job_is_called_so_that_no_other_job_is_meant(array: dict[str, str], called: str) -> None:

@@ -1,4 +1,4 @@
-"""The restart budget, with a clock and endings that the test chooses."""
+"""The restart budget, with a clock and endings that the test sets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def supervise(*given: Any, **named: Any) -> Ending:
 
 
 class Scripted:
-    """A launcher whose launches end with the given codes, each `minutes` after the one before."""
+    """A launcher whose launches end with the given codes, each `minutes` after the previous one."""
 
     def __init__(self, codes: Iterable[int], minutes: float = 0.0, elsewhere: bool = True) -> None:
         self._codes, self._minutes, self._elsewhere = iter(codes), minutes, elsewhere
@@ -43,7 +43,7 @@ class Scripted:
 
 
 class Waits(threading.Event):
-    """Notes how long it was waited for instead of waiting; is set at the wait number `stop_at`."""
+    """Records the length of each wait instead of waiting; becomes set at wait number `stop_at`."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_launches_without_a_new_checkpoint_end_it_however_long_each_takes() -> N
 
 def test_a_new_checkpoint_gives_every_chance_back() -> None:
     launcher = Scripted([137] * 7 + [0], minutes=25)
-    steps = iter([0, 0, 0, 10, 10, 10, 20, 20])  # before the first launch, and after each
+    steps = iter([0, 0, 0, 10, 10, 10, 20, 20])  # before the first launch, and after each launch
     launcher.saved_step = lambda: next(steps)  # type: ignore[method-assign]
     assert supervised(launcher, Waits(), max_stalled_launches=3).code == 0
     assert launcher.jobs == 8
@@ -164,7 +164,7 @@ def test_a_stop_during_a_launch_or_between_two_starts_no_other() -> None:
 
 
 class Away(Scripted):
-    """A launcher whose store does not answer for some calls; time passes only while it is waited for."""
+    """A launcher whose store does not answer for some calls; time passes only during waits."""
 
     def __init__(self, codes: Iterable[int], refusals: int = 0) -> None:
         super().__init__(codes)

@@ -1,4 +1,4 @@
-"""What a launcher waits for is recorded when it changes, however often it is seen."""
+"""A launcher records what it waits for when that changes, however often it sees it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.telemetry.events import LaunchPending
 
 @pytest.fixture
 def waits() -> Iterator[list[LaunchPending]]:
-    """The events that are emitted."""
+    """The emitted events."""
     events: list[LaunchPending] = []
     remove = add_listener(lambda event, _: events.append(event) if isinstance(event, LaunchPending) else None)
     yield events
@@ -41,7 +41,7 @@ def test_two_pods_that_cannot_be_scheduled_are_one_event_until_something_changes
     follower._nodes = 2
     for memory in ("memory", "memory", "cpu"):
         follower._pods.objects = {f"uid-{n}": pending(n, f"0/1 nodes: insufficient {memory}") for n in range(2)}
-        for _ in range(4 * 60):  # looks in two minutes
+        for _ in range(4 * 60):  # checks in two minutes
             assert follower._obstacle(600.0) is None
     first, second = (event.reason for event in waits)
     assert first.startswith("2 pods cannot be scheduled: 0/1 nodes: insufficient memory")
@@ -70,6 +70,6 @@ def test_reasons_that_alternate_are_recorded_once_a_minute_with_a_count(waits: l
     report.record("a")
     assert [(event.reason, event.count) for event in waits] == [("a", 1), ("b", 1), ("a", 120)]
     report.end()
-    report.record("a")  # its pods came, and are gone again
+    report.record("a")  # its pods started, and are gone again
     assert (waits[-1].reason, waits[-1].count) == ("a", 1)
     assert len(waits) == 4

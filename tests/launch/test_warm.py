@@ -1,4 +1,4 @@
-"""A process that a warm server forked is what a spawned one would be, to the last bit."""
+"""A process that a warm server forks equals a spawned one, to the last bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server() -> Iterator[WarmServer]:
 
 
 def ask(server: WarmServer, *arguments: str, **environment: str) -> tuple[int, str]:
-    """How a child that was forked with `arguments` ended, and what it printed."""
+    """The exit code and the output of a child that was forked with `arguments`."""
     reading, writing = os.pipe()
     process = server.start(CHILD, arguments, {**os.environ, **environment}, writing, writing)
     os.close(writing)
@@ -71,7 +71,7 @@ def test_it_ends_with_the_code_or_the_signal_and_the_traceback_of_a_spawned_one(
 
 
 def test_several_threads_that_wait_for_it_all_learn_how_it_ended(server):
-    """A launcher waits for its gang in one, and stops it from another."""
+    """A launcher waits for its gang in one thread, and stops it from another."""
     process = server.start(CHILD, ["wait"], os.environ)
     codes: list[int] = []
     threads = [threading.Thread(target=lambda: codes.append(process.wait(PATIENCE)), daemon=True) for _ in range(8)]
@@ -85,7 +85,7 @@ def test_several_threads_that_wait_for_it_all_learn_how_it_ended(server):
 
 
 def test_the_group_of_its_process_id_is_there_the_moment_that_is_known(server):
-    """torchrun ends the other ranks so when one fails, maybe before the last of them has done a thing."""
+    """torchrun ends the other ranks this way when one fails, maybe before the last of them has done anything."""
     for _ in range(40):
         process = server.start(CHILD, ["wait"], os.environ)
         os.killpg(process.pid, signal.SIGTERM)

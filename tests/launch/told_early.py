@@ -1,4 +1,4 @@
-"""A rank's module, the import of which is interrupted by SIGTERM to whoever imports it."""
+"""A rank's module whose import sends SIGTERM to the importing process."""
 
 import os
 import signal

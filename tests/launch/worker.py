@@ -1,8 +1,11 @@
-"""A rank that does what its arguments say: `RANK:DEED …`. A deed is a number (leave with that code), `raise`, `kill` or
-`term` (itself), `wait` (for a signal), `ignore` (SIGTERM, and wait), `save` (on SIGTERM leave with 204), `peer` (on
-SIGTERM leave with 202, as one that lost another rank) or `parent` (wait, with a child that ends two seconds later than
-a rank would, and is `ready` instead of it). On one node, none leaves or dies before the ranks that wait are
-ready. Where HOLDFAST_TEST_HELD names a file, what started the ranks does not close their logs before it exists."""
+"""A rank that acts by its arguments `RANK:DEED …`. A deed is a number (exit with that code), `raise`, `kill` or `term`
+(itself), `wait` (for a signal), `ignore` (SIGTERM, and wait), `save` (on SIGTERM exit with 204), `peer` (on SIGTERM
+exit with 202, like a rank that lost another one) or `parent` (wait, with a child that ends two seconds later than a
+rank would, and is `ready` in its place).
+
+On one node, no rank exits or dies before the waiting ranks are ready. Where HOLDFAST_TEST_HELD names a file, the parent
+of the ranks does not close their logs before that file exists.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,15 @@ from holdfast.launch.node.output import CLOSE_SECONDS, RankOutput
 from holdfast.launch.processes import die_with_parent
 
 WAITS = ("wait", "ignore", "save", "peer", "parent")
-SECONDS = 600  # until one that nobody ends ends
+SECONDS = 600  # until a rank that gets no signal exits
 CLOSING, HELD = "HOLDFAST_TEST_CLOSE_SECONDS", "HOLDFAST_TEST_HELD"
 
 _close = RankOutput.close
 
 
 def _patient(self: RankOutput, codes: Mapping[int, int], seconds: float = CLOSE_SECONDS) -> None:
-    """In the process that starts the ranks, which imports this: their last lines have the time that the test gives."""
+    """Extend, in the process that starts the ranks and imports this module, the time for their last lines to the
+    test's."""
     if HELD in os.environ:
         say("what started the ranks is held")
         await_file(HELD)
@@ -36,7 +40,7 @@ def _patient(self: RankOutput, codes: Mapping[int, int], seconds: float = CLOSE_
 
 
 def await_file(variable: str) -> None:
-    """Wait for the file that a variable names, a minute at most: a test that fails shall end."""
+    """Wait for the file that a variable names, at most a minute, so that a failing test ends."""
     deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline and not Path(os.environ[variable]).exists():
         time.sleep(0.01)

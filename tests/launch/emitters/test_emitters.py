@@ -1,4 +1,4 @@
-"""What the emitted objects promise, one sentence each."""
+"""The guarantees of emitted objects, one test each."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_every_rank_sees_the_settings_of_the_place_its_secret_and_itself(kind: s
         for withheld in (*NOT_FOR_RANKS, "MLFLOW_TRACKING_PASSWORD", "HOLDFAST_WEBHOOK", "MODEL_REGISTRY_TOKEN"):
             assert values[withheld] == "", "this goes before what the Secret has"
         fields = {entry["name"]: entry["valueFrom"] for entry in container["env"] if "valueFrom" in entry}
-        fields.pop("HOLDFAST_NODE_RANK", None)  # see the test of the meeting
+        fields.pop("HOLDFAST_NODE_RANK", None)  # see the test of the rendezvous
         key = {"name": "holdfast-0123456789abcdef-1-key", "key": "key"}
         assert fields.pop("HOLDFAST_LAUNCH_KEY") == {"secretKeyRef": key}
         assert {name: value["fieldRef"]["fieldPath"] for name, value in fields.items()} == {
@@ -139,7 +139,7 @@ def test_a_claim_that_is_mounted_twice_is_one_volume() -> None:
 
 
 def flags(thing: dict[str, Any]) -> dict[str, str]:
-    """What torchrun is told, with a single worker template."""
+    """The flags of torchrun, with a single worker template."""
     (replica,) = thing["spec"]["pytorchReplicaSpecs"].values()
     (container,) = replica["template"]["spec"]["containers"]
     return dict(

@@ -1,4 +1,4 @@
-"""What every example becomes on every system: compared with files under review, and held against the official schemas.
+"""Every example on every system: compared with reviewed files, and checked against the official schemas.
 
 To accept a change: HOLDFAST_UPDATE_GOLDEN=1 pytest tests/launch/emitters/test_golden.py, and read the difference.
 """
@@ -21,7 +21,7 @@ EXAMPLES = sorted(ROOT.glob("examples/cluster-*.yaml"), key=lambda path: path.st
 GOLDEN = Path(__file__).parent / "golden"
 OWNER = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": "run", "uid": "0d3c", "controller": False}
 
-REFUSED = {  # by the rules, since the target cannot do what the example asks for
+REFUSED = {  # by the rules, since the target does not support what the example needs
     ("cluster-elastic", "trainjob"): "not elastic",
     ("cluster-elastic", "volcano"): "cannot place a Volcano Job",
     ("cluster-rack", "pytorchjob"): "rewrites the pod group",

@@ -1,4 +1,5 @@
-"""The containers of a PyTorchJob really meet: started here as processes, with the variables that the operator adds."""
+"""The containers of a PyTorchJob complete their rendezvous: started here as processes, with the operator's
+variables."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ cluster: {nodes: {min: %d, max: 2, rendezvous_seconds: 60}}
 
 
 def injected(thing: dict, node: int) -> dict[str, str]:
-    """What the training operator (1.9) adds to the environment of a worker where there is no master. The flags say it
-    again, and more."""
+    """What the training operator (1.9) adds to a worker's environment in a job without a master. The flags repeat
+    it, and add more."""
     spec = thing["spec"]
     common = {"PYTHONUNBUFFERED": "1", "PET_NPROC_PER_NODE": spec["nprocPerNode"], "HOLDFAST_NODE_RANK": str(node)}
     if elastic := spec.get("elasticPolicy"):
@@ -41,7 +42,7 @@ def injected(thing: dict, node: int) -> dict[str, str]:
 
 
 def command(container: dict, name: str, node: int, port: int) -> list[str]:
-    """As the kubelet starts it, on one machine: worker 0 is here, at a free port."""
+    """The command as the kubelet starts it, on one machine: worker 0 is here, at a free port."""
     places = {f"{name}-worker-0:23456": f"127.0.0.1:{port}", f"{name}-worker-0": "127.0.0.1"}
     places |= {"--master-port=23456": f"--master-port={port}", "$(HOLDFAST_NODE_RANK)": str(node)}
     arguments = container["command"][1:]
@@ -82,7 +83,7 @@ def test_the_containers_meet_and_end_with_a_code_of_the_table(
     port = free_port()
     pods = [start(manifest, node, port, tmp_path) for node in range(2)]
     first = pods[0]
-    if 12 in codes:  # the operator ends the others of a failed job
+    if 12 in codes:  # the operator ends the other pods of a failed job
         first.wait(200)
         pods[1].terminate()
     outputs = [pod.communicate(timeout=200)[0] for pod in pods]

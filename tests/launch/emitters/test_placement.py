@@ -1,4 +1,4 @@
-"""Where the pods of a training job may stand and what they are given, in every object that they can be part of."""
+"""Placement and resources of a training job's pods, in every object that can contain them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_network_that_was_named_is_used_or_the_job_fails(kind: str) -> None:
     for template in pods(kind, *FABRIC):
         environment = variables(template)
         assert (environment["NCCL_NET"], environment["FI_PROVIDER"]) == ("AWS Libfabric", "efa")
-        # A second interface of the pod must not be where the ranks meet.
+        # Ranks must not use a second interface of the pod for their rendezvous.
         assert (environment["NCCL_SOCKET_IFNAME"], environment["GLOO_SOCKET_IFNAME"]) == ("=eth0", "eth0")
     for template in pods(kind):
         assert not {"NCCL_NET", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & set(variables(template))
@@ -89,7 +89,7 @@ def test_the_cache_of_the_datasets_fits_on_the_disk_that_is_asked_for(kind: str)
 
 
 def test_kueue_is_not_asked_for_disk_of_which_no_queue_has_a_quota() -> None:
-    """It refuses the whole job otherwise: resource ephemeral-storage unavailable in ClusterQueue."""
+    """Otherwise Kueue refuses the whole job: resource ephemeral-storage unavailable in ClusterQueue."""
     for template in pods("pytorchjob", "cluster.scheduler=kueue", "cluster.queue=q"):
         (container,) = template["spec"]["containers"]
         assert "ephemeral-storage" not in container["resources"]["requests"]
@@ -122,7 +122,7 @@ def test_cores_of_one_numa_node_need_a_pod_whose_limits_are_its_requests(kind: s
 
 
 def test_a_tpu_is_a_word_that_the_emitters_know() -> None:
-    """The rules refuse to train on one; the object is what such a job would be on GKE."""
+    """The rules refuse to train on a TPU; the object is what such a job would be on GKE."""
     place = {"cloud.google.com/gke-tpu-accelerator": "tpu-v5-lite-podslice", "cloud.google.com/gke-tpu-topology": "2x4"}
     plain = job("cluster.accelerator=cpu")
     tpu_job = replace(plain, cluster=plain.cluster.model_copy(update={"accelerator": "tpu", "node_selector": place}))

@@ -1,4 +1,4 @@
-"""An emulated cluster for each test, and short ways to say what its pods do."""
+"""An emulated cluster for each test, and helpers that define what its pods do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SERVE = (
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher's waits, shortened."""
+    """Shorten the launcher's waits."""
     monkeypatch.setattr(follow, "SETTLE_SECONDS", 1.0)
     monkeypatch.setattr(lease, "RENEW", 0.3)
     monkeypatch.setattr(lease, "POLL", 0.2)
@@ -44,7 +44,7 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Emulation]:
-    """A cluster with nothing in it."""
+    """An empty cluster."""
     with Emulation(tmp_path / "cluster") as emulation:
         yield emulation
 
@@ -63,22 +63,22 @@ def job(launch: int = 1, **more: object) -> Job:
 
 
 def python(code: str) -> list[str]:
-    """The command of a pod that runs this."""
+    """The command of a pod that runs this Python code."""
     return [sys.executable, "-c", code]
 
 
 def rank_of(pod: Object) -> int:
-    """Its node's number in the job."""
+    """The number of the pod's node in the job."""
     return int(pod["metadata"]["labels"]["training.kubeflow.org/replica-index"])
 
 
 def each(*codes: str) -> Callable[[Object], list[str]]:
-    """What rank 0 and rank 1 run."""
+    """Run one program in rank 0 and another in rank 1."""
     return lambda pod: python(codes[rank_of(pod)])
 
 
 class Running:
-    """A launcher that follows a launch in a thread of its own."""
+    """A launcher that follows a launch in a thread."""
 
     followers: ClassVar[list[LogFollower]] = []  # of all launchers of the test
 
@@ -94,14 +94,14 @@ class Running:
             self.error = error
 
     def wait_for(self, line: str) -> None:
-        """Wait until the launcher has seen a line of rank 0."""
+        """Wait until the launcher has read a line of rank 0."""
         deadline = time.monotonic() + PATIENCE
         while not any(line in follower.tail for follower in self.followers if follower._api is self.launcher._api):
             assert self._thread.is_alive() and time.monotonic() < deadline, (self.followers, self.ending, self.error)
             time.sleep(0.01)
 
     def end(self) -> Ending:
-        """How it ended."""
+        """The ending of the launch."""
         self._thread.join(PATIENCE)
         if self.error is not None:
             raise self.error
@@ -110,13 +110,13 @@ class Running:
 
 
 def in_vain(monkeypatch: pytest.MonkeyPatch, check: Callable[[], bool]) -> None:
-    """The pods have waited as long as they may, in the launcher's eyes, as soon as `check` holds."""
+    """Exceed the launcher's limit for waiting pods as soon as `check` holds."""
     offset = 60.0 * PENDING
     monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + offset * check()))
 
 
 def both_ready(cluster: Emulation) -> None:
-    """Wait until each pod has printed that it is ready: SERVE leaves with a code of its own from then on."""
+    """Wait until each pod has printed that it is ready: from then on, SERVE exits with a special code."""
 
     def ready() -> bool:
         outputs = list(cluster.kubelet.printed.values())

@@ -1,4 +1,4 @@
-"""Every way a pod can end, or not start, gets its code, its words and its remedy."""
+"""Every way a pod can end, or fail to start, gets its code, its message and its remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An elastic job on the emulated cluster, whose nodes take one pod each: a node is lost, and comes back."""
+"""An elastic job on the emulated cluster, whose nodes take one pod each: a node is lost, and returns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMMON = ("training.determinism=elastic", f"training.steps={STEPS}", "checkpoint
 def test_those_that_are_left_go_on_and_take_the_lost_node_in_when_it_is_back(
     node: int, launches: int, tmp_path: Path
 ) -> None:
-    """Without the first one, where they meet, they are started again by the launcher."""
+    """When the first node, which hosts the rendezvous, is lost, the launcher starts the rest again."""
     store = new_store(tmp_path / "store")
     volume = f'[{{claim: store, path: "{tmp_path / "store"}"}}]'
     spec = tiny_spec(
@@ -105,7 +105,7 @@ def test_a_pod_of_an_elastic_job_may_be_lost_but_not_the_first_nor_again_and_aga
     ending = Running(KubernetesLauncher(settings(**elastic), cluster.api()), job(**elastic)).end()
     assert ending.code == code
     assert ending.detail.startswith(f"node rank {rank} " if code else "")
-    assert len(pod_names) >= pods  # the operator goes on to make them until the job is gone
+    assert len(pod_names) >= pods  # the operator keeps creating pods until the job is gone
 
 
 def test_a_pod_of_a_job_with_spares_may_be_lost_and_is_made_again(cluster: Emulation) -> None:
@@ -125,7 +125,7 @@ def test_a_pod_of_a_job_with_spares_may_be_lost_and_is_made_again(cluster: Emula
 
 
 def held_by(held: Held):
-    """What a pod runs: its own command, with ranks that wait for the test."""
+    """A pod's program: its normal command, with ranks that wait for the test."""
 
     def program(pod: Object) -> None:
         container = pod["spec"]["containers"][0]

@@ -1,4 +1,4 @@
-"""How each kind of job says what state it is in, and which node of the job a pod is."""
+"""How each kind of job reports its state, and which node of the job a pod is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.launch.kubernetes.kinds import KINDS
 
 
 def conditions(*words: str, spec: Object | None = None, **status: object) -> Object:
-    """Words that are true, and one that was."""
+    """Conditions of these types that are true, and one that is no longer true."""
     entries = [
         {"type": condition, "status": "True", "reason": condition, "message": f"it is {condition}"}
         for condition in words
@@ -28,7 +28,7 @@ def conditions(*words: str, spec: Object | None = None, **status: object) -> Obj
         (conditions("Suspended", "Created"), "suspended", False),
         (conditions("Succeeded", "Created", completionTime="2026-01-01T00:00:00Z"), "succeeded", True),
         (conditions("Running", "Created", "Failed", completionTime="2026-01-01T00:00:00Z"), "failed", True),
-        (conditions("Failed"), "failed", False),  # without the time of its end, its time to live never runs
+        (conditions("Failed"), "failed", False),  # without an end time, its time to live never runs out
     ],
 )
 def test_a_pytorchjob_tells_by_conditions_in_any_order(job, state, finished) -> None:

@@ -1,4 +1,4 @@
-"""The launcher against an emulated cluster: how jobs end, who makes them, and what is left of them."""
+"""The launcher on an emulated cluster: how jobs end, who creates them, and what remains of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.launch.kubernetes.conftest import (
     settings,
 )
 
-# As one that has lost its peer: it leaves when its node knows how the peer ended, however busy the machine is.
+# Like a rank that has lost its peer: it leaves when its node knows how the peer ended, however busy the machine is.
 LATER = """
 import os, pathlib, time
 peer = pathlib.Path('PEER')
@@ -36,7 +36,7 @@ while not peer.exists() or os.path.exists('/proc/' + peer.read_text()):
 raise SystemExit(202)
 """
 FELLED = "import os, pathlib; pathlib.Path('PEER.new').write_text(str(os.getpid())); os.rename('PEER.new', 'PEER'); "
-# Neither leaves, or can be told to, before both are there.
+# Neither leaves, or gets a signal, before both are ready.
 MEET = """
 import pathlib, os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -53,7 +53,7 @@ def launcher(cluster, pod=None) -> KubernetesLauncher:
 
 
 def left(cluster) -> set[str]:
-    """The names of all objects there are, but for a pipeline and its pods."""
+    """The names of all objects except a pipeline and its pods."""
     names = {manifest["metadata"]["name"] for plural in PLURALS for manifest in cluster.objects.all(plural)}
     return names - {"pipeline", "launcher-1", "launcher-2"}
 
@@ -185,13 +185,13 @@ def test_excluded_nodes_are_not_used_again(cluster) -> None:
 def test_a_job_that_is_there_is_adopted_and_not_made_again(cluster) -> None:
     cluster.kubelet.program = each(SERVE, SERVE)
     first = launcher(cluster)
-    Running(first, job()).wait_for("ready")  # this launcher goes on until the test ends, as one that hangs
+    Running(first, job()).wait_for("ready")  # this launcher keeps running until the test ends, like one that hangs
     second = launcher(cluster)
     assert second.adopt(RUN, 1)
     running = Running(second, job())
     running.wait_for("ready")
     both_ready(cluster)
-    assert cluster.server.requests.count(("create", "pytorchjobs")) == 2  # one of them found it there
+    assert cluster.server.requests.count(("create", "pytorchjobs")) == 2  # one of them found the existing job
     assert cluster.jobs() == [FIRST]
     second.stop()
     assert running.end().code == 204
@@ -287,7 +287,7 @@ def test_two_launchers_of_a_run_take_turns(cluster) -> None:
     waiting = threading.Thread(target=second)
     with launcher(cluster, "launcher-1").only_one(RUN):
         waiting.start()
-        assert not inside.wait(0.5)  # as long as it takes the other to look twice
+        assert not inside.wait(0.5)  # as long as the other launcher takes for two checks
         order.append("first")
     waiting.join(PATIENCE)
     assert order == ["first", "second"]
@@ -344,11 +344,11 @@ def test_a_lease_that_is_being_deleted_is_not_taken(cluster) -> None:
 
     metadata = {"name": f"holdfast-{RUN}", "deletionTimestamp": "2026-01-01T00:00:00Z"}
     blocked = cluster.operator.collect
-    cluster.operator.collect = lambda: None  # no garbage collector comes
+    cluster.operator.collect = lambda: None  # no garbage collector runs
     cluster.objects.create("leases", {"metadata": metadata, "spec": {"holderIdentity": "pod/training/gone/"}})
     waiting = threading.Thread(target=second)
     waiting.start()
-    assert not taken.wait(1.0)  # as long as it takes to look five times
+    assert not taken.wait(1.0)  # as long as five checks take
     cluster.operator.collect = blocked
     cluster.objects.change("leases", f"holdfast-{RUN}", lambda lease: lease["spec"].update(renewTime="now"))
     waiting.join(PATIENCE)
@@ -396,11 +396,11 @@ def test_dropped_connections_forgotten_versions_and_an_outage_cost_no_line_and_n
     cluster.server.drop_connections()
     running.wait_for("tick 15")
     with cluster.server.outage():
-        threading.Event().wait(1.0)  # the length of the outage is the point
+        threading.Event().wait(1.0)  # the test is about the length of the outage
     ending = running.end()
     assert ending.code == 0
     assert ending.log_tail == tuple(f"tick {n}" for n in range(40))
-    assert len(cluster.server.requests) < 200  # nothing asks in a busy loop
+    assert len(cluster.server.requests) < 200  # no busy loop sends requests
 
 
 def test_a_token_that_expires_is_read_again(cluster) -> None:

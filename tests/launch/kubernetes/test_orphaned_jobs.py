@@ -1,5 +1,5 @@
-"""What a killed launcher leaves is ended by the exit handler of its pipeline, in whichever namespace it is; what a
-living launcher follows is not."""
+"""The exit handler of a pipeline ends what a killed launcher leaves, in any namespace. It does not touch a job that
+a living launcher follows."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ ROLE = Path(__file__).parents[3] / "manifests" / "base" / "notify-role.yaml"
 
 
 def rights() -> dict[str, set[str]]:
-    """What the exit handler may do, by the manifests."""
+    """The exit handler's permissions in the manifests."""
     rules = yaml.safe_load(ROLE.read_text())["rules"]
     return {resource: set(rule["verbs"]) for rule in rules for resource in rule["resources"]}
 
 
 @pytest.fixture
 def abroad(cluster, monkeypatch: pytest.MonkeyPatch):
-    """A pipeline in another namespace than the cluster's, where its jobs are."""
+    """A pipeline in another namespace than its jobs."""
     cluster.server.elsewhere[HOME] = {"pods": {"get"}, "workflows": {"get"}}
     cluster.start_workflow(pods=())
     for name in ("launcher-1", "launcher-2", "notify"):
@@ -59,7 +59,7 @@ def launcher(cluster, pod: str) -> KubernetesLauncher:
 
 
 def killed(cluster, pod: str = "launcher-1", phase: str = "Failed") -> None:
-    """The launcher in `pod` makes a job and dies with no word. Its lease stays."""
+    """The launcher in `pod` creates a job and dies silently. Its lease remains."""
     first = launcher(cluster, pod)
     lease = RunLease(cluster.api(), RUN, first._pod, [])
     lease._acquire()
@@ -77,7 +77,7 @@ def left(cluster) -> set[str]:
 
 
 def as_exit_handler(cluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the exit handler says in its pod, where it has the rights of its role."""
+    """What the exit handler prints in its pod, with the permissions of its role."""
     cluster.server.allowed = rights()
     cluster.server.elsewhere[HOME] = rights()
     environment = {
@@ -112,7 +112,7 @@ def test_the_living_launcher_of_another_pipeline_keeps_its_job(abroad, monkeypat
     with other.only_one(RUN):
         running = Running(other, job())
         running.wait_for("ready")
-        now = [0.0]  # for who waits: it goes on when the living one has renewed, however late that is
+        now = [0.0]  # for the waiting launcher: it continues once the living one has renewed, however late that is
 
         def version() -> str:
             return str(abroad.objects.get("leases", f"holdfast-{RUN}")["metadata"]["resourceVersion"])
@@ -146,7 +146,7 @@ def test_a_launcher_that_comes_meanwhile_waits_and_is_alone_then(abroad) -> None
     waiting = threading.Thread(target=second)
     with RunLease(abroad.api(), RUN, notify, [], patience=PATIENCE):
         waiting.start()
-        assert not inside.wait(1.0)  # as long as it takes to look five times
+        assert not inside.wait(1.0)  # as long as five checks take
     waiting.join(PATIENCE)
     assert inside.is_set()
 

@@ -1,4 +1,4 @@
-"""Whose a launcher's job is: the very Workflow that started it, not one that has its name."""
+"""Owner of a launcher's job: the Workflow that started it, not another one with the same name."""
 
 from __future__ import annotations
 

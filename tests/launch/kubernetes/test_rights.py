@@ -1,4 +1,4 @@
-"""The manifests give the launcher the rights that it uses in these tests, where the server refuses any other."""
+"""The manifests grant exactly the permissions that the launcher uses in these tests; the server refuses any other."""
 
 from __future__ import annotations
 

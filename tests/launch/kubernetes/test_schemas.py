@@ -1,4 +1,4 @@
-"""The validator refuses what an API server would refuse or drop: each right object is broken in one place."""
+"""The validator refuses what an API server would refuse or drop: each valid object is broken in one place."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ COMMON = (f"training.steps={STEPS}", "checkpoint.every_steps=5", "checkpoint.gra
 
 
 def comparable(store: Store, spec: Spec) -> dict[str, object]:
-    """What must be the same bits, whatever the run is called."""
+    """The part of the result that must be the same to the bit, whatever the run's name."""
     _, state = outcome(store, spec)
     export = {Path(key).name: data for key, data in state["export"].items()}  # type: ignore[attr-defined]
     return {"tensors": state["tensors"], "history": state["history"], "export": export}
@@ -38,7 +38,7 @@ def comparable(store: Store, spec: Spec) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What two processes on one machine end with."""
+    """The result of two processes on one machine."""
     folder = tmp_path_factory.mktemp("undisturbed")
     store, spec = new_store(folder / "store"), tiny_spec(*COMMON, "parallel.processes=2")
     train_once(spec, store.url, folder / "home")
@@ -57,7 +57,7 @@ class World:
         self.held = held_at(STEPS, self.spec, self.store, folder / "home")
 
     def launch(self, pod: str = "") -> tuple[psutil.Popen, Output, threading.Thread]:
-        """Start the train step, as the pipeline's pod `pod` does; its ranks compute as far as `held` lets them."""
+        """Start the train step in the pipeline's pod `pod`; its ranks compute as far as `held` permits."""
         environment = {
             "HOLDFAST_LAUNCHER": "kubernetes",
             "KUBECONFIG": str(self.cluster.kubeconfig(self.folder / "kubeconfig")),
@@ -105,7 +105,8 @@ def test_a_launcher_that_is_killed_at_every_stage_or_evicted_is_followed_by_one_
     def unanswered(
         verb: str, plural: str, then: Callable[..., object] = lambda *_: None
     ) -> Callable[[psutil.Popen, Output], None]:
-        """The launcher asks for that, is not answered while it lives, and so cannot go on; `then` came true."""
+        """The launcher sends that request, gets no answer while it lives, and so cannot continue; `then` becomes
+        true."""
 
         def wait(process: psutil.Popen, output: Output) -> None:
             requested = threading.Event()
@@ -141,7 +142,7 @@ def test_a_launcher_that_is_killed_at_every_stage_or_evicted_is_followed_by_one_
     assert "the next launcher adopts it" in printed
     launch_and_kill(lambda _, output: output.wait_for_step(12), signal.SIGKILL)
     launch_and_kill(unanswered("list", "pods", to_the_end), signal.SIGKILL)
-    cluster.objects.delete("pods", "launcher-1")  # so nobody waits for its lease to run out
+    cluster.objects.delete("pods", "launcher-1")  # so no launcher waits for its lease to expire
     process, output, reader = world.launch("launcher-2")
     assert process.wait(PATIENCE) == 0, "".join(output.lines)
     reader.join()

@@ -1,5 +1,5 @@
-"""Pods that do not come: said in the cluster's words within seconds, and waited for as long as the spec says; and a
-queue that takes a job back and lets it go again."""
+"""Pods that do not start: reported in the cluster's words within seconds, and waited for as long as the spec says.
+Also a queue that takes a job back and admits it again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def launcher(cluster) -> KubernetesLauncher:
 
 
 def wait_for_words(caplog: pytest.LogCaptureFixture, words: str) -> None:
-    """Until the launcher has said so."""
+    """Wait until the launcher has logged this."""
     for _ in range(1800):
         if words in caplog.text:
             return
@@ -73,7 +73,7 @@ def test_a_job_whose_operator_is_away_is_given_up_too(cluster) -> None:
 
 
 def test_a_full_queue_of_volcano_is_told_in_its_words(cluster, caplog, monkeypatch) -> None:
-    """It tells of the PodGroup, as of something normal (volcano-sh/volcano: pkg/scheduler/plugins/capacity)."""
+    """Volcano emits an event of type Normal about the PodGroup (volcano-sh/volcano: pkg/scheduler/plugins/capacity)."""
     caplog.set_level(logging.WARNING, "holdfast.launch")
     message = "queue resource quota insufficient: insufficient cpu"
     in_vain(monkeypatch, lambda: message in caplog.text)
@@ -124,7 +124,7 @@ def test_a_job_in_a_queue_waits_as_long_as_it_takes_and_says_so(cluster, caplog,
     running = Running(launcher(cluster), job(scheduler="kueue", queue="q"))
     until(cluster, cluster.jobs)
     wait_for_words(caplog, f"waiting: job {FIRST} is in its queue")
-    offset[0] = 3600.0  # longer than pods may take
+    offset[0] = 3600.0  # longer than pods may wait
     look(running)
     assert caplog.text.count(f"waiting: job {FIRST} is in its queue") == 1
     suspend(cluster, False)
@@ -153,7 +153,7 @@ def test_a_job_that_its_queue_takes_back_goes_on_as_the_same_job_when_it_lets_it
     suspend(cluster, False)
     if when != "later":
         until(cluster, lambda: pods(cluster))
-    if when == "before anybody sees the pods go":  # the watch of pods is behind that of jobs
+    if when == "before anybody sees the pods go":  # the watch of pods lags behind that of jobs
         cluster.server.faults.append(
             lambda verb, plural: StatusError(500, "later") if (verb, plural) == ("watch", "pods") else None
         )
@@ -173,7 +173,7 @@ def test_a_job_that_its_queue_takes_back_goes_on_as_the_same_job_when_it_lets_it
 
 
 def look(running: Running, seconds: float = 2.0) -> None:
-    """It still follows, for as long as it takes to see what happened."""
+    """The launcher keeps following, as long as it needs to see what happened."""
     running._thread.join(seconds)
     assert running.ending is None and running.error is None
 

@@ -1,6 +1,5 @@
-"""An agent whose checkpoints are files in a folder, and a rank that hands saves to it: what stands for the store in
-the tests of how the two live and die.
-"""
+"""An agent whose checkpoints are files in a folder, and a rank that hands saves to it. It replaces the store in the
+tests of how agent and ranks live and die."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ ELEMENTS = 1 << 16
 
 
 class FileWork:
-    """Parts are files `part-<rank>-<step>`, a commit is `step-<step>`; while `hold` is there, nothing is written."""
+    """Parts are files `part-<rank>-<step>`, a commit is `step-<step>`; while `hold` exists, nothing is written."""
 
     def __init__(self, writer: Writer) -> None:
         self._folder, self._rank, self._world = Path(writer.store), writer.rank, writer.world
@@ -58,10 +57,10 @@ class FileWork:
         (self._folder / f"failed-{self._rank}-{step}").write_text(str(failure))
 
     def lift(self) -> None:
-        """Nothing is held back here."""
+        """This agent holds no commit back."""
 
     def hurry(self) -> None:
-        """Nobody is waited for here longer than the test waits."""
+        """No wait here is longer than the test's."""
 
     def after_commit(self, step: int) -> None:
         (self._folder / f"collected-{step}").touch()
@@ -73,7 +72,7 @@ def content(rank: int, step: int) -> torch.Tensor:
 
 
 def rank_main() -> None:
-    """Save at `steps`, into one buffer after the other, and print the outcomes; then wait to be killed."""
+    """Save at `steps`, into alternating buffers, and print the outcomes; then wait to be killed."""
     path, folder, rank, world, *steps = sys.argv[1:]
 
     def tell(outcome: Outcome) -> None:
@@ -94,7 +93,7 @@ def rank_main() -> None:
 
 
 def main() -> None:
-    """The agent, or a rank where there is more to say than where the agent listens."""
+    """Run the agent, or a rank when there are arguments after the agent's socket."""
     if len(sys.argv) > 2:
         rank_main()
     agent.main(lambda path: service.Agent(FileWork).serve(path))

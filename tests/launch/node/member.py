@@ -1,5 +1,6 @@
-"""A rank that does `DEED` while there are two of them: it ends with that code (that of a lost peer: after the other one
-has begun), or is `kill`ed. One that is alone ends well if there were two before, and waits for the other one if not."""
+"""A rank that does `DEED` while the gang has two ranks: it exits with that code (for a lost peer: after the peer has
+begun), or is `kill`ed. A rank that is alone exits with 0 if there were two before, and waits for the other one if
+not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A rank of a gang that loses a node: until the file `lost` is there it trains, then it has lost a peer; the ranks of
-the next gang end as the variable ENDS says, when the file `end` is there: not well, that of the host after `last`."""
+"""A rank of a gang that loses a node. It trains until the file `lost` exists, and then has lost a peer. The ranks of
+the next gang exit with the code in ENDS once the file `end` exists; on failure, the host's rank waits for `last`
+too."""
 
 from __future__ import annotations
 

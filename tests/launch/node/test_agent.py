@@ -1,4 +1,4 @@
-"""What lies complete in shared memory is committed, whoever dies; and nothing is left of whoever has died."""
+"""Complete copies in shared memory are committed, whichever process dies; and a dead process leaves nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Node:
         return self.ranks[number]
 
     def said(self, number: int) -> list[str]:
-        """What a rank has printed."""
+        """The lines that a rank has printed."""
         path = self._folder / f"rank-{number}"
         return path.read_text().splitlines() if path.exists() else []
 
@@ -55,14 +55,14 @@ class Node:
         wait_until(lambda: line in self.said(number), lambda: f"no {line!r} in {self.said(number)}")
 
     def end(self, seconds: float = 60.0) -> None:
-        """The ranks end, and so does the agent, after its work."""
+        """End the ranks, and then the agent after its work."""
         for process in self.ranks.values():
             process.send_signal(signal.SIGKILL)
             process.wait(PATIENCE)
         self.keeper.drain(seconds)
 
     def part(self, number: int, step: int) -> bytes:
-        """What a rank's part of a step holds."""
+        """The content of a rank's part of a step."""
         return (self.store / f"part-{number}-{step}").read_bytes()
 
 
@@ -75,7 +75,7 @@ def node(server: WarmServer, tmp_path: Path) -> Iterator[Node]:
 
 
 def wait_until(condition: Callable[[], bool], why: Callable[[], str] = lambda: "it never came") -> None:
-    """Wait for something that other processes bring about."""
+    """Wait for something that other processes cause."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, why()
@@ -190,7 +190,7 @@ def test_an_agent_that_says_nothing_any_more_is_replaced(server: WarmServer, tmp
     os.kill(pid := node.keeper.pid, signal.SIGSTOP)
     (node.store / "hold").unlink()
     node.wait_for(0, "3 done 65536")
-    wait_until(lambda: not psutil.pid_exists(pid))  # soon buried by who forked it
+    wait_until(lambda: not psutil.pid_exists(pid))  # its parent reaps it soon
     node.end()
 
 
@@ -200,7 +200,7 @@ def test_what_is_not_done_in_time_is_said_and_left(node: Node, caplog: pytest.Lo
     wait_until((node.store / "begun-0-3").exists)
     node.end(0.2)
     assert "not saved within 0.2 s: step 3 of rank 0: its part is being written" in caplog.text
-    wait_until(lambda: not psutil.pid_exists(node.keeper.pid))  # killed, and soon buried by who forked it
+    wait_until(lambda: not psutil.pid_exists(node.keeper.pid))  # killed, and soon reaped by its parent
 
 
 def test_a_node_that_is_told_to_go_meanwhile_waits_no_longer(node: Node, caplog: pytest.LogCaptureFixture) -> None:
@@ -238,7 +238,7 @@ def test_the_agent_dies_with_whatever_it_is_forked_from_and_leaves_nothing(tmp_p
     agent, rank = psutil.Process(node.keeper.pid), psutil.Process(node.ranks[0].pid)
     assert "/memfd:checkpoint" in {
         mapping.path for mapping in agent.memory_maps()
-    }  # memory without a name goes with them
-    node.keeper._ending = True  # its keeper is gone as well
+    }  # anonymous memory goes with its processes
+    node.keeper._ending = True  # its keeper is gone too
     os.kill(server.pid, signal.SIGKILL)
     assert psutil.wait_procs([agent, rank], timeout=PATIENCE)[1] == []

@@ -1,4 +1,4 @@
-"""Two nodes of which one is enough: what the end of one means for the other."""
+"""Two nodes of which one is enough: what the exit of one means for the other."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def node(folder: Path, port: int, deed: str, host: bool) -> subprocess.Popen[str
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("deed", "itself", "the_other"), [
-    ("kill", ExitCode.KILLED, ExitCode.OK),  # another machine may do better: the other one meets again, alone
-    ("11", ExitCode.BAD_DATA, ExitCode.LOST_PEER),  # none would do better: nobody goes on
+    ("kill", ExitCode.KILLED, ExitCode.OK),  # another machine may succeed: the other node forms a gang alone
+    ("11", ExitCode.BAD_DATA, ExitCode.LOST_PEER),  # no machine would succeed: none continues
 ], ids=["what may pass", "what will not pass"])  # fmt: skip
 def test_the_node_that_is_the_cause_ends_and_the_other_goes_on_if_that_may_help(
     deed: str, itself: int, the_other: int, tmp_path: Path

@@ -1,4 +1,4 @@
-"""The end of a rank is known at once, and those that are left do not stay."""
+"""A rank's exit is noticed immediately, and its peers do not stay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from holdfast.telemetry.phases import PHASES
 from tests.launch.launched import launched
 from tests.launch.test_local import job
 
-LONG = 60.0  # seconds that nobody waits here
+LONG = 60.0  # seconds; no test waits that long
 DEAF = """
 import faulthandler, os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -38,7 +38,7 @@ stuck()
 
 @contextmanager
 def deaf(count: int, *stacks: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that do not hear SIGTERM, and write their stacks in a folder where one is given."""
+    """Processes that ignore SIGTERM, and write their stacks into a folder where one is given."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", DEAF, *map(str, stacks)], stdout=subprocess.PIPE, start_new_session=True
@@ -78,7 +78,7 @@ def test_a_wait_ends_with_the_first_process_and_leaves_no_descriptor_open():
         assert time.monotonic() - start < LONG / 2
         assert ranks[1].poll() == -signal.SIGKILL
         assert len(open_files()) == before
-        wait_for_end(ranks, 0.01)  # what is known to have ended ends no wait
+        wait_for_end(ranks, 0.01)  # a process whose end is known ends no further wait
         assert ranks[0].poll() is None
         timer.join()
 
@@ -92,7 +92,7 @@ def test_a_wait_ends_with_a_process_that_was_forked_warm():
         start = time.monotonic()
         wait_for_end([child], LONG)
         assert time.monotonic() - start < LONG / 2
-        assert child.poll() == -signal.SIGKILL  # it is told by then, not only seen by the kernel
+        assert child.poll() == -signal.SIGKILL  # the exit code is reported by then, not only seen by the kernel
         timer.join()
     finally:
         server.close()
@@ -146,7 +146,7 @@ def test_all_that_do_not_leave_are_asked_for_their_stacks_at_once(tmp_path: Path
 
 
 def record(folder: Path, pid: int) -> None:
-    """What a rank that formed the gang has told."""
+    """The report of a rank that was part of the gang."""
     report = RankExit(rank=0, local_rank=0, pid=pid, node="n", attempt=1, began=time.time())
     (folder / f"{pid}.json").write_text(report.model_dump_json())
 

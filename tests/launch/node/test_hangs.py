@@ -1,4 +1,4 @@
-"""Who is said to hang, and after how long: of ranks as a node's watchdog sees them."""
+"""Hang detection from the state of ranks as a node's watchdog sees it: which rank hangs, and after how long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.runtime.heartbeat import Seen
 from holdfast.telemetry.phases import PHASES, Phase
 
 USUAL = (0.5,) * 8
-SOON = 3 * 0.5 + 1.0  # seconds: what may pass until a hang is named
+SOON = 3 * 0.5 + 1.0  # seconds until a hang is reported
 
 
 def rank(
@@ -26,7 +26,7 @@ def rank(
     world: int = 3,
     requests: int = 0,
 ) -> Watched:
-    """A rank that sleeps where it is."""
+    """A rank that sleeps in a phase."""
     state = Seen(number, world, step, PHASES.index(phase), waiting, requests, 1000, steps)
     return Watched(state, quiet, quiet if idle is None else idle, stopped)
 
@@ -36,7 +36,7 @@ def waiters(quiet: float, *numbers: int, **more: object) -> list[Watched]:
 
 
 def suspects(*ranks: Watched) -> list[int]:
-    """Of three ranks, those that are said to hang."""
+    """The ranks, of three, that count as hung."""
     decision = judge(ranks)
     return [] if decision is None else [suspect.seen.rank for suspect in decision.suspects]
 
@@ -108,7 +108,7 @@ def test_what_takes_its_time_is_no_hang(at_work: Watched) -> None:
 
 
 def test_a_rank_that_sleeps_in_a_first_step_compiles_nothing() -> None:
-    """One that waits for a thread that got no memory to begin, for one."""
+    """For example, a rank that waits for a thread which got no memory to start."""
     assert suspects(rank(1, "check", quiet=119.0, steps=()), *waiters(119.0, 0, 2, steps=())) == []
     assert suspects(rank(1, "check", quiet=121.0, steps=()), *waiters(121.0, 0, 2, steps=())) == [1]
     meeting = rank(1, "forward", quiet=600.0, waiting=True, steps=())
@@ -124,7 +124,7 @@ def test_steps_of_changing_length_make_it_patient() -> None:
 def test_of_a_gang_on_several_nodes_each_judges_its_own_ranks() -> None:
     assert judge([rank(1, quiet=SOON, world=8), *waiters(SOON, 0, world=8)]) is not None
     assert judge(waiters(1000.0, 0, 1, world=8)) is None
-    assert judge([rank(1, quiet=SOON, world=8)]) is None  # nobody is known to wait
+    assert judge([rank(1, quiet=SOON, world=8)]) is None  # no rank is known to wait
 
 
 def test_the_words_name_rank_node_place_and_time() -> None:
@@ -136,7 +136,7 @@ def test_the_words_name_rank_node_place_and_time() -> None:
 
 
 def unheard(number: int, seconds: float, steps: tuple[float, ...] = USUAL) -> Watched:
-    """A rank of a node that has told nothing for so long."""
+    """A rank of a node that has sent nothing for that many seconds."""
     state = rank(number, "forward", steps=steps).seen
     return Watched(state, seconds, seconds, seconds, unheard=True)
 

@@ -1,4 +1,4 @@
-"""What real ranks under a real torchrun print: passed on, and kept in the store, however they end."""
+"""Output of real ranks under a real torchrun: passed on, and kept in the store, whatever their exit."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_when_torchrun_is_killed_what_was_kept_can_be_read(tmp_path: Path, store
 def test_a_store_that_is_away_neither_fails_nor_holds_up_a_gang(
     tmp_path: Path, store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # no server listens there
     ending = launched(tmp_path, replace(job(store_url, "0", "0"), environment={}))
     assert ending.code == 0
     log = (tmp_path / "logs" / "launch-000001.log").read_text()
@@ -124,7 +124,7 @@ def test_a_rank_that_was_killed_while_its_peers_still_save_keeps_nobody_busy(
     os.close(writer)
     while True not in looks:
         time.sleep(0.01)
-    time.sleep(1.5)  # in which nothing happens: torchrun waits for the others
+    time.sleep(1.5)  # nothing happens meanwhile: torchrun waits for the other ranks
     assert len(looks) < 10 + (time.monotonic() - start) / 0.1
     output.take_rest(PATIENCE)
     output.close({4_000_000: 137}, PATIENCE)
@@ -138,7 +138,7 @@ def test_what_a_rank_prints_at_its_very_end_is_taken_before_its_log_is_closed(tm
     output.follow(reader, 0, 4_000_000)
 
     def end() -> None:
-        time.sleep(0.3)  # in which one that does not wait closes the log
+        time.sleep(0.3)  # a launcher that did not wait would close the log meanwhile
         os.write(writer, b"the last words\n")
         os.close(writer)
 
@@ -160,7 +160,7 @@ def test_ranks_that_work_on_no_run_are_only_passed_on(tmp_path: Path) -> None:
 
 
 def test_ranks_that_start_cold_are_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch was imported with threads, nothing can be forked."""
+    """After torch was imported with threads, nothing can be forked."""
     store = open_store(f"file://{tmp_path / 'store'}")
     (tmp_path / "threads.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"

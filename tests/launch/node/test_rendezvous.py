@@ -1,4 +1,4 @@
-"""How nodes meet: what a stranger writes to their store is never executed, and does not replace what they know."""
+"""Rendezvous of nodes: a stranger's data in their store is never executed, and does not replace their state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATE_KEY = f"torch.rendezvous.{RUN}"
 
 
 class Payload:
-    """What runs code where it is unpickled."""
+    """A pickle that runs code when it is loaded."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -129,7 +129,7 @@ def test_one_node_listens_nowhere_and_names_a_file_to_its_ranks(
     rendezvous.install(tmp_path, "", alone=True)
     handler = registry.create_handler(RendezvousParameters(backend, "127.0.0.1:29400", RUN, 1, 1, rank=0))
     files = []
-    for _ in range(2):  # each round of ranks meets anew
+    for _ in range(2):  # each round of ranks has a new rendezvous
         info = handler.next_rendezvous()
         assert (info.rank, info.world_size) == (0, 1)
         files.append(os.environ[MEETING_VARIABLE])

@@ -1,4 +1,4 @@
-"""Two seats and more nodes than that: who sits down, who stands by, and how each ends."""
+"""Two slots and more nodes than that: which nodes join the gang, which stand by, and how each exits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STANDS = "this node is a spare"
 
 
 class Gang:
-    """Nodes with one rank each that meet for two seats, at the node "host"."""
+    """Nodes with one rank each that form a gang of two at the node "host"."""
 
     def __init__(self, folder: Path, ends: int = 0) -> None:
         self.folder, self._ends, self._port = folder, ends, free_port()
@@ -35,7 +35,7 @@ class Gang:
             kill_family(process)
 
     def start(self, name: str) -> None:
-        """A node comes."""
+        """Start a node."""
         command = [
             sys.executable, "-m", "holdfast.launch.torchrun", "--nnodes=2:2", "--nproc-per-node=1",
             "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=seats",
@@ -49,17 +49,17 @@ class Gang:
             self.processes[name] = warm.popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
     def seated(self, gang: str) -> dict[str, str]:
-        """The rank of each node that sat in the `first` or `second` gang."""
+        """The rank of each node in the `first` or `second` gang."""
         path = self.folder / "gangs"
         lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
         return {name: rank for label, name, rank in lines if label == gang}
 
     def log(self, name: str) -> str:
-        """What a node has printed."""
+        """The output of a node."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def wait(self, there: Callable[[], bool], what: str) -> None:
-        """Wait until something is there."""
+        """Wait until a condition holds."""
         deadline = time.monotonic() + 120
         while not there():
             logs = "\n".join(f"--- {name}\n{self.log(name)}" for name in self.processes)
@@ -67,7 +67,7 @@ class Gang:
             time.sleep(0.1)
 
     def begin(self, *spares: str) -> None:
-        """Two nodes sit, and the spares stand."""
+        """Two nodes form the gang, and the spares stand by."""
         self.start("host")
         self.start("second")
         self.wait(lambda: len(self.seated("first")) == 2, "the gang")
@@ -76,7 +76,7 @@ class Gang:
             self.wait(lambda name=name: STANDS in self.log(name), f"spare {name}")  # type: ignore[misc]
 
     def codes(self) -> dict[str, int]:
-        """How each node ended."""
+        """The exit code of each node."""
         (self.folder / "end").touch()
         return {name: process.wait(120) for name, process in self.processes.items()}
 
@@ -117,11 +117,11 @@ def test_a_spare_that_is_lost_or_told_to_go_costs_nothing_and_one_that_was_not_n
 
 @pytest.mark.slow
 def test_a_spare_does_not_end_well_when_the_gang_did_not(tmp_path: Path) -> None:
-    """The operator calls a job trained of which one pod ended with 0."""
+    """The operator treats a job as successful when one pod exited with 0."""
     with Gang(tmp_path, ends=ExitCode.BAD_DATA) as gang:
         gang.begin("spare")
         (gang.folder / "end").touch()
-        spare = gang.processes["spare"].wait(120)  # while it can be asked at the host why there is no gang any more
+        spare = gang.processes["spare"].wait(120)  # while the host can still answer why there is no gang any more
         (gang.folder / "last").touch()
         codes = gang.codes()
     assert spare == ExitCode.LOST_PEER

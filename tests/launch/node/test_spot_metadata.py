@@ -1,4 +1,4 @@
-"""What three clouds say of taking a machine back, as their metadata services say it."""
+"""Notices of three clouds about reclaimed machines, as their metadata services send them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ports import free_port
 
 @pytest.fixture
 def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
-    """A metadata service that is asked nothing yet. It answers, if late, on a busy machine."""
+    """A metadata service without requests so far. It answers, if late, on a busy machine."""
     monkeypatch.setattr(spot_metadata, "TIMEOUT", PATIENCE)
     with Metadata() as service:
         yield service
@@ -57,7 +57,7 @@ def test_that_aws_may_reclaim_a_machine_is_not_certain(metadata: Metadata) -> No
 def test_gcp_is_asked_to_tell_at_once_what_changes_after_its_last_answer(metadata: Metadata) -> None:
     cloud = Gcp(metadata.url)
     assert cloud.ask() is None
-    metadata.preempt()  # between two questions: the second one must not wait for another change
+    metadata.preempt()  # between two requests: the second one must not wait for another change
     notice = cloud.ask()
     assert notice is not None
     assert notice.seconds == 30

@@ -1,4 +1,4 @@
-"""The watch on a cloud's metadata service: a notice is the signal that a drained node gets, and an event."""
+"""The watch on a cloud's metadata service: a notice becomes the signal that a drained node gets, and an event."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from holdfast.telemetry.events import NodeReclaimed, StragglerDetected, WarningI
 from tests.launch.metadata import Metadata
 
 SECONDS = 180.0
-TIME = "2026-11-22T08:22:00Z"  # long ago
+TIME = "2026-11-22T08:22:00Z"  # in the past
 
 
 @pytest.fixture
 def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
-    """The service that the watches of this process ask, as AWS has it."""
+    """The metadata service, in AWS's format, that the watches of this process query."""
     with Metadata() as service:
         monkeypatch.setenv(CLOUD, "aws")
         monkeypatch.setenv(SERVICE_URL, service.url)

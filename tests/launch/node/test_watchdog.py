@@ -1,4 +1,4 @@
-"""A node's watchdog: what follows a hang is watched as well, and the other nodes hear that its ranks have ended."""
+"""A node's watchdog: what follows a hang is watched too, and the other nodes learn that its ranks have exited."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Start = Callable[[int, Phase], subprocess.Popen[bytes]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts ranks of a gang of two, each asleep in a phase after some steps of a hundredth of a second."""
+    """Start ranks of a gang of two, each asleep in a phase after some steps of a hundredth of a second."""
     started = []
 
     def start(rank: int, phase: Phase) -> subprocess.Popen[bytes]:
@@ -58,7 +58,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def of(rank: int, **more: str) -> dict[str, str]:
-    """A rank's environment."""
+    """The environment of a rank."""
     return {"RANK": str(rank), **more}
 
 
@@ -75,7 +75,7 @@ def test_a_gang_that_goes_on_in_place_after_a_hang_is_watched_like_the_first(
         watchdog.follow(of(1), hangs.pid)
         assert [rank_process.wait(PATIENCE) for rank_process in (waiter, hangs)] == [-signal.SIGKILL] * 2
     assert b"rank 1 hangs on" in kept[hangs.pid]
-    last = start(0, "save"), start(1, "save")  # which hangs nobody, however late they are looked at
+    last = start(0, "save"), start(1, "save")  # which hangs no rank, however late they are checked
     for rank, process in enumerate(last):
         watchdog.follow(of(rank), process.pid)
     assert watchdog.close() == "", "the hangs before are not how this attempt ended"
@@ -110,8 +110,8 @@ def test_the_ranks_of_a_node_that_have_ended_are_not_missed_by_the_others(
     assert watchdog.close() == ""
 
 
-# A rank with many threads, each of which is deep in its calls: the stacks of the main one are written last. By itself,
-# or by another one: that is who gets a signal which the main thread blocks at the moment at which it comes.
+# A rank with many threads, each with a deep stack: the stack of the main thread is written last. Another thread
+# may write it: that thread gets a signal which the main thread blocks at the moment of its arrival.
 CROWDED = """
 import faulthandler, os, signal, sys, threading
 def wait(depth):
@@ -159,7 +159,7 @@ def test_the_stacks_of_a_rank_that_gets_no_core_while_it_writes_them_are_kept_to
         if writer == "another":
             process.stdout.readline()
         process.send_signal(signal.SIGSTOP)
-        time.sleep(0.3)  # several looks
+        time.sleep(0.3)  # several checks
         process.send_signal(signal.SIGCONT)
         keeping.join()
         process.kill()
@@ -182,11 +182,11 @@ def test_a_rank_whose_compiler_works_for_it_does_not_sleep(command: str, works: 
 def test_a_machine_that_slept_for_an_hour_has_hung_ranks_for_no_longer_than_two_looks(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock goes on while a laptop, or a virtual machine, stands still; its ranks stood still with it."""
+    """The clock runs on while a laptop, or a virtual machine, is suspended; its ranks are suspended with it."""
     offset, looks, enough = [0.0], list[float](), threading.Event()
 
     def look(_self: Watchdog, _rank: _Rank, passed: float) -> None:
-        offset[0] += 3600.0  # before the next look
+        offset[0] += 3600.0  # before the next check
         looks.append(passed)
         if len(looks) == 3:
             enough.set()

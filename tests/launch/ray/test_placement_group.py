@@ -1,4 +1,4 @@
-"""What is said while a Ray has no room, and for how long it is waited for; Ray itself runs in tests/ray."""
+"""Reports and timeout while Ray has no room for a placement group; tests/ray runs a real Ray."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class FakeRay:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
-    """A Ray that gives no room until it is told to."""
+    """A Ray that gives no room until a test allows it."""
     return FakeRay(monkeypatch)
 
 
