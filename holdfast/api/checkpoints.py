@@ -31,17 +31,17 @@ def list_checkpoints(run: str, store: str | Store = "") -> list[CheckpointInfo]:
     from holdfast.checkpoint.tools import list_checkpoints as listed
     from holdfast.checkpoint.tools import retention_of
 
-    opened = open_store_at(store)
-    identity = run_id_of(opened, _whole_run(run))
-    return listed(opened, identity, retention_of(opened, identity))
+    opened_store = open_store_at(store)
+    identity = run_id_of(opened_store, _whole_run(run))
+    return listed(opened_store, identity, retention_of(opened_store, identity))
 
 
 def open_checkpoint(checkpoint: str, store: str | Store = "") -> Checkpoint:
     """A checkpoint, to read its manifest or its tensors. Raises MissingError."""
     from holdfast.checkpoint import open_checkpoint as opened_at
 
-    opened = open_store_at(store)
-    return opened_at(opened, *locate(opened, checkpoint))
+    opened_store = open_store_at(store)
+    return opened_at(opened_store, *locate(opened_store, checkpoint))
 
 
 def verify(checkpoint: str, store: str | Store = "", progress: Progress | None = None) -> Iterator[Verified]:
@@ -54,8 +54,8 @@ def verify(checkpoint: str, store: str | Store = "", progress: Progress | None =
     from holdfast.pipelines.exports import exports_of, verify_export
 
     opened, tell = open_store_at(store), progress or silent
-    wanted, at, _ = checkpoint.partition("@")
-    identity = run_id_of(opened, wanted)
+    run, at, _ = checkpoint.partition("@")
+    identity = run_id_of(opened, run)
     steps = [step_of(opened, identity, checkpoint)] if at else list(checkpoint_times(opened, identity))
     if not steps:
         raise MissingError(f"run {identity} has no checkpoint in {opened.url} yet")
@@ -77,9 +77,9 @@ def pin(checkpoint: str, *, owner: str = "person", reason: str = "", store: str 
     """Keep a checkpoint until its last pin is removed. Returns its run and step."""
     from holdfast.checkpoint import pin as pinned
 
-    opened = open_store_at(store)
-    identity, step = locate(opened, checkpoint)
-    pinned(opened, identity, step, owner, reason)
+    opened_store = open_store_at(store)
+    identity, step = locate(opened_store, checkpoint)
+    pinned(opened_store, identity, step, owner, reason)
     return identity, step
 
 
@@ -87,9 +87,9 @@ def unpin(checkpoint: str, *, owner: str = "person", store: str | Store = "") ->
     """Remove the pin of an owner. Returns the run and the step of the checkpoint."""
     from holdfast.checkpoint import unpin as unpinned
 
-    opened = open_store_at(store)
-    identity, step = locate(opened, checkpoint)
-    unpinned(opened, identity, step, owner)
+    opened_store = open_store_at(store)
+    identity, step = locate(opened_store, checkpoint)
+    unpinned(opened_store, identity, step, owner)
     return identity, step
 
 
@@ -97,9 +97,9 @@ def collect_garbage(run: str, *, dry_run: bool = False, store: str | Store = "")
     """Delete what the retention of a run does not keep. Returns its id, and what is (or would be) deleted."""
     from holdfast.checkpoint.tools import collect_now, retention_of
 
-    opened = open_store_at(store)
-    identity = run_id_of(opened, _whole_run(run))
-    return identity, collect_now(opened, identity, retention_of(opened, identity), dry_run=dry_run)
+    opened_store = open_store_at(store)
+    identity = run_id_of(opened_store, _whole_run(run))
+    return identity, collect_now(opened_store, identity, retention_of(opened_store, identity), dry_run=dry_run)
 
 
 def export_checkpoint(
@@ -119,17 +119,17 @@ def export_checkpoint(
 
     if to not in EXPORT_FORMATS:
         raise UsageError(f"{to!r} is no format", "--to", f"use one of {', '.join(EXPORT_FORMATS)}")
-    opened, tell = open_store_at(store), progress or silent
+    opened_store, tell = open_store_at(store), progress or silent
     if to == "dcp" and "://" in destination:
         raise UsageError(f"{destination}: --to dcp writes only to a folder of this machine")
-    found = open_checkpoint(checkpoint, opened)
-    with found.marked():
+    source = open_checkpoint(checkpoint, opened_store)
+    with source.marked():
         if to == "dcp":
-            export_dcp(found, Path(destination), tell)
+            export_dcp(source, Path(destination), tell)
         else:
-            spec, dataset = _described(opened, found.manifest.run_id, found.manifest.dataset_id)
-            export_hugging_face(found, spec, dataset, open_store(store_root(destination)), tell)
-    return found.manifest.run_id, found.step
+            spec, dataset = _described(opened_store, source.manifest.run_id, source.manifest.dataset_id)
+            export_hugging_face(source, spec, dataset, open_store(store_root(destination)), tell)
+    return source.manifest.run_id, source.step
 
 
 def import_checkpoint(

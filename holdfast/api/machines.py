@@ -98,10 +98,10 @@ def calibrate(ranks: int | None = None, accelerator: str = "cpu", path: Path | N
         raise UsageError(f"{accelerator} cannot be measured", "--accelerator", f"use one of {', '.join(MEASURED)}")
     if ranks is None and accelerator != "cpu":
         raise UsageError("is missing", "--ranks", "give the number of accelerators of this machine")
-    found = measure(ranks or len(os.sched_getaffinity(0)), accelerator)
+    calibrated = measure(ranks or len(os.sched_getaffinity(0)), accelerator)
     to = path or calibration.default_path()
-    calibration.write(found, to)
-    return found, to
+    calibration.write(calibrated, to)
+    return calibrated, to
 
 
 def chaos(
@@ -121,11 +121,11 @@ def chaos(
     from holdfast.pipelines.chaos import compare
     from holdfast.spec.load import load_spec
 
-    checked = load_spec(spec, overrides)
+    checked_spec = load_spec(spec, overrides)
     return compare.Chaos(
         spec,
         overrides,
-        steps or min(checked.training.steps, compare.STEPS),
+        steps or min(checked_spec.training.steps, compare.STEPS),
         compare.draw_seed() if seed is None else seed,
         minutes,
         compare.known_faults(faults),

@@ -27,7 +27,7 @@ class NewChampion:
 
 @dataclass(frozen=True)
 class ServedChampion:
-    """What serving a champion means for a spec."""
+    """The result of serving a champion for a spec."""
 
     champion: Champion
     published: Published | None  # None in a dry run
@@ -50,16 +50,16 @@ def promote(version: str, store: str | Store = "") -> NewChampion:
     model, slash, number = version.rpartition("/")
     if not slash or not model or not number.isdecimal():
         raise UsageError(f"{version!r} is not MODEL/VERSION, such as quickstart/3")
-    opened = open_store_at(store)
-    return _published(promoted(model, int(number), opened), opened)
+    opened_store = open_store_at(store)
+    return _published(promoted(model, int(number), opened_store), opened_store)
 
 
 def rollback(model: str, store: str | Store = "") -> NewChampion:
     """Restore the previous champion, and update the systems that serve the model."""
     from holdfast.tracking import rollback as rolled_back
 
-    opened = open_store_at(store)
-    return _published(rolled_back(model, opened), opened)
+    opened_store = open_store_at(store)
+    return _published(rolled_back(model, opened_store), opened_store)
 
 
 def serve(spec: Spec, *, store: str = "", dry_run: bool = False) -> ServedChampion:
@@ -68,15 +68,15 @@ def serve(spec: Spec, *, store: str = "", dry_run: bool = False) -> ServedChampi
     from holdfast.serving import inference_service_of, publish
     from holdfast.tracking import champion, trusted_stores
 
-    opened = open_store_at(store or spec.store or "")
-    found = champion(spec.registered_model, trusted_stores(spec, opened))
-    if found is None:
+    opened_store = open_store_at(store or spec.store or "")
+    current = champion(spec.registered_model, trusted_stores(spec, opened_store))
+    if current is None:
         raise MissingError(f"registered model {spec.registered_model!r} has no champion: register or promote one")
     if not dry_run:
-        return ServedChampion(found, publish(spec, found, champion=True))
-    objects = (inference_service_of(spec, found),) if spec.serving.kserve is not None else ()
+        return ServedChampion(current, publish(spec, current, champion=True))
+    objects = (inference_service_of(spec, current),) if spec.serving.kserve is not None else ()
     registry = "" if spec.serving.model_registry is None else redact(spec.serving.model_registry.url)
-    return ServedChampion(found, None, objects, registry)
+    return ServedChampion(current, None, objects, registry)
 
 
 def generate(

@@ -1,4 +1,4 @@
-"""Plans: which layouts of a spec fit, how fast they are, and what the run takes and costs."""
+"""Plans: the layouts of a spec that fit, their speed, and the duration and cost of the run."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def plan(
     tokens, assumed = vocabulary_of(spec) if vocabulary is None else (vocabulary, False)
     if budget is None:
         task = task_of(spec, accelerator, hardware.count or spec.world_size, tokens)
-        found = _search(spec, task, layouts)
+        layouts_found = _search(spec, task, layouts)
     else:
         if hardware.count is not None:
             raise UsageError("it chooses the number; give one of --budget and --gpus", "--budget")
-        task, found = _within(budget, spec, accelerator, tokens, layouts)
-    return PlannedLayouts(task, found, accelerator, tokens, assumed)
+        task, layouts_found = _within(budget, spec, accelerator, tokens, layouts)
+    return PlannedLayouts(task, layouts_found, accelerator, tokens, assumed)
 
 
 def vocabulary_of(spec: Spec) -> tuple[int, bool]:
@@ -68,12 +68,12 @@ def vocabulary_of(spec: Spec) -> tuple[int, bool]:
     from holdfast.planning.auto import UNKNOWN_VOCABULARY
     from holdfast.planning.auto import vocabulary_of as known
 
-    found = known(spec)
-    return (UNKNOWN_VOCABULARY, True) if found is None else (found, False)
+    vocabulary = known(spec)
+    return (UNKNOWN_VOCABULARY, True) if vocabulary is None else (vocabulary, False)
 
 
 def spot_of(spec: Spec, found: Found) -> Spot | None:
-    """What spot nodes mean for the best layout."""
+    """The effect of spot nodes on the best layout."""
     from holdfast.planning import spot
 
     if not found.best:
@@ -105,16 +105,16 @@ def _accelerator(spec: Spec, name: str, calibration: Path | None, price: float |
 
 
 def _prices(spec: Spec, hour: float | None) -> dict[str, float]:
-    """Those of the spec, which come before the table's; `hour` before both."""
+    """The prices of the spec, which override those of the table; `hour` overrides both."""
     prices = spec.cluster.prices
-    known = {
+    figures = {
         "price": prices.accelerator_hour if hour is None else hour,
         "spot_price": prices.spot_accelerator_hour,
         "spot_interruptions": prices.spot_interruptions,
         "kilowatt_hour": prices.kilowatt_hour,
         "carbon": prices.carbon_per_kilowatt_hour,
     }
-    return {name: value for name, value in known.items() if value is not None}
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def _search(spec: Spec, task: Task, count: int) -> Found:
@@ -137,18 +137,18 @@ def _within(budget: float, spec: Spec, accelerator: Accelerator, vocabulary: int
     while gpus <= MAX_ACCELERATORS:
         task = task_of(spec, accelerator, gpus, vocabulary)
         try:
-            found = search(task, count=1)
+            result = search(task, count=1)
         except SpecError:
             break  # the batch cannot be divided any further
-        if found.best:
-            tried.append((estimate_run(found.best[0]), task))
+        if result.best:
+            tried.append((estimate_run(result.best[0]), task))
         gpus *= 2
-    fitting = [candidate for candidate in tried if candidate[0].cost <= budget]
-    if not fitting:
+    affordable = [candidate for candidate in tried if candidate[0].cost <= budget]
+    if not affordable:
         cheapest = min((candidate[0].cost for candidate in tried), default=None)
         remedy = (
             "give fewer steps or a smaller model" if cheapest is None else f"the cheapest run costs {cheapest:,.0f}"
         )
         raise SpecError([Problem("budget", budget, "suffices for no number of accelerators", remedy)])
-    _, task = min(fitting, key=lambda each: each[0].seconds)
+    _, task = min(affordable, key=lambda each: each[0].seconds)
     return task, _search(spec, task, count)

@@ -1,4 +1,4 @@
-"""Runs in a store: what they are, what they recorded, and how they are stopped and resumed."""
+"""Runs in a store: status, records, logs and evaluation, and how to stop and resume a run."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ class Run:
     def profile(self, steps: str = "10", *, wait: bool = False) -> str:
         """Have rank 0 record some steps with torch's profiler: `100-110`, or `10` for the next ten.
 
-        Returns the key of the trace in the store, with `wait` once it is there; otherwise empty.
+        Returns the key of the trace in the store, with `wait` as soon as it exists; otherwise empty.
         """
         from holdfast.pipelines.view.profiles import wait_for_trace
         from holdfast.telemetry.profiles import Window, ask
@@ -324,7 +324,7 @@ def run(
     lets an unfinished run continue under another plan. A model that is not blessed is no failure: see `Run.verdict`.
     Raises RunFailedError if a run of this machine fails.
     """
-    wanted = request(
+    run_request = request(
         spec,
         backend=backend,
         overrides=overrides,
@@ -333,8 +333,8 @@ def run(
         replan=replan,
         options=options,
     )
-    submission = submit(wanted, backend=backend, options=options)
-    status, where = submission.run, store or wanted.spec.store or ""
+    submission = submit(run_request, backend=backend, options=options)
+    status, store_url = submission.run, store or run_request.spec.store or ""
     if capabilities_of(default_backend(backend)).foreground:
         code = ExitCode(status.exit_code or 0)
         if code not in (ExitCode.OK, ExitCode.NOT_BLESSED):
@@ -345,15 +345,15 @@ def run(
             f"{status.name} is submitted to {status.backend} ({status.link}), but {submission.store} has no record of "
             f"it: {submission.record_error}"
         )
-    return Run(status.id, where)
+    return Run(status.id, store_url)
 
 
 def runs(store: str | Store = "") -> list[Run]:
     """The runs in a store, newest first."""
     from holdfast.pipelines.view.catalog import all_runs
 
-    opened = open_store_at(store)
-    return [Run._of(opened, record) for record in all_runs(opened)]
+    opened_store = open_store_at(store)
+    return [Run._of(opened_store, record) for record in all_runs(opened_store)]
 
 
 def backend_runs(at: Location) -> list[RunStatus]:
@@ -371,14 +371,14 @@ def run_state(run: str, at: Location = AS_RECORDED) -> RunState:
     if at.endpoint and not at.store:
         return RunState(status)  # an endpoint alone names no store
     try:
-        opened = open_store_at(at.store)
-        record = find_record(opened, run)
+        opened_store = open_store_at(at.store)
+        record = find_record(opened_store, run)
         if record is None or not record.run_id:
             return RunState(status)
         if status.exit_code is None and not status.unfinished:
-            status = replace(status, exit_code=record.ending(opened).get("exit_code"))
+            status = replace(status, exit_code=record.ending(opened_store).get("exit_code"))
         known_id = record.identity if record.identified or record.ran else ""
-        return RunState(status, known_id, reached(opened, record.identity))
+        return RunState(status, known_id, reached(opened_store, record.identity))
     except HoldfastError as error:
         return RunState(status, note=str(error))
 
@@ -388,11 +388,11 @@ def comparison(sweep: str, store: str | Store = "") -> Comparison | None:
     from holdfast.pipelines.backends.record import find_record
     from holdfast.pipelines.view.comparison import find_comparison
 
-    opened = open_store_at(store)
+    opened_store = open_store_at(store)
     try:
-        return find_comparison(opened, sweep)
+        return find_comparison(opened_store, sweep)
     except MissingError:
-        record = find_record(opened, sweep)
+        record = find_record(opened_store, sweep)
         if record is None or not record.trials:
             raise
         return None

@@ -68,18 +68,18 @@ def compile_spec(
     concurrent_trials: int = 0,
 ) -> str:
     """The manifests of a spec for a system, or with `over` those of a sweep, as YAML or JSON. Sends nothing."""
-    chosen = target_of(target)
-    if image and chosen not in WITH_SWEEPS:
-        raise UsageError(f"the target {chosen} takes its image from cluster.image", "--image", "leave it out")
-    if over and chosen not in WITH_SWEEPS:
-        raise UsageError(f"the target {chosen} has no sweeps", "--over", f"use one of {', '.join(WITH_SWEEPS)}")
+    system = target_of(target)
+    if image and system not in WITH_SWEEPS:
+        raise UsageError(f"the target {system} takes its image from cluster.image", "--image", "leave it out")
+    if over and system not in WITH_SWEEPS:
+        raise UsageError(f"the target {system} has no sweeps", "--over", f"use one of {', '.join(WITH_SWEEPS)}")
     if over:
-        return _sweep(spec, chosen, over, concurrent_trials, image)
-    if chosen in _WRITERS:
-        return _WRITERS[chosen](spec, image or None)
+        return _sweep(spec, system, over, concurrent_trials, image)
+    if system in _WRITERS:
+        return _WRITERS[system](spec, image or None)
     from holdfast.launch import emitters
 
-    return emitters.render(spec, cast("emitters.Target", chosen.value))
+    return emitters.render(spec, cast("emitters.Target", system.value))
 
 
 def trigger(spec: Spec, *, store: str = "", salt: str = "") -> Decision:
@@ -89,8 +89,8 @@ def trigger(spec: Spec, *, store: str = "", salt: str = "") -> Decision:
     from holdfast.runtime.environment import store_url
     from holdfast.store import open_store
 
-    checked = with_absolute_paths(spec)
-    return run(checked, open_store(store_root(store) if store else store_url(checked)), salt)
+    absolute_spec = with_absolute_paths(spec)
+    return run(absolute_spec, open_store(store_root(store) if store else store_url(absolute_spec)), salt)
 
 
 def connect(options: ClusterOptions = NO_OPTIONS, *, dry_run: bool = False) -> Server:
@@ -115,8 +115,10 @@ def schedule(
     from holdfast.pipelines.backends.request import RunRequest, identify_request
 
     schedules.trigger_of(spec, timezone)  # refuses a schedule that KFP cannot have, before anything else
-    wanted = identify_request(RunRequest(spec, store, service_account=options.service_account, image=options.image))
-    return schedules.schedule(server, wanted, controller_timezone=timezone)
+    run_request = identify_request(
+        RunRequest(spec, store, service_account=options.service_account, image=options.image)
+    )
+    return schedules.schedule(server, run_request, controller_timezone=timezone)
 
 
 def schedules(server: Server) -> list[Entry]:

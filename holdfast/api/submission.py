@@ -56,7 +56,7 @@ class ClusterOptions:
 
 @dataclass(frozen=True)
 class Location:
-    """Where a run is. Empty: as its record in the store says."""
+    """Location of a run. For an empty field, the record of the run in the store has the value."""
 
     backend: str = ""
     store: str = ""
@@ -143,10 +143,10 @@ def request(
     name = default_backend(backend)
     capabilities = capabilities_of(name)
     _require_usable(name, options, sweep=bool(over))
-    checked = spec if isinstance(spec, Spec) and not overrides else load_spec(_path(spec), overrides)
-    trials = grid(checked, over) if over else ()
-    wanted = RunRequest(
-        spec_of(checked) if capabilities.foreground else checked,
+    checked_spec = spec if isinstance(spec, Spec) and not overrides else load_spec(_path(spec), overrides)
+    trials = grid(checked_spec, over) if over else ()
+    run_request = RunRequest(
+        spec_of(checked_spec) if capabilities.foreground else checked_spec,
         store,
         salt,
         service_account=options.service_account,
@@ -156,9 +156,9 @@ def request(
         at_once=options.concurrent_trials,
     )
     if capabilities.foreground:
-        return wanted  # the run identifies itself
+        return run_request  # the run identifies itself
     return identify_request(
-        wanted, shared_folders=capabilities.shared_folders, shared_volumes=capabilities.shared_volumes
+        run_request, shared_folders=capabilities.shared_folders, shared_volumes=capabilities.shared_volumes
     )
 
 
@@ -213,18 +213,18 @@ def resume(run: str, *, at: Location = AS_RECORDED, replan: bool = False, consol
     """
     from holdfast.pipelines.backends.record import find_record
 
-    opened = open_store_at(at.store)
-    record = find_record(opened, run)
+    opened_store = open_store_at(at.store)
+    record = find_record(opened_store, run)
     if record is None:
         raise MissingError(
-            f"{run!r}: {opened.url} does not say how it was submitted; run its spec again, which resumes it"
+            f"{run!r}: {opened_store.url} does not say how it was submitted; run its spec again, which resumes it"
         )
-    last = record if replan else record.accepted(opened)
-    wanted = replace(last.request, replan=replan)  # a permission counts once
+    last = record if replan else record.accepted(opened_store)
+    run_request = replace(last.request, replan=replan)  # a permission counts once
     target = open_recorded(at, record)
     _show_on(target, console)
     options = ClusterOptions(endpoint=at.endpoint or record.endpoint, namespace=at.namespace or record.namespace)
-    return replace(_recorded(target.resume(wanted), wanted, options), skipped_last=last is not record)
+    return replace(_recorded(target.resume(run_request), run_request, options), skipped_last=last is not record)
 
 
 def stop(run: str, *, at: Location = AS_RECORDED) -> Stopped:
@@ -327,11 +327,11 @@ def _recorded(made: tuple[RunStatus, bool], wanted: RunRequest, options: Cluster
     from holdfast.pipelines.backends.record import keep_submission
 
     status, created = made
-    where = wanted.store or wanted.spec.store or os.environ.get("HOLDFAST_STORE", "")
-    if not where and capabilities_of(status.backend).shared_folders:  # its jobs use the default one
-        where = store_url()
-    error = keep_submission(status, wanted, options.endpoint, options.namespace, where)
-    return Submission(status, created, wanted, error, where)
+    record_store = wanted.store or wanted.spec.store or os.environ.get("HOLDFAST_STORE", "")
+    if not record_store and capabilities_of(status.backend).shared_folders:  # its jobs use the default one
+        record_store = store_url()
+    error = keep_submission(status, wanted, options.endpoint, options.namespace, record_store)
+    return Submission(status, created, wanted, error, record_store)
 
 
 def _path(spec: Spec | str | Path) -> str | Path:

@@ -73,8 +73,8 @@ def stage_costs(spec: Spec, vocabulary: int) -> StageCosts:
     from holdfast.planning.schedule import StageCosts
 
     if spec.parallel.pipeline == 1:
-        what, remedy = "has no stages that could be balanced", "add --set parallel.pipeline=2, or more"
-        raise SpecError([Problem("parallel.pipeline", 1, what, remedy)])
+        problem, remedy = "has no stages that could be balanced", "add --set parallel.pipeline=2, or more"
+        raise SpecError([Problem("parallel.pipeline", 1, problem, remedy)])
     with temporary_folder() as folder:
         path, out = Path(folder) / "spec.json", Path(folder) / "costs.json"
         path.write_text(spec.model_dump_json(), encoding="utf-8")

@@ -64,13 +64,13 @@ def _nodes(start: str, edges: Sequence[Edge], trials: Trials) -> Iterator[Node]:
     trial_steps = [step for step in steps if trials and STEPS[step].per_trial]
 
     def node(step: str, number: int = 0) -> Node:
-        edge, before = incoming.get(step), []
+        edge, parents = incoming.get(step), []
         if edge is not None and edge.before in trial_steps:
-            before = [f"{edge.before}-{trial}" for trial in ((number,) if number else numbers)]
+            parents = [f"{edge.before}-{trial}" for trial in ((number,) if number else numbers)]
         elif edge is not None:
-            before = [edge.before]
+            parents = [edge.before]
         changes = trials[number - 1] if number else ()
-        return Node(step, number, changes, tuple(before), edge.when if edge else "", edge is not None and edge.each)
+        return Node(step, number, changes, tuple(parents), edge.when if edge else "", edge is not None and edge.each)
 
     for step in steps:
         if step not in trial_steps:
@@ -240,8 +240,8 @@ class Runner:
         """The arguments of a step's command line: its inputs, and its trial in a sweep."""
         values: dict[str, Any] = {}
         trial, overrides = (node.trial, node.overrides) if node else (0, ())
-        needed = inputs_of(step, self._steps)
-        for name in (name for name in STEPS[step].inputs if name in needed or name in self._given):
+        input_names = inputs_of(step, self._steps)
+        for name in (name for name in STEPS[step].inputs if name in input_names or name in self._given):
             producer = producer_of(name)
             if name == STEPS[step].item:
                 values[name] = item

@@ -18,7 +18,7 @@ class Capabilities:
     endpoints: bool = False  # has an address that a request can name
     namespaces: bool = False  # has namespaces that a request can name
     kubernetes: bool = False  # its objects are Kubernetes' or belong to a cluster's pods
-    own_account: bool = False  # the engine gives its pods a service account of its own
+    own_account: bool = False  # the engine gives its pods a separate service account
     shared_folders: bool = False  # its machines see the folders of the submitting machine under the same paths
     shared_volumes: bool = False  # its machines see `cluster.volumes` like the submitting machine
 

@@ -80,14 +80,14 @@ def store_named_by(given: Given) -> str:
 def known_of(root: str, job: str, given: Given, status: RunStatus) -> Known:
     """The records in the store at `root` (default: this machine's) of the execution that its steps call `job`."""
     try:
-        opened = open_store(root or store_url(), deadline=DEADLINE)
-        records = outcomes_in(opened, job)
+        store = open_store(root or store_url(), deadline=DEADLINE)
+        records = outcomes_in(store, job)
         outcomes, run_id = {outcome.name: outcome for outcome in records}, _run_id(given, records)
         training = any(step_called(step.name) == "train" and step.state == RUNNING for step in status.steps)
         return Known(
             outcomes,
-            verdict_reasons(opened, run_id) if run_id and "evaluate" in outcomes else (),
-            waits_for(opened, run_id) if run_id and training else "",
+            verdict_reasons(store, run_id) if run_id and "evaluate" in outcomes else (),
+            waits_for(store, run_id) if run_id and training else "",
         )
     except (HoldfastError, OSError, ValueError) as error:
         log.debug("the records of %s cannot be read: %s", job, error)
@@ -98,10 +98,10 @@ def explained(status: RunStatus, known: Known) -> RunStatus:
     """Add the records of the steps to `status`. An ended run also gets its missing steps."""
     steps = [_explained(step, status, known) for step in status.steps]
     steps = _completed(status, steps, known)
-    silent = next((step for step in steps if step.state == FAILED and not step.error), None)
+    unexplained = next((step for step in steps if step.state == FAILED and not step.error), None)
     message = status.message
-    if known.problem and silent is not None and not message:
-        message = f"why {silent.name} failed is not known: {known.problem}"
+    if known.problem and unexplained is not None and not message:
+        message = f"why {unexplained.name} failed is not known: {known.problem}"
     return replace(status, steps=tuple(steps), message=message, exit_code=ended_with(status.state, steps))
 
 
@@ -145,13 +145,13 @@ def _run_id(given: Given, outcomes: list[Outcome]) -> str:
 
 def _explained(step: StepStatus, status: RunStatus, known: Known) -> StepStatus:
     outcome = known.outcomes.get(step.name)
-    over = outcome is not None and outcome.ended is not None
+    has_ended = outcome is not None and outcome.ended is not None
     state, error, code = step.state, step.error, step.exit_code
     if not status.unfinished and state in UNFINISHED:  # an outdated row
-        state = NOT_BEGUN if outcome is None else SUCCEEDED if over and not outcome.exit_code else status.state
-    if outcome is not None and not over and state == FAILED and not error:
+        state = NOT_BEGUN if outcome is None else SUCCEEDED if has_ended and not outcome.exit_code else status.state
+    if outcome is not None and not has_ended and state == FAILED and not error:
         error, code = KILLED, int(ExitCode.KILLED)
-    if outcome is not None and over and outcome.exit_code and state not in (SUCCEEDED, RUNNING):
+    if outcome is not None and has_ended and outcome.exit_code and state not in (SUCCEEDED, RUNNING):
         error, code = said_of(outcome), outcome.exit_code
     ended_by_a_person = status.state == CANCELED and (not code or code == ExitCode.KILLED)
     if state == FAILED and (ExitCode.is_interruption(code) or ended_by_a_person):
@@ -177,16 +177,18 @@ def _completed(status: RunStatus, steps: list[StepStatus], known: Known) -> list
     for edge in SWEEP_EDGES if sweep else EDGES:
         if edge.before == "trigger" and "trigger" not in steps_by_name:
             continue
-        before, successor = steps_by_name.get(edge.before), steps_by_name.get(edge.after)
+        predecessor, successor = steps_by_name.get(edge.before), steps_by_name.get(edge.after)
         if successor is not None and successor.state not in (NOT_BEGUN, SKIPPED.upper()):
             continue
         reason, name = _why_skipped(edge.before, known), successor.name if successor is not None else edge.after
-        skipped = before is not None and (
-            before.state == SKIPPED.upper() or (before.state == SUCCEEDED and bool(reason))
+        skipped = predecessor is not None and (
+            predecessor.state == SKIPPED.upper() or (predecessor.state == SUCCEEDED and bool(reason))
         )
-        passed = before is not None and before.state == SUCCEEDED and bool(edge.when) and status.state == SUCCEEDED
+        passed = (
+            predecessor is not None and predecessor.state == SUCCEEDED and bool(edge.when) and status.state == SUCCEEDED
+        )
         if skipped or passed or (successor is not None and successor.state == SKIPPED.upper()):
-            reason = reason or (before.error if before is not None else "")
+            reason = reason or (predecessor.error if predecessor is not None else "")
             new_step = StepStatus(name, SKIPPED.upper(), None, reason, exit_code=0)
         elif not status.unfinished:
             new_step = StepStatus(name, NOT_BEGUN)

@@ -81,8 +81,8 @@ def require_one_run(wanted: str, run_ids: Iterable[str]) -> None:
     """
     ids = sorted(set(run_ids))
     if len(ids) > 1:
-        shown = ", ".join(ids[:SHOWN_IDS]) + (f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else "")
-        raise MissingError(f"{wanted!r}: names several runs: {shown}; write more of the id")
+        text = ", ".join(ids[:SHOWN_IDS]) + (f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else "")
+        raise MissingError(f"{wanted!r}: names several runs: {text}; write more of the id")
 
 
 class Backend(Protocol):

@@ -97,8 +97,8 @@ class Record:
 
         The process alone may be a notebook, which outlives the run. Always False for a run of another machine.
         """
-        here = self.host == socket.gethostname() and Path(self.outcomes).is_dir()
-        return here and process_start(self.pid) == self.began
+        is_local = self.host == socket.gethostname() and Path(self.outcomes).is_dir()
+        return is_local and process_start(self.pid) == self.began
 
     def write(self, store: Store) -> None:
         """Write it to the folder of the run or sweep."""

@@ -15,7 +15,7 @@ from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.rules.cluster import MAX_ARGUMENT
 
 MAX_WORKFLOW = 1_000_000  # of a submission; the rest of etcd's limit is for Argo's node status
-KFP_OWN = 8_192  # of KFP's argument besides parameters: outputs and artifact addresses
+KFP_OWN = 8_192  # of KFP's argument, in addition to the parameters: outputs and artifact addresses
 SHORTER = "name many files by one pattern or folder, such as s3://bucket/text/*.jsonl.gz, or leave out long texts"
 _PARAMETER = re.compile(r"\{\{workflow\.parameters\.([\w-]+)\}\}")
 

@@ -120,13 +120,17 @@ def _status(find: Callable[[], tuple[Backend, str]]) -> tuple[RunStatus | None, 
 def _missing(status: RunStatus | None, kept: set[str], goes_on: bool) -> set[str]:
     """The steps without a log in the store that have begun and, if the run is followed, have ended.
 
-    The parts of a step have names of their own there.
+    In the store, each part of a step has a separate name.
     """
     steps = status.steps if status is not None else ()
-    begun = {
+    begun_steps = {
         step.name for step in steps if step.state not in WITHOUT_LOG and not (goes_on and step.state in UNFINISHED)
     }
-    return {name for name in begun if not any(log_name == name or log_name.startswith(f"{name}-") for log_name in kept)}
+    return {
+        name
+        for name in begun_steps
+        if not any(log_name == name or log_name.startswith(f"{name}-") for log_name in kept)
+    }
 
 
 def _of_engine(find: Callable[[], tuple[Backend, str]], step: str) -> Iterator[tuple[str, str]]:

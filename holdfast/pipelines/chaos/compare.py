@@ -159,7 +159,7 @@ def _forget(url: str, run_id: str) -> None:
 
 @dataclass(frozen=True)
 class _Site:
-    """Where the runs are."""
+    """The folder, the store and the proxy of the runs."""
 
     folder: Path
     url: str  # root of their store
@@ -207,7 +207,7 @@ def _changes(asked: Chaos) -> list[str]:
 
 @contextlib.contextmanager
 def _store(asked: Chaos, folder: Path) -> Iterator[_Site]:
-    """Where the runs are, with the environment to reach their store, and the proxy in front of it, if possible.
+    """The folder and the store of the runs, with the environment to reach it, and a proxy in front of it if possible.
 
     A named store is used under a new prefix. The default is a mock of S3 on this machine if it is installed, otherwise
     a folder, which no proxy can cover.

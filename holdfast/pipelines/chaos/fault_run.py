@@ -85,7 +85,7 @@ def schedule(faults: Sequence[str], steps: int, seed: int) -> list[Planned]:
     order = list(faults)
     rng.shuffle(order)
     width = (LAST - FIRST) * steps / max(1, len(order))
-    starts = [FIRST * steps + width * place for place in range(len(order) + 1)]
+    starts = [FIRST * steps + width * position for position in range(len(order) + 1)]
     return [
         Planned(fault, max(1, int(start + 0.8 * width * rng.random())), int(end))
         for fault, (start, end) in zip(order, pairwise(starts), strict=True)

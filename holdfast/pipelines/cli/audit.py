@@ -156,12 +156,18 @@ def replay(
     low, dash, high = steps.partition("-")
     if not (low.isdecimal() and (high.isdecimal() or not dash)):
         raise typer.BadParameter(f"{steps!r} is not A-B, such as 1200-1220", param_hint="--steps")
-    opened = open_chosen(store)
-    record = find_run(opened, run)
+    opened_store = open_chosen(store)
+    record = find_run(opened_store, run)
     first, last = int(low), int(high or low)
     with steps_done(quiet=as_json) as progress:
         result = replay_steps(
-            opened, record.run_id, trained_spec(opened, record), first, last, anyway=anyway, progress=progress
+            opened_store,
+            record.run_id,
+            trained_spec(opened_store, record),
+            first,
+            last,
+            anyway=anyway,
+            progress=progress,
         )
     if as_json:
         print_json({"equal": result.none, "replay": result})
@@ -179,16 +185,16 @@ def _sampled(
     from holdfast.pipelines.view.audit import print_audit, steps_done
     from holdfast.pipelines.view.catalog import all_runs, find_run
 
-    opened = open_chosen(store)
+    opened_store = open_chosen(store)
     if run:
-        record = find_run(opened, run)
-        specs = {record.run_id: trained_spec(opened, record)}
+        record = find_run(opened_store, run)
+        specs = {record.run_id: trained_spec(opened_store, record)}
     else:
         since = time.time() - within * 3600
-        recent = (entry for entry in all_runs(opened) if entry.changed >= since and entry.checkpoints)
+        recent = (entry for entry in all_runs(opened_store) if entry.changed >= since and entry.checkpoints)
         specs = {entry.run_id: spec for entry in recent if (spec := entry.whole_spec()) is not None}
     with steps_done(quiet=as_json) as progress:
-        result = audit(opened, specs, sample, randbits(32) if seed is None else seed, longest, progress)
+        result = audit(opened_store, specs, sample, randbits(32) if seed is None else seed, longest, progress)
     if as_json:
         print_json({"equal": result.code != ExitCode.MISMATCH, "audit": result})
     else:

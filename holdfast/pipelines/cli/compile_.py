@@ -41,9 +41,9 @@ def compile_(
 
     Example: holdfast compile examples/quickstart.yaml -o pipeline.yaml
     """
-    chosen = target_of(target)
-    text = compile_spec(spec.load(), chosen, image=image, over=over or (), concurrent_trials=at_once)
-    output = output or Path("pipeline.yaml" if chosen is Target.KFP else "-")
+    system = target_of(target)
+    text = compile_spec(spec.load(), system, image=image, over=over or (), concurrent_trials=at_once)
+    output = output or Path("pipeline.yaml" if system is Target.KFP else "-")
     if str(output) == "-":
         out(text.rstrip("\n"))
         return

@@ -59,9 +59,9 @@ def doctor(
     from holdfast.pipelines import doctor
     from holdfast.spec.load import load_spec
 
-    checked = load_spec(spec, overrides or ()) if spec else None
+    checked_spec = load_spec(spec, overrides or ()) if spec else None
     location = Location(backend, store, namespace=namespace)
-    findings = examine(checked, at=location, service_account=service_account, everything=all_)
+    findings = examine(checked_spec, at=location, service_account=service_account, everything=all_)
     out(json.dumps(doctor.as_json(findings), indent=2) if as_json else doctor.print_findings(findings))
     raise typer.Exit(int(doctor.exit_code(findings)))
 

@@ -1,7 +1,7 @@
 """The command `holdfast`: its subcommands, and their exit codes.
 
-Promises a quick start (heavy imports happen only in the command that needs them), errors without a traceback, and an
-exit code of the table for each error. Leaves the work to the modules it calls.
+The start is quick: heavy imports happen only in the command that needs them. Each error has an exit code of the table
+and no traceback. The modules that it calls do the work.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def health(
     from holdfast.pipelines.view.health import print_report
     from holdfast.spec.load import load_spec
 
-    checked = load_spec(spec, overrides or ()) if spec else None
-    result = examine(checked, ranks=processes, accelerator=accelerator, seconds=seconds, store=store)
+    checked_spec = load_spec(spec, overrides or ()) if spec else None
+    result = examine(checked_spec, ranks=processes, accelerator=accelerator, seconds=seconds, store=store)
     if result.report is None:
         err(f"error: the health check did not finish: {result.reason}")
     else:

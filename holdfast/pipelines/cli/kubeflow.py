@@ -60,16 +60,16 @@ def upload(
     from holdfast.api.specs import connect
     from holdfast.api.specs import upload as uploaded
 
-    checked = spec.load()
+    checked_spec = spec.load()
     server = connect(ClusterOptions(endpoint=endpoint, namespace=namespace), dry_run=dry_run)
-    version = uploaded(checked, server, image)
+    version = uploaded(checked_spec, server, image)
     if _shown(server, as_json):
         return
     link = server.link("pipelines", f"{version.pipeline_id}/version/{version.version_id}")
     if as_json:
-        print_json({"pipeline": checked.name, **asdict(version), "link": link})
+        print_json({"pipeline": checked_spec.name, **asdict(version), "link": link})
         return
-    out(f"{checked.name} {version.version}: {'uploaded' if version.created else 'exists already'}\n  {link}")
+    out(f"{checked_spec.name} {version.version}: {'uploaded' if version.created else 'exists already'}\n  {link}")
 
 
 def schedule(
@@ -106,27 +106,34 @@ def schedule(
     if spec is None:
         _list(specs.connect(options), as_json)
         return
-    checked = SpecOptions(spec, overrides).load()
+    checked_spec = SpecOptions(spec, overrides).load()
     if pause or delete:
         server = specs.connect(options, dry_run=dry_run)
-        paused = specs.pause_schedule(checked, server) if pause else []
-        removed, kept = specs.delete_schedule(checked, server) if delete else ((), ())
+        paused = specs.pause_schedule(checked_spec, server) if pause else []
+        removed, active = specs.delete_schedule(checked_spec, server) if delete else ((), ())
         if _shown(server, as_json):
             return
         if as_json:
-            print_json({"pipeline": checked.name, "paused": paused, "removed": removed, "kept": kept})
+            print_json({"pipeline": checked_spec.name, "paused": paused, "removed": removed, "kept": active})
         else:
-            out(f"{checked.name}: {'paused' if paused else 'paused already'}" if pause else f"{checked.name}: deleted")
-            _say_former(removed if pause else (), kept)
+            out(
+                f"{checked_spec.name}: {'paused' if paused else 'paused already'}"
+                if pause
+                else f"{checked_spec.name}: deleted"
+            )
+            _say_former(removed if pause else (), active)
         return
     server = specs.connect(options, dry_run=dry_run)
-    scheduled = specs.schedule(checked, server, store=store, options=options, timezone=controller_timezone)
+    scheduled = specs.schedule(checked_spec, server, store=store, options=options, timezone=controller_timezone)
     if _shown(server, as_json):
         return
     if as_json:
         print_json(scheduled)
     else:
-        out(f"{checked.name}: {scheduled.when}{'' if scheduled.created else ' (exists already)'}\n  {scheduled.link}")
+        out(
+            f"{checked_spec.name}: {scheduled.when}{'' if scheduled.created else ' (exists already)'}\n"
+            f"  {scheduled.link}"
+        )
         _say_former(scheduled.removed, scheduled.kept)
 
 

@@ -102,9 +102,9 @@ def serve(
     """
     from holdfast.api.models import serve as served
 
-    checked = spec.load()
-    result = served(checked, store=store, dry_run=dry_run)
-    champion, serving = result.champion, checked.serving
+    checked_spec = spec.load()
+    result = served(checked_spec, store=store, dry_run=dry_run)
+    champion, serving = result.champion, checked_spec.serving
     if serving.kserve is None and serving.model_registry is None:
         err("note: nothing to do: the spec's `serving` has neither kserve nor model_registry; see docs/serving.md")
     if dry_run:

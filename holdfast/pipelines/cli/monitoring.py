@@ -25,7 +25,7 @@ ASK_SECONDS = 10.0  # between two queries to the backend while the run does not 
 
 
 def _backend_lines(run: str, store: str) -> tuple[list[str], bool]:
-    """What keeps a run from training, by its backend, and whether it has ended.
+    """The reasons of the backend why a run does not train yet, and whether it has ended.
 
     Empty for a run of this machine, which reports that itself, and for a backend that cannot be reached.
     """
@@ -85,12 +85,12 @@ def report(
     from holdfast.pipelines.view.summary import report_place
     from holdfast.runtime.environment import home
 
-    opened = open_chosen(store)
-    record = find_run(opened, run)
-    spec = record.known_spec(opened)
-    page = TrainingPage(spec, record.run_id, opened, output or home() / "reports" / f"{record.run_id}.html")
+    opened_store = open_chosen(store)
+    record = find_run(opened_store, run)
+    spec = record.known_spec(opened_store)
+    page = TrainingPage(spec, record.run_id, opened_store, output or home() / "reports" / f"{record.run_id}.html")
     page.write(follow=follow)
-    report_path = report_place(opened, record)
+    report_path = report_place(opened_store, record)
     if as_json:
         print_json({"run_id": record.run_id, "training": page.path, "evaluation": report_path})
     else:
@@ -163,9 +163,9 @@ def watch(
     from holdfast.pipelines.view.terminal import SafeConsole
     from holdfast.telemetry.event_log import StoreEvents
 
-    opened, console = open_chosen(store), SafeConsole()
-    record = find_run(opened, run)
-    screen, events = Screen(record.name, record.run_id), StoreEvents(opened, record.run_id)
+    opened_store, console = open_chosen(store), SafeConsole()
+    record = find_run(opened_store, run)
+    screen, events = Screen(record.name, record.run_id), StoreEvents(opened_store, record.run_id)
     screen.take(events.new())
     last_query, has_ended = time.monotonic(), False
     if not screen.trains:

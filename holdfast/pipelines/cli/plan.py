@@ -1,4 +1,4 @@
-"""`holdfast plan`: which layout of a spec fits, how fast it is, how long the run takes and what it costs."""
+"""`holdfast plan`: layouts of a spec that fit, with their speed, and the duration and cost of the run."""
 
 from __future__ import annotations
 
@@ -92,23 +92,25 @@ def plan(spec: SpecOptions, hardware: HardwareOptions, search: SearchOptions, as
     from holdfast.pipelines.view.planning import print_plan
     from holdfast.planning.auto import fields_of, refused
 
-    checked = spec.load()
+    checked_spec = spec.load()
     if search.measure:
-        _measure(checked, spec.path, hardware, search, as_json)
+        _measure(checked_spec, spec.path, hardware, search, as_json)
         return
     target = planning.Hardware(hardware.accelerator, hardware.calibration, hardware.price, hardware.gpus)
-    result = planning.plan(checked, target, layouts=search.count, budget=search.budget, vocabulary=search.vocabulary)
+    result = planning.plan(
+        checked_spec, target, layouts=search.count, budget=search.budget, vocabulary=search.vocabulary
+    )
     task, layouts = result.task, result.found
     if result.vocabulary_assumed and not as_json:
         _note_vocabulary(result.vocabulary)
-    chosen = layouts.best[0] if search.any_ and layouts.best else layouts.today
+    selected = layouts.best[0] if search.any_ and layouts.best else layouts.today
     if as_json:
-        print_json(_as_json(checked, task, layouts))
+        print_json(_as_json(checked_spec, task, layouts))
     else:
-        reasons = refused(checked, task, layouts.best[0].layout) if layouts.best else []
-        print_plan(checked.name, task, layouts, reasons, spot_of(checked, layouts), timeline=search.timeline)
-        if spares := checked.cluster.spares:
-            processes, price = checked.parallel.processes, result.accelerator.price
+        reasons = refused(checked_spec, task, layouts.best[0].layout) if layouts.best else []
+        print_plan(checked_spec.name, task, layouts, reasons, spot_of(checked_spec, layouts), timeline=search.timeline)
+        if spares := checked_spec.cluster.spares:
+            processes, price = checked_spec.parallel.processes, result.accelerator.price
             hourly = f", {spares * processes * price:g} an hour" if price else ""
             err(
                 f"cluster.spares: {spares} nodes of {processes} stand by, in none of these figures; they cost "
@@ -116,13 +118,13 @@ def plan(spec: SpecOptions, hardware: HardwareOptions, search: SearchOptions, as
             )
     if not search.apply:
         return
-    if chosen is None:
+    if selected is None:
         from holdfast.spec.errors import Problem, SpecError
 
         message = "no layout fits" if not layouts.best else "no layout that fits is run by the engines today"
         remedy = "use more accelerators" if not layouts.best else "add --any to write the best one all the same"
         raise SpecError([Problem("parallel", None, message, remedy)], str(spec.path))
-    _write(spec.path, fields_of(task, chosen.layout), check=not search.any_, quiet=as_json)
+    _write(spec.path, fields_of(task, selected.layout), check=not search.any_, quiet=as_json)
 
 
 def _measure(spec: Spec, path: Path, hardware: HardwareOptions, search: SearchOptions, as_json: bool) -> None:
@@ -156,7 +158,7 @@ def _note_vocabulary(tokens: int) -> None:
 
 
 def _measured(spec: Spec, vocabulary: int | None, *, timeline: bool, as_json: bool) -> list[int]:
-    """Measure, say, and give the layers of each stage that are proposed."""
+    """Measure the stages and print the costs. Returns the proposed number of layers of each stage."""
     from holdfast.pipelines.measure import stage_costs
     from holdfast.pipelines.view.planning import print_stages
 
@@ -191,7 +193,7 @@ def _as_json(spec: Spec, task: Task, found: Found) -> dict[str, Any]:
 
 
 def _mixes(found: Spot) -> dict[str, Any]:
-    """With null for what is infinite, which JSON has no word for."""
+    """The spot mixes for JSON, with null for infinite values, which JSON lacks."""
     fields = asdict(found)
     fields["shown"] = [
         {name: None if isinf(value) else value for name, value in row.items()} for row in fields["shown"]

@@ -86,13 +86,13 @@ def runs(
     from holdfast.pipelines.view.catalog import some_runs
     from holdfast.pipelines.view.report import print_runs
 
-    opened = open_chosen(store)
+    opened_store = open_chosen(store)
     count = (0 if as_json else RUNS_SHOWN) if limit is None else limit
-    records, hidden_count = some_runs(opened, count or None)
+    records, hidden_count = some_runs(opened_store, count or None)
     if as_json:
         print_json([record.as_json() for record in records])
     else:
-        print_runs(records, opened.url)
+        print_runs(records, opened_store.url)
     note_unreadable(records)
     if hidden_count:
         err(f"note: {hidden_count} older runs are not shown; --limit 0 lists all")
@@ -163,8 +163,8 @@ def _kept(run: str, store: str) -> tuple[Store | None, Record | None]:
     from holdfast.spec.errors import StoreUnreachableError
 
     try:
-        opened = open_chosen(store)
-        return opened, find_record(opened, run)
+        opened_store = open_chosen(store)
+        return opened_store, find_record(opened_store, run)
     except StoreUnreachableError as error:
         err(f"note: the logs in the store cannot be read ({error})")
         return None, None
@@ -174,10 +174,12 @@ def _print_rank(run: str, rank: RankOptions, where: BackendOptions, follow: bool
     from holdfast.pipelines.backends.step_logs import goes_on, rank_lines
     from holdfast.pipelines.view.catalog import find_run
 
-    opened = open_chosen(where.store)
-    run_id = find_run(opened, run).run_id
+    opened_store = open_chosen(where.store)
+    run_id = find_run(opened_store, run).run_id
     running = (lambda: goes_on(*api.find_backend(run, where.location))) if follow else None
-    for line in rank_lines(opened, run_id, rank.rank or 0, attempt=rank.attempt, launch=rank.launch, running=running):
+    for line in rank_lines(
+        opened_store, run_id, rank.rank or 0, attempt=rank.attempt, launch=rank.launch, running=running
+    ):
         out(line)
 
 

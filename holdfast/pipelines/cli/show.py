@@ -41,9 +41,9 @@ class ViewOptions:
 
     def check(self) -> None:
         """Refuse combinations. Raises BadParameter."""
-        chosen = [name for name in ("steps", "ledger", "cost", "spec") if getattr(self, name)]
-        if len(chosen) > 1:
-            raise typer.BadParameter(f"give one of {', '.join(f'--{name}' for name in chosen)}")
+        views = [name for name in ("steps", "ledger", "cost", "spec") if getattr(self, name)]
+        if len(views) > 1:
+            raise typer.BadParameter(f"give one of {', '.join(f'--{name}' for name in views)}")
         if self.price and not self.cost:
             raise typer.BadParameter("is used only with --cost", param_hint="--price")
 
@@ -73,22 +73,22 @@ def _print_summary(run: str, where: BackendOptions, whole_spec: bool, as_json: b
     from holdfast.pipelines.view.catalog import find_run
     from holdfast.pipelines.view.report import accounts, print_run
 
-    opened = open_chosen(where.store)
+    opened_store = open_chosen(where.store)
     try:
-        record = find_run(opened, run)
+        record = find_run(opened_store, run)
     except MissingError:
-        if _print_sweep(run, where, opened, as_json):
+        if _print_sweep(run, where, opened_store, as_json):
             return
         raise
     note_unreadable([record])
     if as_json:
         parts = {"spec": record.spec, "verdict": record.verdict, "result": record.result}
-        audits = read_audits(opened, record.run_id)
-        print_json({**record.as_json(), **parts, "audits": audits, **accounts(record, opened)})
+        audits = read_audits(opened_store, record.run_id)
+        print_json({**record.as_json(), **parts, "audits": audits, **accounts(record, opened_store)})
         return
     if status := _waiting(record, where):
         _print_steps(status)
-    print_run(record, opened, whole_spec)
+    print_run(record, opened_store, whole_spec)
 
 
 def _waiting(record: RunRecord, where: BackendOptions) -> RunStatus | None:

@@ -1,4 +1,4 @@
-"""`holdfast simulate`: which scheduling policy fills a cluster, how long its jobs wait, and what they lose."""
+"""`holdfast simulate`: utilization, waiting times and lost work of a cluster under scheduling policies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EFFECT = ("wait_mean", "wait_p50", "wait_p99", "utilisation", "goodput", "slowdo
 
 
 class EmitEngine(StrEnum):
-    """What a policy can be written for."""
+    """Engines that a policy can be written for."""
 
     kueue = "kueue"
     volcano = "volcano"
@@ -46,20 +46,20 @@ def simulate(
     ] = None,
     to: Annotated[Path, typer.Option(help="The folder that --emit writes to.")] = Path("scheduler"),
 ) -> None:
-    """Simulate a cluster under scheduling policies, side by side and beside what no policy can beat.
+    """Simulate a cluster under scheduling policies, and compare them with the bound that no policy can beat.
 
     Example: holdfast simulate examples/clusters/mixed-1000.yaml synthetic:20000:1.1 -p fifo -p easy --report sim.html
 
-    With --emit the policy becomes what Kueue or Volcano is told, beside what it does here against fifo; one that the
-    engine cannot express is refused.
+    With --emit, it also writes the policy as a configuration of Kueue or Volcano, with the simulated effect against
+    fifo. A policy that the engine cannot express is refused.
     """
     from holdfast.pipelines.view.simulation import print_outcomes, progress, write_report
     from holdfast.simulation import POLICIES, bounds, load_cluster
     from holdfast.simulation import simulate as simulated
 
     if unknown := set(policy or ()) - set(POLICIES):
-        known = ", ".join(POLICIES)
-        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: known are {known}", param_hint="--policy")
+        policy_names = ", ".join(POLICIES)
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: known are {policy_names}", param_hint="--policy")
     if emit is not None and len(set(policy or ())) != 1:
         raise typer.BadParameter("name the one policy to write: -p NAME", param_hint="--emit")
     model = load_cluster(cluster)
@@ -70,19 +70,19 @@ def simulate(
 
         engine_config = configuration(emit.value, policy[0], model, jobs)  # refused before anything is simulated
         policy = list(dict.fromkeys(("fifo", *policy)))
-    least = bounds(model, jobs)
+    bound = bounds(model, jobs)
     outcomes = [
         simulated(model, jobs, POLICIES[name](), seed) for name in progress(policy or list(POLICIES), quiet=as_json)
     ]
     if report is not None:
-        write_report(report, model, trace, outcomes, least)
+        write_report(report, model, trace, outcomes, bound)
     if as_json:
-        shown = [{name: value for name, value in asdict(outcome).items() if name != "curve"} for outcome in outcomes]
-        out(json.dumps({"cluster": model.name, "bounds": asdict(least), "policies": shown}, indent=2))
+        policies = [{name: value for name, value in asdict(outcome).items() if name != "curve"} for outcome in outcomes]
+        out(json.dumps({"cluster": model.name, "bounds": asdict(bound), "policies": policies}, indent=2))
     else:
-        print_outcomes(model, jobs, outcomes, least)
+        print_outcomes(model, jobs, outcomes, bound)
     if emit is not None and engine_config is not None:
-        _write(to, emit.value, engine_config, trace, outcomes, least)
+        _write(to, emit.value, engine_config, trace, outcomes, bound)
         if not as_json:
             out(f"\n{emit.value} differs: {engine_config.differs}\nwritten to {to}")
 

@@ -1,4 +1,4 @@
-"""`holdfast validate`: is a spec right, what are its ids, and what is the schema of specs."""
+"""`holdfast validate`: checks a spec, and prints its ids or the schema of specs."""
 
 from __future__ import annotations
 
@@ -44,18 +44,22 @@ def validate(
 
     if salt and not ids:
         raise typer.BadParameter("is used only with --ids", param_hint="--salt")
-    checked = load_spec(path, overrides or ())
+    checked_spec = load_spec(path, overrides or ())
     identities: dict[str, Any] = {}
     if ids:
         from holdfast.pipelines.backends.local.run import identified
 
-        local_run = identified(checked, salt=salt)
+        local_run = identified(checked_spec, salt=salt)
         identities = {"dataset_id": local_run.dataset_id, "run_id": local_run.run_id}
     if as_json:
-        summary = {"name": checked.name, "steps": checked.training.steps, "processes": checked.world_size}
+        summary = {
+            "name": checked_spec.name,
+            "steps": checked_spec.training.steps,
+            "processes": checked_spec.world_size,
+        }
         print_json({**summary, **identities})
         return
-    processes = "one process" if checked.world_size == 1 else f"{checked.world_size} processes"
-    out(f"{path}: valid ({checked.name}, {checked.training.steps} steps, {processes})")
+    processes = "one process" if checked_spec.world_size == 1 else f"{checked_spec.world_size} processes"
+    out(f"{path}: valid ({checked_spec.name}, {checked_spec.training.steps} steps, {processes})")
     if identities:
         out(f"dataset {identities['dataset_id']}\nrun     {identities['run_id']}")

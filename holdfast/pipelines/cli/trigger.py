@@ -1,6 +1,6 @@
 """`holdfast trigger`: whether a retraining is due, and why, for a person or a script.
 
-Leaves deciding to `holdfast.components.trigger`, which is also the first step of a DAG that runs by itself.
+`holdfast.components.trigger` decides; it is also the first step of a scheduled DAG.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def trigger(
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole decision as JSON.")] = False,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="End with 4 when nothing is due.")] = False,
 ) -> None:
-    """Say whether a retraining is due, and why. Trains nothing.
+    """Print whether a retraining is due, and why. Trains nothing.
 
     Example: holdfast trigger examples/quickstart.yaml --exit-code && holdfast run examples/quickstart.yaml
     """

@@ -38,12 +38,12 @@ class EngineRetries:
     def text(self) -> str:
         """The policy in one sentence, with its consequence."""
         missing = [
-            words
-            for tried, words in (
+            failure
+            for retried, failure in (
                 (self.failures, "a step that failed, was evicted or ran out of memory"),
                 (self.errors, "one whose pod was deleted, as with its node"),
             )
-            if not tried
+            if not retried
         ]
         if not missing:
             return f"retryPolicy {self.policy}: failed steps and lost pods are tried again"
@@ -62,8 +62,8 @@ def engine_retries(data: Mapping[str, str]) -> EngineRetries:
 
 def _policy(data: Mapping[str, str]) -> str:
     try:
-        everything = yaml.safe_load(data.get("config") or "") or {}  # the older form: everything under one key
-        defaults = yaml.safe_load(data.get("workflowDefaults") or "") or _under(everything, "workflowDefaults")
+        config = yaml.safe_load(data.get("config") or "") or {}  # the older form: everything under one key
+        defaults = yaml.safe_load(data.get("workflowDefaults") or "") or _under(config, "workflowDefaults")
     except yaml.YAMLError as error:
         raise ValueError(f"{CONFIG_MAP}: is no YAML: {error}") from error
     strategy = _under(_under(_under(defaults, "spec"), "templateDefaults"), "retryStrategy")
@@ -205,8 +205,8 @@ def check_custom_resources(cluster: Cluster) -> Iterator[Finding]:
     for resource in CUSTOM_RESOURCES:
         if not (cluster.everything or resource.needed(cluster)):
             continue
-        listed = cluster.api.read(f"/apis/{resource.group}/{resource.version}")
-        if listed and any(entry["name"] == resource.plural for entry in listed["resources"]):
+        reply = cluster.api.read(f"/apis/{resource.group}/{resource.version}")
+        if reply and any(entry["name"] == resource.plural for entry in reply["resources"]):
             cluster.served.add(resource.name)
             yield Finding(resource.name, "ok", f"{resource.what} serves {resource.group}/{resource.version}")
             continue

@@ -49,11 +49,11 @@ def check_permissions(cluster: Cluster) -> Iterator[Finding]:
         for custom_resource in CUSTOM_RESOURCES
         if custom_resource.job and not custom_resource.needed(cluster)
     }
-    listed = ", ".join(f"{verb} {resource}" for resource, verb in denied)
+    rights_text = ", ".join(f"{verb} {resource}" for resource, verb in denied)
     yield Finding(
         PERMISSIONS_CHECK,
         "warn" if all(resource in optional for resource, _ in denied) else "fail",
-        f"service account {account} may not, in {cluster.namespace}: {listed}",
+        f"service account {account} may not, in {cluster.namespace}: {rights_text}",
         f"apply the role and bind it: kubectl apply -n {cluster.namespace} -f manifests/components/launcher/role.yaml; "
         f"kubectl create rolebinding -n {cluster.namespace} {account}-launches --role holdfast-launcher "
         f"--serviceaccount {cluster.namespace}:{account}",
@@ -90,10 +90,10 @@ def check_service_accounts(cluster: Cluster) -> Iterator[Finding]:
             is_ours = name in (LAUNCHERS[0], "holdfast-step", "holdfast-notify", "holdfast-train")
             field = "cluster.service_account" if name == spec_account else "--service-account"
             manifest = SERVICE_ACCOUNTS if is_ours else ""
-            needed = name == spec_account
+            is_needed = name == spec_account
             if cluster.kubeflow and name == cluster.launcher:
-                message, needed = f"{message}: {_NO_WORD}", True
-            yield cluster.absent(SERVICE_ACCOUNTS_CHECK, message, needed, manifest=manifest, field=field)
+                message, is_needed = f"{message}: {_NO_WORD}", True
+            yield cluster.absent(SERVICE_ACCOUNTS_CHECK, message, is_needed, manifest=manifest, field=field)
         else:
             yield Finding(SERVICE_ACCOUNTS_CHECK, "ok", f"{cluster.namespace} has {name}")
 

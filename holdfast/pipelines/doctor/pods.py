@@ -29,25 +29,29 @@ def check_pod_admission(cluster: Cluster) -> Iterator[Finding]:
     """One finding for a rank, and one for the launcher's pod as Argo would create it."""
     if cluster.spec is None:
         return
-    for what, pod in (("a rank", rank_pod(cluster.spec)), ("the step train", step_pod(cluster.spec, cluster.launcher))):
+    for owner, pod in (
+        ("a rank", rank_pod(cluster.spec)),
+        ("the step train", step_pod(cluster.spec, cluster.launcher)),
+    ):
         path = f"/api/v1/namespaces/{cluster.namespace}/pods?dryRun=All&fieldValidation=Strict"
         pod["metadata"]["namespace"] = cluster.namespace
         try:
             cluster.api.ask(path, pod)
         except HoldfastError as error:
-            yield _refused(cluster, what, str(error))
+            yield _refused(cluster, owner, str(error))
         else:
-            yield Finding(POD_ADMISSION_CHECK, "ok", f"{cluster.namespace} takes the pod of {what}")
+            yield Finding(POD_ADMISSION_CHECK, "ok", f"{cluster.namespace} takes the pod of {owner}")
 
 
 def _refused(cluster: Cluster, what: str, said: str) -> Finding:
     if "violates PodSecurity" in said:
         level = said.partition("violates PodSecurity")[2].split('"')[1]
         added = cluster.spec.cluster.capabilities if cluster.spec else ()
-        needed = "privileged" if any(f'"{name}"' in said for name in added) else "baseline"  # which allows none of them
+        # The level `baseline` allows none of the added capabilities.
+        needed_level = "privileged" if any(f'"{name}"' in said for name in added) else "baseline"
         remedy = (
             f"what the spec adds does not fit the level {level}: remove it, or kubectl label namespace "
-            f"{cluster.namespace} pod-security.kubernetes.io/enforce={needed} --overwrite"
+            f"{cluster.namespace} pod-security.kubernetes.io/enforce={needed_level} --overwrite"
         )
     elif "exceeded quota" in said or "must specify" in said:
         remedy = f"kubectl describe -n {cluster.namespace} resourcequota,limitrange; ask for less, or raise it"
@@ -268,9 +272,9 @@ def check_images(cluster: Cluster) -> Iterator[Finding]:
         return
     settings = cluster.spec.cluster
     for image in dict.fromkeys([IMAGE, settings.image or training_image(settings.accelerator)]):
-        registry, _, rest = image.partition("/")
+        registry, _, path = image.partition("/")
         tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
-        if not rest or not ("." in registry or ":" in registry or registry == "localhost"):
+        if not path or not ("." in registry or ":" in registry or registry == "localhost"):
             message = f"{image} names no registry: only nodes on which it was loaded have it"
             remedy = (
                 "push the images, and name them: --image for the steps, cluster.image for the ranks (docs/images.md)"

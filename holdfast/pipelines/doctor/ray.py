@@ -51,8 +51,8 @@ def check(spec: Spec | None, store: str, url: str) -> Iterator[Finding]:
             with suppress(HoldfastError):
                 open_store(url, deadline=TIMEOUT).delete(key)
     yield Finding(NAME, "ok", f"answers at {jobs.address}, with {len(probes)} nodes")
-    silent = [probe for probe in probes if probe.silent]
-    for probe in silent:
+    silent_nodes = [probe for probe in probes if probe.silent]
+    for probe in silent_nodes:
         remedy = "each node needs Holdfast in the version that submits, and `python` in the path of `ray start`"
         yield Finding("ray nodes", "fail", f"{probe.node}: {probe.silent}", remedy, ExitCode.KILLED)
     responding = [probe for probe in probes if not probe.silent]

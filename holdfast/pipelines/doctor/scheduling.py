@@ -31,8 +31,8 @@ def check_gang_scheduling(cluster: Cluster) -> Iterator[Finding]:
     match = re.search(r"--gang-scheduler-name[= ](\S+)", command_line)
     scheduler = match[1] if match else "none"
     summary = f"{container['image']} schedules gangs with {scheduler}"
-    needed = cluster.scheduler == "volcano" and cluster.job == "pytorchjob"
-    if scheduler == "volcano" or not (needed or VOLCANO_QUEUES in cluster.served):
+    is_needed = cluster.scheduler == "volcano" and cluster.job == "pytorchjob"
+    if scheduler == "volcano" or not (is_needed or VOLCANO_QUEUES in cluster.served):
         yield Finding(GANG_SCHEDULING_CHECK, "ok", summary)
         return
     arguments = "/spec/template/spec/containers/0/args"
@@ -45,7 +45,7 @@ def check_gang_scheduling(cluster: Cluster) -> Iterator[Finding]:
     target = f"-n {operator['metadata']['namespace']} deployment/{operator['metadata']['name']}"
     yield Finding(
         GANG_SCHEDULING_CHECK,
-        "fail" if needed else "warn",
+        "fail" if is_needed else "warn",
         f"{summary}: half of a job may start, and wait for the other half",
         f"kubectl patch {target} --type json -p '{json.dumps([patch], separators=(',', ':'))}'",
     )
@@ -93,21 +93,23 @@ def check_volcano_queue(cluster: Cluster) -> Iterator[Finding]:
     """Check the spec's queue, otherwise Volcano's default; without a spec, the one of the manifests."""
     if VOLCANO_QUEUES not in cluster.served or cluster.scheduler not in ("", "volcano"):
         return
-    wanted = cluster.queue or ("default" if cluster.spec else "holdfast")
-    queue = cluster.api.read(f"/apis/scheduling.volcano.sh/v1beta1/queues/{wanted}")
+    queue_name = cluster.queue or ("default" if cluster.spec else "holdfast")
+    queue = cluster.api.read(f"/apis/scheduling.volcano.sh/v1beta1/queues/{queue_name}")
     if queue is None:
-        manifest = "manifests/components/volcano/queues.yaml" if wanted in ("holdfast", "holdfast-idle") else ""
+        manifest = "manifests/components/volcano/queues.yaml" if queue_name in ("holdfast", "holdfast-idle") else ""
         yield cluster.absent(
             VOLCANO_QUEUE_CHECK,
-            f"there is no Volcano queue {wanted!r}",
+            f"there is no Volcano queue {queue_name!r}",
             cluster.scheduler == "volcano",
             manifest=manifest,
             field="cluster.queue",
         )
     elif (state := queue.get("status", {}).get("state", "Open")) != "Open":
-        yield Finding(VOLCANO_QUEUE_CHECK, "warn", f"{wanted} is {state}", f"vcctl queue operate -a open -n {wanted}")
+        yield Finding(
+            VOLCANO_QUEUE_CHECK, "warn", f"{queue_name} is {state}", f"vcctl queue operate -a open -n {queue_name}"
+        )
     else:
-        yield Finding(VOLCANO_QUEUE_CHECK, "ok", f"{wanted} is open")
+        yield Finding(VOLCANO_QUEUE_CHECK, "ok", f"{queue_name} is open")
 
 
 # Check that the Kueue LocalQueue of a run exists and admits workloads.
@@ -119,14 +121,14 @@ def check_kueue_queue(cluster: Cluster) -> Iterator[Finding]:
     """Check the spec's queue, otherwise that of the manifests."""
     if KUEUE_QUEUES not in cluster.served or cluster.scheduler not in ("", "kueue"):
         return
-    wanted, needed = cluster.queue or "holdfast", cluster.scheduler == "kueue"
-    queue = cluster.api.read(f"/apis/kueue.x-k8s.io/v1beta2/namespaces/{cluster.namespace}/localqueues/{wanted}")
+    queue_name, is_needed = cluster.queue or "holdfast", cluster.scheduler == "kueue"
+    queue = cluster.api.read(f"/apis/kueue.x-k8s.io/v1beta2/namespaces/{cluster.namespace}/localqueues/{queue_name}")
     if queue is None:
-        manifest = "manifests/components/kueue/queues.yaml" if wanted == "holdfast" else ""
+        manifest = "manifests/components/kueue/queues.yaml" if queue_name == "holdfast" else ""
         yield cluster.absent(
             KUEUE_QUEUE_CHECK,
-            f"namespace {cluster.namespace} has no LocalQueue {wanted!r}",
-            needed,
+            f"namespace {cluster.namespace} has no LocalQueue {queue_name!r}",
+            is_needed,
             manifest=manifest,
             field="cluster.queue",
         )
@@ -134,11 +136,11 @@ def check_kueue_queue(cluster: Cluster) -> Iterator[Finding]:
     conditions = {condition["type"]: condition for condition in queue.get("status", {}).get("conditions", [])}
     active = conditions.get("Active", {"status": "True"})
     if active["status"] != "True":
-        message = f"{wanted} admits nothing: {active.get('message', 'inactive')}"
-        look = f"kubectl describe -n {cluster.namespace} localqueue {wanted}"
-        yield Finding(KUEUE_QUEUE_CHECK, "fail" if needed else "warn", message, look)
+        message = f"{queue_name} admits nothing: {active.get('message', 'inactive')}"
+        look = f"kubectl describe -n {cluster.namespace} localqueue {queue_name}"
+        yield Finding(KUEUE_QUEUE_CHECK, "fail" if is_needed else "warn", message, look)
     else:
-        yield Finding(KUEUE_QUEUE_CHECK, "ok", f"{wanted} leads to ClusterQueue {queue['spec']['clusterQueue']}")
+        yield Finding(KUEUE_QUEUE_CHECK, "ok", f"{queue_name} leads to ClusterQueue {queue['spec']['clusterQueue']}")
 
 
 # Check that the priority class of a run exists. Kueue has a separate kind of priority class.
@@ -151,24 +153,24 @@ def check_priority_class(cluster: Cluster) -> Iterator[Finding]:
     class_name = cluster.spec.cluster.priority_class if cluster.spec else None
     if not class_name and not cluster.everything:
         return
-    wanted = class_name or "holdfast-standard"
+    checked_name = class_name or "holdfast-standard"
     if cluster.scheduler == "kueue":
         path, kind = "/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses", "WorkloadPriorityClass"
         manifest = "manifests/components/kueue/priorities.yaml"
     else:
         path, kind = "/apis/scheduling.k8s.io/v1/priorityclasses", "PriorityClass"
         manifest = "manifests/base/priority-classes.yaml"
-    if cluster.api.read(f"{path}/{wanted}") is None:
-        is_known = wanted in ("holdfast-low", "holdfast-standard", "holdfast-high")
+    if cluster.api.read(f"{path}/{checked_name}") is None:
+        is_known = checked_name in ("holdfast-low", "holdfast-standard", "holdfast-high")
         yield cluster.absent(
             PRIORITY_CLASS_CHECK,
-            f"there is no {kind} {wanted!r}",
+            f"there is no {kind} {checked_name!r}",
             bool(class_name),
             manifest=manifest if is_known else "",
             field="cluster.priority_class",
         )
     else:
-        yield Finding(PRIORITY_CLASS_CHECK, "ok", f"{kind} {wanted} is there")
+        yield Finding(PRIORITY_CLASS_CHECK, "ok", f"{kind} {checked_name} is there")
 
 
 # Check that Kueue, or node labels, define the topology levels of a spec's placement.
@@ -184,7 +186,7 @@ def check_places(cluster: Cluster) -> Iterator[Finding]:
     if cluster.spec is None or cluster.scheduler == "volcano" or cluster.spec.cluster.topology.placement == "any":
         return
     topology = cluster.spec.cluster.topology
-    needed = topology.placement == "require"
+    is_needed = topology.placement == "require"
     if cluster.scheduler == "kueue":
         topologies = (cluster.api.read(TOPOLOGIES) or {"items": []})["items"]
         levels = {level["nodeLabel"] for entry in topologies for level in entry["spec"].get("levels", [])}
@@ -199,5 +201,5 @@ def check_places(cluster: Cluster) -> Iterator[Finding]:
         is_defined, message = bool(labelled), f"{len(labelled)} of {len(nodes)} nodes carry the label {topology.level}"
         remedy = f"label the nodes, or name another cluster.topology.level: kubectl get nodes -L {topology.level}"
     yield Finding(
-        PLACES_CHECK, "ok" if is_defined else "fail" if needed else "warn", message, "" if is_defined else remedy
+        PLACES_CHECK, "ok" if is_defined else "fail" if is_needed else "warn", message, "" if is_defined else remedy
     )

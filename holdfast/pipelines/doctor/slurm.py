@@ -27,8 +27,12 @@ def check(spec: Spec | None, store: str) -> Iterator[Finding]:
         yield Finding(NAME, "fail", str(error), "see SLURM_CONF and `scontrol ping`", code)
         return
     yield Finding(NAME, "ok", f"answers; partitions: {', '.join(partition.name for partition in partitions)}")
-    wanted = spec.cluster.slurm.partition if spec else None
-    names = wanted.split(",") if wanted else [partition.name for partition in partitions if partition.default]
+    partition_names = spec.cluster.slurm.partition if spec else None
+    names = (
+        partition_names.split(",")
+        if partition_names
+        else [partition.name for partition in partitions if partition.default]
+    )
     if not names:
         yield Finding(NAME, "fail", "there is no default partition", "name one in cluster.slurm.partition")
         return

@@ -47,7 +47,7 @@ def check_mlflow(uri: str, *, on_cluster: bool, spec: Spec | None = None) -> Ite
     """Findings about the MLflow at `uri` and the experiment of `spec` in it. A missing local file is not created."""
     from holdfast.tracking.preflight import require_address, require_usable
 
-    shown = redact(uri)
+    shown_uri = redact(uri)
     try:
         require_address(uri)
         if spec is not None:
@@ -57,14 +57,14 @@ def check_mlflow(uri: str, *, on_cluster: bool, spec: Spec | None = None) -> Ite
         return
     if not uri.startswith("http"):
         remedy = "set MLFLOW_TRACKING_URI to a server that the pods reach"
-        message = f"{shown} is a file of this machine: pods do not see it"
+        message = f"{shown_uri} is a file of this machine: pods do not see it"
         yield (
             Finding(MLFLOW_CHECK, "warn", message, remedy)
             if on_cluster
-            else Finding(MLFLOW_CHECK, "ok", f"{shown}, local")
+            else Finding(MLFLOW_CHECK, "ok", f"{shown_uri}, local")
         )
         return
-    yield from _server(uri, shown)
+    yield from _server(uri, shown_uri)
 
 
 def _server(uri: str, shown: str) -> Iterator[Finding]:

@@ -56,10 +56,10 @@ def print_parting(one: RunRecord, other: RunRecord, found: Divergence, asked: di
         console.print(f"and {len(asked) - SHOWN_FIELDS} more fields of the specs: --json has them all")
     if found.none:
         last = min(found.steps)
-        more = f"; {other.run_id} goes on to {found.steps[1]:,}" if found.steps[1] > last else ""
-        more = f"; {one.run_id} goes on to {found.steps[0]:,}" if found.steps[0] > last else more
+        suffix = f"; {other.run_id} goes on to {found.steps[1]:,}" if found.steps[1] > last else ""
+        suffix = f"; {one.run_id} goes on to {found.steps[0]:,}" if found.steps[0] > last else suffix
         state = f", and so is the state at step {found.equal_at:,}" if found.equal_at is not None else ""
-        console.print(f"equal: {found.compared:,} steps are the same bit for bit{state}{more}", highlight=False)
+        console.print(f"equal: {found.compared:,} steps are the same bit for bit{state}{suffix}", highlight=False)
         return
     if found.first is not None:
         console.print(f"[red]the runs part at step {found.first:,}[/red]", highlight=False)

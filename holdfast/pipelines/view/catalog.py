@@ -182,8 +182,10 @@ def some_runs(store: Store, limit: int | None = None) -> tuple[list[RunRecord], 
     records = {
         record.run_id: record for record in in_parallel(partial(read_run, store), ids, AT_ONCE) if record is not None
     }
-    shown = (record for record in records.values() if _worked_on(store, record) not in records.keys() - {record.run_id})
-    newest = sorted(shown, key=lambda record: record.changed, reverse=True)
+    listed_records = (
+        record for record in records.values() if _worked_on(store, record) not in records.keys() - {record.run_id}
+    )
+    newest = sorted(listed_records, key=lambda record: record.changed, reverse=True)
     if limit is not None and len(newest) > limit:
         newest, unread = newest[:limit], unread + len(newest) - limit
     return newest, unread
@@ -242,14 +244,14 @@ def _objects_of(store: Store, run_id: str) -> list[ObjectInfo]:
     first = list(islice(store.list(layout.run(run_id)), PAGE))
     if len(first) < PAGE:
         return first
-    listed = [store.list(layout.run(run_id, folder)) for folder in _FOLDERS]
-    found = {
+    folder_listings = [store.list(layout.run(run_id, folder)) for folder in _FOLDERS]
+    infos_by_key = {
         info.key: info
-        for infos in [*listed, [store.stat(layout.run(run_id, name)) for name in _FILES]]
+        for infos in [*folder_listings, [store.stat(layout.run(run_id, name)) for name in _FILES]]
         for info in infos
         if info is not None
     }
-    return list(({info.key: info for info in first} | found).values())
+    return list(({info.key: info for info in first} | infos_by_key).values())
 
 
 def find_run(store: Store, wanted: str) -> RunRecord:
@@ -292,13 +294,13 @@ def _searched(store: Store, wanted: str) -> RunRecord:
         raise MissingError(f"{store.url}: has no runs yet; start one with `holdfast run examples/quickstart.yaml`")
     if matches := [record for record in records if wanted and record.name == wanted]:
         return matches[0]
-    listed = _ids([record.run_id for record in records])
-    raise MissingError(f"{wanted!r}: no run in {store.url} has that id or name; `holdfast runs` lists: {listed}")
+    id_text = _ids([record.run_id for record in records])
+    raise MissingError(f"{wanted!r}: no run in {store.url} has that id or name; `holdfast runs` lists: {id_text}")
 
 
 def _ids(ids: Sequence[str]) -> str:
-    shown = ", ".join(ids[:SHOWN_IDS])
-    return shown + (f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else "")
+    text = ", ".join(ids[:SHOWN_IDS])
+    return text + (f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else "")
 
 
 _HOUSEKEEPING = ("collector.json", "audits/", "checkpoints/pins/", "checkpoints/readers/")

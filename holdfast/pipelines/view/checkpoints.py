@@ -28,13 +28,15 @@ def print_list(run_id: str, found: Sequence[CheckpointInfo]) -> None:
     table = _table(f"checkpoints of run {run_id}", "step", "when", "state", "new", "attempt", "kept because")
     for info in found:
         if info.damaged:
-            why = f"[red]{escape(info.damaged)}[/red]"
+            reason_text = f"[red]{escape(info.damaged)}[/red]"
         else:
             pins = "; ".join(f"by {pin.name}" + (f": {pin.reason}" if pin.reason else "") for pin in info.pins)
             reasons = [f"pinned {pins}" if reason == "pinned" else reason for reason in info.kept]
-            why = escape("; ".join(reasons)) or "nothing: the next collection takes it"
+            reason_text = escape("; ".join(reasons)) or "nothing: the next collection takes it"
         state, new = (size(info.bytes), size(info.fresh)) if info.bytes else ("", "")
-        table.add_row(f"{info.step:,}", ago(time.time() - info.committed), state, new, str(info.attempt or ""), why)
+        table.add_row(
+            f"{info.step:,}", ago(time.time() - info.committed), state, new, str(info.attempt or ""), reason_text
+        )
     _console().print(table)
 
 

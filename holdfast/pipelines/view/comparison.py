@@ -28,8 +28,8 @@ def find_comparison(store: Store, wanted: str) -> Comparison:
         comparison = read_comparison(store, identity)
         if comparison is not None and (matches or comparison.name == wanted):
             return comparison
-    shown = ", ".join(ids[:5]) or "none"
-    raise MissingError(f"{wanted!r}: no comparison of a sweep in {store.url} has that id or name; there are: {shown}")
+    id_text = ", ".join(ids[:5]) or "none"
+    raise MissingError(f"{wanted!r}: no comparison of a sweep in {store.url} has that id or name; there are: {id_text}")
 
 
 def print_comparison(console: Console, found: Comparison, store: Store) -> None:

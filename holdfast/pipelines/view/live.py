@@ -94,11 +94,11 @@ class Screen:
         progress, saved = self._figures.get(Progress), self._figures.get(SaveCommitted)
         if isinstance(progress, Progress):
             bar = Table.grid(padding=(0, 1))
-            left = "" if self.has_ended else f"{duration(progress.seconds_left)} left"
+            time_left = "" if self.has_ended else f"{duration(progress.seconds_left)} left"
             bar.add_row(
                 ProgressBar(progress.steps, progress.step, width=40),
                 f"step {progress.step:,} of {progress.steps:,}",
-                left,
+                time_left,
             )
             parts += [
                 bar,
@@ -132,11 +132,11 @@ class Screen:
         """A square for each rank. A warmer color means a larger share of own work; the other ranks wait for the
         warmest.
         """
-        most = max(self._worked.values()) or 1.0
-        least = min(self._worked.values())
+        highest = max(self._worked.values()) or 1.0
+        lowest = min(self._worked.values())
         line = Text("ranks ")
         for rank in sorted(self._worked):
-            heat = (self._worked[rank] - least) / (most - least) if most > 1.1 * least else 0.0
+            heat = (self._worked[rank] - lowest) / (highest - lowest) if highest > 1.1 * lowest else 0.0
             line.append("■ " if rank not in self._slow else "▲ ", style=HEAT[min(len(HEAT) - 1, int(heat * len(HEAT)))])
         return line
 
@@ -154,19 +154,19 @@ class _Newest:
             yield from self._news
             return
         free_lines = self._lines - len(console.render_lines(self._always, options, pad=False))
-        shown: list[Text] = []
+        shown_lines: list[Text] = []
         for line in reversed(self._news):
             free_lines -= len(console.render_lines(line, options, pad=False))
             if free_lines < 0:
                 break
-            shown.append(line)
-        yield from reversed(shown)
+            shown_lines.append(line)
+        yield from reversed(shown_lines)
 
 
 def sparkline(values: Iterable[float], width: int) -> str:
     """The values as a row of bars, the newest last. The oldest are omitted if they do not fit."""
-    shown = list(values)[-max(1, width) :]
-    if not shown:
+    newest = list(values)[-max(1, width) :]
+    if not newest:
         return ""
-    low, high = min(shown), max(shown)
-    return "".join(BARS[int((value - low) / (high - low) * (len(BARS) - 1)) if high > low else 0] for value in shown)
+    low, high = min(newest), max(newest)
+    return "".join(BARS[int((value - low) / (high - low) * (len(BARS) - 1)) if high > low else 0] for value in newest)

@@ -55,8 +55,8 @@ def _registered(name: str, store: Store, version: int | None = None, alias: str 
     from holdfast.tracking import champion, connect, versions
     from holdfast.tracking.registry import CHAMPION, version_by_alias
 
-    known = versions(name, store)
-    if not known:
+    candidates = versions(name, store)
+    if not candidates:
         raise MissingError(f"{name!r}: MLflow has no registered model of that name")
     if version is None and alias in (None, CHAMPION) and (champion_version := champion(name, store)) is not None:
         return _files(champion_version)
@@ -64,14 +64,14 @@ def _registered(name: str, store: Store, version: int | None = None, alias: str 
         aliased = version_by_alias(connect(), name, str(alias))
         version = None if aliased is None else int(aliased.version)
     if version is None and alias is not None:
-        raise MissingError(f"{name}@{alias}: no version has that alias; versions: {_listed(known)}")
-    own = [candidate for candidate in known if not candidate.foreign]
+        raise MissingError(f"{name}@{alias}: no version has that alias; versions: {_listed(candidates)}")
+    own = [candidate for candidate in candidates if not candidate.foreign]
     if version is None and own:
         return _files(own[-1])
-    for candidate in known if version is not None else known[-1:]:
+    for candidate in candidates if version is not None else candidates[-1:]:
         if version in (None, candidate.version):
             return _files(candidate)
-    raise MissingError(f"{name}/{version}: no such version; versions: {_listed(known)}")
+    raise MissingError(f"{name}/{version}: no such version; versions: {_listed(candidates)}")
 
 
 def _files(version: Champion) -> Files:

@@ -16,8 +16,8 @@ SILENT_SECONDS = 900.0  # without events before giving up; first steps may compi
 def wait_for_trace(store: Store, run_id: str, begun: float, silent: float = SILENT_SECONDS) -> str:
     """The key of the first trace that is reported after `begun` (unix seconds).
 
-    Raises MissingError when the run reports a failure, when it has ended, or without events for `silent` seconds,
-    because none of its processes may be left.
+    Raises MissingError when the run reports a failure or has ended. Also raises it after `silent` seconds without
+    events, because then no process of the run may be left.
     """
     events = StoreEvents(store, run_id)
     last_event, ended = time.monotonic(), False

@@ -134,10 +134,10 @@ def print_run(record: RunRecord, store: Store, whole_spec: bool = False) -> None
     for when, source, text in rows:
         console.print(f"[dim]{when}  {escape(source):<10}[/dim] {escape(text)}", highlight=False, soft_wrap=True)
     if record.spec:
-        checked = None if whole_spec else record.whole_spec()
-        shown = record.spec if checked is None else checked.model_dump(mode="json", exclude_defaults=True)
+        valid_spec = None if whole_spec else record.whole_spec()
+        shown_spec = record.spec if valid_spec is None else valid_spec.model_dump(mode="json", exclude_defaults=True)
         console.print("\n[dim]spec[/dim]" + ("" if whole_spec else "[dim], without the defaults (--spec: all)[/dim]"))
-        console.print(yaml.safe_dump(shown, sort_keys=False), markup=False, highlight=False, soft_wrap=True)
+        console.print(yaml.safe_dump(shown_spec, sort_keys=False), markup=False, highlight=False, soft_wrap=True)
 
 
 def accounts(record: RunRecord, store: Store) -> dict[str, object]:

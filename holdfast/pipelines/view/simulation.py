@@ -94,17 +94,17 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
 def _chart(outcome: Outcome, width: int = 720, height: int = 120) -> dict[str, object]:
     """The points of two lines: the busy share, and the waiting jobs relative to their maximum."""
     end = max(outcome.makespan, 1.0)
-    most = max((waiting for _, _, waiting in outcome.curve), default=0) or 1
+    max_waiting = max((waiting for _, _, waiting in outcome.curve), default=0) or 1
     first = outcome.curve[0][0] if outcome.curve else 0.0
     busy = " ".join(f"{(at - first) / end * width:.1f},{height * (1 - share):.1f}" for at, share, _ in outcome.curve)
     waiting = " ".join(
-        f"{(at - first) / end * width:.1f},{height * (1 - count / most):.1f}" for at, _, count in outcome.curve
+        f"{(at - first) / end * width:.1f},{height * (1 - count / max_waiting):.1f}" for at, _, count in outcome.curve
     )
     return {
         "policy": outcome.policy,
         "busy": busy,
         "waiting": waiting,
-        "most": most,
+        "most": max_waiting,
         "span": duration(end),
         "width": width,
         "height": height,

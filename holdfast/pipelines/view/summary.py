@@ -85,8 +85,8 @@ def next_commands(store: Store, record: RunRecord) -> list[str]:
     short = record.run_id[:SHORT_ID]
     prompts = record.spec.get("evaluation", {}).get("prompts") or ["Once upon a time"]
     prompt = " ".join(str(prompts[0]).split()) or "Once upon a time"
-    where = [] if open_store(store_url()).url == store.url else ["--store", store.url]
-    commands = (["models", "generate", short, prompt, *where], ["show", short, *where], ["ui"])
+    store_option = [] if open_store(store_url()).url == store.url else ["--store", store.url]
+    commands = (["models", "generate", short, prompt, *store_option], ["show", short, *store_option], ["ui"])
     return [shlex.join(["holdfast", *command]) for command in commands]
 
 

@@ -56,7 +56,7 @@ def lines(newest: Mapping[int, Figures], began: AttemptBegan | None) -> Iterator
     if len(slowed) > NAMED:
         yield f"and those of {len(slowed) - NAMED} other ranks"
     if began is not None and began.missing_metrics:
-        yield "not told: " + ", ".join(f"{name} ({why})" for name, why in began.missing_metrics.items())
+        yield "not told: " + ", ".join(f"{name} ({reason})" for name, reason in began.missing_metrics.items())
 
 
 def _together(told: Sequence[Figures]) -> Iterator[str]:

@@ -50,12 +50,12 @@ def serve(host: str, port: int) -> int:
         )
     from holdfast.tracking import connect
 
-    chosen = _free(host, port)
+    free_port = _free(host, port)
     print("MLflow starts, which takes some seconds", flush=True)  # noqa: T201
     connect(uri)  # creates the database, so that an empty UI opens before the first run
     password = password_of(home() / PASSWORD_FILE)
     command = [sys.executable, "-m", "mlflow", "server", "--app-name", "basic-auth", "--workers", str(WORKERS)]
-    command += ["--host", host, "--port", str(chosen), "--uvicorn-opts", "--log-level warning"]
+    command += ["--host", host, "--port", str(free_port), "--uvicorn-opts", "--log-level warning"]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM also ends the server
     with temporary_folder("ui") as folder:  # of mode 0700
         users = Path(folder) / "users.db"
@@ -63,11 +63,11 @@ def serve(host: str, port: int) -> int:
         settings.write_text(_SETTINGS.format(users=users))
         with subprocess.Popen(command, env=_environment(uri, settings, password)) as server:
             try:
-                while server.poll() is None and not _answers(host, chosen):
+                while server.poll() is None and not _answers(host, free_port):
                     time.sleep(0.1)
                 if server.poll() is None:
-                    where = f"user {USER}, password in {home() / PASSWORD_FILE}"
-                    print(f"MLflow: http://{host}:{chosen}  ({where}; end it with Ctrl-C)", flush=True)  # noqa: T201
+                    login = f"user {USER}, password in {home() / PASSWORD_FILE}"
+                    print(f"MLflow: http://{host}:{free_port}  ({login}; end it with Ctrl-C)", flush=True)  # noqa: T201
                 return server.wait()
             except KeyboardInterrupt:
                 server.terminate()
@@ -88,8 +88,8 @@ def password_of(path: Path) -> str:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_urlsafe(24) + "\n")
     with suppress(OSError):
-        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(opened) as file:
+        read_descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(read_descriptor) as file:
             status = os.fstat(file.fileno())
             private = status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
             if private and (password := file.readline().strip()):

@@ -51,8 +51,8 @@ class Arguments:
 
     def __init__(self, workflow: Object) -> None:
         stored = workflow.get("status", {}).get("storedWorkflowTemplateSpec") or {}
-        self._compiled, own = _values(stored), _values(workflow["spec"])
-        self._given = {**self._compiled, **own}
+        self._compiled, parameters = _values(stored), _values(workflow["spec"])
+        self._given = {**self._compiled, **parameters}
 
     @property
     def spec(self) -> str:
@@ -63,8 +63,8 @@ class Arguments:
     def overrides(self) -> list[str]:
         """All changes to the spec, including those by parameters for single fields. Raises SpecError and DataError."""
         fields = {name: text for name, text in self._given.items() if text != self._compiled.get(name)}
-        listed = parse_json_value(self._given.get("overrides") or "[]", "overrides")
-        return [*changed_parameters(fields, {}), *map(str, listed if isinstance(listed, list) else ())]
+        overrides = parse_json_value(self._given.get("overrides") or "[]", "overrides")
+        return [*changed_parameters(fields, {}), *map(str, overrides if isinstance(overrides, list) else ())]
 
     @property
     def salt(self) -> str:
@@ -79,8 +79,8 @@ class Arguments:
 
 def _values(spec: Object) -> dict[str, str]:
     """The parameters of a Workflow or of its template, unescaped."""
-    listed = spec.get("arguments", {}).get("parameters") or ()
-    return {parameter["name"]: unescape(str(parameter.get("value") or "")) for parameter in listed}
+    parameters = spec.get("arguments", {}).get("parameters") or ()
+    return {parameter["name"]: unescape(str(parameter.get("value") or "")) for parameter in parameters}
 
 
 TEMPLATES = Resource("argoproj.io", "v1alpha1", "workflowtemplates")
@@ -148,18 +148,18 @@ class Argo:
 
     def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
         """The output of the steps' pods. A deleted pod has none."""
-        shown: dict[str, int] = {}  # lines for each pod
+        line_counts: dict[str, int] = {}  # lines for each pod
         while True:
             workflow = self._find(run)
             status = self._status(workflow, self._steps(workflow))
             for step_status in status.steps:
                 for pod in step_status.pods if is_step(step, step_status.name) else ():
-                    for line in self._new_lines(pod, shown):
+                    for line in self._new_lines(pod, line_counts):
                         yield step_status.name, line
             if not follow or not status.unfinished:
                 break
             time.sleep(POLL_SECONDS)
-        if not shown:
+        if not line_counts:
             raise MissingError(
                 f"{status.name}: there is no log of {step or 'any step'}: it has not begun, or its pod is gone; the "
                 "artifact repository keeps logs, and `holdfast show --steps` has the steps"
@@ -300,18 +300,18 @@ def _template(request: RunRequest, namespace: str | None) -> Object:
 def _workflow(request: RunRequest, namespace: str | None, number: int) -> Object:
     """The Workflow of a request; `number` counts the Workflows of the same request."""
     request_digest = digest([request.question(), request.image, *([request.trials] if request.trials else [])])[:8]
-    rest, template = f"-{request_digest}-{number}", template_name(request.spec, "-sweep" if request.trials else "")
-    name = template[: MAX_LABEL - len(rest)] + rest  # the name is also a label of the pods
+    suffix, template = f"-{request_digest}-{number}", template_name(request.spec, "-sweep" if request.trials else "")
+    name = template[: MAX_LABEL - len(suffix)] + suffix  # the name is also a label of the pods
     run = {RUN_LABEL: request.run_id} if request.run_id else {}
     parameters = [
         {"name": key, "value": text_of(key, value, request.spec)} for key, value in request.parameters().items()
     ]
     account = {"serviceAccountName": request.service_account} if request.service_account else {}
-    place = {"namespace": namespace} if namespace else {}
+    metadata = {"namespace": namespace} if namespace else {}
     return {
         "apiVersion": "argoproj.io/v1alpha1",
         "kind": "Workflow",
-        "metadata": {"name": name, **place, "labels": {**labels(), **run, ORDER_LABEL: request_digest}},
+        "metadata": {"name": name, **metadata, "labels": {**labels(), **run, ORDER_LABEL: request_digest}},
         "spec": {
             "workflowTemplateRef": {"name": template},
             "arguments": {"parameters": parameters},

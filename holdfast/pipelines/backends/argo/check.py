@@ -22,7 +22,7 @@ _IN_RETRIES = {f"lastRetry.{field}" for field in ("exitCode", "status", "duratio
 
 def check(objects: Sequence[Object]) -> list[str]:
     """The problems of WorkflowTemplates, Workflows and CronWorkflows that are applied together; empty if none."""
-    known = {
+    templates = {
         manifest["metadata"]["name"]: manifest["spec"] for manifest in objects if manifest["kind"] == "WorkflowTemplate"
     }
     problems = []
@@ -30,7 +30,7 @@ def check(objects: Sequence[Object]) -> list[str]:
         spec = manifest["spec"].get("workflowSpec", manifest["spec"])
         metadata = manifest["metadata"]
         name = f"{manifest['kind']} {metadata.get('name') or metadata['generateName']}"
-        problems += [f"{name}: {problem}" for problem in _workflow(spec, known)]
+        problems += [f"{name}: {problem}" for problem in _workflow(spec, templates)]
     return problems
 
 
@@ -81,15 +81,15 @@ def _inputs(template: Object) -> set[str]:
 
 def _dag(template: Object, templates: Mapping[str, Object], scope: set[str]) -> Iterator[str]:
     tasks = {task["name"]: task for task in template.get("dag", {}).get("tasks", ())}
-    before: dict[str, set[str]] = {name: _dependencies(task) for name, task in tasks.items()}
+    dependencies: dict[str, set[str]] = {name: _dependencies(task) for name, task in tasks.items()}
     for name, task in tasks.items():
         target = templates.get(task.get("template", ""))
         if target is None:
             yield f"task {name} runs the template {task.get('template')!r}, which is not there"
             continue
-        for missing in sorted(before[name] - tasks.keys()):
+        for missing in sorted(dependencies[name] - tasks.keys()):
             yield f"task {name} depends on {missing!r}, which is no task"
-        ancestors = _ancestors(name, before)
+        ancestors = _ancestors(name, dependencies)
         if name in ancestors:
             yield f"task {name} depends on itself"
         yield from (f"task {name}: {problem}" for problem in _arguments(task, target))

@@ -85,8 +85,8 @@ def _variables(step: Step, spec: Spec) -> dict[str, str]:
     """The variables of a step. Values that Argo would replace are escaped."""
     variables = environment_of(step, spec)
     plain = {name: value for name, value in variables.items() if not is_replaced_by_argo(value)}
-    others = {name: value for name, value in variables.items() if name not in plain}
-    return {name: double_dollars(value) for name, value in plain.items()} | escape_environment(others)
+    templated = {name: value for name, value in variables.items() if name not in plain}
+    return {name: double_dollars(value) for name, value in plain.items()} | escape_environment(templated)
 
 
 def account_of(step: Step, spec: Spec) -> str:

@@ -225,10 +225,10 @@ def _with_refusal(status: RunStatus, given: Parameters) -> RunStatus:
 def _with_pods(status: RunStatus, tasks: Tasks, run: Any, api: Callable[[], Api] | None, namespace: str) -> RunStatus:
     """Report pods that do not start, and why a workflow failed before its first step."""
     slow = {step.name: since for step in status.steps if (since := _waits_since(step, tasks)) is not None}
-    begun = any(step.seconds is not None and step.state not in ("NOT_BEGUN", "SKIPPED") for step in status.steps)
-    failed_early = status.state == FAILED and not begun
-    silent = any(step.state == FAILED and not step.error for step in status.steps)
-    if not (slow or failed_early or silent or (status.unfinished and not begun)):
+    has_begun = any(step.seconds is not None and step.state not in ("NOT_BEGUN", "SKIPPED") for step in status.steps)
+    failed_early = status.state == FAILED and not has_begun
+    unexplained = any(step.state == FAILED and not step.error for step in status.steps)
+    if not (slow or failed_early or unexplained or (status.unfinished and not has_begun)):
         return status
     messages: dict[str, str] = {}
     workflow, pod_namespace = tasks.workflow, namespace
@@ -236,8 +236,8 @@ def _with_pods(status: RunStatus, tasks: Tasks, run: Any, api: Callable[[], Api]
         pod_namespace, messages = _complaints(api, workflow, namespace)
     pod_namespace = pod_namespace or KFP_NAMESPACE
     steps = tuple(_waiting(step, slow.get(step.name), messages, run.run_id, pod_namespace) for step in status.steps)
-    of_steps = {words for step in steps if (words := messages.get(step.pods[-1] if step.pods else ""))}
-    other_messages = [words for words in messages.values() if words not in of_steps]
+    of_steps = {message_text for step in steps if (message_text := messages.get(step.pods[-1] if step.pods else ""))}
+    other_messages = [message_text for message_text in messages.values() if message_text not in of_steps]
     message = status.message or (other_messages[0] if other_messages else "")
     if failed_early and not message:
         account = run.service_account or "pipeline-runner"
@@ -278,11 +278,11 @@ def _complaints(api: Callable[[], Api], workflow: str, namespace: str) -> tuple[
     """
     try:
         connected = api()
-        for place in dict.fromkeys(filter(None, (namespace, connected.namespace, KFP_NAMESPACE))):
-            inside = connected.within(place, patience=PATIENCE)
+        for candidate in dict.fromkeys(filter(None, (namespace, connected.namespace, KFP_NAMESPACE))):
+            inside = connected.within(candidate, patience=PATIENCE)
             if (stored := inside.get(WORKFLOWS, workflow)) is not None:
                 pods, _ = inside.list(PODS, f"workflows.argoproj.io/workflow={workflow}")
-                return place, dict(_of_workflow(stored)) | dict(_of_pods(pods, workflow))
+                return candidate, dict(_of_workflow(stored)) | dict(_of_pods(pods, workflow))
     except (HoldfastError, OSError) as error:
         if workflow not in _warned:  # once, because `watch` and `logs --follow` poll every few seconds
             _warned.add(workflow)

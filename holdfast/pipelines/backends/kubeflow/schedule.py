@@ -105,8 +105,8 @@ def schedule(server: Server, wanted: RunRequest, *, controller_timezone: str = "
     version = upload_text(server, wanted.spec.name, text)
     body = _body(server, wanted, trigger, version, pipeline_digest(text))
     name = body.display_name
-    former = [recurring for recurring in _of(server, wanted.spec.name) if recurring.display_name != name]
-    for recurring in former:
+    previous = [recurring for recurring in _of(server, wanted.spec.name) if recurring.display_name != name]
+    for recurring in previous:
         if _enabled(recurring):
             server.ask(server.recurring_runs.recurring_run_service_disable_recurring_run, recurring.recurring_run_id)
     current, created = server.ensure(
@@ -115,20 +115,20 @@ def schedule(server: Server, wanted: RunRequest, *, controller_timezone: str = "
             recurring_run=body, **timeout
         ),
     )
-    listed = _of(server, wanted.spec.name)  # a concurrent client may have created the same one, or another one
-    current = _oldest(recurring for recurring in listed if recurring.display_name == name) or current
-    others = [recurring for recurring in listed if recurring.recurring_run_id != current.recurring_run_id]
-    for recurring in others:
+    current_list = _of(server, wanted.spec.name)  # a concurrent client may have created the same one, or another one
+    current = _oldest(recurring for recurring in current_list if recurring.display_name == name) or current
+    duplicates = [recurring for recurring in current_list if recurring.recurring_run_id != current.recurring_run_id]
+    for recurring in duplicates:
         if _enabled(recurring):
             server.ask(server.recurring_runs.recurring_run_service_disable_recurring_run, recurring.recurring_run_id)
     if not _enabled(current):
         server.ask(server.recurring_runs.recurring_run_service_enable_recurring_run, current.recurring_run_id)
-    former_ids = {recurring.recurring_run_id for recurring in former}
+    former_ids = {recurring.recurring_run_id for recurring in previous}
     removed, kept = _remove(
         server,
         [
             recurring
-            for recurring in others
+            for recurring in duplicates
             if recurring.display_name == name or recurring.recurring_run_id in former_ids
         ],
     )

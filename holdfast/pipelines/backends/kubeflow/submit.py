@@ -102,10 +102,10 @@ def experiment(server: Server, name: str) -> str:
     experiments = server.experiments
 
     def find() -> Any | None:
-        listed = server.every(
+        entries = server.every(
             experiments.experiment_service_list_experiments, "experiments", filter=named(name), **in_namespace(server)
         )
-        return next((candidate for candidate in listed if candidate.display_name == name), None)
+        return next((candidate for candidate in entries if candidate.display_name == name), None)
 
     body = kfp_server_api.V2beta1Experiment(display_name=name, namespace=server.namespace or None)
     stored, _ = server.ensure(
@@ -206,11 +206,11 @@ def _pipeline(server: Server, name: str) -> str:
     pipelines = server.pipelines
 
     def find() -> Any | None:
-        listed = server.every(
+        entries = server.every(
             pipelines.pipeline_service_list_pipelines, "pipelines", filter=named(name), **in_namespace(server)
         )
         return min(
-            (pipeline for pipeline in listed if pipeline.display_name == name),
+            (pipeline for pipeline in entries if pipeline.display_name == name),
             key=lambda pipeline: (str(pipeline.created_at), pipeline.pipeline_id),
             default=None,
         )

@@ -86,10 +86,10 @@ def steps_of(run: Any) -> list[StepStatus]:
     for step in STEPS:
         trial_names = [name for name in names if step_called(name) == step]
         for name in sorted(trial_names, key=lambda one: (len(one), one)):  # the trials of a sweep, by number
-            shown = f"{name}-1" if sweep and STEPS[step].per_trial and name == step else name
+            shown_name = f"{name}-1" if sweep and STEPS[step].per_trial and name == step else name
             row = tasks.row(name)
             if row is not None:
-                statuses.append(_step(shown, row, tasks.pods(name)))
+                statuses.append(_step(shown_name, row, tasks.pods(name)))
     return statuses
 
 
@@ -121,7 +121,7 @@ def logs(
     `pods`: the known names of the pods of a run. KFP's own follow mode does not work, so each poll reads the whole log
     and yields only the new part.
     """
-    shown: dict[str, int] = {}  # bytes for each pod
+    byte_counts: dict[str, int] = {}  # bytes for each pod
     run = find_run(server, wanted)
     source, answer = PodLogs(server, run.run_id, pods(run.run_id)), ""
     while True:
@@ -133,7 +133,9 @@ def logs(
                 except MissingError as error:
                     answer, missing = str(error), True
                     continue
-                for line in _new_lines(content, pod, shown, whole=not follow or step_status.state not in UNFINISHED):
+                for line in _new_lines(
+                    content, pod, byte_counts, whole=not follow or step_status.state not in UNFINISHED
+                ):
                     yield step_status.name, line
         if not follow or state_of(run) not in UNFINISHED:
             break
@@ -141,7 +143,7 @@ def logs(
         run = server.ask(server.runs.run_service_get_run, run_id=run.run_id)
         if missing:  # steps that have begun since report the names of their pods
             source.learn(pods(run.run_id))
-    if not shown:
+    if not byte_counts:
         subject = f"step {step}" if step else "any step"
         raise MissingError(
             f"{run.display_name}: there is no log of {subject}: it has not begun, or its pod is gone and KFP keeps no "

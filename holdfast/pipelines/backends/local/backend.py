@@ -72,7 +72,7 @@ class Local:
         return replace(status, exit_code=int(code)), previous is None
 
     def status(self, run: str) -> RunStatus:
-        """Whether it runs now, and otherwise its progress."""
+        """The current status of a run or sweep, or its progress if it does not run."""
         store = open_store(self._url)
         record = find_record(store, run)
         if record and record.trials:
@@ -87,15 +87,15 @@ class Local:
         For the step `train` of a run, the output of its ranks, launch by launch.
         """
         record = self._record(run)
-        files, ranks, shown = [log_file(record)], step == "train" and not record.trials, False
+        files, ranks, has_lines = [log_file(record)], step == "train" and not record.trials, False
         if ranks:
             files = sorted(files[0].parent.glob("launch-*.log"))
         for file in files:
             for name, line in _by_step(_lines(file, record if follow else None)):
                 if ranks or is_step(step, name):
-                    shown = True
+                    has_lines = True
                     yield ("train" if ranks else name or "run"), line
-        if step and not shown:
+        if step and not has_lines:
             raise MissingError(f"{record.run_id}: the step {step} has not begun in the newest try on this machine")
 
     def cancel(self, run: str) -> tuple[RunStatus, bool]:
@@ -155,23 +155,23 @@ def _by_step(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
     """Each line of the log of a run or sweep, and the step that wrote it; empty for lines of the runner."""
     for line in lines:
         match = _LINE.fullmatch(line)
-        known = match is not None and match["name"].partition("-")[0] in STEPS
-        yield (match["name"], match["line"]) if match and known else ("", line)
+        is_step_line = match is not None and match["name"].partition("-")[0] in STEPS
+        yield (match["name"], match["line"]) if match and is_step_line else ("", line)
 
 
 def _lines(file: Path, following: Record | None) -> Iterator[str]:
     """The lines of a file; with a run to follow, until it has ended."""
     with file.open(encoding="utf-8", errors="replace") as content:
-        rest = ""
+        pending = ""
         while True:
             alive = following is not None and following.alive  # read first, so the last pass misses no line
             for line in content:
-                rest += line
-                if rest.endswith("\n"):
-                    yield rest.rstrip("\n")
-                    rest = ""
+                pending += line
+                if pending.endswith("\n"):
+                    yield pending.rstrip("\n")
+                    pending = ""
             if not alive:
                 break
             time.sleep(POLL_SECONDS)
-        if rest:
-            yield rest
+        if pending:
+            yield pending

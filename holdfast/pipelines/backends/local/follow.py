@@ -1,7 +1,7 @@
 """Follow the process that runs the DAG: show its steps on the terminal, and forward signals to it.
 
-Nothing that it started keeps running unattended, also when that process is killed. When that process dies, the kernel
-sends the running step SIGTERM (`local.step`), whether or not this process lives.
+No step keeps running unattended. If the process that runs the DAG dies, the kernel sends the running step SIGTERM
+(`local.step`), even if this process is dead too.
 """
 
 from __future__ import annotations

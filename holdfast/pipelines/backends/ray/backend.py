@@ -81,13 +81,13 @@ class Ray:
 
     def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
         """The output of the steps, as the driver forwards it."""
-        shown = 0  # characters
+        position = 0  # characters
         while True:
             job = self._find(run)
-            text = self._jobs.logs(job.id)[shown:]
-            whole = text if not job.unfinished else text[: text.rfind("\n") + 1]
-            shown += len(whole)
-            for line in whole.splitlines():
+            text = self._jobs.logs(job.id)[position:]
+            complete = text if not job.unfinished else text[: text.rfind("\n") + 1]
+            position += len(complete)
+            for line in complete.splitlines():
                 match = _LINE.match(line)
                 step_name, output = (match["step"], match["line"]) if match else ("driver", line)
                 if step in ("", step_name):

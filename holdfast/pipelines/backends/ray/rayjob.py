@@ -119,17 +119,19 @@ def _head(job: Job, spec: Spec) -> dict[str, Any]:
     """The pod of the head: the launcher, and Ray's own processes. It takes no accelerator."""
     steps = spec.cluster.steps
     template = _template(job, "ray-head")
-    pod, own = template["spec"], steps.train
+    pod, step_pod = template["spec"], steps.train
     pod.pop("affinity", None)
-    memory = math.ceil((amount(own.memory) + amount(HEAD_MEMORY)) / 2**20)
-    limits = {"memory": f"{memory}Mi", "ephemeral-storage": own.ephemeral_storage}
+    memory = math.ceil((amount(step_pod.memory) + amount(HEAD_MEMORY)) / 2**20)
+    limits = {"memory": f"{memory}Mi", "ephemeral-storage": step_pod.ephemeral_storage}
     pod["containers"][0]["resources"] = {
-        "requests": {"cpu": str(1 + math.ceil(amount(own.cpu))), **limits},
+        "requests": {"cpu": str(1 + math.ceil(amount(step_pod.cpu))), **limits},
         "limits": limits,
     }
     pod["containers"][0]["securityContext"]["capabilities"] = {"drop": ["ALL"]}
-    selector = {**steps.node_selector, **own.node_selector}
-    tolerations = [toleration.model_dump(exclude_none=True) for toleration in (*steps.tolerations, *own.tolerations)]
+    selector = {**steps.node_selector, **step_pod.node_selector}
+    tolerations = [
+        toleration.model_dump(exclude_none=True) for toleration in (*steps.tolerations, *step_pod.tolerations)
+    ]
     for field, value in (("nodeSelector", selector), ("tolerations", tolerations)):
         pod.pop(field, None)
         if value:

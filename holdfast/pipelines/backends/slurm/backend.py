@@ -81,8 +81,7 @@ class Submitted:
         return EXIT_HANDLER in self.jobs
 
     def untold(self, told: Collection[str] = ()) -> list[str]:
-        """The steps that are not known to have begun: they and all later ones are missing from its jobs and from
-        `told`.
+        """The steps after the last one that its jobs or `told` contain; these are not known to have begun.
 
         A step waits for the success of the previous one.
         """
@@ -168,17 +167,17 @@ class Slurm:
 
     def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
         """The output of the jobs, from Slurm's log files."""
-        shown: dict[Path, int] = {}  # bytes
+        byte_counts: dict[Path, int] = {}  # bytes
         while True:
             chain = self._find(run)
             unfinished = chain.unfinished  # read first, so the last pass misses no line
             for name, file in _log_files(chain):
                 if is_step(step, name):
-                    yield from ((name, line) for line in _new_lines(file, shown, whole=not unfinished))
+                    yield from ((name, line) for line in _new_lines(file, byte_counts, whole=not unfinished))
             if not follow or not unfinished:
                 break
             time.sleep(POLL_SECONDS)
-        if not shown:
+        if not byte_counts:
             raise MissingError(
                 f"{chain.id}: there is no log of {step or 'any step'} in {folder_of(chain.key)}: it has not begun, or "
                 "HOLDFAST_HOME here is another folder than where it was submitted"
@@ -265,10 +264,10 @@ class Slurm:
         is_incomplete = all(job.id != chain.first for job in chain.jobs.values()) or chain.untold()
         outcomes = _outcomes(chain.id, self._url) if detailed or is_incomplete else {}
         forgotten = [as_told(outcome) for outcome in outcomes.values() if outcome.step not in chain.jobs]
-        known = (status for step, job in chain.jobs.items() for status in _steps(chain, step, job, outcomes))
+        statuses = (status for step, job in chain.jobs.items() for status in _steps(chain, step, job, outcomes))
         recorded_steps = {outcome.step for outcome in outcomes.values()}
         missing = (StepStatus(step, CANCELED, None, NOT_KNOWN) for step in chain.untold(recorded_steps))
-        steps = tuple(sorted((*forgotten, *known, *missing), key=lambda one: one.name == EXIT_HANDLER))
+        steps = tuple(sorted((*forgotten, *statuses, *missing), key=lambda one: one.name == EXIT_HANDLER))
         state = whole_state(steps)
         failed = (
             next((status for status in steps if status.state == state), None)
@@ -283,13 +282,13 @@ class Slurm:
 
 def _log_files(chain: Submitted) -> Iterator[tuple[str, Path]]:
     """The step, or its trial, and the file of each log."""
-    folder, known = folder_of(chain.key), {step: job.id for step, job in chain.jobs.items()}
+    folder, job_ids = folder_of(chain.key), {step: job.id for step, job in chain.jobs.items()}
     forgotten = {}
     for file in folder.glob("*.log"):
         step, _, job_id = file.stem.partition("_")[0].rpartition("-")
-        if step in STEPS and step not in known and chain.first <= int(job_id) < max(known.values()):
+        if step in STEPS and step not in job_ids and chain.first <= int(job_id) < max(job_ids.values()):
             forgotten[step] = int(job_id)
-    numbers = {**dict(sorted(forgotten.items(), key=lambda one: one[1])), **known}
+    numbers = {**dict(sorted(forgotten.items(), key=lambda one: one[1])), **job_ids}
     for step, number in numbers.items():
         yield from ((step, file) for file in folder.glob(f"{step}-{number}.log"))
         for file in sorted(folder.glob(f"{step}-{number}_*.log"), key=lambda file: (len(file.name), file.name)):

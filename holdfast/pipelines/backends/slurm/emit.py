@@ -280,11 +280,11 @@ def _command(chain: Chain, step: str, made: Mapping[str, int]) -> list[str]:
     arguments |= {name: parameters[name] for name in STEPS[step].inputs if name in PARAMETERS}
     if chain.request.trials:
         command.append(f"--trials-file={chain.trials_file}")
-    needed = [f"--needs={name}={producer_of(name)}" for name in inputs_of(step, made) if producer_of(name)]
+    inputs = [f"--needs={name}={producer_of(name)}" for name in inputs_of(step, made) if producer_of(name)]
     if "compare" in made and step != EXIT_HANDLER:
-        needed = ["--best-of=compare"]
+        inputs = ["--best-of=compare"]
     if STEPS[step].launches and (hours := chain.spec.cluster.deadline_hours):
         command.append(f"--deadline={hours * 3600:g}")
     if tasks := chain.tasks(step):
-        needed.append(f"--tasks={tasks}")
-    return [*command, *needed, *(f"--{name}={value}" for name, value in arguments.items())]
+        inputs.append(f"--tasks={tasks}")
+    return [*command, *inputs, *(f"--{name}={value}" for name, value in arguments.items())]

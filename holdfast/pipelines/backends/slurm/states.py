@@ -44,8 +44,8 @@ def state_of(job: BatchJob) -> str:
         return SUCCEEDED
     # A job that gets SIGTERM before its step handles signals ends by the signal itself.
     by_signal = job.state == "FAILED" and job.signal == signal.SIGTERM
-    left = job.state == "CANCELLED" or by_signal or ExitCode.is_interruption(job.exit_code)
-    return CANCELED if left else FAILED
+    is_canceled = job.state == "CANCELLED" or by_signal or ExitCode.is_interruption(job.exit_code)
+    return CANCELED if is_canceled else FAILED
 
 
 def said_of(job: BatchJob, outcome: Outcome | None = None) -> str:

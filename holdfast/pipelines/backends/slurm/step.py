@@ -61,9 +61,9 @@ def main(argv: Sequence[str]) -> int:
                 arguments.store, Outcome(step, os.getpid(), now, now, int(ExitCode.OK), result=f"{SKIPPED}: {unmet}")
             )
         return ExitCode.OK
-    words = [*step_arguments, f"--spec={arguments.spec}", f"--store={arguments.store}", f"--job={chain}"]
+    command = [*step_arguments, f"--spec={arguments.spec}", f"--store={arguments.store}", f"--job={chain}"]
     if arguments.trials_file:
-        words += _of_sweep(step, task, arguments.trials_file, chain, arguments.best_of)
+        command += _of_sweep(step, task, arguments.trials_file, chain, arguments.best_of)
     for need in arguments.needs:
         name, _, producer = need.partition("=")
         producer = f"{producer}-{task}" if task and STEPS[producer].per_trial else producer
@@ -72,15 +72,15 @@ def main(argv: Sequence[str]) -> int:
                 "%s: the store %s does not have what %s gave; submit the run again", name, arguments.store, producer
             )
             return ExitCode.NOT_FOUND
-        words.append(f"--{name.replace('_', '-')}={outcomes[producer].result}")
+        command.append(f"--{name.replace('_', '-')}={outcomes[producer].result}")
     if step == EXIT_HANDLER:
         numbers = dict(pair.split("=") for pair in arguments.job)
         status, message = ended_as(list(numbers), _jobs(arguments.key, numbers), outcomes)
-        words += [f"--status={status}", f"--message={message}"]
+        command += [f"--status={status}", f"--message={message}"]
     if STEPS[step].launches:
         os.environ[LAUNCHER] = "slurm"
     until = _deadline(arguments.deadline, Path(f"{step}-{job}.began"))
-    code = int(ExitCode.TERMINATED) if until is not None and time.time() >= until else _worked(step, words, until)
+    code = int(ExitCode.TERMINATED) if until is not None and time.time() >= until else _worked(step, command, until)
     if code >= 128 and until is not None and time.time() >= until:
         reason = f"took longer than cluster.deadline_hours ({arguments.deadline / 3600:g}) in all its allocations"
         log.error("%s %s; holdfast resume gives it as much again", step, reason)
@@ -100,14 +100,14 @@ def _of_sweep(step: str, task: str, file: Path, chain: str, best_of: str) -> lis
     trials = parse_json(file.read_bytes(), list[list[str]], str(file))
     if STEPS[step].per_trial:
         return [f"--{TRIAL}={task}", f"--overrides={json.dumps(trials[int(task) - 1])}"]
-    words = [f"--trials={json.dumps(trials)}"] if "trials" in STEPS[step].inputs else []
+    arguments = [f"--trials={json.dumps(trials)}"] if "trials" in STEPS[step].inputs else []
     if step == "compare":
-        words.append(f"--output={_result_file(step, chain)}")
+        arguments.append(f"--output={_result_file(step, chain)}")
     if best_of:
         result = _result_file(best_of, chain)
         best = parse_json_object(result.read_bytes(), str(result))
-        words += [f"--run-id={best['winner']}", f"--overrides={json.dumps(best['changes'])}"]
-    return words
+        arguments += [f"--run-id={best['winner']}", f"--overrides={json.dumps(best['changes'])}"]
+    return arguments
 
 
 def _result_file(step: str, chain: str) -> Path:
