@@ -53,10 +53,10 @@ def audited_stretches(store: Store, run_id: str) -> set[Stretch]:
 
 def read_audits(store: Store, run_id: str) -> list[AuditRecord]:
     """The results of all audits of a run, by steps."""
-    found = []
+    records = []
     for info in store.list(layout.audits(run_id)):
         try:
-            found.append(read_json(store, info.key, AuditRecord))
+            records.append(read_json(store, info.key, AuditRecord))
         except DataError as error:  # a damaged record hides no other
             log.warning("%s", error)
-    return found
+    return records

@@ -140,13 +140,13 @@ def _segment(manifest: Manifest, start: int, last: int) -> Segment:
     """The one plan of the steps above `start` up to `last`. Raises DataError for several plans, or none."""
     if not manifest.segments:
         raise DataError(f"run {manifest.run_id} has no plan recorded: nothing says what to compare this machine with")
-    inside = [each.from_step for each in manifest.segments if start < each.from_step < last]
+    inside = [segment.from_step for segment in manifest.segments if start < segment.from_step < last]
     if inside:
         raise DataError(
             f"the plan of run {manifest.run_id} changed after step {', '.join(map(str, inside))}, and the replay would "
             f"begin at step {start}: ask for steps of one plan, with a checkpoint of it before them"
         )
-    return [each for each in manifest.segments if each.from_step <= start][-1]
+    return [segment for segment in manifest.segments if segment.from_step <= start][-1]
 
 
 def _compared(store: Store, run_id: str, computed: list[Row], start: int, last: int, segment: Segment) -> ReplayResult:
@@ -169,10 +169,10 @@ def _compared(store: Store, run_id: str, computed: list[Row], start: int, last: 
 @contextmanager
 def _watched(results: Path, steps: int, progress: Callable[[int, int], None]) -> Iterator[None]:
     """Report the number of rows while the ranks compute."""
-    done = threading.Event()
+    finished = threading.Event()
 
     def watch() -> None:
-        while not done.wait(LOOK_SECONDS):
+        while not finished.wait(LOOK_SECONDS):
             progress(results.read_bytes().count(b"\n"), steps)
 
     thread = threading.Thread(target=watch, name="replay", daemon=True)
@@ -180,5 +180,5 @@ def _watched(results: Path, steps: int, progress: Callable[[int, int], None]) ->
     try:
         yield
     finally:
-        done.set()
+        finished.set()
         thread.join()

@@ -176,16 +176,16 @@ def main() -> None:
     parser.add_argument("--plan", type=Path)
     parser.add_argument("--state-digest", default="")
     parser.add_argument("--results", required=True, type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     die_with_parent()
     record = RankRecord()
     configure_logging()
 
     def body() -> None:
-        plan = None if given.plan is None else Plan.model_validate_json(given.plan.read_bytes())
+        plan = None if options.plan is None else Plan.model_validate_json(options.plan.read_bytes())
         with noticing_lost_peers():
-            store, steps = open_store(given.root), (given.from_step, given.to_step)
-            replay(store, given.of, given.launch, *steps, plan, given.results, given.state_digest)
+            store, steps = open_store(options.root), (options.from_step, options.to_step)
+            replay(store, options.of, options.launch, *steps, plan, options.results, options.state_digest)
 
     code = exit_code_of(body)
     sys.stdout.flush()

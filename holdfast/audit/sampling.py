@@ -56,7 +56,7 @@ class Audit:
     @property
     def code(self) -> ExitCode:
         """Exit code 6 for a difference. If nothing could be computed, the code of the first refusal."""
-        if any(not each.found.none for each in self.audited):
+        if any(not result.found.none for result in self.audited):
             return ExitCode.MISMATCH
         return self.refused[0].code if self.refused and not self.audited else ExitCode.OK
 
@@ -72,24 +72,24 @@ def audit(
     """Compute `sample` stretches of at most `longest` steps of these runs again, on this machine. The same seed
     draws the same sample from the same stretches. Call it from the main thread. Raises GangError if the ranks fail
     in a way that may pass."""
-    drawn = [(run_id, each) for run_id in sorted(runs) for each in stretches(store, run_id, longest)]
+    drawn = [(run_id, entry) for run_id in sorted(runs) for entry in stretches(store, run_id, longest)]
     random.Random(seed).shuffle(drawn)  # noqa: S311 - a sample, not a secret
-    done: list[AuditResult] = []
+    results: list[AuditResult] = []
     refused: list[Refused] = []
-    while drawn and len(done) < sample:
+    while drawn and len(results) < sample:
         run_id, stretch = drawn.pop(0)
         try:
-            found = replay_steps(store, run_id, runs[run_id], stretch.start + 1, stretch.last, progress=progress)
+            replayed = replay_steps(store, run_id, runs[run_id], stretch.start + 1, stretch.last, progress=progress)
         except (DataError, MissingError, PlanChangedError, GangError) as error:
             if error.exit_code.retryable:
                 raise
             refused.append(Refused(run_id, stretch, str(error), error.exit_code))
             if not isinstance(error, DataError | MissingError):  # this machine cannot compute the run
-                drawn = [each for each in drawn if each[0] != run_id]
+                drawn = [entry for entry in drawn if entry[0] != run_id]
             continue
-        done.append(AuditResult(run_id, stretch, found))
-        _tell(store, done[-1], seed)
-    return Audit(seed, tuple(done), tuple(refused), len(drawn))
+        results.append(AuditResult(run_id, stretch, replayed))
+        _tell(store, results[-1], seed)
+    return Audit(seed, tuple(results), tuple(refused), len(drawn))
 
 
 def stretches(store: Store, run_id: str, longest: int) -> list[Stretch]:
@@ -97,21 +97,24 @@ def stretches(store: Store, run_id: str, longest: int) -> list[Stretch]:
     if (newest := newest_step(store, run_id)) is None:
         return []
     history = read_manifest(store, run_id, newest).history
-    found = []
+    stretches_found = []
     for start, end in itertools.pairwise([0, *counted_steps(store, run_id)]):
         last = min(end, start + longest)
         owners = [attempt for after, attempt in history if after < last]
-        found.append(Stretch(start, last, owners[-1] if owners else 0))
+        stretches_found.append(Stretch(start, last, owners[-1] if owners else 0))
     known = audited_stretches(store, run_id)
-    return [stretch for stretch in found if stretch not in known]
+    return [stretch for stretch in stretches_found if stretch not in known]
 
 
 def _tell(store: Store, done: AuditResult, seed: int) -> None:
     """Write the event, then the record. An audit that dies between the two is repeated."""
-    found, host = done.found, node_name()
-    differing = ", ".join(f"{each.name} {each.recorded!r} recorded, {each.computed!r} here" for each in found.differing)
-    if found.first is not None:
+    result, host = done.found, node_name()
+    differing = ", ".join(
+        f"{difference.name} {difference.recorded!r} recorded, {difference.computed!r} here"
+        for difference in result.differing
+    )
+    if result.first is not None:
         with recording(store, done.run_id, "audit"):
-            emit(AuditDiffers(step=found.first, start=found.start, host=host, differing=differing))
-    record = AuditRecord(done.stretch, time.time(), host, seed, found.figures, found.first, differing)
+            emit(AuditDiffers(step=result.first, start=result.start, host=host, differing=differing))
+    record = AuditRecord(done.stretch, time.time(), host, seed, result.figures, result.first, differing)
     put_audit(store, done.run_id, record)
