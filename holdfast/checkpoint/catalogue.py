@@ -47,16 +47,16 @@ Catalogue = Mapping[str, TensorInfo]  # in the order of the names
 
 def merged(catalogues: Iterable[Catalogue], source: str) -> Catalogue:
     """All tensors of several catalogues. Raises DataError, naming `source`, for a name that two disagree on."""
-    found: dict[str, TensorInfo] = {}
+    tensors: dict[str, TensorInfo] = {}
     distinct = {id(catalogue): catalogue for catalogue in catalogues}  # writers of the same tensors share one, parsed
     for catalogue in distinct.values():
         for name, info in catalogue.items():
-            if found.setdefault(name, info) != info:
+            if tensors.setdefault(name, info) != info:
                 raise DataError(
                     f"{source}: one writer holds {name} as {info.dtype} {list(info.shape)}, another as "
-                    f"{found[name].dtype} {list(found[name].shape)}"
+                    f"{tensors[name].dtype} {list(tensors[name].shape)}"
                 )
-    return dict(sorted(found.items()))
+    return dict(sorted(tensors.items()))
 
 
 def catalogue_bytes(catalogue: Catalogue) -> bytes:
@@ -71,14 +71,14 @@ def catalogue_from_bytes(data: bytes) -> Catalogue:
     rows = json.loads(data)
     if not isinstance(rows, dict) or list(rows) != sorted(rows):
         raise ValueError("the catalogue is not in the order of its names")
-    found = {}
+    catalogue = {}
     for name, row in rows.items():
         shape, dtype = row
         if dtype not in DTYPES:
             raise ValueError(f"{name} has the unknown dtype {dtype!r}")
         require_shape(name, shape)
-        found[name] = TensorInfo(tuple(shape), dtype)
-    return found
+        catalogue[name] = TensorInfo(tuple(shape), dtype)
+    return catalogue
 
 
 def require_shape(name: str, shape: Iterable[object]) -> None:

@@ -81,18 +81,18 @@ def decode_into(stored: Buffer, codec: Codec, dtype: str, target: memoryview, ba
         raise DataError(f"{dtype} cannot be stored as {codec!r} {'with' if base is not None else 'without'} a base")
     numbers = np.frombuffer(target, _NUMBERS[dtype])
     bits = _bits(numbers)
-    found, scale = numbers, 1.0
+    target_numbers, scale = numbers, 1.0
     if base is not None:
         if len(stored) < _SCALE.size:
             raise DataError("the compressed bytes are damaged: they end before they begin")
-        found, (scale,) = bits.view(f"i{bits.itemsize}"), _SCALE.unpack_from(stored)
+        target_numbers, (scale,) = bits.view(f"i{bits.itemsize}"), _SCALE.unpack_from(stored)
         stored = memoryview(stored)[_SCALE.size :]
     try:
-        progress = standalone.simple_decompress_into(bytes(stored), found)
+        progress = standalone.simple_decompress_into(bytes(stored), target_numbers)
     except RuntimeError as error:
         raise DataError(f"the compressed bytes are damaged: {error}") from None
-    if progress.n_processed != len(found) or not progress.finished:
-        raise DataError(f"the compressed bytes hold other than {len(found)} numbers")
+    if progress.n_processed != len(target_numbers) or not progress.finished:
+        raise DataError(f"the compressed bytes hold other than {len(target_numbers)} numbers")
     if base is not None:
         np.add(bits, _expected(base, dtype, scale), out=bits)
 
@@ -115,12 +115,12 @@ def _decay(data: Buffer, dtype: str, base: Buffer) -> float:
     """The factor by which most elements have shrunk at most: a number that fp32 holds exactly; 1 if there is none."""
     if _NUMBERS[dtype].kind != "f":
         return 1.0
-    now, before = (np.frombuffer(each, _NUMBERS[dtype]).astype(np.float64) for each in (data, base))
+    now, before = (np.frombuffer(buffer, _NUMBERS[dtype]).astype(np.float64) for buffer in (data, base))
     usable = np.isfinite(now) & np.isfinite(before) & (before != 0)
     if not usable.any():
         return 1.0
-    found = float(np.float32(np.percentile(now[usable] / before[usable], 1)))
-    return found if 0.0 < found < 1.0 else 1.0
+    factor = float(np.float32(np.percentile(now[usable] / before[usable], 1)))
+    return factor if 0.0 < factor < 1.0 else 1.0
 
 
 def _expected(base: Buffer, dtype: str, scale: float) -> np.ndarray:

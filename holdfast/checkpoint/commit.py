@@ -177,7 +177,7 @@ class Committer:
     def _there(self, step: int, names: set[str]) -> set[str]:
         """The children that have written an index, by one short listing per ten children. Raises the failure of a
         child."""
-        found = set()
+        existing = set()
         for prefix in sorted({name[:-1] for name in names}):
             for info in self._store.list(self._folder(step) + prefix):
                 name, _, ending = info.key.rpartition("/")[2].rpartition(".")
@@ -186,8 +186,8 @@ class Committer:
                 if name in names and ending == "idx":
                     if info.size > MAX_INDEX_BYTES:
                         raise DataError(f"{info.key}: {info.size} bytes is too large for an index")
-                    found.add(name)
-        return found
+                    existing.add(name)
+        return existing
 
     def _folder(self, step: int) -> str:
         return layout.indexes(self._attempt.run_id, self._attempt.number, step)

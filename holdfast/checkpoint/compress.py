@@ -69,16 +69,16 @@ class Compression:
 
     def stored(self, parts: Sequence[Part]) -> list[Stored]:
         """The parts, each encoded by the choice for its box."""
-        wanted = [self._how(part) for part in parts]
+        methods = [self._how(part) for part in parts]
         jobs = [
             (part, self._raw(part) if base else None, choice.scale)
-            for part, (choice, base) in zip(parts, wanted, strict=True)
+            for part, (choice, base) in zip(parts, methods, strict=True)
             if choice.codec != Codec.RAW
         ]
         encoded = iter(self._encoded(jobs))
         return [
             Stored(part.data if choice.codec == Codec.RAW else next(encoded), choice.codec, base)
-            for part, (choice, base) in zip(parts, wanted, strict=True)
+            for part, (choice, base) in zip(parts, methods, strict=True)
         ]
 
     def remember(self, part: Part, size: int, place: Place) -> None:

@@ -58,17 +58,17 @@ def confirmed_reason(
     Raises BadReaderError when no reader agrees, with the doubt recorded for the next attempt.
     """
     nodes = gang.all_gather(socket.gethostname(), str)
-    mine = [rank for rank in suspects if gang.size > 1 and _second_reader(rank, nodes) == gang.rank]
-    verdicts = gang.all_gather({rank: reread(suspects[rank]) for rank in mine}, dict[int, bool])
+    assigned = [rank for rank in suspects if gang.size > 1 and _second_reader(rank, nodes) == gang.rank]
+    verdicts = gang.all_gather({rank: reread(suspects[rank]) for rank in assigned}, dict[int, bool])
     if confirmed := sorted(rank for each in verdicts for rank, fails in each.items() if fails):
         return suspects[confirmed[0]].reason
     other = partial(_another_attempt, store, run_id, step, suspects, gang.size == 1, attempt)
     if reason := gang.from_rank_0(other, str):
         return reason
     first = next(iter(suspects.values()))
-    who = ", ".join(sorted({suspect.node for suspect in suspects.values()}))
+    names = ", ".join(sorted({suspect.node for suspect in suspects.values()}))
     raise BadReaderError(
-        f"checkpoint at step {step}: {first.reason}; only node {who} says so. The checkpoint stays where it is, and "
+        f"checkpoint at step {step}: {first.reason}; only node {names} says so. The checkpoint stays where it is, and "
         "is set aside if the next attempt finds the same",
         here=gang.rank in suspects,
     )

@@ -80,8 +80,8 @@ class Fetch:
     def _carry_out(self, wants: Mapping[PackName, Sequence[_Want]]) -> None:
         ranges = [
             (layout.pack(self._run_id, str(pack)), group)
-            for pack, each in sorted(wants.items())
-            for group in _neighbours(each, self._read_bytes)
+            for pack, pack_wants in sorted(wants.items())
+            for group in _neighbours(pack_wants, self._read_bytes)
         ]
         try:
             self._store.read_many(self._read(key, group) for key, group in ranges)
@@ -113,23 +113,23 @@ class Fetch:
             if (failed := want.take(stored, bases)) is None:
                 continue
             self._store.read_into(key, want.start, stored)
-            what = f"{key}: the bytes at {want.start} (+{want.length}) of {failed.box.name}"
+            damage = f"{key}: the bytes at {want.start} (+{want.length}) of {failed.box.name}"
             if (failed := want.take(stored, bases)) is not None:
-                raise DamageError(_suspect(f"{what} fail their checksum", key, want.start, failed))
-            log.warning("%s failed their checksum, and passed it when they were read again", what)
+                raise DamageError(_suspect(f"{damage} fail their checksum", key, want.start, failed))
+            log.warning("%s failed their checksum, and passed it when they were read again", damage)
 
     def _bases(self, uses: Sequence[Use]) -> Bases:
         """The raw bytes of the bases of pieces stored as differences, neighbors read together. Raises DamageError."""
         packs: dict[PackName, dict[Place, _Want]] = defaultdict(dict)
-        found: dict[Place, memoryview] = {}
+        bases: dict[Place, memoryview] = {}
         for use in uses:
             if (base := use.place.base) is not None:
                 of_base = replace(use, place=base)
-                packs[base.pack][base] = _Want(base.start, base.length, of_base, partial(_take_base, of_base, found))
+                packs[base.pack][base] = _Want(base.start, base.length, of_base, partial(_take_base, of_base, bases))
         for pack, needed in packs.items():
             for group in _neighbours(list(needed.values()), self._read_bytes):
                 self._read_alone(layout.pack(self._run_id, str(pack)), group)
-        return found
+        return bases
 
 
 def _neighbours(wants: Sequence[_Want], limit: int) -> Iterator[list[_Want]]:
@@ -151,8 +151,8 @@ def _take_piece(uses: Sequence[Use], stored: memoryview, bases: Bases) -> Use | 
     base = None if use.place.base is None else bases[use.place.base]
     if (raw := decode(use.place, stored, use.box.dtype_name, use.form, base)) is None:
         return use
-    for each in uses:
-        copy_part(raw, each)
+    for box_use in uses:
+        copy_part(raw, box_use)
     return None
 
 

@@ -48,7 +48,7 @@ def fork_checkpoint(store: Store, run_id: str, step: int, borrower: str) -> str:
             "created": time.time(),
             "history": ((0, number),),
             "bytes_of": source.holder,
-            "segments": tuple(each.model_copy(update={"attempt": number}) for each in source.segments),
+            "segments": tuple(past.model_copy(update={"attempt": number}) for past in source.segments),
         }
     )
     store.put_if_absent(layout.checkpoint(borrower, step), root.to_bytes())

@@ -260,27 +260,27 @@ class Collector:
 
     def _read_roots(self, infos: Iterable[ObjectInfo]) -> dict[str, Manifest]:
         """Roots by key and version, without those deleted since. Raises DataError."""
-        found = {}
+        roots = {}
         for info in infos:
             known = f"{info.key} {info.version}"
             if known in self._roots:
-                found[known] = self._roots[known]
+                roots[known] = self._roots[known]
             elif (data := self._found(info.key)) is not None:
-                found[known] = Manifest.from_bytes(data, info.key)
-        return found
+                roots[known] = Manifest.from_bytes(data, info.key)
+        return roots
 
     def _read_pins(self) -> list[Manifest]:
         """The roots in all pins. Raises DataError for a pin that cannot be read: it may need anything."""
-        found = {}
+        pins = {}
         for info in self.store.list(layout.pins(self.attempt.run_id)):
             known = f"{info.key} {info.version}"
             if known in self._pinned:
-                found[known] = self._pinned[known]
+                pins[known] = self._pinned[known]
             elif (data := self._found(info.key)) is not None:
                 record = PinRecord.from_bytes(data, info.key)
-                found[known] = tuple(Manifest.from_bytes(root.encode(), info.key) for root in record.roots)
-        self._pinned = found
-        return [root for roots in found.values() for root in roots]
+                pins[known] = tuple(Manifest.from_bytes(root.encode(), info.key) for root in record.roots)
+        self._pinned = pins
+        return [root for roots in pins.values() for root in roots]
 
     def _needed_by(self, root: Manifest, damaged: bool = False) -> set[str]:
         """The keys that one checkpoint needs; for a damaged one, as far as it can be read. Of a writer's index in a
@@ -303,7 +303,7 @@ class Collector:
                     continue  # lost objects need nothing more, and block no collection
                 self._needs[entry.digest] = needs
             needed |= needs.keys
-            waiting += [(each, True) for each in needs.below]
+            waiting += [(entry_below, True) for entry_below in needs.below]
         return needed
 
     def _read_needs(self, run_id: str, entry: Entry) -> _Needs:
@@ -315,9 +315,9 @@ class Collector:
         """The marks of readers, without those that this collector has seen without a sign of life for MARK_SECONDS by
         its own clock: they are deleted."""
         now, live, dead = self.clock.monotonic(), [], []
-        found = {info.key: info for info in self.store.list(layout.readers(self.attempt.run_id))}
-        self._marks = {key: sighting for key, sighting in self._marks.items() if key in found}
-        for key, info in found.items():
+        marks = {info.key: info for info in self.store.list(layout.readers(self.attempt.run_id))}
+        self._marks = {key: sighting for key, sighting in self._marks.items() if key in marks}
+        for key, info in marks.items():
             sign = info.version, info.modified  # the same bytes written again keep their entity tag in a bucket
             last, since = self._marks.setdefault(key, (sign, now))
             if last != sign:

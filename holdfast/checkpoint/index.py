@@ -141,8 +141,8 @@ class Boxes:
         axis, rows = self.table["axis"].astype(np.int64), self.table["rows"].astype(np.int64)
         every = np.arange(self.shape.shape[1])[None, :] < axis[:, None]
         outer = np.where(every, self.shape, 1).prod(axis=1)
-        each = np.arange(len(axis))
-        low, size = self.offset[each, axis], self.shape[each, axis]
+        numbers = np.arange(len(axis))
+        low, size = self.offset[numbers, axis], self.shape[numbers, axis]
         inner: Array = np.where(size > 0, -(-(low + size) // rows) - low // rows, 0)
         pieces: Array = outer * inner
         return pieces
@@ -252,7 +252,7 @@ class Index:
                 (PLACE, bases),
                 (RUN, runs),
             )
-            found = cls(
+            index = cls(
                 opened.header,
                 catalogue_from_bytes(opened.catalogue),
                 columns[0],
@@ -261,10 +261,10 @@ class Index:
                 columns[5],
                 columns[6],
             )
-            validate_index(found)
+            validate_index(index)
         except (ValueError, TypeError, RecursionError) as error:
             raise DataError(f"{source}: the index is not valid: {error}") from None
-        return found
+        return index
 
 
 def pack_names(packs: Array) -> list[PackName]:
@@ -292,17 +292,17 @@ class Opened:
     def sections(self, *columns: tuple[np.dtype[Any], int]) -> list[Array]:
         """The tables in the rest, each of a type and a number of rows. Raises ValueError unless they fill it
         exactly."""
-        found, at = [], 0
+        tables, at = [], 0
         for dtype, count in columns:
             size = dtype.itemsize * count
             if at + size > len(self.rest):
                 raise ValueError("a table goes on beyond the end")
             base, shape = dtype.base, (count, *dtype.shape)
-            found.append(np.frombuffer(self.rest[at : at + size], dtype=base).reshape(shape))
+            tables.append(np.frombuffer(self.rest[at : at + size], dtype=base).reshape(shape))
             at += size
         if at != len(self.rest):
             raise ValueError(f"{len(self.rest) - at} bytes are left over")
-        return found
+        return tables
 
 
 def sealed(kind: int, header: Header, catalogue: bytes, counts: Counts, sections: Sequence[bytes]) -> bytes:

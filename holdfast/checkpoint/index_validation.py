@@ -26,14 +26,14 @@ def validate_index(index: Index) -> None:
     if len(table):
         if int(table["tensor"].max()) >= len(infos):
             raise ValueError("a box of no tensor")
-        whole = np.ones((len(infos), dimensions), dtype=np.int64)
+        shapes = np.ones((len(infos), dimensions), dtype=np.int64)
         depth = np.array([len(info.shape) for info in infos])
         if int(depth[table["tensor"]].max(initial=0)) > dimensions:
             raise ValueError("a box has fewer dimensions than its tensor")
         for number, info in enumerate(infos):
-            whole[number, : len(info.shape)] = info.shape[:dimensions]
+            shapes[number, : len(info.shape)] = info.shape[:dimensions]
         low, size = index.boxes.offset, index.boxes.shape
-        if (low < 0).any() or (size <= 0).any() or (low > whole[table["tensor"]] - size).any():
+        if (low < 0).any() or (size <= 0).any() or (low > shapes[table["tensor"]] - size).any():
             raise ValueError("a box lies outside of its tensor")
         if (table["axis"] >= np.maximum(depth[table["tensor"]], 1)).any() or (table["rows"] < 1).any():
             raise ValueError("a box is cut on no grid")
@@ -59,15 +59,15 @@ def _require_bounded(index: Index, infos: Sequence[TensorInfo]) -> None:
     """Raises ValueError for pieces that are too large, or more pieces than places. Products use floating-point numbers,
     which do not wrap around as int64 does."""
     table, size, low = index.boxes.table, index.boxes.shape.astype(np.float64), index.boxes.offset.astype(np.float64)
-    axis, rows, each = table["axis"].astype(np.int64), table["rows"].astype(np.float64), np.arange(len(table))
+    axis, rows, box = table["axis"].astype(np.int64), table["rows"].astype(np.float64), np.arange(len(table))
     item = np.array([info.itemsize for info in infos], dtype=np.float64)[table["tensor"]]
     column = np.arange(size.shape[1])[None, :]
     with np.errstate(over="ignore"):
         inner = np.where(column > axis[:, None], size, 1).prod(axis=1) * item
         outer = np.where(column < axis[:, None], size, 1).prod(axis=1)
-        first, last = low[each, axis], low[each, axis] + size[each, axis]
+        first, last = low[box, axis], low[box, axis] + size[box, axis]
         count = (outer * (np.ceil(last / rows) - np.floor(first / rows))).sum()
-    if (np.minimum(rows, size[each, axis]) * inner > MOST_PIECE_BYTES).any():
+    if (np.minimum(rows, size[box, axis]) * inner > MOST_PIECE_BYTES).any():
         raise ValueError(f"a piece of more than {MOST_PIECE_BYTES} bytes")
     if count > 2.0 * len(index.places) + 1:  # the exact number is compared next
         raise ValueError(f"{len(index.places)} places for about {count:.0f} pieces")
@@ -86,8 +86,8 @@ def _require_in_runs(index: Index, infos: Sequence[TensorInfo], in_run: Array) -
     forms = [Form(1, index.boxes.widths(row, infos)) for row in range(len(index.boxes.table))]
     counts = np.diff(index.boxes.first)
     table, row = (
-        np.repeat(np.array(each, dtype=np.int64), counts)[in_run]
-        for each in ([form.table for form in forms], [min(form.size, 1 << 28) for form in forms])
+        np.repeat(np.array(values, dtype=np.int64), counts)[in_run]
+        for values in ([form.table for form in forms], [min(form.size, 1 << 28) for form in forms])
     )
     if (table == 0).any():
         raise ValueError("a piece of one band in a run")

@@ -64,17 +64,17 @@ def newest_step(store: Store, run_id: str, attempt: int | None = None) -> int | 
     def claims(than: int) -> list[int]:
         return [number for number, _ in list_attempts(store, run_id, after=than)]
 
-    found = newest_of(steps, writer_of, claims, attempt)
-    if found != steps[-1]:
+    newest = newest_of(steps, writer_of, claims, attempt)
+    if newest != steps[-1]:
         log.warning(
             "step %d was committed by attempt %s after it had been replaced, and does not count: going on from step %d "
             "of attempt %s",
             steps[-1],
             writers[steps[-1]],
-            found,
-            writers[found],
+            newest,
+            writers[newest],
         )
-    return found
+    return newest
 
 
 def void_steps(committed: _Committed, writers: Mapping[int, int]) -> set[int]:

@@ -64,11 +64,11 @@ def load_newest(
                     f"{store.url}: delete them to train again from the first step, or start another run with --fresh"
                 )
             return None
-        found, suspect = _load(store, run_id, step, boxes)
+        checkpoint, suspect = _load(store, run_id, step, boxes)
         gathered = gang.all_gather(suspect, DamageReport | None)
-        suspects = {rank: each for rank, each in enumerate(gathered) if each is not None}
-        if not suspects and found is not None:
-            return found
+        suspects = {rank: report for rank, report in enumerate(gathered) if report is not None}
+        if not suspects and checkpoint is not None:
+            return checkpoint
         reason = confirmed_reason(store, run_id, step, suspects, gang, attempt, partial(_fails, store, run_id, step))
         damaged += [f"step {step}: {reason}"]
         gang.from_rank_0(partial(_set_aside, store, run_id, step, reason, fence))
@@ -85,20 +85,20 @@ def load_step(store: Store, run_id: str, step: int, boxes: Sequence[TensorBox], 
             f"run {run_id}: the checkpoint of step {step}, to which training goes back, could not be saved; the next "
             f"attempt goes on from step {newest} and saves it again"
         )
-    found: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     suspect: DamageReport | None = DamageReport(
         f"step {step} has no checkpoint that counts", layout.checkpoint(run_id, step)
     )
     if step in steps:
-        found, suspect = _load(store, run_id, step, boxes)
-    suspects = [each for each in gang.all_gather(suspect, DamageReport | None) if each is not None]
-    if suspects or found is None:
+        checkpoint, suspect = _load(store, run_id, step, boxes)
+    suspects = [report for report in gang.all_gather(suspect, DamageReport | None) if report is not None]
+    if suspects or checkpoint is None:
         raise NoCheckpointVerifiesError(
             f"run {run_id}: training goes back to step {step}, and its checkpoint cannot be read: "
             f"{'; '.join(suspect.reason for suspect in suspects)} Delete the checkpoints of this run from step {step} "
             "on: the next attempt computes them again"
         )
-    return found
+    return checkpoint
 
 
 def _load(
@@ -107,19 +107,19 @@ def _load(
     """Fill this rank's boxes from a checkpoint, or report what could not be verified."""
     try:
         try:
-            found = open_checkpoint(store, run_id, step)
+            checkpoint = open_checkpoint(store, run_id, step)
         except UnfitError:
             raise
         except (DataError, MissingError):
-            found = open_checkpoint(store, run_id, step)
-        found.fill(boxes)
+            checkpoint = open_checkpoint(store, run_id, step)
+        checkpoint.fill(boxes)
     except UnfitError:
         raise
     except DamageError as error:
         return None, error.suspect
     except (DataError, MissingError) as error:
         return None, DamageReport(str(error), layout.checkpoint(run_id, step))
-    return found, None
+    return checkpoint, None
 
 
 def _fails(store: Store, run_id: str, step: int, suspect: DamageReport) -> bool:

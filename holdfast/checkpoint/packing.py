@@ -141,7 +141,7 @@ def _digested(run: Sequence[Piece]) -> Iterator[Piece]:
 
 def laid_out(pieces: Sequence[Piece]) -> list[Laid]:
     """The pieces as they are stored without compression."""
-    return [each for run in _runs(pieces) for each in _tiled(run)]
+    return [stored for run in _runs(pieces) for stored in _tiled(run)]
 
 
 def _tiled(run: Sequence[Piece]) -> Iterator[Laid]:
@@ -164,11 +164,11 @@ def places_in(pack: PackName, start: int, pieces: Sequence[Piece], laid: Sequenc
     """The places of pieces in a pack, whose first bytes up to `start` are digests of tiles."""
     places: dict[Content, Place] = {}
     table, run = 0, Run(0, 0)
-    for piece, each in zip(pieces, laid, strict=True):
-        digest, stored = piece.content[0], each.stored
+    for piece, stored_piece in zip(pieces, laid, strict=True):
+        digest, stored = piece.content[0], stored_piece.stored
         if is_tiled(stored):
-            run = Run(start, each.run) if each.run else run
-            places[piece.content] = Place(pack, table, each.row, stored.codec, digest, None, run)
+            run = Run(start, stored_piece.run) if stored_piece.run else run
+            places[piece.content] = Place(pack, table, stored_piece.row, stored.codec, digest, None, run)
             table += len(piece.digests)
         else:
             places[piece.content] = Place(pack, start, len(stored.data), stored.codec, digest, stored.base)
@@ -191,7 +191,7 @@ def cuts_of(box: TensorBox) -> list[int]:
     row = prod(box.data.shape[axis + 1 :]) * box.data.element_size()
     ends = [*range((low // rows + 1) * rows - low, size, rows), size]
     outer = prod(box.data.shape[:axis])
-    return [(each * size + end) * row for each in range(outer) for end in ends]
+    return [(number * size + end) * row for number in range(outer) for end in ends]
 
 
 def _widths(box: TensorBox) -> tuple[int, ...]:

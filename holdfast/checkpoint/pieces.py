@@ -112,11 +112,11 @@ def read_piece(store: Store, run_id: str, place: Place, dtype: str, form: Form) 
 def tile_ranges(place: Place, form: Form) -> list[tuple[int, int]]:
     """The places of a piece's tiles in the pack, for a piece in a run: start and length of each, in bytes."""
     assert place.run is not None
-    found, start = [], place.run.start
+    ranges, start = [], place.run.start
     for width in form.widths:
-        found.append((start + place.length * width, form.height * width))
+        ranges.append((start + place.length * width, form.height * width))
         start += place.run.height * width
-    return found
+    return ranges
 
 
 def piece_fails(store: Store, run_id: str, index: Index, number: int) -> bool:
@@ -126,7 +126,7 @@ def piece_fails(store: Store, run_id: str, index: Index, number: int) -> bool:
     offset, shape, axis, rows = _box(index, row, len(info.shape))
     pieces = pieces_of(offset, shape, axis, rows, tuple(slice(0, size) for size in shape))
     at = number - int(index.boxes.first[row])
-    sizes = next(sizes for each, _, sizes in pieces if each == at)
+    sizes = next(sizes for piece_number, _, sizes in pieces if piece_number == at)
     form = Form(_height(sizes, axis), index.boxes.widths(row, list(index.catalogue.values())))
     return read_piece(store, run_id, index.place(number), info.dtype, form) is None
 
@@ -169,7 +169,7 @@ def pieces_of(
     low, end = offset[axis], offset[axis] + shape[axis]
     first = low // rows
     along = -(-end // rows) - first
-    for outer in product(*(range(each.start, each.stop) for each in part[:axis])):
+    for outer in product(*(range(cut.start, cut.stop) for cut in part[:axis])):
         before = 0
         for index, size in zip(outer, shape, strict=False):
             before = before * size + index

@@ -116,17 +116,17 @@ class Checkpoint:
         """The pieces that `boxes` need. Raises as `fill`."""
         for box in boxes:
             self._require_fit(box)
-        wanted = [box for box in boxes if box.data.numel()]
+        non_empty = [box for box in boxes if box.data.numel()]
         by_name: dict[str, list[TensorBox]] = defaultdict(list)
-        for box in wanted:
+        for box in non_empty:
             by_name[box.name].append(box)
-        found = [use for key, index in self.leaves(wanted) for use in uses_of(key, index, by_name)]
-        covered = sum(prod(meeting_shape(use)) for use in found)
-        requested = sum(box.data.numel() for box in wanted)
+        needed = [use for key, index in self.leaves(non_empty) for use in uses_of(key, index, by_name)]
+        covered = sum(prod(meeting_shape(use)) for use in needed)
+        requested = sum(box.data.numel() for box in non_empty)
         if covered != requested:
-            what = f"{self._root}: its indexes hold {covered} of the {requested} elements that are asked for"
-            raise DamageError(DamageReport(what, self._root))
-        return found
+            reason = f"{self._root}: its indexes hold {covered} of the {requested} elements that are asked for"
+            raise DamageError(DamageReport(reason, self._root))
+        return needed
 
     def tensor(self, name: str) -> torch.Tensor:
         """One whole tensor, verified, on the CPU."""
@@ -156,19 +156,19 @@ class Checkpoint:
         """The pieces that make up a tensor, in the order of their offsets."""
         info = self.tensors[name]
         box = TensorBox.whole(name, torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta"))
-        found = [
+        pieces = [
             PieceInfo(use.offset, use.shape, use.place.digest.hex(), use.place)
             for key, index in self.leaves([box])
             for use in uses_of(key, index, {name: [box]})
         ]
-        return sorted(found, key=lambda piece: piece.offset)
+        return sorted(pieces, key=lambda piece: piece.offset)
 
     def packs(self) -> set[PackName]:
         """The packs that it needs."""
-        found: set[PackName] = set()
+        packs: set[PackName] = set()
         for entry in self.manifest.indexes:
-            found.update(self.child(entry).pack_names)
-        return found
+            packs.update(self.child(entry).pack_names)
+        return packs
 
     def indexes(self) -> Iterator[str]:
         """The keys of all indexes that it needs, each node before its children."""

@@ -118,17 +118,17 @@ def pinned_steps(store: Store, run_id: str) -> set[int]:
 
 def list_pins(store: Store, run_id: str) -> list[Pin]:
     """All pins of a run, by step."""
-    found = []
+    pins = []
     for step, name in _pins(store, run_id):
         key = layout.pin(run_id, step, name)
         try:
             record = PinRecord.from_bytes(store.get(key), key)
-            found.append(Pin(step, name, record.reason, record.created))
+            pins.append(Pin(step, name, record.reason, record.created))
         except MissingError:
             continue
         except DataError:
-            found.append(Pin(step, name, "its record is damaged, and it holds all the same"))
-    return found
+            pins.append(Pin(step, name, "its record is damaged, and it holds all the same"))
+    return pins
 
 
 def pin(store: Store, run_id: str, step: int, name: str = PERSON, reason: str = "", *, state_digest: str = "") -> Root:
@@ -195,8 +195,8 @@ def unpin(store: Store, run_id: str, step: int, name: str = PERSON) -> None:
     """Remove a pin; the next collection decides anew. Raises MissingError when it does not exist."""
     key = layout.pin(run_id, step, name)
     if store.stat(key) is None:
-        held = ", ".join(sorted(other for at, other in _pins(store, run_id) if at == step)) or "nobody"
-        raise MissingError(f"step {step} of run {run_id} is not pinned by {name} (it is by: {held})")
+        holders = ", ".join(sorted(other for at, other in _pins(store, run_id) if at == step)) or "nobody"
+        raise MissingError(f"step {step} of run {run_id} is not pinned by {name} (it is by: {holders})")
     store.delete(key)
 
 

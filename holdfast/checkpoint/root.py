@@ -108,8 +108,8 @@ def root_of(data: bytes, run_id: str, step: int) -> Root:
 def checkpoint_times(store: Store, run_id: str) -> dict[int, float]:
     """The steps of all committed checkpoints, oldest first, and the time of each commit (Unix seconds by the store's
     clock)."""
-    found = {}
+    times = {}
     for info in store.list(layout.run(run_id, "checkpoints/step-")):
         if match := re.search(r"/step-(\d{9,})\.json$", info.key):
-            found[int(match[1])] = info.modified
-    return dict(sorted(found.items()))
+            times[int(match[1])] = info.modified
+    return dict(sorted(times.items()))

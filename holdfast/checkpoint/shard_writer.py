@@ -109,18 +109,21 @@ class ShardWriter:
         """
         boxes = sorted(boxes, key=lambda box: (box.name, box.offset))
         catalogue = merged(({box.name: _info(box)} for box in boxes), f"step {step}, writer {self._writer}")
-        held = [box for box in boxes if box.data.numel()]
-        pieces = self._hashed(held)
-        places, fresh = self._placed(step, held, pieces)
+        non_empty = [box for box in boxes if box.data.numel()]
+        pieces = self._hashed(non_empty)
+        places, fresh = self._placed(step, non_empty, pieces)
         totals = Totals(
             digest_of(boxes) if digest is None else digest,
-            sum((coverage_of(box.name, _info(box), box.offset, tuple(box.data.shape)) for box in held), StateDigest()),
-            sum(box.data.numel() for box in held),
+            sum(
+                (coverage_of(box.name, _info(box), box.offset, tuple(box.data.shape)) for box in non_empty),
+                StateDigest(),
+            ),
+            sum(box.data.numel() for box in non_empty),
             fresh,
             1,
         )
         header = Header(step, self._attempt.number, self._writer, 0, totals)
-        index = _index(header, catalogue, held, [places[piece.content] for piece in pieces])
+        index = _index(header, catalogue, non_empty, [places[piece.content] for piece in pieces])
         if (stored := self._put(index)) is not index:
             self.forget()
             self.adopt([stored])
@@ -138,7 +141,7 @@ class ShardWriter:
         if self._threads <= 1:
             return [piece for number, box in enumerate(boxes) for piece in hashed(number, box)]
         with ThreadPoolExecutor(self._threads, thread_name_prefix="hash") as pool:
-            return [piece for found in pool.map(hashed, range(len(boxes)), boxes) for piece in found]
+            return [piece for batch in pool.map(hashed, range(len(boxes)), boxes) for piece in batch]
 
     def _placed(
         self, step: int, boxes: Sequence[TensorBox], pieces: Sequence[Piece]
@@ -175,7 +178,7 @@ class ShardWriter:
 
     def _laid(self, boxes: Sequence[TensorBox], pieces: Sequence[Piece]) -> list[Laid]:
         if self._compression is not None:
-            return [Laid(each) for each in self._compression.stored([_part(boxes, piece) for piece in pieces])]
+            return [Laid(stored) for stored in self._compression.stored([_part(boxes, piece) for piece in pieces])]
         return laid_out(pieces)
 
     def _remember(self, boxes: Sequence[TensorBox], pieces: Iterable[Piece], places: dict[Content, Place]) -> None:
@@ -191,9 +194,9 @@ class ShardWriter:
             info = self._store.stat(key)
             if info is None or info.size < pack.size:
                 self._attempt.check(self._store)  # a newer attempt may have collected it
-                found = "gone" if info is None else f"{info.size} bytes"
+                state = "gone" if info is None else f"{info.size} bytes"
                 raise StoreUnreachableError(
-                    f"step {step}: {key} is {found} in {self._store.url}, and {pack.size} bytes were written: not "
+                    f"step {step}: {key} is {state} in {self._store.url}, and {pack.size} bytes were written: not "
                     "saving; something else deletes or truncates packs"
                 )
 

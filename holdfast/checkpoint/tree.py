@@ -90,11 +90,11 @@ class Node:
         try:
             packs, entries = opened.sections((PACK, opened.counts[0]), (np.dtype("u1"), opened.counts[1]))
             catalogue = catalogue_from_bytes(opened.catalogue)
-            found = tuple(Entry.model_validate(entry) for entry in json.loads(entries.tobytes()))
-            require_entries(found, catalogue)
+            children = tuple(Entry.model_validate(entry) for entry in json.loads(entries.tobytes()))
+            require_entries(children, catalogue)
         except (ValueError, TypeError, RecursionError, ValidationError) as error:
             raise DataError(f"{source}: the index is not valid: {error}") from None
-        return cls(opened.header, catalogue, packs, found)
+        return cls(opened.header, catalogue, packs, children)
 
 
 def child_from_bytes(entry: Entry, data: bytes, source: str) -> Index | Node:
@@ -192,26 +192,26 @@ def _reach(child: Index | Node, catalogue: Catalogue) -> Reach:
     own = list(child.catalogue)
     shapes = shapes_of(child.catalogue)
     if isinstance(child, Index):
-        held, spans = _reach_of_leaf(child, shapes)
+        contained, spans = _reach_of_leaf(child, shapes)
     else:
-        held, spans = np.zeros(len(own), dtype=bool), {}
+        contained, spans = np.zeros(len(own), dtype=bool), {}
         for entry in child.entries:
             bits = np.frombuffer(bytes.fromhex(entry.reach.tensors), dtype=np.uint8)
-            held |= np.unpackbits(bits, bitorder="little")[: len(own)].astype(bool)
+            contained |= np.unpackbits(bits, bitorder="little")[: len(own)].astype(bool)
             for shape, span in zip(shapes, entry.reach.spans, strict=True):
                 if span is not None:
                     spans[shape] = _around(spans.get(shape), span)
     numbers = {name: number for number, name in enumerate(catalogue)}
     every = np.zeros(len(catalogue), dtype=bool)
-    every[[numbers[name] for name, has in zip(own, held, strict=True) if has]] = True
+    every[[numbers[name] for name, has in zip(own, contained, strict=True) if has]] = True
     bits = np.packbits(every, bitorder="little")
     return Reach(tensors=bits.tobytes().hex(), spans=tuple(spans.get(shape) for shape in shapes_of(catalogue)))
 
 
 def _reach_of_leaf(leaf: Index, shapes: list[tuple[int, ...]]) -> tuple[Array, dict[tuple[int, ...], Span]]:
     tensors = leaf.boxes.table["tensor"]
-    held = np.zeros(len(leaf.catalogue), dtype=bool)
-    held[tensors] = True
+    contained = np.zeros(len(leaf.catalogue), dtype=bool)
+    contained[tensors] = True
     infos, numbers = list(leaf.catalogue.values()), {shape: number for number, shape in enumerate(shapes)}
     of_tensor = np.array([numbers[info.shape] for info in infos], dtype=np.int64)[tensors]
     low, high = leaf.boxes.offset, leaf.boxes.offset + leaf.boxes.shape
@@ -219,10 +219,10 @@ def _reach_of_leaf(leaf: Index, shapes: list[tuple[int, ...]]) -> tuple[Array, d
         low, high = np.pad(low, ((0, 0), (0, 1))), np.pad(high, ((0, 0), (0, 1)), constant_values=1)
     spans = {}
     for number in np.unique(of_tensor):
-        mine = of_tensor == number
-        first, last = low[mine, :2].min(axis=0).tolist(), high[mine, :2].max(axis=0).tolist()
+        selected = of_tensor == number
+        first, last = low[selected, :2].min(axis=0).tolist(), high[selected, :2].max(axis=0).tolist()
         spans[shapes[number]] = (first[0], last[0], first[1], last[1])
-    return held, spans
+    return contained, spans
 
 
 def _around(one: Span | None, other: Span) -> Span:

@@ -130,17 +130,17 @@ class Checkpointer:
             require_small(Save(request=SaveRequest(step=0), buffer=0, slots=laid_out(boxes)[0]), ROOM)
         attempt, fence = self._attempt, partial(self._attempt.check, self._store)
         near = self._near.load(boxes, self._plan.fingerprint if self._plan else "") if self._near else None
-        found: Checkpoint | None
+        checkpoint: Checkpoint | None
         if near is not None:
-            found, self.near_start = near.checkpoint, near.record
+            checkpoint, self.near_start = near.checkpoint, near.record
         else:
-            found = load_newest(self._store, attempt.run_id, boxes, self._gang, attempt.number, fence)
-        if found is None:
+            checkpoint = load_newest(self._store, attempt.run_id, boxes, self._gang, attempt.number, fence)
+        if checkpoint is None:
             first_state(boxes)
         else:
-            accept(found.manifest)
-            self.adopt(found)
-        start = 0 if found is None else found.step
+            accept(checkpoint.manifest)
+            self.adopt(checkpoint)
+        start = 0 if checkpoint is None else checkpoint.step
         if self._near is not None:
             self._near.begin(start, near)
             self._committed = self._near.root if near is not None else start

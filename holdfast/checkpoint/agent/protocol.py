@@ -233,9 +233,9 @@ class Connection:
         data = bytearray(size)
         view = memoryview(data)
         while view:
-            if not (taken := self._socket.recv_into(view)):
+            if not (received := self._socket.recv_into(view)):
                 raise EOFError
-            view = view[taken:]
+            view = view[received:]
         return bytes(data)
 
     def close(self) -> None:

@@ -126,7 +126,7 @@ class Agent:
                 if run_id == writer.run_id and attempt < writer.attempt:
                     self._gangs.pop((run_id, attempt)).close()
             gang = self._gangs.setdefault((writer.run_id, writer.attempt), _Gang())
-            self._savings = [each for each in self._savings if each.busy() or not each.closed] + [saving]
+            self._savings = [active for active in self._savings if active.busy() or not active.closed] + [saving]
             self._ranks += 1
         return _Rank(writer, saving, gang)
 
@@ -140,7 +140,7 @@ class Agent:
             saving.hurry()
         for saving in savings:
             saving.finish(max(0.0, deadline - time.monotonic()))
-        return [what for saving in savings for what in saving.busy()]
+        return [description for saving in savings for description in saving.busy()]
 
 
 class _Gang:

@@ -100,7 +100,7 @@ class SaveWorker:
     def busy(self) -> list[str]:
         """Descriptions of the unfinished work."""
         with self._changed:
-            return [f"step {step} of {self._name}: {what}" for step, what in self._open.items()]
+            return [f"step {step} of {self._name}: {description}" for step, description in self._open.items()]
 
     def lift(self) -> None:
         """Remove the limit on uploads."""

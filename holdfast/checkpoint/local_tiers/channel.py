@@ -144,9 +144,9 @@ def _receive(end: socket.socket, size: int, until: float) -> bytes:
     view = memoryview(data)
     while view:
         end.settimeout(_rest(until))
-        if not (taken := end.recv_into(view)):
+        if not (received := end.recv_into(view)):
             raise EOFError("the other end has gone")
-        view = view[taken:]
+        view = view[received:]
     return bytes(data)
 
 

@@ -125,9 +125,9 @@ def require_room(tier: Tier, size: int) -> None:
     take. Data in a tmpfs counts as memory of its writer's container."""
     free, of = shutil.disk_usage(tier.folder).free, tier.folder
     if tier.name == "memory":
-        for left, where in _memory_left():
-            if left - SPARE < free:
-                free, of = max(0, left - SPARE), where
+        for available, where in _memory_left():
+            if available - SPARE < free:
+                free, of = max(0, available - SPARE), where
     if size > free:
         raise NoSpaceError(
             f"checkpoint.{tier.name}: {size} bytes do not fit into the {free} bytes that are left of {of}; nothing "

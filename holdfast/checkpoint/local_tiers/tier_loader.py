@@ -142,7 +142,8 @@ class TierLoader:
         self._tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
         self._leads = nodes.leads  # the first rank of each node reports for it
         self._held = [
-            dict(held) for held in gang.all_gather(list((self._inventory() if self._leads else {}).items()), _Inventory)
+            dict(inventory)
+            for inventory in gang.all_gather(list((self._inventory() if self._leads else {}).items()), _Inventory)
         ]
 
     def load(self, boxes: Sequence[TensorBox], newest: Step | None, fits: Callable[[Record], bool]) -> Found | None:
@@ -150,28 +151,28 @@ class TierLoader:
         The step must be complete, verify on every rank, and have a record that `fits`. Return None without such a step;
         the contents of the boxes are then undefined."""
         for attempt, step in self._gang.from_rank_0(lambda: self._candidates(newest), list[Step])[:TRIES]:
-            found = self._opened(attempt, step, fits)
-            if found is None:
+            candidate = self._opened(attempt, step, fits)
+            if candidate is None:
                 continue
-            reason = self._filled(found.checkpoint, boxes)
-            reasons = [each for each in self._gang.all_gather(reason, str) if each]
+            reason = self._filled(candidate.checkpoint, boxes)
+            reasons = [text for text in self._gang.all_gather(reason, str) if text]
             if not reasons:
-                return found
+                return candidate
             self._say("step %d of the near tiers does not verify, and is left alone: %s", step, reasons[0])
         return None
 
     def _inventory(self) -> Held:
-        held: dict[tuple[str, int, int], list[int]] = {}
+        inventory: dict[tuple[str, int, int], list[int]] = {}
         for tier in self._tiers.values():
             for writer in tier.writers():
                 with suppress(Exception):  # what cannot be listed does not count
                     for attempt, step in whole_steps(tier.store(writer), self._run_id, writer):
-                        held.setdefault((tier.name, attempt, step), []).append(writer)
-        return held
+                        inventory.setdefault((tier.name, attempt, step), []).append(writer)
+        return inventory
 
     def _candidates(self, newest: Step | None) -> list[Step]:
         """The steps that may be loaded, newest first. On rank 0."""
-        steps = {(attempt, step) for held in self._held for _, attempt, step in held}
+        steps = {(attempt, step) for inventory in self._held for _, attempt, step in inventory}
         if newest is not None:
             steps = {(attempt, step) for attempt, step in steps if step > newest[1] and attempt >= newest[0]}
         steps = {each for each in steps if each[0] < self._attempt}
@@ -224,8 +225,8 @@ class TierLoader:
     def _record(self, attempt: int, step: int) -> Record | None:
         """Writer 0's record, from the first node that can read it."""
         key = record_key(self._run_id, attempt, step)
-        for rank, held in enumerate(self._held):
-            names = [name for name in self._names if 0 in held.get((name, attempt, step), ())]
+        for rank, inventory in enumerate(self._held):
+            names = [name for name in self._names if 0 in inventory.get((name, attempt, step), ())]
             for name in names:
                 record = None
                 if rank == self._gang.rank:
@@ -242,7 +243,7 @@ class TierLoader:
 
     def _indexes(self, attempt: int, step: int) -> dict[tuple[int, str], bytes]:
         """The intact indexes of a step on this node whose packs exist, by writer and tier."""
-        found: dict[tuple[int, str], bytes] = {}
+        indexes: dict[tuple[int, str], bytes] = {}
         for name, tier in self._tiers.items():
             for writer in self._held[self._gang.rank].get((name, attempt, step), ()):
                 store, key = tier.store(writer), self._key(attempt, step, writer)
@@ -256,10 +257,10 @@ class TierLoader:
                         info = store.stat(layout.pack(self._run_id, str(pack)))
                         if info is None or info.size < pack.size:
                             raise MissingError(f"{key}: pack {pack} is gone, or too short")
-                    found[writer, name] = data
+                    indexes[writer, name] = data
                 except Exception as error:  # noqa: BLE001 - what cannot be read is not there
                     log.warning("a copy in checkpoint.%s is not used: %s", name, error)
-        return found
+        return indexes
 
     def _catalogue(self, indexes: Mapping[tuple[int, str], bytes]) -> Catalogue:
         """The tensors of all writers. Equal catalogues of several nodes are sent once."""
@@ -276,20 +277,20 @@ class TierLoader:
     ) -> dict[int, list[tuple[int, Part]]]:
         """For each writer, its copies with the rank that reports for the node, the nearest tier first. Copies that
         differ from the first are left out."""
-        mine = []
+        own = []
         for (writer, name), data in indexes.items():
             children = Children("near")
             key = self._name(Index.from_bytes(data, "near").header)
             children.add(key, data)
-            mine.append(Part(writer, name, children.entries(catalogue)[0], children.totals))
-        found: dict[int, list[tuple[int, Part]]] = {}
-        by_rank = self._gang.all_gather(mine, list[Part])
+            own.append(Part(writer, name, children.entries(catalogue)[0], children.totals))
+        by_writer: dict[int, list[tuple[int, Part]]] = {}
+        by_rank = self._gang.all_gather(own, list[Part])
         gathered = [(rank, part) for rank, parts in enumerate(by_rank) for part in parts]
         for rank, part in sorted(gathered, key=lambda each: self._names.index(each[1].tier)):
-            others = found.setdefault(part.writer, [])
+            others = by_writer.setdefault(part.writer, [])
             if not others or others[0][1].entry.digest == part.entry.digest:
                 others.append((rank, part))
-        return found
+        return by_writer
 
     def _tree(
         self,

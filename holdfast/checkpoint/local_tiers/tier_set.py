@@ -69,10 +69,10 @@ class TierSet:
 
         with self._nodes.served(run_id, self.tiers):
             near = TierLoader(self._store, run_id, number, self.tiers, self._gang, self._nodes)
-            found = near.load(boxes, newest, fits)
-        if found is not None and self._gang.rank == 0:
-            log.info("going on from step %d, kept near the ranks; the store has step %d", found.record.step, self.root)
-        return found
+            loaded = near.load(boxes, newest, fits)
+        if loaded is not None and self._gang.rank == 0:
+            log.info("going on from step %d, kept near the ranks; the store has step %d", loaded.record.step, self.root)
+        return loaded
 
     def begin(self, start: int, found: Found | None) -> None:
         """Before the first step, write the attachments of a loaded local-tier step and the start of this attempt to the

@@ -72,8 +72,8 @@ class TierWriter:
             self.off = str(error)
             log.warning("%s", error)
         except Exception as error:  # noqa: BLE001 - a near tier is a help, and no condition of training
-            what = f"{type(error).__name__} {error}"
-            log.warning("step %d is not kept in checkpoint.%s: %s", step, self.tier.name, what)
+            reason = f"{type(error).__name__} {error}"
+            log.warning("step %d is not kept in checkpoint.%s: %s", step, self.tier.name, reason)
             with suppress(Exception):
                 prune(self._store, self._attempt.run_id, self._writer)
         else:

@@ -108,7 +108,7 @@ def differences(
         if mine != theirs:
             unlike.append(f"{name}: {mine.dtype} {list(mine.shape)}, and {theirs.dtype} {list(theirs.shape)}")
         else:
-            found = _Found(name, mine)
+            difference = _Found(name, mine)
             for batch in _to_compare(one, other, name, mine):
                 copies = [
                     TensorBox(box.name, box.global_shape, box.offset, torch.empty_like(box.data)) for box in batch
@@ -116,10 +116,10 @@ def differences(
                 one.fill(batch)
                 other.fill(copies)
                 for box, copy in zip(batch, copies, strict=True):
-                    found.add(box, copy)
+                    difference.add(box, copy)
                     read += box.data.nbytes
-            if found.elements:
-                tensors.append(found.told())
+            if difference.elements:
+                tensors.append(difference.told())
         done += _bytes(mine)
         progress(done, total)
     return Difference(
@@ -183,7 +183,7 @@ class _Found:
         self.elements += len(differing)
         at = int(differing[0])
         inside = torch.unravel_index(torch.tensor(at), one.data.shape) if one.data.dim() else ()
-        index = tuple(low + int(each) for low, each in zip(one.offset, inside, strict=True))
+        index = tuple(low + int(coordinate) for low, coordinate in zip(one.offset, inside, strict=True))
         distances = _ulps(mine[differing], theirs[differing]) if one.data.is_floating_point() else None
         if distances is not None:
             self._most = max(self._most, int(distances.max()))
@@ -273,7 +273,7 @@ def find_divergence(one: Side, other: Side, progress: Callable[[int, int], None]
     last = min(ends)
     both = sorted(set(counted_steps(one.store, one.run_id)) & set(counted_steps(other.store, other.run_id)))
     equal_at, differs_at, difference = None, None, None
-    for step in [each for each in both if each <= last]:
+    for step in [step_of_both for step_of_both in both if step_of_both <= last]:
         with ExitStack() as marks:
             pair = [_opened(side, step, marks) for side in (one, other)]
             if pair[0] is None or pair[1] is None:
@@ -297,8 +297,8 @@ def _figures(mine: Row, theirs: Row) -> list[ScalarDifference]:
 def _opened(side: Side, step: int, marks: ExitStack) -> Checkpoint | None:
     """A checkpoint, kept from being collected meanwhile; None where it was collected at this moment."""
     try:
-        found = open_checkpoint(side.store, side.run_id, step)
-        marks.enter_context(found.marked())
+        checkpoint = open_checkpoint(side.store, side.run_id, step)
+        marks.enter_context(checkpoint.marked())
     except MissingError:
         return None
-    return found
+    return checkpoint

@@ -54,24 +54,24 @@ def list_checkpoints(store: Store, run_id: str, retention: Retention) -> list[Ch
         pins[pin.step].append(pin)
     counted = set(counted_steps(store, run_id))
     reasons = retention.reasons({step: moment for step, moment in times.items() if step in counted}, pins)
-    found = []
+    rows = []
     for step, committed in times.items():
         kept, held = reasons.get(step, ()), tuple(pins[step])
         try:
             manifest = read_manifest(store, run_id, step)
             replaced = "" if step in counted else f"does not count: attempt {manifest.attempt} was replaced"
-            found.append(_info(manifest, committed, kept, held, replaced))
+            rows.append(_info(manifest, committed, kept, held, replaced))
         except MissingError:
             continue  # collected at this moment
         except DataError as error:
-            found.append(CheckpointInfo(step, committed, kept=kept, pins=held, damaged=str(error)))
+            rows.append(CheckpointInfo(step, committed, kept=kept, pins=held, damaged=str(error)))
     for info in store.list(layout.damaged(run_id)):
         if match := re.search(r"/step-(\d{9,})\.json$", info.key):
             reason = "set aside as damaged: two readers could not verify it"
-            found.append(CheckpointInfo(int(match[1]), info.modified, damaged=reason))
-    if not found:
+            rows.append(CheckpointInfo(int(match[1]), info.modified, damaged=reason))
+    if not rows:
         raise MissingError(f"run {run_id} has no checkpoint in {store.url} yet")
-    return sorted(found, key=lambda each: (each.step, each.damaged))
+    return sorted(rows, key=lambda each: (each.step, each.damaged))
 
 
 def _info(

@@ -81,8 +81,8 @@ def _read(checkpoint: Checkpoint, progress: Callable[[int, int], None]) -> tuple
                 digest += digest_of([part])
                 right += part.data.nbytes
             except DamageError as error:
-                found = Damage(error.suspect.key, name, error.suspect.reason)
-                damages.setdefault((found.key, name), found)
+                damage = Damage(error.suspect.key, name, error.suspect.reason)
+                damages.setdefault((damage.key, name), damage)
                 if len(damages) >= MAX_DAMAGES:
                     return list(damages.values()), right, digest
             read += part.data.nbytes
