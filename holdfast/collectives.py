@@ -77,8 +77,8 @@ class Gang:
             dist.broadcast(size, src=source, group=self._group)
             data = _bytes(message, _require_size(int(size)))
             dist.broadcast(data, src=source, group=self._group)
-        found: T = _decoded(data.numpy().tobytes(), kind)
-        return found
+        received: T = _decoded(data.numpy().tobytes(), kind)
+        return received
 
     def from_rank_0(self, action: Callable[[], T], kind: Any = NoneType) -> T:
         """The result of `action` on rank 0, on every rank; `kind` is its type. Its HoldfastError is raised on every
@@ -142,11 +142,11 @@ class Gang:
     def gather_later(self, values: Sequence[float]) -> PendingValues:
         """Start to gather every rank's values, the same number from each. They are ready when `result()` is called a
         step later."""
-        mine = torch.tensor(values, dtype=torch.float64)
-        all_of_them = [torch.empty_like(mine) for _ in range(self.size)]
+        own = torch.tensor(values, dtype=torch.float64)
+        all_of_them = [torch.empty_like(own) for _ in range(self.size)]
         if self._group is None:
-            return PendingValues([mine], None)
-        return PendingValues(all_of_them, dist.all_gather(all_of_them, mine, group=self._group, async_op=True))
+            return PendingValues([own], None)
+        return PendingValues(all_of_them, dist.all_gather(all_of_them, own, group=self._group, async_op=True))
 
 
 class _Failure(BaseModel):
@@ -164,9 +164,9 @@ class _Failure(BaseModel):
 
     @property
     def error(self) -> HoldfastError:
-        found = error_named(self.name, self.words)
-        found.exit_code = self.code
-        return found
+        error = error_named(self.name, self.words)
+        error.exit_code = self.code
+        return error
 
 
 @lru_cache(maxsize=64)
@@ -234,7 +234,7 @@ class PendingValues:
         if self._work is not None:
             with noticing_lost_peers():
                 self._work.wait()
-        return [each.tolist() for each in self._values]
+        return [column.tolist() for column in self._values]
 
 
 class PendingFlag:
