@@ -53,7 +53,7 @@ def _mirror(spec: Spec, made: Comparison, store: Store) -> None:
     shown = SweepRun(
         sweep_id=made.sweep_id,
         name=made.name,
-        runs=[*(row.run_id for row in made.rows), *(one.run_id for one in made.failed)],
+        runs=[*(row.run_id for row in made.rows), *(trial.run_id for trial in made.failed)],
         tags={
             "holdfast.dataset_id": made.dataset_id,
             "holdfast.best_run_id": best.run_id,

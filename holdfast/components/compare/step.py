@@ -33,8 +33,10 @@ class NoTrialEndedError(HoldfastError):
     tried_again = True  # by the steps of the trials
 
     def __init__(self, failed: Sequence[FailedTrial]) -> None:
-        super().__init__("\n".join(["no trial of the sweep came to a verdict:", *(f"  {one.text}" for one in failed)]))
-        known = next((one.exit_code for one in failed if one.exit_code), ExitCode.NOT_FOUND)
+        super().__init__(
+            "\n".join(["no trial of the sweep came to a verdict:", *(f"  {trial.text}" for trial in failed)])
+        )
+        known = next((trial.exit_code for trial in failed if trial.exit_code), ExitCode.NOT_FOUND)
         self.exit_code = ExitCode(known) if known in set(ExitCode) else ExitCode.UNEXPECTED
 
 
@@ -94,6 +96,6 @@ def _failed(changes: tuple[str, ...], identity: str, step: str, part: str, outco
 
 
 def _newest(store: Store, prefix: str) -> dict[str, Any]:
-    found = [info for info in store.list(prefix) if info.key.endswith(".json")]
-    newest = max(found, key=lambda info: info.modified, default=None)
+    infos = [info for info in store.list(prefix) if info.key.endswith(".json")]
+    newest = max(infos, key=lambda info: info.modified, default=None)
     return read_json_object(store, newest.key) if newest else {}

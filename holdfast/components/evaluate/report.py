@@ -52,7 +52,7 @@ def draw(spec: Spec, verdict: Verdict, manifest: Manifest, store: Store) -> str:
         news=_news(events),
         time=draw_time(account) if account.total else None,
         wall=_duration(result["seconds"]) if "seconds" in result else "",
-        plan=_plan([Segment.model_validate(each) for each in result.get("segments", [])]),
+        plan=_plan([Segment.model_validate(segment) for segment in result.get("segments", [])]),
         lineage=_lineage(verdict, manifest, store),
     )
 
@@ -70,7 +70,7 @@ def _tiles(verdict: Verdict, result: dict[str, Any], history: Sequence[Row]) -> 
         ("Wall time", _duration(result["seconds"]), "first start to end") if "seconds" in result else None,
     ]
     tasks = [
-        (f"Task {each.task}", f"{each.value:.4g}", f"{each.metric}, {each.examples:,} asked") for each in verdict.tasks
+        (f"Task {task.task}", f"{task.value:.4g}", f"{task.metric}, {task.examples:,} asked") for task in verdict.tasks
     ]
     return [tile for tile in tiles if tile is not None] + tasks
 
@@ -111,14 +111,14 @@ def _comparison(verdict: Verdict) -> list[list[str]] | None:
         return None
     ours, theirs = Measured.model_validate(verdict.metrics), verdict.champion.measured
     rows = []
-    for title, mine, other in (
+    for title, value, other in (
         ("Bits per byte", ours.bits_per_byte, theirs.bits_per_byte),
         ("Loss, nats a token", ours.loss, theirs.loss),
         ("Perplexity", ours.perplexity, theirs.perplexity),
     ):
-        change = f"{(mine / other - 1):+.2%}" if other and math.isfinite(mine / other) else "–"
-        rows.append([title, f"{mine:.4f}", f"{other:.4f}", change])
-    pairs = ((task, each.value) for task in verdict.tasks for each in theirs.tasks if task.asks_the_same(each))
+        change = f"{(value / other - 1):+.2%}" if other and math.isfinite(value / other) else "–"
+        rows.append([title, f"{value:.4f}", f"{other:.4f}", change])
+    pairs = ((task, score.value) for task in verdict.tasks for score in theirs.tasks if task.asks_the_same(score))
     for task, other in pairs:
         change = f"{task.value - other:+.4f}"
         rows.append([f"Task {task.task}, {task.metric}", f"{task.value:.4f}", f"{other:.4f}", change])
@@ -133,8 +133,8 @@ def _data(manifest: Manifest) -> dict[str, Any]:
     for source in manifest.sources:
         cells = [source.uri]
         for split in ("train", "validation"):
-            found = source.splits.get(split)
-            cells += [f"{found.documents:,}", f"{found.tokens:,}"] if found else ["0", "0"]
+            counts = source.splits.get(split)
+            cells += [f"{counts.documents:,}", f"{counts.tokens:,}"] if counts else ["0", "0"]
         rows.append([*cells, *(f"{source.dropped.get(reason, 0):,}" for reason in reasons)])
     titles = ["Source", "Documents", "Tokens", "Held-out documents", "Held-out tokens"]
     titles += [f"Dropped: {reason.replace('_', ' ')}" for reason in reasons]
@@ -209,8 +209,8 @@ class _Attempt:
     @property
     def row(self) -> list[str]:
         """A row of the table."""
-        kept = "none kept" if self.steps is None else f"{self.steps[0]:,} to {self.steps[1]:,}"
-        return [str(self.number), _instant(self.claimed), self.host, kept]
+        steps = "none kept" if self.steps is None else f"{self.steps[0]:,} to {self.steps[1]:,}"
+        return [str(self.number), _instant(self.claimed), self.host, steps]
 
 
 def _attempts(store: Store, run_id: str, history: Sequence[Row]) -> list[_Attempt]:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 def checks(settings: Evaluation, measured: Measured, champion: Opponent | None) -> tuple[Check, ...]:
     """Every condition of the settings, each with its value, its bound and a sentence."""
     finite = all(math.isfinite(value) for value in (measured.loss, measured.perplexity, measured.bits_per_byte))
-    found = [
+    checks_made = [
         Check(
             name="finite",
             value=measured.loss,
@@ -61,12 +61,12 @@ def checks(settings: Evaluation, measured: Measured, champion: Opponent | None) 
         if bound is not None:
             passed = value < bound  # False for NaN
             sentence = f"{words.capitalize()} {value:.4f} is {'below' if passed else 'not below'} the bound {bound:g}."
-            found.append(Check(name=name, value=value, bound=bound, passed=passed, sentence=sentence))
+            checks_made.append(Check(name=name, value=value, bound=bound, passed=passed, sentence=sentence))
     for task, score in zip(settings.tasks, measured.tasks, strict=True):
-        found.extend(_of_task(task, score, champion))
+        checks_made.extend(_of_task(task, score, champion))
     if champion is not None:
-        found.append(_versus(settings, measured.bits_per_byte, champion))
-    return tuple(found)
+        checks_made.append(_versus(settings, measured.bits_per_byte, champion))
+    return tuple(checks_made)
 
 
 def decide(made: tuple[Check, ...]) -> tuple[Word, tuple[str, ...]]:
@@ -77,25 +77,28 @@ def decide(made: tuple[Check, ...]) -> tuple[Word, tuple[str, ...]]:
 
 def _of_task(task: Task, score: TaskScore, champion: Opponent | None) -> Iterator[Check]:
     """The checks of a downstream task, if it has bounds."""
-    name, what = f"task.{score.task}.{score.metric}", f"Task {score.task}: {score.metric} {score.value:.4f}"
+    name, subject = f"task.{score.task}.{score.metric}", f"Task {score.task}: {score.metric} {score.value:.4f}"
     sign = 1 if score.higher_is_better else -1
     if task.bound is not None:
         passed = sign * score.value >= sign * task.bound  # False for NaN
         words = "reaches" if passed else "does not reach"
         yield Check(
-            name=name, value=score.value, bound=task.bound, passed=passed, sentence=f"{what} {words} {task.bound:g}."
+            name=name, value=score.value, bound=task.bound, passed=passed, sentence=f"{subject} {words} {task.bound:g}."
         )
     if task.champion_tolerance is None or champion is None or champion.measured is None:
         return
-    theirs = next((each for each in champion.measured.tasks if each.asks_the_same(score)), None)
+    theirs = next(
+        (score_of_champion for score_of_champion in champion.measured.tasks if score_of_champion.asks_the_same(score)),
+        None,
+    )
     if theirs is None or not math.isfinite(theirs.value):
-        sentence = f"{what}: the champion has no figure to compare with."
+        sentence = f"{subject}: the champion has no figure to compare with."
         yield Check(name=f"{name}.versus_champion", value=score.value, bound=None, passed=True, sentence=sentence)
         return
     bound = theirs.value - sign * task.champion_tolerance
     passed = sign * score.value >= sign * bound
     sentence = (
-        f"{what} against {theirs.value:.4f} of the champion {champion.model} version {champion.version}: "
+        f"{subject} against {theirs.value:.4f} of the champion {champion.model} version {champion.version}: "
         f"{'' if passed else 'not '}within {task.champion_tolerance:g}."
     )
     yield Check(name=f"{name}.versus_champion", value=score.value, bound=bound, passed=passed, sentence=sentence)
@@ -104,14 +107,14 @@ def _of_task(task: Task, score: TaskScore, champion: Opponent | None) -> Iterato
 def _versus(settings: Evaluation, value: float, champion: Opponent) -> Check:
     """The comparison with the champion. A champion that cannot be measured blocks nothing, which the sentence
     states."""
-    who = f"champion {champion.model} version {champion.version}"
+    opponent = f"champion {champion.model} version {champion.version}"
     if champion.measured is None:
         return Check(
             name="versus_champion", value=value, bound=None, passed=math.isfinite(value), sentence=champion.note
         )
     theirs = champion.measured.bits_per_byte
     if not math.isfinite(theirs):
-        passed, sentence = math.isfinite(value), f"The {who} has {theirs} bits per byte on the same text."
+        passed, sentence = math.isfinite(value), f"The {opponent} has {theirs} bits per byte on the same text."
         return Check(name="versus_champion", value=value, bound=None, passed=passed, sentence=sentence)
     better = settings.versus_champion == "better"
     bound = theirs if better else theirs * (1 + settings.champion_tolerance)
@@ -119,7 +122,7 @@ def _versus(settings: Evaluation, value: float, champion: Opponent) -> Check:
     needed = "below" if better else "at most"
     allowed = f" (with {settings.champion_tolerance:.2%} tolerance)" if bound != theirs else ""
     sentence = (
-        f"{value:.4f} bits per byte against {theirs:.4f} of the {who} on the same text: "
+        f"{value:.4f} bits per byte against {theirs:.4f} of the {opponent} on the same text: "
         f"{'' if passed else 'not '}{needed} {bound:.4f}{allowed}."
     )
     return Check(name="versus_champion", value=value, bound=bound, passed=passed, sentence=sentence)
@@ -238,12 +241,12 @@ def _known(
 ) -> Verdict | None:
     """The verdict under a key. A verdict is deleted if it covers other weights (a new training without exactness),
     another champion than its key, or tasks with changed files."""
-    found = _read(store, trained.run_id, key)
-    if found is None:
+    verdict = _read(store, trained.run_id, key)
+    if verdict is None:
         return None
-    same_tasks = [each.digest for each in found.tasks] == [task.digest for task in tasks]
-    if _same_weights(found, trained) and reached_against(found.model_dump(), champion) and same_tasks:
-        return found
+    same_tasks = [task_score.digest for task_score in verdict.tasks] == [task.digest for task in tasks]
+    if _same_weights(verdict, trained) and reached_against(verdict.model_dump(), champion) and same_tasks:
+        return verdict
     log.warning(
         "run %s: verdict %s is about other weights, tasks or another champion: judging anew", trained.run_id, key
     )
@@ -291,21 +294,21 @@ def _oppose(
 ) -> Opponent:
     """Score the champion on the text of `dataset.validation(context, ...)` and on `tasks`. Raises
     UnscorableChampionError, unless the spec ignores such a champion."""
-    who = f"champion {champion.model} version {champion.version}"
+    opponent = f"champion {champion.model} version {champion.version}"
     measured: Measured | None = None
     if _is_champion(trained, champion):
-        note = f"The {who} is this very run: there is nothing to compare."
+        note = f"The {opponent} is this very run: there is nothing to compare."
     else:
         try:
             measured, note = score_champion(champion, dataset, spec.evaluation.max_tokens, devices, context, tasks)
         except (MissingError, DataError) as error:
             if spec.evaluation.unscorable_champion == "refuse":
                 raise UnscorableChampionError(
-                    f"the {who} could not be scored, so run {trained.run_id} was not compared with it: {error}. "
+                    f"the {opponent} could not be scored, so run {trained.run_id} was not compared with it: {error}. "
                     "Restore what is missing, or promote another version (holdfast models promote MODEL/VERSION), or "
                     "judge without it: evaluation.unscorable_champion: ignore"
                 ) from error
-            note = f"The {who} could not be scored, so nothing was compared: {error}"
+            note = f"The {opponent} could not be scored, so nothing was compared: {error}"
             log.warning("%s", note)
     return Opponent(**champion.identity, measured=measured, note=note)
 

@@ -55,7 +55,7 @@ def body(
     # try no longer matters.
     failure = None if ended_well else first_failure(outcomes)
     run_id = os.environ.get(RUN_ID) or run_of(outcomes, spec, overrides, salt)
-    done, unknown = end_jobs_left(spec, overrides, run_id)
+    ended_jobs, unknown = end_jobs_left(spec, overrides, run_id)
     end = PipelineExit(
         ending,
         failed_step=failure.step if failure else node,
@@ -63,7 +63,7 @@ def body(
         exit_code=failure.exit_code if failure else None,
         log_place=log_place,
         outcomes=outcomes,
-        done=done,
+        done=ended_jobs,
         unknown=unknown,
     )
     return _done(run(end, spec, store, run_id, overrides=overrides), job)

@@ -53,15 +53,15 @@ def ending_of(word: str, outcomes: Iterable[Outcome] = (), *, stopped: bool = Fa
     """The outcome of the DAG. `word` is the engine's status in any case, and `outcomes` are those of this
     execution's steps. `stopped` is true if a person stopped it on this machine. `message` is the engine's message
     about the failed step."""
-    counted, status = [one for one in outcomes if one.step != EXIT_HANDLER], word.lower().split()[:1]
+    counted, status = [outcome for outcome in outcomes if outcome.step != EXIT_HANDLER], word.lower().split()[:1]
     if stopped or _CANCELLED & {*status} or _SHUT_DOWN in message:
         return "cancelled"
-    if any(_ends_well(one) for one in counted):
+    if any(_ends_well(outcome) for outcome in counted):
         return "succeeded"
     succeeded = bool(_SUCCEEDED & {*status})
     if compared(counted):  # the comparison leaves failed trials out
-        counted = [one for one in counted if not one.part]
-    failures = [one for one in counted if one.exit_code or (one.ended is None and not succeeded)]
+        counted = [outcome for outcome in counted if not outcome.part]
+    failures = [outcome for outcome in counted if outcome.exit_code or (outcome.ended is None and not succeeded)]
     if not failures:
         return "succeeded" if succeeded else "failed"
     first = first_failure(failures)
@@ -78,7 +78,7 @@ def headline_of(
     `verdict` and whether the model is `registered`."""
     if ending != "succeeded":
         return ending
-    last = next((one for one in reversed([*outcomes]) if _ends_well(one)), None)
+    last = next((outcome for outcome in reversed([*outcomes]) if _ends_well(outcome)), None)
     if last is not None:
         return _HEADLINES[last.step]
     if registered:
@@ -88,19 +88,23 @@ def headline_of(
 
 def not_due(outcomes: Iterable[Outcome]) -> str:
     """Why a scheduled execution had nothing to do. Empty if it had, or was not scheduled."""
-    result = next((one.result for one in outcomes if one.step == "trigger" and one.result.startswith(NOT_DUE)), "")
+    result = next(
+        (outcome.result for outcome in outcomes if outcome.step == "trigger" and outcome.result.startswith(NOT_DUE)), ""
+    )
     return result.removeprefix(NOT_DUE).lstrip(": ") or ("no retraining is due" if result else "")
 
 
 def compared(outcomes: Iterable[Outcome]) -> bool:
     """Whether the trials of a sweep were compared."""
-    return any(one.step == "compare" and one.exit_code == 0 for one in outcomes)
+    return any(outcome.step == "compare" and outcome.exit_code == 0 for outcome in outcomes)
 
 
 def _ends_well(outcome: Outcome) -> bool:
     """Whether the DAG ends successfully with this step, with nothing left to do. A trial of a sweep ends no DAG."""
-    early, whole = _LAST.get(outcome.step), outcome.exit_code == 0 and not outcome.part
-    return early is not None and whole and outcome.result.startswith(early) and not outcome.result.startswith(SKIPPED)
+    early, complete = _LAST.get(outcome.step), outcome.exit_code == 0 and not outcome.part
+    return (
+        early is not None and complete and outcome.result.startswith(early) and not outcome.result.startswith(SKIPPED)
+    )
 
 
 # Argo's report of a Workflow's failed nodes: the first of them, as text.

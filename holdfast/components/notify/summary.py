@@ -201,10 +201,10 @@ def run(
     elif refused and refused not in message:
         unknown.append(refused)
     opened = attempt(lambda: open_store(store or store_url(checked)), unknown)
-    found = (
+    files = (
         attempt(lambda: found_of(opened, run_id, checked, unknown), unknown) if opened is not None and run_id else None
     )
-    result, verdict, registration = found or ({}, {}, {})
+    result, verdict, registration = files or ({}, {}, {})
     events = attempt(lambda: read_events(opened, run_id, kinds=_TOLD), unknown) if opened and run_id else None
     reached = next((event for event in reversed(events or ()) if isinstance(event, Progress)), None)
     news = [*_news(events or ()), *end.done]
@@ -276,15 +276,15 @@ def _trace(store: Store, run_id: str) -> None:
 def _news(events: Sequence[Event]) -> list[str]:
     """The interruptions of the run, one line each. Slow ranks share one line, at the last detection."""
     slow = [event for event in events if isinstance(event, StragglerDetected)]
-    found = []
+    lines = []
     for event in events:
         if isinstance(event, StragglerDetected):
             if event is slow[-1]:
                 before = f" (slow ranks were named {len(slow)} times; this is the last)" if len(slow) > 1 else ""
-                found.append(event.text + before)
+                lines.append(event.text + before)
         elif event.is_news:
-            found.append(event.text)
-    return found
+            lines.append(event.text)
+    return lines
 
 
 _TOLD = tuple(kind for kind in get_args(Event) if kind is not TimeSpent)  # a summary does not report seconds
@@ -351,8 +351,8 @@ def _newest(
 ) -> dict[str, Any]:
     """The newest JSON object under `prefix` that is `wanted`, or an empty one. Unreadable objects are skipped and
     listed in `unknown`."""
-    found = [info for info in store.list(prefix) if info.key.endswith(".json")]
-    for info in sorted(found, key=lambda info: info.modified, reverse=True):
+    infos = [info for info in store.list(prefix) if info.key.endswith(".json")]
+    for info in sorted(infos, key=lambda info: info.modified, reverse=True):
         try:
             value = read_json_object(store, info.key)
         except (DataError, MissingError) as error:

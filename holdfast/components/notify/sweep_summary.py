@@ -48,7 +48,7 @@ def run_sweep(
     opened = attempt(lambda: open_store(store or store_url(checked)), unknown)
     known = attempt(lambda: _known(checked, trials, salt, outcomes), unknown) if checked else None
     identity = sweep_id([run for _, _, run in known]) if known else ""
-    ended = [end_jobs_left(dump_spec(one), (), run) for _, one, run in known or ()]
+    ended = [end_jobs_left(dump_spec(trial_spec), (), run) for _, trial_spec, run in known or ()]
     found = attempt(lambda: read_comparison(opened, identity), unknown) if opened and compared(outcomes) else None
     failure = None if ending_of(status) == "succeeded" and found is None else first_failure(outcomes)
     if failure is None and found is not None and found.failed:  # the outcomes of the execution cannot be read
@@ -80,7 +80,7 @@ def run_sweep(
 
 def _known(spec: Spec, trials: str, salt: str, outcomes: Sequence[Outcome]) -> list[Trial]:
     """The trials, if the dataset is known."""
-    dataset = next((one.result for one in outcomes if one.step == "preprocess" and one.result), "")
+    dataset = next((outcome.result for outcome in outcomes if outcome.step == "preprocess" and outcome.result), "")
     return list(trials_of(spec, parse_json(trials, list[list[str]], "--trials"), dataset, salt)) if dataset else []
 
 
@@ -90,13 +90,13 @@ def _lines(found: Comparison | None, trials: int) -> list[str]:
     called = "best" if found.best.word == BLESSED else "none is blessed, lowest loss"
     best = f"{called} {', '.join(found.best.changes)} (run {found.best.run_id}, loss {found.best.loss:.4f})"
     counts = f"{len(found.rows)} of {len(found.rows) + len(found.failed)} trials compared"
-    return [f"{counts}: {best}", *(redact(one.text) for one in found.failed)]
+    return [f"{counts}: {best}", *(redact(trial.text) for trial in found.failed)]
 
 
 def _best(found: Comparison, trials: Sequence[Trial], store: Store, unknown: list[str]) -> dict[str, Any]:
     """The summary's fields for the best trial."""
     best = found.best
-    spec = next((one for _, one, run in trials if run == best.run_id), None)
+    spec = next((trial_spec for _, trial_spec, run in trials if run == best.run_id), None)
     _, verdict, registration = attempt(lambda: found_of(store, best.run_id, spec, unknown), unknown) or ({}, {}, {})
     return {
         "verdict": best.word,

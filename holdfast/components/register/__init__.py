@@ -34,6 +34,8 @@ def _publish(spec: Spec, registration: Registration, store: Store) -> None:
     from holdfast.tracking import champion, trusted_stores, versions
 
     stores = trusted_stores(spec, store)
-    version = next(one for one in versions(registration.model, stores) if one.version == registration.version)
+    version = next(
+        candidate for candidate in versions(registration.model, stores) if candidate.version == registration.version
+    )
     now = champion(registration.model, stores)
     publish(spec, version, champion=now is not None and now.version == version.version)

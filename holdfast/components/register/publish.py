@@ -157,9 +157,9 @@ def changed_package(store: Store, export: str) -> Iterator[tuple[str, str]]:
     except DataError:
         yield key.rpartition("/")[2], "is no record of files"
         return
-    for name, wanted in digests.items():
+    for name, expected in digests.items():
         try:
-            if content_digest(store.get(f"{export.rstrip('/')}/{name}")) != wanted:
+            if content_digest(store.get(f"{export.rstrip('/')}/{name}")) != expected:
                 yield name, "is not the file that was registered; register the run again, it is written anew"
         except MissingError:
             yield name, "is missing"

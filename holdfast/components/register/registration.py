@@ -162,8 +162,8 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
     recorded = read_registration(store, key)
     if recorded is not None and recorded.alias and recorded.export_digest == export_digest:
         with translated(uri):
-            found = _versions_with(client, model, version_key)
-        if any(int(one.version) == recorded.version for one in found):
+            versions = _versions_with(client, model, version_key)
+        if any(int(known_version.version) == recorded.version for known_version in versions):
             require_intact(store, export, export_digest, changed=True)
             log.info("run %s is registered already: %s", run_id, recorded.uri)
             return recorded
@@ -270,8 +270,8 @@ def _newest_verdict(spec: Spec, run_id: str, store: Store, now: Champion | None)
     settings = spec.evaluation.model_dump(mode="json")
     listed = [info for info in store.list(folder) if info.key.endswith(".json")]
     newest_first = sorted(listed, key=lambda info: info.modified, reverse=True)
-    found = [(info.key, _read(store, info.key, "evaluate the run first")) for info in newest_first]
-    fitting = [(key, verdict) for key, verdict in found if verdict.get("settings") == settings]
+    verdicts = [(info.key, _read(store, info.key, "evaluate the run first")) for info in newest_first]
+    fitting = [(key, verdict) for key, verdict in verdicts if verdict.get("settings") == settings]
     for key, _ in sorted(fitting, key=lambda one: not reached_against(one[1], now)):
         return key.removeprefix(folder).removesuffix(".json")
     raise NotBlessedError(
@@ -324,7 +324,7 @@ def _tags(spec: Spec, run_id: str, store: Store, lineage: _Lineage) -> dict[str,
 
 def _versions_with(client: MlflowClient, model: str, version_key: str) -> list[ModelVersion]:
     """The versions with this key, oldest first."""
-    return [one for one in all_versions(client, model) if one.tags.get(VERSION_KEY_TAG) == version_key]
+    return [version for version in all_versions(client, model) if version.tags.get(VERSION_KEY_TAG) == version_key]
 
 
 def _sole_version(client: MlflowClient, model: str, version_key: str, source: str) -> int | None:
@@ -332,14 +332,14 @@ def _sole_version(client: MlflowClient, model: str, version_key: str, source: st
     are deleted. A version with another source is foreign, regardless of its tags."""
     from mlflow.exceptions import MlflowException
 
-    found = [one for one in _versions_with(client, model, version_key) if one.source == source]
-    for surplus in found[1:]:
+    versions = [version for version in _versions_with(client, model, version_key) if version.source == source]
+    for surplus in versions[1:]:
         try:
             client.delete_model_version(model, surplus.version)
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # its creator has deleted it
                 raise
-    return int(found[0].version) if found else None
+    return int(versions[0].version) if versions else None
 
 
 def _create(

@@ -46,15 +46,15 @@ def resolve_layout(spec: Spec, identity: str, store: Store, vocabulary: int, *, 
         )
         return with_fields(spec, layout_fields(chosen.task, chosen.layout))
     try:
-        found = spec.with_overrides(recorded | {"parallel.auto": False})
+        resolved = spec.with_overrides(recorded | {"parallel.auto": False})
     except SpecError as error:
         why = "; ".join(f"{problem.field}: {problem.value} {problem.message}" for problem in error.problems)
-        what = f"was {_words(recorded)} until now, which does not go with the spec any more ({why})"
+        message = f"was {_words(recorded)} until now, which does not go with the spec any more ({why})"
         raise SpecError(
-            [Problem("parallel.auto", True, what, "go back to the former spec, or say --replan to plan anew")]
+            [Problem("parallel.auto", True, message, "go back to the former spec, or say --replan to plan anew")]
         ) from None
     log.info("parallel: auto is what the run has recorded: %s", _words(recorded))
-    return found
+    return resolved
 
 
 def _recorded(spec: Spec, identity: str, store: Store) -> dict[str, Any] | None:
@@ -94,8 +94,10 @@ def _after_running_out(spec: Spec, identity: str, store: Store, *, replan: bool)
     if (assignment.parallel.processes, assignment.nodes) != (spec.parallel.processes, spec.cluster.nodes.max):
         return None  # the proposal does not fit other ranks
     if ended.next_plan is None:
-        what = f"ran out of memory in launch {number}, and no layout of these ranks needs less by the planner's count"
-        raise SpecError([Problem("parallel.auto", True, what, "use more ranks, or a smaller model")])
+        problem = (
+            f"ran out of memory in launch {number}, and no layout of these ranks needs less by the planner's count"
+        )
+        raise SpecError([Problem("parallel.auto", True, problem, "use more ranks, or a smaller model")])
     settings = settings_of(assignment.training, assignment.parallel, assignment.accelerator, assignment.nodes)
     return _layout_in(settings) | ended.next_plan
 

@@ -74,13 +74,13 @@ def _digesting(
     upload that succeeds."""
     digester = Digester()
     digesters.append(digester)
-    done = before
+    written = before
     for data in file.content():
         digester.update(data)
         yield data
-        done += len(data)
-        if done < total:
-            progress("export", done, total)
+        written += len(data)
+        if written < total:
+            progress("export", written, total)
 
 
 def _written(store: Store, folder: str) -> ExportRecord | None:

@@ -323,7 +323,7 @@ def _following_events(
 ) -> Iterator[None]:
     """Forward the ranks' events to the log, to Argo and to a trace collector. Copy metrics to MLflow at each
     checkpoint, and report how the run ended."""
-    done = threading.Event()
+    finished = threading.Event()
     status: Status = "FAILED"
 
     def follow() -> None:
@@ -331,7 +331,7 @@ def _following_events(
         _try_to(tracker.sync)
         try:
             while True:
-                last = done.wait(FOLLOW_SECONDS)
+                last = finished.wait(FOLLOW_SECONDS)
                 if _pass_on(events, metrics, traces):
                     _try_to(tracker.sync)
                 if last:
@@ -351,7 +351,7 @@ def _following_events(
         status = "KILLED"
         raise
     finally:
-        done.set()
+        finished.set()
         thread.join(FAREWELL_SECONDS)
         if thread.is_alive():
             log.warning("MLflow does not answer; what it misses is safe in the store, and the next step copies it")

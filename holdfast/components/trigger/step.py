@@ -215,7 +215,7 @@ def _failed(spec: Spec, store: Store, started: str, next_run: str) -> Condition 
     record = _read(store, started)
     if record is None or record.get("asked") != _asked(spec):
         return None
-    outcomes = [one for one in outcomes_in(store, str(record.get("job"))) if one.step != EXIT_HANDLER]
+    outcomes = [outcome for outcome in outcomes_in(store, str(record.get("job"))) if outcome.step != EXIT_HANDLER]
     failure = first_failure(outcomes)
     if failure is None or failure.exit_code not in PERMANENT:
         return None
@@ -238,13 +238,13 @@ def _settled(
 ) -> Condition | None:
     """A condition that decides before any condition of the spec. None if there is none."""
     if former is not None:
-        theirs = former.champion
-        if run_id(spec, dataset_id, former.salt, weights) == theirs.run_id:
+        current = former.champion
+        if run_id(spec, dataset_id, former.salt, weights) == current.run_id:
             return Condition(
                 name="same_model",
                 due=False,
-                sentence=f"Nothing changed: dataset {dataset_id} and the spec are those of {theirs.model} version "
-                f"{theirs.version}, and the same model would come out.",
+                sentence=f"Nothing changed: dataset {dataset_id} and the spec are those of {current.model} version "
+                f"{current.version}, and the same model would come out.",
             )
     if (answer := _answered(spec, store, former, next_run)) is not None:
         return Condition(name="already_answered", due=False, sentence=answer)
@@ -269,10 +269,10 @@ def _answered(spec: Spec, store: Store, former: _Former | None, next_run: str) -
 
 def _cheap(spec: Spec, former: _Former, dataset_id: str, weights: str, now: float) -> Iterator[Condition]:
     """The conditions that need no measurement."""
-    theirs, schedule = former.champion, spec.schedule
+    current, schedule = former.champion, spec.schedule
     if schedule.on_new_data:
-        due = dataset_id != theirs.dataset_id
-        learned = f"{theirs.model} version {theirs.version} learned from {theirs.dataset_id}"
+        due = dataset_id != current.dataset_id
+        learned = f"{current.model} version {current.version} learned from {current.dataset_id}"
         yield Condition(
             name="new_data",
             due=due,
@@ -281,18 +281,18 @@ def _cheap(spec: Spec, former: _Former, dataset_id: str, weights: str, now: floa
             else f"No new data: dataset {dataset_id} is the champion's.",
         )
     if schedule.on_changed_spec:
-        same_data = run_id(spec, theirs.dataset_id, former.salt, weights)
-        due = same_data != theirs.run_id
+        same_data = run_id(spec, current.dataset_id, former.salt, weights)
+        due = same_data != current.run_id
         cause = "the spec" if former.data_plane_version == DATA_PLANE_VERSION else "Holdfast's arithmetic"
         yield Condition(
             name="changed_spec",
             due=due,
-            sentence=f"Of the champion's data {cause} would make run {same_data} now, and made {theirs.run_id} then."
+            sentence=f"Of the champion's data {cause} would make run {same_data} now, and made {current.run_id} then."
             if due
             else "The spec would still make the champion of its data.",
         )
     if schedule.max_age_hours is not None:
-        yield of_age((now - theirs.created) / 3600, schedule.max_age_hours)
+        yield of_age((now - current.created) / 3600, schedule.max_age_hours)
 
 
 def _decay(
@@ -360,22 +360,24 @@ def _in_its_tokens(spec: Spec, store: Store, theirs: Champion, keep: str) -> Ite
 
 def _known_decay(store: Store, spec: Spec, key: str) -> Decay | None:
     """The earlier measurement for the same question, or None."""
-    found = _read(store, layout.trigger(spec.name, key))
+    decision = _read(store, layout.trigger(spec.name, key))
     try:
-        return Decision.model_validate(found).decay if found is not None else None
+        return Decision.model_validate(decision).decay if decision is not None else None
     except ValidationError:
         return None
 
 
 def _former(spec: Spec, store: Store) -> _Former | None:
-    found = champion(spec.registered_model, trusted_stores(spec, store))
-    if found is None:
+    current = champion(spec.registered_model, trusted_stores(spec, store))
+    if current is None:
         return None
     try:
-        described = described_run(open_store(found.store_url), found.run_id, found.run_digest)
+        described = described_run(open_store(current.store_url), current.run_id, current.run_digest)
     except MissingError:
         described = {}
-    return _Former(found, str(described.get("salt", "")), int(described.get("data_plane_version", DATA_PLANE_VERSION)))
+    return _Former(
+        current, str(described.get("salt", "")), int(described.get("data_plane_version", DATA_PLANE_VERSION))
+    )
 
 
 def _read(store: Store, key: str) -> dict[str, Any] | None:
