@@ -224,7 +224,7 @@ def assemble(
 
     writers = [{split: writer(number, split) for split in SPLITS} for number in range(len(division.sources))]
     drops = Drops(len(division.sources), division.tokenizer.json, packed)
-    done = before = 0
+    units_done = before = 0
     with first_occurrences(units.digests()) if deduplicate else nullcontext() as first:
         for piece, part, ends in units.parts():
             if piece.source != before:
@@ -234,8 +234,8 @@ def assemble(
             drops.add(piece, part, ends, chosen.duplicate, chosen.longer)
             writers[piece.source]["train"].add(part.tokens, part.index, chosen.train)
             writers[piece.source]["validation"].add(part.tokens, part.index, chosen.validation)
-            done += ends
-            progress(done, len(units.pieces))
+            units_done += ends
+            progress(units_done, len(units.pieces))
     manifest_sources = tuple(
         Source(
             name=f"{number:03d}",
@@ -290,10 +290,10 @@ class TokenShardWriter:
 
     def _append(self, tokens: Tokens) -> None:
         while len(tokens):
-            taken = tokens[: self._room - self._held]
-            self._pending.append(taken.copy())  # a view would keep the whole part alive
-            self._held += len(taken)
-            tokens = tokens[len(taken) :]
+            part = tokens[: self._room - self._held]
+            self._pending.append(part.copy())  # a view would keep the whole part alive
+            self._held += len(part)
+            tokens = tokens[len(part) :]
             if self._held == self._room:
                 self._write()
 

@@ -60,7 +60,7 @@ def documents(spec: Spec, dataset_id: str, spans: Sequence[Span], store: Store) 
         )
     division = plan_shards(spec.data, dataset_id, sources, store)
     units = UnitReader(store, division.pieces, division.job(spec.data))
-    found: list[list[Document]] = [[] for _ in spans]
+    of_spans: list[list[Document]] = [[] for _ in spans]
     for piece, index, numbers, starts in _document_positions(spec, units):
         ends = starts + index["tokens"][numbers].astype(np.int64)
         here = [
@@ -68,12 +68,14 @@ def documents(spec: Spec, dataset_id: str, spans: Sequence[Span], store: Store) 
             for span, (source, first, last) in enumerate(spans)
             if source == piece.source
         ]
-        wanted = sorted({int(at) for _, meeting in here for at in meeting})
-        if wanted:
-            named = {at: Document(int(starts[at]), int(ends[at]), _place(piece, index[numbers[at]])) for at in wanted}
+        positions = sorted({int(at) for _, meeting in here for at in meeting})
+        if positions:
+            named = {
+                at: Document(int(starts[at]), int(ends[at]), _place(piece, index[numbers[at]])) for at in positions
+            }
             for span, meeting in here:
-                found[span] += [named[int(at)] for at in meeting]
-    return found
+                of_spans[span] += [named[int(at)] for at in meeting]
+    return of_spans
 
 
 def _document_positions(
@@ -87,7 +89,7 @@ def _document_positions(
     with first_occurrences(units.digests()) if cleaning.deduplicate else nullcontext() as first:
         for _, parts in groupby(units.indexes(), key=lambda part: id(part[0])):
             together = list(parts)
-            piece, index = together[0][0], np.concatenate([each for _, each in together])
+            piece, index = together[0][0], np.concatenate([part_index for _, part_index in together])
             numbers = np.flatnonzero(choose(index, first, spec.data.validation_fraction, packed).train)
             sizes, starts = index["tokens"][numbers].astype(np.int64), np.empty(len(numbers), dtype=np.int64)
             if not packed:
@@ -159,19 +161,19 @@ def batch_of(store: Store, spec: Spec, dataset_id: str, step: int, micro_batch: 
     weights = [source.weight for source in spec.data.sources]
     batches = dataset.training(spec.model.context, sizes, training.seed, weights, spec.data.shuffle)
     rows = batches.batch(step - 1, chosen)
-    sources, starts = (found.tolist() for found in batches.origins(step - 1, chosen))
+    sources, starts = (passages_of_rows.tolist() for passages_of_rows in batches.origins(step - 1, chosen))
     spans = [(source, start, start + rows.shape[1]) for source, start in zip(sources, starts, strict=True)]
     try:
-        found, note = documents(spec, dataset_id, spans, store), ""
+        passages_of_rows, note = documents(spec, dataset_id, spans, store), ""
     except HoldfastError as error:
-        found, note = None, str(error)
+        passages_of_rows, note = None, str(error)
     tokenizer = load_tokenizer(dataset.tokenizer_json())
     numbers = range(sizes.size(step - 1))[chosen]
     batch_rows = []
     for at, (number, row, (source, start, _)) in enumerate(zip(numbers, rows, spans, strict=True)):
         ids = [int(token) for token in row & ID]
         ends = (row & ENDS) != 0 if dataset.manifest.chat is not None else row == dataset.end_of_text
-        passages = _unnamed(ends) if found is None else _passages(found[at], start, len(ids))
+        passages = _unnamed(ends) if passages_of_rows is None else _passages(passages_of_rows[at], start, len(ids))
         batch_rows.append(
             Row(
                 number,

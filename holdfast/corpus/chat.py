@@ -63,8 +63,8 @@ class ChatTemplate:
 
     def dump(self) -> str:
         """The template as JSON. The same template always gives the same text."""
-        found = {"text": self.text, "specials": self.specials, **({"named": self.named} if self.named else {})}
-        return json.dumps(found, sort_keys=True)
+        fields = {"text": self.text, "specials": self.specials, **({"named": self.named} if self.named else {})}
+        return json.dumps(fields, sort_keys=True)
 
     @classmethod
     def parse(cls, dumped: str, name: str = "") -> ChatTemplate:
@@ -76,10 +76,10 @@ class ChatTemplate:
         and whether it is plain text without a template. A pair gives one result for each answer after its prompt.
         Raises ConversationError, and TemplateLimitError for a template that exceeds its limits."""
         try:
-            found: list[Rendered] = self._program.run(record)
+            texts: list[Rendered] = self._program.run(record)
         except TemplateRefusedError as error:
             raise ConversationError(str(error)) from None
-        return found
+        return texts
 
     def compile(self) -> None:
         """Compile all templates. Raises TemplateRefusedError and TemplateLimitError."""
@@ -109,7 +109,7 @@ class ChatEncoder:
         """The tokens, as little-endian bytes. The first one never counts, because nothing precedes it. Raises
         ConversationError, and LossyError if the tokens do not decode to the text."""
         ends: dict[bool, list[int]] = {False: [], True: [self._end]}
-        return b"".join(self._marked(one, spans, ends[plain]) for one, spans, plain in self._template.rendered(text))
+        return b"".join(self._marked(part, spans, ends[plain]) for part, spans, plain in self._template.rendered(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
@@ -145,7 +145,7 @@ def ending_of_turns(tokenizer_json: str, template: ChatTemplate) -> str | None:
     except (ConversationError, LossyError):
         return None
     marked = np.frombuffer(raw, dtype="<u4")
-    added = {one["id"]: one["content"] for one in json.loads(tokenizer_json).get("added_tokens") or []}
+    added = {entry["id"]: entry["content"] for entry in json.loads(tokenizer_json).get("added_tokens") or []}
     for token in reversed((marked[(marked & UNCOUNTED) == 0] & ID).tolist()):
         if token in added or encoder.decode([token]).strip():
             return added.get(token)
@@ -165,7 +165,7 @@ def is_messages(value: Any) -> bool:
     """Whether a value is a non-empty list of messages."""
     if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in value)
+    return all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in value)
 
 
 def dumped(record: dict[str, Any]) -> str | None:
@@ -178,16 +178,16 @@ def dumped(record: dict[str, Any]) -> str | None:
 def template_inputs(record: dict[str, Any]) -> dict[str, Any]:
     """The template inputs of a record other than messages: `tools`, `documents` and `chat_template_kwargs`, parsed
     if they are JSON text. Raises ConversationError for values that `apply_chat_template` refuses."""
-    found: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     for key in ("tools", "documents"):
         value = _parsed(record.get(key), key)
         if value is None:
             continue
         if isinstance(value, list):
-            value = [_parsed(one, key) for one in value]
-        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+            value = [_parsed(item, key) for item in value]
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise ConversationError(f"its '{key}' are no list of JSON objects")
-        found[key] = value
+        inputs[key] = value
     options = _parsed(record.get("chat_template_kwargs"), "chat_template_kwargs")
     if options is not None:
         if not isinstance(options, dict):
@@ -195,8 +195,8 @@ def template_inputs(record: dict[str, Any]) -> dict[str, Any]:
         if reserved := sorted(options.keys() & set(RESERVED)):
             raise ConversationError(f"its 'chat_template_kwargs' set {reserved[0]!r}, which is no option of a template")
         if options:
-            found["chat_template_kwargs"] = options
-    return found
+            inputs["chat_template_kwargs"] = options
+    return inputs
 
 
 def _parsed(value: Any, key: str) -> Any:
@@ -219,11 +219,11 @@ def read_template(data: Data) -> ChatTemplate:
     if named is not None:
         raw = read_user_file(named, "data.chat.template", MAX_CONFIG_BYTES)
         assert raw is not None
-        found = _of_config(_json(raw, named)) if named.endswith(".json") else {"default": _utf8(raw, named)}
+        templates = _of_config(_json(raw, named)) if named.endswith(".json") else {"default": _utf8(raw, named)}
     else:
-        found = templates_beside(place, settings)
-    text = found.pop("default", None)
-    others = {name: one for name, one in found.items() if name in TEMPLATE_NAMES}
+        templates = templates_beside(place, settings)
+    text = templates.pop("default", None)
+    others = {name: text_of_name for name, text_of_name in templates.items() if name in TEMPLATE_NAMES}
     if text is None and (others or (data.kind == "preferences" and named is None)):
         text = ""  # plain texts need none, and those with tools use another one
     if text is None:
@@ -260,21 +260,25 @@ def templates_beside(beside: str, settings: dict[str, Any]) -> dict[str, str]:
 def _of_files(beside: str) -> dict[str, str]:
     """The templates in separate files, by name."""
     places = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
-    found = {
+    files = {
         name: read_user_file(f"{beside}{path}", "data.chat.template", MAX_TEMPLATE_BYTES, missing=None)
         for name, path in places.items()
     }
-    return {name: _utf8(raw, places[name]) for name, raw in found.items() if raw is not None}
+    return {name: _utf8(raw, places[name]) for name, raw in files.items() if raw is not None}
 
 
 def _of_config(settings: dict[str, Any]) -> dict[str, str]:
     """The templates of a tokenizer_config.json, by name."""
-    found = settings.get("chat_template")
-    if isinstance(found, list):  # several named templates
-        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-    if not isinstance(found, dict):
-        found = {"default": found}
-    return {name: one for name, one in found.items() if isinstance(name, str) and isinstance(one, str)}
+    templates = settings.get("chat_template")
+    if isinstance(templates, list):  # several named templates
+        templates = {
+            template.get("name"): template.get("template") for template in templates if isinstance(template, dict)
+        }
+    if not isinstance(templates, dict):
+        templates = {"default": templates}
+    return {
+        name: template for name, template in templates.items() if isinstance(name, str) and isinstance(template, str)
+    }
 
 
 def _special(value: Any) -> str | None:
@@ -285,8 +289,8 @@ def _special(value: Any) -> str | None:
 def _json(raw: bytes | None, name: str) -> dict[str, Any]:
     if raw is None:
         return {}
-    found = parse_json_value(_utf8(raw, name), name, "bring another one", finite=False)
-    return found if isinstance(found, dict) else {}
+    value = parse_json_value(_utf8(raw, name), name, "bring another one", finite=False)
+    return value if isinstance(value, dict) else {}
 
 
 def _utf8(raw: bytes, name: str) -> str:
@@ -336,6 +340,6 @@ def _answers(value: Any) -> bool:
 def _common(chosen: Any, rejected: Any) -> int:
     """The position at which the answers differ. A space before it belongs to them, because most word tokens begin
     with one."""
-    parted = (at for at, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
-    found = next(parted, min(len(chosen), len(rejected)))
-    return found - 1 if found and isinstance(chosen, str) and chosen[found - 1] == " " else found
+    parted = (at for at, (left_item, other) in enumerate(zip(chosen, rejected, strict=False)) if left_item != other)
+    length = next(parted, min(len(chosen), len(rejected)))
+    return length - 1 if length and isinstance(chosen, str) and chosen[length - 1] == " " else length

@@ -41,14 +41,14 @@ class FirstOccurrences:
         """The results for the next `count` documents: bool [count]."""
         assert self._at + count <= self.documents
         answers = np.empty(count, dtype=bool)
-        done = 0
-        while done < count:
+        filled = 0
+        while filled < count:
             number, inside = divmod(self._at, RANGE)
             if not inside:
                 self._first = self._range(number)
-            taken = min(count - done, len(self._first) - inside)
-            answers[done : done + taken] = self._first[inside : inside + taken]
-            done, self._at = done + taken, self._at + taken
+            part = min(count - filled, len(self._first) - inside)
+            answers[filled : filled + part] = self._first[inside : inside + part]
+            filled, self._at = filled + part, self._at + part
         return answers
 
     def _range(self, number: int) -> Flags:
@@ -96,20 +96,20 @@ def repeats(digests: NDArray[Any]) -> Flags:
 
 def _chunks(parts: Iterable[NDArray[Any]]) -> Iterator[NDArray[Any]]:
     """The digests in chunks of CHUNK, and a last chunk with the rest."""
-    held: list[NDArray[Any]] = []
+    parts_held: list[NDArray[Any]] = []
     size = 0
     for part in parts:
         rest = part
         while size + len(rest) >= CHUNK:
-            held.append(rest[: CHUNK - size])
+            parts_held.append(rest[: CHUNK - size])
             rest = rest[CHUNK - size :]
-            yield np.concatenate(held)
-            held, size = [], 0
+            yield np.concatenate(parts_held)
+            parts_held, size = [], 0
         if len(rest):
-            held.append(rest.copy())  # a view would keep the whole part alive
+            parts_held.append(rest.copy())  # a view would keep the whole part alive
             size += len(rest)
-    if held:
-        yield np.concatenate(held)
+    if parts_held:
+        yield np.concatenate(parts_held)
 
 
 def _records(digests: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:

@@ -95,13 +95,13 @@ class _Words(dict[str, bytes]):
 def pieces(text: str) -> Iterator[str]:
     """Split text so that non-ASCII parts are separate, only at word boundaries."""
     at = 0
-    while found := NOT_ASCII.search(text, at):
-        before = max(at, found.start() - LOOK_BACK)
-        cuts = [cut.start() for cut in CUT.finditer(text, before, found.start())]
+    while match := NOT_ASCII.search(text, at):
+        before = max(at, match.start() - LOOK_BACK)
+        cuts = [cut.start() for cut in CUT.finditer(text, before, match.start())]
         start = cuts[-1] if cuts else at
         if start > at:
             yield text[at:start]
-        end = CUT.search(text, found.end())
+        end = CUT.search(text, match.end())
         at = end.start() if end else len(text)
         yield text[start:at]
     if at < len(text):
@@ -140,8 +140,8 @@ def exact_offsets(tokenizer_json: str) -> str:
         if isinstance(part, dict):
             if part.get("trim_offsets"):
                 part["trim_offsets"] = False
-            for one in part.get("processors") or []:
-                walk(one)
+            for processor in part.get("processors") or []:
+                walk(processor)
 
     walk(tokenizer.get("post_processor"))
     return json.dumps(tokenizer, ensure_ascii=False)
@@ -153,10 +153,10 @@ def require_same(text: str, decoded: str, *, strict: bool = True) -> None:
     if decoded == text:
         return
     if not strict:
-        text, decoded = (BLANK.sub("", unicodedata.normalize("NFC", one)) for one in (text, decoded))
+        text, decoded = (BLANK.sub("", unicodedata.normalize("NFC", value)) for value in (text, decoded))
         if decoded == text:
             return
-    differ = (at for at, (one, other) in enumerate(zip(text, decoded, strict=False)) if one != other)
+    differ = (at for at, (value, other) in enumerate(zip(text, decoded, strict=False)) if value != other)
     at = next(differ, min(len(text), len(decoded)))
     raise LossyError(
         f"does not come back from the tokenizer: {text[at : at + 20]!r} became {decoded[at : at + 20]!r}; bring a "
@@ -180,9 +180,9 @@ def is_lossless(tokenizer: dict[str, Any]) -> bool:
         and bool(steps)
         and steps[-1].get("type") == "ByteLevel"
         and all(
-            (one.get("type") == "ByteLevel" and not one.get("add_prefix_space", True))
-            or (one.get("type") in ("Split", "Digits") and one.get("behavior", "Isolated") != "Removed")
-            for one in steps
+            (step.get("type") == "ByteLevel" and not step.get("add_prefix_space", True))
+            or (step.get("type") in ("Split", "Digits") and step.get("behavior", "Isolated") != "Removed")
+            for step in steps
         )
         and not any(token.get("lstrip") or token.get("rstrip") for token in tokenizer.get("added_tokens") or [])
     )

@@ -117,7 +117,7 @@ def kind_of(path: Path) -> str:
 
 
 def _in_words(listing: Listing) -> str:
-    return "".join(f"; left out, {kind}: {one.example}" for kind, one in listing.left_out().items())
+    return "".join(f"; left out, {kind}: {group.example}" for kind, group in listing.left_out().items())
 
 
 class _Walk:
@@ -196,8 +196,8 @@ class _Walk:
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
     """The entries of a folder, by name. Raises AccessDeniedError and DataError."""
     try:
-        with os.scandir(folder) as found:
-            return sorted(found, key=lambda entry: entry.name)
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except PermissionError:

@@ -51,9 +51,9 @@ def _header(stream: BinaryIO, at: int) -> tuple[int, _Header]:
         data = stream.read(size)
         try:
             parser = _Parser(data)
-            found = parser.fields
-            values = found.get((DATA_PAGE, COUNT), 0) + found.get((DATA_PAGE_2, COUNT), 0)
-            return parser.at, _Header(found.get((WHOLE,), -1), found.get((STORED,), -1), values)
+            fields = parser.fields
+            values = fields.get((DATA_PAGE, COUNT), 0) + fields.get((DATA_PAGE_2, COUNT), 0)
+            return parser.at, _Header(fields.get((WHOLE,), -1), fields.get((STORED,), -1), values)
         except IndexError:
             if len(data) < size or size >= MAX_HEADER:
                 raise ValueError(f"the page at byte {at} has no whole header") from None
@@ -119,13 +119,13 @@ class _Parser:
                 raise ValueError("a page header has elements without a size")
 
     def _varint(self) -> int:
-        found = shift = 0
+        number = shift = 0
         while True:
             byte = self._byte()
-            found |= (byte & 127) << shift
+            number |= (byte & 127) << shift
             shift += 7
             if byte < 128:
-                return found & (2**64 - 1)
+                return number & (2**64 - 1)
             if shift > 63:
                 raise ValueError("a page header has a number that is too long")
 
@@ -136,5 +136,5 @@ class _Parser:
 
 def _signed(number: int, bits: int) -> int:
     """The integer of a zigzag number, truncated to its bits as readers do."""
-    found = ((number >> 1) ^ -(number & 1)) & (2**bits - 1)
-    return found - 2**bits if found >> (bits - 1) else found
+    value = ((number >> 1) ^ -(number & 1)) & (2**bits - 1)
+    return value - 2**bits if value >> (bits - 1) else value

@@ -61,8 +61,8 @@ def _submitted(pool: ProcessPoolExecutor, pieces: Sequence[Piece], workers: int)
                 exhausted = True
             else:
                 pending.add(pool.submit(_work, piece))
-        done, pending = wait(pending, return_when=FIRST_COMPLETED)
-        for future in done:
+        finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+        for future in finished:
             yield future.result()
 
 

@@ -97,8 +97,8 @@ def divide(spec: Spec, store: Store, shares: int = 0) -> Divided:
     division = plan_shards(spec.data, dataset_id, sources, store)
     total = sum(piece.bytes for piece in division.pieces)
     # Several shares per worker if they are large, so that a slow worker does not delay the rest.
-    wanted = min(max(spec.data.fan_out, total // SHARE_BYTES), 4 * spec.data.fan_out)
-    count = max(1, min(shares or wanted, len(division.pieces), MAX_SHARES))
+    default_count = min(max(spec.data.fan_out, total // SHARE_BYTES), 4 * spec.data.fan_out)
+    count = max(1, min(shares or default_count, len(division.pieces), MAX_SHARES))
     return Divided(
         dataset_id=dataset_id,
         division=save(division, spec.data, store, sample_tokens(spec)),
@@ -121,10 +121,10 @@ def tokenise(spec: Spec, store: Store, division: str, share: str, progress: Prog
     share_ = parse_share(share)
     units = reused = size = 0
     if division != FINISHED:
-        found = load(store, division, spec.data, share_, sample_tokens(spec))
+        plan = load(store, division, spec.data, share_, sample_tokens(spec))
         with ConsoleProgress() if progress is None else nullcontext(progress) as report:
-            reused = _tokenise(spec.data, found, [piece.here() for piece in found.pieces], store, report)
-        units, size = len(found.pieces), sum(piece.bytes for piece in found.pieces)
+            reused = _tokenise(spec.data, plan, [piece.here() for piece in plan.pieces], store, report)
+        units, size = len(plan.pieces), sum(piece.bytes for piece in plan.pieces)
     seconds = round(time.monotonic() - started, 3)
     return Tokenised(share=share, units=units, units_reused=reused, bytes=size, seconds=seconds)
 
@@ -140,8 +140,8 @@ def prepare(spec: Spec, store: Store, progress: Progress | None = None, division
     if divided_before:
         from holdfast.corpus.shard_plan import load
 
-        found = load(store, division, spec.data, packed=sample_tokens(spec))
-        dataset_id, lineage = found.dataset_id, [origin.lineage for origin in found.sources]
+        plan = load(store, division, spec.data, packed=sample_tokens(spec))
+        dataset_id, lineage = plan.dataset_id, [origin.lineage for origin in plan.sources]
     else:
         sources = resolve(spec.data)
         dataset_id, lineage = identity_of(spec, sources), [source.lineage for source in sources]
@@ -151,15 +151,15 @@ def prepare(spec: Spec, store: Store, progress: Progress | None = None, division
     if manifest is None:
         with ConsoleProgress() if progress is None else nullcontext(progress) as report:
             if divided_before:
-                manifest, rebuilt = _join(spec, found, store, report)
-                reused = len(found.pieces) - rebuilt
+                manifest, rebuilt = _join(spec, plan, store, report)
+                reused = len(plan.pieces) - rebuilt
             else:
                 from holdfast.corpus.shard_plan import plan_shards
 
-                found = plan_shards(spec.data, dataset_id, sources, store)
-                reused = _tokenise(spec.data, found, found.pieces, store, report)
-                manifest, _ = _join(spec, found, store, report)
-        units = len(found.pieces)
+                plan = plan_shards(spec.data, dataset_id, sources, store)
+                reused = _tokenise(spec.data, plan, plan.pieces, store, report)
+                manifest, _ = _join(spec, plan, store, report)
+        units = len(plan.pieces)
     return _prepared(manifest, store, created, lineage, units, reused, time.monotonic() - started)
 
 
@@ -187,10 +187,10 @@ def _tokenise(data: Data, division: ShardPlan, pieces: Sequence[Piece], store: S
     from holdfast.corpus.pool import cores, tokenise_all
 
     total = sum(piece.bytes for piece in pieces)
-    done = reused = 0
+    finished = reused = 0
     for outcome in tokenise_all(pieces, division.job(data), store, data.workers or cores()):
-        done, reused = done + outcome.bytes, reused + outcome.reused
-        progress("tokenise", done, total)
+        finished, reused = finished + outcome.bytes, reused + outcome.reused
+        progress("tokenise", finished, total)
     return reused
 
 
@@ -251,9 +251,9 @@ def _commit(store: Store, manifest: Manifest) -> Manifest:
 def _refuse_empty(manifest: Manifest) -> None:
     if not manifest.tokens("train"):
         dropped = ", ".join(f"{count} {reason}" for reason, count in manifest.dropped().items()) or "none"
-        held = sum(source.splits["validation"].documents for source in manifest.sources)
+        kept = sum(source.splits["validation"].documents for source in manifest.sources)
         raise DataError(
-            f"data.sources: no document is left to train on (dropped: {dropped}; held out: {held}); add text, loosen "
+            f"data.sources: no document is left to train on (dropped: {dropped}; held out: {kept}); add text, loosen "
             "data.cleaning, or lower data.validation_fraction" + "".join(f"\n    {line}" for line in manifest.drops())
         )
     if manifest.settings["validation_fraction"] and not manifest.tokens("validation"):
@@ -282,7 +282,7 @@ def _prepared(
         tokens={name: sum(split.tokens for split in parts) for name, parts in splits.items()},
         text_bytes={name: sum(split.text_bytes for split in parts) for name, parts in splits.items()},
         dropped=manifest.dropped(),
-        examples={reason: found for reason in manifest.dropped() if (found := manifest.example(reason))},
+        examples={reason: example for reason in manifest.dropped() if (example := manifest.example(reason))},
         vocabulary=manifest.tokenizer.vocabulary,
         lineage=lineage,
         units=units,

@@ -119,7 +119,7 @@ def row_groups(file: SourceFile) -> int:
 def excerpt(text: str) -> str:
     """The beginning of a text, for people: on one line, and without secrets."""
     shown = redact(text[: 4 * EXCERPT]).encode(errors="replace").decode()
-    return "".join(each if each.isprintable() else " " for each in shown[:EXCERPT]).strip()
+    return "".join(char if char.isprintable() else " " for char in shown[:EXCERPT]).strip()
 
 
 def _text(file: SourceFile, max_characters: int) -> Iterator[tuple[int, Record]]:
@@ -142,10 +142,10 @@ def _text(file: SourceFile, max_characters: int) -> Iterator[tuple[int, Record]]
 
 def _read_up_to(stream: BinaryIO, limit: int) -> bytes:
     """Read `limit` bytes, or up to the end of the file. A decompressor may return less than requested."""
-    parts, left = [], limit
-    while left and (part := stream.read(left)):
+    parts, remaining = [], limit
+    while remaining and (part := stream.read(remaining)):
         parts.append(part)
-        left -= len(part)
+        remaining -= len(part)
     return b"".join(parts)
 
 
@@ -204,7 +204,7 @@ def _json_record(raw: bytes, text_field: str, kind: Kind) -> Record:
         return Flaw(NOT_TEXT, LFS_ADVICE)
     try:
         record = json.loads(raw.decode("utf-8-sig"))
-        found = READERS[kind][0](record) if kind != "text" else None
+        value = READERS[kind][0](record) if kind != "text" else None
     except UnicodeDecodeError as error:
         return Flaw("undecodable", _undecodable(error))
     except (ValueError, RecursionError) as error:
@@ -213,9 +213,9 @@ def _json_record(raw: bytes, text_field: str, kind: Kind) -> Record:
         return Flaw("bad_conversation" if refused else "not_json", detail, _shown(raw))
     if kind == "text":
         return _text_of(record.get(text_field) if isinstance(record, dict) else None, text_field, raw)
-    if found is None:
+    if value is None:
         return Flaw("no_text", f"has no {READERS[kind][1]}", _shown(raw))
-    return _text_of(found, kind, raw)
+    return _text_of(value, kind, raw)
 
 
 def _text_of(value: Any, text_field: str, raw: bytes = b"") -> Record:
@@ -293,8 +293,8 @@ def _require_text(file: SourceFile, schema: Any, text_field: str) -> None:
     if (count := names.count(text_field)) > 1:
         raise DataError(f"{file.name}: has {count} columns {text_field!r}; rename all but one")
     kind = schema.field(text_field).type
-    held = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (pa.types.is_string(held) or pa.types.is_large_string(held)):
+    value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(value_type) or pa.types.is_large_string(value_type)):
         raise DataError(f"{file.name}: column {text_field!r} holds {kind}, not text; set `text_field` to another one")
 
 

@@ -57,9 +57,17 @@ class ShardPlan:
 
     def job(self, data: Data) -> Job:
         """The settings that all pieces share."""
-        one = self.tokenizer
-        name = template_name(data) if one.template else ""
-        return Job(one.json, one.digest, one.dtype, one.end_of_text, data.cleaning, one.template, name)
+        tokenizer = self.tokenizer
+        name = template_name(data) if tokenizer.template else ""
+        return Job(
+            tokenizer.json,
+            tokenizer.digest,
+            tokenizer.dtype,
+            tokenizer.end_of_text,
+            data.cleaning,
+            tokenizer.template,
+            name,
+        )
 
 
 def plan_shards(data: Data, dataset_id: str, sources: Sequence[ResolvedSource], store: Store) -> ShardPlan:
@@ -72,7 +80,9 @@ def plan_shards(data: Data, dataset_id: str, sources: Sequence[ResolvedSource], 
             log.warning("%s: %s", source.source.uri, line)
     corpus = digest([[piece.key(None) for piece in pieces]])
     tokenizer = prepare_tokenizer(data, corpus, pieces, store)
-    return ShardPlan(dataset_id, tuple(Origin(one.source.uri, one.lineage) for one in sources), pieces, tokenizer)
+    return ShardPlan(
+        dataset_id, tuple(Origin(resolved.source.uri, resolved.lineage) for resolved in sources), pieces, tokenizer
+    )
 
 
 def save(division: ShardPlan, data: Data, store: Store, packed: int = 0) -> str:
@@ -85,7 +95,7 @@ def save(division: ShardPlan, data: Data, store: Store, packed: int = 0) -> str:
             "version": SHARD_PLAN_VERSION,
             "dataset_id": division.dataset_id,
             "settings": dataset_settings(data, packed),
-            "sources": [{"uri": one.uri, "lineage": one.lineage.model_dump()} for one in division.sources],
+            "sources": [{"uri": source.uri, "lineage": source.lineage.model_dump()} for source in division.sources],
             "tokenizer": tokenizer,
             "bytes": sum(piece.bytes for piece in division.pieces),
             "chunks": [
@@ -120,7 +130,7 @@ def load(store: Store, name: str, data: Data, share: tuple[int, int] = (0, 1), p
         raise _damaged(store, name, "tokenizer.json")
     return ShardPlan(
         dataset_id=head["dataset_id"],
-        sources=tuple(Origin(one["uri"], Lineage.model_validate(one["lineage"])) for one in head["sources"]),
+        sources=tuple(Origin(source["uri"], Lineage.model_validate(source["lineage"])) for source in head["sources"]),
         pieces=list(_share(store, name, head, *share)),
         tokenizer=PreparedTokenizer(json=text.decode(), **head["tokenizer"]),
     )

@@ -44,11 +44,11 @@ class ResolvedSource:
 def resolve(data: Data) -> list[ResolvedSource]:
     """Find and digest the files of each source. Raises MissingError for a source without files, AccessDeniedError,
     DataError."""
-    found = [_resolve(source, f"data.sources.{index}.uri") for index, source in enumerate(data.sources)]
+    resolved = [_resolve(source, f"data.sources.{index}.uri") for index, source in enumerate(data.sources)]
     if data.cleaning.on_bad_record == "fail":
-        for file in (file for source in found for file in source.files if file.format == "other"):
+        for file in (file for source in resolved for file in source.files if file.format == "other"):
             raise DataError(f"{file.name}: {advice(file.path)}, or set data.cleaning.on_bad_record: skip")
-    return found
+    return resolved
 
 
 def _resolve(source: Source, field: str) -> ResolvedSource:
@@ -98,16 +98,16 @@ def _listed(listing: Listing, source: Source, origin: _Origin) -> tuple[list[Sou
 
 def _stdlib(field: str) -> list[tuple[str, Path]]:
     root = Path(sysconfig.get_path("stdlib"))
-    found = sorted(
+    files = sorted(
         (path.relative_to(root).as_posix(), path)
         for path in root.rglob("*.py")
         if not NOT_STDLIB.intersection(path.relative_to(root).parts) and not path.name.startswith("_sysconfigdata")
     )
-    if not found:
+    if not files:
         raise MissingError(
             f"{field}: this Python keeps no source of its standard library in {root}; use another Python"
         )
-    return found
+    return files
 
 
 def _local(found: Iterable[tuple[str, Path]], source: Source) -> list[SourceFile]:
@@ -142,17 +142,17 @@ def _digested(name: str, path: Path, source: Source) -> SourceFile:
 
 def _s3(source: Source, field: str) -> list[SourceFile]:
     parts = urlsplit(source.uri, allow_fragments=False)
-    bucket, wanted = f"s3://{parts.netloc}", source.uri.removeprefix(f"s3://{parts.netloc}").lstrip("/")
+    bucket, pattern = f"s3://{parts.netloc}", source.uri.removeprefix(f"s3://{parts.netloc}").lstrip("/")
     if not parts.netloc:
         raise DataError(f"{field}: {source.uri!r} names no bucket; write s3://bucket/prefix")
-    magic = MAGIC.search(wanted)
-    matches = re.compile(fnmatch.translate(wanted)).match
+    magic = MAGIC.search(pattern)
+    matches = re.compile(fnmatch.translate(pattern)).match
     files = []
-    prefix = wanted[: magic.start()] if magic else wanted
+    prefix = pattern[: magic.start()] if magic else pattern
     with _naming(field):
         check_prefix(prefix)
     for info in bucket_store(bucket).list(prefix):
-        inside = not wanted or info.key == wanted or info.key.startswith(wanted.rstrip("/") + "/")
+        inside = not pattern or info.key == pattern or info.key.startswith(pattern.rstrip("/") + "/")
         hidden = any(part.startswith(".") for part in info.key.split("/"))  # left out, as in a folder
         if hidden or info.key.endswith("/") or not (matches(info.key) if magic else inside):
             continue

@@ -134,12 +134,12 @@ def sample(pieces: Sequence[Piece], cleaning: Cleaning, limit: int) -> Iterator[
     for number, piece in enumerate(chosen):
         # Compressed pieces hold more text than bytes, so the share is computed from the limit.
         share = limit * (number + 1) // len(chosen) - limit * number // len(chosen) if total > limit else limit
-        left = share
+        remaining = share
         for _, _, text in documents(piece, cleaning):
             if isinstance(text, str) and text:
-                yield text[:left]
-                left -= len(text)
-                if left <= 0:
+                yield text[:remaining]
+                remaining -= len(text)
+                if remaining <= 0:
                     break
 
 
@@ -153,9 +153,9 @@ def _checked(text: str, settings: Tokenizer) -> Prepared:
     end = tokenizer.token_to_id(settings.end_of_text)
     if end is None:
         likely = sorted(token for token in tokenizer.get_vocab(with_added_tokens=True) if LOOKS_LIKE_END.search(token))
-        found = f"it has {', '.join(map(repr, likely[:8]))}" if likely else "none of its tokens looks like one"
+        remedy = f"it has {', '.join(map(repr, likely[:8]))}" if likely else "none of its tokens looks like one"
         raise DataError(
-            f"{where}: has no token {settings.end_of_text!r}, data.tokenizer.end_of_text; {found}: set it to that, "
+            f"{where}: has no token {settings.end_of_text!r}, data.tokenizer.end_of_text; {remedy}: set it to that, "
             "or add the token to the tokenizer"
         )
     vocabulary = vocabulary_size(text)

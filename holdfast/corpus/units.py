@@ -60,9 +60,9 @@ def normalised(text: str, rules: Cleaning) -> str:
 
 def texts(record: Any) -> Iterator[str]:
     """The texts of a conversation or a pair, in order."""
-    found: list[str] = []
-    _rewrite(record, lambda value: found.append(value) or value)  # type: ignore[func-returns-value]
-    yield from found
+    values: list[str] = []
+    _rewrite(record, lambda value: values.append(value) or value)  # type: ignore[func-returns-value]
+    yield from values
 
 
 def _rewrite(record: Any, change: Callable[[str], str]) -> None:
@@ -303,10 +303,10 @@ def documents(piece: Piece, cleaning: Cleaning) -> Iterator[tuple[int, int, str 
     location for a fault, if the spec requires that."""
     for number, file in enumerate(piece.files):
         for at, record in records(file, piece.text_field, cleaning.max_characters, piece.range, piece.kind):
-            found = clean(record, cleaning, piece.kind) if isinstance(record, str) else record
-            if isinstance(found, Flaw):
-                _refuse(piece, Drop(number, at, found), cleaning)
-            yield number, at, found
+            cleaned = clean(record, cleaning, piece.kind) if isinstance(record, str) else record
+            if isinstance(cleaned, Flaw):
+                _refuse(piece, Drop(number, at, cleaned), cleaning)
+            yield number, at, cleaned
 
 
 def _refuse(piece: Piece, drop: Drop, cleaning: Cleaning) -> None:
@@ -323,17 +323,17 @@ def _refuse(piece: Piece, drop: Drop, cleaning: Cleaning) -> None:
 def tokenise(piece: Piece, job: Job, encoder: Encoder | ChatEncoder, store: Store) -> Outcome:
     """Make sure that every part of the unit is in the store. Raises DataError for records that the spec refuses."""
     key = piece.key(job.settings)
-    number, done = 0, 0
+    number, records_done = 0, 0
     while (part := read_part(store, key, number)) is not None:
-        number, done = number + 1, part.records
+        number, records_done = number + 1, part.records
         if part.last:
             return Outcome(True, piece.bytes)
-    stream = islice(documents(piece, job.cleaning), done, None)
+    stream = islice(documents(piece, job.cleaning), records_done, None)
     last = False
     while not last:
-        part = _make_part(piece, stream, done, job, encoder)
+        part = _make_part(piece, stream, records_done, job, encoder)
         store.put(_part_key(key, number), part.dump())
-        number, done, last = number + 1, part.records, part.last
+        number, records_done, last = number + 1, part.records, part.last
     return Outcome(False, piece.bytes)
 
 
