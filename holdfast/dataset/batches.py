@@ -76,8 +76,8 @@ class Batches:
             raise ValueError(f"steps count from 0, not {step}")
         first, size = self.sizes.before(step), self.sizes.size(step)
         rows = rows(size) if callable(rows) else rows
-        whole = range(first, first + size)
-        return np.array(whole[rows], np.int64) if isinstance(rows, slice) else first + rows
+        numbers = range(first, first + size)
+        return np.array(numbers[rows], np.int64) if isinstance(rows, slice) else first + rows
 
     def _placed(self, places: Indices) -> _Placed:
         """The locations of the samples at `places`. The cache between calls is a pure function of the places."""
@@ -97,8 +97,8 @@ class Batches:
         file, local = np.empty_like(start), np.empty_like(start)
         for index, stream in enumerate(self._streams):
             chosen = source == index
-            found, local[chosen] = stream.locate(start[chosen], self.context + 1)
-            file[chosen] = np.where(found == ACROSS, ACROSS, found + self._bases[index])
+            local_file, local[chosen] = stream.locate(start[chosen], self.context + 1)
+            file[chosen] = np.where(local_file == ACROSS, ACROSS, local_file + self._bases[index])
         return _Placed(source, start, file, local)
 
 

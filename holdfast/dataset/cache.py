@@ -56,15 +56,15 @@ class BlockCache:
             return None
         try:
             status = os.fstat(descriptor)
-            wanted = status.st_size - start if length is None else length
-            data = os.pread(descriptor, wanted, start)
+            size = status.st_size - start if length is None else length
+            data = os.pread(descriptor, size, start)
             if time.time() - status.st_mtime > FRESH_SECONDS:
                 os.utime(descriptor)
         except OSError:
             return None
         finally:
             os.close(descriptor)
-        return data if len(data) == wanted else None
+        return data if len(data) == size else None
 
     def write(self, name: str, data: bytes) -> None:
         """Store a block, if the disk accepts it."""
@@ -131,21 +131,21 @@ class BlockCache:
                 _unlock(descriptor)
 
     def _drop_oldest(self, target: int | None, limit: int) -> None:
-        now, found, total = time.time(), [], 0
+        now, entries, total = time.time(), [], 0
         for folder, _, names in os.walk(self._folder):
             for name in names:
                 path = Path(folder, name)
                 with contextlib.suppress(FileNotFoundError):
                     status = path.stat()
                     if not name.startswith("."):
-                        found.append((status.st_mtime, status.st_size, path))
+                        entries.append((status.st_mtime, status.st_size, path))
                         total += status.st_size
                     elif Path(folder) != self._folder and now - status.st_mtime > UNFINISHED_SECONDS:
                         path.unlink()
         if total <= limit * TRIM_TO:
             return
         keep = total * 9 // 10 if target is None else target
-        for _, size, path in sorted(found):
+        for _, size, path in sorted(entries):
             if total <= keep:
                 return
             path.unlink(missing_ok=True)

@@ -96,8 +96,8 @@ class WindowShuffle:
     def _of_rest(self, epoch: int, place: Indices) -> Indices:
         index = self._permutation(self._count - self._dealt, "rest", epoch)(place) + self._dealt
         block, inside = np.divmod(index, self._block)
-        whole = block < self._blocks
-        block[whole] = self._shuffled(epoch, block[whole])
+        is_shuffled = block < self._blocks
+        block[is_shuffled] = self._shuffled(epoch, block[is_shuffled])
         return block * self._block + inside
 
     def _shuffled(self, epoch: int, block: Indices) -> Indices:
@@ -189,9 +189,11 @@ class Dataset:
         self._packed_to(context)
         streams = self._streams["train"]
         sizes = global_batch if isinstance(global_batch, BatchSizes) else BatchSizes(global_batch)
-        given = [weight for weight in weights or () if weight is not None]
-        if given and len(given) != len(streams):
-            raise DataError(f"{len(given)} weights for {len(streams)} sources; give every source a weight, or none")
+        known_weights = [weight for weight in weights or () if weight is not None]
+        if known_weights and len(known_weights) != len(streams):
+            raise DataError(
+                f"{len(known_weights)} weights for {len(streams)} sources; give every source a weight, or none"
+            )
         for source, stream in zip(self.manifest.sources, streams, strict=True):
             if not stream.samples(context):
                 raise DataError(
@@ -204,8 +206,8 @@ class Dataset:
             block, rows = max(1, shuffle.block_tokens // context), sizes.final
             make = partial(WindowShuffle, rows=rows, block=block, window=shuffle.window)
         order: UniformOrder | WeightedOrder = UniformOrder(counts, seed, make)
-        if given and len(streams) > 1:
-            order = WeightedOrder(counts, given, seed, make, rows or 1)
+        if known_weights and len(streams) > 1:
+            order = WeightedOrder(counts, known_weights, seed, make, rows or 1)
         return Batches(streams, order, context, sizes)
 
     def where(self, batches: Batches, step: int) -> str:
@@ -232,16 +234,16 @@ class Dataset:
         total = sum(counts)
         if not total:
             documents = sum(split.documents for source in self.manifest.sources for split in source.splits.values())
-            whole = "; all text is one document, and a document is held out as a whole: split it" * (documents == 1)
+            hint = "; all text is one document, and a document is held out as a whole: split it" * (documents == 1)
             raise DataError(
                 f"dataset {self.dataset_id}: its {self.tokens('validation')} held-out tokens are fewer than one sample "
-                f"of {context} + 1 from one source{whole}; raise data.validation_fraction, add text, or lower "
+                f"of {context} + 1 from one source{hint}; raise data.validation_fraction, add text, or lower "
                 "model.context"
             )
-        wanted = min(total, max(1, max_tokens // context))
-        bounds = np.cumsum([0, *counts]) * wanted // total  # whole samples, `wanted` together
-        found = self._validation(streams, np.diff(bounds).tolist(), context, rows)
-        return map(only_chosen, found) if self.pairs else found
+        count = min(total, max(1, max_tokens // context))
+        bounds = np.cumsum([0, *counts]) * count // total  # whole samples, `wanted` together
+        samples = self._validation(streams, np.diff(bounds).tolist(), context, rows)
+        return map(only_chosen, samples) if self.pairs else samples
 
     def validation_documents(self) -> Iterator[Tokens]:
         """The held-out text documents in order, source by source, without their end-of-text tokens."""

@@ -73,7 +73,7 @@ class Lineage(Entry):
 
     def left_out_in_words(self) -> list[str]:
         """A line for each kind of entry that was left out."""
-        return [f"{one.count:,} left out, {kind}: {one.example}" for kind, one in sorted(self.left_out.items())]
+        return [f"{group.count:,} left out, {kind}: {group.example}" for kind, group in sorted(self.left_out.items())]
 
 
 class Example(Entry):
@@ -158,8 +158,8 @@ class Manifest(Entry):
     @property
     def chat(self) -> dict[str, Any] | None:
         """For conversations: the template's `text`, and `packed`, the tokens of a sample. None for text."""
-        found: dict[str, Any] | None = self.settings.get("chat")
-        return found
+        settings: dict[str, Any] | None = self.settings.get("chat")
+        return settings
 
     def dump(self) -> bytes:
         """The bytes of `dataset.json`. The same manifest always gives the same bytes."""

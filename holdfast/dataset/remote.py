@@ -52,14 +52,14 @@ class Bucket:
             if shard in self._digests:
                 self._digests.move_to_end(shard)
                 return self._digests[shard]
-        found = shard.read_digests()
+        data = shard.read_digests()
         with self._lock:
             if shard not in self._digests:
-                self._digests[shard] = found
-                self._held += len(found)
+                self._digests[shard] = data
+                self._held += len(data)
             while self._held > DIGESTS_BYTES and len(self._digests) > 1:
                 self._held -= len(self._digests.popitem(last=False)[1])
-        return found
+        return data
 
 
 class RemoteShard:
@@ -122,14 +122,14 @@ class RemoteShard:
         name, cache = f"{self._name}/digests", self._bucket.cache
         start = token_bytes(self.shard)
         with cache.fetching(name):
-            found = cache.read(name)
-            if found is not None and shard_digest(found) == self.shard.digest:
-                return found
-            found = self._bucket.store.get(self._key, start, file_bytes(self.shard) - start)
-            if shard_digest(found) != self.shard.digest:
+            data = cache.read(name)
+            if data is not None and shard_digest(data) == self.shard.digest:
+                return data
+            data = self._bucket.store.get(self._key, start, file_bytes(self.shard) - start)
+            if shard_digest(data) != self.shard.digest:
                 raise damaged(self.label, "its list of block digests is not the one that dataset.json names")
-            cache.write(name, found)
-            return found
+            cache.write(name, data)
+            return data
 
     def _blocks(self, piece: int, low: int, high: int, fetched: Fetched) -> bytes:
         """The blocks of a piece within [low, high), verified."""
@@ -137,11 +137,11 @@ class RemoteShard:
         first, stop = max(low, base), min(high, base + PIECE_BLOCKS)
         start = (first - base) * BLOCK_BYTES
         end = min((stop - base) * BLOCK_BYTES, token_bytes(self.shard) - base * BLOCK_BYTES)
-        if (whole := fetched.get((self, piece))) is not None:
-            return whole[start:end]
-        found = self._bucket.cache.read(f"{self._name}/{piece}", start, end - start)
-        if found is not None and _wrong(found, first, self._bucket.digests(self)) is None:
-            return found
+        if (piece_data := fetched.get((self, piece))) is not None:
+            return piece_data[start:end]
+        data = self._bucket.cache.read(f"{self._name}/{piece}", start, end - start)
+        if data is not None and _wrong(data, first, self._bucket.digests(self)) is None:
+            return data
         return self.fetch(piece)[start:end]
 
 

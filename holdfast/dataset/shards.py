@@ -156,18 +156,18 @@ class ShardFile:
         size, expected = self._path.stat().st_size, file_bytes(self.shard)
         if size != expected:
             raise damaged(self.label, f"has {size} bytes instead of {expected}")
-        whole = np.memmap(self._path, dtype=np.uint8, mode="r")
+        mapped = np.memmap(self._path, dtype=np.uint8, mode="r")
         end = token_bytes(self.shard)
         digests = b""
         if self._left:
-            digests = whole[end:].tobytes()
+            digests = mapped[end:].tobytes()
             if shard_digest(digests) != self.shard.digest:
                 raise damaged(self.label, "its list of block digests is not the one that dataset.json names")
         if self._unchecked is None:
             self._left = len(digests) // DIGEST_BYTES
             self._unchecked = np.ones(self._left, dtype=bool)
         # A plain array over the map: every slice of an np.memmap object costs a slow __array_finalize__.
-        plain = np.asarray(whole[:end])
+        plain = np.asarray(mapped[:end])
         return _Map(plain.view(DTYPES[self.shard.dtype]), plain.data, digests)
 
 
