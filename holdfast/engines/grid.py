@@ -55,10 +55,10 @@ class Grid:
 
     def nodes(self, rank: int) -> list[Node]:
         """The largest tree nodes within a rank's share, in order."""
-        found: list[Node] = []
+        nodes: list[Node] = []
         for grain in self.share(rank):
-            _carry(found, (0, grain))
-        return found
+            _carry(nodes, (0, grain))
+        return nodes
 
 
 class PartialSums:
@@ -94,7 +94,7 @@ class PartialSums:
 
     def total(self, grid: Grid) -> list[Tensor]:
         """The sums over all grains. Call it when all have been added."""
-        return [root(grid, dict(zip(self._nodes, each, strict=True))) for each in zip(*self._sums, strict=True)]
+        return [root(grid, dict(zip(self._nodes, sums, strict=True))) for sums in zip(*self._sums, strict=True)]
 
 
 def root(grid: Grid, sums: dict[Node, Tensor]) -> Tensor:

@@ -111,11 +111,11 @@ def flat_boxes(name: str, shape: tuple[int, ...], start: int, stop: int, flat: t
     """The elements [start, stop) of a tensor in row-major order, as boxes. `flat` holds them, and the boxes are
     views of it. They are the rest of the first row, whole rows, and the start of the last row, recursively in every
     dimension."""
-    boxes, done = [], 0
+    boxes, position = [], 0
     for offset, size in _rectangles(shape, start, stop):
         elements = prod(size)
-        boxes.append(TensorBox(name, shape, offset, flat[done : done + elements].view(size)))
-        done += elements
+        boxes.append(TensorBox(name, shape, offset, flat[position : position + elements].view(size)))
+        position += elements
     return boxes
 
 
@@ -142,14 +142,14 @@ def share_out(held: Iterable[tuple[TensorLayout, TensorBox]]) -> list[TensorBox]
     """This rank's share of its boxes to save: all parts that only it holds, and some of the shared parts. Shared
     parts are assigned largest first, each to the rank with the fewest elements to write."""
     loads: dict[Hashable, list[int]] = {}
-    mine = []
+    own = []
     for lying, box in sorted(held, key=lambda each: (-each[1].data.numel(), each[1].name)):
         load = loads.setdefault(lying.copied, [0] * lying.copies)
         owner = load.index(min(load))
         load[owner] += box.data.numel()
         if owner == lying.copy:
-            mine.append(box)
-    return mine
+            own.append(box)
+    return own
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

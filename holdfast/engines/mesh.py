@@ -62,8 +62,8 @@ class Mesh:
 
     def ends(self) -> list[list[int]]:
         """The pairs of ranks at the same position in the first and in the last stage of a pipeline."""
-        each = self.averaged * self.tensor
-        return [[rank, rank + (self.pipeline - 1) * each] for rank in range(each)]
+        stage_size = self.averaged * self.tensor
+        return [[rank, rank + (self.pipeline - 1) * stage_size] for rank in range(stage_size)]
 
     @property
     def size(self) -> int:

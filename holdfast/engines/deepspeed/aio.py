@@ -46,7 +46,7 @@ def load_async_io(handle: Callable[[Any], Any]) -> None:
         library = folder / f"{builder.NAME}.so"
         with locked(folder / "lock"):
             if not library.exists():
-                _compile(builder.NAME, [sources / each for each in builder.sources()], sources / "csrc", library)
+                _compile(builder.NAME, [sources / source for source in builder.sources()], sources / "csrc", library)
         OpBuilder._loaded_ops[builder.NAME] = _imported(builder.NAME, library)
         builder.load()
     original = OpBuilder._loaded_ops[AsyncIOBuilder.NAME].aio_handle
@@ -78,8 +78,8 @@ def _compile(name: str, sources: list[Path], tree: Path, library: Path) -> None:
             shutil.copytree(tree / part, copy / part)
         for header in copy.rglob("*.h"):  # some have no guard, since each is included only once there
             header.write_text(f"#pragma once\n{header.read_text()}")
-        whole = copy / "whole.cpp"
-        whole.write_text("".join(_included(copy / each.relative_to(tree), n) for n, each in enumerate(sources)))
+        unit_file = copy / "whole.cpp"
+        unit_file.write_text("".join(_included(copy / path.relative_to(tree), n) for n, path in enumerate(sources)))
         folders = [copy / "aio/py_lib", copy / "aio/common", copy / "pin_memory", sysconfig.get_paths()["include"]]
         command = [
             "g++",
@@ -90,12 +90,12 @@ def _compile(name: str, sources: list[Path], tree: Path, library: Path) -> None:
             "-fopenmp",
             "-DTORCH_API_INCLUDE_EXTENSION_H",
             f"-DTORCH_EXTENSION_NAME={name}",
-            *(f"-I{each}" for each in folders),
-            *(f"-isystem{each}" for each in include_paths()),
-            str(whole),
+            *(f"-I{path}" for path in folders),
+            *(f"-isystem{path}" for path in include_paths()),
+            str(unit_file),
             "-o",
             str(built),
-            *(f"-L{each}" for each in library_paths()),
+            *(f"-L{path}" for path in library_paths()),
             "-lc10",
             "-ltorch_cpu",
             "-ltorch",
@@ -103,12 +103,12 @@ def _compile(name: str, sources: list[Path], tree: Path, library: Path) -> None:
             *(["-laio"] if name == "async_io" else []),
         ]
         try:
-            done = subprocess.run(command, check=False, capture_output=True, text=True)
+            result = subprocess.run(command, check=False, capture_output=True, text=True)
         except FileNotFoundError as error:
             raise MissingError(
                 f"parallel.offload_path: DeepSpeed's {name} needs a compiler ({error}); {REMEDY}"
             ) from error
-        if done.returncode:
-            message = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-500:])
+        if result.returncode:
+            message = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[-500:])
             raise MissingError(f"parallel.offload_path: DeepSpeed's {name} does not compile: {message}; {REMEDY}")
         built.rename(library)

@@ -50,15 +50,15 @@ def _offloaded(parallel: Parallel, swap: str | None, largest: int | None) -> dic
     if parallel.offload == "none":
         return {}
     host = {"device": "cpu", "pin_memory": True}
-    found: dict[str, Any] = {"offload_optimizer": host}
+    settings: dict[str, Any] = {"offload_optimizer": host}
     if parallel.offload_path is not None:
         disk = {"device": "nvme", "nvme_path": swap or parallel.offload_path, "pin_memory": True}
-        found = {"offload_optimizer": disk | {"buffer_count": BUFFERS}, "sub_group_size": SUB_GROUP}
+        settings = {"offload_optimizer": disk | {"buffer_count": BUFFERS}, "sub_group_size": SUB_GROUP}
         if parallel.offload == "parameters_on_disk":
             # A weight is read when a module needs it, into one buffer (see `swapper`), and freed after it. By default
             # DeepSpeed keeps gathered weights that are used again within a billion elements, which is all of most
             # models.
             read = {"buffer_count": 1} | ({"buffer_size": largest} if largest is not None else {})
-            found["offload_param"] = disk | read | {"max_in_cpu": 0}
-            found |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
-    return found | ({"offload_param": host} if parallel.offload == "parameters" else {})
+            settings["offload_param"] = disk | read | {"max_in_cpu": 0}
+            settings |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    return settings | ({"offload_param": host} if parallel.offload == "parameters" else {})

@@ -160,8 +160,8 @@ class DeepSpeedEngine:
         self._held = step - int(scalars.get(UPDATES, step))
         for state in self._optimizer.optimizer.state.values():
             if "step" in state:
-                done = torch.as_tensor(state["step"], dtype=torch.float32)
-                state["step"] = torch.full_like(done, float(step - self._held))
+                current = torch.as_tensor(state["step"], dtype=torch.float32)
+                state["step"] = torch.full_like(current, float(step - self._held))
 
     def scalars(self, step: int) -> dict[str, float | int]:
         """See Engine."""
@@ -202,14 +202,14 @@ class DeepSpeedEngine:
         group, start, size = zero.grad_position[zero.get_param_id(parameter)]
         if self._swap and zero._swappable_optimizer_subgroup(group):  # small groups are never swapped
             master = zero.fp32_partitioned_groups_flat[group]
-            kept = master if moment is None else zero.optimizer.state[master][moment]
+            tensor = master if moment is None else zero.optimizer.state[master][moment]
             files = zero.optimizer_swapper.swap_params_info[master.ds_id].tensors
-            (path,) = (each.swap_path for each in files if each.compute_tensor is kept)
+            (path,) = (file.swap_path for file in files if file.compute_tensor is tensor)
             return self._swap.mapped(path)[start : start + size]
-        whole, _ = parameter._z3_optimizer._get_fp32_opt_state_partition(
+        partition, _ = parameter._z3_optimizer._get_fp32_opt_state_partition(
             parameter, release_swap_buffers=False, optim_state_key=moment
         )
-        return cast("torch.Tensor", whole).detach().view(-1)
+        return cast("torch.Tensor", partition).detach().view(-1)
 
     def _refresh(self, parameter: Any) -> None:
         """ZeRO 3: update in place the computing partition from the master. Also update the whole parameter if DeepSpeed

@@ -37,9 +37,9 @@ class SwapFiles:
         try:
             Path(base).mkdir(parents=True, exist_ok=True)
             with locked(Path(base) / f"{_NAME}lock-{os.getuid()}"):
-                for left in Path(base).glob(f"{_NAME}*/"):
+                for folder in Path(base).glob(f"{_NAME}*/"):
                     with suppress(FileNotFoundError):  # a rank that ends removes its folder at any time
-                        _remove_if_dead(left)
+                        _remove_if_dead(folder)
                 self.folder = Path(tempfile.mkdtemp(dir=base, prefix=f"{_NAME}{run_id}-"))
                 try:
                     self._owner = _taken(self.folder / _LOCK)
@@ -117,14 +117,14 @@ class _Checked:
     def wait(self) -> int:
         """Wait for all started operations, which have succeeded. Returns their number. Raises OSError or
         UnhealthyNodeError."""
-        done = int(self._handle.wait())
+        count = int(self._handle.wait())
         for path, size in self._writes:
             if Path(path).stat().st_size < size:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         for path, buffer in self._reads:
             _require(path, buffer, self._sums)
         self._writes, self._reads = [], []
-        return done
+        return count
 
 
 def _require(path: str, numbers: torch.Tensor, sums: dict[str, bytes]) -> None:
@@ -141,7 +141,7 @@ def _sum(numbers: torch.Tensor) -> bytes:
 def _is_mounted(folder: Path) -> bool:
     """Whether a folder, or its nearest existing parent, is on a different disk from the system. The system's disk may
     be read-only by design, as in a container. The kernel makes a failing disk read-only."""
-    existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return existing.stat().st_dev != Path("/").stat().st_dev
 
 

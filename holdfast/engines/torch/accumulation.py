@@ -134,10 +134,10 @@ class DataParallel:
         # Gradient averaging divides by the number of ranks, so multiply by it here.
         share = self.micro.upscaled(mesh.averaged / counted)
         total = torch.zeros((), device=device)
-        left = -(-len(rows) // self.micro.settings.size)
+        remaining = -(-len(rows) // self.micro.settings.size)
         for batch in self.micro.batches(rows):
-            left -= 1
-            with self._gradient_sync(mesh, last=left == 0):
+            remaining -= 1
+            with self._gradient_sync(mesh, last=remaining == 0):
                 total += self.micro.compute(batch, share)
         if self.world > 1:
             phases.enter("communication")

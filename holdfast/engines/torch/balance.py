@@ -59,8 +59,8 @@ class Balance:
         if counted and self._routing.balance == "bias":
             some = next(iter(counted.values()))
             tokens = some.new_zeros(self._layers, len(some))  # of the whole model: pipeline stages fill different rows
-            for layer, each in counted.items():
-                tokens[layer] = each
+            for layer, counts in counted.items():
+                tokens[layer] = counts
             if dist.is_initialized():
                 dist.all_reduce(tokens)
             lacking = (tokens.sum(1, keepdim=True) - tokens * tokens.shape[1]).sign()

@@ -38,12 +38,12 @@ def clip_over_mesh(gradients: Gradients, limit: float | None, device: torch.devi
     torch would reduce one dimension after another, each tensor separately. This is one sum, and of equal parts one
     counts. With offload, only this sum reaches the device. The device's backend cannot reduce host tensors.
     """
-    held = list(gradients)
-    norms = torch.stack(torch._foreach_norm([gradient for _, gradient in held]))
-    norms *= torch.tensor([float(layout.copy == 0) for layout, _ in held], device=norms.device)
+    pairs = list(gradients)
+    norms = torch.stack(torch._foreach_norm([gradient for _, gradient in pairs]))
+    norms *= torch.tensor([float(layout.copy == 0) for layout, _ in pairs], device=norms.device)
     squared = norms.square().sum().to(device)
     dist.all_reduce(squared)
-    return _scaled([gradient for _, gradient in held], squared.sqrt(), limit)
+    return _scaled([gradient for _, gradient in pairs], squared.sqrt(), limit)
 
 
 def _scaled(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float | None) -> torch.Tensor:

@@ -72,8 +72,8 @@ class PowerSGD:
 
     def forget(self) -> None:
         """See `Kept`. No state of former buckets remains."""
-        for kept in (self._state.error_dict, self._state.p_memory_dict, self._state.q_memory_dict, self._places):
-            kept.clear()
+        for state in (self._state.error_dict, self._state.p_memory_dict, self._state.q_memory_dict, self._places):
+            state.clear()
 
     def settle(self) -> None:
         """See `Kept`."""
@@ -108,9 +108,9 @@ class TopK:
     def __init__(self, module: DistributedDataParallel, fraction: float) -> None:
         """`fraction` of the elements of each tensor is sent, and at least one element."""
         self._fraction = fraction
-        held = [(name, each) for name, each in module.module.named_parameters() if each.requires_grad]
-        self._names = {id(parameter): name for name, parameter in held}
-        self._errors = {name: torch.zeros_like(parameter) for name, parameter in held}
+        trained = [(name, weights) for name, weights in module.module.named_parameters() if weights.requires_grad]
+        self._names = {id(parameter): name for name, parameter in trained}
+        self._errors = {name: torch.zeros_like(parameter) for name, parameter in trained}
         module.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
     def begin_step(self) -> None:
@@ -141,8 +141,8 @@ class TopK:
         short = torch.int32 if flat.numel() < 2**31 else torch.int64
         all_places, all_values = _of_all(torch.cat(places).to(short), ranks), _of_all(torch.cat(values), ranks)
         flat.zero_()
-        for where, what in zip(all_places.long(), all_values, strict=True):
-            flat[where] += what  # each position once
+        for where, kept_values in zip(all_places.long(), all_values, strict=True):
+            flat[where] += kept_values  # each position once
         reduced: torch.futures.Future[Any] = torch.futures.Future()
         reduced.set_result(flat)
         return reduced

@@ -78,7 +78,7 @@ class _Attention:
         sequence_shard = self._shard
         k_BGSK, v_BGSK = self._whole(torch.stack((k_BGTK, v_BGTK))).unbind()
         size = q_BHTK.shape[2] // 2
-        found = []
+        outputs = []
         for index, chunk in enumerate((sequence_shard.rank, 2 * sequence_shard.ranks - 1 - sequence_shard.rank)):
             own, end = slice(index * size, (index + 1) * size), (chunk + 1) * size  # keys beyond `end` are masked
             if mask_B1TS is not None:
@@ -88,8 +88,8 @@ class _Attention:
             else:
                 mask = torch.ones(size, end, dtype=torch.bool, device=q_BHTK.device).tril(end - size)
             arguments = q_BHTK[:, :, own], k_BGSK[:, :, :end], v_BGSK[:, :, :end]
-            found.append(F.scaled_dot_product_attention(*arguments, attn_mask=mask, enable_gqa=self._grouped))
-        return torch.cat(found, dim=2)
+            outputs.append(F.scaled_dot_product_attention(*arguments, attn_mask=mask, enable_gqa=self._grouped))
+        return torch.cat(outputs, dim=2)
 
     def _whole(self, own: Tensor) -> Tensor:
         """Gather [..., T, K] of all ranks, in sequence order: [..., S, K]."""

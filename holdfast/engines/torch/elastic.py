@@ -99,19 +99,22 @@ class _Bucket:
             # gradient starts at the alignment of separately allocated memory: kernels read, and may add, four elements
             # together only there. The padding after a gradient provides that alignment and equal parts for the ranks.
             # It is never read.
-            sizes, unit = [each.numel() for each in self.parameters], ALIGNED // self.parameters[0].element_size()
+            sizes, unit = (
+                [parameter.numel() for parameter in self.parameters],
+                ALIGNED // self.parameters[0].element_size(),
+            )
             rooms = [-(-size // unit) * unit for size in sizes]
             self._flat = self.parameters[0].detach().new_zeros(grid.ranks, -(-sum(rooms) // grid.ranks))
             self._views = [
-                room[:size].view_as(each)
-                for room, size, each in zip(
+                room[:size].view_as(parameter)
+                for room, size, parameter in zip(
                     self._flat.view(-1)[: sum(rooms)].split(rooms), sizes, self.parameters, strict=True
                 )
             ]
 
     def take(self) -> None:
         """Take the gradients of one grain, and clear the parameters' `grad`."""
-        gradients = [local(each.grad) for each in self.parameters if each.grad is not None]
+        gradients = [local(weights.grad) for weights in self.parameters if weights.grad is not None]
         assert len(gradients) == len(self.parameters), "a parameter that takes no part in the loss"
         for parameter in self.parameters:
             parameter.grad = None
@@ -140,7 +143,7 @@ class _Bucket:
     def meet(self) -> None:
         """Add the received part, start sending the result to all ranks, and free the inputs."""
         self._work.wait()
-        nodes = (node for each in self._nodes for node in each)
+        nodes = (node for level in self._nodes for node in level)
         self._received = root(self._grid, dict(zip(nodes, self._received, strict=True))).clone()
         del self._sent
         self._work = dist.all_gather_single(self._flat.view(-1), self._received, async_op=True)
@@ -204,18 +207,18 @@ def squared_norm(shards: Sequence[tuple[Tensor, int, int]], grid: Grid) -> Tenso
 def squared_norms(shards: Sequence[tuple[Tensor, int, int]], *, together: bool) -> list[Tensor]:
     """Like `squared_norm`, for each tensor separately. `together` sums over ranks, which makes it a collective call."""
     rows = _squared_rows(shards, together)
-    return [_halved(part.view(1, -1))[0] for part in rows.split([whole for _, _, whole in shards])]
+    return [_halved(part.view(1, -1))[0] for part in rows.split([size for _, _, size in shards])]
 
 
 def _squared_rows(shards: Sequence[tuple[Tensor, int, int]], together: bool) -> Tensor:
     """The sums of the squares of each row of all tensors."""
-    rows = shards[0][0].new_zeros(sum(whole for _, _, whole in shards), dtype=torch.float32)
+    rows = shards[0][0].new_zeros(sum(size for _, _, size in shards), dtype=torch.float32)
     start = 0
-    for shard, first, whole in shards:
+    for shard, first, size in shards:
         if len(shard):
             squares = shard.float().square().view(len(shard), -1)
             rows[start + first : start + first + len(shard)] = _halved(squares)
-        start += whole
+        start += size
     if together:
         dist.all_reduce(rows)  # each row is on one rank and zero elsewhere, or its columns are split over ranks
     return rows
@@ -246,12 +249,12 @@ def over_grains(losses: Tensor, grid: Grid) -> Tensor:
 
 def _runs(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> Iterator[Sequence[nn.Parameter]]:
     """Runs of neighboring parameters. A run of several is at most `bucket_bytes` large."""
-    sizes = [local(each).numel() * each.element_size() for each in parameters]
+    sizes = [local(parameter).numel() * parameter.element_size() for parameter in parameters]
     most = min(bucket_bytes, sum(sizes) / LEAST_BUCKETS)
-    start, held = 0, 0
+    start, run_bytes = 0, 0
     for index, size in enumerate(sizes):
-        if held and held + size > most:
+        if run_bytes and run_bytes + size > most:
             yield parameters[start:index]
-            start, held = index, 0
-        held += size
+            start, run_bytes = index, 0
+        run_bytes += size
     yield parameters[start:]

@@ -157,8 +157,8 @@ class TorchEngine:
 
     def frozen(self) -> list[TensorBox]:
         """See Engine."""
-        held = chain.from_iterable(each.named_parameters() for each in (*self._parts, self._reference) if each)
-        return [TensorLayout.of(name, each).box(each) for name, each in held if not each.requires_grad]
+        named = chain.from_iterable(part.named_parameters() for part in (*self._parts, self._reference) if part)
+        return [TensorLayout.of(name, part).box(part) for name, part in named if not part.requires_grad]
 
     def restored(self, step: int, scalars: Scalars = MappingProxyType({})) -> None:
         """See Engine."""
@@ -182,13 +182,13 @@ class TorchEngine:
 
     def replicas(self) -> Mapping[Hashable, Sequence[TensorBox]]:
         """See Engine."""
-        found: dict[Hashable, list[TensorBox]] = {}
+        replicas: dict[Hashable, list[TensorBox]] = {}
         for layout, box in self._state():
             if layout.copies > 1:
                 both = self._tied is not None and self._tied.has(layout.name)
                 place = None if both else self._mesh.place(self._rank)
-                found.setdefault((place, layout.copied), []).append(box)
-        return found
+                replicas.setdefault((place, layout.copied), []).append(box)
+        return replicas
 
     def _build_parts(self, spec: Assignment, vocabulary: int) -> list[Decoder]:
         """The decoder, or this rank's stages of it."""
@@ -197,8 +197,8 @@ class TorchEngine:
             add_adapters(decoder, spec.training.lora)
             return [decoder]
         count = self._mesh.pipeline * STAGES_EACH[spec.parallel.schedule]
-        given = spec.parallel.stages
-        stages = split_layers(spec.model, vocabulary, count) if given is None else given_layers(given)
+        chosen = spec.parallel.stages
+        stages = split_layers(spec.model, vocabulary, count) if chosen is None else given_layers(chosen)
         return [
             Stage(spec.model, vocabulary, layers)
             for layers in stages[self._mesh.place(self._rank) :: self._mesh.pipeline]
@@ -264,14 +264,16 @@ class TorchEngine:
         if self._loss_scale is None:
             norm = self._clip()
             return norm, judge(loss, norm) if judge is not None else None
-        self._loss_scale.unscale([local(each.grad) for _, each in self._trained.named() if each.grad is not None])
+        self._loss_scale.unscale(
+            [local(parameter.grad) for _, parameter in self._trained.named() if parameter.grad is not None]
+        )
         norm = self._clip()
         overflowed, mendable = self._loss_scale.overflowed(norm)
         return norm, judge(loss, norm, mendable) if judge is not None else overflowed
 
     def _mark_comm_phase(self) -> None:
         """Enter the communication phase when the last gradient is computed. DDP then only waits for its buckets."""
-        last = next(each for _, each in self._trained.named() if each.requires_grad)
+        last = next(parameter for _, parameter in self._trained.named() if parameter.requires_grad)
         last.register_hook(lambda _: phases.enter("communication"))
 
     def _clip(self) -> torch.Tensor:
@@ -280,13 +282,13 @@ class TorchEngine:
             return clip_in_order(self._trained.gradients(), limit, self._grid())
         if self._sharded and (self._mesh.shards < self._world or self._mesh.expert > 1 or self._offloaded):
             return clip_over_mesh(self._trained.gradients(), limit, self._device)
-        return clip((each for _, each in self._trained.named()), limit)
+        return clip((parameter for _, parameter in self._trained.named()), limit)
 
     def _warm_up(self, vocabulary: int) -> None:
         """Run one forward and backward pass on made-up tokens. Compile errors and lack of memory show here. DDP settles
         its buckets, so every attempt sums in the same order from its first step."""
         with torch.no_grad():
-            for parameter in chain.from_iterable(each.parameters() for each in (*self._parts, self._reference) if each):
+            for parameter in chain.from_iterable(part.parameters() for part in (*self._parts, self._reference) if part):
                 parameter.zero_()
         batch = self._accumulation.warm_up_rows()
         rows = torch.arange(batch * (self._spec.model.context + 1)) % vocabulary

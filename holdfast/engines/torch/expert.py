@@ -26,13 +26,13 @@ def apply_expert_parallel(decoder: Decoder, mesh: DeviceMesh, tensor: int) -> li
     DTensors on it. Returns the experts of each layer. `tensor` is the number of ranks whose rows count as one in the
     average, each with other tokens of them."""
     layers = [layer for layer in decoder.model.layers if layer is not None]  # a pipeline stage has only some layers
-    found = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, Mixture)]
-    for experts in found:
+    all_experts = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, Mixture)]
+    for experts in all_experts:
         for name, parameter in list(experts.named_parameters()):  # on meta: nothing to send
             cut = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(cut))
         experts.compute = Exchange(mesh.get_group(), tensor)
-    return found
+    return all_experts
 
 
 class Exchange:

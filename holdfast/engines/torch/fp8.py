@@ -23,16 +23,16 @@ _BIAS, _MANTISSA = 127, 23  # of an fp32 number's bits
 
 def require_fp8(device: torch.device) -> None:
     """Raises MissingError for a device without fp8 products."""
-    found = f"this device is {device.type}"
+    actual = f"this device is {device.type}"
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability >= FP8_CAPABILITY:
             return
-        found = f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
+        actual = f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
     least = ".".join(map(str, FP8_CAPABILITY))
     raise MissingError(
         f"training.precision: fp8 needs an accelerator of CUDA capability {least} or more (Ada, Hopper, Blackwell), "
-        f"and {found}; use --set training.precision=bf16, which is another run, or nodes that have such accelerators"
+        f"and {actual}; use --set training.precision=bf16, which is another run, or nodes that have such accelerators"
     )
 
 
@@ -43,7 +43,7 @@ def quantised(tensor: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     largest = tensor.detach().abs().amax().float()
     exponent = (largest.view(torch.int32) >> _MANTISSA) - _ROOM[kind]  # biased exponent of the power of two below
     exponent = exponent.clamp(_BIAS - 100, _BIAS + 100)  # the scale and its inverse are normal numbers
-    scale, inverse = ((each << _MANTISSA).view(torch.float32) for each in (exponent, 2 * _BIAS - exponent))
+    scale, inverse = ((bits << _MANTISSA).view(torch.float32) for bits in (exponent, 2 * _BIAS - exponent))
     return (tensor.float() * inverse).to(kind), torch.where(largest.isfinite(), scale, torch.nan)
 
 

@@ -49,9 +49,11 @@ class Lamb(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """Run one update. It needs as much extra memory as the parameters. A collective call."""
         beta1, beta2, epsilon = self._settings.beta1, self._settings.beta2, self._settings.epsilon
-        held = [(each, group["lr"], group["weight_decay"]) for group in self.param_groups for each in group["params"]]
+        updated = [
+            (matrix, group["lr"], group["weight_decay"]) for group in self.param_groups for matrix in group["params"]
+        ]
         weights, updates = [], []
-        for parameter, _, decay in held:
+        for parameter, _, decay in updated:
             assert parameter.grad is not None
             state, gradient, weight = self.state[parameter], local(parameter.grad), local(parameter)
             first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
@@ -63,11 +65,11 @@ class Lamb(torch.optim.Optimizer):
             updates.append(update.add_(weight * decay) if decay else update)
             weights.append(weight)
         places = [
-            Rows(0, len(each)) if self._rows is None else self._rows[parameter]
-            for parameter, each in zip((parameter for parameter, _, _ in held), weights, strict=True)
+            Rows(0, len(matrix)) if self._rows is None else self._rows[parameter]
+            for parameter, matrix in zip((parameter for parameter, _, _ in updated), weights, strict=True)
         ]
         parts = [place.of(part) for place, part in zip(places * 2, chain(weights, updates), strict=True)]
         norms = torch.stack(squared_norms(parts, together=self._rows is not None)).sqrt().view(2, -1)
         ratios = torch.where((norms > 0).all(dim=0), norms[0] / norms[1], 1.0)
-        for (_, rate, _), weight, update, ratio in zip(held, weights, updates, ratios, strict=True):
+        for (_, rate, _), weight, update, ratio in zip(updated, weights, updates, ratios, strict=True):
             weight.sub_(update.mul_(ratio * rate))

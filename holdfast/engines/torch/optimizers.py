@@ -68,7 +68,7 @@ def update(optimizer: torch.optim.Optimizer, held: Tensor | None) -> None:
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         optimizer.step()
         return
-    touched = [local(tensor) for each, state in optimizer.state.items() for tensor in (each, *state.values())]
+    touched = [local(tensor) for parameter, state in optimizer.state.items() for tensor in (parameter, *state.values())]
     before = [tensor.clone() for tensor in touched]
     optimizer.step()
     for tensor, old in zip(touched, before, strict=True):

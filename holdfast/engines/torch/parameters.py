@@ -23,8 +23,8 @@ class TrainedParameters:
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters by canonical name."""
-        held = chain.from_iterable(part.named_parameters() for part in self._parts)
-        return ((name, parameter) for name, parameter in held if parameter.requires_grad)
+        parameters = chain.from_iterable(part.named_parameters() for part in self._parts)
+        return ((name, parameter) for name, parameter in parameters if parameter.requires_grad)
 
     def layout_of(self, name: str, parameter: nn.Parameter) -> TensorLayout:
         """The layout of a parameter over all ranks."""

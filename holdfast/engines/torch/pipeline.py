@@ -99,12 +99,12 @@ class _Stage(PipelineStage):
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
         field = _meta_fields()[type(meta)]
-        super()._send_meta([field, [_describe_tensor(each) for each in getattr(meta, field)]], dst_stage)
+        super()._send_meta([field, [_describe_tensor(tensor) for tensor in getattr(meta, field)]], dst_stage)
 
     def _recv_meta(self, src_stage: int) -> Any:
         field, tensors = super()._recv_meta(src_stage)
         kind = next(kind for kind, name in _meta_fields().items() if name == field)
-        return kind(tuple(_parse_tensor(each) for each in tensors))
+        return kind(tuple(_parse_tensor(tensor) for tensor in tensors))
 
 
 @lru_cache

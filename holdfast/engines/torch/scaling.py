@@ -45,10 +45,10 @@ class LossScale:
         """Check the norm of all gradients for overflow, and set the scale of the next step. A collective call.
         Returns two numbers, 1.0 or 0.0 and equal on all ranks: whether an overflow holds the update back, and
         whether a smaller scale may help."""
-        found = (~norm.isfinite()).float()
+        overflow = (~norm.isfinite()).float()
         if self._several:
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        mendable = found * (self.scale > LEAST)
-        torch._amp_update_scale_(self.scale, self._growth, found, 2.0, 0.5, self._interval)
+            dist.all_reduce(overflow, dist.ReduceOp.MAX)
+        recoverable = overflow * (self.scale > LEAST)
+        torch._amp_update_scale_(self.scale, self._growth, overflow, 2.0, 0.5, self._interval)
         self.scale.clamp_(min=LEAST)
-        return found, mendable
+        return overflow, recoverable

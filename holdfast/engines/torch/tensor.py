@@ -59,11 +59,11 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
 def _attention_plan(normed: bool) -> dict[str, ParallelStyle]:
     """Attention receives whole sequences. Each rank computes its own heads, and their sums are scattered along the
     sequence."""
-    whole = Replicate()
+    replicated = Replicate()
     plan: dict[str, ParallelStyle] = {
         "input_layernorm": SequenceParallel(),
         "self_attn": PrepareModuleInput(
-            input_layouts=(SEQUENCE, None, None, None, None), desired_input_layouts=(whole, None, None, None, None)
+            input_layouts=(SEQUENCE, None, None, None, None), desired_input_layouts=(replicated, None, None, None, None)
         ),
         "self_attn.q_proj": ColwiseParallel(),
         "self_attn.k_proj": ColwiseParallel(),
