@@ -135,8 +135,8 @@ class DistributedCheckpoint:
         if not path.is_file():
             raise MissingError(f"{path}: there is no such file; name the folder that dcp.save wrote")
         read = read_pickle(read_file_bounded(path, MOST_BYTES), str(path), _NAMES)
-        found = record_of(read, f"{_METADATA}.Metadata") or {}
-        tensors, files = found.get("state_dict_metadata"), found.get("storage_data")
+        metadata = record_of(read, f"{_METADATA}.Metadata") or {}
+        tensors, files = metadata.get("state_dict_metadata"), metadata.get("storage_data")
         if not isinstance(tensors, Table) or not isinstance(files, Table):
             raise DataError(f"{path}: is not the metadata of a distributed checkpoint")
         self._tensors: dict[str, _Tensor] = {}
@@ -227,17 +227,17 @@ def _tensor(fields: Mapping[str, Any]) -> _Tensor:
     """Parse a tensor. Raises ValueError for parts outside the tensor, or with more elements than the tensor."""
     shape = numbers(fields.get("size"))
     chunks: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    left = prod(shape)
-    for chunk in found if isinstance(found := fields.get("chunks"), list) else ():
+    remaining = prod(shape)
+    for chunk in chunk_list if isinstance(chunk_list := fields.get("chunks"), list) else ():
         record = record_of(chunk, f"{_METADATA}.ChunkStorageMetadata") or {}
         offset, size = numbers(record.get("offsets")), numbers(record.get("sizes"))
         if not len(offset) == len(size) == len(shape) or any(
-            begin + length > whole for begin, length, whole in zip(offset, size, shape, strict=True)
+            begin + length > total for begin, length, total in zip(offset, size, shape, strict=True)
         ):
             raise ValueError(f"a part of {list(size)} at {list(offset)} is not inside of {list(shape)}")
-        left -= prod(size)
+        remaining -= prod(size)
         chunks.append((offset, size))
-    if left < 0:
+    if remaining < 0:
         raise ValueError(f"its parts have more elements than {list(shape)}")
     return _Tensor(shape, chunks)
 

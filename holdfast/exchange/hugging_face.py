@@ -104,11 +104,11 @@ class _Documents(NamedTuple):
 
 def _documents(folder: str, named: str) -> _Documents:
     """The JSON documents of a folder that the spec's field `named` refers to. Missing ones are empty."""
-    found = [
+    documents = [
         read_settings(f"{folder}{name}.json", named)
         for name in ("config", "generation_config", "tokenizer_config", "special_tokens_map")
     ]
-    return _Documents(*found)
+    return _Documents(*documents)
 
 
 def export_hugging_face(

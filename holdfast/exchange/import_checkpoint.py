@@ -79,12 +79,12 @@ def import_checkpoint(
         raise DataError(f"step {step} is not below training.steps = {spec.training.steps}: nothing is left to train")
     shapes, moments = _shapes(spec, source)
     names = [*shapes, *(prefix + name for prefix in MOMENTS for name in shapes if trained(name))]
-    whole = {name: shapes[name.removeprefix(MOMENTS[0]).removeprefix(MOMENTS[1])] for name in names}
-    total, done = 2 * 4 * sum(prod(shape) for shape in whole.values()), 0
+    all_shapes = {name: shapes[name.removeprefix(MOMENTS[0]).removeprefix(MOMENTS[1])] for name in names}
+    total, done = 2 * 4 * sum(prod(shape) for shape in all_shapes.values()), 0
 
     def boxes() -> Iterator[TensorBox]:
         nonlocal done
-        for name, shape in whole.items():
+        for name, shape in all_shapes.items():
             for box in source.boxes(name) if moments or name in shapes else _zeros(name, shape):
                 yield TensorBox(name, shape, box.offset, box.data.to(torch.float32).contiguous())
                 done += box.data.numel() * 4
@@ -126,18 +126,20 @@ def _shapes(spec: Spec, source: Source) -> tuple[Mapping[str, tuple[int, ...]], 
         raise DataError(f"{source.where} has no {EMBEDDING}: it holds no model that Holdfast knows")
     shapes = parameter_shapes(spec.model, embedding[0])
     for name, shape in shapes.items():
-        if (found := source.shape(name)) != shape:
-            have = "no such tensor" if found is None else f"the shape {list(found)}"
+        if (shape_found := source.shape(name)) != shape:
+            have = "no such tensor" if shape_found is None else f"the shape {list(shape_found)}"
             raise DataError(
                 f"{source.where}: {name} has {have}, the model of the spec needs {list(shape)}; mend `model`"
             )
     of_moments = {prefix + name: shape for prefix in MOMENTS for name, shape in shapes.items() if trained(name)}
     moment_shapes = [source.shape(name) for name in of_moments]
-    if all(found is None for found in moment_shapes):
+    if all(shape_found is None for shape_found in moment_shapes):
         return shapes, False
     if moment_shapes != [*of_moments.values()]:
         name = next(
-            name for (name, shape), found in zip(of_moments.items(), moment_shapes, strict=True) if found != shape
+            name
+            for (name, shape), shape_found in zip(of_moments.items(), moment_shapes, strict=True)
+            if shape_found != shape
         )
         raise DataError(f"{source.where}: {name} is missing or of another shape, and other moments are there")
     return shapes, True

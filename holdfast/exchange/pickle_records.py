@@ -116,9 +116,9 @@ class _Machine:
         end = self._at + size
         if end > len(self._data):
             raise IndexError
-        found = self._data[self._at : end]
+        data = self._data[self._at : end]
         self._at = end
-        return found
+        return data
 
     def number(self, size: int) -> int:
         """The next unsigned integer."""
@@ -142,9 +142,9 @@ class _Machine:
     def marked(self) -> list[Any]:
         """Pop all values above the newest mark."""
         begin = self._marks.pop()
-        found = self._stack[begin:]
+        items = self._stack[begin:]
         del self._stack[begin:]
-        return found
+        return items
 
     def remember(self, index: int) -> None:
         if len(self._memo) >= MOST_MEMO:
@@ -182,18 +182,18 @@ class _Machine:
         """Push a tuple of the newest values."""
         if size > len(self._stack):
             raise IndexError
-        found = tuple(self._stack[len(self._stack) - size :])
+        items = tuple(self._stack[len(self._stack) - size :])
         del self._stack[len(self._stack) - size :]
-        self.made(found)
+        self.made(items)
 
     def line(self) -> str:
         """The text up to the next line break."""
         end = self._data.find(b"\n", self._at, self._at + 300)
         if end < 0:
             raise IndexError
-        found = self.take(end - self._at).decode("utf-8")
+        text = self.take(end - self._at).decode("utf-8")
         self._at += 1
-        return found
+        return text
 
     def global_name(self) -> None:
         module = self.line()

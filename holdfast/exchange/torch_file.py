@@ -86,7 +86,7 @@ class StoredTensor:
         with open_regular(self.path) as file:
             if self.strides != contiguous(self.shape):
                 span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-                whole = self._read(file.fileno(), 0, (span,)).as_strided(self.shape, self.strides)
+                tensor = self._read(file.fileno(), 0, (span,)).as_strided(self.shape, self.strides)
             inner = prod(self.shape[1:])
             rows = max(1, most_bytes // (inner * self.dtype.itemsize))
             for first in range(0, self.shape[0], rows) if self.shape else (0,):
@@ -94,7 +94,7 @@ class StoredTensor:
                 if self.strides == contiguous(self.shape):
                     yield first, self._read(file.fileno(), first * inner, size)
                 else:
-                    yield first, whole[first : first + size[0]]
+                    yield first, tensor[first : first + size[0]]
 
     def _read(self, descriptor: int, first: int, shape: tuple[int, ...]) -> torch.Tensor:
         data = torch.empty(prod(shape) * self.dtype.itemsize, dtype=torch.uint8)
@@ -115,14 +115,14 @@ def read_tensors(path: Path, start: int = 0, length: int | None = None) -> Store
             )
         try:
             archive = _Archive(file.fileno(), start, length, path)
-            found = read_pickle(archive.read("data.pkl", MOST_PICKLE_BYTES), str(path), _NAMES)
+            content = read_pickle(archive.read("data.pkl", MOST_PICKLE_BYTES), str(path), _NAMES)
             order = archive.read("byteorder", 16) if "byteorder" in archive.records else b"little"
             if order != b"little":
                 raise ValueError(f"its byte order is {order!r}; save it on a machine that is little-endian")
-            if isinstance(found, Table):
-                pairs = ((key, _tensor(value, archive, path)) for key, value in found.by_text().items())
+            if isinstance(content, Table):
+                pairs = ((key, _tensor(value, archive, path)) for key, value in content.by_text().items())
                 return {key: tensor for key, tensor in pairs if tensor is not None}
-            if (tensor := _tensor(found, archive, path)) is None:
+            if (tensor := _tensor(content, archive, path)) is None:
                 raise ValueError("it holds no tensor of floating-point numbers")
         except (ValueError, struct.error) as error:
             raise DataError(f"{path}: cannot be read: {error}") from None
@@ -153,12 +153,14 @@ class _Archive:
 
     def __init__(self, descriptor: int, start: int, length: int, path: Path) -> None:
         self._descriptor, self._start, self._length, self._path = descriptor, start, length, path
-        found = self._directory()
-        folder = {name.removesuffix("data.pkl") for name in found if name == "data.pkl" or name.endswith("/data.pkl")}
+        directory = self._directory()
+        folder = {
+            name.removesuffix("data.pkl") for name in directory if name == "data.pkl" or name.endswith("/data.pkl")
+        }
         if len(folder) != 1:
             raise ValueError("it is no archive of torch.save: it has not one record data.pkl")
         (prefix,) = folder
-        self.records = {name.removeprefix(prefix): at for name, at in found.items() if name.startswith(prefix)}
+        self.records = {name.removeprefix(prefix): at for name, at in directory.items() if name.startswith(prefix)}
 
     def read(self, name: str, most: int) -> bytes:
         """The content of a record of at most `most` bytes. Raises ValueError for a larger one."""
@@ -203,7 +205,7 @@ class _Archive:
         if count > MOST_RECORDS or size > MOST_DIRECTORY_BYTES:
             raise ValueError(f"it has {count} records in a directory of {size} bytes, which no checkpoint needs")
         directory, at = self._bytes(begin, size), 0
-        found: dict[str, tuple[int, int]] = {}
+        entries: dict[str, tuple[int, int]] = {}
         for _ in range(count):
             entry = struct.unpack_from("<4s4xHH8xIIHHH8xI", directory, at)
             signature, flags, method, packed, unpacked, of_name, of_extra, of_comment, place = entry
@@ -211,7 +213,7 @@ class _Archive:
             extra = directory[at + 46 + of_name : at + 46 + of_name + of_extra]
             at += 46 + of_name + of_extra + of_comment
             packed, unpacked, place = _long_sizes(extra, packed, unpacked, place)
-            if signature != b"PK\x01\x02" or name in found:
+            if signature != b"PK\x01\x02" or name in entries:
                 raise ValueError("it is no whole zip archive")
             if method or flags & 1 or packed != unpacked:
                 raise ValueError(
@@ -222,13 +224,13 @@ class _Archive:
             first = place + 30 + of_name + of_extra
             if signature != b"PK\x03\x04" or first + packed > begin:
                 raise ValueError(f"its record {name[:100]!r} does not lie inside of it")
-            found[name] = first, packed
+            entries[name] = first, packed
         end = 0
-        for first, packed in sorted(found.values()):
+        for first, packed in sorted(entries.values()):
             if first < end:
                 raise ValueError("its records overlap")
             end = first + packed
-        return found
+        return entries
 
 
 def _long_sizes(extra: bytes, packed: int, unpacked: int, place: int) -> tuple[int, int, int]:
