@@ -73,7 +73,7 @@ def exact_product_is_right(device: torch.device) -> bool:
     generator = np.random.Generator(np.random.Philox(_SEED))
     a, b = (generator.integers(-8, 9, (_EXACT, _EXACT)) for _ in range(2))
     expected = a @ b
-    a_there, b_there = (torch.from_numpy(each.astype(np.float32)).to(device) for each in (a, b))
+    a_there, b_there = (torch.from_numpy(matrix.astype(np.float32)).to(device) for matrix in (a, b))
     return bool(np.array_equal((a_there @ b_there).cpu().numpy().astype(np.float64), expected))
 
 
@@ -120,13 +120,13 @@ def distances(ranks: int) -> list[int]:
 
 def pair_links(gang: Gang, device: torch.device) -> tuple[Link, ...]:
     """Every measured pair, the same on all ranks. The rate of the slower end counts: one of them may have waited."""
-    mine: dict[int, float] = {}
+    own: dict[int, float] = {}
     sent, received = _buffers(device)
     for distance in distances(gang.size):
         partner = gang.rank ^ distance
         if partner < gang.size:
-            mine[partner] = _exchange(sent, partner, received, partner, device)
-    rates_by_rank = gang.all_gather(mine, dict[int, float])
+            own[partner] = _exchange(sent, partner, received, partner, device)
+    rates_by_rank = gang.all_gather(own, dict[int, float])
     return tuple(
         Link(first=first, second=second, rate=min(rate, rates_by_rank[second][first]))
         for first, rates in enumerate(rates_by_rank)

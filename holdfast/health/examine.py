@@ -45,12 +45,12 @@ def examine(
         gang.meet(patience, f"in the health check, before the probe of {probe}")
 
     together("arithmetic")
-    mine = _identified(gang, device)
+    own = _identified(gang, device)
     together("compute")
     rates: dict[Probe, float] = {"compute": compute.compute_rate(device, _COMPUTE * seconds)}
     together("memory")
     rates["memory"] = compute.memory_rate(device, _MEMORY * seconds)
-    mine = mine.model_copy(update={"rates": rates})
+    own = own.model_copy(update={"rates": rates})
     links: tuple[Link, ...] = ()
     ring = None
     if gang.size > 1:
@@ -58,16 +58,16 @@ def examine(
         ring, links = ring_rate(gang, device), pair_links(gang, device)
     together("disk and store")
     if first_of_node():
-        mine = _with_node(mine, store, prefix, folder)
-    measured = gang.all_gather(mine, Measured)
+        own = _with_node(own, store, prefix, folder)
+    measured = gang.all_gather(own, Measured)
     findings = judge(measured, links)
     if any(finding.severity == "failed" and finding.probe in _RATES for finding in findings):
         together("what was slow")
         rates = {"compute": compute.compute_rate(device, _COMPUTE * seconds)}
         rates["memory"] = compute.memory_rate(device, _MEMORY * seconds)
-        again = mine.model_copy(update={"rates": rates})
+        again = own.model_copy(update={"rates": rates})
         again = _with_node(again, store, prefix, folder) if first_of_node() else again
-        better = {probe: max(rate, mine.rates[probe]) for probe, rate in again.rates.items()}
+        better = {probe: max(rate, own.rates[probe]) for probe, rate in again.rates.items()}
         measured = gang.all_gather(again.model_copy(update={"rates": better}), Measured)
         links = _better(links, pair_links(gang, device)) if gang.size > 1 else links
         findings = judge(measured, links)
@@ -143,7 +143,7 @@ def _with_node(mine: Measured, store: Store | None, prefix: str, folder: Path) -
 
 
 def _better(first: tuple[Link, ...], second: tuple[Link, ...]) -> tuple[Link, ...]:
-    return tuple(one if one.rate >= other.rate else other for one, other in zip(first, second, strict=True))
+    return tuple(link if link.rate >= other.rate else other for link, other in zip(first, second, strict=True))
 
 
 def _release(device: torch.device) -> None:

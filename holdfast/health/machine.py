@@ -111,36 +111,36 @@ def counters(kind: str, uuid_of_device: str) -> tuple[dict[str, int], dict[str, 
     if answer is None:
         return {}, {}, [f"counters: {why}"]
     try:
-        found, driver, bus = parse_counters(answer)
+        values, driver, bus = parse_counters(answer)
     except ValueError:
         return {}, {}, [f"counters: nvidia-smi answered {answer.strip()[:100]!r}"]
-    notes = [f"counters: {name} is not supported by the device" for name in _COUNTERS.values() if name not in found]
+    notes = [f"counters: {name} is not supported by the device" for name in _COUNTERS.values() if name not in values]
     xids, why = _xids(bus)
-    return found | xids, {"NVIDIA driver": driver}, notes + ([f"counters: Xid: {why}"] if why else [])
+    return values | xids, {"NVIDIA driver": driver}, notes + ([f"counters: Xid: {why}"] if why else [])
 
 
 def parse_counters(line: str) -> tuple[dict[str, int], str, str]:
     """The counters, the driver's version and the device's bus from a line of nvidia-smi. Counters that the device does
     not support are left out. Raises ValueError for any other line."""
     driver, bus, *values = (part.strip() for part in line.strip().split(","))
-    found = {name: int(value) for name, value in zip(_COUNTERS.values(), values, strict=False) if value.isdigit()}
+    counts = {name: int(value) for name, value in zip(_COUNTERS.values(), values, strict=False) if value.isdigit()}
     words = {"yes": 1, "no": 0}
-    found |= {
+    counts |= {
         name: words[value.lower()]
         for name, value in zip(_COUNTERS.values(), values, strict=False)
         if value.lower() in words
     }
-    return found, driver, bus
+    return counts, driver, bus
 
 
 def parse_xids(text: str, bus: str) -> dict[str, int]:
     """Xid of the device at `bus` → number of its entries in the kernel's log."""
-    found: dict[str, int] = {}
-    wanted = _place(bus)
+    counts: dict[str, int] = {}
+    place = _place(bus)
     for where, number in _XID.findall(text):
-        if not wanted or _place(where) == wanted:
-            found[f"xid {number}"] = found.get(f"xid {number}", 0) + 1
-    return found
+        if not place or _place(where) == place:
+            counts[f"xid {number}"] = counts.get(f"xid {number}", 0) + 1
+    return counts
 
 
 def _place(bus: str) -> str:
@@ -186,13 +186,13 @@ def system_versions() -> Mapping[str, str]:
 def _asked(*command: str) -> tuple[str | None, str]:
     """The output of a command; None and the reason if it fails or does not respond."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, check=False, timeout=COMMAND_SECONDS, encoding="utf-8", errors="replace"
         )
     except OSError as error:
         return None, f"{command[0]} cannot be run here: {error.strerror}"
     except subprocess.TimeoutExpired:
         return None, f"{command[0]} did not answer in {COMMAND_SECONDS:g} s"
-    if done.returncode != 0:
-        return None, f"{command[0]}: {(done.stderr or done.stdout).strip()[:200]}"
-    return done.stdout, ""
+    if process.returncode != 0:
+        return None, f"{command[0]}: {(process.stderr or process.stdout).strip()[:200]}"
+    return process.stdout, ""

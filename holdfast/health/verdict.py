@@ -134,7 +134,7 @@ SUSPICIOUS = {
 def judge(measured: Sequence[Measured], links: Sequence[Link] = ()) -> tuple[Finding, ...]:
     """The findings, the worst first. `measured` has every rank once."""
     ranks = {one.rank: one for one in sorted(measured, key=lambda one: one.rank)}
-    found = [
+    findings = [
         *_arithmetic(ranks),
         *_rates(ranks),
         *_peaks(ranks),
@@ -143,7 +143,7 @@ def judge(measured: Sequence[Measured], links: Sequence[Link] = ()) -> tuple[Fin
         *_counters(ranks),
         *_versions(ranks),
     ]
-    return tuple(sorted(found, key=lambda finding: (finding.severity != "failed", finding.ranks, finding.probe)))
+    return tuple(sorted(findings, key=lambda finding: (finding.severity != "failed", finding.ranks, finding.probe)))
 
 
 Ranks = Mapping[int, Measured]
@@ -165,9 +165,9 @@ def _arithmetic(ranks: Ranks) -> Iterator[Finding]:
         odd = [one.rank for one in peers if not majority or one.bits != most]
         if any(not ranks[rank].right for rank in odd):  # that rank is known; nothing is known of the rest
             odd = [rank for rank in odd if majority and ranks[rank].right]
-        how = f"from the majority of {len(peers)}" if majority else "and none is in the majority"
+        difference = f"from the majority of {len(peers)}" if majority else "and none is in the majority"
         for rank in odd:
-            words = f"the bits of a fixed product differ {how}"
+            words = f"the bits of a fixed product differ {difference}"
             yield _finding(ranks, [rank], "arithmetic", "failed", words, sure=majority)
 
 
@@ -199,15 +199,15 @@ def outliers(values: Mapping[int, float], limit: Limit) -> Iterator[tuple[int, S
 
 
 def _peaks(ranks: Ranks) -> Iterator[Finding]:
-    for one in ranks.values():
-        known, rate = by_device(one.device), one.rates.get("compute")
+    for rank in ranks.values():
+        known, rate = by_device(rank.device), rank.rates.get("compute")
         if known is None or rate is None:
             continue
         usual = known.reach * known.bf16
         if severity := _OF_USUAL_PEAK.severity(rate / usual):
             usual_text = shown_rate(usual, "compute")
             words = f"{shown_rate(rate, 'compute')}, where large products reach {usual_text} on such a board"
-            yield _finding(ranks, [one.rank], "compute", severity, words)
+            yield _finding(ranks, [rank.rank], "compute", severity, words)
 
 
 def _links(ranks: Ranks, links: Sequence[Link]) -> Iterator[Finding]:
@@ -222,7 +222,9 @@ def _links(ranks: Ranks, links: Sequence[Link]) -> Iterator[Finding]:
         slow: set[int] = set()
         where = "in its node" if within else "to other nodes"
         for peers in _groups((ranks[rank] for rank in sorted(best)), _device):
-            for rank, severity, usual in outliers({one.rank: best[one.rank] for one in peers}, _limit_of_links(peers)):
+            for rank, severity, usual in outliers(
+                {peer.rank: best[peer.rank] for peer in peers}, _limit_of_links(peers)
+            ):
                 slow.add(rank)
                 rate_text, usual_text = shown_rate(best[rank], "link"), shown_rate(usual, "link")
                 words = f"its best link {where} carries {rate_text}, and those of others {usual_text}"
@@ -237,11 +239,15 @@ def _links(ranks: Ranks, links: Sequence[Link]) -> Iterator[Finding]:
 
 
 def _limit_of_links(ends: Iterable[Measured]) -> Limit:
-    return _LINK_OF_CPU if any(one.kind == "cpu" for one in ends) else _LINK
+    return _LINK_OF_CPU if any(end.kind == "cpu" for end in ends) else _LINK
 
 
 def _clocks(ranks: Ranks) -> Iterator[Finding]:
-    told = {one.rank: one.clock_ahead for one in ranks.values() if one.clock_ahead is not None}
+    told = {
+        rank_measured.rank: rank_measured.clock_ahead
+        for rank_measured in ranks.values()
+        if rank_measured.clock_ahead is not None
+    }
     usual = median(told.values()) if told else 0.0
     for rank, ahead in told.items():
         error = ranks[rank].clock_error
@@ -254,18 +260,18 @@ def _clocks(ranks: Ranks) -> Iterator[Finding]:
 
 
 def _counters(ranks: Ranks) -> Iterator[Finding]:
-    for one in ranks.values():
+    for rank in ranks.values():
         levels: tuple[tuple[Severity, Mapping[str, str]], ...] = (("failed", FATAL), ("warned", SUSPICIOUS))
         for severity, names in levels:
             for name, words in names.items():
-                if count := one.counters.get(name, 0):
-                    yield _finding(ranks, [one.rank], "counters", severity, f"{words}: {count}")
+                if count := rank.counters.get(name, 0):
+                    yield _finding(ranks, [rank.rank], "counters", severity, f"{words}: {count}")
 
 
 def _versions(ranks: Ranks) -> Iterator[Finding]:
-    having = [one for one in ranks.values() if one.versions]
-    for name in sorted({name for one in having for name in one.versions}):
-        values = {one.rank: one.versions.get(name, "missing") for one in having}
+    having = [measured for measured in ranks.values() if measured.versions]
+    for name in sorted({name for measured in having for name in measured.versions}):
+        values = {measured.rank: measured.versions.get(name, "missing") for measured in having}
         counted = Counter(values.values()).most_common()
         if len(counted) == 1:
             continue
@@ -279,14 +285,14 @@ def _finding(
     ranks: Ranks, odd: Sequence[int], probe: Probe, severity: Severity, words: str, sure: bool = True
 ) -> Finding:
     nodes = tuple(dict.fromkeys(ranks[rank].node for rank in odd))
-    who = " and ".join(f"rank {rank} on {ranks[rank].node}" for rank in odd[:4])
+    names = " and ".join(f"rank {rank} on {ranks[rank].node}" for rank in odd[:4])
     more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
     return Finding(
         probe=probe,
         severity=severity,
         ranks=tuple(odd),
         nodes=nodes,
-        words=f"{who}{more}: {probe}: {words}",
+        words=f"{names}{more}: {probe}: {words}",
         sure=sure,
     )
 
@@ -296,10 +302,10 @@ def _device(one: Measured) -> str:
 
 
 def _groups(ranks: Iterable[Measured], key: Callable[[Measured], str]) -> list[list[Measured]]:
-    found: dict[str, list[Measured]] = defaultdict(list)
-    for one in ranks:
-        found[key(one)].append(one)
-    return list(found.values())
+    groups: dict[str, list[Measured]] = defaultdict(list)
+    for rank in ranks:
+        groups[key(rank)].append(rank)
+    return list(groups.values())
 
 
 def shown_rate(value: float, probe: str) -> str:
