@@ -113,9 +113,9 @@ def ray_image(kind: str) -> str:
 
 def slice_resource(kind: str, name: str) -> str:
     """The Kubernetes resource of a share of an accelerator: `nvidia.com/mig-1g.10gb`, or `nvidia.com/gpu.shared`."""
-    found = ACCELERATORS[kind]
-    assert found.slices is not None, f"the rules refuse slices of {kind}"
-    return f"{found.resource}.{SHARED}" if name == SHARED else found.slices.format(name)
+    accelerator = ACCELERATORS[kind]
+    assert accelerator.slices is not None, f"the rules refuse slices of {kind}"
+    return f"{accelerator.resource}.{SHARED}" if name == SHARED else accelerator.slices.format(name)
 
 
 def taint_of(kind: str) -> Toleration:

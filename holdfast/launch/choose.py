@@ -83,5 +83,5 @@ def spares_refused(cluster: Cluster, where: str) -> list[Problem]:
 
 def require_no_spares(cluster: Cluster, where: str) -> None:
     """Raises SpecError if `cluster` has spares, which `where` does not support."""
-    if found := spares_refused(cluster, where):
-        raise SpecError(found, where)
+    if problems := spares_refused(cluster, where):
+        raise SpecError(problems, where)

@@ -28,13 +28,13 @@ def local_device(kind: str) -> torch.device:
     accelerator = ACCELERATORS[kind]
     if accelerator.device == "cpu":
         return torch.device("cpu")
-    wanted, remedy = f"cluster.accelerator: {kind}", "use --set cluster.accelerator=cpu"
+    field, remedy = f"cluster.accelerator: {kind}", "use --set cluster.accelerator=cpu"
     for module in accelerator.modules:
         try:
             importlib.import_module(module)
         except ImportError as error:
             raise MissingError(
-                f"{wanted} needs the module {module}, and importing it failed ({error}); use the image of {kind}, "
+                f"{field} needs the module {module}, and importing it failed ({error}); use the image of {kind}, "
                 f"or {remedy}"
             ) from error
     runtime = getattr(torch, accelerator.device, None)
@@ -42,13 +42,13 @@ def local_device(kind: str) -> torch.device:
     index = int(os.environ.get("LOCAL_RANK", "0"))
     if count <= index:
         raise MissingError(
-            f"{wanted} needs {index + 1} devices, this machine has {count}; {remedy}, or fewer parallel.processes"
+            f"{field} needs {index + 1} devices, this machine has {count}; {remedy}, or fewer parallel.processes"
         )
     assert runtime is not None
     if accelerator.device == "cuda":
         built = "nvidia" if torch.version.hip is None else "amd"
         if built != kind:
-            raise MissingError(f"{wanted}, and this torch is built for {built}; use --set cluster.accelerator={built}")
+            raise MissingError(f"{field}, and this torch is built for {built}; use --set cluster.accelerator={built}")
     runtime.set_device(index)
     return torch.device(accelerator.device, index)
 

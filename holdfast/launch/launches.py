@@ -61,8 +61,8 @@ def newest_launch(store: Store, run_id: str) -> int:
 
 def read_launch(store: Store, run_id: str, number: int) -> LaunchRecord:
     """The record of a launch. Raises MissingError, and BadReaderError if it is incomplete."""
-    found = read_record(store, layout.launches(run_id), number, LaunchRecord)
-    return LaunchRecord.model_validate(found)
+    record = read_record(store, layout.launches(run_id), number, LaunchRecord)
+    return LaunchRecord.model_validate(record)
 
 
 def record_exit(store: Store, run_id: str, number: int, ended: LaunchExit) -> None:
@@ -94,8 +94,8 @@ def read_exits(store: Store, run_id: str, last: int = ENDINGS) -> dict[int, Laun
 def nodes_of_the_last_end(store: Store, run_id: str) -> tuple[str, ...]:
     """The nodes that the launch which ended last blames."""
     newest_first = reversed(_ended(store, run_id, ENDINGS))
-    found = (ending for number in newest_first if (ending := read_exit(store, run_id, number)) is not None)
-    return next((ending.blamed_nodes for ending in found), ())
+    endings = (ending for number in newest_first if (ending := read_exit(store, run_id, number)) is not None)
+    return next((ending.blamed_nodes for ending in endings), ())
 
 
 def _ended(store: Store, run_id: str, last: int) -> list[int]:

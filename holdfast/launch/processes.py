@@ -160,7 +160,7 @@ class WarmServer:
         is that of this process. Raises BrokenPipeError if the server was killed."""
         ours, theirs = socket.socketpair()
         request = [module, list(arguments), dict(environment), str(Path.cwd()), new_session]
-        streams = [own if given is None else given for own, given in enumerate((stdin, stdout, stderr))]
+        streams = [own if stream is None else stream for own, stream in enumerate((stdin, stdout, stderr))]
         with theirs:
             socket.send_fds(self._requests, [json.dumps(request).encode()], [theirs.fileno(), *streams])
         return WarmProcess([sys.executable, "-m", module, *arguments], ours)
@@ -254,8 +254,8 @@ class _Serving:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_CHILDREN)
         self._selector.close()
-        for held in (self._requests, status, *self._running.values()):
-            held.close()
+        for inherited in (self._requests, status, *self._running.values()):
+            inherited.close()
         os.close(self._woken)
         os.close(self._wake)
         for number, descriptor in enumerate(streams):

@@ -62,11 +62,11 @@ class LaunchLog:
         shorter = self._path.with_name(f".{self._path.name}.shorter")
         try:
             with self._path.open("rb") as old, shorter.open("wb") as new:
-                found = old.read(HEAD_BYTES + NOTICE_BYTES)
-                if notice := _CUT.search(found):
-                    cut, start, head = int(notice[1]), notice.end(), found[: notice.start()]
+                beginning = old.read(HEAD_BYTES + NOTICE_BYTES)
+                if notice := _CUT.search(beginning):
+                    cut, start, head = int(notice[1]), notice.end(), beginning[: notice.start()]
                 else:
-                    head = found[: found.rfind(b"\n", 0, HEAD_BYTES) + 1] or found[:HEAD_BYTES]
+                    head = beginning[: beginning.rfind(b"\n", 0, HEAD_BYTES) + 1] or beginning[:HEAD_BYTES]
                     cut, start = 0, len(head)
                 old.seek(self._size - TAIL_BYTES)
                 line = old.readline()  # the rest of a line
@@ -98,7 +98,9 @@ class WaitReport:
         if reason == self._current:
             return
         self._current, now = reason, self._clock()
-        self._recorded = {each: (at, n) for each, (at, n) in self._recorded.items() if n or now - at < AGAIN_SECONDS}
+        self._recorded = {
+            recorded: (at, n) for recorded, (at, n) in self._recorded.items() if n or now - at < AGAIN_SECONDS
+        }
         at, count = self._recorded.get(reason, (now - AGAIN_SECONDS, 0))
         if now - at < AGAIN_SECONDS:
             self._recorded[reason] = (at, count + 1)

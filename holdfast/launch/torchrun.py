@@ -64,10 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
-    given = parse_args(sys.argv[1:] if arguments is None else arguments)
+    options = parse_args(sys.argv[1:] if arguments is None else arguments)
     key = os.environ.pop(sealing.VARIABLE, "")  # before any process starts that would inherit it
-    server = _warm_server(given.training_script) if given.module and not given.no_python else None
-    place = Place.of(given.training_script_args)
+    server = _warm_server(options.training_script) if options.module and not options.no_python else None
+    place = Place.of(options.training_script_args)
     with (
         temporary_folder() as folder,
         NodeEvents(place) as events,
@@ -77,16 +77,16 @@ def main(arguments: list[str] | None = None) -> int:
         output = RankOutput(place, Path(folder))
         watchdog = Watchdog(events, Path(folder), output.add, launch_key=key)
         keeper = _agent(server, Path(folder)) if place is not None else None
-        _start_ranks_with(server, given.training_script, output, watchdog)
-        _choose_meeting(given, Path(folder), key)
+        _start_ranks_with(server, options.training_script, output, watchdog)
+        _choose_meeting(options, Path(folder), key)
         codes, detail, codes_by_pid = list[int](), "", dict[int, int]()
         leaving = _Leaving()
         end = _End(Path(folder), watchdog, keeper, output, reclaim, leaving)
-        _choose_agent(given, folder)
+        _choose_agent(options, folder)
         try:
             try:
                 _leave_if_told()
-                run(given)
+                run(options)
             finally:  # nothing is left to stop, and a signal must not replace the reason
                 leaving.listen()
         except ChildFailedError as error:
@@ -224,8 +224,8 @@ def _apart(error: Exception, ranks: Sequence[RankExit]) -> tuple[list[int], str]
     if type(error).__name__ == "TrainedError" or (ranks and all(rank.code == ExitCode.OK for rank in ranks)):
         return [], ""  # the other nodes left because the run is trained
     met = bool(ranks) or type(error).__name__ == "NoSlotError"
-    what = "lost each other" if met else "did not meet within cluster.nodes.rendezvous_seconds"
-    detail = f"the nodes {what}: {type(error).__name__} {error}"
+    event = "lost each other" if met else "did not meet within cluster.nodes.rendezvous_seconds"
+    detail = f"the nodes {event}: {type(error).__name__} {error}"
     log.error("%s", detail)
     return [ExitCode.LOST_PEER if met else ExitCode.RENDEZVOUS_TIMEOUT], detail
 
@@ -259,7 +259,7 @@ def _start_ranks_with(server: WarmServer | None, module: str, output: RankOutput
     class Handler(SubprocessHandler):
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[Any]:
             reader, writer = output.pipe()
-            stdout, stderr = (writer if one is None else one.fileno() for one in (self._stdout, self._stderr))
+            stdout, stderr = (writer if stream is None else stream.fileno() for stream in (self._stdout, self._stderr))
             started: Any = None
             # numactl starts a rank that is bound to the cores of its accelerator.
             if server is not None and args[:4] == (sys.executable, "-u", "-m", module):

@@ -108,5 +108,5 @@ def _check(spec: Spec, target: str) -> None:
     if target not in get_args(Target):
         raise SpecError([Problem("--target", target, "is not known", f"use one of {', '.join(get_args(Target))}")])
     changed = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"job": target})})
-    if found := [*rules.problems(changed), *check_collector_address(spec)]:
-        raise SpecError(found, f"target {target}")
+    if problems := [*rules.problems(changed), *check_collector_address(spec)]:
+        raise SpecError(problems, f"target {target}")

@@ -97,20 +97,20 @@ def kueue_labels(job: Job) -> dict[str, str]:
     cluster = job.cluster
     if cluster.scheduler != "kueue":
         return {}
-    found = {"kueue.x-k8s.io/queue-name": cluster.queue, "kueue.x-k8s.io/priority-class": cluster.priority_class}
-    return {key: value for key, value in found.items() if value is not None}
+    all_labels = {"kueue.x-k8s.io/queue-name": cluster.queue, "kueue.x-k8s.io/priority-class": cluster.priority_class}
+    return {key: value for key, value in all_labels.items() if value is not None}
 
 
 def metadata(job: Job, owner: Owner | None, more: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The metadata of an object of the job. With `owner`, it is deleted with its owner."""
-    found: dict[str, Any] = {"name": job.name, "labels": {**labels(job), **(more or {})}}
+    fields: dict[str, Any] = {"name": job.name, "labels": {**labels(job), **(more or {})}}
     if job.cluster.annotations:
-        found["annotations"] = dict(job.cluster.annotations)
+        fields["annotations"] = dict(job.cluster.annotations)
     if job.cluster.namespace:
-        found["namespace"] = job.cluster.namespace
+        fields["namespace"] = job.cluster.namespace
     if owner is not None:
-        found["ownerReferences"] = [dict(owner)]
-    return found
+        fields["ownerReferences"] = [dict(owner)]
+    return fields
 
 
 def command(job: Job, *flags: str, restarts: int = 0) -> list[str]:
@@ -181,8 +181,8 @@ def pod_template(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any
     """A pod template with one container, named `container`, that runs `argv`."""
     _check_store(job)
     annotations = {**NO_SIDECAR, **STAYS, **job.cluster.annotations, **_kueue_topology(job)}
-    found = {"labels": {**NO_SIDECAR, **labels(job), **_metrics_label(job)}, "annotations": annotations}
-    return {"metadata": found, "spec": _pod(job, container, argv)}
+    meta = {"labels": {**NO_SIDECAR, **labels(job), **_metrics_label(job)}, "annotations": annotations}
+    return {"metadata": meta, "spec": _pod(job, container, argv)}
 
 
 def _metrics_label(job: Job) -> dict[str, str]:
@@ -194,10 +194,10 @@ def _metrics_label(job: Job) -> dict[str, str]:
 def _pod(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any]:
     cluster = job.cluster
     volumes, mounts = _volumes(job)
-    given = {CACHE_VARIABLE: cache_gib(cluster.resources.ephemeral_storage)}
-    given |= pod_network_variables(cluster.accelerator, cluster.network)
+    settings = {CACHE_VARIABLE: cache_gib(cluster.resources.ephemeral_storage)}
+    settings |= pod_network_variables(cluster.accelerator, cluster.network)
     variables = (
-        given
+        settings
         | environment(job)
         | {
             "HOME": SCRATCH,
@@ -286,10 +286,10 @@ def _volumes(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def _tolerations(job: Job) -> list[dict[str, str]]:
     """The tolerations of the spec and of the accelerator, whose nodes commonly have a taint with its name."""
-    found = list(job.cluster.tolerations)
+    tolerations = list(job.cluster.tolerations)
     if ACCELERATORS[job.cluster.accelerator].resource:
-        found.append(taint_of(job.cluster.accelerator))
-    return [toleration.model_dump(exclude_none=True) for toleration in found]
+        tolerations.append(taint_of(job.cluster.accelerator))
+    return [toleration.model_dump(exclude_none=True) for toleration in tolerations]
 
 
 def _other_than(nodes: frozenset[str]) -> dict[str, Any]:
@@ -299,7 +299,7 @@ def _other_than(nodes: frozenset[str]) -> dict[str, Any]:
 def _affinity(job: Job) -> dict[str, Any]:
     """The affinity of pods. Every scheduler avoids bad nodes. Volcano and Kueue place pods close together
     themselves."""
-    found: dict[str, Any] = {}
+    affinity: dict[str, Any] = {}
     nodes: dict[str, Any] = {}
     avoided = [_other_than(job.excluded_nodes)] if job.excluded_nodes else []
     if job.cluster.health.on_failure == "label":
@@ -311,14 +311,14 @@ def _affinity(job: Job) -> dict[str, Any]:
         rather = {"weight": 100, "preference": {"matchExpressions": [_other_than(job.leaving_nodes)]}}
         nodes["preferredDuringSchedulingIgnoredDuringExecution"] = [rather]
     if nodes:
-        found["nodeAffinity"] = nodes
+        affinity["nodeAffinity"] = nodes
     topology = job.cluster.topology
     gang = {RUN_LABEL: job.run_id, LAUNCH_LABEL: str(job.launch)}
     placed = job.cluster.scheduler == "kueue" and topology.placement != "any"  # Kueue then selects the nodes
     if pods_of(job.cluster) > 1 and not placed:  # with enough machines, each pod has a machine's network and disk
         apart = {"labelSelector": {"matchLabels": gang}, "topologyKey": "kubernetes.io/hostname"}
         wish = {"weight": 50, "podAffinityTerm": apart}
-        found["podAntiAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}
+        affinity["podAntiAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}
     if job.cluster.scheduler == "default":
         near: dict[str, Any] = {"labelSelector": {"matchLabels": gang}, "topologyKey": topology.level}
         pack = {
@@ -328,10 +328,10 @@ def _affinity(job: Job) -> dict[str, Any]:
         wishes = [{"weight": 10, "podAffinityTerm": pack}]  # fill used nodes before empty ones
         if topology.placement == "prefer":
             wishes.insert(0, {"weight": 100, "podAffinityTerm": near})
-        found["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": wishes}
+        affinity["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": wishes}
         if topology.placement == "require":
-            found["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"] = [near]
-    return found
+            affinity["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"] = [near]
+    return affinity
 
 
 def _kueue_topology(job: Job) -> dict[str, str]:

@@ -96,10 +96,10 @@ def refused(error: ApiException, what: str) -> Exception:  # noqa: PLR0911
 
 
 def _blocker_of(said: str) -> Blocker:
-    if (found := _WEBHOOK.search(said)) is None:
+    if (match := _WEBHOOK.search(said)) is None:
         return SERVER
     remedy = "ask who runs it: kubectl get validatingwebhookconfigurations,mutatingwebhookconfigurations"
-    return Blocker(f"the admission webhook {found[1]} does not answer", WebhookAwayError, remedy)
+    return Blocker(f"the admission webhook {match[1]} does not answer", WebhookAwayError, remedy)
 
 
 def _seconds(value: str | None) -> float:

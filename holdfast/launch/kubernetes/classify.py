@@ -119,8 +119,10 @@ def obstacle_of(pod: Object, container: str, rank: int, pending_seconds: float) 
         patience = 0.0 if reason == "InvalidImageName" else 180.0
         return Obstacle(Symptom(name, node, rank, code, words), patience)
     if reason in _CONFIG:
-        what = "its container" if held_up in ("", container) else f"its container {held_up}"
-        words = f"{what} cannot be made ({reason}){_after(message)}; check cluster.secrets and cluster.volumes"
+        container_name = "its container" if held_up in ("", container) else f"its container {held_up}"
+        words = (
+            f"{container_name} cannot be made ({reason}){_after(message)}; check cluster.secrets and cluster.volumes"
+        )
         return Obstacle(Symptom(name, node, rank, ExitCode.NOT_FOUND, words), 60.0)
     scheduled = _condition(pod, "PodScheduled", "False")
     if scheduled:
@@ -160,42 +162,42 @@ def blamed_nodes(cause: Symptom, symptoms: Sequence[Symptom]) -> frozenset[str]:
     replicas of the state differ, any suspect may compute wrong. After a health check, all nodes that failed it are
     blamed."""
     together = (ExitCode.WRONG_ARITHMETIC, ExitCode.UNHEALTHY_NODE)
-    suspects = [each for each in symptoms if each.code == cause.code and each.code in together]
-    return frozenset(each.node for each in (cause, *suspects) if each.blames_node and each.node)
+    suspects = [symptom for symptom in symptoms if symptom.code == cause.code and symptom.code in together]
+    return frozenset(symptom.node for symptom in (cause, *suspects) if symptom.blames_node and symptom.node)
 
 
 def _condition(pod: Object, kind: str, status: str = "True") -> Object:
     for condition in pod.get("status", {}).get("conditions") or []:
         if condition["type"] == kind and condition.get("status") == status:
-            found: Object = condition
-            return found
+            newest: Object = condition
+            return newest
     return {}
 
 
 def _state(pod: Object, container: str) -> Object:
     for status in pod.get("status", {}).get("containerStatuses") or []:
         if status["name"] == container:
-            found: Object = status.get("state") or {}
-            return found
+            state: Object = status.get("state") or {}
+            return state
     return {}
 
 
 def _waiting(pod: Object) -> tuple[str, Object]:
     """The first container that waits because of an error. Containers that run before the ranks come first."""
     status = pod.get("status", {})
-    for each in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
-        waiting: Object = (each.get("state") or {}).get("waiting") or {}
+    for container in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
+        waiting: Object = (container.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") in _IMAGE | _CONFIG:
-            return each["name"], waiting
+            return container["name"], waiting
     return "", {}
 
 
 def _failed_before(pod: Object) -> tuple[str, Object] | None:
     """The container that failed before the ranks could start."""
-    for each in pod.get("status", {}).get("initContainerStatuses") or []:
-        ended: Object = (each.get("state") or {}).get("terminated") or {}
+    for container in pod.get("status", {}).get("initContainerStatuses") or []:
+        ended: Object = (container.get("state") or {}).get("terminated") or {}
         if ended.get("exitCode", 0) != 0:
-            return each["name"], ended
+            return container["name"], ended
     return None
 
 

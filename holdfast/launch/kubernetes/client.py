@@ -138,8 +138,8 @@ class Api:
 
     def list(self, resource: Resource, selector: str) -> tuple[list[Object], str]:
         """The objects whose labels match, and the version from which a watch continues."""
-        found = self._json("GET", resource.path(self.namespace), {"labelSelector": selector})
-        return found["items"], found["metadata"]["resourceVersion"]
+        reply = self._json("GET", resource.path(self.namespace), {"labelSelector": selector})
+        return reply["items"], reply["metadata"]["resourceVersion"]
 
     def events(self, name: str) -> Iterator[Object]:
         """The events about objects of that name, of any kind: at most a hundred."""

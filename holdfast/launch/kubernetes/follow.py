@@ -75,8 +75,8 @@ class Follower:
     def status(self) -> Status:
         """The last state of the job object."""
         with self._changed:
-            found = [*self._jobs.gone.values(), *self._jobs.objects.values()]
-        return self._kind.status(found[-1]) if found else Status("waiting")
+            jobs = [*self._jobs.gone.values(), *self._jobs.objects.values()]
+        return self._kind.status(jobs[-1]) if jobs else Status("waiting")
 
     @property
     def tail(self) -> tuple[str, ...]:
@@ -264,7 +264,7 @@ class Follower:
     def _replaced(self) -> bool:
         """Whether an elastic gang lost a pod, and continues until its operator has made another. Not the pod of node 0,
         where the nodes meet, and not one whose end blames its node or the run."""
-        found = False
+        is_replaced = False
         for uid, pod in {**self._pods.gone, **self._pods.objects}.items():
             end = None if uid in self._aside else self._end_of(uid, pod)
             if end is None or end.rank == 0 or end.code not in _TOLD_TO_LEAVE or not self._replaceable:
@@ -272,8 +272,8 @@ class Follower:
             log.warning("%s: the other nodes go on, and take in the pod that comes in its place", end)
             self._aside.add(uid)
             self._replaceable -= not end.reclaimed
-            found = True
-        return found
+            is_replaced = True
+        return is_replaced
 
     def _end_of(self, uid: str, pod: Object) -> classify.Symptom | None:
         """How a pod ended, if it did not succeed; also a pod that was deleted while it ran."""
@@ -306,27 +306,27 @@ class Follower:
         """The verdict for an obstacle that has blocked the job's pods for too long. The caller holds `changed`."""
         started, now = sum(map(self._runs, self._pods.objects.values())), time.monotonic()
         self._waits = started < self._nodes
-        found: dict[tuple[str, str], classify.Obstacle] = {}
+        obstacles: dict[tuple[str, str], classify.Obstacle] = {}
         if self._waits:
             for uid, pod in self._pods.objects.items():
                 obstacle = classify.obstacle_of(pod, self._kind.container, self._kind.rank(pod), pending_seconds)
                 if obstacle is not None:
-                    found[uid, str(obstacle.symptom.code)] = obstacle
-        self._since = {key: self._since.get(key, now) for key in [*found, *([_ABSENT] if self._waits else [])]}
-        if found:
-            self._report.record(_in_words([obstacle.symptom for obstacle in found.values()]))
-        for key, obstacle in found.items():
+                    obstacles[uid, str(obstacle.symptom.code)] = obstacle
+        self._since = {key: self._since.get(key, now) for key in [*obstacles, *([_ABSENT] if self._waits else [])]}
+        if obstacles:
+            self._report.record(_in_words([obstacle.symptom for obstacle in obstacles.values()]))
+        for key, obstacle in obstacles.items():
             if now - self._since[key] >= obstacle.patience:
                 return _Verdict(obstacle.symptom.code, str(obstacle.symptom), obstacle.symptom)
         if not self._waits:
             self._report.end()
             return None
         waited, words, detail = now - self._since[_ABSENT], self._complaints.words, self._missing()
-        if not found and (words or waited > QUIET_SECONDS):
+        if not obstacles and (words or waited > QUIET_SECONDS):
             self._report.record(detail)
         if waited >= pending_seconds:
-            if found:  # it was seen a little after the wait began, and says more
-                symptom = next(iter(found.values())).symptom
+            if obstacles:  # it was seen a little after the wait began, and says more
+                symptom = next(iter(obstacles.values())).symptom
                 return _Verdict(symptom.code, str(symptom), symptom)
             code, _ = pod_events.classify_message(words)
             return _Verdict(code, f"{detail} (cluster.pending_timeout_minutes: {pending_seconds / 60:g})")
@@ -353,7 +353,7 @@ class Follower:
             return self._deleted([verdict.cause])
         generation = job["metadata"].get("generation", 0)
         with self._changed:
-            former = any(self._generations.get(each, generation) != generation for each in self._left())
+            former = any(self._generations.get(pod_uid, generation) != generation for pod_uid in self._left())
             if former or self._kind.status(job).state == "suspended":
                 self._put_aside()
                 return None
@@ -373,10 +373,10 @@ class Follower:
 def _in_words(symptoms: Sequence[classify.Symptom]) -> str:
     """Why pods do not start: a single pod by its name, several with the same reason by their number."""
     alike = Counter(symptom.words for symptom in symptoms)
-    found = []
+    reasons = []
     for words, count in sorted(alike.items()):
         if count == 1:
-            found += [str(symptom) for symptom in symptoms if symptom.words == words]
+            reasons += [str(symptom) for symptom in symptoms if symptom.words == words]
         else:
-            found.append(f"{count} pods {words}" if words.startswith("cannot ") else f"{count} pods: {words}")
-    return "; ".join(found)
+            reasons.append(f"{count} pods {words}" if words.startswith("cannot ") else f"{count} pods: {words}")
+    return "; ".join(reasons)

@@ -49,10 +49,10 @@ def _true_conditions(job: Object) -> dict[str, Object]:
 
 def _from_conditions(job: Object, words: Mapping[str, State], finished: bool) -> Status:
     """The state of the first of `words` that is true: an ending is final, even if other conditions are true."""
-    found = _true_conditions(job)
+    conditions = _true_conditions(job)
     for word, state in words.items():
-        if word in found:
-            return Status(state, found[word].get("reason", ""), found[word].get("message", ""), finished)
+        if word in conditions:
+            return Status(state, conditions[word].get("reason", ""), conditions[word].get("message", ""), finished)
     return Status("waiting")
 
 
@@ -65,8 +65,10 @@ def _pytorchjob(job: Object) -> Status:
     }
     if is_held(job) and not {"Failed", "Succeeded"} & _true_conditions(job).keys():
         return Status("suspended")  # the condition comes later
-    done = bool(job.get("status", {}).get("completionTime")) and "ttlSecondsAfterFinished" in job["spec"]["runPolicy"]
-    return _from_conditions(job, words, finished=done)
+    finished = (
+        bool(job.get("status", {}).get("completionTime")) and "ttlSecondsAfterFinished" in job["spec"]["runPolicy"]
+    )
+    return _from_conditions(job, words, finished=finished)
 
 
 def _trainjob(job: Object) -> Status:
@@ -86,8 +88,8 @@ def _volcano(job: Object) -> Status:
     }
     word = state.get("phase", "Pending")
     ended = word in ("Completed", "Terminated", "Failed")
-    done = ended and "ttlSecondsAfterFinished" in job["spec"]
-    return Status(words.get(word, "waiting"), state.get("reason", ""), state.get("message", ""), done)
+    finished = ended and "ttlSecondsAfterFinished" in job["spec"]
+    return Status(words.get(word, "waiting"), state.get("reason", ""), state.get("message", ""), finished)
 
 
 def _pytorchjob_rank(pod: Object) -> int:

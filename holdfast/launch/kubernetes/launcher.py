@@ -83,9 +83,9 @@ class KubernetesLauncher:
             with Follower(self._api, self._kind, metadata["name"], run_id, number, self._changed) as former:
                 self._delete(metadata["name"], metadata["uid"], former, grace=60.0)
         for resource in self._kind.helpers:  # of a launcher that died between two creations
-            for found in self._api.list(resource, f"{RUN_LABEL}={run_id}")[0]:
-                if not live or found["metadata"]["labels"].get(LAUNCH_LABEL) != str(launch):
-                    self._api.delete(resource, found["metadata"]["name"], found["metadata"]["uid"])
+            for obj in self._api.list(resource, f"{RUN_LABEL}={run_id}")[0]:
+                if not live or obj["metadata"]["labels"].get(LAUNCH_LABEL) != str(launch):
+                    self._api.delete(resource, obj["metadata"]["name"], obj["metadata"]["uid"])
         return live
 
     def run(self, job: Job) -> Ending:
@@ -162,12 +162,12 @@ class KubernetesLauncher:
         """Create the objects of the job, or find existing ones. Returns the uid of the job object."""
         owner = self._owner()
         resources = (*self._kind.helpers, self._kind.resource)
-        found: Object = {}
+        created: Object = {}
         for resource, body in zip(resources, objects_for(job, owner), strict=True):
-            found = self._made(resource, body, job)
-        uid = str(found["metadata"]["uid"])
+            created = self._made(resource, body, job)
+        uid = str(created["metadata"]["uid"])
         if has_key(job):
-            self._give_key(job, found, uid)
+            self._give_key(job, created, uid)
         return uid
 
     def _give_key(self, job: Job, made: Object, uid: str) -> None:

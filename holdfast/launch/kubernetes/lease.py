@@ -92,8 +92,8 @@ class RunLease:
                 dying = "deletionTimestamp" in lease["metadata"]  # a launcher that took it would lose it
                 if dying or not (time.monotonic() - since > self._duration or self._is_free(holder)):
                     if not logged:
-                        what = "the lease that is being deleted" if dying else f"the launcher {holder}"
-                        log.info("run %s: waiting for %s", self._run_id, what)
+                        awaited = "the lease that is being deleted" if dying else f"the launcher {holder}"
+                        log.info("run %s: waiting for %s", self._run_id, awaited)
                     logged = True
                     if time.monotonic() - begun > self._patience:
                         raise HeldError(f"{holder} has the lease {self._name}")
@@ -150,12 +150,12 @@ class RunLease:
         try:
             self._lease = self._write(self._lease)
         except (ConflictError, MissingError):
-            found = self._api.get(LEASES, self._name)
-            if found is None:
+            lease = self._api.get(LEASES, self._name)
+            if lease is None:
                 return "it was deleted"
-            if (holder := found["spec"].get("holderIdentity")) != self._me:
+            if (holder := lease["spec"].get("holderIdentity")) != self._me:
                 return f"{holder} has it"
-            self._lease = found if "deletionTimestamp" in found["metadata"] else self._write(found)
+            self._lease = lease if "deletionTimestamp" in lease["metadata"] else self._write(lease)
         return "it is being deleted" if "deletionTimestamp" in self._lease["metadata"] else ""
 
     def check(self) -> None:

@@ -41,11 +41,11 @@ def end_orphaned_jobs(
         return []
     with RunLease(api, run_id, pod, (), duration, patience) as lease:
         jobs, helpers = _left(api, kind, run_id)
-        for resource, found in (*jobs, *helpers):
+        for resource, obj in (*jobs, *helpers):
             lease.check()
-            log.info("deleting %s %s: nobody follows it", resource, found["metadata"]["name"])
-            api.delete(resource, found["metadata"]["name"], found["metadata"]["uid"])
-    return [found["metadata"]["name"] for _, found in jobs]
+            log.info("deleting %s %s: nobody follows it", resource, obj["metadata"]["name"])
+            api.delete(resource, obj["metadata"]["name"], obj["metadata"]["uid"])
+    return [obj["metadata"]["name"] for _, obj in jobs]
 
 
 def _left(api: Api, kind: Kind, run_id: str) -> tuple[list[tuple[Resource, Object]], list[tuple[Resource, Object]]]:
@@ -57,16 +57,16 @@ def _left(api: Api, kind: Kind, run_id: str) -> tuple[list[tuple[Resource, Objec
         except MissingError:  # the cluster does not know this kind, so it has none
             return []
 
-    kept, jobs = set(), []
-    for found in labelled(kind.resource):
-        status = kind.status(found)
+    kept_names, jobs = set(), []
+    for obj in labelled(kind.resource):
+        status = kind.status(obj)
         if status.state == "succeeded" and status.finished:
-            kept.add(found["metadata"]["name"])
+            kept_names.add(obj["metadata"]["name"])
         else:
-            jobs.append((kind.resource, found))
+            jobs.append((kind.resource, obj))
     return jobs, [
-        (resource, found)
+        (resource, obj)
         for resource in kind.helpers
-        for found in labelled(resource)
-        if found["metadata"]["name"] not in kept
+        for obj in labelled(resource)
+        if obj["metadata"]["name"] not in kept_names
     ]

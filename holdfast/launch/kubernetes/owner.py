@@ -68,11 +68,11 @@ def find_own_pod(api: Api, name: str | None) -> OwnPod | None:
         return None
     uid = os.environ.get(UID_VARIABLE, "") if name == os.environ.get(POD_VARIABLE) else ""
     try:
-        found = None if uid else api.get(PODS, name)
+        own = None if uid else api.get(PODS, name)
     except HoldfastError as error:
         log.warning("pod %s cannot be read, so its lease does not say which one it is: %s", name, error)
-        found = None
-    return OwnPod(api.namespace, name, found["metadata"]["uid"] if found else uid)
+        own = None
+    return OwnPod(api.namespace, name, own["metadata"]["uid"] if own else uid)
 
 
 def find_pipeline(api: Api, pod: OwnPod | None) -> Pipeline | None:
@@ -81,10 +81,10 @@ def find_pipeline(api: Api, pod: OwnPod | None) -> Pipeline | None:
     if pod is None:
         return None
     try:
-        found = api.get(PODS, pod.name)
-        if found is None:
+        own = api.get(PODS, pod.name)
+        if own is None:
             return None
-        metadata = found["metadata"]
+        metadata = own["metadata"]
         name = metadata.get("labels", {}).get(WORKFLOW_LABEL)
         for reference in metadata.get("ownerReferences") or []:
             if reference["kind"] == "Workflow":

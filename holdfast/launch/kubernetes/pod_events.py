@@ -48,17 +48,17 @@ class PodEvents:
         if not self._allowed or (self._asked is not None and now - self._asked < ASK_SECONDS):
             return
         self._asked = now
-        found: list[Object] = []
+        warnings: list[Object] = []
         try:
             for name in names:
-                found += [event for event in self._api.events(name) if _explains_missing_pods(event)]
+                warnings += [event for event in self._api.events(name) if _explains_missing_pods(event)]
         except AccessDeniedError as error:
             log.warning("why pods do not come is not told: %s", error)
             self._allowed = False
         except HoldfastError as error:
             log.debug("events cannot be read: %s", error)
-        if found:
-            newest = max(found, key=_when)
+        if warnings:
+            newest = max(warnings, key=_when)
             self.words = " ".join(f"{newest.get('reason', '')}: {newest.get('message', '')}".split())[:LONGEST_WORDS]
 
 

@@ -44,13 +44,13 @@ class Mirror:
             try:
                 if version is None:
                     version = self._list()
-                for kind, found in self._api.watch(self._resource, self._selector, version):
-                    version = found["metadata"]["resourceVersion"]
+                for kind, obj in self._api.watch(self._resource, self._selector, version):
+                    version = obj["metadata"]["resourceVersion"]
                     failures = 0
                     if self._closing.is_set():
                         return
                     if kind != "BOOKMARK":
-                        self._note(found, deleted=kind == "DELETED")
+                        self._note(obj, deleted=kind == "DELETED")
                 failures = 0 if time.monotonic() - begun > 1 else failures + 1  # repeatedly closed immediately?
             except GoneError:
                 version, failures = None, failures + 1

@@ -103,15 +103,15 @@ def end_survivors(
         _signal(rank, signal.SIGTERM)
     while running := _running(ranks):
         passed = time.monotonic() - begun
-        late = [one for one in running if passed > (saving_seconds if is_saving(one.pid) else seconds)]
-        new = [one for one in late if one.pid not in killed]
+        late = [process for process in running if passed > (saving_seconds if is_saving(process.pid) else seconds)]
+        new = [process for process in late if process.pid not in killed]
         _tell_where(new)
-        for one in new:
+        for process in new:
             log.warning(
-                "process %d did not leave in %.1f s after another rank was killed: it is killed", one.pid, passed
+                "process %d did not leave in %.1f s after another rank was killed: it is killed", process.pid, passed
             )
-            _signal(one, signal.SIGKILL)
-            killed.add(one.pid)
+            _signal(process, signal.SIGKILL)
+            killed.add(process.pid)
         if passed > saving_seconds + seconds:
             return
         wait_for_end(running, _LOOK)

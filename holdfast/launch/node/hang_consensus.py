@@ -66,11 +66,11 @@ class HangConsensus:
         """Send the state of this node's ranks. Returns (node, state) of every known rank, including these. `passed` is
         the time in seconds since the last call. Raises RuntimeError if the store does not respond."""
         self._told += 1
-        own = {"told": self._told, "node": node_name(), "ranks": [_packed(one) for one in mine]}
+        own = {"told": self._told, "node": node_name(), "ranks": [_packed(rank) for rank in mine]}
         self._store.set(f"{self._key}/{self._node}", self._sealed(str(self._node), json.dumps(own)))
         others = [node for node in range(self._nodes) if node != self._node]
         keys = [f"{self._key}/{node}" for node in others]
-        states = [(node_name(), one) for one in mine]
+        states = [(node_name(), rank) for rank in mine]
         if not self._store.check(keys):  # some have not started
             return states
         for node, sealed in zip(others, self._store.multi_get(keys), strict=True):
@@ -82,7 +82,7 @@ class HangConsensus:
             before, silent = self._heard.get(node, (0, 0.0))
             silent = silent + passed if message["told"] == before else 0.0
             self._heard[node] = (message["told"], silent)
-            states += [(message["node"], _unpacked(one, silent)) for one in message["ranks"]]
+            states += [(message["node"], _unpacked(rank, silent)) for rank in message["ranks"]]
         return states
 
     def decide(self, verdict: HangDecision) -> HangDecision:

@@ -92,22 +92,22 @@ class Hang:
     @property
     def seconds(self) -> float:
         """Time since the last mark of a suspect."""
-        return min(one.quiet for one in self.suspects)
+        return min(rank.quiet for rank in self.suspects)
 
     def words(self, node: str) -> str:
         """The description of the hang; `node` is that of the suspects."""
         first = self.suspects[0]
-        ranks = ", ".join(str(one.seen.rank) for one in self.suspects)
+        ranks = ", ".join(str(suspect.seen.rank) for suspect in self.suspects)
         where = f"in the phase {first.phase} of step {first.step}"
         if first.stopped:
-            how = "nothing is heard of its node" if first.unheard else "its process is stopped by a signal"
+            activity = "nothing is heard of its node" if first.unheard else "its process is stopped by a signal"
         elif first.waiting:
-            how = "it waits for other ranks there"
+            activity = "it waits for other ranks there"
         else:
-            how = "it sleeps" if first.idle else "it computes without an end"
-        who = f"ranks {ranks} hang" if len(self.suspects) > 1 else f"rank {ranks} hangs"
+            activity = "it sleeps" if first.idle else "it computes without an end"
+        subject = f"ranks {ranks} hang" if len(self.suspects) > 1 else f"rank {ranks} hangs"
         waiting = f"; {self.others} more wait" if self.others else ""
-        return f"{who} on {node}, {where}, since {self.seconds:.1f} s: {how}{waiting}"
+        return f"{subject} on {node}, {where}, since {self.seconds:.1f} s: {activity}{waiting}"
 
 
 def judge(ranks: Sequence[Watched], more: float = 0.0) -> Hang | None:
@@ -115,14 +115,14 @@ def judge(ranks: Sequence[Watched], more: float = 0.0) -> Hang | None:
     seconds that each has in addition to its time within a step."""
     if not ranks:
         return None
-    whole = len(ranks) == ranks[0].seen.world
+    complete = len(ranks) == ranks[0].seen.world
     stopped = [one for one in ranks if one.stopped]
     awake = [one for one in ranks if not one.waiting]
     if stopped:
         suspects = stopped
     elif awake:
         suspects = _furthest_behind(awake)
-    elif whole:
+    elif complete:
         suspects = _furthest_behind(ranks)
     else:  # they wait for a rank of another node
         return None
@@ -147,8 +147,8 @@ def judge(ranks: Sequence[Watched], more: float = 0.0) -> Hang | None:
 
 
 def _furthest_behind(ranks: Sequence[Watched]) -> list[Watched]:
-    least = min(one.place for one in ranks)
-    return [one for one in ranks if one.place == least]
+    least = min(rank.place for rank in ranks)
+    return [rank for rank in ranks if rank.place == least]
 
 
 def _is_up(one: Watched, soon: float | None, *, alone: bool, together: bool) -> bool:

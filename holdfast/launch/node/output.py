@@ -54,10 +54,10 @@ class Place:
         parser.add_argument("--launch", type=int)
         parser.add_argument("--store")
         try:
-            given = parser.parse_known_args(list(arguments))[0]
+            options = parser.parse_known_args(list(arguments))[0]
         except (argparse.ArgumentError, SystemExit):
             return None
-        return cls(given.store, given.run_id, given.launch) if all(vars(given).values()) else None
+        return cls(options.store, options.run_id, options.launch) if all(vars(options).values()) else None
 
 
 @dataclass(eq=False)
@@ -109,15 +109,15 @@ class RankOutput:
 
     def follow(self, reader: int, rank: int, pid: int) -> None:
         """Take the output of that process from now on."""
-        found: _Rank | None = None
+        log: _Rank | None = None
         if self._place is not None:
             stream = new_stream(rank, self._place.launch, socket.gethostname(), pid)
-            found = _Rank(RankLog(self._opened, self._place.run_id, stream), self._records / f"{pid}.json")
+            log = _Rank(RankLog(self._opened, self._place.run_id, stream), self._records / f"{pid}.json")
         with self._changed:
-            if found is not None:
-                self._ranks.append(found)
+            if log is not None:
+                self._ranks.append(log)
             self._open += 1
-            self._selector.register(reader, selectors.EVENT_READ, _Pipe(found))
+            self._selector.register(reader, selectors.EVENT_READ, _Pipe(log))
             if not self._threads:
                 self._threads = [
                     threading.Thread(target=work, name=f"output {name}", daemon=True)
@@ -131,9 +131,9 @@ class RankOutput:
         """Add a text of another process to the log of that process."""
         _print(text)
         with self._changed:
-            found = [one for one in self._ranks if one.log.stream.pid == pid]
-        for one in found[-1:]:
-            one.log.add(text)
+            logs = [rank for rank in self._ranks if rank.log.stream.pid == pid]
+        for rank in logs[-1:]:
+            rank.log.add(text)
 
     def take_rest(self, seconds: float = TAKE_SECONDS) -> None:
         """Pass on what is left in the pipes after the ranks have ended. Waits at most `seconds`: a process that a rank
@@ -145,13 +145,13 @@ class RankOutput:
         """Store what was taken, within `seconds`. `codes`: process id → exit code that torchrun saw."""
         with self._changed:
             self._codes = codes
-            for one in self._ranks:
-                one.at_end = True
+            for rank in self._ranks:
+                rank.at_end = True
             self._closing = True
             self._changed.notify_all()
         for thread in self._threads[1:]:
             join_within(thread, seconds)
-            if thread.is_alive() or any(not one.done for one in self._ranks):
+            if thread.is_alive() or any(not rank.done for rank in self._ranks):
                 log.warning("the last lines of the ranks did not reach the store in %g s", seconds)
 
     def _pass_on(self) -> None:
@@ -188,14 +188,14 @@ class RankOutput:
                     lambda: self._closing or any(r.at_end and not r.kept for r in self._ranks), self._pause
                 )
                 closing = self._closing
-                ranks = [one for one in self._ranks if not one.done]
+                ranks = [rank for rank in self._ranks if not rank.done]
             away = False
-            for one in ranks:
-                last = one.at_end
-                self._look_at(one, last)
-                written = one.log.flush(last=last)
-                one.kept = last and written
-                one.done = one.kept and (closing or one.log.stream.code is not None)
+            for rank in ranks:
+                last = rank.at_end
+                self._look_at(rank, last)
+                written = rank.log.flush(last=last)
+                rank.kept = last and written
+                rank.done = rank.kept and (closing or rank.log.stream.code is not None)
                 away |= not written
             if closing and not away:
                 return

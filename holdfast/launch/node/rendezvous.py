@@ -207,14 +207,14 @@ class _State(BaseModel):
     @property
     def state(self) -> _RendezvousState:
         """The state in torch's form. Raises OverflowError, ValueError and OSError for an invalid time."""
-        found = _RendezvousState()
-        found.round, found.complete, found.closed = self.round, self.complete, self.closed
-        found.deadline = None if self.deadline is None else datetime.fromtimestamp(self.deadline, UTC)
-        found.participants = {_NodeDesc(*node): rank for node, rank in self.participants}
-        found.wait_list = {_NodeDesc(*node) for node in self.wait_list}
-        found.redundancy_list = {_NodeDesc(*node) for node in self.redundancy_list}
-        found.last_heartbeats = {_NodeDesc(*node): datetime.fromtimestamp(at, UTC) for node, at in self.last_heartbeats}
-        return found
+        state = _RendezvousState()
+        state.round, state.complete, state.closed = self.round, self.complete, self.closed
+        state.deadline = None if self.deadline is None else datetime.fromtimestamp(self.deadline, UTC)
+        state.participants = {_NodeDesc(*node): rank for node, rank in self.participants}
+        state.wait_list = {_NodeDesc(*node) for node in self.wait_list}
+        state.redundancy_list = {_NodeDesc(*node) for node in self.redundancy_list}
+        state.last_heartbeats = {_NodeDesc(*node): datetime.fromtimestamp(at, UTC) for node, at in self.last_heartbeats}
+        return state
 
 
 def _packed(node: _NodeDesc) -> _Node:
@@ -243,9 +243,9 @@ class SealedBackend(C10dRendezvousBackend):
 
         def put() -> tuple[bytes, Token] | None:
             nonlocal was_set
-            found = super(SealedBackend, self).set_state(sealed, token)
-            was_set = found is not None and found[2]
-            return None if found is None else found[:2]
+            stored = super(SealedBackend, self).set_state(sealed, token)
+            was_set = stored is not None and stored[2]
+            return None if stored is None else stored[:2]
 
         believed = self._believed(put)
         return None if believed is None else (*believed, was_set)

@@ -99,7 +99,7 @@ class SpareRendezvousHandler(DynamicRendezvousHandler):
         op, self._seated = _JoinOp(self._was_trained), False
         dynamic_rendezvous._RendezvousJoinOp = lambda: op  # type: ignore[assignment,misc]
         try:
-            found = super().next_rendezvous()
+            info = super().next_rendezvous()
         except RendezvousClosedError as error:
             if op.trained or self._was_trained():
                 raise TrainedError("the run is trained") from error
@@ -111,7 +111,7 @@ class SpareRendezvousHandler(DynamicRendezvousHandler):
                 raise NoSlotError(f"no seat can be had any more: {error}") from error
             raise
         self._seated = True
-        return found
+        return info
 
     def num_nodes_waiting(self) -> int:
         """See base class. Zero while every slot is taken."""

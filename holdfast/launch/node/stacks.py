@@ -35,11 +35,11 @@ def stacks_of(
         if time.monotonic() - begun >= (starved_seconds if starved else STACK_SECONDS):
             break
         time.sleep(0.05)
-    found = dict[int, bytes]()
+    stacks = dict[int, bytes]()
     for pid, file in files.items():
         with suppress(OSError), file.open("rb") as written:
-            found[pid] = written.read(MAX_STACKS)
-    return found
+            stacks[pid] = written.read(MAX_STACKS)
+    return stacks
 
 
 def _has_written(pid: int, file: Path, always: set[str]) -> bool:

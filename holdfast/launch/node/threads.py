@@ -34,7 +34,7 @@ def has_working_child(pid: int) -> bool:
 
 def blocking(pid: int, number: int) -> set[str]:
     """The threads of a process in which a signal is blocked: by themselves, or while they handle it."""
-    found, threads = set[str](), list[str]()
+    blocking_threads, threads = set[str](), list[str]()
     with suppress(OSError):
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
     for thread in threads:
@@ -42,8 +42,8 @@ def blocking(pid: int, number: int) -> set[str]:
             status = Path(f"/proc/{pid}/task/{thread}/status").read_text(encoding="utf-8", errors="replace")
             blocked = re.search(r"^SigBlk:\s*([0-9a-f]+)", status, re.MULTILINE)
             if blocked is not None and int(blocked[1], 16) & 1 << (number - 1):
-                found.add(thread)
-    return found
+                blocking_threads.add(thread)
+    return blocking_threads
 
 
 def _state(path: Path) -> str:

@@ -119,9 +119,9 @@ class Watchdog:
             if not self._thread.is_alive():
                 self._say_gone()
         with self._lock:
-            for one in self._ranks:
-                if not one.gone() and one.pidfd is not None:
-                    os.close(one.pidfd)
+            for rank in self._ranks:
+                if not rank.gone() and rank.pidfd is not None:
+                    os.close(rank.pidfd)
             self._ranks.clear()
         return self._words
 
@@ -131,14 +131,14 @@ class Watchdog:
             now = time.monotonic()
             passed, last = min(now - last, 2 * self._tick), now
             with self._lock:
-                self._ranks = [one for one in self._ranks if not one.gone()]
-                ranks = [one for one in self._ranks if not one.ended]
+                self._ranks = [rank for rank in self._ranks if not rank.gone()]
+                ranks = [rank for rank in self._ranks if not rank.ended]
                 environment = self._environment
             if not ranks:
                 self._say_gone()
                 continue
             try:
-                states = [one for each in ranks if (one := self._look(each, passed)) is not None]
+                states = [rank for watched_rank in ranks if (rank := self._look(watched_rank, passed)) is not None]
                 if len(states) == len(ranks) and (verdict := self._verdict(states, environment, now)) is not None:
                     self._end(verdict, ranks)
             except Exception:  # the watchdog must not end a training
@@ -146,7 +146,7 @@ class Watchdog:
 
     def _verdict(self, seen: Sequence[Watched], environment: Mapping[str, str], now: float) -> HangDecision | None:
         """The verdict on a hang, here or on another node; None without one."""
-        known = [(node_name(), one) for one in seen]
+        known = [(node_name(), rank) for rank in seen]
         if seen and HangConsensus.is_for(environment):
             try:
                 return self._agreed(known, environment, now)
@@ -159,9 +159,9 @@ class Watchdog:
     def _agreed(
         self, known: Sequence[tuple[str, Watched]], environment: Mapping[str, str], now: float
     ) -> HangDecision | None:
-        quiet = any(one.quiet > LOOK_AFTER for _, one in known)
+        quiet = any(rank.quiet > LOOK_AFTER for _, rank in known)
         if now < self._asked_at + (self._tick if quiet else ASK_SECONDS):
-            hang = judge([one for _, one in known]) if self._consensus is None else None
+            hang = judge([rank for _, rank in known]) if self._consensus is None else None
             return None if hang is None else _decision_of(hang, known)
         if self._consensus is None or self._consensus_of != environment:
             self._consensus, self._consensus_of, self._asked_at = (
@@ -170,10 +170,10 @@ class Watchdog:
                 now,
             )
         passed, self._asked_at = min(now - self._asked_at, 2 * ASK_SECONDS), now
-        known = self._consensus.exchange([one for _, one in known], passed)
+        known = self._consensus.exchange([rank for _, rank in known], passed)
         if (verdict := self._consensus.verdict()) is not None:
             return verdict
-        hang = judge([one for _, one in known], ACROSS_NODES)
+        hang = judge([rank for _, rank in known], ACROSS_NODES)
         return None if hang is None else self._consensus.decide(_decision_of(hang, known))
 
     def _say_gone(self) -> None:
@@ -208,48 +208,48 @@ class Watchdog:
 
     def _end(self, verdict: HangDecision, ranks: list[_Rank]) -> None:
         self._words = verdict.words
-        for one in ranks:  # ranks that start later are watched like any others
-            one.ended = True
+        for rank in ranks:  # ranks that start later are watched like any others
+            rank.ended = True
         log.error("%s. The ranks of this node are ended, to begin again", verdict.words)
-        mine = [one for one in ranks if one.rank in verdict.suspects]
-        self._tell(mine, verdict)
+        suspects = [rank for rank in ranks if rank.rank in verdict.suspects]
+        self._tell(suspects, verdict)
         self._keep_stacks(ranks)
         if self._consensus is not None:
             with suppress(RuntimeError):
                 self._consensus.together()
-        for one in ranks:
-            one.send(signal.SIGKILL)
-        for one in ranks:  # a rank's record says that nothing of it is left
-            one.await_end(REAP_TIMEOUT)
-        blames = verdict.nodes == 1 and bool(mine) and int(self._environment.get("GROUP_WORLD_SIZE", "1")) > 1
-        for one in ranks:
-            code = ExitCode.HUNG if one in mine else ExitCode.LOST_PEER
-            self._leave_ending(one, code, blames_node=blames and one in mine)
+        for rank in ranks:
+            rank.send(signal.SIGKILL)
+        for rank in ranks:  # a rank's record says that nothing of it is left
+            rank.await_end(REAP_TIMEOUT)
+        blames = verdict.nodes == 1 and bool(suspects) and int(self._environment.get("GROUP_WORLD_SIZE", "1")) > 1
+        for rank in ranks:
+            code = ExitCode.HUNG if rank in suspects else ExitCode.LOST_PEER
+            self._leave_ending(rank, code, blames_node=blames and rank in suspects)
 
     def _tell(self, mine: list[_Rank], verdict: HangDecision) -> None:
         if not mine:  # the node that has a suspect reports it
             return
         assert mine[0].reader is not None, "it was seen"
-        one = Watched(mine[0].reader.read(), mine[0].quiet)
+        suspect = Watched(mine[0].reader.read(), mine[0].quiet)
         self._events.tell(
             HangDetected(
-                rank=one.seen.rank,
+                rank=suspect.seen.rank,
                 host=node_name(),
-                phase=one.phase,
-                step=one.step,
-                seconds=one.quiet,
+                phase=suspect.phase,
+                step=suspect.step,
+                seconds=suspect.quiet,
                 message=verdict.words,
             )
         )
 
     def _keep_stacks(self, ranks: list[_Rank]) -> None:
         """Add the stacks of each rank to its log. A stopped process writes none."""
-        found = stacks_of(self._folder, {one.pid: one.send for one in ranks if not one.stopped})
-        for one in ranks:
-            where = one.reader.read() if one.reader is not None else None
+        stacks = stacks_of(self._folder, {rank.pid: rank.send for rank in ranks if not rank.stopped})
+        for rank in ranks:
+            where = rank.reader.read() if rank.reader is not None else None
             place = f"in the phase {PHASES[where.phase]} after step {where.step}" if where else "before it had a place"
-            text = f"[holdfast: {self._words}. Rank {one.rank} was {place}; its stacks:]\n".encode()
-            self._keep(one.pid, text + (found.get(one.pid) or b"  none: it does not answer\n"))
+            text = f"[holdfast: {self._words}. Rank {rank.rank} was {place}; its stacks:]\n".encode()
+            self._keep(rank.pid, text + (stacks.get(rank.pid) or b"  none: it does not answer\n"))
 
     def _leave_ending(self, one: _Rank, code: ExitCode, *, blames_node: bool) -> None:
         """Complete the rank's record, since the rank cannot."""
@@ -261,6 +261,6 @@ class Watchdog:
 
 
 def _decision_of(hang: Hang, known: Sequence[tuple[str, Watched]]) -> HangDecision:
-    nodes = list(dict.fromkeys(node for node, one in known if one in hang.suspects))
-    suspects = frozenset(one.seen.rank for one in hang.suspects)
+    nodes = list(dict.fromkeys(node for node, rank in known if rank in hang.suspects))
+    suspects = frozenset(rank.seen.rank for rank in hang.suspects)
     return HangDecision(words=hang.words(", ".join(nodes)), suspects=suspects, nodes=len(nodes))

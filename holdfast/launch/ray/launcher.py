@@ -142,9 +142,9 @@ class RayLauncher:
         outcomes: dict[int, tuple[int, str]] = {}
         while len(outcomes) < len(nodes):
             try:
-                rank, how = ended.get(timeout=POLL_SECONDS)
-                outcomes[rank] = how
-                if how[0] != ExitCode.OK and self._deadline is None:
+                rank, outcome = ended.get(timeout=POLL_SECONDS)
+                outcomes[rank] = outcome
+                if outcome[0] != ExitCode.OK and self._deadline is None:
                     self._deadline = time.monotonic() + self._grace + LEAVE_MARGIN
             except queue.Empty:
                 if self._deadline is not None and time.monotonic() > self._deadline:
@@ -185,14 +185,14 @@ def connect() -> None:
     ClusterUnreachableError."""
     if ray.is_initialized():
         return
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         ray.init(address="auto", namespace=NAMESPACE, log_to_driver=True, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError) as error:
         raise ClusterUnreachableError(f"Ray: {_short(error)}") from None
     finally:
         if threading.current_thread() is threading.main_thread():
-            for number, handler in kept.items():  # Ray installs its own
+            for number, handler in handlers.items():  # Ray installs its own
                 signal.signal(number, handler)
 
 
@@ -210,7 +210,7 @@ def _count(job: Job) -> int:
     nodes = job.cluster.nodes
     if nodes.min == nodes.max:
         return nodes.max
-    able = sum(fits(bundle(job), one) for one in nodes_of(job.excluded_nodes))
+    able = sum(fits(bundle(job), node) for node in nodes_of(job.excluded_nodes))
     return max(nodes.min, min(nodes.max, able))
 
 
@@ -240,17 +240,17 @@ def _environment(job: Job, count: int, address: str, port: int, rank: int, key: 
 
 def _follow(rank: int, stream: Any, printed: _Log, ended: queue.SimpleQueue[tuple[int, tuple[int, str]]]) -> None:
     """Pass on a node's output, and put how it ended into `ended`. A lost node reports nothing."""
-    how = (int(ExitCode.KILLED), "")
+    outcome = (int(ExitCode.KILLED), "")
     try:
         for reference in stream:
             item = ray.get(reference)
             if isinstance(item, str):
                 printed.write(item)
             else:
-                how = item
+                outcome = item
     except RayError as error:
         log.warning("node %d of the gang: %s", rank, _short(error))
-    ended.put((rank, how))
+    ended.put((rank, outcome))
 
 
 def _ending(told: dict[int, tuple[int, str]], names: Sequence[str], tail: Sequence[str], path: Path) -> Ending:

@@ -48,7 +48,7 @@ def start(
 def address() -> str:
     """The address at which Ray knows this node: a machine may have several networks."""
     here = ray.get_runtime_context().get_node_id()
-    return next(str(one["NodeManagerAddress"]) for one in ray.nodes() if one["NodeID"] == here)
+    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == here)
 
 
 class Node:

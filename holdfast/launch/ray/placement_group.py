@@ -94,7 +94,7 @@ class GangReservation:
 
 def nodes_of(avoided: Iterable[str] = ()) -> list[dict[str, float]]:
     """The total resources of each living node, used or not, without the nodes in `avoided`."""
-    return [dict(one["Resources"]) for one in ray.nodes() if one["Alive"] and one["NodeID"] not in set(avoided)]
+    return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"] and node["NodeID"] not in set(avoided)]
 
 
 def fits(bundle: Amounts, node: Amounts) -> bool:
@@ -105,18 +105,18 @@ def fits(bundle: Amounts, node: Amounts) -> bool:
 def shortfall(name: str, bundle: Amounts, count: int, nodes: Sequence[Amounts]) -> str:
     """The reason why `count` bundles do not fit on nodes with these total resources."""
     able = sum(fits(bundle, node) for node in nodes)
-    wanted = (
+    demand = (
         f"{count} nodes with {format_resources(bundle)} each"
         if count > 1
         else f"a node with {format_resources(bundle)}"
     )
     kinds = Counter(format_resources({key: node[key] for key in _named_resources(bundle, node)}) for node in nodes)
-    have = "; ".join(f"{number} with {what}" for what, number in kinds.most_common(KINDS))
+    have = "; ".join(f"{number} with {resources}" for resources, number in kinds.most_common(KINDS))
     if able >= count:
         why = "others use what is large enough"
     else:
         why = f"{able or 'none'} of Ray's {len(nodes)} nodes {'is' if able <= 1 else 'are'} large enough"
-    return f"{name} wants {wanted}, and {why}" + (f"; there are {have}" if have else "")
+    return f"{name} wants {demand}, and {why}" + (f"; there are {have}" if have else "")
 
 
 def format_resources(amounts: Amounts) -> str:

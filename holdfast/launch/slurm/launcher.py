@@ -181,8 +181,8 @@ def _environment(job: Job, hosts: Sequence[str], endings: Path) -> dict[str, str
 
 def _address(node: str) -> str:
     """The address at which Slurm itself reaches a node. The network may not know the node's name."""
-    found = re.search(r"\bNodeAddr=(\S+)", _asked("scontrol", "show", "node", node, "--oneliner"))
-    return found[1] if found else node
+    match = re.search(r"\bNodeAddr=(\S+)", _asked("scontrol", "show", "node", node, "--oneliner"))
+    return match[1] if match else node
 
 
 def _ending(code: int, told: dict[str, NodeExit | None], tail: tuple[str, ...], path: Path) -> Ending:
@@ -211,9 +211,9 @@ def _ending(code: int, told: dict[str, NodeExit | None], tail: tuple[str, ...], 
 
 def _asked(*command: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ASK_SECONDS)
+        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ASK_SECONDS)
     except subprocess.TimeoutExpired:
         raise ClusterUnreachableError(f"{' '.join(command[:2])}: no answer from Slurm in {ASK_SECONDS:g} s") from None
-    if done.returncode != 0:
-        raise ClusterUnreachableError(f"{' '.join(command[:2])}: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
+    if process.returncode != 0:
+        raise ClusterUnreachableError(f"{' '.join(command[:2])}: {process.stderr.strip() or process.stdout.strip()}")
+    return process.stdout

@@ -63,8 +63,8 @@ def problems(thing: dict[str, Any]) -> list[str] | None:
     validator = _validator_of(thing)
     if validator is None:
         return None
-    found = sorted(validator.iter_errors(thing), key=lambda error: [str(part) for part in error.absolute_path])
-    return [f"{'.'.join(map(str, error.absolute_path)) or '(object)'}: {error.message[:500]}" for error in found]
+    errors = sorted(validator.iter_errors(thing), key=lambda error: [str(part) for part in error.absolute_path])
+    return [f"{'.'.join(map(str, error.absolute_path)) or '(object)'}: {error.message[:500]}" for error in errors]
 
 
 def validate(thing: dict[str, Any]) -> None:
@@ -89,15 +89,15 @@ def _validator_of(thing: dict[str, Any]) -> jsonschema.Draft202012Validator | No
 @functools.cache
 def _files() -> dict[tuple[str, str], Path]:
     """The file that defines each kind. Only the first lines of each version are looked at, not the schemas."""
-    found = {}
+    files = {}
     for path in sorted(FOLDER.glob("*.yaml")):
         text = path.read_text(encoding="utf-8")
         group = _first(text, "\n  group: ")
         kind = _first(text, "\n    kind: ")
         for line in text.splitlines():
             if line.startswith(("    name: ", "  - name: ")) and line.split()[-1].startswith("v"):
-                found[(f"{group}/{line.split()[-1]}", kind)] = path
-    return found
+                files[(f"{group}/{line.split()[-1]}", kind)] = path
+    return files
 
 
 def _first(text: str, after: str) -> str:
