@@ -38,42 +38,42 @@ class Base:
 
     def documents(self, config: dict[str, Any], end_of_text: str, end_id: int) -> dict[str, dict[str, Any]]:
         """The JSON documents of an export with the config.json `config`."""
-        found = {"config.json": self._config(config, end_id)}
-        settings = found["config.json"]
+        documents = {"config.json": self._config(config, end_id)}
+        settings = documents["config.json"]
         ids = ("bos_token_id", "eos_token_id", "pad_token_id")
         fallback: dict[str, Any] = {key: settings[key] for key in ids if key in settings}
         generation = _kept(self.generation_config) or {**fallback, "do_sample": True}
         ends = generation.get("eos_token_id", settings["eos_token_id"])
-        found["generation_config.json"] = {**generation, "eos_token_id": _with_end(ends, end_id)}
+        documents["generation_config.json"] = {**generation, "eos_token_id": _with_end(ends, end_id)}
         own = {
             "clean_up_tokenization_spaces": False,
             "model_max_length": settings["max_position_embeddings"],
             "tokenizer_class": "PreTrainedTokenizerFast",
         }
         named = _kept(self.special_tokens_map)
-        tokens = {"eos_token": end_of_text, **{key: one for key, one in named.items() if key.endswith("_token")}}
+        tokens = {"eos_token": end_of_text, **{key: token for key, token in named.items() if key.endswith("_token")}}
         if not self.tokenizer_config and not self.config:
             tokens = {"bos_token": end_of_text, **tokens}
-        kept = {key: value for key, value in _kept(self.tokenizer_config).items() if key != "chat_template"}
-        if kept.get("eos_token") is None:
-            kept.pop("eos_token", None)
-        found["tokenizer_config.json"] = {**own, **tokens, **kept}
+        settings_kept = {key: value for key, value in _kept(self.tokenizer_config).items() if key != "chat_template"}
+        if settings_kept.get("eos_token") is None:
+            settings_kept.pop("eos_token", None)
+        documents["tokenizer_config.json"] = {**own, **tokens, **settings_kept}
         if len(self.templates) > 1 or (self.templates and "default" not in self.templates):
             several = [{"name": name, "template": text} for name, text in sorted(self.templates.items())]
-            found["tokenizer_config.json"]["chat_template"] = several
+            documents["tokenizer_config.json"]["chat_template"] = several
         if named:
-            found["special_tokens_map.json"] = named
-        return found
+            documents["special_tokens_map.json"] = named
+        return documents
 
     def _config(self, config: dict[str, Any], end_id: int) -> dict[str, Any]:
         if not self.config:
             return config
         context = config["max_position_embeddings"]
-        kept = {key: self.config[key] for key in KEPT if key in self.config}
-        dtype = kept.get("dtype", kept.get("torch_dtype", config["dtype"]))
+        settings = {key: self.config[key] for key in KEPT if key in self.config}
+        dtype = settings.get("dtype", settings.get("torch_dtype", config["dtype"]))
         merged = {
             **{key: value for key, value in config.items() if key != "bos_token_id"},
-            **kept,
+            **settings,
             "dtype": dtype,
             "torch_dtype": dtype,
             "eos_token_id": _with_end(self.config.get("eos_token_id"), end_id),
@@ -283,7 +283,7 @@ def _is(kind: str, value: Any) -> bool:
     if kind == _TEXT:
         return isinstance(value, str)
     if kind == _TEXTS:
-        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
     return isinstance(value, dict)
 
 
@@ -328,7 +328,7 @@ def read_config(path: str, settings: Mapping[str, Any]) -> ReadConfig:
         raise DataError(f"{path}: vocab_size is {shown(vocabulary)}; a positive number is needed")
     ends = settings.get("eos_token_id")
     stops = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
-    if not all(_is(_INTEGER, one) for one in stops):
+    if not all(_is(_INTEGER, stop) for stop in stops):
         raise DataError(f"{path}: eos_token_id is {shown(ends)}; {_INTEGER} is needed")
     end_of_text = _own(path, settings).get("end_of_text_id", stops[0] if stops else None)
     return ReadConfig(shape, vocabulary, end_of_text, stops)
@@ -380,10 +380,10 @@ def _of_mixture(shape: Model, family: _Family) -> dict[str, Any]:
         "routing.normalise": routing.normalise,
         "routing.shared": routing.shared,
     }
-    found = {key: values[field] for field, key in family.mixture.items()}
+    settings_found = {key: values[field] for field, key in family.mixture.items()}
     if shape.family == "qwen2_moe":
-        found["shared_expert_intermediate_size"] = routing.shared * shape.ffn_width
-    return found
+        settings_found["shared_expert_intermediate_size"] = routing.shared * shape.ffn_width
+    return settings_found
 
 
 def _family(path: str, settings: Mapping[str, Any]) -> tuple[str, _Family]:
@@ -394,7 +394,7 @@ def _family(path: str, settings: Mapping[str, Any]) -> tuple[str, _Family]:
     family = _FAMILIES[name]
     architectures = settings.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
-        others = [known[one] for one in architectures if one in known]
+        others = [known[entry] for entry in architectures if entry in known]
         remedy = f"; that is of model_type {others[0]}" if others else f", and {', '.join(known)} can be read"
         raise DataError(
             f"{path}: architectures is {shown(architectures)}, not ['{family.architecture}'] of {name}{remedy}"
@@ -404,10 +404,10 @@ def _family(path: str, settings: Mapping[str, Any]) -> tuple[str, _Family]:
 
 def _own(path: str, settings: Mapping[str, Any]) -> dict[str, int]:
     """Holdfast's entries in an export: the context and the end of documents from training."""
-    found = settings.get(OWN) or {}
-    if not isinstance(found, dict) or any(type(one) is not int or one < 0 for one in found.values()):
-        raise DataError(f"{path}: {OWN} is {shown(found)}; export the model again")
-    return found
+    own = settings.get(OWN) or {}
+    if not isinstance(own, dict) or any(type(value) is not int or value < 0 for value in own.values()):
+        raise DataError(f"{path}: {OWN} is {shown(own)}; export the model again")
+    return own
 
 
 def _shape(path: str, family: str, settings: Mapping[str, Any]) -> Model:
@@ -447,12 +447,12 @@ def _read_mixture(path: str, family: str, settings: Mapping[str, Any]) -> dict[s
     keys = _FAMILIES[family].mixture
     values = {field: settings.get(key) for field, key in keys.items()}
     if family == "qwen2_moe":
-        width, one = settings["shared_expert_intermediate_size"], settings["moe_intermediate_size"]
-        values["routing.shared"], rest = divmod(width, one) if width is not None and one else (None, 0)
+        width, unit = settings["shared_expert_intermediate_size"], settings["moe_intermediate_size"]
+        values["routing.shared"], rest = divmod(width, unit) if width is not None and unit else (None, 0)
         if rest:
             raise DataError(
                 f"{path}: shared_expert_intermediate_size is {width!r}; only multiples of moe_intermediate_size = "
-                f"{one} can be read"
+                f"{unit} can be read"
             )
     if missing := [keys[field] for field, value in values.items() if value is None]:
         raise DataError(f"{path}: has no {missing[0]}; add it")

@@ -131,10 +131,10 @@ def _product(x: Tensor, weight: Tensor, width: int, ends_E: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
-    each = weight.unflatten(0, (-1, width))
+    weights = weight.unflatten(0, (-1, width))
     if not len(x):  # no token chose one of these experts
-        return F.linear(x, each[0])
-    return F.grouped_mm(x, each.transpose(1, 2), offs=ends_E.to(torch.int32))
+        return F.linear(x, weights[0])
+    return F.grouped_mm(x, weights.transpose(1, 2), offs=ends_E.to(torch.int32))
 
 
 class Experts(nn.Module):

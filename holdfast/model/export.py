@@ -57,7 +57,7 @@ def export_files(
     """
     end_id = token_id(tokenizer_json, end_of_text)
     weights = published(shape, vocabulary)
-    shapes = {name: each.shape for name, each in weights.items()}
+    shapes = {name: weight.shape for name, weight in weights.items()}
     shards = _plan(shapes, max_shard_bytes)
 
     def read(name: str) -> Iterator[Tensor]:
@@ -92,12 +92,12 @@ def token_id(tokenizer_json: str, token: str) -> int:
     from tokenizers import Tokenizer
 
     try:
-        found = Tokenizer.from_str(tokenizer_json).token_to_id(token)
+        number = Tokenizer.from_str(tokenizer_json).token_to_id(token)
     except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
         raise DataError(f"tokenizer.json: not a Hugging Face tokenizer: {error}") from None
-    if found is None:
+    if number is None:
         raise DataError(f"tokenizer.json: has no token {token!r}; set data.tokenizer.end_of_text to one that it has")
-    return int(found)
+    return int(number)
 
 
 def _plan(shapes: Mapping[str, tuple[int, ...]], max_bytes: int) -> list[list[str]]:
@@ -129,14 +129,14 @@ def tensor_file(file: str, shapes: Mapping[str, tuple[int, ...]], rows: Rows) ->
     def content() -> Iterator[bytes | memoryview]:
         yield start_of_file
         for name, shape in shapes.items():
-            given = 0
+            count = 0
             for part in rows(name):
                 if tuple(part.shape[1:]) != shape[1:]:
                     raise DataError(f"{name}: the model needs {list(shape)}, and rows of {list(part.shape[1:])} came")
-                given += len(part)
+                count += len(part)
                 yield _bytes(part)
-            if given != shape[0]:
-                raise DataError(f"{name}: the model needs {list(shape)}, and {given} rows came")
+            if count != shape[0]:
+                raise DataError(f"{name}: the model needs {list(shape)}, and {count} rows came")
 
     return ExportFile(file, len(start_of_file) + end, content)
 
@@ -196,6 +196,8 @@ def peft_files(
     return [
         document_file(f"{FOLDER}/adapter_config.json", config),
         tensor_file(
-            f"{FOLDER}/adapter_model.safetensors", {PREFIX + each: shapes[each] for each in sorted(shapes)}, named
+            f"{FOLDER}/adapter_model.safetensors",
+            {PREFIX + shape_name: shapes[shape_name] for shape_name in sorted(shapes)},
+            named,
         ),
     ]

@@ -24,8 +24,8 @@ class _StoredFiles:
         return f"{self._store.url}/{self._prefix}".rstrip("/")
 
     def size(self, name: str) -> int | None:
-        found = self._store.stat(self._prefix + name)
-        return None if found is None else found.size
+        info = self._store.stat(self._prefix + name)
+        return None if info is None else info.size
 
     def read_into(self, name: str, start: int, target: memoryview) -> None:
         self._store.read_into(self._prefix + name, start, target)
@@ -44,8 +44,8 @@ def fetch_exported(store: Store, export: str, copies: Path, expected: str = "") 
     folder = local_folder(store, export, copies, lambda name: name in record.files)
     if folder is None:
         raise MissingError(f"{_absent(store, export)}")
-    found: Files = Folder(folder)
-    return VerifiedFiles(found, record)
+    files: Files = Folder(folder)
+    return VerifiedFiles(files, record)
 
 
 def read_record(store: Store, export: str, expected: str = "") -> ExportRecord:
@@ -98,9 +98,9 @@ def damaged_files(
 ) -> Iterator[tuple[str, str]]:
     """The files of an export that differ from what was written, each with the problem."""
     files = VerifiedFiles(_StoredFiles(store, export), record)
-    wanted = sorted(record.files if names is None else names)
-    total, done = sum(record.files[name].size for name in wanted if name in record.files), 0
-    for name in wanted:
+    chosen = sorted(record.files if names is None else names)
+    total, done = sum(record.files[name].size for name in chosen if name in record.files), 0
+    for name in chosen:
         written = record.files.get(name)
         if written is None:
             yield name, "is missing"

@@ -30,18 +30,18 @@ def generate(
     Temperature 0 takes the likeliest token. An empty prompt begins a new text. Of a prompt longer than the context, the
     end is used. Raises DataError for an empty prompt if the model has no end-of-text token.
     """
-    given = tokenizer.encode(prompt, add_special_tokens=False).ids
-    if not given:
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not prompt_ids:
         if decoder.end_of_text is None:
             raise DataError("an empty prompt needs a model with an end-of-text token; give a prompt")
-        given = [decoder.end_of_text]
+        prompt_ids = [decoder.end_of_text]
     generated: list[int] = []
     with _fitting_threads(decoder):
-        for token in sample(decoder, given, temperature=temperature, seed=seed):
+        for token in sample(decoder, prompt_ids, temperature=temperature, seed=seed):
             if len(generated) == tokens or token == decoder.end_of_text or token in decoder.stops:
                 break
             generated.append(token)
-    return tokenizer.decode(given + generated)[len(tokenizer.decode(given)) :]
+    return tokenizer.decode(prompt_ids + generated)[len(tokenizer.decode(prompt_ids)) :]
 
 
 @contextmanager

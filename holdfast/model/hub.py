@@ -51,12 +51,12 @@ def hub_file(location: str) -> Path | None:
     place = parse_place(location)
     with _speaking(location):
         try:
-            found = hf_hub_download(place.repository, place.path, revision=place.revision, cache_dir=_cache())
+            path = hf_hub_download(place.repository, place.path, revision=place.revision, cache_dir=_cache())
         except LocalEntryNotFoundError:  # a subclass of EntryNotFoundError, for a Hub that was not queried
             raise
         except EntryNotFoundError:
             return None
-    return Path(found)
+    return Path(path)
 
 
 def hub_folder(location: str, wanted: Sequence[str]) -> Path:
@@ -140,23 +140,23 @@ def weights_digest(location: str | None) -> str:
     if location is None:
         return ""
     if is_hub(location):
-        found = hub_digests(location, is_weight_file)
+        lines = hub_digests(location, is_weight_file)
     elif location.startswith("s3://"):
         objects = [info for info in open_store(location).list("") if is_weight_file(info.key)]
-        found = [f"{info.key} {info.size} {info.version}" for info in objects]
+        lines = [f"{info.key} {info.size} {info.version}" for info in objects]
     else:
         folder = Path(location.removeprefix("file://")).expanduser()
         files = sorted(path for path in folder.glob("*") if is_weight_file(path.name))
-        found = [f"{path.name} {blake3().update_mmap(path).hexdigest()}" for path in files]
-    if not any(".safetensors " in line for line in found):
+        lines = [f"{path.name} {blake3().update_mmap(path).hexdigest()}" for path in files]
+    if not any(".safetensors " in line for line in lines):
         raise MissingError(f"model.init_from: {location} has no .safetensors; name a folder in the Hugging Face layout")
-    return blake3("\n".join(found).encode()).hexdigest()
+    return blake3("\n".join(lines).encode()).hexdigest()
 
 
 def require_weights(location: str, named: str) -> None:
     """Raises DataError unless the weights at `location` have the digest `named` from the run's identity."""
-    if (found := weights_digest(location)) != named:
+    if (actual := weights_digest(location)) != named:
         raise DataError(
-            f"model.init_from: {location} holds other weights ({found[:16]}) than those the run id was made from "
+            f"model.init_from: {location} holds other weights ({actual[:16]}) than those the run id was made from "
             f"({named[:16]}). Put them back, or run the same command again, which names another run"
         )

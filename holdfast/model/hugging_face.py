@@ -55,7 +55,7 @@ def empty_on(devices: Sequence[torch.device], shape: Model, vocabulary: int, end
 
 def _bring_inputs(module: nn.Module, device: torch.device) -> None:
     def bring(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(each.to(device) if isinstance(each, Tensor) else each for each in inputs)
+        return tuple(value.to(device) if isinstance(value, Tensor) else value for value in inputs)
 
     module.register_forward_pre_hook(bring)
 
@@ -119,9 +119,14 @@ def read_hugging_face(where: Path | Files) -> Weights:
     files = Folder(where) if isinstance(where, Path) else where
     shape, vocabulary, end_of_text, stops = read_config(f"{files.where}/config.json", _read_json(files, "config.json"))
     rows = published(shape, vocabulary)
-    found = _locate(files, {name: each.shape for name, each in rows.items()}, tied=shape.tie_embeddings)
-    head = found.pop("lm_head.weight", None) if shape.tie_embeddings else None
-    places = {name: [(each.first, found[file]) for file, each in parts] for name, parts in rows_of(rows).items()}
+    places_by_name = _locate(
+        files, {name: file_rows.shape for name, file_rows in rows.items()}, tied=shape.tie_embeddings
+    )
+    head = places_by_name.pop("lm_head.weight", None) if shape.tie_embeddings else None
+    places = {
+        name: [(file_rows.first, places_by_name[file]) for file, file_rows in parts]
+        for name, parts in rows_of(rows).items()
+    }
     weights = Weights(files, shape, vocabulary, end_of_text, parameter_shapes(shape, vocabulary), places, stops)
     if head is not None:
         slab = max(1, SLAB_BYTES // (shape.hidden * 8))
@@ -155,16 +160,16 @@ def open_weights(location: str, cache_dir: Path) -> Weights:
 def require_fit(weights: Weights, shape: Model, vocabulary: int) -> None:
     """Refuse weights that do not fit a spec's model. Raises SpecError with every different field."""
     kind = weights.shape.rope_scaling.kind
-    expected, found = _compared(shape, kind), _compared(weights.shape, kind)
+    expected, actual = _compared(shape, kind), _compared(weights.shape, kind)
     problems = [
         Problem(
             f"model.{field}",
-            ours,
-            f"is {found[field]!r} in the weights of model.init_from",
-            f"write {field.rpartition('.')[2]}: {found[field]}",
+            value,
+            f"is {actual[field]!r} in the weights of model.init_from",
+            f"write {field.rpartition('.')[2]}: {actual[field]}",
         )
-        for field, ours in expected.items()
-        if ours != found[field]
+        for field, value in expected.items()
+        if value != actual[field]
     ]
     if vocabulary != weights.vocabulary:
         remedy = "bring the tokenizer of those weights (kind: file)"
@@ -236,24 +241,24 @@ def load_exported(
 
 def _locate(files: Files, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> dict[str, Place]:
     """The location of each tensor, after checking names and shapes in the files' headers."""
-    found: dict[str, Place] = {}
+    places: dict[str, Place] = {}
     for file in _weight_files(files):
-        found |= read_header(files, file)
-    derived = {name for name in found if name.endswith(".rotary_emb.inv_freq")}
+        places |= read_header(files, file)
+    derived = {name for name in places if name.endswith(".rotary_emb.inv_freq")}
     if tied:
         derived.add("lm_head.weight")  # some writers repeat the embedding; `read_hugging_face` compares the two
-    if missing := sorted(shapes.keys() - found.keys()):
+    if missing := sorted(shapes.keys() - places.keys()):
         raise DataError(f"{files.where}: {_some(missing)} missing; the config asks for {len(shapes)} tensors")
-    if extra := sorted(found.keys() - shapes.keys() - derived):
+    if extra := sorted(places.keys() - shapes.keys() - derived):
         raise DataError(f"{files.where}: {_some(extra)} not part of a model of this config")
-    kept = [*shapes, "lm_head.weight"] if tied and "lm_head.weight" in found else list(shapes)
-    for name in kept:
+    chosen = [*shapes, "lm_head.weight"] if tied and "lm_head.weight" in places else list(shapes)
+    for name in chosen:
         shape = shapes["model.embed_tokens.weight" if name not in shapes else name]
-        if found[name].shape != shape:
+        if places[name].shape != shape:
             raise DataError(
-                f"{files.where}: {name} has the shape {list(found[name].shape)}; the config asks for {list(shape)}"
+                f"{files.where}: {name} has the shape {list(places[name].shape)}; the config asks for {list(shape)}"
             )
-    return {name: found[name] for name in kept}
+    return {name: places[name] for name in chosen}
 
 
 def _weight_files(files: Files) -> list[str]:

@@ -52,8 +52,8 @@ def initial_slice(name: str, shape: Sequence[int], model: Model, seed: int, *, s
         if (from_, upto) == (first, last):
             fill(values[first - start : last - start], block)
         else:
-            fill(whole := np.empty(last - first, dtype=np.float32), block)
-            values[from_ - start : upto - start] = whole[from_ - first : upto - first]
+            fill(block_values := np.empty(last - first, dtype=np.float32), block)
+            values[from_ - start : upto - start] = block_values[from_ - first : upto - first]
     if uniform:
         values = (2 * values - 1) * np.float32(1 / math.sqrt(shape[1]))
     else:

@@ -100,9 +100,9 @@ def merging_rows(base: Rows, adapters: Collection[str], adapter: Callable[[str],
 
     def _merged(parts: Iterator[Tensor], low: Tensor, high: Tensor) -> Iterator[Tensor]:
         low, high, first = low.double(), high.double(), 0
-        each = max(1, MERGED_ELEMENTS // low.shape[1])
+        count = max(1, MERGED_ELEMENTS // low.shape[1])
         for part in parts:
-            for some in part.split(each):
+            for some in part.split(count):
                 product = torch.zeros(some.shape, dtype=torch.float64)
                 for index, direction in enumerate(low):
                     product.addcmul_(high[first : first + len(some), index, None], direction)

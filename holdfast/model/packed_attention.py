@@ -79,8 +79,8 @@ class Segments:
         beginning of a document."""
         starts_BT = torch.ones_like(document_BT, dtype=torch.bool)
         starts_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
-        whole = [*starts_BT.flatten().nonzero()[:, 0].tolist(), document_BT.numel()]
-        cut = [at for start, end in itertools.pairwise(whole) for at in range(start, end, chunk or end)]
+        edges = [*starts_BT.flatten().nonzero()[:, 0].tolist(), document_BT.numel()]
+        cut = [at for start, end in itertools.pairwise(edges) for at in range(start, end, chunk or end)]
         bounds = (*cut, document_BT.numel())
         return cls(bounds, bounds)
 
@@ -161,8 +161,8 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """See `attention_backward`."""
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        found = attention_backward(gradients[0], q, k, v, sinks, out, lse, ctx.pattern)
-        return (*found, None)
+        gradients_found = attention_backward(gradients[0], q, k, v, sinks, out, lse, ctx.pattern)
+        return (*gradients_found, None)
 
 
 def attention_forward(
@@ -272,15 +272,15 @@ def _tiles_forward(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -
         tile = q[row, None, :, queries], _for_heads(k, heads, k_row, keys), _for_heads(v, heads, k_row, keys)
         mask = masks.of(tile[0].shape[2], tile[1].shape[2], ahead)
         if q.is_cuda:
-            found = aten._scaled_dot_product_efficient_attention(
+            result = aten._scaled_dot_product_efficient_attention(
                 *tile, mask, True, 0.0, mask is None, scale=pattern.scale
             )
         else:
-            found = aten._scaled_dot_product_flash_attention_for_cpu(
+            result = aten._scaled_dot_product_flash_attention_for_cpu(
                 *tile, 0.0, mask is None, attn_mask=mask, scale=pattern.scale
             )
-        out[row, :, queries] = found[0][0]
-        lse[row, :, queries] = found[1][0, :, : tile[0].shape[2]]  # CUDA pads it
+        out[row, :, queries] = result[0][0]
+        lse[row, :, queries] = result[1][0, :, : tile[0].shape[2]]  # CUDA pads it
     return out, lse
 
 
@@ -298,7 +298,7 @@ def _tiles_backward(
     d_k, d_v = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
     masks = _TileMasks(pattern.window, q)
     for row, queries, k_row, keys, ahead in _tiles(pattern, length, k.shape[2]):
-        given, kept = gradient[row, None, :, queries].contiguous(), out[row, None, :, queries]
+        gradient_part, out_part = gradient[row, None, :, queries].contiguous(), out[row, None, :, queries]
         tile = q[row, None, :, queries], _for_heads(k, heads, k_row, keys), _for_heads(v, heads, k_row, keys)
         tile_lse = lse[row, None, :, queries]
         mask = masks.of(tile[0].shape[2], tile[1].shape[2], ahead)
@@ -306,11 +306,11 @@ def _tiles_backward(
             tile_lse = F.pad(tile_lse, (0, -tile_lse.shape[2] % 32), value=math.inf)
             unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of dropout
             with _deterministic():
-                found = aten._scaled_dot_product_efficient_attention_backward(
-                    given,
+                result = aten._scaled_dot_product_efficient_attention_backward(
+                    gradient_part,
                     *tile,
                     mask,
-                    kept,
+                    out_part,
                     tile_lse,
                     unused,
                     unused,
@@ -321,13 +321,13 @@ def _tiles_backward(
                 )
         else:
             tile_lse = tile_lse.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel's own layout
-            found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                given, *tile, kept, tile_lse, 0.0, mask is None, attn_mask=mask, scale=pattern.scale
+            result = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                gradient_part, *tile, out_part, tile_lse, 0.0, mask is None, attn_mask=mask, scale=pattern.scale
             )
-        d_q[row, :, queries] = found[0][0]
-        for total, part in ((d_k, found[1]), (d_v, found[2])):
-            for each in part[0].unflatten(0, (groups, heads // groups)).unbind(1):
-                total[k_row, :, keys] += each
+        d_q[row, :, queries] = result[0][0]
+        for total, part in ((d_k, result[1]), (d_v, result[2])):
+            for head_part in part[0].unflatten(0, (groups, heads // groups)).unbind(1):
+                total[k_row, :, keys] += head_part
     return d_q, d_k.to(k.dtype), d_v.to(v.dtype)
 
 
@@ -346,7 +346,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -
     q_bounds, k_bounds = pattern.segments.on(q.device, _slots(q))
     more = {"num_splits": 1} if _takes_num_splits() else {}
     # Older versions have no such argument. Their kernel splits keys only for a cache in pages.
-    found = aten._flash_attention_forward(
+    result = aten._flash_attention_forward(
         _flat(q),
         _flat(k),
         _flat(v),
@@ -360,8 +360,8 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -
         **_window(pattern.window),
         **more,
     )
-    out = found[0].unflatten(0, (batch, length)).transpose(1, 2)
-    return out, found[1].unflatten(1, (batch, length)).transpose(0, 1)
+    out = result[0].unflatten(0, (batch, length)).transpose(1, 2)
+    return out, result[1].unflatten(1, (batch, length)).transpose(0, 1)
 
 
 def _flash_backward(
@@ -374,7 +374,7 @@ def _flash_backward(
     pattern: AttentionPattern,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, length, keys = q.shape[0], q.shape[2], k.shape[2]
-    flat = [_flat(each) for each in (gradient, q, k, v, out)]
+    flat = [_flat(tensor) for tensor in (gradient, q, k, v, out)]
     flat_lse = lse.transpose(0, 1).flatten(1)
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random state of dropout
     parts: list[tuple[Tensor, ...]] = []
@@ -390,7 +390,7 @@ def _flash_backward(
         alone = len(part.queries) == 2 and part.keys[-1] >= LONG_DOCUMENT
         q_bounds, k_bounds = part.on(q.device, 1 if alone else _slots(q))
         with _deterministic():
-            found = aten._flash_attention_backward(
+            result = aten._flash_attention_backward(
                 d_out,
                 x_q,
                 x_k,
@@ -409,11 +409,11 @@ def _flash_backward(
             )
         for _, q_count, k_start, k_count in part.each():
             if q_count == 0 and k_count:  # keys that nothing sees, which the kernel leaves out
-                found[1][k_start : k_start + k_count] = 0
-                found[2][k_start : k_start + k_count] = 0
-        parts.append(found)
-    d_q, d_k, d_v = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*parts, strict=True))
-    d_k, d_v = (each.unflatten(0, (batch, keys)).transpose(1, 2) for each in (d_k, d_v))
+                result[1][k_start : k_start + k_count] = 0
+                result[2][k_start : k_start + k_count] = 0
+        parts.append(result)
+    d_q, d_k, d_v = (tensor[0] if len(tensor) == 1 else torch.cat(tensor) for tensor in zip(*parts, strict=True))
+    d_k, d_v = (tensor.unflatten(0, (batch, keys)).transpose(1, 2) for tensor in (d_k, d_v))
     return d_q.unflatten(0, (batch, length)).transpose(1, 2), d_k, d_v
 
 
@@ -460,7 +460,7 @@ def _longest(segments: Segments, window: int | None) -> tuple[int, int]:
     """The longest queries and keys that a call is sized for. Never so short that the kernel drops the window or the
     causal mask: a document's bits would then depend on the longest one."""
     lengths = [(q_count, k_count) for _, q_count, _, k_count in segments.each()]
-    q, k = (max(128, *each) if len(each) > 1 else max(128, each[0]) for each in zip(*lengths, strict=True))
+    q, k = (max(128, *pair) if len(pair) > 1 else max(128, pair[0]) for pair in zip(*lengths, strict=True))
     return -(-q // 128) * 128, -(-max(k, window or 0) // 128) * 128
 
 
@@ -529,7 +529,7 @@ def _refuse_unsupported(
     (batch, heads, length, k_width), (_, groups, keys, _) = q.shape, k.shape
     agree = heads % groups == 0 and k.shape == (batch, groups, keys, k_width) and v.shape[:3] == k.shape[:3]
     if not agree or q.dtype != k.dtype or q.dtype != v.dtype or (sinks is not None and sinks.shape != (heads,)):
-        shown = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in (q, k, v))
+        shown = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (q, k, v))
         raise ValueError(f"q, k and v do not fit together: {shown}; give one dtype, and whole groups of heads")
     if segments.queries[-1] != batch * length or segments.keys[-1] != batch * keys:
         bounds = segments.queries[-1], segments.keys[-1]

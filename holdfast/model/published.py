@@ -27,23 +27,23 @@ class Rows(NamedTuple):
 
 def published(model: Model, vocabulary: int) -> dict[str, Rows]:
     """The content of a model's files, by published name. It has each row of each canonical tensor once, in order."""
-    found: dict[str, Rows] = {}
+    names: dict[str, Rows] = {}
     for name, shape in parameter_shapes(model, vocabulary).items():
         layer, experts, matrix = name.partition(".mlp.experts.")
         if experts:
-            found |= _of_experts(model, name, layer, matrix, shape)
+            names |= _of_experts(model, name, layer, matrix, shape)
         else:
             mixtral = model.family == "mixtral" and name.endswith(".mlp.gate.weight")
-            found[name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name] = Rows(name, 0, shape)
-    return found
+            names[name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name] = Rows(name, 0, shape)
+    return names
 
 
 def rows_of(files: Mapping[str, Rows]) -> dict[str, list[tuple[str, Rows]]]:
     """By canonical name: the published tensors that make it up, in the order of its rows."""
-    found: dict[str, list[tuple[str, Rows]]] = {}
+    by_tensor: dict[str, list[tuple[str, Rows]]] = {}
     for name, rows in files.items():
-        found.setdefault(rows.tensor, []).append((name, rows))
-    return found
+        by_tensor.setdefault(rows.tensor, []).append((name, rows))
+    return by_tensor
 
 
 def _of_experts(model: Model, name: str, layer: str, matrix: str, shape: tuple[int, ...]) -> dict[str, Rows]:

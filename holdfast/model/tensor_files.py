@@ -52,10 +52,10 @@ def read_header(files: Files, file: str) -> dict[str, Place]:
         files.read_into(file, 8, memoryview(text))
         if text.count(b"[") + text.count(b"{") > 3 * MOST_TENSORS:  # two lists and an object each
             raise ValueError(f"a header of more than {MOST_TENSORS} tensors")
-        found = json.loads(text)
-        found.pop("__metadata__", None)
-        places = {name: _place(file, name, entry, 8 + length, size) for name, entry in found.items()}
-        _require_whole([entry["data_offsets"] for entry in found.values()], size - 8 - length)
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        places = {name: _place(file, name, entry, 8 + length, size) for name, entry in header.items()}
+        _require_whole([entry["data_offsets"] for entry in header.values()], size - 8 - length)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(f"{files.where}/{file}: not a whole safetensors file: {error}; download it again") from None
     return places
