@@ -39,7 +39,7 @@ def accelerator_charts(events: Sequence[Event]) -> list[Chart]:
         mean: list[Point] = []
         highest: list[Point] = []
         for step, ranks in reports.items():
-            if values := [factor * value for each in ranks if (value := getattr(each, field)) is not None]:
+            if values := [factor * value for report in ranks if (value := getattr(report, field)) is not None]:
                 mean.append((step, sum(values) / len(values)))
                 highest.append((step, max(values)))
         if mean:
@@ -67,16 +67,16 @@ def newest_figures(events: Sequence[Event]) -> dict[int, TimeSpent]:
 def _by_step(events: Sequence[Event]) -> dict[int, list[TimeSpent]]:
     """All ranks' latest reports at each step where one of them reported. A repeated step keeps its last reports."""
     newest: dict[int, TimeSpent] = {}
-    found: dict[int, list[TimeSpent]] = {}
+    by_step: dict[int, list[TimeSpent]] = {}
     reports = (event for event in events if isinstance(event, AttemptBegan | TimeSpent))
     for step, same_step in groupby(reports, lambda event: event.step):
         for event in same_step:
             if isinstance(event, AttemptBegan):
-                newest = {rank: each for rank, each in newest.items() if rank < event.world}
+                newest = {rank: report for rank, report in newest.items() if rank < event.world}
             else:
                 newest[event.rank] = event
-        found[step] = list(newest.values())
-    return {step: found[step] for step in sorted(found)}
+        by_step[step] = list(newest.values())
+    return {step: by_step[step] for step in sorted(by_step)}
 
 
 def _row(event: TimeSpent) -> Row:
@@ -84,12 +84,12 @@ def _row(event: TimeSpent) -> Row:
         return "" if value is None else f"{factor * value:,.0f} {unit}"
 
     used, total = event.memory_used, event.memory_total
-    whole = "" if total is None else f" of {total / 1e9:.1f}"
+    of_total = "" if total is None else f" of {total / 1e9:.1f}"
     return Row(
         rank=event.rank,
         busy=shown(event.utilisation, "%", 100),
         watts=shown(event.watts, "W"),
-        memory="" if used is None else f"{used / 1e9:.1f}{whole} GB",
+        memory="" if used is None else f"{used / 1e9:.1f}{of_total} GB",
         celsius=shown(event.celsius, "°C"),
         megahertz=shown(event.sm_megahertz, "MHz"),
         slowed=event.slowed,

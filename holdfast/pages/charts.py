@@ -66,8 +66,8 @@ class Chart:
 
 def draw_chart(chart: Chart) -> Markup:
     """The chart as an `<svg>` element; a sentence instead when there is nothing to draw."""
-    drawn = [Series(one.name, finite(one.points), one.kind) for one in chart.series]
-    everything = [point for one in drawn for point in one.points]
+    drawn = [Series(series.name, finite(series.points), series.kind) for series in chart.series]
+    everything = [point for series in drawn for point in series.points]
     if len(everything) < 2:
         return Markup('<p class="muted">{}: too few steps to draw.</p>').format(chart.title)
     levels = [chart.level[1]] if chart.level and math.isfinite(chart.level[1]) else []
@@ -79,11 +79,11 @@ def draw_chart(chart: Chart) -> Markup:
     return render(
         "chart.html",
         frame=frame,
-        label=f"{chart.title}: " + "; ".join(_in_words(one) for one in drawn if one.points),
+        label=f"{chart.title}: " + "; ".join(_in_words(series) for series in drawn if series.points),
         rows=[(frame.y(value), number(value)) for value in ticks(frame.low, frame.high, max(2, frame.height // 55))],
         columns=_columns(frame),
         marks=[(frame.x(min(max(at, frame.first), frame.last)), text) for at, text in chart.marks],
-        lines=[(one.kind, [(frame.x(x), frame.y(y)) for x, y in thin(one.points)]) for one in drawn],
+        lines=[(series.kind, [(frame.x(x), frame.y(y)) for x, y in thin(series.points)]) for series in drawn],
         level=level,
         hovers=_hovers(frame, drawn),
     )
@@ -105,12 +105,12 @@ def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
         return list(points)
     inner = points[1:-1]
     buckets = (most - 2) // 2
-    kept = [points[0]]
+    thinned = [points[0]]
     for index in range(buckets):
         bucket = inner[index * len(inner) // buckets : (index + 1) * len(inner) // buckets]
         low, high = min(bucket, key=lambda point: point[1]), max(bucket, key=lambda point: point[1])
-        kept += [low] if low == high else sorted((low, high))
-    return [*kept, points[-1]]
+        thinned += [low] if low == high else sorted((low, high))
+    return [*thinned, points[-1]]
 
 
 def smooth(points: Sequence[Point], share: float = 0.02) -> list[Point]:
@@ -232,12 +232,12 @@ def draw_shares(bars: Sequence[tuple[str, Mapping[Any, float]]], kinds: Sequence
         return Markup('<p class="muted">Nothing was told of it.</p>')
     drawn = []
     for index, (label, values) in enumerate(bars[:MOST]):
-        whole, at, parts = sum(values.values()), float(LEFT), []
+        total, at, parts = sum(values.values()), float(LEFT), []
         for number, kind in enumerate(kinds):
             if (value := values.get(kind, 0.0)) <= 0:
                 continue
             width = (WIDTH - LEFT) * value / longest
-            parts.append((number, at, width, f"{label}: {kind} {value:,.1f} {unit}, {100 * value / whole:.1f} %"))
+            parts.append((number, at, width, f"{label}: {kind} {value:,.1f} {unit}, {100 * value / total:.1f} %"))
             at += width
         drawn.append((index * (BAR + GAP), label, parts))
     present = [(number, kind) for number, kind in enumerate(kinds) if any(values.get(kind) for _, values in bars)]

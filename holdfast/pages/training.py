@@ -53,8 +53,8 @@ def account_tiles(account: Ledger, spent: Cost) -> list[tuple[str, str, str]]:
     if spent.carbon is not None:
         tiles.append(("Carbon dioxide", number(spent.carbon), "grams"))
     if spent.price is not None:
-        each = spent.price_per_million_tokens
-        notes = [spent.prices.currency, "" if each is None else f"{number(each)} a million tokens"]
+        price = spent.price_per_million_tokens
+        notes = [spent.prices.currency, "" if price is None else f"{number(price)} a million tokens"]
         tiles.append(("Cost", number(spent.price), ", ".join(filter(None, notes))))
     return tiles
 
@@ -130,8 +130,8 @@ def _with_newest(history: Sequence[Row], events: Sequence[Event]) -> list[Row]:
     last = rows[-1]["step"] if rows else 0
     newer = {event.step: event for event in events if isinstance(event, Progress) and event.step > last}
     for step in sorted(newer):
-        given = newer[step].model_dump(exclude_none=True)
-        row: Row = {name: given[name] for name in given if name != "phase_seconds"}
+        fields = newer[step].model_dump(exclude_none=True)
+        row: Row = {name: fields[name] for name in fields if name != "phase_seconds"}
         rows.append(row | {PHASE_SECONDS + name: seconds for name, seconds in newer[step].phase_seconds.items()})
     return rows
 
@@ -146,11 +146,11 @@ def _result(store: Store, run_id: str) -> dict[str, Any]:
 
 def _where_time_goes(history: Sequence[Row]) -> Chart:
     """Milliseconds per step of the longest phases."""
-    found = {name: points(history, PHASE_SECONDS + name) for name in STEP_PHASES}
-    longest = sorted(found, key=lambda name: -sum(y for _, y in found[name]))[: len(COLOURS)]
+    by_phase = {name: points(history, PHASE_SECONDS + name) for name in STEP_PHASES}
+    longest = sorted(by_phase, key=lambda name: -sum(y for _, y in by_phase[name]))[: len(COLOURS)]
     lines = [
-        Series(name, [(step, 1000 * seconds) for step, seconds in found[name]], colour)
+        Series(name, [(step, 1000 * seconds) for step, seconds in by_phase[name]], colour)
         for name, colour in zip(longest, COLOURS, strict=True)
-        if found[name]
+        if by_phase[name]
     ]
     return Chart("Milliseconds of a step, the phases that take longest", lines, height=190, from_zero=True)
