@@ -91,9 +91,9 @@ def unsaid(layout: Layout) -> list[str]:
 def refused(spec: Spec, task: Task, layout: Layout) -> list[str]:
     """Why the engines do not run this layout of a spec today; empty when they do."""
     if missing := unsaid(layout):
-        return [f"{what} has no field in the spec" for what in missing]
-    found = rules.problems(with_fields(spec, fields_of(task, layout)))
-    return [f"{problem.field}: {problem.value} {problem.message}" for problem in found]
+        return [f"{part} has no field in the spec" for part in missing]
+    problems = rules.problems(with_fields(spec, fields_of(task, layout)))
+    return [f"{problem.field}: {problem.value} {problem.message}" for problem in problems]
 
 
 def with_fields(spec: Spec, fields: Mapping[str, Any]) -> Spec:
@@ -121,7 +121,7 @@ def accelerator_of(spec: Spec, *, here: bool) -> Accelerator:
     """
     if spec.cluster.product is not None:
         return accelerator(spec.cluster.product)
-    named = {found.name: found for label in spec.cluster.node_selector.values() if (found := by_label(label))}
+    named = {by_name.name: by_name for label in spec.cluster.node_selector.values() if (by_name := by_label(label))}
     if len(named) == 1:
         return next(iter(named.values()))
     if here and default_path().exists():
@@ -183,8 +183,8 @@ def best(spec: Spec, vocabulary: int | None, *, here: bool) -> Candidate:
     known = vocabulary or vocabulary_of(spec) or UNKNOWN_VOCABULARY
     found_here = accelerator_of(spec, here=here)
     if found_here.kind != spec.cluster.accelerator:
-        what = f"is of the kind {found_here.kind}, and cluster.accelerator says {spec.cluster.accelerator}"
-        raise SpecError([Problem("cluster.product", found_here.name, what, "make the two agree")])
+        problem = f"is of the kind {found_here.kind}, and cluster.accelerator says {spec.cluster.accelerator}"
+        raise SpecError([Problem("cluster.product", found_here.name, problem, "make the two agree")])
     return _best(spec, declared_task(spec, found_here, known))
 
 
@@ -203,20 +203,23 @@ def _best(spec: Spec, task: Task, below: float | None = None) -> Candidate:
             return False
         return not rules.problems(with_fields(spec, layout_fields(task, layout)))  # for any number of its nodes
 
-    found = search(task, runs, count=1, offload=False)
-    if found.today is not None:
-        return found.today
-    need = found.smallest.memory.total / 1e9
-    what = (
+    result = search(task, runs, count=1, offload=False)
+    if result.today is not None:
+        return result.today
+    need = result.smallest.memory.total / 1e9
+    message = (
         f"finds no layout that fits into {task.accelerator.memory / 1e9:.0f} GB of {task.accelerator.name}: the least "
         f"takes {need:.0f} GB"
-        if not found.fitting
+        if not result.fitting
         else "finds no layout that fits and that the engines run"
     )
     raise SpecError(
         [
             Problem(
-                "parallel.auto", True, what, "use more ranks, or a smaller model; holdfast plan SPEC says what it needs"
+                "parallel.auto",
+                True,
+                message,
+                "use more ranks, or a smaller model; holdfast plan SPEC says what it needs",
             )
         ]
     )

@@ -180,13 +180,13 @@ class Calibration(Section):
         """Prediction errors, as the mean of |predicted / measured - 1|: for each collective over the points that were
         not fitted, and for steps.
         """
-        found: dict[str, list[float]] = {}
+        by_name: dict[str, list[float]] = {}
         for point in self.points:
             if not point.fitted:
-                found.setdefault(point.collective, []).append(abs(self.predicted(point) / point.seconds - 1))
+                by_name.setdefault(point.collective, []).append(abs(self.predicted(point) / point.seconds - 1))
         for step in self.steps:
-            found.setdefault("step", []).append(abs(self.step(step).seconds / step.seconds - 1))
-        return {name: sum(each) / len(each) for name, each in found.items()}
+            by_name.setdefault("step", []).append(abs(self.step(step).seconds / step.seconds - 1))
+        return {name: sum(values) / len(values) for name, values in by_name.items()}
 
 
 def default_path() -> Path:
@@ -214,8 +214,8 @@ def read(path: Path) -> Calibration:
         return Calibration.model_validate_json(text)
     except ValidationError as error:
         problems = [
-            Problem(".".join(map(str, each["loc"])) or "(file)", each["input"], each["msg"], REMEDY)
-            for each in error.errors(include_url=False)[:5]
+            Problem(".".join(map(str, problem["loc"])) or "(file)", problem["input"], problem["msg"], REMEDY)
+            for problem in error.errors(include_url=False)[:5]
         ]
         raise SpecError(problems, str(path)) from None
 
@@ -226,7 +226,7 @@ def _line(points: Sequence[Point]) -> Line:
 
     Neither figure may be negative. If one would be, it is zero and the other one is fitted alone.
     """
-    rows = [(*cost(each.collective, each.size, each.ranks), each.seconds) for each in points]
+    rows = [(*cost(point.collective, point.size, point.ranks), point.seconds) for point in points]
     scaled = [(rounds / seconds, moved / seconds) for rounds, moved, seconds in rows]
     aa, ab, bb = (sum(row[i] * row[j] for row in scaled) for i, j in ((0, 0), (0, 1), (1, 1)))
     a1, b1 = (sum(row[i] for row in scaled) for i in (0, 1))

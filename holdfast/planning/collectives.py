@@ -80,8 +80,8 @@ def group(accelerator: Accelerator, size: int, stride: int = 1) -> Group:
 
 def point_to_point(size: float, over: Group) -> float:
     """Seconds to send `size` bytes to another rank."""
-    if (found := over.measured("point_to_point", size)) is not None:
-        return found
+    if (measured_seconds := over.measured("point_to_point", size)) is not None:
+        return measured_seconds
     here = over.accelerator
     rate = here.network if over.nodes > 1 else here.link
     return over.alpha + size / (rate * here.link_reach)
@@ -103,8 +103,8 @@ def all_gather(size: float, over: Group) -> float:
 def _halved(collective: str, size: float, over: Group) -> float:
     if over.size == 1:
         return 0.0
-    if (found := over.measured(collective, size)) is not None:
-        return found
+    if (measured_seconds := over.measured(collective, size)) is not None:
+        return measured_seconds
     moved = (over.size - 1) / over.size * size / over.beta
     times = [(over.size - 1) * _mean_alpha(over) + moved, math.ceil(math.log2(over.size)) * over.alpha + moved]
     if over.nodes > 1 and over.inside > 1:
@@ -123,8 +123,8 @@ def all_reduce_by(size: float, over: Group) -> dict[str, float]:
     """Seconds of an all-reduce of `size` bytes by each algorithm."""
     if over.size == 1:
         return {"none": 0.0}
-    if (found := over.measured("all_reduce", size)) is not None:
-        return {"measured": found}
+    if (measured_seconds := over.measured("all_reduce", size)) is not None:
+        return {"measured": measured_seconds}
     steps = math.ceil(math.log2(over.size))
     share = (over.size - 1) / over.size
     times = {
@@ -150,8 +150,8 @@ def all_to_all(size: float, over: Group) -> float:
     """
     if over.size == 1:
         return 0.0
-    if (found := over.measured("all_to_all", size)) is not None:
-        return found
+    if (measured_seconds := over.measured("all_to_all", size)) is not None:
+        return measured_seconds
     here = over.accelerator
     outside = (over.size - over.inside) / over.size
     inside = (over.inside - 1) / over.size

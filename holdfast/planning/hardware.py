@@ -275,7 +275,7 @@ def accelerator(name: str, **figures: float) -> Accelerator:
         described.setdefault("name", Path(name).stem)
     else:
         base = name
-    known = {each.lower(): each for each in ACCELERATORS}
+    known = {known_name.lower(): known_name for known_name in ACCELERATORS}
     if base:
         if base.lower() not in known:
             raise SpecError(

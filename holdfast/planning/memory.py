@@ -158,10 +158,10 @@ def layer_activations(
     routed = 2 * hidden * size * shape.active if shape.experts > 1 else 0.0  # inputs and outputs of the experts
     kind = checkpointing or layout.checkpointing
     if kind == "full":
-        each = hidden * stream
+        per_token = hidden * stream
     elif kind == "selective" and practice.selective == "products":
         products = 2 * hidden + shape.met * shape.ffn * (2 if shape.gated else 1)
-        each = hidden * stream + heads + statistics + products * size + routed
+        per_token = hidden * stream + heads + statistics + products * size + routed
     else:
         norms = 2 * hidden * stream * (1 if practice.fused_norm else 2) + 8
         inputs = hidden * size * (5 if practice.autocast else 2)
@@ -177,8 +177,8 @@ def layer_activations(
             norms += (shape.query_width + shape.key_width) * size * (1 if practice.fused_norm else 2)
         heads += 2 * shape.key_width * size * (layout.context - 1)  # keys and values of the whole sequence
         feed_forward = wide * shape.ffn * size * shape.met
-        each = norms + inputs + heads + statistics + scores + masks + documents + feed_forward + routed
-    return each * _tokens(shape, layout)
+        per_token = norms + inputs + heads + statistics + scores + masks + documents + feed_forward + routed
+    return per_token * _tokens(shape, layout)
 
 
 def _tokens(shape: Architecture, layout: Layout) -> float:
@@ -207,9 +207,9 @@ def _stage(
     stream = 4.0 if practice.autocast else size
     layers = -(-shape.layers // layout.pipeline)
     dense, experts, ends = stage_parameters(shape, layout, stage)
-    whole = layout.shard * layout.context if layout.sharding != "none" else 1
+    shards = layout.shard * layout.context if layout.sharding != "none" else 1
     held = dense + ends + experts / layout.expert_shards(1)
-    sharded = (dense + ends) / whole + experts / layout.expert_shards(whole)
+    sharded = (dense + ends) / shards + experts / layout.expert_shards(shards)
     full, part = layout.sharding == "full", layout.sharding != "none"
     state = practice.state
     away = offloaded(layout, accelerator)
@@ -236,7 +236,7 @@ def _stage(
     at_once = layers if layout.keeps_gathered else 3  # layers with whole weights on this rank
     gathered = (
         size * (ends + at_once * layer) + (size + 4) * max(layer, ends)
-        if full and (whole > 1 or "weights" in away)
+        if full and (shards > 1 or "weights" in away)
         else 0.0
     )
     if not full and layout.expert_shards(1) > 1:  # a layer's experts are gathered for the computation
@@ -271,18 +271,18 @@ def _stage(
         },
     }
     if practice.whole_update:
-        mine = sharded if part else held
-        largest = max(layer / LAYER_MATRICES, ends) * mine / held
-        moments["update"] = {"gradients": gradients, "updates": _updates(practice, mine, largest)}
+        own = sharded if part else held
+        largest = max(layer / LAYER_MATRICES, ends) * own / held
+        moments["update"] = {"gradients": gradients, "updates": _updates(practice, own, largest)}
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     terms = {"weights": weights, "gradients": 0.0, "optimizer": optimizer} | moments[moment]
     moving = sum(terms[name] for name in terms if name not in ("weights", "optimizer"))
     terms["left out of gradients"] = 4.0 * held if practice.left_out else 0.0
     terms["fragmentation"] = FRAGMENTATION * moving
     if layout.on_disk and accelerator.kind == "cpu":  # host memory through which groups of the state pass
-        passing = min(sharded, SWAP_GROUP + max(layer, ends) / whole)
+        passing = min(sharded, SWAP_GROUP + max(layer, ends) / shards)
         terms["swap buffers"] = SWAP_BUFFER * passing
         if "weights" in away:  # weights of one written group, one read group, and its copy
-            terms["swap buffers"] += size * (passing + 2 * max(layer, ends) / whole)
+            terms["swap buffers"] += size * (passing + 2 * max(layer, ends) / shards)
     terms["driver and collectives"] = accelerator.context
     return Memory({name: value for name, value in terms.items() if value}, moment, stage)

@@ -89,19 +89,19 @@ def _rows(layout: Layout, micro_batches: int, stages: int, columns: Sequence[int
     while any(orders):
         for stage, order in enumerate(orders):
             while order:
-                what, number = order[0]
+                kind, number = order[0]
                 need = {
                     "f": ("f", stage - 1, number) if stage else None,
                     "b": ("b", stage + 1, number) if stage + 1 < stages else ("f", stage, number),
                     "w": ("b", stage, number),
-                }[what]
+                }[kind]
                 if need is not None and need not in done:
                     break
                 row = rows[stage]
                 row.extend("." * (done.get(need, 0) - len(row)) if need is not None else "")
                 letter = {"f": str(number % 10), "b": chr(ord("a") + number % 26), "w": chr(ord("A") + number % 26)}
-                row.extend(letter[what] * columns[stage] * (1 if what != "b" else long))
-                done[what, stage, number] = len(row)
+                row.extend(letter[kind] * columns[stage] * (1 if kind != "b" else long))
+                done[kind, stage, number] = len(row)
                 order.pop(0)
     return rows
 
@@ -128,15 +128,15 @@ class StageCosts(BaseModel):
 
     def of_stages(self, stages: Sequence[int]) -> list[float]:
         """The cost of each stage; `stages` has their numbers of layers."""
-        costs, done, found = self.of_layers(sum(stages)), 0, []
+        costs, done, stage_costs = self.of_layers(sum(stages)), 0, []
         for layers in stages:
-            found.append(sum(costs[done : done + layers]))
+            stage_costs.append(sum(costs[done : done + layers]))
             done += layers
-        return found
+        return stage_costs
 
     def balanced(self, layers: int, stages: int) -> list[int]:
         """The number of layers of each stage that minimizes the slowest stage."""
-        return [len(each) for each in split(self.of_layers(layers), stages)]
+        return [len(stage_layers) for stage_layers in split(self.of_layers(layers), stages)]
 
 
 def split(costs: Sequence[float], stages: int) -> list[range]:
@@ -153,9 +153,9 @@ def split(costs: Sequence[float], stages: int) -> list[range]:
         for end in range(number, len(costs) + 1):
             row[end] = min((max(best[-1][first][0], sum(costs[first:end])), first) for first in range(number - 1, end))
         best.append(row)
-    found, end = [], len(costs)
+    parts, end = [], len(costs)
     for number in range(stages, 0, -1):
         first = best[number][end][1]
-        found.append(range(first, end))
+        parts.append(range(first, end))
         end = first
-    return found[::-1]
+    return parts[::-1]

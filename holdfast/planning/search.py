@@ -187,11 +187,11 @@ def _of_degrees(task: Task, layout: Layout) -> Iterator[Layout]:
             if sharding == "full" and shard * layout.context * layout.tensor % expert:
                 continue
             for micro_batch in (task.micro_batch,) if task.micro_batch else MICRO_BATCHES:
-                each, rest = divmod(task.global_batch, layout.data * micro_batch)
-                if rest or not each:
+                micro_batches, rest = divmod(task.global_batch, layout.data * micro_batch)
+                if rest or not micro_batches:
                     continue
                 for checkpointing in CHECKPOINTING:
-                    one = replace(
+                    candidate = replace(
                         layout,
                         expert=expert,
                         sharding=sharding,
@@ -199,7 +199,7 @@ def _of_degrees(task: Task, layout: Layout) -> Iterator[Layout]:
                         micro_batch=micro_batch,
                         checkpointing=checkpointing,
                     )
-                    yield from _schedules(task, one, each)
+                    yield from _schedules(task, candidate, micro_batches)
 
 
 def _shardings(task: Task, layout: Layout) -> Iterator[tuple[Sharding, int]]:
@@ -226,8 +226,8 @@ def _schedules(task: Task, layout: Layout, micro_batches: int) -> Iterator[Layou
 
 def _halves(task: Task, layout: Layout, micro_batches: int) -> bool:
     """Whether a backward pass can be split in two: it has one graph, keeps its activations, and fills its rounds."""
-    whole = layout.tensor == 1 and layout.checkpointing == "none" and not task.compiled
-    return whole and micro_batches % max(1, micro_batches // layout.pipeline) == 0
+    applies = layout.tensor == 1 and layout.checkpointing == "none" and not task.compiled
+    return applies and micro_batches % max(1, micro_batches // layout.pipeline) == 0
 
 
 def _offloaded(candidate: Candidate) -> Iterator[Candidate]:
@@ -248,12 +248,12 @@ def _distinct(ordered: list[Candidate], count: int) -> list[Candidate]:
     """The best layout of each combination of degrees; otherwise the best five would differ only in micro-batches."""
     keys: set[tuple[object, ...]] = set()
     best = []
-    for each in ordered:
-        layout = each.layout
+    for candidate in ordered:
+        layout = candidate.layout
         key = (layout.tensor, layout.pipeline, layout.context, layout.expert, layout.sharding, layout.shard)
         if key not in keys:
             keys.add(key)
-            best.append(each)
+            best.append(candidate)
         if len(best) == count:
             break
     return best
@@ -261,7 +261,7 @@ def _distinct(ordered: list[Candidate], count: int) -> list[Candidate]:
 
 def reasons(chosen: Candidate) -> list[str]:
     """Reasons for the layout: the memory or time that its neighbors need."""
-    layout, found = chosen.layout, []
+    layout, lines = chosen.layout, []
     for name, other in _neighbours(chosen):
         if other.layout.micro_batches(chosen.task.global_batch) * other.layout.data * other.layout.micro_batch != (
             chosen.task.global_batch
@@ -269,13 +269,13 @@ def reasons(chosen: Candidate) -> list[str]:
             continue
         if not other.fits:
             need = other.memory
-            found.append(f"{name}: needs {need.total / 1e9:.0f} GB, most of it {need.largest}")
+            lines.append(f"{name}: needs {need.total / 1e9:.0f} GB, most of it {need.largest}")
         elif other.speed.seconds > chosen.speed.seconds * (1 + SLOWER):
             slower = other.speed.seconds / chosen.speed.seconds - 1
-            found.append(f"{name}: {slower:.0%} slower, {other.limit}")
+            lines.append(f"{name}: {slower:.0%} slower, {other.limit}")
     if layout.checkpointing == "none":
-        found.append("no checkpointing of activations: they fit")
-    return found
+        lines.append("no checkpointing of activations: they fit")
+    return lines
 
 
 def _neighbours(chosen: Candidate) -> Iterator[tuple[str, Candidate]]:

@@ -105,9 +105,9 @@ def speed(
     head = _head(shape, layout, here, precision)
     again = _again(forward, layout, practice)
     floor = KERNELS * here.kernel_seconds
-    one = max(forward.total, floor) + max(2 * forward.total - forward.context, 2 * floor) + again
+    layer_seconds = max(forward.total, floor) + max(2 * forward.total - forward.context, 2 * floor) + again
     ends = head / layout.pipeline if layout.pipeline > 1 else head  # the last stage gets fewer layers
-    stage = layers * one + ends
+    stage = layers * layer_seconds + ends
     working = micro_batches * stage
     terms = {
         "products": micro_batches * (layers * 3 * forward.products + ends),
@@ -169,8 +169,8 @@ def _layer(
     context = 0.0
     if layout.context > 1:  # keys and values are gathered, and their gradients scattered in fp32: mean of both
         over = group(here, layout.context, tensor)
-        whole = 2 * own * layout.context * shape.key_width / tensor
-        context = (all_gather(whole * size, over) + reduce_scatter(whole * 4, over)) / 2
+        kv = 2 * own * layout.context * shape.key_width / tensor
+        context = (all_gather(kv * size, over) + reduce_scatter(kv * 4, over)) / 2
     return _Pass(products, attention, moved, tensor_traffic, experts, context)
 
 
@@ -228,7 +228,7 @@ def _data(
     if replicas == 1 and not away and not read:
         return 0.0
     dense, experts, ends = stage_parameters(shape, layout, 0)
-    held = dense + ends + experts
+    elements = dense + ends + experts
     stride = layout.tensor
     everyone = group(here, replicas, stride)
     gradients = 4.0 if layout.sharding == "full" else float(practice.state.gradients)
@@ -237,36 +237,36 @@ def _data(
     backward = hiding * 2 / 3
     if layout.sharding == "full":
         shards = group(here, layout.shard * layout.context, stride)
-        up = gradients * held / shards.size / HOST_LINK if away else 0.0
-        forward_gather = all_gather(BYTES[precision] * held, shards) + up
-        scatter = reduce_scatter(gradients * held, shards)
-        each = max(0.0, forward_gather - hiding / 3)
+        up = gradients * elements / shards.size / HOST_LINK if away else 0.0
+        forward_gather = all_gather(BYTES[precision] * elements, shards) + up
+        scatter = reduce_scatter(gradients * elements, shards)
+        exposed = max(0.0, forward_gather - hiding / 3)
         again = 0.0 if layout.keeps_gathered else forward_gather
-        each += max(0.0, again + scatter - backward)
-        each += 1.75 * up  # exposed: gradients move down and are added, 12 bytes for 4 at four times the rate
-        total = micro_batches * each
+        exposed += max(0.0, again + scatter - backward)
+        exposed += 1.75 * up  # exposed: gradients move down and are added, 12 bytes for 4 at four times the rate
+        total = micro_batches * exposed
         if read:  # read in each pass, which waits for it, and written once
             passes = micro_batches * (2 if layout.checkpointing == "none" else 3)
-            total += (passes + 1) * BYTES[precision] * held / shards.size / DISK
+            total += (passes + 1) * BYTES[precision] * elements / shards.size / DISK
         if replicas > shards.size:
             copies = group(here, replicas // shards.size, stride * shards.size)
-            total += max(0.0, all_reduce(gradients * held / shards.size, copies) - backward)
+            total += max(0.0, all_reduce(gradients * elements / shards.size, copies) - backward)
         return total
     if layout.sharding == "optimizer":
-        sent = reduce_scatter(gradients * held, everyone)
-        return max(0.0, sent - backward) + all_gather(practice.state.weights * held, everyone)
-    return max(0.0, all_reduce(gradients * held, everyone) - backward)
+        sent = reduce_scatter(gradients * elements, everyone)
+        return max(0.0, sent - backward) + all_gather(practice.state.weights * elements, everyone)
+    return max(0.0, all_reduce(gradients * elements, everyone) - backward)
 
 
 def _update(shape: Architecture, layout: Layout, here: Accelerator, practice: Practice) -> float:
     """Seconds of the optimizer, which reads weights, gradients and moments once and writes all but gradients."""
     dense, experts, ends = stage_parameters(shape, layout, 0)
     share = 1 if layout.sharding == "none" else layout.shard * layout.context
-    held = (dense + ends) / share + experts / layout.expert_shards(share)
+    elements = (dense + ends) / share + experts / layout.expert_shards(share)
     state = practice.state
-    moved = held * (2 * (state.weights + state.optimizer) + state.gradients)
+    moved = elements * (2 * (state.weights + state.optimizer) + state.gradients)
     if away := offloaded(layout, here):
-        back_and_forth = 0.0 if "gradients" in away else held * (state.gradients + state.weights) / HOST_LINK
-        swapped = 2 * held * (state.weights + state.optimizer + state.gradients) / DISK if layout.on_disk else 0.0
+        back_and_forth = 0.0 if "gradients" in away else elements * (state.gradients + state.weights) / HOST_LINK
+        swapped = 2 * elements * (state.weights + state.optimizer + state.gradients) / DISK if layout.on_disk else 0.0
         return back_and_forth + moved / (HOST_LINK * 4) + swapped
     return moved / (here.bandwidth * here.bandwidth_reach)

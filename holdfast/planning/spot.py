@@ -119,13 +119,13 @@ def in_words(found: Spot) -> Iterator[str]:
     condition = "with a notice" if found.notice else "without a notice (cluster.spot is not set)"
     yield f"Spot nodes, taken back {condition}:"
     yield "  on spot  on demand      hours  goodput  taken back         cost"
-    for one in found.shown:
-        if math.isinf(one.seconds):
-            yield f"{one.spot:>9,} {one.nodes - one.spot:>10,} {'never':>10} {one.goodput:>8.1%}"
+    for mix_ in found.shown:
+        if math.isinf(mix_.seconds):
+            yield f"{mix_.spot:>9,} {mix_.nodes - mix_.spot:>10,} {'never':>10} {mix_.goodput:>8.1%}"
             continue
         yield (
-            f"{one.spot:>9,} {one.nodes - one.spot:>10,} {one.seconds / HOUR:>10,.1f} {one.goodput:>8.1%} "
-            f"{one.interruptions:>11,.1f} {one.cost:>12,.0f}"
+            f"{mix_.spot:>9,} {mix_.nodes - mix_.spot:>10,} {mix_.seconds / HOUR:>10,.1f} {mix_.goodput:>8.1%} "
+            f"{mix_.interruptions:>11,.1f} {mix_.cost:>12,.0f}"
         )
     limit = "" if found.limit is None else f" within cluster.deadline_hours ({found.limit / HOUR:g})"
     if found.best is None:
