@@ -79,8 +79,8 @@ class Anomalies:
 
     def restored(self, scalars: Scalars) -> None:
         """Restore the statistics from the scalars of a checkpoint. Without scalars, all start at zero."""
-        kept = [float(scalars.get(PREFIX + name, 0.0)) for name in KEPT]
-        self._kept = torch.tensor(kept, device=self._device)
+        values = [float(scalars.get(PREFIX + name, 0.0)) for name in KEPT]
+        self._kept = torch.tensor(values, device=self._device)
         self._blocked = torch.zeros_like(self._blocked)
         self._pending.clear()
 
@@ -105,7 +105,7 @@ class Anomalies:
         no = torch.zeros_like(self._blocked)
         excused_mask = no if excused is None else excused.bool()
         odd = ~(seen.isfinite().all() | excused_mask)
-        count, means, variances, in_a_row, found = self._kept.split([1, 2, 2, 1, 1])
+        count, means, variances, in_a_row, total = self._kept.split([1, 2, 2, 1, 1])
         if self._settings.deviations is not None:
             bound = means + self._settings.deviations * variances.sqrt()
             odd |= ((seen > bound).any() & (count[0] >= self._settings.window)) & ~excused_mask
@@ -116,8 +116,8 @@ class Anomalies:
         row = torch.where(excused_mask & ~self._blocked, passed, in_a_row + odd)
         self._kept = torch.where(
             held,
-            torch.cat([count, means, variances, row, found + odd]),
-            torch.cat([*self._taken(count, means, variances, seen), after_good, found]),
+            torch.cat([count, means, variances, row, total + odd]),
+            torch.cat([*self._taken(count, means, variances, seen), after_good, total]),
         )
         if self._settings.action != "skip":
             self._blocked = self._blocked | odd
@@ -131,7 +131,7 @@ class Anomalies:
         stop, or after too many consecutive anomalies."""
         while self._pending and self._pending[0][0] < before:
             step, answer = self._pending.pop(0)
-            odd, loss, norm, in_a_row, found = answer.read()
+            odd, loss, norm, in_a_row, total = answer.read()
             if not odd:
                 continue
             anomaly = Anomaly(step, loss, norm)
@@ -141,7 +141,7 @@ class Anomalies:
                 target = step // self._settings.rewind_steps * self._settings.rewind_steps
                 scalars = self._go_back(target)
                 self.restored(scalars)
-                self._kept[-2:] = torch.tensor([in_a_row, found])  # a rewind does not reset the counts of anomalies
+                self._kept[-2:] = torch.tensor([in_a_row, total])  # a rewind does not reset the counts of anomalies
                 log.warning("step %d: the state is that of step %d again, and training goes on behind it", step, target)
                 return True
         return False
@@ -150,15 +150,15 @@ class Anomalies:
         """Report an anomaly and where its batch is. Only the reporting rank does."""
         if self._where is None:
             return
-        found = AnomalyFound(
+        event = AnomalyFound(
             step=anomaly.step + 1,
             action=self._settings.action,
             loss=f"{anomaly.loss:g}",
             grad_norm=f"{anomaly.norm:g}",
             batch=self._where(anomaly.step),
         )
-        log.warning("%s", found.text)
-        emit(found)
+        log.warning("%s", event.text)
+        emit(event)
 
     def _taken(self, count: Tensor, means: Tensor, variances: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The statistics with one more step: plain means until the window is full, then exponential ones (West 1979,

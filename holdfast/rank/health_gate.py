@@ -50,7 +50,7 @@ def check_health(store: Store, spec: Assignment, device: torch.device, gang: Gan
 def _tell(store: Store, folder: str, report: Report, launch: int) -> None:
     number = take_next(store, folder, {"launch": launch, "report": report.model_dump(mode="json")})
     words = {
-        severity: "; ".join(one.words for one in report.findings if one.severity == severity)
+        severity: "; ".join(finding.words for finding in report.findings if finding.severity == severity)
         for severity in ("failed", "warned")
     }
     event = HealthChecked(

@@ -118,8 +118,8 @@ class History:
         if self._pending:
             losses = torch.stack([finished.output.loss for finished in self._pending]).tolist()
             norms = torch.stack([finished.output.grad_norm for finished in self._pending]).tolist()
-            held = [finished.output.held for finished in self._pending]
-            away = [None if each is None else bool(each) for each in held]
+            flags = [finished.output.held for finished in self._pending]
+            away = [None if flag is None else bool(flag) for flag in flags]
             system = self._system.sample() if self._keep else {}
             for finished, loss, norm, held_back in zip(self._pending, losses, norms, away, strict=True):
                 if not held_back and not (math.isfinite(loss) and math.isfinite(norm)):
@@ -153,8 +153,8 @@ class History:
             size = self._sizes.size(finished.step - 1)
             row["step_seconds"] = seconds
             row["tokens_per_second"] = size * self._context / seconds
-            whole = seconds * self._sizes.final / size  # scaled to the final batch size
-            if self._throughput is not None and (mfu := self._throughput.mfu(whole)) is not None:
+            full_seconds = seconds * self._sizes.final / size  # scaled to the final batch size
+            if self._throughput is not None and (mfu := self._throughput.mfu(full_seconds)) is not None:
                 row["mfu"] = mfu
         return row
 
@@ -184,18 +184,20 @@ class Progress:
         step, then = self._mark
         seconds = max(1e-9, time.time() - then) / (finished.step - step)
         self._mark = (finished.step, time.time())
-        whole = seconds * self._sizes.final / self._sizes.size(finished.step - 1)  # scaled to the final batch size
+        full_seconds = (
+            seconds * self._sizes.final / self._sizes.size(finished.step - 1)
+        )  # scaled to the final batch size
         memory = row["system.gpu_memory_bytes" if "system.gpu_memory_bytes" in row else PEAK_MEMORY]
         progress = events.Progress(
             step=finished.step,
             steps=self._steps,
             loss=row["loss"],
             grad_norm=row["grad_norm"],
-            tokens_per_second=self._throughput.tokens / whole,
+            tokens_per_second=self._throughput.tokens / full_seconds,
             seconds_left=(self._steps - finished.step) * seconds,
             learning_rate=finished.learning_rate,
             step_seconds=seconds,
-            mfu=self._throughput.mfu(whole),
+            mfu=self._throughput.mfu(full_seconds),
             phase_seconds={
                 name.removeprefix(PHASE_SECONDS): row[name] for name in row if name.startswith(PHASE_SECONDS)
             },

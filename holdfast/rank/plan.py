@@ -46,10 +46,16 @@ def require_one_plan(plans: Sequence[Plan], determinism: str) -> None:
     """Refuse a gang whose ranks do not compute alike, because after a restart ranks may change places. `plans` are
     in rank order. Raises PlanChangedError with each odd rank and its differences. Under determinism `off` it only
     logs a warning."""
-    odd = {rank: found for rank, plan in enumerate(plans) if (found := plans[0].differences(plan, "on rank 0", "here"))}
+    odd = {
+        rank: differences
+        for rank, plan in enumerate(plans)
+        if (differences := plans[0].differences(plan, "on rank 0", "here"))
+    }
     if not odd:
         return
-    differing = "; ".join(f"rank {rank}: {', '.join(found)}" for rank, found in list(odd.items())[:ODD_RANKS_SHOWN])
+    differing = "; ".join(
+        f"rank {rank}: {', '.join(differences)}" for rank, differences in list(odd.items())[:ODD_RANKS_SHOWN]
+    )
     message = f"{len(odd)} of {len(plans)} ranks compute in another way than rank 0 ({differing})"
     if determinism != "off":
         raise PlanChangedError(
@@ -60,7 +66,7 @@ def require_one_plan(plans: Sequence[Plan], determinism: str) -> None:
 
 
 def _surroundings(device: torch.device, engine: str) -> dict[str, Value]:
-    found: dict[str, Value] = {
+    surroundings: dict[str, Value] = {
         "device": device_name(device),
         "image": os.environ.get(IMAGE_VARIABLE) or MISSING,
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
@@ -68,10 +74,10 @@ def _surroundings(device: torch.device, engine: str) -> dict[str, Value]:
         "version of torch": torch.__version__,
     }
     if engine == "deepspeed":
-        found["version of DeepSpeed"] = version("deepspeed")
+        surroundings["version of DeepSpeed"] = version("deepspeed")
     if device.type == "cuda":
-        found["version of CUDA"] = torch.version.cuda or f"ROCm {torch.version.hip}"
-        found["version of cuDNN"] = torch.backends.cudnn.version()
-        found["version of NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        surroundings["version of CUDA"] = torch.version.cuda or f"ROCm {torch.version.hip}"
+        surroundings["version of cuDNN"] = torch.backends.cudnn.version()
+        surroundings["version of NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     variables = sorted(name for name in os.environ if CHANGES_BITS.fullmatch(name))
-    return found | {f"variable {name}": os.environ[name] for name in variables}
+    return surroundings | {f"variable {name}": os.environ[name] for name in variables}

@@ -33,9 +33,9 @@ def state_digest(engine: Engine, gang: Gang, scalars: dict[str, float | int]) ->
 def require_equal_replicas(engine: Engine, gang: Gang, step: int) -> None:
     """Compare the replicas of the state. A collective call. If they differ, it raises WrongArithmeticError on each
     suspect rank and LostPeerError on the remaining ones. The message names ranks, nodes and tensor."""
-    held = engine.replicas()
-    digests = {str(key): box_digests(boxes) for key, boxes in held.items()}
-    own = {key: sum(each, StateDigest()) for key, each in digests.items()}
+    replicas = engine.replicas()
+    digests = {str(key): box_digests(boxes) for key, boxes in replicas.items()}
+    own = {key: sum(group, StateDigest()) for key, group in digests.items()}
     sums = gang.all_gather(own, dict[str, StateDigest])
     groups: dict[str, list[int]] = {}
     for rank, keys in enumerate(sums):
@@ -45,7 +45,7 @@ def require_equal_replicas(engine: Engine, gang: Gang, step: int) -> None:
     if not differing:
         return
     key = differing[0]
-    names = [box.name for each, boxes in held.items() if str(each) == key for box in boxes]
+    names = [box.name for group, boxes in replicas.items() if str(group) == key for box in boxes]
     copies = gang.all_gather(_Copy(socket.gethostname(), names, digests.get(key, [])), _Copy)
     ranks = groups[key]
     suspects = [ranks[index] for index in suspected([copies[rank].digests for rank in ranks])]
@@ -60,7 +60,7 @@ def require_equal_replicas(engine: Engine, gang: Gang, step: int) -> None:
 def suspected(held: Sequence[object]) -> list[int]:
     """The ranks that differ from the majority. All ranks if no content has a majority."""
     (most, count), *_ = Counter(map(str, held)).most_common()
-    return [rank for rank, each in enumerate(held) if str(each) != most or 2 * count <= len(held)]
+    return [rank for rank, digest in enumerate(held) if str(digest) != most or 2 * count <= len(held)]
 
 
 def _described(copies: Mapping[int, _Copy], suspects: Sequence[int]) -> str:
@@ -72,10 +72,10 @@ def _described(copies: Mapping[int, _Copy], suspects: Sequence[int]) -> str:
         if any(copies[rank].digests[index] != sound.digests[index] for rank in suspects)
     ]
     if len(suspects) == len(copies):
-        found = f"the replicas differ and none is in the majority: {ranks} are suspects"
+        summary = f"the replicas differ and none is in the majority: {ranks} are suspects"
     else:
-        found = f"{ranks} differs from the majority of {len(copies)} replicas"
+        summary = f"{ranks} differs from the majority of {len(copies)} replicas"
     return (
-        f"{found} (in {differing[0]} and {len(differing) - 1} more tensors): its hardware computes wrong, test it "
+        f"{summary} (in {differing[0]} and {len(differing) - 1} more tensors): its hardware computes wrong, test it "
         "before it is used again"
     )

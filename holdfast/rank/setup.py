@@ -83,5 +83,5 @@ def computed_rows(spec: Assignment, ranks: int, rows: Rows) -> int:
     in the last round computes one that is not added."""
     if (grid := spec.grid(ranks)) and spec.parallel.strategy == "fsdp":
         return grid.rounds * spec.training.micro_batch
-    whole = spec.training.global_batch
-    return len(np.arange(whole)[rows(whole) if callable(rows) else rows])
+    size = spec.training.global_batch
+    return len(np.arange(size)[rows(size) if callable(rows) else rows])

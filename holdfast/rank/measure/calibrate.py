@@ -59,8 +59,8 @@ def main() -> None:
     if gang.rank == 0:
         created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         machine = _machine(device, arguments.accelerator, gang.size)
-        found = Calibration(made=created, machine=machine, rates=rates, points=tuple(points), steps=tuple(steps))
-        write(found, arguments.out)
+        calibration = Calibration(made=created, machine=machine, rates=rates, points=tuple(points), steps=tuple(steps))
+        write(calibration, arguments.out)
     dist.destroy_process_group()
 
 
@@ -107,14 +107,14 @@ def _rates(device: torch.device, gang: Gang) -> Rates:
     """Rates of one rank while all ranks work."""
     on_cpu = device.type == "cpu"
     rows, width = (1024, 768) if on_cpu else (8192, 8192)
-    found = {}
+    rates = {}
     for name, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         left, right = (
             torch.randn(rows, width, device=device).to(kind),
             torch.randn(width, width, device=device).to(kind),
         )
         seconds = _slowest(gang, _seconds(device, lambda a=left, b=right: a @ b, 9))  # type: ignore[misc]
-        found[name] = 2 * rows * width * width / seconds
+        rates[name] = 2 * rows * width * width / seconds
     model = CPU_MODEL if on_cpu else MODEL
     batch, heads, length = (4, model["heads"], model["context"])
     wide = model["hidden"] // heads
@@ -124,14 +124,16 @@ def _rates(device: torch.device, gang: Gang) -> Rates:
         gang,
         _seconds(device, lambda: functional.scaled_dot_product_attention(queries, queries, queries, is_causal=True), 9),
     )
-    found["attention"] = 2 * batch * heads * length * length * wide / seconds  # half of the scores are masked
+    rates["attention"] = 2 * batch * heads * length * length * wide / seconds  # half of the scores are masked
     elements = 2**22 if on_cpu else 2**27
-    one, other = torch.randn(elements, device=device), torch.randn(elements, device=device)
-    result = torch.empty_like(one)
-    found["bandwidth"] = 12 * elements / _slowest(gang, _seconds(device, lambda: torch.mul(one, other, out=result), 15))
+    vector, other = torch.randn(elements, device=device), torch.randn(elements, device=device)
+    result = torch.empty_like(vector)
+    rates["bandwidth"] = (
+        12 * elements / _slowest(gang, _seconds(device, lambda: torch.mul(vector, other, out=result), 15))
+    )
     little = torch.zeros(8, device=device)
-    found["kernel_seconds"] = _slowest(gang, _seconds(device, lambda: [little.add_(1) for _ in range(100)], 9)) / 100
-    return Rates(**found)
+    rates["kernel_seconds"] = _slowest(gang, _seconds(device, lambda: [little.add_(1) for _ in range(100)], 9)) / 100
+    return Rates(**rates)
 
 
 def _collectives(device: torch.device, gang: Gang) -> Iterator[Point]:
@@ -157,22 +159,22 @@ def _collectives(device: torch.device, gang: Gang) -> Iterator[Point]:
 
 def _message(device: torch.device, gang: Gang, name: Collective, group: Any, ranks: int, size: int) -> float:
     """Seconds of one collective, as measured on this rank."""
-    whole = torch.zeros(size // 4, device=device)
+    buffer = torch.zeros(size // 4, device=device)
     part = torch.zeros(size // 4 // ranks, device=device)
-    other = torch.zeros_like(whole)
+    other = torch.zeros_like(buffer)
 
     def there_and_back() -> None:
         for sender in (0, 1):
             if gang.rank == sender:
-                dist.send(whole, 1 - sender, group=group)
+                dist.send(buffer, 1 - sender, group=group)
             else:
-                dist.recv(whole, sender, group=group)
+                dist.recv(buffer, sender, group=group)
 
     bodies: dict[Collective, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "all_reduce": lambda: dist.all_reduce(buffer, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, buffer, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(buffer, part, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, buffer, group=group),
         "point_to_point": there_and_back,
     }
     count = max(5, min(40, REPEAT_BYTES // size))

@@ -113,13 +113,13 @@ class Profiler:
             return
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
         self._forget()  # in any case, the next attempt does not repeat the request
-        taken = profile(activities=activities)
+        profiler = profile(activities=activities)
         try:
-            taken.start()
+            profiler.start()
         except RuntimeError as error:
             self._lost(window, error)
             return
-        self._window, self._profile = window, taken
+        self._window, self._profile = window, profiler
         log.info("steps %d to %d are profiled", window.first, window.last)
 
     def _end(self, taken: profile, window: Window, *, keep: bool = True) -> None:

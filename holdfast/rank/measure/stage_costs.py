@@ -35,8 +35,8 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent()
     spec = Spec.model_validate_json(arguments.spec.read_text(encoding="utf-8"))
-    found = measured(spec, arguments.vocabulary, arguments.repetitions)
-    arguments.out.write_text(found.model_dump_json(), encoding="utf-8")
+    costs = measured(spec, arguments.vocabulary, arguments.repetitions)
+    arguments.out.write_text(costs.model_dump_json(), encoding="utf-8")
 
 
 def measured(spec: Spec, vocabulary: int, repetitions: int) -> StageCosts:

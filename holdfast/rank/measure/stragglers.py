@@ -134,7 +134,7 @@ class Comparison:
 
     def __init__(self, like: Sequence[int]) -> None:
         self._groups: Mapping[int, list[int]] = {
-            key: [rank for rank, each in enumerate(like) if each == key] for key in set(like)
+            key: [rank for rank, kind in enumerate(like) if kind == key] for key in set(like)
         }
         self._spells = [_Spell() for _ in like]
         self._baselines = {key: _Baseline(len(ranks)) for key, ranks in self._groups.items()}
@@ -142,7 +142,7 @@ class Comparison:
     def window(self, seconds: Sequence[Sequence[float]], steps: float = math.inf) -> list[Slow]:
         """The ranks that have now been slow for long enough. Each is reported once while it stays slow. `seconds`
         has each rank's seconds per step for each phase of WORK. `steps` times that is the work of the window."""
-        found = []
+        slow = []
         for key, ranks in self._groups.items():
             baseline, works = self._baselines[key], {rank: sum(seconds[rank]) for rank in ranks}
             usual = median_low(works.values())
@@ -154,14 +154,14 @@ class Comparison:
                     continue
                 spell.told = True
                 baseline.forget(rank, spell.length)
-                found.append(_slow(rank, works[rank] / max(usual, 1e-9), seconds, ranks))
-        return found
+                slow.append(_slow(rank, works[rank] / max(usual, 1e-9), seconds, ranks))
+        return slow
 
 
 def _slow(rank: int, ratio: float, seconds: Sequence[Sequence[float]], ranks: Sequence[int]) -> Slow:
     """A slow rank, with the phase in which it exceeds the usual time of `ranks` most."""
     others = [seconds[other] for other in ranks if other != rank]
-    beyond = [mine - median_low([other[index] for other in others]) for index, mine in enumerate(seconds[rank])]
+    beyond = [own - median_low([other[index] for other in others]) for index, own in enumerate(seconds[rank])]
     worst = max(range(len(WORK)), key=beyond.__getitem__)
     return Slow(rank, ratio, WORK[worst], beyond[worst])
 
@@ -174,7 +174,7 @@ class Stragglers:
         it, in a unit that they share."""
         self._gang, self._work = gang, work
         peers = gang.all_gather((like, node_name()), tuple[int, str])
-        self._comparison, self._nodes = Comparison([each for each, _ in peers]), [node for _, node in peers]
+        self._comparison, self._nodes = Comparison([kind for kind, _ in peers]), [node for _, node in peers]
         self._before: list[float] | None = None  # at the end of the last window
         self._pending: PendingValues | None = None
 
@@ -195,13 +195,13 @@ class Stragglers:
         return {}
 
     def _tell(self, step: int, slow: Sequence[Slow]) -> None:
-        for one in slow if self._gang.rank == 0 else ():
-            seconds = one.seconds * self._work
+        for straggler in slow if self._gang.rank == 0 else ():
+            seconds = straggler.seconds * self._work
             event = StragglerDetected(
-                rank=one.rank,
-                host=self._nodes[one.rank],
-                phase=one.phase,
-                ratio=one.ratio,
+                rank=straggler.rank,
+                host=self._nodes[straggler.rank],
+                phase=straggler.phase,
+                ratio=straggler.ratio,
                 step=step,
                 seconds=seconds,
             )

@@ -40,14 +40,14 @@ class Throughput:
 
 def _flops(spec: Assignment, vocabulary: int) -> float:
     """Model FLOPs of one token."""
-    whole = flops_per_token(spec.model, vocabulary)
+    full = flops_per_token(spec.model, vocabulary)
     needs_reference = build_objective(spec.objective, spec.training).needs_reference
-    reference = whole / 3 if needs_reference else 0.0  # a forward pass of the reference model
+    reference = full / 3 if needs_reference else 0.0  # a forward pass of the reference model
     if spec.training.lora.rank is None:
-        return whole + reference
-    elsewhere = whole - flops_per_token(spec.model, vocabulary, 1)  # attention to all positions but the token itself
+        return full + reference
+    elsewhere = full - flops_per_token(spec.model, vocabulary, 1)  # attention to all positions but the token itself
     attention = elsewhere * spec.model.context / max(1, spec.model.context - 1)
-    return reference + attention + (whole - attention) * 4 / 6  # frozen weights have no gradient
+    return reference + attention + (full - attention) * 4 / 6  # frozen weights have no gradient
 
 
 def _peak(spec: Assignment, device: str) -> tuple[float | None, str]:
