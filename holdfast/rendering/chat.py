@@ -41,51 +41,51 @@ class ChatProgram:
     def _rendered(self, conversation: dict[str, Any]) -> Rendered:
         """The text of a conversation, and the ranges of the assistant's characters."""
         messages = conversation["messages"]
-        whole, spans = self._render(messages, conversation), list[tuple[int, int]]()
+        full, spans = self._render(messages, conversation), list[tuple[int, int]]()
         if self._chosen(conversation).has_marks:
             text, spans = _unmarked(self._render(messages, conversation, marks=True))
-            if text != whole:
+            if text != full:
                 raise RefusedError(
                     "the chat template changes text after {% generation %} marked it; put the marks around the "
                     "finished text"
                 )
-            return whole, spans, False
+            return full, spans, False
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
                 before = self._render(messages[:index], conversation, prompt=True)
                 after = self._render(messages[: index + 1], conversation)
-                if not (after.startswith(before) and whole.startswith(after)):
+                if not (after.startswith(before) and full.startswith(after)):
                     raise RefusedError(
                         "the chat template writes a turn otherwise when another one follows, so nobody can tell what "
                         "the assistant says; put {% generation %} and {% endgeneration %} around it in the template"
                     )
                 spans.append((len(before), len(after.rstrip())))
-        return whole, spans, False
+        return full, spans, False
 
     def _answered(self, record: dict[str, Any], key: str) -> Rendered:
         """The same for a record's prompt and its answer under `key`. The whole answer counts."""
         if isinstance(prompt := record["prompt"], str):
             return prompt + record[key], [(len(prompt), len(prompt) + len(record[key]))], True
         before = self._render(record["prompt"], record, prompt=True)
-        whole = self._render([*record["prompt"], *record[key]], record)
-        if not whole.startswith(before):
+        full = self._render([*record["prompt"], *record[key]], record)
+        if not full.startswith(before):
             raise RefusedError("the chat template writes a prompt otherwise when an answer follows")
-        return whole, [(len(before), len(whole.rstrip()))], False
+        return full, [(len(before), len(full.rstrip()))], False
 
     def _render(self, messages: list[Any], record: dict[str, Any], *, prompt: bool = False, marks: bool = False) -> str:
         """The text of `apply_chat_template`. With `marks`, OPEN and CLOSE enclose generated text."""
         template = self._chosen(record)
-        given = {
+        variables = {
             "documents": record.get("documents"),
             **self.specials,
             **record.get("chat_template_kwargs", {}),
-            "messages": [_message(one) for one in messages],
+            "messages": [_message(message) for message in messages],
             "tools": record.get("tools"),
             "add_generation_prompt": prompt,
         }
         template.marks[:] = (OPEN, CLOSE) if marks else ("", "")
         try:
-            text = template.template.render(given)
+            text = template.template.render(variables)
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - a template may raise anything
@@ -100,8 +100,8 @@ class ChatProgram:
         return self._compiled(text)
 
     def _compiled(self, text: str) -> _Compiled:
-        found = self._cache.get(text)
-        return found if found is not None else self._cache.setdefault(text, _compile(text))
+        compiled = self._cache.get(text)
+        return compiled if compiled is not None else self._cache.setdefault(text, _compile(text))
 
     @cached_property
     def _cache(self) -> dict[str, _Compiled]:
@@ -124,14 +124,14 @@ def _compile(text: str) -> _Compiled:
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    marks, found = ["", ""], list[int]()
+    marks, lines = ["", ""], list[int]()
 
     class Generation(Extension):
         tags = {"generation"}  # noqa: RUF012 - as the library declares it
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
-            found.append(line)
+            lines.append(line)
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
@@ -152,15 +152,15 @@ def _compile(text: str) -> _Compiled:
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
     template = environment.from_string(text)
-    return _Compiled(template, bool(found), marks)
+    return _Compiled(template, bool(lines), marks)
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
     """A message as `apply_chat_template` passes it to the template: without null keys, and with its reasoning under the
     names that templates read."""
-    kept = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((kept[key] for key in REASONING if key in kept), None)
-    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+    fields = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((fields[key] for key in REASONING if key in fields), None)
+    return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
 def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:

@@ -76,12 +76,12 @@ def main() -> None:
         status, payload = DONE, b""
         try:
             with limiter.limited(size, seconds):
-                given = requests.read(size).decode("utf-8", "surrogatepass")
+                text = requests.read(size).decode("utf-8", "surrogatepass")
                 if operation == LOAD:
-                    kind, *arguments = json.loads(given)
+                    kind, *arguments = json.loads(text)
                     programs[number] = PROGRAMS[kind](*arguments)
                 else:
-                    result = programs[number].run(given)
+                    result = programs[number].run(text)
                     payload = json.dumps(result, ensure_ascii=False).encode("utf-8", "surrogatepass")
         except MemoryError:
             status, payload = MEMORY, b""
