@@ -77,8 +77,8 @@ def store_url(spec: Spec | None = None) -> str:
 def tracking_uri() -> str:
     """The MLflow server: MLFLOW_TRACKING_URI, else an SQLite file under `home()`. Raises SpecError for a folder that no
     SQLite URL can name: MLflow reads one part of the URL quoted and another part unquoted."""
-    if given := os.environ.get("MLFLOW_TRACKING_URI"):
-        return given
+    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+        return uri
     path = str(home() / "mlflow.db")
     if set("%?") & set(path):
         problem = Problem(
@@ -90,8 +90,8 @@ def tracking_uri() -> str:
 
 def tracking_page() -> str:
     """The URL of MLflow's UI for a browser: HOLDFAST_MLFLOW_UI, else the MLflow server; empty without a server."""
-    given = os.environ.get(MLFLOW_PAGE) or (uri if (uri := tracking_uri()).startswith(("http:", "https:")) else "")
-    return redact(given).rstrip("/")
+    page = os.environ.get(MLFLOW_PAGE) or (uri if (uri := tracking_uri()).startswith(("http:", "https:")) else "")
+    return redact(page).rstrip("/")
 
 
 def outcomes_folder() -> Path | None:
@@ -148,13 +148,13 @@ def cache_dir() -> Path:
 
 def cache_bytes() -> int:
     """The size of this machine's cache of datasets in S3, in bytes: HOLDFAST_CACHE_GIB, in GiB. Raises SpecError."""
-    given = os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE_GIB
+    text = os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE_GIB
     try:
-        size = float(given)
+        size = float(text)
     except ValueError:
         size = math.nan
     if not 0 <= size < 2**30:
-        problem = Problem(CACHE_VARIABLE, given, "is no number of GiB", f"write a number, such as {DEFAULT_CACHE_GIB}")
+        problem = Problem(CACHE_VARIABLE, text, "is no number of GiB", f"write a number, such as {DEFAULT_CACHE_GIB}")
         raise SpecError([problem], "environment")
     return int(size * 2**30)
 

@@ -25,7 +25,7 @@ def code_of(error: BaseException) -> ExitCode:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed: Python's, torch's on an accelerator, torch's on a CPU (a plain RuntimeError), or
     the kernel's. A process that the kernel kills for memory reports nothing, but its launcher may know."""
-    named = any(each.__name__ == "OutOfMemoryError" for each in type(error).__mro__)  # without importing torch
+    named = any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)  # without importing torch
     on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
     refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or named or on_cpu or refused
@@ -33,8 +33,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def code_in(message: str) -> int | None:
     """The exit code in a cluster's message about a pod, such as Argo's `Error (exit code 10)`; None if it has none."""
-    found = re.search(r"\bexit code:? (\d+)\b", message)
-    return int(found[1]) if found else None
+    match = re.search(r"\bexit code:? (\d+)\b", message)
+    return int(match[1]) if match else None
 
 
 def exit_code_of(body: Callable[[], object]) -> ExitCode:

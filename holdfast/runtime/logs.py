@@ -47,10 +47,10 @@ def configure_logging() -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    wanted = os.environ.get("HOLDFAST_LOG_LEVEL") or "INFO"
-    log.setLevel(logging.getLevelNamesMapping().get(wanted.upper(), logging.INFO))
-    if wanted.upper() not in logging.getLevelNamesMapping():
-        log.warning("HOLDFAST_LOG_LEVEL=%s is no level; write DEBUG, INFO or WARNING. INFO is used", wanted)
+    level = os.environ.get("HOLDFAST_LOG_LEVEL") or "INFO"
+    log.setLevel(logging.getLevelNamesMapping().get(level.upper(), logging.INFO))
+    if level.upper() not in logging.getLevelNamesMapping():
+        log.warning("HOLDFAST_LOG_LEVEL=%s is no level; write DEBUG, INFO or WARNING. INFO is used", level)
 
 
 class _Sink(logging.Handler):

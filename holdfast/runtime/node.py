@@ -90,11 +90,11 @@ def _own_addresses(host: str) -> Iterator[str]:
     import psutil
 
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return
     here = {each.address for all_ in psutil.net_if_addrs().values() for each in all_}
-    for *_, target in sorted(found, key=lambda each: each[0] != socket.AF_INET):
+    for *_, target in sorted(infos, key=lambda each: each[0] != socket.AF_INET):
         address = str(target[0])
         loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
         if (loopback and host in (address, "localhost")) or (not loopback and address in here):

@@ -216,10 +216,10 @@ def without_controls(text: str) -> str:
 def printed_by(process: subprocess.Popen[bytes]) -> Iterator[str]:
     """The output of a process as it arrives, in whole lines and without secrets."""
     assert process.stdout is not None
-    redactor, kept = StreamRedactor(), b""
+    redactor, rest = StreamRedactor(), b""
     while block := os.read(process.stdout.fileno(), CHUNK):
-        lines, end, kept = (kept + block).rpartition(b"\n")
+        lines, end, rest = (rest + block).rpartition(b"\n")
         if end:
             yield redactor.line((lines + end).decode(errors="replace"))
-    if kept:
-        yield redactor.line(kept.decode(errors="replace")) + "\n"
+    if rest:
+        yield redactor.line(rest.decode(errors="replace")) + "\n"

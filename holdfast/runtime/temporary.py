@@ -44,8 +44,8 @@ def temporary_folder(name: str = "") -> Iterator[str]:
 def holders_of(folder: Path) -> tuple[int, ...]:
     """The descriptors that a child process must inherit (`pass_fds`) if it uses the folder and may outlive this
     process."""
-    found = _holders.get(str(folder))
-    return () if found is None else (found,)
+    holder = _holders.get(str(folder))
+    return () if holder is None else (holder,)
 
 
 def remove_abandoned() -> None:
