@@ -70,10 +70,10 @@ class Comparison(BaseModel):
             lines.append(f"| {_cell(row.changes)} | {figures} | {row.run_id} | {row.state_digest[:16]} |")
         if self.failed:
             lines += ["", "| failed trial | step | exit code | reason | run |", "|---" * 5 + "|"]
-        for one in self.failed:
-            code = "" if one.exit_code is None else str(one.exit_code)
-            reason = "<br>".join(_text(line) for line in one.reason[:SHOWN_REASON].splitlines())
-            lines.append(f"| {_cell(one.changes)} | {one.step} | {code} | {reason} | {one.run_id} |")
+        for trial in self.failed:
+            code = "" if trial.exit_code is None else str(trial.exit_code)
+            reason = "<br>".join(_text(line) for line in trial.reason[:SHOWN_REASON].splitlines())
+            lines.append(f"| {_cell(trial.changes)} | {trial.step} | {code} | {reason} | {trial.run_id} |")
         return "\n".join(lines) + "\n"
 
 

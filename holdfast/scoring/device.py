@@ -27,32 +27,32 @@ def scoring_devices(cluster: Cluster) -> tuple[torch.device, ...]:
     `cluster.slice`). Elsewhere it is one of `cluster.accelerator`, if the machine has it. Raises MissingError when the
     spec gives the step accelerators and this process does not see them.
     """
-    kind, whole = cluster.accelerator, cluster.steps.evaluate.accelerators
+    kind, own = cluster.accelerator, cluster.steps.evaluate.accelerators
     accelerator = ACCELERATORS[kind]
-    field = "cluster.steps.evaluate.accelerators" if whole else "cluster.slice"
-    given = whole or (1 if cluster.slice is not None else 0)
+    field = "cluster.steps.evaluate.accelerators" if own else "cluster.slice"
+    declared = own or (1 if cluster.slice is not None else 0)
     if accelerator.device == "cpu":
         log.info("models are scored on the CPU: the spec asks for no accelerator")
         return CPU
-    if in_step_pod() and not given:
+    if in_step_pod() and not declared:
         log.info(
             "models are scored on the CPU: the spec gives this step no accelerator "
             "(cluster.steps.evaluate.accelerators, cluster.slice)"
         )
         return CPU
-    wanted = given or 1
-    if reason := _unusable(kind, wanted):
-        if given:
+    count = declared or 1
+    if reason := _unusable(kind, count):
+        if declared:
             raise MissingError(
-                f"{field}: {whole or cluster.slice} of {kind} is for this step, and {reason}; look whether the pod got "
+                f"{field}: {own or cluster.slice} of {kind} is for this step, and {reason}; look whether the pod got "
                 f"its device, or leave {field} out to score on the CPU"
             )
         log.info("models are scored on the CPU: %s", reason)
         return CPU
-    log.info("models are scored on %d %s (cluster.accelerator: %s)", wanted, accelerator.device, kind)
-    if wanted == 1:
+    log.info("models are scored on %d %s (cluster.accelerator: %s)", count, accelerator.device, kind)
+    if count == 1:
         return (torch.device(accelerator.device),)
-    return tuple(torch.device(accelerator.device, index) for index in range(wanted))
+    return tuple(torch.device(accelerator.device, index) for index in range(count))
 
 
 def _unusable(kind: str, wanted: int) -> str:

@@ -104,11 +104,11 @@ def score_champion(
 def _same_text(dataset: Dataset, max_tokens: int, context: int, model: ExportedModel) -> tuple[Iterator[Tokens], str]:
     """The candidate's held-out targets in the champion's tokens and context."""
     rows = _held_out(dataset, context, max_tokens, "champion")
-    ours, theirs = dataset.tokenizer_json(), model.decoder.shape.context
-    if model.tokenizer_json == ours:
-        if theirs == context:
+    our_tokenizer, their_context = dataset.tokenizer_json(), model.decoder.shape.context
+    if model.tokenizer_json == our_tokenizer:
+        if their_context == context:
             return rows, "Scored on the same tokens."
-        return rewindow(rows, theirs), f"Scored on the same tokens, in its context of {theirs}."
+        return rewindow(rows, their_context), f"Scored on the same tokens, in its context of {their_context}."
     if dataset.manifest.chat is not None:
         raise DataError("its tokenizer is another one, and what counts of a conversation is known in these tokens only")
     their_end = model.decoder.end_of_text
@@ -116,7 +116,9 @@ def _same_text(dataset: Dataset, max_tokens: int, context: int, model: ExportedM
         raise DataError("its config.json has no eos_token_id, which separates documents")
     from tokenizers import Tokenizer
 
-    again = retokenise(rows, Tokenizer.from_str(ours), dataset.end_of_text, model.tokenizer, their_end, theirs)
+    again = retokenise(
+        rows, Tokenizer.from_str(our_tokenizer), dataset.end_of_text, model.tokenizer, their_end, their_context
+    )
     return again, "Scored on the same text in its own tokens: its tokenizer is another one."
 
 

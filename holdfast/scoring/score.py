@@ -96,7 +96,7 @@ def _losses(decoder: Decoder, inputs: Tensor, targets: Tensor, masks: Tensor | N
     positions = decoder.hidden(inputs, masks).flatten(0, 1)
     most = max(1, LOGITS_BYTES // (4 * decoder.vocabulary))
     parts = zip(positions.split(most), targets.flatten().split(most), strict=True)
-    return torch.cat([F.cross_entropy(decoder.head(x).float(), wanted, reduction="none") for x, wanted in parts])
+    return torch.cat([F.cross_entropy(decoder.head(x).float(), target, reduction="none") for x, target in parts])
 
 
 def rewindow(rows: Iterable[Tokens], context: int) -> Iterator[Tokens]:
@@ -132,11 +132,11 @@ def retokenise(
 
 def _windows(tokens: Tokens, context: int, *, last: bool) -> Iterator[Tokens]:
     """Whole windows that share only their end tokens; with `last`, the rest as well."""
-    whole = (len(tokens) - 1) // context * context if len(tokens) else 0
-    for start in range(0, whole, context):
+    covered = (len(tokens) - 1) // context * context if len(tokens) else 0
+    for start in range(0, covered, context):
         yield tokens[None, start : start + context + 1]
-    if last and len(tokens) - whole > 1:
-        yield tokens[None, whole:]
+    if last and len(tokens) - covered > 1:
+        yield tokens[None, covered:]
 
 
 def _texts(rows: Iterable[Tokens], tokenizer: Tokenizer, end: int) -> Iterator[tuple[str, bool]]:

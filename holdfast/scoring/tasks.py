@@ -117,22 +117,22 @@ def require_tasks(tasks: Sequence[Task]) -> None:
 
 def find_task(task: Task) -> TaskFiles:
     """Read a task file and hash its data. Raises MissingError, or DataError for an unsupported task."""
-    found = _describe(task)
-    contents = {name: Content(size, _digest_of(_chunks(found.store, name, size))) for name, size in found.sizes.items()}
-    known = {name: [each.size, each.digest] for name, each in contents.items()}
-    content = digest({"file": found.text, "data": known})
-    return TaskFiles(task, found.config, found.store, found.files, contents, content)
+    described = _describe(task)
+    contents = {
+        name: Content(size, _digest_of(_chunks(described.store, name, size))) for name, size in described.sizes.items()
+    }
+    known = {name: [described_file.size, described_file.digest] for name, described_file in contents.items()}
+    content = digest({"file": described.text, "data": known})
+    return TaskFiles(task, described.config, described.store, described.files, contents, content)
 
 
 def _describe(task: Task) -> _Described:
     folder, _, name = task.uri.rpartition("/")
     store = open_store(folder if "://" in folder else f"file://{Path(folder or '.').resolve()}")
-    if (found := store.stat(name)) is None:
+    if (info := store.stat(name)) is None:
         raise MissingError(f"evaluation.tasks: there is no task file {task.uri}")
-    if found.size > TEXT_BYTES:
-        raise DataError(
-            f"evaluation.tasks: {task.uri} has {found.size:,} bytes, a task file has {TEXT_BYTES:,} at most"
-        )
+    if info.size > TEXT_BYTES:
+        raise DataError(f"evaluation.tasks: {task.uri} has {info.size:,} bytes, a task file has {TEXT_BYTES:,} at most")
     raw = store.get(name)
     try:
         config = yaml.safe_load(raw)
@@ -173,8 +173,8 @@ def _names(files: Any) -> Iterator[str]:
     if isinstance(files, str):
         yield files
     elif isinstance(files, list | dict):
-        for each in files.values() if isinstance(files, dict) else files:
-            yield from _names(each)
+        for entry in files.values() if isinstance(files, dict) else files:
+            yield from _names(entry)
     else:
         raise DataError(f"evaluation.tasks: data_files has {files!r}: name files, in a list or by split")
 
@@ -186,9 +186,9 @@ def _sizes(store: Store, names: Sequence[str], uri: str) -> dict[str, int]:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or "://" in name:
             raise DataError(f"evaluation.tasks: {uri}: data file {name!r} must lie beside the task file")
-        if (found := store.stat(name)) is None:
+        if (info := store.stat(name)) is None:
             raise MissingError(f"evaluation.tasks: {uri}: there is no data file {name}")
-        sizes[name] = found.size
+        sizes[name] = info.size
     if (total := sum(sizes.values())) > DATA_BYTES:
         largest = max(sizes, key=lambda name: sizes[name])
         raise DataError(
@@ -208,10 +208,10 @@ def _chunks(store: Store, name: str, size: int) -> Iterator[memoryview]:
 
 
 def _digest_of(chunks: Iterable[memoryview]) -> str:
-    whole = blake3()
+    hasher = blake3()
     for chunk in chunks:
-        whole.update(chunk)
-    return whole.hexdigest()
+        hasher.update(chunk)
+    return hasher.hexdigest()
 
 
 def score_tasks(decoder: Decoder, tokenizer: Tokenizer, tasks: Sequence[TaskFiles]) -> tuple[TaskScore, ...]:
@@ -229,7 +229,7 @@ def _score(decoder: Decoder, tokenizer: Tokenizer, found: TaskFiles) -> TaskScor
     task, name = found.task, found.name
     utils.env = cast("Any", _Environment(f"evaluation.tasks: {task.uri}"))
     with temporary_folder("task") as folder, ConsoleProgress() as progress:
-        local = {each: _fetch(found, each, Path(folder)) for each in found.contents}
+        local = {file_name: _fetch(found, file_name, Path(folder)) for file_name in found.contents}
         kwargs = {"data_files": _placed(found.files, local), "cache_dir": str(Path(folder) / "cache")}
         model = _model(decoder, tokenizer, partial(progress, f"task {name}"))
         try:
@@ -314,8 +314,8 @@ def _placed(files: Any, local: Mapping[str, str]) -> Any:
     if isinstance(files, str):
         return local[files]
     if isinstance(files, dict):
-        return {split: _placed(each, local) for split, each in files.items()}
-    return [_placed(each, local) for each in files]
+        return {split: _placed(entry, local) for split, entry in files.items()}
+    return [_placed(entry, local) for entry in files]
 
 
 def _model(decoder: Decoder, tokenizer: Tokenizer, progress: Any) -> Any:
@@ -336,15 +336,17 @@ def _model(decoder: Decoder, tokenizer: Tokenizer, progress: Any) -> Any:
             return tokenizer.encode(string, add_special_tokens=False).ids
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            return list(likelihoods(decoder, [(given, wanted) for _, given, wanted in requests], progress))
+            return list(
+                likelihoods(decoder, [(context, continuation) for _, context, continuation in requests], progress)
+            )
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:  # noqa: ARG002
-            found = []
+            totals = []
             for (text,) in (request.args for request in requests):
                 windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, context, 1)
                 parts = [make_disjoint_window(window) for window in windows]
-                found.append(math.fsum(nats for nats, _ in likelihoods(decoder, parts, progress)))
-            return found
+                totals.append(math.fsum(nats for nats, _ in likelihoods(decoder, parts, progress)))
+            return totals
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:  # noqa: ARG002
             texts = []
@@ -374,7 +376,7 @@ def likelihoods(
     its end. Rows of similar length form one batch; the batches depend on the requests alone.
     """
     device = decoder.model.embed_tokens.weight.device
-    rows = [[*given, *wanted][-decoder.shape.context - 1 :] for given, wanted in requests]
+    rows = [[*context, *continuation][-decoder.shape.context - 1 :] for context, continuation in requests]
     order = sorted(range(len(rows)), key=lambda index: (-len(rows[index]), index))
     answers: dict[int, tuple[float, bool]] = {}
     while order:
@@ -386,9 +388,9 @@ def likelihoods(
             inputs[place, : len(rows[index]) - 1] = torch.tensor(rows[index][:-1])
         hidden = decoder.hidden(inputs.to(device))
         for place, index in enumerate(batch):
-            wanted = torch.tensor(requests[index][1], device=device)[-(len(rows[index]) - 1) :]
+            continuation = torch.tensor(requests[index][1], device=device)[-(len(rows[index]) - 1) :]
             end = len(rows[index]) - 1
-            answers[index] = _continuation(decoder, hidden[place, end - len(wanted) : end], wanted)
+            answers[index] = _continuation(decoder, hidden[place, end - len(continuation) : end], continuation)
         progress(len(answers), len(rows))
     return (answers[index] for index in range(len(rows)))
 

@@ -62,7 +62,7 @@ class Measured(Record):
     def figures(self) -> dict[str, float | int]:
         """All metrics by name; a task's is `task.NAME.METRIC`."""
         own: dict[str, float | int] = self.model_dump(exclude={"tasks"})
-        return own | {f"task.{each.task}.{each.metric}": each.value for each in self.tasks}
+        return own | {f"task.{task.task}.{task.metric}": task.value for task in self.tasks}
 
 
 EVALUATION_VERSION = 3  # raise by hand when the same model would get other figures
