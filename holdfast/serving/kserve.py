@@ -73,7 +73,7 @@ def _predictor(spec: Spec, asked: Kserve, source: str) -> dict[str, Any]:
     if asked.runtime:
         model["runtime"] = asked.runtime
     if asked.arguments:
-        model["args"] = [_as_written(one) for one in asked.arguments]
+        model["args"] = [_as_written(argument) for argument in asked.arguments]
     predictor: dict[str, Any] = {
         "minReplicas": asked.min_replicas,
         "maxReplicas": asked.max_replicas,

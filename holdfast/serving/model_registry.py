@@ -93,21 +93,21 @@ class ModelRegistry:
         """The id of the object that `named` finds, updated with `said`; created from `fixed` and `said` if it does not
         exist.
         """
-        found = self._ask("GET", f"{one}?{urlencode(named)}")
-        if found is None:
+        obj = self._ask("GET", f"{one}?{urlencode(named)}")
+        if obj is None:
             try:
-                found = self._ask("POST", under or all_, {**fixed, **(said or {})})
+                obj = self._ask("POST", under or all_, {**fixed, **(said or {})})
             except RefusedError:  # a concurrent writer created it, or the request is invalid
-                found = self._ask("GET", f"{one}?{urlencode(named)}")
-                if found is None:
+                obj = self._ask("GET", f"{one}?{urlencode(named)}")
+                if obj is None:
                     raise
         elif said is not None:
             if "customProperties" in said:  # a patch replaces all properties, also foreign ones
-                kept = found.get("customProperties") or {}
-                said = {**said, "customProperties": {**kept, **said["customProperties"]}}
-            self._ask("PATCH", f"{all_}/{found['id']}", said)
-        assert found is not None
-        return str(found["id"])
+                properties = obj.get("customProperties") or {}
+                said = {**said, "customProperties": {**properties, **said["customProperties"]}}
+            self._ask("PATCH", f"{all_}/{obj['id']}", said)
+        assert obj is not None
+        return str(obj["id"])
 
     def _ask(self, method: str, path: str, body: Entry | None = None) -> Entry | None:
         """The response as an object; None if GET finds nothing."""
@@ -150,16 +150,16 @@ class ModelRegistry:
             return None
         if answer.status >= 500 or answer.status == 429:
             raise _PassingError(f"status {answer.status}")
-        what = f"{method} {redact(self._root)}/{path.partition('?')[0]}: status {answer.status}"
+        request = f"{method} {redact(self._root)}/{path.partition('?')[0]}: status {answer.status}"
         if answer.status in (401, 403):
-            raise AccessDeniedError(f"{what}; {self._remedy()}")
+            raise AccessDeniedError(f"{request}; {self._remedy()}")
         if not 200 <= answer.status < 300:
-            raise RefusedError(f"{what}: {data[:500].decode(errors='replace')}")
+            raise RefusedError(f"{request}: {data[:500].decode(errors='replace')}")
         try:
-            found: Entry = parse_json_object(data, what)
+            reply: Entry = parse_json_object(data, request)
         except DataError:
-            raise RefusedError(f"{what}, and no JSON: is serving.model_registry.url its REST API?") from None
-        return found
+            raise RefusedError(f"{request}, and no JSON: is serving.model_registry.url its REST API?") from None
+        return reply
 
     def _remedy(self) -> str:
         parts = urlsplit(self._root)

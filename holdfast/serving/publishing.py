@@ -52,10 +52,10 @@ def publish(spec: Spec, version: Champion, *, champion: bool, api: Api | None = 
             registry.point(version.model, str(version.version))
         log.info("version %d of %s is in the Model Registry", version.version, version.model)
     if champion and spec.serving.kserve is not None:
-        wanted = inference_service_of(spec, version)
+        manifest = inference_service_of(spec, version)
         api = api or Api.of_this_process(_namespace(spec), patience=SECONDS)
-        kserve.apply(wanted, api)
-        service = f"{api.namespace}/{wanted['metadata']['name']}"
+        kserve.apply(manifest, api)
+        service = f"{api.namespace}/{manifest['metadata']['name']}"
         log.info("InferenceService %s serves version %d of %s", service, version.version, version.model)
     return Published(service, entry)
 
