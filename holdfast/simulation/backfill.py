@@ -56,14 +56,14 @@ class Reservation:
             self._extra -= task.job.gpus
 
     def _reckon(self, head: Task, simulation: Simulation) -> None:
-        whole = min(pool.group.gpus for pool in simulation.machine.pools)
-        self._gang = gang = head.job.gpus >= whole  # it needs whole nodes, so partly free nodes do not help
+        node_gpus = min(pool.group.gpus for pool in simulation.machine.pools)
+        self._gang = gang = head.job.gpus >= node_gpus  # it needs whole nodes, so partly free nodes do not help
         free = simulation.machine.free - (simulation.machine.partly_free() if gang else 0)
         self._head, self._reckoned, self._shadow = head, simulation.now, simulation.now
         for end, _, gpus in self._ends:
             if free >= head.job.gpus:
                 break
-            if gang and gpus < whole:
+            if gang and gpus < node_gpus:
                 continue
             free += gpus
             self._shadow = max(simulation.now, end)
@@ -138,13 +138,13 @@ class Evictor:
             for node, count in victim.placement:
                 gain[node] += count
                 on_node[node].append(victim)
-                wanted = size if nodes else rest
+                need = size if nodes else rest
                 had = gain[node] - count + pool.free_on(node)
-                if had < wanted <= had + count:
+                if had < need <= had + count:
                     cleared.append(node)
-            whole = pool.whole if nodes else 0
-            if len(cleared) + whole >= needed:
-                chosen = {victim: None for node in cleared[: needed - whole] for victim in on_node[node]}
+            idle = pool.whole if nodes else 0
+            if len(cleared) + idle >= needed:
+                chosen = {victim: None for node in cleared[: needed - idle] for victim in on_node[node]}
                 self._candidates = [other for other in self._candidates if other not in chosen]
                 return list(chosen)
         return None

@@ -152,8 +152,8 @@ def synthetic_jobs(
     times = np.empty(0)
     while len(times) < count:
         more = random.uniform(0, span, 2 * count)
-        kept = more[random.uniform(0, 1.5, len(more)) < 1 + 0.5 * np.sin(2 * np.pi * more / DAY)]
-        times = np.concatenate([times, kept])
+        accepted = more[random.uniform(0, 1.5, len(more)) < 1 + 0.5 * np.sin(2 * np.pi * more / DAY)]
+        times = np.concatenate([times, accepted])
     times = np.sort(times[:count])
     popularity = 1.0 / np.arange(1, tenants + 1)
     tenant = random.choice(tenants, size=count, p=popularity / popularity.sum())

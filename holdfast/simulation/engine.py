@@ -266,9 +266,9 @@ class Simulation:
         self._accrue(task)
         if not saved:
             step = self._checkpoint * task.rate
-            kept = min(task.done, begun + (task.done - begun) // step * step)
-            self.totals.lost_work += (task.done - kept) * task.job.gpus
-            task.done = kept
+            saved_work = min(task.done, begun + (task.done - begun) // step * step)
+            self.totals.lost_work += (task.done - saved_work) * task.job.gpus
+            task.done = saved_work
         assert task.placement is not None
         self.machine.release(task.placement)
         self._leave_nodes(task)
@@ -293,7 +293,7 @@ class Simulation:
             self.machine.bring_up(node)
 
     def _victim_node(self, pool: int) -> tuple[NodeGroup, int]:
-        first = sum(each.group.nodes for each in self.machine.pools[:pool])
+        first = sum(earlier.group.nodes for earlier in self.machine.pools[:pool])
         group = self.machine.pools[pool].group
         return group, first + int(self._random.integers(group.nodes))
 
@@ -322,12 +322,12 @@ def _merged(placement: Placement, extra: Placement) -> Placement:
 
 def _shrink(placement: Placement, gpus: int) -> Placement:
     """Remove `gpus` accelerators from the end of a placement, in place. Returns them."""
-    taken: Placement = []
+    smaller: Placement = []
     while gpus:
         node, count = placement.pop()
         if count > gpus:
             placement.append((node, count - gpus))
             count = gpus
-        taken.append((node, count))
+        smaller.append((node, count))
         gpus -= count
-    return taken
+    return smaller

@@ -98,7 +98,7 @@ def configuration(engine: Engine, policy: str, model: ClusterModel, jobs: Sequen
             "all groups"
         )
     if reason is not None:
-        able = ", ".join(name for each, name in _DIFFERS if each == engine)
+        able = ", ".join(name for engine_name, name in _DIFFERS if engine_name == engine)
         raise SpecError(
             [Problem("--policy", policy, f"cannot be said to {engine}: it {reason}", f"use {able}")], engine
         )
@@ -131,16 +131,16 @@ def _kueue(
 ) -> tuple[list[Object], Object]:
     api = "kueue.x-k8s.io/v1beta2"
     topology = policy == "topology"
-    found: list[Object] = []
+    objects: list[Object] = []
     if topology:
         levels = [{"nodeLabel": "topology.kubernetes.io/rack"}, {"nodeLabel": "kubernetes.io/hostname"}]
-        found.append(_object(api, "Topology", NAME, {"levels": levels}))
+        objects.append(_object(api, "Topology", NAME, {"levels": levels}))
     for group in model.groups:
         flavor: Object = {
             "nodeLabels": {GROUP_LABEL: groups[group.name]},
             "tolerations": [{"key": RESOURCE, "operator": "Exists", "effect": "NoSchedule"}],
         }
-        found.append(
+        objects.append(
             _object(api, "ResourceFlavor", groups[group.name], flavor | ({"topologyName": NAME} if topology else {}))
         )
 
@@ -164,21 +164,21 @@ def _kueue(
     }
     own = policy == "drf"  # a separate ClusterQueue for each tenant, which borrows everything
     if own:
-        found.append(_object(api, "Cohort", NAME, {"resourceGroups": quota(whole=True)}))
+        objects.append(_object(api, "Cohort", NAME, {"resourceGroups": quota(whole=True)}))
         for name, weight in weights.items():
             fair = {"cohortName": NAME, "fairSharing": {"weight": _quantity(weight)}}
-            found.append(_object(api, "ClusterQueue", name, {**fair, **queue, "resourceGroups": quota(whole=False)}))
+            objects.append(_object(api, "ClusterQueue", name, {**fair, **queue, "resourceGroups": quota(whole=False)}))
     else:
         scope = {"admissionScope": {"admissionMode": "UsageBasedAdmissionFairSharing"}}
         more = scope if policy == "fair-share" else {}
-        found.append(_object(api, "ClusterQueue", NAME, {**queue, **more, "resourceGroups": quota(whole=True)}))
+        objects.append(_object(api, "ClusterQueue", NAME, {**queue, **more, "resourceGroups": quota(whole=True)}))
     for name, weight in weights.items():
         local: Object = {"clusterQueue": name if own else NAME}
         if policy == "fair-share":
             local["fairSharing"] = {"weight": _quantity(weight)}
-        found.append(_object(api, "LocalQueue", name, local))
+        objects.append(_object(api, "LocalQueue", name, local))
     if policy == "priority":
-        found += [
+        objects += [
             {**_object(api, "WorkloadPriorityClass", _class(value)), "value": PRIORITY_STEP * value}
             for value in priorities
         ]
@@ -195,7 +195,7 @@ def _kueue(
             "usageSamplingInterval": "5m",
             "resourceWeights": {RESOURCE: 1.0},
         }
-    return found, settings
+    return objects, settings
 
 
 def _volcano(
@@ -223,15 +223,15 @@ def _volcano(
     }
     data = {"volcano-scheduler.conf": yaml.safe_dump(scheduler, sort_keys=False)}
     metadata = {"name": "volcano-scheduler-configmap", "namespace": "volcano-system"}
-    found: list[Object] = [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}]
+    objects: list[Object] = [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}]
     if policy == "drf":
         scale = 1 / min(weights.values())  # weights are whole numbers
         for name, weight in weights.items():
-            found.append(_object(api, "Queue", name, {"weight": max(1, round(weight * scale)), "reclaimable": False}))
+            objects.append(_object(api, "Queue", name, {"weight": max(1, round(weight * scale)), "reclaimable": False}))
     else:
-        found.append(_object(api, "Queue", NAME, {"weight": 1, "reclaimable": False}))
+        objects.append(_object(api, "Queue", NAME, {"weight": 1, "reclaimable": False}))
     if ordered:
-        found += [
+        objects += [
             {
                 **_object("scheduling.k8s.io/v1", "PriorityClass", _class(value)),
                 "value": PRIORITY_STEP * value,
@@ -239,12 +239,12 @@ def _volcano(
             }
             for value in priorities
         ]
-    return found, None
+    return objects, None
 
 
 def _object(api: str, kind: str, name: str, spec: Object | None = None) -> Object:
-    found: Object = {"apiVersion": api, "kind": kind, "metadata": {"name": name}}
-    return found if spec is None else {**found, "spec": spec}
+    obj: Object = {"apiVersion": api, "kind": kind, "metadata": {"name": name}}
+    return obj if spec is None else {**obj, "spec": spec}
 
 
 def _class(priority: int) -> str:
@@ -258,12 +258,12 @@ def _quantity(weight: float) -> str:
 
 def _named(field: str, names: Iterable[str]) -> dict[str, str]:
     """Kubernetes names by the names in the trace or cluster. Raises SpecError."""
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for name in sorted(set(names)):
         kubernetes_name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-        if not kubernetes_name or len(kubernetes_name) > 63 or kubernetes_name in found.values():
+        if not kubernetes_name or len(kubernetes_name) > 63 or kubernetes_name in by_name.values():
             raise SpecError(
                 [Problem(field, name, "makes no name of a queue that is its own", "use letters, digits and dashes")]
             )
-        found[name] = kubernetes_name
-    return found
+        by_name[name] = kubernetes_name
+    return by_name

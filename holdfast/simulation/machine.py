@@ -125,22 +125,24 @@ class Pool:
     def take(self, gpus: int, same_rack: bool) -> Placement:
         """Take `gpus` accelerators. Call only after `fits`."""
         nodes, rest = divmod(gpus, self._size)
-        taken: Placement = []
+        placement: Placement = []
         if same_rack and nodes > 1:
             needed = nodes + (rest > 0)
             rack = min((rack for rack in self._racks if len(rack) >= needed), key=len)
             chosen = list(rack)[:needed]
-            taken = [(self._first + node, self._size) for node in chosen[:nodes]]
+            placement = [(self._first + node, self._size) for node in chosen[:nodes]]
             if rest:
-                taken.append((self._first + chosen[nodes], rest))
+                placement.append((self._first + chosen[nodes], rest))
         else:
             if nodes:
-                taken = [(self._first + node, self._size) for node in self._whole_nodes(nodes)]
+                placement = [(self._first + node, self._size) for node in self._whole_nodes(nodes)]
             if rest:
-                taken.append((self._first + self._best_fit(rest, {node - self._first for node, _ in taken}), rest))
-        for node, count in taken:
+                placement.append(
+                    (self._first + self._best_fit(rest, {node - self._first for node, _ in placement}), rest)
+                )
+        for node, count in placement:
             self._change(node - self._first, -count)
-        return taken
+        return placement
 
     def give(self, node: int, count: int) -> None:
         """Return `count` accelerators of a node."""
@@ -170,12 +172,12 @@ class Pool:
                 tightest = rack
         if tightest is not None:
             return [node for node, _ in zip(tightest, range(nodes), strict=False)]
-        found: list[int] = []
+        idle_nodes: list[int] = []
         for rack in sorted(self._racks, key=len, reverse=True):
-            found += [node for node, _ in zip(rack, range(nodes - len(found)), strict=False)]
-            if len(found) == nodes:
+            idle_nodes += [node for node, _ in zip(rack, range(nodes - len(idle_nodes)), strict=False)]
+            if len(idle_nodes) == nodes:
                 break
-        return found
+        return idle_nodes
 
     def _best_fit(self, gpus: int, besides: set[int]) -> int:
         for nodes in self._partly[gpus:]:

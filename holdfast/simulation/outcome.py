@@ -183,13 +183,13 @@ def _shortest_remaining(arrivals: Iterable[tuple[float, float]]) -> list[float]:
         while index < len(arrivals) and arrivals[index][0] <= now:
             heapq.heappush(heap, (arrivals[index][1], index))
             index += 1
-        left, job = heapq.heappop(heap)
+        remaining, job = heapq.heappop(heap)
         until = arrivals[index][0] if index < len(arrivals) else float("inf")
-        if now + left <= until:
-            now += left
+        if now + remaining <= until:
+            now += remaining
             ends[job] = now
         else:
-            heapq.heappush(heap, (left - (until - now), job))
+            heapq.heappush(heap, (remaining - (until - now), job))
             now = until
     return ends
 

@@ -425,7 +425,7 @@ class DominantShare(_Shares):
         """See _Shares."""
         pools = simulation.machine.pools
         largest = max(
-            (held / (pools[index].group.nodes * pools[index].group.gpus) for index, held in self._held[tenant].items()),
+            (gpus / (pools[index].group.nodes * pools[index].group.gpus) for index, gpus in self._held[tenant].items()),
             default=0.0,
         )
         return largest / simulation.model.quotas.get(tenant, 1.0)
