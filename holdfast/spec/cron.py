@@ -78,7 +78,8 @@ def expand(cron: str) -> str:
     values[4] = sorted({value % 7 for value in values[4]})
     full = [set(range(field.least, field.most + 1)) for field in FIELDS[:4]] + [set(range(7))]
     written = [
-        "*" if set(found) == whole else ",".join(map(str, found)) for found, whole in zip(values, full, strict=True)
+        "*" if set(numbers) == every else ",".join(map(str, numbers))
+        for numbers, every in zip(values, full, strict=True)
     ]
     stars = [any(part in ("*", "*/1") for part in texts[index].split(",")) for index in (2, 4)]
     if not any(stars) and "*" in (written[2], written[4]):  # either field may match, and one always does
@@ -89,7 +90,7 @@ def expand(cron: str) -> str:
 
 
 def _values(field: _Field, text: str) -> list[int]:
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in text.split(","):
         match = _PART.fullmatch(part)
         if match is None or (match["first"] == "*" and match["last"]):
@@ -115,5 +116,5 @@ def _values(field: _Field, text: str) -> list[int]:
             )
         if step is not None and (len(step) > 2 or not 1 <= int(step) <= field.most):
             raise CronError(f"has the step {step} in {field.name}", f"use a step from 1 to {field.most}")
-        found.update(range(begin, end + 1, int(step or 1)))
-    return sorted(found)
+        numbers.update(range(begin, end + 1, int(step or 1)))
+    return sorted(numbers)

@@ -62,7 +62,7 @@ def unescape_tree(value: Any) -> Any:
 
 def is_replaced_by_argo(text: str) -> bool:
     """Whether Argo, and with it KFP, would change this text or fail on it."""
-    return any(len(found[0]) > 1 or not _is_harmless(found[0]) for found in _BY_ARGO.finditer(text))
+    return any(len(match[0]) > 1 or not _is_harmless(match[0]) for match in _BY_ARGO.finditer(text))
 
 
 def double_dollars(text: str) -> str:
@@ -72,9 +72,9 @@ def double_dollars(text: str) -> str:
 
 def escape_environment(variables: Mapping[str, str], escaped: Callable[[str], str] = escape) -> dict[str, str]:
     """Variables of a step, in a form that engines pass on unchanged. `VARIABLE` names the changed ones."""
-    found = {name: escaped(value) for name, value in variables.items()}
-    changed = sorted(name for name, value in found.items() if value != variables[name])
-    return found | ({VARIABLE: " ".join(changed)} if changed else {})
+    escaped_variables = {name: escaped(value) for name, value in variables.items()}
+    changed = sorted(name for name, value in escaped_variables.items() if value != variables[name])
+    return escaped_variables | ({VARIABLE: " ".join(changed)} if changed else {})
 
 
 def restore_environment(variables: MutableMapping[str, str] = os.environ) -> None:
@@ -100,9 +100,9 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {_map_strings(name, change): _map_strings(one, change) for name, one in value.items()}
+        return {_map_strings(name, change): _map_strings(item, change) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_map_strings(one, change) for one in value]
+        return [_map_strings(item, change) for item in value]
     return value
 
 
@@ -146,5 +146,5 @@ def text_of(spec: str | Mapping[str, Any]) -> str:
 
 def _each(value: Any, change: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: change(one) for name, one in value.items()}
-    return [change(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {name: change(item) for name, item in value.items()}
+    return [change(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -152,8 +152,8 @@ def _without_secrets(value: object) -> object:
         shown = redact(value)
         return HIDDEN if shown == value and "://" in value and carries_secret(value) else shown
     if isinstance(value, dict):
-        return {key: HIDDEN if names_secret(str(key)) else _without_secrets(each) for key, each in value.items()}
-    return [_without_secrets(each) for each in value] if isinstance(value, list) else value
+        return {key: HIDDEN if names_secret(str(key)) else _without_secrets(item) for key, item in value.items()}
+    return [_without_secrets(item) for item in value] if isinstance(value, list) else value
 
 
 class SpecError(HoldfastError):
@@ -309,9 +309,9 @@ class UnhealthyNodeError(HoldfastError):
 
 def error_named(name: str, message: str) -> HoldfastError:
     """A failure that another process reported, from the name of its class and its message."""
-    found = globals().get(name)
-    if isinstance(found, type) and issubclass(found, HoldfastError) and found is not SpecError:
-        return found(message)
+    error_class = globals().get(name)
+    if isinstance(error_class, type) and issubclass(error_class, HoldfastError) and error_class is not SpecError:
+        return error_class(message)
     return HoldfastError(message)
 
 

@@ -30,20 +30,20 @@ def digest(value: object) -> str:
 def fields_of(section: BaseModel, role: Role = "identity") -> dict[str, Any]:
     """The fields of a section that have `role`, as JSON values. Fields inside a section or a list with an explicit role
     have that role."""
-    kept: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name in type(section).model_fields:
         value = getattr(section, name)
         own: Role = role_of(type(section), name) if isinstance(section, Section) else role
         if isinstance(value, BaseModel) and own == "identity":
             if nested := fields_of(value, role):
-                kept[name] = nested
+                fields[name] = nested
         elif own != role:
             continue
         elif isinstance(value, tuple):
-            kept[name] = [fields_of(item, role) if isinstance(item, BaseModel) else item for item in value]
+            fields[name] = [fields_of(item, role) if isinstance(item, BaseModel) else item for item in value]
         else:
-            kept[name] = value
-    return kept
+            fields[name] = value
+    return fields
 
 
 def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "") -> str:

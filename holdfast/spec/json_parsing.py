@@ -75,8 +75,8 @@ def _require_finite(value: Any) -> None:
         if not math.isfinite(value):
             raise ValueError("a number is too large")
     elif isinstance(value, dict):
-        for each in value.values():
-            _require_finite(each)
+        for item in value.values():
+            _require_finite(item)
     elif isinstance(value, list):
-        for each in value:
-            _require_finite(each)
+        for item in value:
+            _require_finite(item)

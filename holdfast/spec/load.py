@@ -211,10 +211,10 @@ def _field_of(location: tuple[int | str, ...]) -> tuple[tuple[str, ...], FieldIn
     for part in location:
         if isinstance(part, int):
             break
-        _, found, item = find((*path, part))
+        _, field, item = find((*path, part))
         if item:
             break
-        path, info = (*path, part), found
+        path, info = (*path, part), field
     return path, info
 
 

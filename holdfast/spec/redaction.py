@@ -223,8 +223,8 @@ def redact_record(value: Any) -> Any:
         if isinstance(one, str):
             return HIDDEN if one and name and _strength(name) == 2 else redact(one, values)
         if isinstance(one, Mapping):
-            return {redact(str(key), values): without(each, str(key)) for key, each in one.items()}
-        return [without(each, name) for each in one] if isinstance(one, list | tuple) else one
+            return {redact(str(key), values): without(item, str(key)) for key, item in one.items()}
+        return [without(item, name) for item in one] if isinstance(one, list | tuple) else one
 
     return without(value)
 
@@ -313,17 +313,17 @@ _Hidden = tuple[int, int, str]  # start, end, and replacement
 
 def _without_named(text: str) -> str:
     parts, done = [], 0
-    for found in _NAME.finditer(text):
-        if found.start() < done:
+    for match in _NAME.finditer(text):
+        if match.start() < done:
             continue
-        strength = _strength(found[1]) or _strength_here(text, found)
-        if not strength or (found[3] is None and not _is_pair(text, found)):
+        strength = _strength(match[1]) or _strength_here(text, match)
+        if not strength or (match[3] is None and not _is_pair(text, match)):
             continue
-        named = _Named(found[1], found[2] or "", (found[3] or ":").strip(), strength)
+        named = _Named(match[1], match[2] or "", (match[3] or ":").strip(), strength)
         if (
-            hidden := _quoted(text, found.end(), named)
-            if _OPENS.match(text, found.end())
-            else _bare(text, found.end(), named)
+            hidden := _quoted(text, match.end(), named)
+            if _OPENS.match(text, match.end())
+            else _bare(text, match.end(), named)
         ):
             start, end, put = hidden
             parts += [text[done:start], put]
@@ -430,13 +430,13 @@ def secret_values(environment: Mapping[str, str] | None = None) -> tuple[str, ..
     """The values of variables with the name of a secret, and the passwords in variables with a URL, longest first."""
     if environment is None:
         return _values_of_process()
-    found: set[str] = set()
+    values: set[str] = set()
     for name, value in environment.items():
         if names_secret(name):
-            found.update(_worth_hiding(value))
+            values.update(_worth_hiding(value))
         elif "://" in value and (user := _USER.search(value)):
-            found.update(_worth_hiding(user[0].rstrip("@").partition(":")[2]))
-    return tuple(sorted(found, key=lambda value: (-len(value), value)))
+            values.update(_worth_hiding(user[0].rstrip("@").partition(":")[2]))
+    return tuple(sorted(values, key=lambda value: (-len(value), value)))
 
 
 _known: tuple[object, tuple[str, ...]] = (None, ())
@@ -481,11 +481,11 @@ def carries_secret(url: str) -> bool:
         return any(char in url for char in ":=-_.") and "\n" not in url and _redacted(url) != url
     place, _, fragment = rest.partition("#")
     place, question_mark, query = place.partition("?")
-    if found := _USER.search(url):
-        user = found[0].rstrip("@")
+    if user_match := _USER.search(url):
+        user = user_match[0].rstrip("@")
         if ":" in user or "ssh" not in scheme:
             return True
-        url = url.replace(found[0], "", 1)
+        url = url.replace(user_match[0], "", 1)
     if "=" in query or "=" in fragment or (question_mark and query and scheme.startswith(("http", "ftp", "git"))):
         return True
     return bool(_WORD.fullmatch(query) or _WORD.fullmatch(fragment)) or _redacted(url) != url
@@ -505,8 +505,8 @@ class StreamRedactor:
         end = max(text.rfind("\n"), text.rfind("\r", 0, -1)) + 1
         if not end and len(text) > 8 * MOST:
             end = text.rfind(" ") + 1 or len(text)
-        whole, self._kept = text[:end], text[end:]
-        return self._lines(whole)
+        complete, self._kept = text[:end], text[end:]
+        return self._lines(complete)
 
     def rest(self) -> str:
         """The rest: a line without its end."""

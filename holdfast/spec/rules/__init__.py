@@ -148,9 +148,9 @@ def problems(spec: Spec) -> list[Problem]:
 
 def problems_of_part(spec: Spec) -> list[Problem]:
     """The same for a spec without its refused fields. A rule ends where it needs one of them."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for rule in RULES:
         with suppress(RefusedFieldError):
             for problem in rule(spec):
-                found.append(problem)
-    return found
+                problems.append(problem)
+    return problems

@@ -288,17 +288,17 @@ def check_resources(spec: Spec) -> Iterator[Problem]:
 
 def check_mounts(spec: Spec) -> Iterator[Problem]:
     """No two volumes have the same mount path, and none covers a path that the container needs."""
-    taken = {"/", "/dev/shm", "/tmp"}  # noqa: S108
+    used = {"/", "/dev/shm", "/tmp"}  # noqa: S108
     for index, volume in enumerate(spec.cluster.volumes):
         path = "/" + volume.path.strip("/")
-        if path in taken or ".." in path.split("/"):
+        if path in used or ".." in path.split("/"):
             yield Problem(
                 f"cluster.volumes.{index}.path",
                 volume.path,
                 "is already used, or contains ..",
                 "choose another path",
             )
-        taken.add(path)
+        used.add(path)
 
 
 MAX_ARGUMENT = 131_071  # maximum bytes of one argument or variable in Linux (MAX_ARG_STRLEN)
@@ -315,13 +315,13 @@ def check_text_sizes(spec: Spec) -> Iterator[Problem]:
                 f"is longer than Linux allows ({MAX_ARGUMENT:,} bytes)",
                 "put it into a file on one of cluster.volumes, and give its path here",
             )
-    found = {
+    texts_by_field = {
         "cluster.annotations": spec.cluster.annotations,
         "cluster.steps.annotations": spec.cluster.steps.annotations,
     }
     if spec.serving.kserve is not None:
-        found["serving.kserve.annotations"] = spec.serving.kserve.annotations
-    for field, texts in found.items():
+        texts_by_field["serving.kserve.annotations"] = spec.serving.kserve.annotations
+    for field, texts in texts_by_field.items():
         if (size := sum(len(f"{name}{value}".encode()) for name, value in texts.items())) > MAX_ANNOTATIONS:
             message = f"are longer than Kubernetes allows ({MAX_ANNOTATIONS:,} bytes in all)"
             yield Problem(field, f"{size} bytes", message, "remove long texts, or keep them in a ConfigMap")
@@ -355,7 +355,7 @@ def check_reserved_metadata(spec: Spec) -> Iterator[Problem]:
 
 def check_cache_size(spec: Spec) -> Iterator[Problem]:
     """The cache of the datasets fits on the disk that the pods request."""
-    given = spec.cluster.environment.get("HOLDFAST_CACHE_GIB", "0")
+    limit = spec.cluster.environment.get("HOLDFAST_CACHE_GIB", "0")
     steps = spec.cluster.steps
     disks = {
         "resources": spec.cluster.resources.ephemeral_storage,
@@ -366,10 +366,10 @@ def check_cache_size(spec: Spec) -> Iterator[Problem]:
     }
     place, disk = min(disks.items(), key=lambda item: amount(item[1]))
     with suppress(ValueError):  # the steps refuse a value that is not a number
-        if float(given) * 2**30 > amount(disk):
+        if float(limit) * 2**30 > amount(disk):
             yield Problem(
                 "cluster.environment.HOLDFAST_CACHE_GIB",
-                given,
+                limit,
                 f"is above cluster.{place}.ephemeral_storage = {disk}",
                 "lower it, remove it (the default is three quarters of that), or request more disk",
             )

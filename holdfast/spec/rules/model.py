@@ -153,11 +153,11 @@ def check_rope(spec: Spec) -> Iterator[Problem]:
 
 def check_stage_count(spec: Spec) -> Iterator[Problem]:
     """Every pipeline stage has a layer."""
-    each = 2 if spec.parallel.schedule == "interleaved" else 1
-    if spec.parallel.pipeline > max(1, spec.model.layers // each):
+    per_rank = 2 if spec.parallel.schedule == "interleaved" else 1
+    if spec.parallel.pipeline > max(1, spec.model.layers // per_rank):
         yield Problem(
             "parallel.pipeline",
             spec.parallel.pipeline,
-            f"x {each} stages is more than model.layers = {spec.model.layers}",
-            f"use at most {spec.model.layers // each}",
+            f"x {per_rank} stages is more than model.layers = {spec.model.layers}",
+            f"use at most {spec.model.layers // per_rank}",
         )

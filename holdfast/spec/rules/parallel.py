@@ -67,7 +67,7 @@ def check_tensor_parallel(spec: Spec) -> Iterator[Problem]:
     if model.experts > 1:
         width *= model.routing.shared
         feed_forward = f"the shared experts (width {width} in total)"
-    for field, size, cut, what in (
+    for field, size, cut, parts in (
         ("model.context", model.context, model.context, "the sequence"),
         ("model.ffn", model.ffn_width, width, feed_forward),
     ):
@@ -75,7 +75,7 @@ def check_tensor_parallel(spec: Spec) -> Iterator[Problem]:
             yield Problem(
                 field,
                 size,
-                f"is not divisible by parallel.tensor = {tensor}, which splits {what} evenly",
+                f"is not divisible by parallel.tensor = {tensor}, which splits {parts} evenly",
                 f"use a multiple of {tensor}, or a smaller parallel.tensor",
             )
 
@@ -97,11 +97,11 @@ def check_expert_parallel(spec: Spec) -> Iterator[Problem]:
     if parallel.strategy == "fsdp" and parallel.replicas > 0 and ranks % parallel.replicas == 0:
         ranks //= parallel.replicas
     if ranks % expert:
-        what = "ranks of a replica" if parallel.replicas > 1 else "ranks of a stage"
+        peers = "ranks of a replica" if parallel.replicas > 1 else "ranks of a stage"
         yield Problem(
             "parallel.expert",
             expert,
-            f"does not divide the {ranks} {what}",
+            f"does not divide the {ranks} {peers}",
             f"use one of {[n for n in range(1, ranks + 1) if ranks % n == 0]}",
         )
 
@@ -361,7 +361,9 @@ def _fsdp_offloads(spec: Spec) -> Iterator[Problem]:
         f"parallel.{name}": (getattr(parallel, name), 1)
         for name in ("replicas", "tensor", "pipeline", "context", "expert")
     } | {"model.experts": (spec.model.experts, 1)}
-    unsupported = [(field, value, f"use {field}: {one}") for field, (value, one) in without.items() if value != one]
+    unsupported = [
+        (field, value, f"use {field}: {allowed}") for field, (value, allowed) in without.items() if value != allowed
+    ]
     if spec.training.determinism == "elastic":
         unsupported.append(("training.determinism", "elastic", "use training.determinism: exact"))
     if spec.training.precision == "fp16":

@@ -91,8 +91,10 @@ def check_batch_ramp(spec: Spec) -> Iterator[Problem]:
     field = "training.batch_ramp"
     if ramp.start is None or ramp.increment is None:
         if ramp.start is not None or ramp.increment is not None:
-            given, missing = ("start", "increment") if ramp.increment is None else ("increment", "start")
-            yield Problem(f"{field}.{missing}", None, f"is required by {field}.{given}", f"add it, or remove {given}")
+            present, missing = ("start", "increment") if ramp.increment is None else ("increment", "start")
+            yield Problem(
+                f"{field}.{missing}", None, f"is required by {field}.{present}", f"add it, or remove {present}"
+            )
         return
     growth = training.global_batch - ramp.start
     if growth <= 0 or growth % ramp.increment:
@@ -398,11 +400,11 @@ def _sides_fit(spec: Spec, other: str) -> Iterator[Problem]:
         ("model.kv_heads", model.key_value_heads, model.key_value_heads * model.head_width, "the keys"),
         ("model.context", model.context, tokens, "a micro-batch, in tokens of one rank,"),
     )
-    for field, value, side, what in sides:
+    for field, value, side, matrix in sides:
         if side % FP8_UNIT:
             yield Problem(
                 field,
                 value,
-                f"makes {what} {side} wide, which is not a multiple of {FP8_UNIT} (training.precision: fp8)",
+                f"makes {matrix} {side} wide, which is not a multiple of {FP8_UNIT} (training.precision: fp8)",
                 f"change it, {other}",
             )
