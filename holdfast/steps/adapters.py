@@ -102,8 +102,8 @@ def component(step: str, body: Body, given: Mapping[str, Any]) -> Any:
         return done
 
     part = _part(step, given)
-    kept = step_log(given["job"], step, part, lambda: given["store"] or _store_of(given["spec"], given["overrides"]))
-    done, code = run_step(step, work, recorder(given["job"]), part, kept)
+    logs = step_log(given["job"], step, part, lambda: given["store"] or _store_of(given["spec"], given["overrides"]))
+    done, code = run_step(step, work, recorder(given["job"]), part, logs)
     if code is not ExitCode.OK and step != EXIT_HANDLER:
         if not trial or code in ENDS_ALL_TRIALS:
             raise SystemExit(int(code))
@@ -160,8 +160,8 @@ def main(step: str, body: Body, argv: Sequence[str] | None = None) -> ExitCode:
         return arguments.store or _store_of(text, overrides_of(arguments))
 
     part = _part(step, vars(arguments))
-    kept = step_log(arguments.job, step, part, fallback)
-    code = run_step(step, work, recorder(arguments.job), part, kept)[1]
+    logs = step_log(arguments.job, step, part, fallback)
+    code = run_step(step, work, recorder(arguments.job), part, logs)[1]
     return ExitCode.OK if step == EXIT_HANDLER else code  # its failure is in the log; the DAG keeps its own outcome
 
 

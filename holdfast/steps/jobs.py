@@ -82,8 +82,8 @@ def outcomes_in(store: Store, job: str) -> list[Outcome]:
     if not _JOB.fullmatch(job):
         return []
     keys = [info.key for info in store.list(layout.job(job))]
-    found = [one for one in in_parallel(lambda key: _outcome(store, key), keys) if one is not None]
-    return sorted(found, key=lambda outcome: outcome.started)
+    outcomes = [item for item in in_parallel(lambda key: _outcome(store, key), keys) if item is not None]
+    return sorted(outcomes, key=lambda outcome: outcome.started)
 
 
 def _outcome(store: Store, key: str) -> Outcome | None:

@@ -65,8 +65,8 @@ class Outcome:
 
 def read_outcomes(folder: Path) -> list[Outcome]:
     """The outcomes in `folder`, in the order in which the steps started."""
-    found = [parse_json(path.read_bytes(), Outcome, str(path)) for path in folder.glob("*.json")]
-    return sorted(found, key=lambda outcome: outcome.started)
+    outcomes = [parse_json(path.read_bytes(), Outcome, str(path)) for path in folder.glob("*.json")]
+    return sorted(outcomes, key=lambda outcome: outcome.started)
 
 
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:

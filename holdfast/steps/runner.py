@@ -110,9 +110,9 @@ def _run(
     step_log: StepLog | None,
 ) -> tuple[T | None, ExitCode]:
     former = signal.signal(signal.SIGTERM, _terminated)
-    kept = _Kept(outcomes_folder(), record)
+    keeper = _Kept(outcomes_folder(), record)
     outcome = Outcome(step, os.getpid(), time.time(), pod=os.environ.get(POD, ""), part=part)
-    kept.save(outcome)  # before the test for the stop file: its writer looks for a process afterwards
+    keeper.save(outcome)  # before the test for the stop file: its writer looks for a process afterwards
     results: list[T] = []
 
     def require_wanted() -> None:
@@ -120,10 +120,10 @@ def _run(
             raise TerminatedError("not begun, because the run was asked to stop")
 
     def begun(url: str) -> None:
-        kept.url = url
+        keeper.url = url
         if step_log is not None:
             step_log.open(url)
-        kept.save(outcome)  # so that a step that is killed later has a record of its start
+        keeper.save(outcome)  # so that a step that is killed later has a record of its start
         require_wanted()  # again: while a folder is being removed, the stop file may go first
 
     def guarded() -> None:
@@ -142,12 +142,12 @@ def _run(
     def leaving() -> None:
         if step_log is not None:
             step_log.hurry()
-        kept.leaving(outcome)
+        keeper.leaving(outcome)
 
     with on_shutdown_request(leaving):
         code = exit_code_of(guarded)
     outcome.exit_code, outcome.ended = int(code), time.time()
-    kept.save(outcome, last=True)
+    keeper.save(outcome, last=True)
     signal.signal(signal.SIGTERM, former or signal.SIG_DFL)
     return (results[0] if results else None), code
 
@@ -184,9 +184,9 @@ class _Kept:
 def files_to_environment(*roots: Path) -> None:
     """Set a variable for every key mounted under `roots` that is a valid variable name. As with `envFrom`, existing
     variables stay, and of two objects with one key the last one counts."""
-    taken = set(os.environ)
+    used = set(os.environ)
     for file in (file for root in roots for file in sorted(root.glob("[!.]*/[!.]*"))):
-        if file.name.isidentifier() and file.name.isascii() and file.name not in taken and file.is_file():
+        if file.name.isidentifier() and file.name.isascii() and file.name not in used and file.is_file():
             os.environ[file.name] = file.read_text(encoding="utf-8")
 
 

@@ -175,14 +175,14 @@ class StepLogReader:
                     yield step, "[holdfast: this process ended without a word; its last seconds may be missing here]"
 
     def _listed(self, wanted: Callable[[str], bool]) -> Sequence[tuple[tuple[str, str], list[ObjectInfo]]]:
-        found: dict[tuple[str, str], list[ObjectInfo]] = {}
+        by_stream: dict[tuple[str, str], list[ObjectInfo]] = {}
         folder = layout.step_log(self._job)
         for info in self._store.list(folder):
             step, _, rest = info.key[len(folder) :].partition("/")
             stream, _, name = rest.partition("/")
             if name and wanted(step):
-                found.setdefault((step, stream), []).append(info)
-        return list(found.items())
+                by_stream.setdefault((step, stream), []).append(info)
+        return list(by_stream.items())
 
     def _has_ended(self, step: str, stream: str) -> bool:
         with suppress(MissingError, DataError):
@@ -218,8 +218,8 @@ class _Submission(BaseModel):
 def collect_jobs(store: Store, mine: str = "", now: float | None = None) -> list[str]:
     """Delete logs and outcomes of old jobs, never those of the job `mine`. Return the jobs of which objects were
     deleted. `now` is in Unix seconds. Raises what the store raises."""
-    found = {*store.folders("logs/"), *store.folders("jobs/")} - {mine}
-    jobs = sorted(job for job in found if is_job(job))
+    folders = {*store.folders("logs/"), *store.folders("jobs/")} - {mine}
+    jobs = sorted(job for job in folders if is_job(job))
     since = (time.time() if now is None else now) - KEEP_SECONDS
     some = random.sample(jobs, min(LOOKS, len(jobs)))
     return [job for job in some if _collect(store, job, since)]
@@ -244,9 +244,9 @@ def _collect(store: Store, job: str, since: float) -> bool:
 
 
 def _records_of(ids: Iterable[str]) -> Iterator[str]:
-    for each in ids:
-        yield layout.run(each, "backend.json")
-        yield layout.sweep(each, "backend.json")
+    for identity in ids:
+        yield layout.run(identity, "backend.json")
+        yield layout.sweep(identity, "backend.json")
 
 
 def _shows(store: Store, key: str, job: str) -> bool:
