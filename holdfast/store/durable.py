@@ -183,13 +183,15 @@ class Stream:
                 if following is None:
                     raise self._wrong(f"ends after {self._position + filled}")
                 self._rest = memoryview(following).cast("B")
-            taken = self._rest[: length - filled]
+            piece = self._rest[: length - filled]
             # Immutable bytes are not copied. The producer may reuse any other buffer for the next bytes.
-            pieces.append(taken if type(taken.obj) is bytes else memoryview(bytes(taken)))
-            filled += taken.nbytes
-            self._rest = self._rest[taken.nbytes :]
+            pieces.append(piece if type(piece.obj) is bytes else memoryview(bytes(piece)))
+            filled += piece.nbytes
+            self._rest = self._rest[piece.nbytes :]
         self._position += length
-        if self._position == self._size and (self._rest.nbytes or any(memoryview(each).nbytes for each in self._made)):
+        if self._position == self._size and (
+            self._rest.nbytes or any(memoryview(chunk).nbytes for chunk in self._made)
+        ):
             raise self._wrong("goes on beyond them")
         return pieces
 

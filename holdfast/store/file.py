@@ -125,11 +125,11 @@ class FileStore:
         check_range(start, length)
         with self._reading("get", key) as descriptor:
             size = os.fstat(descriptor).st_size
-            wanted = max(length if length is not None else size - start, 0)
-            if length is None and wanted > most:
-                raise too_large(key, wanted, most)
-            self._long_enough(key, size, start, wanted)
-            return filled(wanted, lambda view: fill(descriptor, view, start, key))
+            size_read = max(length if length is not None else size - start, 0)
+            if length is None and size_read > most:
+                raise too_large(key, size_read, most)
+            self._long_enough(key, size, start, size_read)
+            return filled(size_read, lambda view: fill(descriptor, view, start, key))
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """Fill `target` with the object's bytes from `start`."""
@@ -173,8 +173,8 @@ class FileStore:
                     names = sorted(entry.name for entry in entries if entry.is_dir())
             except (FileNotFoundError, NotADirectoryError):
                 return iter(())
-        found = (name for name in names if name.startswith(beginning) and not name.startswith("."))
-        return (name for name in found if self._has_some(folder / name))
+        folder_names = (name for name in names if name.startswith(beginning) and not name.startswith("."))
+        return (name for name in folder_names if self._has_some(folder / name))
 
     def delete(self, key: str) -> None:
         """Remove an object; a missing one is fine."""
@@ -347,24 +347,26 @@ class FileStore:
             raise self._explained(error, operation, key, size) from error
 
     def _explained(self, error: OSError, operation: str, key: str, size: int) -> HoldfastError:
-        what = f"{operation} {key} in {self.url}: {error.strerror}"
+        cause = f"{operation} {key} in {self.url}: {error.strerror}"
         match error.errno:
             case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
                 free = free_bytes(self.root)
                 return NoSpaceError(
-                    f"{what}: {size} bytes to write, {free} bytes free; free some space or name another store, "
+                    f"{cause}: {size} bytes to write, {free} bytes free; free some space or name another store, "
                     "then run the same command again"
                 )
             case errno.EACCES | errno.EPERM | errno.EROFS:
                 return AccessDeniedError(
-                    f"{what}; make the folder writable for this user, or name another store. In a folder of a group, "
+                    f"{cause}; make the folder writable for this user, or name another store. In a folder of a group, "
                     "its members need umask 002"
                 )
             case errno.ENOSYS | errno.EOPNOTSUPP:
-                return AccessDeniedError(f"{what}: this file system lacks the operation; name another store")
+                return AccessDeniedError(f"{cause}: this file system lacks the operation; name another store")
             case errno.ENOTDIR | errno.EISDIR | errno.EEXIST | errno.ENOTEMPTY:
-                return ConflictError(f"{what}: a key cannot be an object and a folder of others; choose another key")
-        return StoreUnreachableError(f"{what}; see whether the file system is healthy, then run the same command again")
+                return ConflictError(f"{cause}: a key cannot be an object and a folder of others; choose another key")
+        return StoreUnreachableError(
+            f"{cause}; see whether the file system is healthy, then run the same command again"
+        )
 
     def _has_some(self, folder: Path) -> bool:
         """Whether a folder has any object: deleting its objects leaves it empty."""

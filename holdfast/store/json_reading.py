@@ -51,12 +51,12 @@ def read_file_bounded(path: Path, most: int = SMALL_BYTES) -> bytes:
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise too_large(str(path), size, most)
-        found = bytearray()
-        while len(found) <= most and (block := file.read(min(2**20, most + 1 - len(found)))):
-            found += block
-    if len(found) > most:  # it grew, or the file system does not know its size
-        raise too_large(str(path), len(found), most)
-    return bytes(found)
+        data = bytearray()
+        while len(data) <= most and (block := file.read(min(2**20, most + 1 - len(data)))):
+            data += block
+    if len(data) > most:  # it grew, or the file system does not know its size
+        raise too_large(str(path), len(data), most)
+    return bytes(data)
 
 
 T = TypeVar("T")

@@ -200,6 +200,6 @@ class StreamReader:
             yield torn.decode("utf-8", "replace")
 
     def _lines(self, data: bytes) -> Iterator[str]:
-        *whole, self._torn = (self._torn + data).split(b"\n")
-        for line in whole:
+        *complete, self._torn = (self._torn + data).split(b"\n")
+        for line in complete:
             yield line.rstrip(b"\r").decode("utf-8", "replace")

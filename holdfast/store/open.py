@@ -59,19 +59,19 @@ def local_folder(
     """
     prefix = f"{prefix.rstrip('/')}/" if prefix else ""
     listed = (info for info in store.list(prefix) if not info.key.endswith("/"))  # consoles mark folders this way
-    found = [info for info in listed if wanted(info.key.removeprefix(prefix))]
-    if not found:
+    infos = [info for info in listed if wanted(info.key.removeprefix(prefix))]
+    if not infos:
         return None
-    for info in found:
+    for info in infos:
         try:
             check_key(info.key)
         except ValueError as error:
             raise DataError(f"{store.url}: {error}; delete that object") from None
-    first = store.local_path(found[0].key)
+    first = store.local_path(infos[0].key)
     if first is not None:
-        return first.parents[found[0].key.removeprefix(prefix).count("/")]
-    folder = copies / _fingerprint(store, found)
-    for info in found:
+        return first.parents[infos[0].key.removeprefix(prefix).count("/")]
+    folder = copies / _fingerprint(store, infos)
+    for info in infos:
         path = folder / info.key.removeprefix(prefix)
         if not path.is_file() or path.stat().st_size != info.size:
             store.download(info.key, path)

@@ -34,27 +34,27 @@ def records(store: Store, folder: str, after: int = 0) -> list[tuple[int, float]
     """The taken numbers above `after` and the time of each (Unix seconds by the store's clock), lowest first. While
     `after` has at most five digits, keys below it are not listed."""
     listed = store.list(folder, record_key(folder, after)) if 0 < after < FIVE_DIGITS else store.list(folder)
-    found = ((number, info.modified) for info in listed if (number := _number_of(info)))  # other objects are ignored
-    return sorted(one for one in found if one[0] > after)
+    numbered = ((number, info.modified) for info in listed if (number := _number_of(info)))  # other objects are ignored
+    return sorted(record for record in numbered if record[0] > after)
 
 
 def newest(store: Store, folder: str) -> int:
     """The highest number that is taken; 0 if none is. It lists few of many records: it searches ahead by steps that
     double while records are found, then halves the rest."""
-    found, step, beyond = 0, 0, FIVE_DIGITS  # no record is at `beyond` or above it
-    while found + step < FIVE_DIGITS:
-        page = list(islice(store.list(folder, record_key(folder, found + step)), PAGE))
+    known, step, beyond = 0, 0, FIVE_DIGITS  # no record is at `beyond` or above it
+    while known + step < FIVE_DIGITS:
+        page = list(islice(store.list(folder, record_key(folder, known + step)), PAGE))
         highest = max(filter(None, map(_number_of, page)), default=0)
         if len(page) < PAGE and (highest or not step):
-            return max(found, highest)
-        if len(page) == PAGE and highest <= found:
+            return max(known, highest)
+        if len(page) == PAGE and highest <= known:
             break  # other objects than records: the position of the next record is unknown
         if not highest:
-            beyond = found + step
-        found = max(found, highest)
-        step = max(PAGE, 2 * step) if found + step < beyond else step
-        if found + step >= beyond:
-            step = (beyond - found) // 2 if beyond - found > PAGE else 0
+            beyond = known + step
+        known = max(known, highest)
+        step = max(PAGE, 2 * step) if known + step < beyond else step
+        if known + step >= beyond:
+            step = (beyond - known) // 2 if beyond - known > PAGE else 0
     return max((number for number, _ in records(store, folder)), default=0)
 
 
@@ -66,8 +66,8 @@ def _number_of(info: ObjectInfo) -> int:
 
 def take_next(store: Store, folder: str, record: dict[str, Any]) -> int:
     """Write `record`, with its writer and the time, under the next number, by put-if-absent."""
-    who = {"host": socket.gethostname(), "pid": os.getpid(), "claimed": time.time(), "nonce": uuid.uuid4().hex}
-    data = json.dumps({**who, **record}).encode()
+    claimer = {"host": socket.gethostname(), "pid": os.getpid(), "claimed": time.time(), "nonce": uuid.uuid4().hex}
+    data = json.dumps({**claimer, **record}).encode()
     number = newest(store, folder) + 1
     while not store.put_if_absent(record_key(folder, number), data):
         number += 1
@@ -80,9 +80,9 @@ def read_record(store: Store, folder: str, number: int, model: type[BaseModel] |
     key = record_key(folder, number)
     try:
         data, source = read_bounded(store, key), f"{store.url}/{key}"
-        found = parse_json_object(data, source, _REMEDY)
+        record = parse_json_object(data, source, _REMEDY)
         if model is not None:
             parse_json(data, model, source, _REMEDY)
     except DataError as error:
         raise BadReaderError(str(error)) from None
-    return found
+    return record

@@ -42,8 +42,8 @@ class Throttle:
         with self._lock:
             turn = max(self._free, self._clock())
             self._free = turn + size / self._rate
-        while not self._lifted() and (left := turn - self._clock()) > 0:
-            self._sleep(min(left, LOOK_SECONDS))
+        while not self._lifted() and (remaining := turn - self._clock()) > 0:
+            self._sleep(min(remaining, LOOK_SECONDS))
 
 
 def throttled(store: Store, throttle: Throttle) -> Store:

@@ -40,10 +40,10 @@ class Reads:
     def from_start(self, operation: str, key: str, start: int, most: int = WHOLE_BYTES) -> tuple[bytes, str]:
         """Everything from `start`, and the entity tag. An object over one part is fetched in parallel. Raises
         TooLargeError for more than `most` bytes."""
-        wanted = {"Range": f"bytes={start}-"} if start else {}
+        options = {"Range": f"bytes={start}-"} if start else {}
 
         def fetch(s3: S3Client) -> tuple[bytes | None, int, str]:
-            reply = s3.get_object(Bucket=self._bucket, Key=self._prefix + key, **wanted)
+            reply = s3.get_object(Bucket=self._bucket, Key=self._prefix + key, **options)
             size, version = int(reply["ContentLength"]), str(reply["ETag"])
             if size > most:
                 reply["Body"].close()

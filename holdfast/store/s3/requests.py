@@ -193,7 +193,7 @@ class Requests:
     ) -> Result:
         """The result of `send`, repeated under the deadline; a body of `size` bytes has more time. Raises
         PreconditionError (when conditional), OutOfRangeError, HoldfastError."""
-        what = f"{operation} {key} in {self._url}"
+        request = f"{operation} {key} in {self._url}"
         damaged = 0
         renewed = False
 
@@ -226,21 +226,21 @@ class Requests:
                 if reply_meaning(reply) is Meaning.DAMAGED:
                     damaged += 1
                     if damaged == DAMAGED_TIMES:
-                        raise damaged_again(reply, what, damaged) from None
+                        raise damaged_again(reply, request, damaged) from None
                 renew(reply_meaning(reply), client, code_of(reply))
                 if reply_meaning(reply) is Meaning.UNKNOWN_KEY and self._clients.recently_renewed:
                     raise expired(f"{code_of(reply)}: the server does not know the new ones yet") from None
-                raise explain(reply, f"{what} (attempt {number})", self._bucket) from None
+                raise explain(reply, f"{request} (attempt {number})", self._bucket) from None
             except Exception as error:  # noqa: BLE001 - boto raises more kinds than it declares
                 if isinstance(error, NO_CREDENTIALS) and self._has_worked:
                     renew(Meaning.EXPIRED, client, type(error).__name__)
                     raise expired(type(error).__name__) from None
-                raise explain(error, f"{what} (attempt {number})", self._bucket) from None
+                raise explain(error, f"{request} (attempt {number})", self._bucket) from None
             self._has_worked = True
             return result
 
         with heartbeat.here.requesting():
-            return retried(attempt, what, self._deadline)
+            return retried(attempt, request, self._deadline)
 
     def _bounded(self, send: Callable[[S3Client], Result], client: S3Client, began: float, size: int) -> Result:
         """The result of `send`, bounded by the deadline of its operation. Raises RetryableError at the deadline."""

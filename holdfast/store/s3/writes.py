@@ -73,21 +73,21 @@ class Body:
 
     def read(self, size: int | None = None) -> bytes | memoryview:  # noqa: ARG002 - see above
         """The next block; empty at the end."""
-        taken: Pieces = []
+        pieces: Pieces = []
         missing = BLOCK_BYTES
         number = bisect_right(self._ends, self._position)
         while missing and number < len(self._pieces):
             piece = self._pieces[number]
             part = piece[piece.nbytes - (self._ends[number] - self._position) :][:missing]
-            if taken and part.nbytes > BLOCK_BYTES // 4:
+            if pieces and part.nbytes > BLOCK_BYTES // 4:
                 break
-            taken.append(part)
+            pieces.append(part)
             missing -= part.nbytes
             self._position += part.nbytes
             number += 1
             if part.nbytes > BLOCK_BYTES // 4:
                 break
-        return taken[0] if len(taken) == 1 else b"".join(taken)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def seek(self, offset: int, whence: int = 0) -> int:
         """Move to `offset` from the start (whence 0), the position (1) or the end (2)."""
@@ -196,8 +196,8 @@ class Writes:
                     raise
 
             reply = self._request(f"{job.operation} (part {number})", job.key, send_part, size=size_of(pieces))
-            given = {name: value for name, value in checksum.items() if name not in ALGORITHM}
-            return {"PartNumber": number, "ETag": reply["ETag"], **given}
+            checksums = {name: value for name, value in checksum.items() if name not in ALGORITHM}
+            return {"PartNumber": number, "ETag": reply["ETag"], **checksums}
 
         def complete(s3: S3Client) -> None:
             try:
@@ -272,15 +272,15 @@ class Writes:
         place: dict[str, str] = {}
         with contextlib.suppress(HoldfastError):
             for _ in range(UPLOAD_PAGES):
-                found = self._request("list uploads", folder, functools.partial(self._uploads, folder, place))
-                for upload in found.get("Uploads", ()):
+                page = self._request("list uploads", folder, functools.partial(self._uploads, folder, place))
+                for upload in page.get("Uploads", ()):
                     if upload["Initiated"] < oldest and upload["Key"].startswith(self._prefix + folder):
                         name = {"Bucket": self._bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
                         self._abort(name)
                         ended += 1
-                if not found.get("IsTruncated"):
+                if not page.get("IsTruncated"):
                     break
-                place = {"KeyMarker": found["NextKeyMarker"], "UploadIdMarker": found["NextUploadIdMarker"]}
+                place = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
         return ended
 
     def _uploads(self, folder: str, place: Mapping[str, str], s3: S3Client) -> Any:
