@@ -53,7 +53,7 @@ def _is_finite(event: Event) -> bool:
     for value in vars(event).values():
         if type(value) is float and not math.isfinite(value):
             return False
-        if type(value) is dict and not all(type(one) is not float or math.isfinite(one) for one in value.values()):
+        if type(value) is dict and not all(type(item) is not float or math.isfinite(item) for item in value.values()):
             return False
     return True
 
@@ -108,13 +108,13 @@ class _Process:
     def tell(self, event: Event) -> None:
         with self._lock:  # so that every reader sees them in the order of their numbers
             self._number, self.last = self._number + 1, max(self.last + 1e-6, time.time())
-            given = {
+            labels = {
                 "source": event.source or self.source,
                 "launch": self.launch if event.launch is None else event.launch,
                 "attempt": self.attempt if event.attempt is None else event.attempt,
             }
             event = event.model_copy(
-                update={"time": self.last, "writer": self._writer, "number": self._number, **given}
+                update={"time": self.last, "writer": self._writer, "number": self._number, **labels}
             )
             line = line_of(event)
             self._append(line)

@@ -31,22 +31,22 @@ MOST = 20_000  # events in memory: some 50 MB
 
 def condense(events: Sequence[Event]) -> list[Event]:
     """The same events, in their order, with about half as many of the continuous kinds."""
-    kept: dict[int, Event] = {}
+    condensed: dict[int, Event] = {}
     open_at: dict[Hashable, int] = {}  # of each stream: the index of an event that has no partner yet
     newest: dict[Hashable, int] = {index_key: index for index, event in enumerate(events) if (index_key := _key(event))}
     for index, event in enumerate(events):
-        kept[index] = event
+        condensed[index] = event
         if (key := _key(event)) is None:
             continue
         before = open_at.pop(key, None)
         if before is None:
             open_at[key] = index
-        elif (merged := _merged(kept[before], event)) is not None and newest[key] != before:
-            del kept[before]
-            kept[index] = merged
+        elif (merged := _merged(condensed[before], event)) is not None and newest[key] != before:
+            del condensed[before]
+            condensed[index] = merged
         else:
             open_at[key] = index
-    return list(kept.values())
+    return list(condensed.values())
 
 
 def _key(event: Event) -> Hashable | None:
@@ -73,9 +73,9 @@ def _merged(one: Event, other: Event) -> Event | None:
         update["joules"] = one.joules + other.joules
     if one.utilisation is not None and other.utilisation is not None:
         shares = sum(one.seconds.values()), sum(other.seconds.values())
-        whole = sum(shares) or 2.0
+        total = sum(shares) or 2.0
         weights = shares if sum(shares) else (1.0, 1.0)
-        update["utilisation"] = (one.utilisation * weights[0] + other.utilisation * weights[1]) / whole
+        update["utilisation"] = (one.utilisation * weights[0] + other.utilisation * weights[1]) / total
     return other.model_copy(update=update)
 
 
@@ -135,7 +135,7 @@ def _fold(store: Store, run_id: str, chain: Sequence[ObjectInfo], check: Callabl
         parts = in_parallel(lambda info: store.get(info.key), chain)
     except MissingError:  # another collector folds them at this moment
         return 0
-    data = b"".join(each if each.endswith(b"\n") or not each else each + b"\n" for each in parts)
+    data = b"".join(stored if stored.endswith(b"\n") or not stored else stored + b"\n" for stored in parts)
     first, last = (_ends_of(info.key) for info in (chain[0], chain[-1]))
     key = layout.run(run_id, f"events/{first[0]}.{last[1]}.{hashlib.sha256(data).hexdigest()[:16]}.jsonl")
     check()

@@ -183,8 +183,8 @@ def read_events(
     """The events of a run that are later than `after` (Unix seconds), in order, each once; only those of `kinds`, if
     given. Objects whose last write, by the store's clock, was long before are not read. Of a long run, continuous kinds
     are condensed (`event_condensing`), so that it fits into memory."""
-    found = StoreEvents(store, run_id, after - WRONG_CLOCK, kinds).new()
-    return [event for event in found if event.time > after]
+    events = StoreEvents(store, run_id, after - WRONG_CLOCK, kinds).new()
+    return [event for event in events if event.time > after]
 
 
 class _Once:
@@ -232,7 +232,7 @@ class StoreEvents:
         raise AssertionError("unreachable")
 
     def _new(self) -> list[Event]:
-        kept: list[Event] = []
+        events: list[Event] = []
         fresh: list[Event] = []
         read, once = dict(self._read), _Once(self._once.seen)  # copies: after a store error, the next call reads again
         listed = list(self._store.list(layout.run(self._run_id, "events/")))
@@ -241,13 +241,13 @@ class StoreEvents:
             for (key, start), data in zip(begun, in_parallel(lambda one: self._store.get(*one), begun), strict=True):
                 read[key] = start + len(data)
                 fresh += events_in(self._wanted(data.splitlines()))
-            if len(kept) + len(fresh) > MOST:
-                kept, fresh = sorted([*kept, *once.of(fresh)], key=_order), []
-                while len(kept) > MOST and len(fewer := condense(kept)) < len(kept):
-                    kept = fewer
+            if len(events) + len(fresh) > MOST:
+                events, fresh = sorted([*events, *once.of(fresh)], key=_order), []
+                while len(events) > MOST and len(fewer := condense(events)) < len(events):
+                    events = fewer
         fresh = once.of(fresh)
         self._read, self._once = {info.key: read[info.key] for info in listed if info.key in read}, once
-        return sorted([*kept, *fresh], key=_order) if kept else fresh
+        return sorted([*events, *fresh], key=_order) if events else fresh
 
     def _batches(self, listed: Iterable[ObjectInfo], read: Mapping[str, int]) -> Iterator[list[ObjectInfo]]:
         """The objects with new data, BATCH_BYTES at a time or a little more."""
@@ -301,6 +301,6 @@ class PipeEvents:
                 data = pipe.read()
         except FileNotFoundError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]  # the end of the last line may still be missing
-        self._position += len(whole)
-        return self._once.of(events_in(whole.splitlines()))
+        complete = data[: data.rfind(b"\n") + 1]  # the end of the last line may still be missing
+        self._position += len(complete)
+        return self._once.of(events_in(complete.splitlines()))

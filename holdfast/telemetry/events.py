@@ -160,12 +160,12 @@ class Progress(_Event):
     @property
     def text(self) -> str:
         """See _Event."""
-        left = int(self.seconds_left)
+        seconds = int(self.seconds_left)
         used = "" if self.mfu is None else f"{100 * self.mfu:.1f} % MFU  "
         return (
             f"step {self.step:,}/{self.steps:,} ({_percent(self.step, self.steps)} %)  loss {_number(self.loss, 4)}  "
             f"grad_norm {_number(self.grad_norm, 3)}  {self.tokens_per_second:,.0f} tokens/s  {used}"
-            f"{left // 3600:02d}:{left // 60 % 60:02d}:{left % 60:02d} left"
+            f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
         )
 
 
@@ -352,8 +352,8 @@ class NodeReclaimed(_Event):
     @property
     def text(self) -> str:
         """See _Event."""
-        left = "" if self.seconds is None else f", {self.seconds:.0f} s notice"
-        return f"node {self.host} reclaimed by the cloud{left}: {self.reason}"
+        notice = "" if self.seconds is None else f", {self.seconds:.0f} s notice"
+        return f"node {self.host} reclaimed by the cloud{notice}: {self.reason}"
 
 
 class HealthChecked(_Event):
@@ -370,10 +370,10 @@ class HealthChecked(_Event):
     @property
     def text(self) -> str:
         """See _Event."""
-        what = f"the health of {self.ranks} ranks was checked in {self.seconds:.1f} s ({self.reason})"
+        summary = f"the health of {self.ranks} ranks was checked in {self.seconds:.1f} s ({self.reason})"
         if self.failed:
-            return f"{what}: failed: {self.failed}"
-        return f"{what}: {self.warned}" if self.warned else f"{what}: well"
+            return f"{summary}: failed: {self.failed}"
+        return f"{summary}: {self.warned}" if self.warned else f"{summary}: well"
 
     @property
     def is_news(self) -> bool:
@@ -422,8 +422,8 @@ class StepEnded(_Event):
     @property
     def text(self) -> str:
         """See _Event."""
-        how = f": {self.result}" if self.code == ExitCode.OK and self.result else f" ({in_words(self.code)})"
-        return _joined(f"{self.name} ended after {self.seconds:.1f} s{how}", self.reason)
+        ending = f": {self.result}" if self.code == ExitCode.OK and self.result else f" ({in_words(self.code)})"
+        return _joined(f"{self.name} ended after {self.seconds:.1f} s{ending}", self.reason)
 
 
 class RunEnded(_Event):

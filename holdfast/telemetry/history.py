@@ -88,9 +88,9 @@ class HistoryFollower:
         segment."""
         step, lineage = _newest_lineage(self._store, self._run_id, 0)
         spans = spans_of(lineage, step)
-        kept = _agreement(self._spans, spans)
-        rows = self._rows[: bisect_right(self._rows, kept, key=lambda row: int(row["step"]))]
-        rows += _rows_of(self._store, self._run_id, spans, kept)
+        common = _agreement(self._spans, spans)
+        rows = self._rows[: bisect_right(self._rows, common, key=lambda row: int(row["step"]))]
+        rows += _rows_of(self._store, self._run_id, spans, common)
         self._spans, self._rows = spans, rows
         return list(rows)
 
@@ -118,13 +118,13 @@ def _rows_of(store: Store, run_id: str, spans: Sequence[tuple[int, int, int]], a
     spans = [span for span in spans if span[1] > after]
     for again in range(TRIES if spans else 0):
         by_attempt = defaultdict[int, list[MetricSegment]](list)
-        for found in segments_of(store, run_id):
-            by_attempt[found.attempt].append(found)
+        for segment in segments_of(store, run_id):
+            by_attempt[segment.attempt].append(segment)
         waiting = deque(
-            (each, begin, end)
+            (segment_read, begin, end)
             for begin, end, attempt in spans
             if end > done
-            for each in cover(by_attempt[attempt], max(begin, done), end)
+            for segment_read in cover(by_attempt[attempt], max(begin, done), end)
         )
         try:
             while waiting:
@@ -134,8 +134,8 @@ def _rows_of(store: Store, run_id: str, spans: Sequence[tuple[int, int, int]], a
                     size += waiting[0][0].size
                     batch.append(waiting.popleft())
                 read = in_parallel(lambda one: store.get(one[0].key), batch)
-                for (each, begin, end), data in zip(batch, read, strict=True):
-                    for row in _parse(data, each.key):
+                for (segment_read, begin, end), data in zip(batch, read, strict=True):
+                    for row in _parse(data, segment_read.key):
                         if max(begin, done) < row["step"] <= end:
                             done = row["step"]
                             yield row
@@ -158,18 +158,18 @@ class MetricSegment:
 
 def segments_of(store: Store, run_id: str, attempt: int | None = None) -> list[MetricSegment]:
     """The segments of a run, or of one attempt, in the order of their first steps."""
-    found = []
+    segments = []
     for info in store.list(layout.run(run_id, "metrics/")):
         if (match := _SEGMENT.search(info.key)) and attempt in (None, int(match[3])):
-            found.append(MetricSegment(info.key, int(match[1]), int(match[2]), int(match[3]), info.size))
-    return sorted(found, key=lambda one: (one.after, one.upto))
+            segments.append(MetricSegment(info.key, int(match[1]), int(match[2]), int(match[3]), info.size))
+    return sorted(segments, key=lambda one: (one.after, one.upto))
 
 
 def cover(segments: Sequence[MetricSegment], after: int, upto: int) -> list[MetricSegment]:
     """The fewest segments of one attempt (sorted) that contain its steps in (after, upto]. Among those that begin no
     later than the previous ones end, it takes the one that ends last. A segment has all that the attempt measured of
     its steps."""
-    found: list[MetricSegment] = []
+    chosen: list[MetricSegment] = []
     done, index = after, 0
     while done < upto:
         best = None
@@ -182,9 +182,9 @@ def cover(segments: Sequence[MetricSegment], after: int, upto: int) -> list[Metr
                 break
             done = segments[index].after  # nothing was measured in between
             continue
-        found.append(best)
+        chosen.append(best)
         done = best.upto
-    return found
+    return chosen
 
 
 def _newest_lineage(store: Store, run_id: str, after: int) -> tuple[int, Lineage]:
@@ -287,7 +287,7 @@ def _fold(store: Store, run_id: str, chain: Sequence[MetricSegment], check: Call
         except MissingError:  # another collector folds them at this moment
             return 0
         check()
-        store.put(key, b"".join(each if each.endswith(b"\n") or not each else each + b"\n" for each in data))
+        store.put(key, b"".join(part if part.endswith(b"\n") or not part else part + b"\n" for part in data))
     if gone:
         check()
         store.delete_many(gone)

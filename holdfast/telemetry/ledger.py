@@ -76,8 +76,8 @@ class Ledger:
     @property
     def seconds(self) -> dict[Class, float]:
         """Of all ranks together, in the order of CLASSES."""
-        found = {name: sum(spent.get(name, 0.0) for spent in self.ranks.values()) for name in CLASSES}
-        return {name: seconds for name, seconds in found.items() if seconds > 0}
+        totals = {name: sum(spent.get(name, 0.0) for spent in self.ranks.values()) for name in CLASSES}
+        return {name: seconds for name, seconds in totals.items() if seconds > 0}
 
     @property
     def total(self) -> float:
@@ -153,7 +153,7 @@ class _Attempt:
         """The phases of its steps, of all ranks."""
         total: Counter[str] = Counter()
         for event in (event for reports in self.told.values() for event in reports):
-            total.update({name: each for name, each in event.seconds.items() if name not in _BEFORE_STEPS})
+            total.update({name: seconds for name, seconds in event.seconds.items() if name not in _BEFORE_STEPS})
         return total if sum(total.values()) > 0 else {"forward": 1.0}
 
 
@@ -228,7 +228,7 @@ class _Reader:
     def _continues(self, launch: _Launch, span: _Span) -> bool:
         """Whether no launch began since `launch` of `span`. Launchers that started meanwhile become part of the
         span."""
-        if span.launches[-1] is not launch or any(each.launches for each in self.spans[self.spans.index(span) + 1 :]):
+        if span.launches[-1] is not launch or any(later.launches for later in self.spans[self.spans.index(span) + 1 :]):
             return False
         while self.spans[-1] is not span:
             span.end = self.spans.pop().end
@@ -237,9 +237,9 @@ class _Reader:
     def _continue(self, launch: _Launch, span: _Span, when: float) -> None:
         """Record that ranks of `launch` work. If its launcher has left meanwhile, the launch ends later than its
         launcher reported."""
-        left = launch.code == ExitCode.TERMINATED and when > launch.ended
-        if (left or (launch.ended == math.inf and when > span.end)) and self._continues(launch, span):
-            launch.ended = when if left else math.inf
+        launcher_left = launch.code == ExitCode.TERMINATED and when > launch.ended
+        if (launcher_left or (launch.ended == math.inf and when > span.end)) and self._continues(launch, span):
+            launch.ended = when if launcher_left else math.inf
             span.end = max(span.end, when)
 
     def _launch_ended(self, event: LaunchEnded) -> None:
@@ -293,16 +293,16 @@ def _spans(events: Sequence[Event], until: float | None) -> list[_Span]:
     for event in events:
         reader.read(event)
     last = events[-1].time if events else 0.0
-    found = [span for span in reader.spans if span.begin < (last if until is None else until)]
-    for span in found:
+    spans = [span for span in reader.spans if span.begin < (last if until is None else until)]
+    for span in spans:
         span.end = min(span.end, last if until is None else until)
-    attempts = [each for span in found for launch in span.launches for each in launch.attempts.values()]
+    attempts = [each for span in spans for launch in span.launches for each in launch.attempts.values()]
     begun = [attempt for attempt in sorted(attempts, key=lambda each: each.number) if attempt.began is not None]
     for index, attempt in enumerate(begun):
         if later := begun[index + 1 :]:
             kept = min(each.step for each in later)
             attempt.lost_from = -math.inf if kept < attempt.step else attempt.time_of(kept)
-    return found
+    return spans
 
 
 def _spent(rank: int, span: _Span) -> Mapping[Class, float]:
@@ -320,8 +320,10 @@ def _spent(rank: int, span: _Span) -> Mapping[Class, float]:
     def work(upto: float, phases: Mapping[str, float], lost_from: float) -> None:
         nonlocal at
         upto = min(upto, span.end)
-        if upto > at and (whole := sum(phases.values())) > 0:
-            for name, seconds in _classes(at, upto, {n: each / whole for n, each in phases.items()}, lost_from):
+        if upto > at and (total := sum(phases.values())) > 0:
+            for name, seconds in _classes(
+                at, upto, {n: seconds_of_phase / total for n, seconds_of_phase in phases.items()}, lost_from
+            ):
                 spent[name] += seconds
             at = upto
 

@@ -50,11 +50,11 @@ _STREAM = re.compile(r"/logs/rank-(\d{5,})/((\d{6,})-[^/]+)/")
 
 def rank_streams(store: Store, run_id: str, rank: int) -> list[RankStream]:
     """The processes of a rank whose output is kept, oldest first."""
-    found: dict[str, RankStream] = {}
+    streams: dict[str, RankStream] = {}
     for info in store.list(layout.rank_log(run_id, rank)):
-        if (match := _STREAM.search(info.key)) and match[2] not in found:
-            found[match[2]] = _described(store, run_id, rank, match[2], int(match[3]))
-    return [found[name] for name in sorted(found)]
+        if (match := _STREAM.search(info.key)) and match[2] not in streams:
+            streams[match[2]] = _described(store, run_id, rank, match[2], int(match[3]))
+    return [streams[name] for name in sorted(streams)]
 
 
 def ranks_with_logs(store: Store, run_id: str) -> list[int]:
@@ -82,15 +82,17 @@ def rank_lines(
     while True:
         goes_on = running is not None and running()  # queried first: later output is read again
         streams = rank_streams(store, run_id, rank)
-        fitting = [one for one in streams if attempt in (None, one.attempt) and launch in (None, one.launch)]
+        fitting = [
+            stream for stream in streams if attempt in (None, stream.attempt) and launch in (None, stream.launch)
+        ]
         if attempt is None and launch is None and not following:
             fitting = fitting[-1:]
         elif attempt is None and launch is None:
-            fitting = [one for one in fitting if one.name >= min(following)]
-        for one in fitting:
-            reader = StreamReader(store, layout.rank_log(run_id, rank, one.name))
-            yield from following.setdefault(one.name, reader).new_lines()
-        ended = attempt is not None and bool(fitting) and all(one.ended is not None for one in fitting)
+            fitting = [stream for stream in fitting if stream.name >= min(following)]
+        for stream in fitting:
+            reader = StreamReader(store, layout.rank_log(run_id, rank, stream.name))
+            yield from following.setdefault(stream.name, reader).new_lines()
+        ended = attempt is not None and bool(fitting) and all(stream.ended is not None for stream in fitting)
         if not goes_on or ended:
             break
         time.sleep(poll_seconds)
@@ -111,7 +113,7 @@ def _nothing(
     store: Store, run_id: str, rank: int, streams: list[RankStream], attempt: int | None, launch: int | None
 ) -> str:
     if streams:
-        available = ", ".join(_of(one) for one in streams)
+        available = ", ".join(_of(stream) for stream in streams)
         scope = f"attempt {attempt}" if attempt is not None else f"launch {launch}"
         return f"run {run_id}: nothing that rank {rank} printed in {scope} is kept; there is {available}"
     if ranks := ranks_with_logs(store, run_id):
