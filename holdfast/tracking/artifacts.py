@@ -85,13 +85,13 @@ def git_commit() -> str | None:
 def whole_tags(client: MlflowClient, mlflow_run_id: str, tags: Mapping[str, str], longest: int) -> dict[str, str]:
     """`tags`, with each value at most `longest` characters. A longer text becomes an artifact of the MLflow run. Its
     tag becomes a JSON object (also valid YAML) with the address: `{"artifact": "runs:/<id>/lineage/<tag>"}`."""
-    kept = dict(tags)
+    stored = dict(tags)
     for name, value in tags.items():
         if len(value) > longest:
             file = f"lineage/{name}"
             write_text(client, mlflow_run_id, value, file)
-            kept[name] = json.dumps({"artifact": f"runs:/{mlflow_run_id}/{file}"})
-    return kept
+            stored[name] = json.dumps({"artifact": f"runs:/{mlflow_run_id}/{file}"})
+    return stored
 
 
 @dataclass(frozen=True)

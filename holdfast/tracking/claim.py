@@ -106,8 +106,8 @@ def _experiment(client: MlflowClient, name: str, uri: str) -> str:
 
 def _tagged_run(client: MlflowClient, experiment_id: str, tag: str, value: str) -> str | None:
     """The oldest run of the experiment that carries the tag with that value."""
-    found = client.search_runs([experiment_id], filter_string=f"tags.`{tag}` = '{value}'")
-    return min(((run.info.start_time, run.info.run_id) for run in found), default=(0, None))[1]
+    runs = client.search_runs([experiment_id], filter_string=f"tags.`{tag}` = '{value}'")
+    return min(((run.info.start_time, run.info.run_id) for run in runs), default=(0, None))[1]
 
 
 def _is_active(client: MlflowClient, mlflow_run_id: str) -> bool:

@@ -51,10 +51,10 @@ def bounded_client() -> type[MlflowClient]:
 
     class BoundedClient(MlflowClient):
         def __getattribute__(self, name: str) -> Any:
-            found = super().__getattribute__(name)
-            if name.startswith("_") or not callable(found) or getattr(_inside, "call", False):
-                return found
-            return functools.partial(_call, found)
+            attribute = super().__getattribute__(name)
+            if name.startswith("_") or not callable(attribute) or getattr(_inside, "call", False):
+                return attribute
+            return functools.partial(_call, attribute)
 
     return BoundedClient
 
@@ -113,7 +113,7 @@ def connect(uri: str | None = None, timeout: int | None = None) -> MlflowClient:
     with translated(uri), _alone(uri):
         kind = quiet_mlflow()
         registry = registry_uri(uri)
-        if any(each.startswith(("http://", "https://")) for each in (uri, registry)):
+        if any(address.startswith(("http://", "https://")) for address in (uri, registry)):
             kind = bounded_client()
         return kind(tracking_uri=uri, registry_uri=registry)
 

@@ -53,7 +53,7 @@ def describe(client: MlflowClient, mlflow_run_id: str, spec: Spec, manifest: Man
 
     def absent_inputs() -> list[DatasetInput]:
         inputs = client.get_run(mlflow_run_id).inputs.dataset_inputs
-        return [] if any(one.dataset.digest == manifest.dataset_id for one in inputs) else [trained_on]
+        return [] if any(input_.dataset.digest == manifest.dataset_id for input_ in inputs) else [trained_on]
 
     write_missing(absent_inputs, lambda absent: client.log_inputs(mlflow_run_id, absent))
 

@@ -33,10 +33,10 @@ def write_missing(missing: Callable[[], list[T]], write: Callable[[list[T]], obj
     from mlflow.exceptions import MlflowException
 
     for tries_left in reversed(range(TRIES)):
-        if not (left := missing()):
+        if not (items := missing()):
             return
         try:
-            write(left)
+            write(items)
             return
         except MlflowException as error:
             if not tries_left or error.error_code == "TEMPORARILY_UNAVAILABLE":

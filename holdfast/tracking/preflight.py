@@ -33,13 +33,13 @@ def require_usable(spec: Spec, uri: str | None = None) -> None:
     uri = uri or tracking_uri()
     require_address(uri)
     if uri.startswith(_SQLITE):
-        found = _in_sqlite(Path(uri.removeprefix(_SQLITE).partition("?")[0]), spec.experiment)
+        experiment = _in_sqlite(Path(uri.removeprefix(_SQLITE).partition("?")[0]), spec.experiment)
     elif uri.startswith(("http://", "https://")):
-        found = _on_server(uri, spec.experiment)
+        experiment = _on_server(uri, spec.experiment)
     else:
-        found = None
-    if found is not None and found[1] == "deleted":
-        raise MissingError(deleted(spec.experiment, found[0]))
+        experiment = None
+    if experiment is not None and experiment[1] == "deleted":
+        raise MissingError(deleted(spec.experiment, experiment[0]))
 
 
 def require_address(uri: str) -> None:
@@ -84,12 +84,12 @@ def _in_sqlite(database: Path, experiment: str) -> tuple[str, str] | None:
         return None
     try:
         with closing(sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True, timeout=SECONDS)) as opened:
-            found = opened.execute(
+            row = opened.execute(
                 "SELECT experiment_id, lifecycle_stage FROM experiments WHERE name = ?", (experiment,)
             ).fetchone()
     except sqlite3.Error:
         return None
-    return None if found is None else (str(found[0]), str(found[1]))
+    return None if row is None else (str(row[0]), str(row[1]))
 
 
 def _on_server(uri: str, experiment: str) -> tuple[str, str] | None:
@@ -128,8 +128,8 @@ def _on_server(uri: str, experiment: str) -> tuple[str, str] | None:
             "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         )
     try:
-        found = parse_json_object(data, f"MLflow at {redact(root)}")["experiment"]
-        return str(found["experiment_id"]), str(found["lifecycle_stage"])
+        experiment_found = parse_json_object(data, f"MLflow at {redact(root)}")["experiment"]
+        return str(experiment_found["experiment_id"]), str(experiment_found["lifecycle_stage"])
     except (DataError, KeyError, TypeError):
         return None
 

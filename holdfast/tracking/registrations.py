@@ -94,15 +94,15 @@ def require_registered(
 ) -> tuple[Store, Registration, dict[str, Any]]:
     """The store and the record of a version in MLflow, and the metrics of the verdict that blessed it. Raises
     ForeignVersionError, with the reason, for a version that does not count."""
-    who = f"version {version.version} of {version.name!r} in {redact(uri)}"
+    subject = f"version {version.version} of {version.name!r} in {redact(uri)}"
     run_id = version.tags.get("holdfast.run_id", "")
     if not run_id:
-        raise ForeignVersionError(f"{who} was not made by Holdfast; promote one of `holdfast models list`")
+        raise ForeignVersionError(f"{subject} was not made by Holdfast; promote one of `holdfast models list`")
     for store in stores:
-        found = _record(store, version, run_id, uri)
-        if found is not None:
-            _require_same(found, version, who)
-            return store, found, _figures(store, found, who)
+        registration = _record(store, version, run_id, uri)
+        if registration is not None:
+            _require_same(registration, version, subject)
+            return store, registration, _figures(store, registration, subject)
     origin, here = version.tags.get("holdfast.store", ""), stores[0].url
     if origin and origin != redact(here):
         remedy = (
@@ -111,7 +111,7 @@ def require_registered(
         )
     else:
         remedy = "promote one that it has: `holdfast models list` lists them; or run the spec of this one again"
-    raise ForeignVersionError(f"{who} is foreign: {here} has no registration of it; {remedy}")
+    raise ForeignVersionError(f"{subject} is foreign: {here} has no registration of it; {remedy}")
 
 
 def described_run(store: Store, run_id: str, run_digest: str) -> dict[str, Any]:
@@ -130,14 +130,14 @@ def _record(store: Store, version: ModelVersion, run_id: str, uri: str) -> Regis
     """The record of a version: under the key of this MLflow, or of the same MLflow under another address."""
     try:
         expected = layout.registration(run_id, registration_key(version.name, uri))
-        wanted = (version.name, int(version.version), run_id)
-        found = read_registration(store, expected)
-        if found is not None and (found.model, found.version, found.run_id) == wanted:
-            return found
+        identity = (version.name, int(version.version), run_id)
+        registration = read_registration(store, expected)
+        if registration is not None and (registration.model, registration.version, registration.run_id) == identity:
+            return registration
         for info in store.list(layout.registrations(run_id)):
-            found = read_registration(store, info.key)
-            if found is not None and (found.model, found.version, found.run_id) == wanted:
-                return found
+            registration = read_registration(store, info.key)
+            if registration is not None and (registration.model, registration.version, registration.run_id) == identity:
+                return registration
     except ValueError:  # a tag that is no part of a key
         return None
     return None

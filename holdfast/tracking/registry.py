@@ -76,10 +76,10 @@ def champion(model: str, stores: Stores, uri: str | None = None) -> Champion | N
     uri, trusted = uri or tracking_uri(), _listed(stores)
     client = connect(uri)
     with translated(uri):
-        found = version_by_alias(client, model, CHAMPION)
-        if found is None:
-            found = _last_crowned(client, model, trusted[0], uri)
-    return None if found is None else _ours(found, trusted, uri)
+        version = version_by_alias(client, model, CHAMPION)
+        if version is None:
+            version = _last_crowned(client, model, trusted[0], uri)
+    return None if version is None else _ours(version, trusted, uri)
 
 
 def versions(model: str, stores: Stores, uri: str | None = None) -> list[Champion]:
@@ -87,8 +87,8 @@ def versions(model: str, stores: Stores, uri: str | None = None) -> list[Champio
     uri, trusted = uri or tracking_uri(), _listed(stores)
     client = connect(uri)
     with translated(uri):
-        found = all_versions(client, model)
-    return _described(found, trusted, uri)
+        all_of_model = all_versions(client, model)
+    return _described(all_of_model, trusted, uri)
 
 
 def registered(stores: Stores, uri: str | None = None) -> list[tuple[Champion, tuple[str, ...]]]:
@@ -97,9 +97,11 @@ def registered(stores: Stores, uri: str | None = None) -> list[tuple[Champion, t
     uri, trusted = uri or tracking_uri(), _listed(stores)
     client = connect(uri)
     with translated(uri):
-        found = all_versions(client)
-        aliases = {model: client.get_registered_model(model).aliases for model in {version.name for version in found}}
-    described = _described(found, trusted, uri)
+        all_of_store = all_versions(client)
+        aliases = {
+            model: client.get_registered_model(model).aliases for model in {version.name for version in all_of_store}
+        }
+    described = _described(all_of_store, trusted, uri)
     return [
         (version, tuple(sorted(name for name, of in aliases[version.model].items() if int(of) == version.version)))
         for version in sorted(described, key=lambda version: (version.model, -version.version))
@@ -141,8 +143,8 @@ def set_alias(client: MlflowClient, model: str, alias: str, version: int) -> Non
     """Set the alias to the version, even if other processes move it at the same moment."""
 
     def elsewhere() -> list[int]:
-        found = version_by_alias(client, model, alias)
-        return [] if found is not None and int(found.version) == version else [version]
+        current = version_by_alias(client, model, alias)
+        return [] if current is not None and int(current.version) == version else [version]
 
     write_missing(elsewhere, lambda _: client.set_registered_model_alias(model, alias, str(version)))
 
@@ -172,13 +174,13 @@ def version_by_alias(client: MlflowClient, model: str, alias: str) -> ModelVersi
 def all_versions(client: MlflowClient, model: str | None = None) -> list[ModelVersion]:
     """All versions of a registered model, or of all of them, oldest first."""
     quoted = None if model is None else model.replace("'", "\\'")
-    found: list[ModelVersion] = []
+    versions_found: list[ModelVersion] = []
     token = None
     while True:
         page = client.search_model_versions(quoted and f"name = '{quoted}'", page_token=token)
-        found += page
+        versions_found += page
         if not (token := page.token):
-            return sorted(found, key=lambda version: int(version.version))
+            return sorted(versions_found, key=lambda version: int(version.version))
 
 
 def _last_crowned(client: MlflowClient, model: str, store: Store, uri: str) -> ModelVersion | None:
@@ -190,7 +192,7 @@ def _last_crowned(client: MlflowClient, model: str, store: Store, uri: str) -> M
     if not number:
         return None
     try:
-        found = client.get_model_version(model, str(int(read_record(store, folder, number)["version"])))
+        version = client.get_model_version(model, str(int(read_record(store, folder, number)["version"])))
     except MlflowException as error:
         if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             return None
@@ -199,16 +201,16 @@ def _last_crowned(client: MlflowClient, model: str, store: Store, uri: str) -> M
         "MLflow has no champion of %s; version %s, which this store made champion last, counts until another one is "
         "promoted",
         model,
-        found.version,
+        version.version,
     )
-    return found
+    return version
 
 
 def _named(client: MlflowClient, uri: str, model: str, version: int, stores: Sequence[Store]) -> Champion:
-    found = {int(one.version): one for one in all_versions(client, model)}
-    if version not in found:
-        raise MissingError(f"registered model {model!r} has no version {version}; it has {sorted(found) or 'none'}")
-    return _ours(found[version], stores, uri)
+    by_number = {int(item.version): item for item in all_versions(client, model)}
+    if version not in by_number:
+        raise MissingError(f"registered model {model!r} has no version {version}; it has {sorted(by_number) or 'none'}")
+    return _ours(by_number[version], stores, uri)
 
 
 def _listed(stores: Stores) -> Sequence[Store]:
