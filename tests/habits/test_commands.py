@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 SUFFIXES = {".py", ".md", ".yaml", ".yml", ".sh", ".ipynb", ".toml", ".Dockerfile", ".json"}
 ELSEWHERE = ("CHANGELOG.md", "docs/decisions/", "tests/", "holdfast/pipelines/backends/kubeflow/generated")
 COMMAND = re.compile(r"(?:`|^\s*(?:\$ |- run: )?|: |; |\(|&& )holdfast ([a-z][a-z-]*(?: [^`;&|#\n]*)?)", re.MULTILINE)
+LISTED = re.compile(r"command: \[[\"']?holdfast[\"']?, ([a-z][^\]]*)\]")  # in a manifest
 TOP = typer.main.get_command(app)
 
 
@@ -54,6 +55,9 @@ def wrong_commands(path: Path) -> list[str]:
             arguments = match[1].rstrip(".,:)").split()
             if message := problem(arguments):
                 problems.append(f"{path.name}: holdfast {match[1]}: {message}")
+        for match in LISTED.finditer(text):
+            if message := problem([word.strip(" \"'") for word in match[1].split(",")]):
+                problems.append(f"{path.name}: holdfast {match[1]}: {message}")
     return problems
 
 
@@ -62,7 +66,7 @@ def files() -> list[Path]:
     output = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     paths = [Path(line) for line in output.splitlines() if not line.startswith(ELSEWHERE)]
     candidates = [ROOT / path for path in paths if path.suffix in SUFFIXES and (ROOT / path).is_file()]
-    return [path for path in candidates if b"holdfast " in path.read_bytes()]
+    return [path for path in candidates if re.search(rb"holdfast\W? ", path.read_bytes())]
 
 
 def test_every_command_that_is_named_exists() -> None:
@@ -76,6 +80,8 @@ def test_every_command_that_is_named_exists() -> None:
         ("see `holdfast checkpoints burn RUN`", "no command 'burn'"),
         ("`holdfast run SPEC --fast`", "no option --fast"),
         ("to continue: holdfast resume 3f2a", ""),
+        ('command: [holdfast, replay, --within, "24"]', "no command 'replay'"),
+        ('command: [holdfast, audit, replay, --within, "24"]', ""),
     ],
 )
 def test_a_command_that_does_not_exist_is_found(text: str, wrong: str, tmp_path: Path) -> None:

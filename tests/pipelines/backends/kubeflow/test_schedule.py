@@ -24,7 +24,7 @@ DAILY = RunRequest(spec("schedule.cron=0 3 * * *"))
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled once: what is scheduled is not at stake here."""
     text = pipeline_text(spec())
-    for module in ("schedule", "upload"):
+    for module in ("schedule", "submit"):
         monkeypatch.setattr(f"holdfast.pipelines.backends.kubeflow.{module}.pipeline_text", lambda *_, **__: text)
     monkeypatch.setattr(schedules, "pipeline_digest", lambda _: "digest")
 
