@@ -3,8 +3,8 @@ outgoing bodies are sent from memory pages; neither is copied.
 
     with DiscardingS3() as endpoint: ...
 
-It supports the requests of the measured clients: PUT, GET with a range, HEAD, DELETE, multipart uploads, listings
-(empty), and the conditions If-None-Match and If-Match on whole objects. It keeps only the size of an object. A read
+It supports the requests of the measured clients: PUT, GET with a range, HEAD, DELETE, multipart uploads and (empty)
+listings. Whole objects support the conditions If-None-Match and If-Match. It keeps only the size of an object. A read
 returns `content`, from the beginning of the object and again after PATTERN_BYTES. It checks neither signatures nor
 checksums, and counts the bytes that it receives. It runs in a separate process with a thread for each connection. Linux
 only.

@@ -4,8 +4,8 @@ without (bar: at most 1.05). It also compares the stall of a save with one copy 
 `python -m benchmarks.checkpoint_stall [--mib N] [--rounds N] [--store URL]` trains a decoder with FSDP on two real
 ranks with one thread each, started by the node's wrapper as a launcher does. It trains in windows of 10 steps,
 alternately (A B A B) with a save at the beginning and without. The time of a window is that of both ranks, from barrier
-to barrier, plus the wait for the rest of the work on its saves. The copy is measured in the same processes, into
-allocated memory, on both ranks concurrently.
+to barrier. It includes the wait for the rest of its saves. The copy is measured in the same processes, into allocated
+memory, on both ranks concurrently.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 `python -m benchmarks.compression [--steps N] [--of M]` trains the quickstart's model on the Python standard library in
 one process, so the statistics are those of real weights and moments. It saves the state after N of M steps into a new
-store, and again 1 and 50 steps later, each time against the save after N. It prints the bytes of the new packs as the
-file system counts them, the speed of a save on one thread, and the bars: 0.70 at a lag of one step, 0.80 at 50. A last
-save of the same state shows the cost of unchanged content.
+store. It saves again 1 and 50 steps later, each time against the save after N. It prints the bytes of the new packs as
+the file system counts them, and the speed of a save on one thread. The bars are 0.70 at a lag of one step and 0.80 at
+50. A last save of the same state shows the cost of unchanged content.
 """
 
 from __future__ import annotations

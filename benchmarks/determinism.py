@@ -3,7 +3,7 @@
 `python -m benchmarks.determinism [--ranks N] [--rounds N] [--steps N]` starts the ranks once for each level, with the
 model of examples/quickstart.yaml and the allocator's settings of a run. The levels alternate: in every round each runs
 `--steps` steps while the remaining ones wait. For each layout it prints the median time of a step, and the median of
-its ratios to `exact` in the same round (bar: elastic at most 1.10). It prints the same for the processor time of all
+its ratios to `exact` in the same round. The bar for elastic is 1.10. It prints the same for the processor time of all
 ranks.
 """
 

@@ -1,8 +1,8 @@
 """The cost of the state digest, compared with one copy of the same bytes and with an optimizer step.
 
 `python -m benchmarks.fingerprint [--rounds N]` digests AdamW's state of the quickstart's model (weights and both
-moments) and of one 64 Mi-element matrix on one thread, alternately with a copy of them (A B A B). It prints the ratios
-of medians; then the digest of the whole state against a step of one micro-batch.
+moments) and of one 64 Mi-element matrix. It uses one thread, and alternates with a copy of them (A B A B). It prints
+the ratios of medians; then the digest of the whole state against a step of one micro-batch.
 """
 
 from __future__ import annotations

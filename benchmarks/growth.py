@@ -1,10 +1,10 @@
 """The cost of a large store for its readers: requests, seconds and memory with 100, 1,000 and 10,000 of each kind.
 
-`python -m benchmarks.growth [--least 100] [--most 10000] [--stores folder s3] [--only WORD]` makes a store with the
-objects of a run after N commits (in launches of 100 commits each), of a run after N launches and attempts, and of N
-runs. It reads the store as the product does, each time in a separate process. On S3 a request is an HTTP request to
-moto's server. On a folder it is a call of the store, and a listing counts once for each thousand keys. Memory is the
-peak of the process above its start.
+`python -m benchmarks.growth [--least 100] [--most 10000] [--stores folder s3] [--only WORD]` makes a store with N runs,
+a run after N commits (in launches of 100 commits each), and a run after N launches and attempts. It reads the store as
+the product does, each time in a separate process. On S3 a request is an HTTP request to moto's server. On a folder it
+is a call of the store, and a listing counts once for each thousand keys. Memory is the peak of the process above its
+start.
 
 The product's writers make the objects: history, events, claims, endings, records, outcomes, step logs, checkpoints and
 the collector, which folds small objects. Only the claims of 10,000 launches are put directly in the same form, because

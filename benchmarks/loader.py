@@ -143,7 +143,7 @@ def corpus(size: int) -> Tokens:
 
 def start_seconds(folder: Path, tokens: Tokens, context: int, batch: int) -> tuple[float, float]:
     """Seconds to open a dataset, and then to read the first batch; medians of 9, warm page cache. For each of its rows,
-    the first batch maps at most one shard and checks one or two blocks, independent of the size of the corpus."""
+    the first batch maps at most one shard and checks one or two blocks. The size of the corpus does not matter."""
     holdfast_dataset(folder, tokens)
     store = open_store(f"file://{folder}")
     opening, reading = [], []

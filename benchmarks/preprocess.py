@@ -4,8 +4,8 @@
 
 The corpus is the Python standard library as jsonl, repeated with small changes so that no document is a duplicate. Both
 sides read it, tokenise with one tokenizer.json and leave uint16 tokens on disk; ours also cleans, deduplicates, splits
-and checksums. Memory is the peak of the whole process tree at 1x and 4x the corpus,
-with shards of 2 Mi tokens (the one buffer that is as large as a setting says).
+and checksums. Memory is the peak of the whole process tree at 1x and 4x the corpus. Shards have 2 Mi tokens; they are
+the only buffer whose size is a setting.
 """
 
 from __future__ import annotations

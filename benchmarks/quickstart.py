@@ -1,7 +1,7 @@
 """Bar U1: the quickstart on this machine, from raw text to a registered model, and the call after it.
 
-`python -m benchmarks.quickstart` runs it in a temporary folder. It prints seconds for the whole and for each step, the
-peak memory of all its processes together, and the seconds of the second call (at most 5 minutes, and 3 s).
+`python -m benchmarks.quickstart` runs it in a temporary folder. It prints seconds for the whole (bar: 5 minutes) and
+for each step, and the peak memory of all its processes together. The bar for the second call is 3 s.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Bar F1: the time from `kill -9` of a rank to the next optimizer step of the next gang, and where it is spent.
 
 `python -m benchmarks.recovery [--rounds N] [--ranks N]` trains a small model on two ranks (or N) of this machine, as a
-user does. It kills the last rank repeatedly in the middle of a step, and prints medians of these parts: *detect* (until
-the end of the launch is recorded), *launch* (until the next one is recorded), *fork* (until torchrun has forked rank
-0), and rank 0's own report: *start*, *meet*, *build*, *restore*, and *first step*. No restart has a backoff, because
+user does. It kills the last rank repeatedly in the middle of a step, and prints the median of each part. *detect* lasts
+until the end of the launch is recorded, *launch* until the next one is recorded, and *fork* until torchrun has forked
+rank 0. Rank 0 reports *start*, *meet*, *build* and *restore*; *first step* follows. No restart has a backoff, because
 each is the first one in its row.
 """
 

@@ -1,10 +1,10 @@
 """Scaling: efficiency, communication and recovery against ranks, and jobs per day. `python -m benchmarks.scaling`.
 
-Measured with 1, 2 and 4 ranks of this machine (`--ranks`), each with the same rows: the time of a step, the share of a
-sum of all gradients in it if nothing hides it, and the time from `kill -9` of a rank to the next step. Also measured:
-how many small jobs, from raw text to a registered model, one after another, fill a day. Not measured: the same for 8 to
-1,024 accelerators. It comes from the planner's arithmetic, with its errors here and against published tables. With more
-ranks than cores, no efficiency can exceed cores / ranks.
+Measured with 1, 2 and 4 ranks of this machine (`--ranks`), each with the same rows: the time of a step, and the time
+from `kill -9` of a rank to the next step. Also measured is the share of a step that a sum of all gradients takes if
+nothing hides it. Also measured: how many small jobs, from raw text to a registered model, one after another, fill a
+day. Not measured: the same for 8 to 1,024 accelerators. It comes from the planner's arithmetic, with its errors here
+and against published tables. With more ranks than cores, no efficiency can exceed cores / ranks.
 """
 
 from __future__ import annotations

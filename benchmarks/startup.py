@@ -1,5 +1,5 @@
-"""How soon Holdfast responds: a wrong spec (bar U3: under 2 s), `--help`, a finished run (under 3 s), and text from the
-model of that run, which loads torch.
+"""How soon Holdfast responds (bar U3): a wrong spec (under 2 s), `--help`, a finished run (under 3 s), and text from
+its model, which loads torch.
 
 `python -m benchmarks.startup [--rounds N]` runs each command in a separate process and prints medians and the slowest.
 The run is the quickstart's, cut to a few steps, in a temporary folder.

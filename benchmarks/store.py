@@ -6,10 +6,10 @@ The server (`benchmarks._discarding_s3`, on loopback) copies nothing, so the cli
 and an operation of Holdfast. It has Holdfast's median, and for each peer the median over the rounds of how many times
 faster Holdfast was. In parentheses: how many times faster its best round was than the peer's best, which a busy machine
 disturbs less. The first peer is the bar's: one unsigned `put_object` of boto3 without a checksum, and one plain ranged
-`get_object`. A restore reads into allocated memory, in the ranges of a pack, and verifies the BLAKE3 digest of each
-while further ones are in flight; no peer verifies. A peer that is not installed is skipped, and the output says so:
-`pip install .[bench]`. Two notes on fairness: obstore's puts and the peers' reads carry no checksum that is compared,
-and the last line shows the other load of the machine.
+`get_object`. A restore reads into allocated memory, in the ranges of a pack. It verifies the BLAKE3 digest of each
+range while further ones are in flight; no peer verifies. A peer that is not installed is skipped, and the output says
+so: `pip install .[bench]`. A note on fairness: obstore's puts and the peers' reads carry no checksum that is compared.
+The last line shows the other load of the machine.
 """
 
 from __future__ import annotations
