@@ -1,8 +1,8 @@
 """Attempts: each gang that forms claims the next number. Only the newest number of the newest launch may commit.
 
-Rank 0 claims after the ranks have met, for every kind of start: a launcher, torchrun after a change of its members, a
-requeue by Slurm, a restart by Volcano. The claim is a put-if-absent, so two gangs never hold one number. A gang that
-was replaced stops with FencedError and must not come back.
+Rank 0 claims after the ranks have met. It does so for every kind of start: a launcher, torchrun after a change of its
+members, a requeue by Slurm, a restart by Volcano. The claim is a put-if-absent, so two gangs never hold one number. A
+gang that was replaced stops with FencedError and must not come back.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Trained state is nearly random in its low bits and smooth in its exponents. pcodec (bins and tANS over numbers) comes
 within a percent of the entropy of such bytes. Byte planes under zstd, which were measured as well, stay 0.5 to 1.5
-points behind: a Huffman code spends a whole bit where an exponent holds a tenth of one. Figures: docs/benchmarks.md.
+points behind. A Huffman code spends a whole bit where an exponent holds a tenth of one. Figures: docs/benchmarks.md.
 
 Differences are taken of the bits as integers, with wraparound, so that nothing is lost. The base may be scaled first. A
 second moment decays by a factor at every step and grows by squares, so the differences from a decayed base all have one

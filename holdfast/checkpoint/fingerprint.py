@@ -1,7 +1,7 @@
 """The state digest: equal for equal bits, for any layout of the state and any engine.
 
 Two independent sums modulo 2^64 run over all elements, so that parts add up in any order. An element adds key * (bits +
-1). Its key is the product of pseudo-random odd numbers: one for the tensor (name, shape, dtype) and one for each
+1). Its key is the product of pseudo-random odd numbers. One is for the tensor (name, shape, dtype), and one for each
 coordinate of its index in the global tensor. An odd key never hides a change of one element; several changes cancel by
 chance about once in 2^64. The digest is computed on the tensor's device, in bounded memory. It does not protect against
 deliberate collisions: the bytes of a checkpoint have blake3 for that.

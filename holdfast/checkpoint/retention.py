@@ -4,8 +4,8 @@ Retention is a pure decision from a listing of the store; the collector deletes.
 counted back from the newest checkpoint, so that no host's clock can make a checkpoint old.
 
 A pin protects a root and not a step. The root of a step can be replaced: a newer attempt that began below it commits
-the step again, with other packs. So a pin contains the root that it means, as the mark of a reader does, and the
-collector keeps what each root in a pin needs.
+the step again, with other packs. So a pin contains the root that it means, as the mark of a reader does. The collector
+keeps what each root in a pin needs.
 """
 
 from __future__ import annotations

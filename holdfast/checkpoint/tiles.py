@@ -43,8 +43,8 @@ class Form(NamedTuple):
 
 
 def ways_of(shape: tuple[int, ...], axis: int, itemsize: int) -> int:
-    """The ways in which the columns of a tensor are cut, whose rows are those of `axis`: a bit for each, the lowest for
-    one part. Depends on the global tensor only."""
+    """The ways in which the columns of a tensor are cut, with a bit for each, the lowest for one part. Its rows are
+    those of `axis`. Depends on the global tensor only."""
     row = prod(shape[axis + 1 :]) * itemsize
     if len(shape) <= axis + 1 or shape[axis + 1] < 2 or row < WIDE_BYTES:
         return 1

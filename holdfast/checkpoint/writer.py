@@ -180,9 +180,9 @@ class Checkpointer:
         tiers keep the step if it is due there. If the step is not `committed` as well, only permanent failures are
         raised.
 
-        Waits only for a buffer, when the two previous saves are still being written, and on rank 0 for a commit that is
-        more than `max_lag_steps` behind. Raises the failure of an earlier save, unless it is a store error and this
-        step is within `max_lag_steps` of the newest checkpoint.
+        Waits for a buffer only while the two previous saves are still being written. On rank 0, also waits for a commit
+        that is more than `max_lag_steps` behind. Raises the failure of an earlier save, unless it is a store error and
+        this step is within `max_lag_steps` of the newest checkpoint.
         """
         begun = time.perf_counter()
         self.wait_for_staging()

@@ -100,7 +100,7 @@ class StoreWriter:
 
 
 def spare_threads(ranks: int) -> int:
-    """The number of threads of each writer that hash and encode: its share of the cores that this process may use,
+    """The number of threads of each writer that hash and encode. It is the writer's share of this process's cores,
     minus one core for each of the node's `ranks`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST_THREADS, (cores - ranks) // ranks))

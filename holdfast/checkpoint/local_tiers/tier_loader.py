@@ -2,9 +2,9 @@
 
 The run's store decides which steps count. The step must be above that of the newest checkpoint, and its attempt must
 not have been replaced at that step. Each attempt with local tiers records the step that it began from; copies of older
-attempts above that step do not count. Coverage and state digest add up over the writers' indexes as in a commit, and
-each piece is compared with its digest as it is read. Torn, missing or wrong copies are logged. The next older step is
-tried then, or the checkpoint in the store.
+attempts above that step do not count. Coverage and state digest add up over the writers' indexes as in a commit. Each
+piece is compared with its digest as it is read. Torn, missing or wrong copies are logged. The next older step is tried
+then, or the checkpoint in the store.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class TierSet:
         disk: str | None = None,
         peers: int = 0,
     ) -> None:
-        """`every`: the steps between two copies, by the name of the tier; `disk`: the folder of that tier; `peers`: how
+        """`every`: the steps between two copies, by the name of the tier. `disk`: the folder of that tier. `peers`: how
         many other nodes keep copies of this node's memory tier."""
         self._store, self._attempt, self._gang, self._every = store, attempt, gang, dict(every)
         life = gang.from_rank_0(lambda: life_of(store, attempt.run_id), str)

@@ -1,7 +1,7 @@
 """Differences between two checkpoints, to the bit: which tensors, from which element on, and by how much.
 
-Equal digests prove equality without a read. Otherwise, pieces with the same digest on both sides are not read either,
-for any writers: pieces are cut on a grid that no layout changes.
+Equal digests prove equality without a read. Otherwise, pieces with the same digest on both sides are not read either.
+This holds for any writers, because no layout changes the grid of pieces.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def _ordered(bits: torch.Tensor) -> torch.Tensor:
 # The first divergence of two runs: the first step whose figures differ, and the tensor and element, as precisely as
 # common checkpoints allow.
 #
-# Histories are compared by the fields that are the same in every attempt, bit for bit, so two runs of the same
+# Histories are compared bit for bit, by the fields that are the same in every attempt. So two runs of the same
 # mathematics have no first step. Reads the roots of the common checkpoints, and tensors of one of them only.
 
 COMPARED = (*PURE_FIELDS, "state_digest")
