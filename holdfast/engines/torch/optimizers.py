@@ -21,9 +21,9 @@ def optimizer_of(
     decoder: nn.Module, settings: Optimizer, *, anywhere: bool, rows: Mapping[nn.Parameter, Rows] | None
 ) -> torch.optim.Optimizer:
     """The configured optimizer, with decay on matrices only. Its state exists from the start, so a checkpoint always
-    has every name. With `anywhere`, an element gets the same bits wherever a shard ends. torch's fused CPU kernel
-    does not ensure that: it rounds the last elements of a tensor, which do not fill a vector, differently. For
-    `rows` see Lamb."""
+    has every name. With `anywhere`, an element gets the same bits wherever a shard ends. torch's fused CPU kernel does
+    not ensure that. It rounds the last elements of a tensor, which do not fill a vector, differently. For `rows` see
+    Lamb."""
     groups = decay_groups(decoder, settings.weight_decay)
     optimizer: torch.optim.Optimizer
     if settings.kind == "lamb":
