@@ -34,8 +34,8 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
         "cpu": Accelerator(
             "cpu",
             "gloo",
-            # glibc returns large blocks to the kernel at every free, and the next step pays for every page again: an
-            # eighth of the time of the quickstart's steps (benchmarks/allocator.py).
+            # glibc returns large blocks to the kernel at every free, and the next step pays for every page again. This
+            # is an eighth of the time of the quickstart's steps (benchmarks/allocator.py).
             environment={"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)},
         ),
         "nvidia": Accelerator("cuda", "nccl", "nvidia.com/gpu", "gpu", slices="nvidia.com/mig-{}"),
@@ -62,7 +62,7 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
 )
 
 # Environment variables of collectives for each network and accelerator, each line with its source. A network that the
-# spec names is used, or the job fails: without these variables, NCCL silently falls back to TCP when it finds no better
+# spec names is used, or the job fails. Without these variables, NCCL silently falls back to TCP when it finds no better
 # device, and the run is many times slower. Nothing here tunes rings, protocols or buffers: a file of the site does, and
 # some of it changes bits. `cluster.resources.extended` requests the devices.
 #

@@ -158,8 +158,9 @@ def parse_exit_report(text: str) -> NodeExit | None:
 
 
 def codes_of_nodes(status: int, endings: Sequence[NodeExit | None]) -> list[int]:
-    """The code of each node of a launch whose processes ended with `status` together: its report's, or that of a lost
-    node. A node without a report was lost, or what started its processes was: neither knows these codes."""
+    """The code of each node of a launch whose processes ended together with `status`. It is the code of the node's
+    report, or that of a lost node. A node without a report was lost, or the process that started its processes was;
+    neither knows these codes."""
     lost = max(status, ExitCode.KILLED) if status != ExitCode.OK else ExitCode.OK
     return [int(lost) if ending is None else ending.code for ending in endings]
 

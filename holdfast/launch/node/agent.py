@@ -1,8 +1,8 @@
 """Keeper of a node's checkpoint agent: starts it, restarts it when it dies or is silent, and drains it at the end.
 
-So what a dead rank has left in memory is still committed. `python -m holdfast.launch.node.agent PATH` is the agent
-itself; the node's wrapper forks it from the process that has torch imported. It dies with the wrapper, never with a
-rank.
+Copies that a dead rank left in memory are therefore still committed. `python -m holdfast.launch.node.agent PATH` is the
+agent itself; the node's wrapper forks it from the process that has torch imported. It dies with the wrapper, never with
+a rank.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def _packed(node: _NodeDesc) -> _Node:
 
 
 class SealedBackend(C10dRendezvousBackend):
-    """Backend that keeps the state of an elastic gang as sealed JSON. torch's holder of the state uses pickle: it only
+    """Backend that keeps the state of an elastic gang as sealed JSON. torch's holder of the state uses pickle, and only
     gets what this process has pickled itself."""
 
     def __init__(self, store: Store, run_id: str, key: str) -> None:

@@ -12,7 +12,7 @@ WORKING = frozenset("RD")  # states of a thread, in the kernel's letters: see `s
 
 
 def states_of(pid: int) -> Iterator[str]:
-    """The state of each thread of a process, main thread first: R runs or is runnable, D waits for a disk, S sleeps, T
+    """The state of each thread of a process, main thread first. R runs or is runnable, D waits for a disk, S sleeps, T
     is stopped. Empty if it cannot be read. Reads only as many threads as the caller consumes: a rank that computes
     shows it in its first thread."""
     with suppress(OSError):
@@ -33,7 +33,7 @@ def has_working_child(pid: int) -> bool:
 
 
 def blocking(pid: int, number: int) -> set[str]:
-    """The threads of a process in which a signal is blocked: by themselves, or while they handle it."""
+    """The threads of a process that block a signal: by their own mask, or while they handle it."""
     blocking_threads, threads = set[str](), list[str]()
     with suppress(OSError):
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208

@@ -1,10 +1,10 @@
 """The official schemas of the custom resources that Holdfast emits, as strict as an API server that refuses unknown
 fields.
 
-The files of this folder are facts from these projects, all under the Apache License 2.0, reduced to what a check needs
-(no descriptions): Kubeflow's training operator (PyTorchJob) and Trainer, Volcano, Kueue, KServe (InferenceService, at
-aaac4e294), KubeRay (RayJob, at feeaf72fa), and Argo Workflows with Events. `python -m tests.reduce_schemas` writes
-them.
+The files of this folder are facts from other projects, all under the Apache License 2.0, reduced to what a check needs
+(no descriptions). The projects are Kubeflow's training operator (PyTorchJob) and Trainer, Volcano, Kueue, KServe
+(InferenceService, at aaac4e294), KubeRay (RayJob, at feeaf72fa), and Argo Workflows with Events. `python -m
+tests.reduce_schemas` writes them.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _METADATA = {
 
 
 def problems(thing: dict[str, Any]) -> list[str] | None:
-    """What the schema of its kind has against a Kubernetes object, each with the path of the field. None if there is
-    no schema of its kind."""
+    """The errors of a Kubernetes object by the schema of its kind, each with the path of the field. None without such a
+    schema."""
     validator = _validator_of(thing)
     if validator is None:
         return None
