@@ -4,8 +4,8 @@ It covers documents, sliding windows, chunks (further borders of segments), atte
 of another width than queries. Two ways to compute it:
 
 - Tiles in a fixed order (CPU; fp32 on CUDA). A document that fits into the window is one causal tile. Any other is cut
-  into blocks of 256 queries with a band mask. The bits of a document depend on nothing outside it: not on its offset,
-  the batch, the split of the heads, or the number of threads.
+  into blocks of 256 queries with a band mask. The bits of a document depend on nothing outside it. Its offset, the
+  batch, the split of the heads and the number of threads do not matter.
 - torch's variable-length flash kernel (bf16 and fp16 on CUDA), with its own deterministic backward.
 
 A sink is one more key without a value. With lse' = log(exp(lse) + exp(sink)), the output is out * exp(lse - lse'). The

@@ -5,8 +5,8 @@ row do not depend on the other rows. Sums over the vocabulary and the gradient o
 Inputs in fp64 have sums in fp64. Backward computes the logits of a chunk again.
 
 With a process group, each of its ranks has consecutive rows of the head (vocabulary shards). A chunk then costs two
-small reductions in forward (the maximum; the sum of exponentials with the target's logit) and none in backward, which
-adds the gradient of `hidden` over the ranks once.
+small reductions in forward: the maximum, and the sum of exponentials with the target's logit. It costs none in
+backward, which adds the gradient of `hidden` over the ranks once.
 
 Shape suffixes: as in `decoder`; C tokens of a chunk.
 """
