@@ -12,7 +12,7 @@ from holdfast.planning.speed import HOST_LINK
 #
 # The interval between two saves that loses least is sqrt(2 x cost of a save x time between failures) (Young 1974). Daly
 # 2006 has further terms for saves that cost nearly as much as a failure loses; here a lower bound replaces them. Losses
-# follow Hérault and Robert ("Fault-Tolerance Techniques for High-Performance Computing", 2015, chapter 1): failures
+# follow Hérault and Robert ("Fault-Tolerance Techniques for High-Performance Computing", 2015, chapter 1). Failures
 # occur during all of the run, not only during steps, so too many failures leave no time for steps.
 
 # Failure rate before a run has failures: 419 in 54 days on 16,384 GPUs (Llama 3, arXiv 2407.21783).

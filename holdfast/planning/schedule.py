@@ -47,8 +47,8 @@ def timeline(layout: Layout, micro_batches: int, width: int = 120, costs: Sequen
 
     Digits (the last one of the number) are forward passes, letters with two columns are backward passes, and dots are
     waiting. The interleaved schedule shows the chunks of a stage one after another. `costs` has each rank's cost of
-    layers, in any unit: the most expensive takes FINEST columns for a forward pass, and the waiting share is that of
-    the drawing.
+    layers, in any unit. The most expensive takes FINEST columns for a forward pass. The waiting share is that of the
+    drawing.
     """
     stages = layout.pipeline
     columns = [1] * stages if costs is None else [max(1, round(FINEST * cost / max(costs))) for cost in costs]

@@ -1,8 +1,8 @@
 """Time of one step: computation, exposed communication, and waiting.
 
-A matrix product takes the longer of two times (the roofline model): its FLOPs at the share of the peak that large
-products reach, or its bytes at the memory's bandwidth. Element-wise operations take their bytes. Gradients and weights
-travel during computation; tensor, expert and pipeline traffic does not.
+A matrix product takes the longer of two times (the roofline model). One is its FLOPs at the share of the peak that
+large products reach. The other is its bytes at the memory's bandwidth. Element-wise operations take their bytes.
+Gradients and weights travel during computation; tensor, expert and pipeline traffic does not.
 """
 
 from __future__ import annotations
