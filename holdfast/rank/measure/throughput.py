@@ -1,9 +1,9 @@
 """Throughput of a step: tokens per second, and MFU.
 
-MFU is the share of all accelerators' peak that the model's arithmetic takes: FLOPs of a token (`6 N + 12 L D T`, see
-`flops_per_token`) x tokens of a step / (seconds of the step x ranks x peak of one). Recomputation does not count, and
-padding counts in full. With adapters it is 4 N, as frozen weights have no gradient, and the adapters' products are left
-out. A peak is never guessed: it comes from the spec or the table.
+MFU is the share of all accelerators' peak that the model's arithmetic takes. It is FLOPs of a token (`6 N + 12 L D T`,
+see `flops_per_token`) x tokens of a step / (seconds of the step x ranks x peak of one). Recomputation does not count,
+and padding counts in full. With adapters it is 4 N, as frozen weights have no gradient, and the adapters' products are
+left out. A peak is never guessed: it comes from the spec or the table.
 """
 
 from __future__ import annotations
