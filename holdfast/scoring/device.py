@@ -1,7 +1,7 @@
 """Devices for scoring: the accelerators that are assigned to this step, otherwise the CPU.
 
-A machine may have an accelerator that is not for this step: another run trains on it, or a container runtime shows
-every device to every pod. So no accelerator is used without a request.
+A machine may have an accelerator that is not for this step. Another run may train on it, or a container runtime may
+show every device to every pod. So no accelerator is used without a request.
 """
 
 from __future__ import annotations
