@@ -1,8 +1,9 @@
 """Content-addressed identity: the same inputs are the same run.
 
-The run id is a digest of the requested model: the fields that define it, the dataset id, and the version of the data
-plane's arithmetic. The plan is how the model is computed (layout, micro-batch, accelerator). A run records its plan and
-may change it. Neither contains where things are stored, how often the state is saved, or how the model is evaluated.
+The run id is a digest of the requested model. It covers the fields that define the model, the dataset id, and the
+version of the data plane's arithmetic. The plan is how the model is computed (layout, micro-batch, accelerator). A run
+records its plan and may change it. Neither contains where things are stored, how often the state is saved, or how the
+model is evaluated.
 """
 
 from __future__ import annotations

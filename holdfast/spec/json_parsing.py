@@ -1,8 +1,8 @@
 """JSON from another process, version or person, parsed into a typed value or refused.
 
 Promises one kind of failure: DataError, with the source, the place in it and the remedy. It is raised for text that is
-not JSON, is nested too deeply, has numbers that are not finite, or has other fields or types than `model`. Nothing else
-in Holdfast calls `json.loads` on text from outside (`tests/habits/test_json.py`).
+not JSON or is nested too deeply. Numbers that are not finite, and other fields or types than those of `model`, raise it
+too. Nothing else in Holdfast calls `json.loads` on text from outside (`tests/habits/test_json.py`).
 """
 
 from __future__ import annotations
