@@ -69,8 +69,8 @@ PARAMETERS = {
 }
 FIELDS = {parameter.name: parameter.field for parameter in PARAMETERS.values() if parameter.field}
 COMMON = ("spec", "overrides", "store")  # inputs of every step, in addition to `job`, the current execution of the DAG
-# A trial of a sweep that ends with one of these ends all trials: a person stops the whole sweep, or no other step could
-# reach the store either.
+# A trial of a sweep that ends with one of these ends all trials. A person stopped the whole sweep, or no other step
+# could reach the store either.
 ENDS_ALL_TRIALS = (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED, ExitCode.STORE_UNREACHABLE)
 TRIAL = "trial"  # the number of the trial of a step's execution; empty without trials
 
