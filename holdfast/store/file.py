@@ -1,7 +1,7 @@
 """The store in a folder: the embedded default, and any file system that several machines mount.
 
-A crash at any moment leaves whole objects or none. Bytes go to a hidden temporary file, are made durable (fsync of the
-file and of its folder), and appear under their key in one atomic step. Needs rename, hard links and, for
+A crash at any moment leaves whole objects or none. Bytes go to a hidden temporary file and are made durable by fsync of
+the file and of its folder. They appear under their key in one atomic step. Needs rename, hard links and, for
 compare_and_swap, flock.
 """
 

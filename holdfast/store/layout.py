@@ -242,8 +242,8 @@ def job(job_id: str, step: str = "") -> str:
 
 
 def step_log(job_id: str, step: str = "", stream: str = "", name: str = "") -> str:
-    """A piece of the output of a step's process, or the folder of the process, of the step (or one part of it), or of
-    the whole job (an execution of the DAG)."""
+    """A piece of the output of a step's process, or the folder of the process. Also the folder of the step (or one part
+    of it), or of the whole job (an execution of the DAG)."""
     return f"logs/{job_id}/" + "".join([f"{part}/" for part in (step, stream) if part]) + name
 
 

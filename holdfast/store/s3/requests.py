@@ -38,9 +38,9 @@ from holdfast.store.s3.errors import (
 
 # The S3 client of a process, and the credentials that it was created with.
 #
-# All threads of a process share one client. A fork gets a new one, and so do new credentials: those of a file, a role
-# or a program are replaced while a run continues. Credentials are compared by digest and stored nowhere. boto3 and the
-# usual AWS environment determine sessions, endpoint and region.
+# All threads of a process share one client. A fork gets a new one, and so do new credentials. The credentials of a
+# file, a role or a program are replaced while a run continues. Credentials are compared by digest and stored nowhere.
+# boto3 and the usual AWS environment determine sessions, endpoint and region.
 
 S3Client = Any  # boto3 creates its class at run time
 CONNECTIONS = 32  # open concurrently; some requests of a store overlap

@@ -59,7 +59,7 @@ def body(pieces: Pieces) -> Any:
 
 
 class Body:
-    """Pieces as one seekable file. A read returns whole blocks, for any requested size: urllib3 requests 16 KiB, takes
+    """Pieces as one seekable file. A read returns whole blocks, for any requested size. urllib3 requests 16 KiB, takes
     what it gets, and would spend more time on requests than on sending. Only small pieces are joined."""
 
     def __init__(self, pieces: Pieces) -> None:
