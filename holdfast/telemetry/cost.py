@@ -1,6 +1,6 @@
 """The cost of a run: accelerator-hours, energy and money, from its events and the user's prices.
 
-Nothing is guessed: hours are the ledger's, energy comes from the accelerators' own meters, and a price that is not set
+Nothing is guessed. Hours are the ledger's, energy comes from the accelerators' own meters, and a price that is not set
 is no part of a cost. Unknown values come with the reason.
 """
 

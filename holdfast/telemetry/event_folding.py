@@ -3,7 +3,7 @@
 Each process of each launch leaves its own object. Without folding, a reader of a run of 10,000 launches makes 10,000
 requests. At any moment each event is in some object, even if processes die or fold concurrently. The larger object is
 written first, its key names its content, and only then are the members deleted. A reader drops duplicates
-(`event_log`). Objects that their writer may put again are not folded: the last segment of a writer stays until
+(`event_log`). Objects that their writer may put again are not folded. The last segment of a writer stays until
 QUIET_SECONDS after its last change, by the store's clock. A writer that emits later puts the whole segment again, so
 nothing is lost.
 """
@@ -22,7 +22,7 @@ from holdfast.telemetry.events import Event, PhaseProgress, Progress, TimeSpent
 # Condensing of events: of a long run, a reader keeps a bounded number in memory.
 #
 # Two kinds are emitted continuously: how each rank spent its time, and the progress of the training. When more than
-# MOST events are in memory, neighbors of these kinds are merged: times of a rank are added, and of two progress reports
+# MOST events are in memory, neighbors of these kinds are merged. Times of a rank are added, and of two progress reports
 # the later one stays. All other events stay as they are. A ledger or a cost of condensed events has the same sums. Only
 # the position of a second within a merged stretch is lost.
 

@@ -42,7 +42,7 @@ from holdfast.telemetry.events import (
 
 # A run as nested spans, from its events: steps of the DAG, launches, attempts and saves.
 #
-# The same thing is the same span for every observer. Ids follow from the run's id and from the subject of the span, so
+# The same thing is the same span for every observer. Ids follow from the run's id and from the subject of the span. So
 # the spans of several processes, and of several tries, are one trace. `traces` sends them.
 
 Value = str | int | float
