@@ -1,8 +1,8 @@
 """The store's records of registered versions, and the check that a version in MLflow matches one of them.
 
 MLflow names the champion, and any client that reaches it can change that. A version counts only with the record that
-`register` wrote into the store, and with the verdict and the export that the record names by digest. Any other version
-is foreign: it is shown, with the reason, and never used.
+`register` wrote into the store. It also needs the verdict and the export that the record names by digest. Any other
+version is foreign: it is shown, with the reason, and never used.
 """
 
 from __future__ import annotations

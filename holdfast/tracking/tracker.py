@@ -192,8 +192,8 @@ class RunTracker:
 
 def is_copied(step: int, steps: int) -> bool:
     """Whether MLflow gets the metrics of a step of a run with this many `steps`. It gets each of the first ALL_STEPS,
-    every second one of as many after them, every fourth one of twice as many after those, and so on; always the last
-    one. So a run of a million steps has 43,000 points of each metric. The selection depends on the step alone."""
+    every second one of as many after them, every fourth one of twice as many after those, and so on. It always gets the
+    last one. So a run of a million steps has 43,000 points of each metric. The selection depends on the step alone."""
     stride = 1 << ((step - 1) // ALL_STEPS).bit_length()
     return step == steps or step % stride == 0
 
