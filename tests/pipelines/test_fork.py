@@ -1,4 +1,4 @@
-"""A run that is forked shares its past: no byte of it is copied, none is collected, and what follows is the same."""
+"""A forked run shares its past: no byte of it is copied, none is collected, and the following steps are the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths in a spec are meant from where the command is given."""
+"""Paths in a spec are relative to the folder of the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipelines that people read and compile: short, and the same that every other command writes."""
+"""The pipelines that users read and compile: short, and equal to the output of every other command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner: its plan and its arguments are those of the compiled pipeline, and how a DAG ends."""
+"""The runner: its plan and its arguments equal those of the compiled pipeline; and how a DAG ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ITEM = "<item>"
 
 
 class Handle:
-    """An execution that ends when it is polled, unless it waits to be asked."""
+    """An execution that ends when it is polled, unless it waits for a cancellation."""
 
     leave_seconds = 600.0
 
@@ -39,7 +39,7 @@ class Handle:
 
     def result(self) -> dict[str, Any]:
         outputs = self.steps.results[self.execution.step]
-        if self.execution.part in ("2", "3"):  # a trial, which KFP numbers from the second on
+        if self.execution.part in ("2", "3"):  # a trial; KFP numbers trials from the second one
             outputs = {name: f"{value}-{self.execution.part}" for name, value in outputs.items()}
         return outputs
 
@@ -48,7 +48,7 @@ class Handle:
 
 
 class Steps:
-    """A backend whose steps end with the codes that a test gives them, and return the names of their outputs."""
+    """A backend whose steps end with codes from the test, and return the names of their outputs."""
 
     def __init__(self, width: int = 0, **codes: Sequence[int | str]) -> None:
         self.width, self.started, self.recorded = width, list[Execution](), list[Outcome]()
@@ -104,7 +104,7 @@ def words_of(execution: Execution) -> dict[str, str]:
 
 
 class Compiled:
-    """The steps of a compiled pipeline, by plain reading: what each waits for, on which condition, and its inputs."""
+    """The steps of a compiled pipeline, read independently: their predecessors, their conditions and their inputs."""
 
     def __init__(self, ir: Mapping[str, Any]) -> None:
         self._ir = ir
@@ -115,7 +115,7 @@ class Compiled:
         self._read(ir["root"]["dag"]["tasks"], {name: f"<{name}>" for name in PARAMETERS}, set(), "")
 
     def _read(self, tasks: Mapping[str, Any], given: Mapping[str, Any], before: set[str], when: str) -> set[str]:
-        """Read the tasks of a DAG with its inputs; the steps in it."""
+        """Read the tasks of a DAG with its inputs. Returns the steps in it."""
         within: dict[str, set[str]] = {}
         while waiting := [name for name in tasks if name not in within]:
             name = next(

@@ -1,7 +1,7 @@
-r"""What pipeline engines do to the texts that pass through them, written after their sources.
+r"""Text transformations of pipeline engines, written after their sources.
 
-- Argo (argoproj/argo-workflows, util/template): `{{tag}}` of fasttemplate over the JSON of an object; what is put in is
-  quoted as Go's strconv.Quote does it; an unknown tag stays.
+- Argo (argoproj/argo-workflows, util/template): `{{tag}}` of fasttemplate over the JSON of an object. Values are quoted
+  as Go's strconv.Quote does it; an unknown tag stays.
 - KFP (kubeflow/pipelines): backend/src/common/util/parameter_formatter.go on text parameters, everything as parameters
   of an Argo Workflow, backend/src/v2/driver/resolve.go on constants, getPlaceholders of
   backend/src/v2/component/launcher_v2.go on the arguments of a component.
@@ -26,7 +26,7 @@ WORKFLOW = {
 
 
 class EngineFailureError(Exception):
-    """The engine gives the object up."""
+    """The engine rejects the object."""
 
 
 def through_argo(node: Any, values: Mapping[str, str]) -> Any:
@@ -77,7 +77,7 @@ def _go_quoted(text: str) -> str:
 
 
 def through_kfp_server(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a run of a schedule as the API server, Argo and the driver pass them to the launcher."""
+    """The parameters of a scheduled run as the API server, Argo and the driver pass them to the launcher."""
     formatted = {name: _formatted(value) if isinstance(value, str) else value for name, value in parameters.items()}
     task = json.dumps({"inputs": formatted}, ensure_ascii=False, separators=(",", ":"))
     (passed,) = through_argo(["{{inputs.parameters.task}}"], {"inputs.parameters.task": task})
@@ -104,7 +104,7 @@ def _formatted(text: str) -> str:
 
 
 def through_kfp_launcher(inputs: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """The inputs that a component reads, whose command has `{{$}}`; placeholders are replaced in the order `names`."""
+    """The inputs of a component whose command has `{{$}}`; placeholders are replaced in the order `names`."""
     argument = "{{$}}".replace("{{$}}", json.dumps({"inputs": {"parameterValues": dict(inputs)}}, ensure_ascii=False))
     for name in names:
         value = inputs[name]
@@ -115,7 +115,7 @@ def through_kfp_launcher(inputs: Mapping[str, Any], names: list[str]) -> dict[st
 
 
 def through_ray(value: str, variables: Mapping[str, str]) -> str:
-    """A variable of a job as its processes have it."""
+    """A variable of a job as its processes see it."""
     former = dict(os.environ)
     try:
         os.environ.clear()

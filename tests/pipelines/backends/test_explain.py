@@ -1,4 +1,4 @@
-"""What the records of a run add to the rows of its engine, whichever engine that is."""
+"""Details that the records of a run add to the rows of its engine, on every engine."""
 
 from __future__ import annotations
 

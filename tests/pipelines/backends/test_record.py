@@ -1,4 +1,4 @@
-"""A submission is found by every name that a person has seen of its run."""
+"""A submission is found by every name of its run that a user has seen."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_a_run_whose_pods_have_another_python_than_who_submitted_it_is_found_by_
         record = find_record(store, wanted)
         assert record is not None
         assert (record.id, record.identity) == ("small-1", identity)
-        assert record.request == RunRequest(SPEC, run_id=THOUGHT)  # asked for again, it is the same Workflow
-    assert [run.run_id for run in all_runs(store)] == [THOUGHT]  # of the run itself nothing is there yet
+        assert record.request == RunRequest(SPEC, run_id=THOUGHT)  # submitted again, it is the same Workflow
+    assert [run.run_id for run in all_runs(store)] == [THOUGHT]  # the run itself has written nothing yet
     store.put(layout.run(identity, "run.json"), b'{"spec": {"name": "small"}}')
     assert [run.run_id for run in all_runs(store)] == [identity]
 
 
 def test_a_run_that_could_not_be_identified_is_found_by_what_was_printed_of_it(tmp_path: Path) -> None:
-    """`submit` prints the backend's id and the name, and no run id that might be another one's."""
+    """`submit` prints the backend's id and the name, and no run id that could belong to another run."""
     store, identity = open_store(tmp_path.as_uri()), run_id(SPEC, DATASET)
     request = identify_request(RunRequest(SPEC))
     assert (request.run_id, "python:stdlib is that of the image" in request.unread) == ("", True)
@@ -46,7 +46,7 @@ def test_a_run_that_could_not_be_identified_is_found_by_what_was_printed_of_it(t
         record = find_record(store, printed)
         assert record is not None and (record.id, record.identified, record.ran) == (job, False, "")
         assert record.request == replace(request, unread="")
-        assert find_run(store, printed).run_id == request.key  # it has not begun; what is known of it is shown
+        assert find_run(store, printed).run_id == request.key  # it has not begun; the known fields are shown
     store.put(layout.job(job, "preprocess"), Outcome("preprocess", 1, 1.0, result=DATASET).as_json())
     store.put(layout.run(identity, "run.json"), b'{"spec": {"name": "small"}}')
     for printed in (job, "small", identity):
@@ -79,7 +79,7 @@ def test_resuming_shows_the_spec_as_it_was_written(tmp_path: Path) -> None:
         "name": "small", "store": "s3://bucket/prefix", "data": {"sources": [{"uri": "python:stdlib"}]},
     }  # fmt: skip
     every = RunRequest(parse_spec(dump_spec(SPEC)), run_id=THOUGHT)
-    assert every.name("digest") == request.name("digest")  # another spelling is not another run
+    assert every.name("digest") == request.name("digest")  # another notation is not another run
 
 
 def test_a_submission_whose_steps_work_on_what_was_thought_stays_as_it_is(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A spec that an engine cannot pass on is refused with numbers before anything is sent, and no other one is."""
+"""A spec that an engine cannot pass on is refused with numbers before anything is sent; no other spec is refused."""
 
 from __future__ import annotations
 

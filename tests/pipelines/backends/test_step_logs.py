@@ -1,4 +1,4 @@
-"""`holdfast logs`: the steps' own lines from the store, on every backend, and from the engine what the store lacks."""
+"""`holdfast logs`: the steps' lines from the store, on every backend, and missing lines from the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENDED = replace(RUNNING, state="FAILED", steps=(*RUNNING.steps[:1], StepStatus("
 
 
 class Engine:
-    """An engine as far as logs are concerned; what it has of each step is `has`."""
+    """A fake engine for logs; `has` holds its lines of each step."""
 
     name = "argo"
 
@@ -91,7 +91,7 @@ def test_the_engine_is_asked_only_for_steps_that_died_before_they_could_write(st
     never = replace(
         ENDED, steps=(*ENDED.steps[:2], StepStatus("evaluate", "NOT_BEGUN"), StepStatus("register", "SKIPPED"))
     )
-    assert len(lines(store, Engine(never))) == 2  # of a step that never began nobody misses a log
+    assert len(lines(store, Engine(never))) == 2  # a step that never began has no log to miss
     assert "argo neither: no log of train" in message
 
 

@@ -1,4 +1,4 @@
-"""A sweep behind the one protocol: submitted under its own name, followed trial by trial, found again."""
+"""A sweep behind the common protocol: submitted under a separate name, followed trial by trial, found again."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_kubeflow_runs_a_sweep_as_a_pipeline_of_its_own_and_tells_of_each_trial(
     for name in (SWEEP, "small-sweep"):
         assert [step.name for step in backend.status(name).steps] == ["train-1", "train-2", "evaluate-1"]
     kubeflow.runs[run.id]["state"] = "SUCCEEDED"
-    assert backend.submit(ORDER)[1] is True  # KFP does not say whether a trial failed
+    assert backend.submit(ORDER)[1] is True  # KFP does not report whether a trial failed
 
 
 def test_the_record_of_a_sweep_is_found_by_its_id_and_its_name_and_asks_for_the_same_again(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Nothing that a person wrote is changed on its way to a step: every text field of the spec, on every engine."""
+"""A user's text reaches the steps unchanged: every text field of the spec, on every engine."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ quick = settings(max_examples=25, deadline=None, suppress_health_check=list(Heal
 
 
 def with_texts(section: BaseModel, text: str) -> Any:
-    """The section with `text` in each field, list and mapping that takes any text. Nothing is checked: the rules would
-    refuse it as a path or a URL, and which text stands where is of no interest here."""
+    """The section with `text` in each field, list and mapping that accepts any text. Nothing is validated: the rules
+    would refuse the text as a path or a URL, and the place of a text does not matter here."""
     changed: dict[str, Any] = {}
     for name, info in type(section).model_fields.items():
         value, kinds = getattr(section, name), (info.annotation, *get_args(info.annotation))
@@ -103,7 +103,7 @@ def with_texts(section: BaseModel, text: str) -> Any:
         elif free and get_origin(info.annotation) is dict and get_args(info.annotation)[1] is str:
             changed[name] = {"NAME": text}
         elif free and str in kinds:
-            changed[name] = "0 3 * * 1" if name == "cron" else text  # a cron expression is read, and no free text
+            changed[name] = "0 3 * * 1" if name == "cron" else text  # a cron expression is parsed, and is not free text
     return section.model_copy(update=changed)
 
 
@@ -113,7 +113,7 @@ def base() -> Spec:
 
 
 def filled(text: str) -> Spec:
-    """A spec with the text in all of its fields; without it where an engine refuses it (see below)."""
+    """A spec with the text in all its fields, except where an engine refuses it (see below)."""
     filled_spec: Spec = with_texts(base(), text)
     steps = filled_spec.cluster.steps.model_copy(update={"annotations": {}})
     return filled_spec.model_copy(
@@ -229,7 +229,7 @@ def test_argo_passes_every_text_to_a_step_as_it_was_written(text: str) -> None:
 
 
 def _arguments(step: str, words: list[str]) -> argparse.Namespace:
-    """What a step reads from its command line."""
+    """The arguments that a step parses from its command line."""
     kubelet = [expanded(argument, {"HOLDFAST_POD_NAME": "pod", "id": "x", "NAME": "y"}) for argument in words]
     namespace = parser_of(step).parse_args(kubelet)
     assert namespace.escaped

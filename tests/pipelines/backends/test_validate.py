@@ -1,4 +1,4 @@
-"""What is held against the cluster before it is sent, and by whom."""
+"""Validation of objects before they are sent: which checks run, and against which server or schemas."""
 
 from __future__ import annotations
 

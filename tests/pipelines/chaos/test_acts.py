@@ -1,4 +1,4 @@
-"""What some faults do to a process: its connections end, its clock is another one."""
+"""Effects of some faults on a process: its connections end, its clock changes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ for name in sys.stdin:
 
 @pytest.fixture(params=["as root", "as a user"])
 def rights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Namespaces of one's own are tried where there is root, too."""
+    """Root tests user namespaces too."""
     if request.param == "as root" and disk._tried() != ((), ""):
         pytest.skip("not root")
     if request.param == "as a user":
@@ -182,7 +182,7 @@ def test_a_rank_that_needs_no_memory_gets_it_back_before_the_next_fault_is_due(t
         rank.kill()
 
 
-# A step of two processes that have a long time to save, and what started it.
+# A step of two processes that have a long time to save, and its parent.
 TRAINS = """
 import os, signal, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`holdfast chaos`: a schedule that a seed decides, faults that are survived, and a difference that is named."""
+"""`holdfast chaos`: a schedule by seed, faults that the run survives, and a reported difference."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_cannot_be_had_is_left_out_with_its_reason(spec: Path, monkeypatch:
 
 
 def script(folder: Path, body: str) -> Run:
-    """A run whose command is a few lines of Python, which know how often they were started before: `times`."""
+    """A run whose command is a few lines of Python, with the number of earlier starts in `times`."""
     count = f"from pathlib import Path; import os, sys; p = Path({str(folder / 'times')!r}); "
     count += "times = int(p.read_text()) if p.exists() else 0; p.write_text(str(times + 1))\n"
     return Run([sys.executable, "-c", count + body], folder / "home", {}, folder / "log.txt")
@@ -107,7 +107,7 @@ def test_a_difference_is_named_and_what_the_runs_left_is_kept(
 ) -> None:
     def trained(asked: compare.Chaos, site: compare._Site, salt: str, *_: object) -> tuple[object, ...]:
         folder, url = site.folder, site.url
-        assert url == (tmp_path / "store" / folder.name).as_uri()  # nothing of the user's is met there
+        assert url == (tmp_path / "store" / folder.name).as_uri()  # the user's folders are not used
         side = write(open_store(url), salt, [3, 6], *([] if salt == "calm" else [5]))
         result = TrainingResult(
             run_id=salt, dataset_id="d", step=6, loss=1.0, tokens=1, parameters=1, checkpoint="", export="",
@@ -158,7 +158,7 @@ def test_a_fault_for_which_there_was_no_time_may_come_in_another_storm(
 
 @pytest.fixture
 def followed(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training never gets far ahead of who does something to it; the calm one is not held."""
+    """Training never gets far ahead of the faults; the undisturbed one is not held."""
     for name, value in held(spec.parent, AHEAD).items():
         monkeypatch.setenv(name, value)
     original_go = Run.go
@@ -185,7 +185,7 @@ def test_a_whole_pipeline_survives_faults_of_its_processes_and_its_store_and_com
     spec: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catalogue, "AWAY_SECONDS", 1.0)
-    faults = "pipeline-killed,command-killed,store-full"  # all others: tests/faults/test_mixtures.py...
+    faults = "pipeline-killed,command-killed,store-full"  # the rest: tests/faults/test_mixtures.py...
     if not disk.refused():
         faults += ",disk-full"  # ...where only the training is on the disk
     arguments = ["chaos", str(spec), "--seed", "5", "--steps", "120", "--faults", faults, "--json"]

@@ -1,4 +1,4 @@
-"""The commands that look into what a run computed: what they say, and the codes they end with."""
+"""The audit commands: their output and their exit codes."""
 
 from __future__ import annotations
 

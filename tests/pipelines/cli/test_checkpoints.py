@@ -1,4 +1,4 @@
-"""`holdfast checkpoints`: what each command says, and the code it ends with."""
+"""`holdfast checkpoints`: the output and the exit code of each command."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def holdfast(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def asked(store: Store, tmp_path: Path, *arguments: str, code: int = 0) -> str:
-    """What `holdfast checkpoints` prints, and that it ends with `code`."""
+    """The output of `holdfast checkpoints`, which must exit with `code`."""
     result = holdfast(tmp_path, *arguments, "--store", store.url)
     assert result.returncode == code, result.stderr
     return result.stdout if code in (0, 6, 13) else result.stderr
@@ -108,7 +108,7 @@ def test_damage_of_an_older_checkpoint_of_a_run_ends_verify_with_13(
     store = open_store(f"file://{tmp_path / 'store'}")
     writer = checkpointer(store)
     for step in (3, 6, 9):
-        save(writer, step, whole({"matrix": state(step)["matrix"]}))  # none needs a pack of another one
+        save(writer, step, whole({"matrix": state(step)["matrix"]}))  # no checkpoint needs a pack of another one
     store.put(pack_of(store, damaged)[0], b"?" * 4096)
     result = CliRunner().invoke(app, ["checkpoints", "verify", RUN, "--store", store.url, "--json"])
     assert result.exit_code == 13, result.output
@@ -183,7 +183,7 @@ def test_a_pin_holds_and_is_listed_until_it_is_taken_away(tmp_path: Path) -> Non
     asked(store, tmp_path, "pin", f"{RUN}@4")
     asked(store, tmp_path, "unpin", f"{RUN}@4")
     asked(store, tmp_path, "pin", f"{RUN}@5")
-    assert read_run(store, RUN).changed == changed  # nothing of the run itself did
+    assert read_run(store, RUN).changed == changed  # the run itself wrote nothing
     assert list(checkpoint_times(store, RUN)) == [1, 3, 4, 5]
     asked(store, tmp_path, "unpin", f"{RUN}@5")
     asked(store, tmp_path, "unpin", f"{RUN}@1")

@@ -1,4 +1,4 @@
-"""What a person and a script can rely on: messages, exit codes, and a command that is there at once."""
+"""Guarantees of the command line to users and scripts: messages, exit codes, and a fast start."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests import warm
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = str(ROOT / "examples/quickstart.yaml")
-COMMANDS_AT_MOST = 28  # a person can learn these
+COMMANDS_AT_MOST = 28  # a user can learn these
 HEAVY = {"torch", "kfp", "mlflow", "tokenizers", "pyarrow", "dvc", "boto3"}
 
 
 def holdfast(
     home: Path, *arguments: str, cwd: Path | None = None, installed: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """The command; with `installed` in an interpreter that has imported nothing, by the name that is on the path."""
+    """Run the command; with `installed` in a fresh interpreter, by its name on the path."""
     environment = {**os.environ, "HOLDFAST_HOME": str(home), "COLUMNS": "200", "NO_COLOR": "1"}
     for name in ("HOLDFAST_STORE", "MLFLOW_TRACKING_URI"):
         environment.pop(name, None)
@@ -38,7 +38,7 @@ def holdfast(
 
 
 def commands(command: Any, words: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Every command with its words, such as ("checkpoints", "list")."""
+    """Every command as a path, such as ("checkpoints", "list")."""
     below = getattr(command, "commands", None)
     if below is None:
         return [words]
@@ -46,7 +46,7 @@ def commands(command: Any, words: tuple[str, ...] = ()) -> list[tuple[str, ...]]
 
 
 def imports_of(commands: list[list[str]], modules: set[str], environment: dict[str, str]) -> dict[str, list[str]]:
-    """The commands, one after another in one new process, that import some of the modules, and which."""
+    """The commands, run one after another in one new process, that import some of the modules, and those modules."""
     code = (
         "import json, sys; from holdfast.pipelines.cli import main\n"
         "found = {}\n"

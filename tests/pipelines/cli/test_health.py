@@ -16,7 +16,7 @@ from holdfast.pipelines.view.health import print_report
 def test_this_machine_is_probed_and_the_report_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
     arguments = ["health", "--processes", "1", "--seconds", "0.1", "--store", str(tmp_path / "store"), "--json"]
-    result = CliRunner().invoke(entry.app, arguments)  # one rank has no peers that may be slower at the moment
+    result = CliRunner().invoke(entry.app, arguments)  # one rank has no peers that could be slower at the moment
     assert result.exit_code == 0, result.output
     report = Report.model_validate(json.loads(result.stdout))
     assert (

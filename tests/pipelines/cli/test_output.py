@@ -1,4 +1,4 @@
-"""What the command prints: into pipes whose reader leaves, into closed streams, in other encodings, to terminals."""
+"""Output of the command: into pipes whose reader leaves, closed streams, other encodings and terminals."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_text_of_others_is_shown_on_a_terminal_and_never_obeyed(monkeypatch: pyt
     piped = io.StringIO()
     monkeypatch.setattr(sys, "stdout", piped)
     options.out(HOSTILE)
-    assert piped.getvalue() == HOSTILE + "\n"  # a file gets what was printed
+    assert piped.getvalue() == HOSTILE + "\n"  # a file gets the original text
 
 
 def test_without_a_home_the_error_says_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

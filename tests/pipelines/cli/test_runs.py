@@ -1,4 +1,4 @@
-"""The commands about runs: they find the backend by themselves, print JSON for scripts, and import nothing heavy."""
+"""The commands about runs: they find the backend, print JSON for scripts, and import nothing heavy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def spec(tmp_path: Path, s3_url: str) -> Path:
-    """A spec whose text is in a bucket, so that its run is known here. Its store is on a volume that pods have."""
+    """A spec whose text is in a bucket, so that its run id is known here. Its store is on a volume of the pods."""
     open_store(s3_url).put("text.txt", b"one text, with enough words to be a document\n" * 20)
     file = tmp_path / "spec.yaml"
     volume = {"claim": "corpus", "path": str(tmp_path)}
@@ -99,7 +99,7 @@ def test_a_store_that_is_away_keeps_nobody_from_ending_a_run_whose_backend_is_na
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     away = tmp_path / "away"
-    away.symlink_to(away)  # every look at it fails
+    away.symlink_to(away)  # every access fails
     with KubeflowServer() as kubeflow:
         run = json.loads(
             holdfast("run", spec, "--backend", "kubeflow", "--endpoint", kubeflow.endpoint, "--json").stdout
@@ -183,7 +183,7 @@ def test_a_run_that_has_failed_tells_its_exit_code_and_one_that_goes_on_none(spe
         assert submission["run"]["exit_code"] is None
         command = ("show", submission["run_id"], "--steps", "--store", store.url, "--json")
         kubeflow.runs[submission["run"]["id"]]["state"] = "FAILED"
-        assert json.loads(holdfast(*command).stdout)["exit_code"] is None  # nobody has said it yet
+        assert json.loads(holdfast(*command).stdout)["exit_code"] is None  # no summary says it yet
         summary = {"status": "failed", "exit_code": 12, "ended": time.time()}
         store.put(layout.run(submission["run_id"], "summary.json"), json.dumps(summary).encode())
         assert json.loads(holdfast(*command).stdout)["exit_code"] == 12

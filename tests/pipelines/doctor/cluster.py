@@ -1,4 +1,4 @@
-"""A cluster for `holdfast doctor`: an API server over HTTP, in order until a test takes something away."""
+"""A cluster for `holdfast doctor`: an API server over HTTP, healthy until a test removes something."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ CONTROLLER_RETRIES = "spec: {{templateDefaults: {{retryStrategy: {{limit: '2', r
 
 
 def rendered_policies() -> list[dict[str, Any]]:
-    """What manifests/overlays/profile lets through."""
+    """The traffic that manifests/overlays/profile allows."""
     file = Path(__file__).parents[3] / "manifests/components/kubeflow/network-policies.yaml"
     return list(yaml.safe_load_all(file.read_text()))
 
 
 class Cluster:
-    """A Kubernetes API over HTTP: what lies at which path, and what the caller may not do."""
+    """A Kubernetes API over HTTP: the objects by path, and what the caller is not permitted."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {
@@ -86,10 +86,10 @@ class Cluster:
         }
         self.objects[CONTROLLER] = {"data": {"workflowDefaults": CONTROLLER_RETRIES.format("Always")}}
         self.refusal = ""  # why pods are not admitted
-        self.users: set[str] = set()  # who was asked about
+        self.users: set[str] = set()  # users in access reviews
         self.denied: set[str] = set()  # "verb resource"
         self.forbidden: set[str] = set()  # paths that answer 403
-        self.status = 200  # of everything
+        self.status = 200  # of every answer
         self.asked: list[str] = []
 
         cluster = self
@@ -166,7 +166,7 @@ def spec_with(**cluster: Any) -> Spec:
 
 
 def examined(spec: Spec | None = None, without: tuple[str, ...] = ("images",)) -> dict[str, list[doctor.Finding]]:
-    """The findings about the cluster that are not fine, by their check; without a spec about all that there can be."""
+    """The findings about the cluster that are not ok, by check; without a spec, about everything that is possible."""
     findings: dict[str, list[doctor.Finding]] = {}
     for finding in doctor.examine(spec, everything=spec is None):
         if finding.outcome != "ok" and finding.check not in ("store", "mlflow", *without):

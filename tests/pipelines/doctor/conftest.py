@@ -1,4 +1,4 @@
-"""The cluster that the doctor looks at."""
+"""The cluster that the doctor examines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command: what it ends with, and places that cannot be reached or do not hold what they promise."""
+"""The doctor command: its exit code, and places that are unreachable or break their guarantees."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_doctor_looks_at_the_cluster_that_a_launcher_here_would_use(
     for name, content in (("TOKEN", "a-token"), ("CERT", "not read before the first answer")):
         (tmp_path / name).write_text(content)
         monkeypatch.setattr(f"kubernetes.config.incluster_config.SERVICE_{name}_FILENAME", str(tmp_path / name))
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")  # a pod, in which somebody has set KUBECONFIG too
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")  # a pod in which KUBECONFIG is set too
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "9")
     finding = next(iter(doctor.examine()))
     assert Api.of_this_process().host == "https://127.0.0.1:9"
@@ -81,7 +81,7 @@ def test_the_command_ends_with_the_code_of_the_first_failure_and_prints_json(tmp
 
 
 class _Forgetful(S3Server):
-    """An S3 that does not know a condition, as older servers of other makers."""
+    """An S3 that ignores conditional writes, as older servers of other vendors do."""
 
     def __init__(self, condition: str) -> None:
         super().__init__()

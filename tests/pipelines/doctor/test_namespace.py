@@ -1,4 +1,4 @@
-"""What the namespace has for pods: rights, accounts, settings, quotas, policies, images, and what admission says."""
+"""Findings about a namespace: permissions, accounts, settings, quotas, policies, images, and admission."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_account_that_kubeflow_runs_steps_as_is_asked_about_where_it_is_the_
 def test_the_account_that_kubeflow_gives_its_runs_must_be_in_the_namespace(
     cluster: Cluster, named: str, missing: str
 ) -> None:
-    """As in a profile where KFP's default account is not: the run failed before its first step, without a word."""
+    """As in a profile without KFP's default account: the run failed before its first step, silently."""
     findings = [
         finding for finding in doctor.examine(spec_with(), backend="kubeflow", service_account=named)
         if finding.check == "service accounts" and finding.outcome == "fail"
@@ -183,7 +183,7 @@ def test_a_permission_that_the_launcher_needs_is_named(cluster: Cluster, right: 
 
 
 def test_each_right_of_the_launchers_role_is_asked_for_and_missed(cluster: Cluster) -> None:
-    """The role is what a launcher has to do: a right that the doctor does not ask for fails in the middle of a run."""
+    """The role is what a launcher needs: a permission that the doctor does not check fails in the middle of a run."""
     role = yaml.safe_load((ROOT / "manifests/components/launcher/role.yaml").read_text())
     granted = {
         (group, resource): tuple(rule["verbs"])

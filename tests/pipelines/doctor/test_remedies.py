@@ -1,5 +1,5 @@
-"""What the doctor advises exists: files, pages, commands, options and fields of the spec. And it advises nothing about
-what the spec does not use."""
+"""The doctor's advice names existing files, pages, commands, options and spec fields. It gives no advice about what
+the spec does not use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNUSED = ("Volcano", "Kueue", "Trainer 2", "gang", "preempt", "PriorityClass")
 
 
 def texts() -> list[str]:
-    """The texts in the code of the doctor, of which it makes its remedies."""
+    """The texts in the code of the doctor, from which it builds its remedies."""
     strings = []
     for file in sorted((ROOT / "pipelines/doctor").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -94,7 +94,7 @@ def test_a_file_that_is_to_be_applied_makes_the_object_that_is_missing(
 
 
 def test_a_plain_run_in_a_profile_of_kubeflow_is_not_told_of_volcano_kueue_and_trainer_2(cluster: Cluster) -> None:
-    """As at a real Kubeflow Pipelines with the training operator, where six of ten warnings were of these."""
+    """A real Kubeflow Pipelines with the training operator had six of ten warnings about these."""
     for path in list(cluster.objects):
         if any(term in path for term in ("volcano", "kueue", "trainer", "priorityclasses")) or path.startswith(ACCOUNT):
             del cluster.objects[path]

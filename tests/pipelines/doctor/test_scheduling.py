@@ -1,4 +1,4 @@
-"""What the cluster has for jobs: APIs, operators, queues and places for ranks, each of them missing once."""
+"""Findings about scheduling: APIs, operators, queues and places for ranks, each of them missing once."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_version_that_is_too_old_is_named_with_what_is_there(cluster: Cluster)
 
 
 def test_a_version_without_the_resource_is_not_said_to_be_missing(cluster: Cluster) -> None:
-    """So it is where one of an operator's definitions was deleted, or not installed."""
+    """This happens where one of an operator's definitions was deleted or never installed."""
     cluster.objects["/apis/kueue.x-k8s.io/v1beta2"] = {"resources": [{"name": "clusterqueues"}]}
     message = only(examined(), "localqueues.kueue.x-k8s.io").message
     assert message == "Kueue: kueue.x-k8s.io/v1beta2 has no localqueues"
@@ -85,7 +85,7 @@ def test_an_operator_without_gang_scheduling_is_named(cluster: Cluster, argument
     finding = only(examined(spec_with(scheduler="volcano", queue="holdfast")), "gang scheduling")
     assert finding.outcome == "fail"
     assert "-n kubeflow deployment/training-operator" in finding.remedy
-    (patch,) = json.loads(re.findall(r"-p '(.*)'", finding.remedy)[0])  # it must be JSON that kubectl takes
+    (patch,) = json.loads(re.findall(r"-p '(.*)'", finding.remedy)[0])  # it must be JSON that kubectl accepts
     assert patch["value"] in ("--gang-scheduler-name=volcano", ["--gang-scheduler-name=volcano"])
 
 

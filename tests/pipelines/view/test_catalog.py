@@ -1,4 +1,4 @@
-"""The runs of a store: one that cannot be read hides no other, and many cost few requests."""
+"""The runs of a store: an unreadable run hides no other, and many runs cost few requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder_store(tmp_path: Path) -> Store:
 
 
 class Counted(MemoryStore):
-    """Counts its requests."""
+    """A store that counts its requests."""
 
     def __init__(self, bucket: Bucket) -> None:
         super().__init__(bucket)
@@ -45,7 +45,7 @@ class Counted(MemoryStore):
 
 
 def write(store: Store, run_id: str, name: str, **more: bytes) -> None:
-    """A run with a result, and with more of its records."""
+    """Write a run with a result, and with more of its records."""
     document = {"spec": {"name": name, "training": {"steps": 10}}, "dataset_id": "d"}
     store.put(layout.run(run_id, "run.json"), json.dumps(document).encode())
     store.put(layout.result(run_id), b'{"step": 10, "loss": 1.5}')
@@ -131,7 +131,7 @@ def test_of_several_runs_of_a_name_the_one_that_was_started_last_is_found(folder
     assert find_run(folder_store, "tiny").run_id == "bbbb"
     mark_name(folder_store, "tiny", "gone")
     assert find_run(folder_store, "tiny").run_id == "bbbb"
-    write(folder_store, "dddd", "older")  # of no index
+    write(folder_store, "dddd", "older")  # in no index
     assert find_run(folder_store, "older").run_id == "dddd"
     for wanted in ("..", ".", "a/b", "", "x" * 300, "*", "\x00"):
         with pytest.raises(MissingError):

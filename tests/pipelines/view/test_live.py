@@ -1,4 +1,4 @@
-"""The screen of `holdfast watch`: all that was told, and nothing else."""
+"""The screen of `holdfast watch`: the content of all events, and nothing else."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_run_that_ended_and_was_resumed_is_watched_until_its_new_launch_ends()
     screen = Screen("small", "r")
     sequence: list[tuple[Event, bool]] = [
         (LaunchBegan(launch=1, job="here", nodes=1, processes=2), False),
-        (LaunchEnded(launch=1, code=205, restart_in=3.0), False),  # the next one is on its way
+        (LaunchEnded(launch=1, code=205, restart_in=3.0), False),  # the next launch is coming
         (LaunchBegan(launch=2, job="here", nodes=1, processes=2), False),
         (LaunchEnded(launch=2, code=204), True),
         (LaunchBegan(launch=3, job="here", nodes=1, processes=2), False),  # by another command, an hour later
@@ -102,7 +102,7 @@ def test_a_run_that_ended_and_was_resumed_is_watched_until_its_new_launch_ends()
         assert screen.has_ended is ends, event
     whole = Screen("small", "r")
     whole.take(at(10 * number, event) for number, (event, _) in enumerate(sequence[:-1]))
-    assert not whole.has_ended  # read from the store in one go
+    assert not whole.has_ended  # read from the store together
 
 
 @pytest.mark.parametrize(

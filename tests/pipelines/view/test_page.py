@@ -1,4 +1,4 @@
-"""The page of a training as a file: it grows while the run goes on, and asks browsers to look again until it ends."""
+"""The page of a training as a file: it grows during the run, and makes browsers reload it until the run ends."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_every_accelerator_is_on_the_page_with_what_its_driver_tells(store: Stor
                   '<span class="key second"></span>highest', '<span class="key third"></span>mean',
                   "step 2\nhighest: 600\nmean: 550"):  # fmt: skip
         assert phrase in html, phrase
-    assert "Temperature of an accelerator" not in html  # which nobody told
+    assert "Temperature of an accelerator" not in html  # no event has it
 
 
 def test_a_place_that_cannot_be_written_is_refused_by_name(store: Store, tmp_path: Path) -> None:

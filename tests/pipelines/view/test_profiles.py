@@ -1,4 +1,4 @@
-"""Waiting for a profile ends: with its trace, with the run, or with its silence."""
+"""Waiting for a profile ends: with its trace, with the run, or after a silence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the terminal shows of a running pipeline."""
+"""Terminal output of a running pipeline."""
 
 from __future__ import annotations
 

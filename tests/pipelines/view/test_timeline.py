@@ -1,4 +1,4 @@
-"""What `holdfast show` prints of what happened in a run."""
+"""The timeline of a run in `holdfast show`."""
 
 from __future__ import annotations
 

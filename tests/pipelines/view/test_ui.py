@@ -24,7 +24,7 @@ from holdfast.tracking import champion, connect, require_usable
 from tests import empty_mlflow
 from tests.tracking import made
 
-WRITES = (  # what makes another model the champion
+WRITES = (  # requests that make another model the champion
     ("DELETE", "/registered-models/alias", {"name": "story", "alias": "champion"}),
     ("POST", "/registered-models/alias", {"name": "story", "alias": "champion", "version": "1"}),
     ("POST", "/model-versions/create", {"name": "story", "source": "file:///tmp/x"}),
@@ -34,7 +34,7 @@ WRITES = (  # what makes another model the champion
 
 
 def get(url: str, password: str = "", method: str = "GET", body: object = None) -> tuple[int, bytes]:
-    """The status and the body of an answer, asked for with the password."""
+    """The status and the body of an answer to a request with the password."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     if password:
@@ -73,7 +73,7 @@ def test_the_ui_answers_who_has_the_password_and_nobody_else_and_leaves_nothing_
         command_lines = " ".join(" ".join(member.cmdline()) for member in family)
         assert "a-secret-name" not in command_lines
         assert password not in command_lines
-        # What asks an MLflow server, asks with the password where there is one.
+        # Clients of an MLflow server send the password where there is one.
         monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
         monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")

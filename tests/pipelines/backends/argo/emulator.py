@@ -1,8 +1,8 @@
-"""A small Argo: runs the containers of WorkflowTemplates as local processes, the way the controller would run pods.
+"""A small Argo: runs the containers of WorkflowTemplates as local processes, as the controller runs pods.
 
-It does what Argo documents, and what the emitted objects rely on: parameters are put into a template's JSON, outputs
-are read from files, `when` and `retryStrategy.expression` decide, an exit handler runs whatever happened. It waits for
-nothing: backoffs are noted, not slept.
+It implements what Argo documents and the emitted objects rely on. It puts parameters into a template's JSON, reads
+outputs from files, evaluates `when` and `retryStrategy.expression`, and always runs an exit handler. It never waits:
+backoffs are recorded, not slept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from tests import warm
 
 Object = dict[str, Any]
-LOST = -1  # the code of a pod that went away with its node
+LOST = -1  # exit code of a pod that was lost with its node
 
 _REFERENCE = re.compile(r"\{\{(.*?)\}\}")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
@@ -33,7 +33,7 @@ class Node:
 
     name: str
     template: str
-    phase: str  # Succeeded, Failed, Error, Skipped (by `when`) or Omitted (by what came before)
+    phase: str  # Succeeded, Failed, Error, Skipped (by `when`) or Omitted (by a failure before it)
     codes: list[int] = field(default_factory=list)  # of each try
     message: str = ""
     outputs: dict[str, str] = field(default_factory=dict)
@@ -52,12 +52,12 @@ class Workflow:
 
     @property
     def log(self) -> str:
-        """What all nodes said."""
+        """The output of all nodes."""
         return "\n".join(f"--- {node.name}: {node.phase}\n{node.log}" for node in self.nodes.values())
 
 
 class Argo:
-    """A namespace with objects in it. `instead`: the codes with which the first tries of a template end, unstarted."""
+    """A namespace with objects. `instead`: the codes with which the first tries of a template end without a start."""
 
     def __init__(self, objects: Sequence[Object], folder: Path, environment: Mapping[str, str]) -> None:
         self._objects = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in objects}
@@ -66,7 +66,7 @@ class Argo:
         self.instead: dict[str, list[int]] = {}
 
     def fire(self, cron: str) -> Workflow:
-        """What happens when the time of a CronWorkflow has come."""
+        """Run the workflow of a CronWorkflow, as at a scheduled time."""
         return self.submit(self._objects[("CronWorkflow", cron)]["spec"]["workflowSpec"])
 
     def submit(self, spec: Object, **parameters: str) -> Workflow:
@@ -89,7 +89,7 @@ class Argo:
             for node in ended
             if node.phase in ("Failed", "Error")
         ]
-        # Argo quotes this one once more, so that it survives being put into JSON.
+        # Argo quotes this value once more, so that it survives the insertion into JSON.
         scope |= {"workflow.status": phase, "workflow.failures": json.dumps(json.dumps(failures))}
         handler_phase, _ = execution.template(whole["onExit"], {}, "onExit")
         return Workflow(phase if handler_phase == "Succeeded" else "Error", execution.nodes)
@@ -113,7 +113,7 @@ class _Execution:
 
     def _dag(self, dag: Object, scope: dict[str, str], node: str) -> str:
         tasks, phases = dag["tasks"], dict[str, str]()
-        for task in tasks:  # a valid order, as the tests of the template hold
+        for task in tasks:  # a valid order, as the tests of the template check
             name = task["name"]
             if not depends(task.get("depends", ""), phases):
                 self.nodes[name] = Node(name, task["template"], "Omitted")
@@ -134,7 +134,7 @@ class _Execution:
         return failed[0] if failed else "Failed" if self._omitted(targets, phases, tasks) else "Succeeded"
 
     def _omitted(self, targets: list[str], phases: dict[str, str], tasks: list[Object]) -> bool:
-        """Whether a target is omitted because of a failure before it, which counts as its own."""
+        """Whether a target is omitted because a task before it failed; that counts as its failure."""
         before = {task["name"]: re.findall(r"(?<![.\w-])[a-z][\w-]*", task.get("depends", "")) for task in tasks}
 
         def fails(name: str) -> bool:
@@ -145,7 +145,7 @@ class _Execution:
         return any(fails(target) for target in targets)
 
     def _each(self, task: Object, scope: dict[str, str]) -> str:
-        """A task once for each item of a list, as nodes called after number and item; an empty list is skipped."""
+        """Run a task once for each item of a list, in nodes named by number and item; an empty list is skipped."""
         phases = []
         for number, item in enumerate(json.loads(substituted(task["withParam"], scope))):
             parameters = substituted(task["arguments"], scope | {"item": item})["parameters"]
@@ -214,13 +214,13 @@ class _Execution:
 
 
 def substituted(node: Any, scope: Mapping[str, str]) -> Any:
-    """`node` with every reference replaced, in its JSON as Argo does it. A reference to nothing is an error."""
+    """`node` with every reference replaced in its JSON, as Argo does it. A reference to nothing is an error."""
     text = _REFERENCE.sub(lambda match: json.dumps(scope[match[1].strip()])[1:-1], json.dumps(node))
     return json.loads(text)
 
 
 def depends(expression: str, phases: Mapping[str, str]) -> bool:
-    """Whether a task may begin: a name alone means that it succeeded or was skipped by its condition."""
+    """Whether a task may begin. A bare name means that the task succeeded or was skipped by its condition."""
 
     def one(match: re.Match[str]) -> str:
         name, _, result = match[0].partition(".")
@@ -232,14 +232,14 @@ def depends(expression: str, phases: Mapping[str, str]) -> bool:
 
 
 def condition(when: str) -> bool:
-    """A `when` of the one form that is used."""
+    """Evaluate a `when` of the only form in use."""
     match = re.fullmatch(r"'([^']*)' == '([^']*)'", when)
     assert match is not None, when
     return match[1] == match[2]
 
 
 def holds(expression: str, names: Mapping[str, object]) -> bool:
-    """An expression of expr-lang, as far as it is used."""
+    """Evaluate an expression of expr-lang, as far as it is in use."""
     return bool(eval(expression.replace("||", " or ").replace("&&", " and "), {"__builtins__": {}}, dict(names)))
 
 
@@ -249,6 +249,6 @@ def seconds(duration: str) -> int:
 
 
 def _placed(argument: str, root: Path, paths: set[str]) -> str:
-    """An argument whose value is one of the container's paths, with that path below `root`."""
+    """An argument; a value that is one of the container's paths gets that path below `root`."""
     name, equals, value = argument.partition("=")
     return f"{name}{equals}{root}{value}" if value in paths else argument

@@ -1,4 +1,4 @@
-"""Argo behind the one protocol, on an API server over HTTP: submitted once, followed, stopped, and gone on with."""
+"""Argo behind the common protocol, on an API server over HTTP: submitted once, followed, stopped, and resumed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.cluster.api import ALLOWED, NAMESPACE, ApiServer, StatusError
 SPEC = "{name: small, store: 'file:///nowhere/holdfast', data: {sources: [{uri: 'python:stdlib'}]}}"
 RUN_ID = "3f2a4b5c6d7e8f90"
 ORDER = RunRequest(parse_spec(SPEC), run_id=RUN_ID)
-PERSON = {  # what somebody who submits may do
+PERSON = {  # permissions of a user who submits
     **ALLOWED,
     "workflows": {"create", "get", "list", "update"},
     "workflowtemplates": {"create", "get", "update"},
@@ -160,7 +160,7 @@ def test_a_run_is_found_by_its_id_and_its_name_and_shown_step_by_step(failed: st
 def test_why_a_step_failed_and_why_another_is_skipped_is_told_by_the_records_in_the_store(
     server: ApiServer, argo: Argo, tmp_path: Path
 ) -> None:
-    """Argo knows a code at most. The Workflow is a firing of a schedule: all of its parameters are its template's."""
+    """Argo knows at most an exit code. The Workflow comes from a schedule: all its parameters are its template's."""
     store = open_store(url := f"file://{tmp_path}")
     times = {"startedAt": "2026-11-20T10:00:00Z", "finishedAt": "2026-11-20T10:01:00Z"}
 
@@ -199,7 +199,7 @@ def test_why_a_step_failed_and_why_another_is_skipped_is_told_by_the_records_in_
 
 
 def test_a_step_whose_pod_has_no_place_is_pending_and_says_why(server: ApiServer, argo: Argo) -> None:
-    """Argo says of the node of all tries that it runs, from when it was made."""
+    """Argo reports the node of all tries as running from its creation."""
     name, why = argo.submit(ORDER)[0].id, "Unschedulable: 0/1 nodes are available: 1 Insufficient cpu."
     times = {"startedAt": "2026-11-20T10:00:00Z", "finishedAt": None}
     nodes = {

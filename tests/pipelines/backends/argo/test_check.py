@@ -1,4 +1,4 @@
-"""The check sees every reference that leads nowhere: right objects are broken in one place each."""
+"""The check finds every dangling reference: valid objects are broken in one place each."""
 
 from __future__ import annotations
 

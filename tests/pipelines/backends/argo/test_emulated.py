@@ -1,4 +1,4 @@
-"""The emitted templates really run: from raw text to a registered model, and only when something changed."""
+"""The emitted templates run from raw text to a registered model, and only when something changed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first(folder: Path) -> Workflow:
-    """What happened when the schedule fired for the first time."""
+    """Result of the first run of the schedule."""
     return argo(folder).fire(NAME)
 
 
@@ -107,7 +107,7 @@ def test_a_model_that_is_not_blessed_is_not_registered_and_nothing_is_trained_tw
     assert workflow.nodes["register"].phase == "Skipped"
     assert "not blessed" in workflow.nodes["onExit"].artifacts["summary"].read_text()
     assert len(objects(folder, "runs/*/registrations/*.json")) == 1
-    assert len(objects(folder, "runs/*/attempts/??????.json")) == 1  # by another bound the same run is judged
+    assert len(objects(folder, "runs/*/attempts/??????.json")) == 1  # another bound evaluates the same run
 
 
 def test_a_bad_spec_is_not_tried_again_and_the_exit_handler_says_why(first: Workflow, folder: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_failed_trigger_reaches_the_exit_handler_too(folder: Path) -> None:
 def test_a_file_that_is_added_retrains_the_next_time(first: Workflow, folder: Path) -> None:
     (folder / "corpus/new.txt").write_text("a story that nobody told before, about the sea and a ship\n" * 40)
     namespace = argo(folder)
-    namespace.instead = {"preprocess": [16], "notify": [0]}  # what follows is as above
+    namespace.instead = {"preprocess": [16], "notify": [0]}  # the rest is tested above
     second = namespace.fire(NAME)
     assert "The sources give dataset" in second.nodes["trigger"].outputs["reason"]
     assert (second.nodes["trigger"].outputs["word"], second.nodes["preprocess"].codes) == ("due", [16])
@@ -174,7 +174,7 @@ def test_a_trial_that_fails_is_named_and_the_others_are_compared_and_registered(
     write_corpus(tmp_path)
     write_spec(tmp_path)
     base = argo(tmp_path)
-    trials = (("training.seed=1",), ("model.context=4096",))  # more than there is of held-out text
+    trials = (("training.seed=1",), ("model.context=4096",))  # more than the held-out text has
     argo_sweep = Argo(sweep_objects(small(tmp_path), trials), tmp_path / "pods", base.environment)
     workflow = argo_sweep.submit({"workflowTemplateRef": {"name": f"{NAME}-sweep"}})
     assert workflow.phase == "Failed", workflow.log

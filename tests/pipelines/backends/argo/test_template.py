@@ -1,4 +1,4 @@
-"""What every example becomes on Argo: compared with files under review, held against the schema and against itself.
+"""Every example on Argo: compared with reviewed files, and checked against the schema and for consistency.
 
 To accept a change: HOLDFAST_UPDATE_GOLDEN=1 pytest tests/pipelines/backends/argo/test_template.py,
 and read the difference in Git.

@@ -1,4 +1,4 @@
-"""A KFP server that answers, a connection to it, and a spec that needs nothing but its own text."""
+"""A fake KFP server, a connection to it, and a spec without external data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No Kubeflow of the machine is known, and nobody waits long."""
+    """No Kubeflow of the machine is known, and waits are short."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "no-kubeconfig"))
@@ -52,5 +52,5 @@ def server(kubeflow: KubeflowServer) -> Server:
 
 
 def spec(*changes: str) -> Spec:
-    """The small spec, changed."""
+    """The small spec with overrides."""
     return parse_spec(SPEC, changes)

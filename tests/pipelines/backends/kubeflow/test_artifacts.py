@@ -1,4 +1,4 @@
-"""The dataset and the model as KFP artifacts: what the importers enter, executed as it was compiled."""
+"""The dataset and the model as KFP artifacts: the compiled importers run and enter them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_the_importers_enter_the_addresses_that_the_steps_gave(
     pipeline: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     _, group = group_of(pipeline)
-    alone = {**pipeline, "root": {**group, "dag": {**group["dag"]}}}  # as its own pipeline, when its condition holds
+    alone = {**pipeline, "root": {**group, "dag": {**group["dag"]}}}  # as a separate pipeline, when its condition holds
     arguments = {
         "pipelinechannel--preprocess-uri": DATASET, "pipelinechannel--train-uri": MODEL,
         "pipelinechannel--train-scheme": "s3",
     }  # fmt: skip
     assert arguments.keys() == group["inputDefinitions"]["parameters"].keys()
     local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root=str(tmp_path / "artifacts"))
-    with pytest.warns(UserWarning, match="remote file"):  # an importer on one machine cannot read it: nobody does here
+    with pytest.warns(UserWarning, match="remote file"):  # an importer on one machine cannot read it
         components.load_component_from_text(yaml.safe_dump(alone))(**arguments)
     output = " ".join(capfd.readouterr().out.split())
     assert f"artifact: Dataset( name='artifact', uri='{DATASET}'" in output

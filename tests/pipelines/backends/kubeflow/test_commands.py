@@ -1,4 +1,4 @@
-"""The commands as a person types them: what they print, and the exit code that a script reads."""
+"""The commands as a user types them: their output, and the exit code that a script reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 @pytest.fixture
 def spec(tmp_path: Path) -> Path:
-    """A spec whose text lies on a volume that the pods have, and this machine too."""
+    """A spec whose text is on a volume of the pods and of this machine."""
     (tmp_path / "text.txt").write_text("one text, with enough words to be a document\n" * 20)
     file = tmp_path / "spec.yaml"
     file.write_text(
@@ -62,7 +62,7 @@ def test_from_upload_to_cancel(there: KubeflowServer, spec: Path) -> None:
     )
     assert ": exists already" in holdfast("upload", spec).output
     submitted = holdfast("run", spec, "--backend", "kubeflow").output
-    # No run id: what the pods find on their volume is not known here.
+    # No run id: the content of the pods' volume is not known here.
     assert re.match(rf"small [0-9a-f]{{8}}: submitted\n  {there.endpoint}/#/runs/details/{UUID}\n", submitted)
     assert "exists already, PENDING" in holdfast("run", spec, "--backend", "kubeflow").output
     (kfp_run_id,) = there.runs
@@ -83,7 +83,7 @@ def test_from_upload_to_cancel(there: KubeflowServer, spec: Path) -> None:
 def test_status_and_show_know_a_run_by_what_was_printed_and_give_its_id_once_preprocess_has_it(
     there: KubeflowServer, spec: Path, tmp_path: Path
 ) -> None:
-    """As at a real KFP: `submit` printed an id that was none, and `show` of it found nothing."""
+    """A real KFP failed here: `submit` printed an invalid id, and `show` found nothing by it."""
     at = ("--store", f"file://{tmp_path}/store")
     output = holdfast("run", spec, "--backend", "kubeflow", *at).output
     (kfp_run_id,) = there.runs

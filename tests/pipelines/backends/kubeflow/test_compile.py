@@ -86,7 +86,7 @@ def test_the_spec_is_a_dictionary_with_what_a_person_wrote_in_its_order(ir: dict
     written = yaml.safe_load((ROOT / "examples/quickstart.yaml").read_text())
     assert shown["defaultValue"] == written_spec(load_spec(ROOT / "examples/quickstart.yaml"))
     assert set(shown["defaultValue"]) == set(written)
-    assert list(shown["defaultValue"])[:2] == ["name", "data"]  # in the order of docs/spec.md, and not of the alphabet
+    assert list(shown["defaultValue"])[:2] == ["name", "data"]  # in the order of docs/spec.md, not of the alphabet
 
 
 def test_the_executor_of_kfp_prints_no_parameters_before_a_step_says_anything(
@@ -147,14 +147,14 @@ def test_the_dataset_and_the_model_are_imported_in_a_group_that_ends_with_a_cont
     for task in importers.values():
         component = ir["components"][task["componentRef"]["name"]]
         importer = ir["deploymentSpec"]["executors"][component["executorLabel"]]["importer"]
-        # KFP's importer knows the inputs of its DAG, and no outputs of tasks.
+        # KFP's importer has the inputs of its DAG, and no outputs of tasks.
         assert importer["artifactUri"] == {"runtimeParameter": "uri"}
         assert importer.get("reimport", False) is False
         kinds[importer["typeSchema"]["schemaTitle"]] = task["inputs"]["parameters"]["uri"]["componentInputParameter"]
     assert kinds == {
         "system.Dataset": "pipelinechannel--preprocess-uri", "system.Model": "pipelinechannel--train-uri",
     }  # fmt: skip
-    # An importer tells its DAG nothing: a container after it does.
+    # An importer gives its DAG no output: a container after it does.
     (last,) = group["tasks"].keys() - importers.keys()
     assert set(group["tasks"][last]["dependentTasks"]) == importers.keys()
 
@@ -208,7 +208,7 @@ STEPS = {"preprocess", "train", "evaluate", "register", "notify", "artifacts"}
 
 @pytest.fixture(scope="module")
 def placed() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The containers and the pods of a pipeline whose spec says much about its cluster, by step."""
+    """By step, the containers and the pods of a pipeline whose spec has many cluster fields."""
     pipeline, platform = pipeline_ir(load_spec(ROOT / "examples/quickstart.yaml", CLUSTER))
     containers = {
         name.removeprefix("exec-"): executor["container"]
@@ -287,7 +287,7 @@ def test_the_limits_of_a_step_are_its_requests(placed: tuple[dict, dict]) -> Non
         resources = container["resources"]
         assert resources["resourceMemoryLimit"] == resources["resourceMemoryRequest"]
         assert resources["resourceCpuLimit"] == resources["resourceCpuRequest"]
-    assert placed[0]["preprocess"]["resources"]["resourceMemoryLimit"] == str(3 * 2**29)  # KFP takes no fractions
+    assert placed[0]["preprocess"]["resources"]["resourceMemoryLimit"] == str(3 * 2**29)  # KFP supports no fractions
 
 
 def test_no_secret_and_no_value_of_one_is_in_the_file(placed: tuple[dict, dict]) -> None:

@@ -1,4 +1,4 @@
-"""The generated files of the steps: current, and usable in anybody's pipeline.
+"""The generated component files of the steps: current, and usable in any pipeline.
 
 If a file is out of date: python -m holdfast.pipelines.backends.kubeflow.component_files
 """

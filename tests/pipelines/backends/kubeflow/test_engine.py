@@ -1,4 +1,4 @@
-"""What the engine below Kubeflow tries again, read from its controller's configuration."""
+"""Retries of the engine below Kubeflow, read from its controller's configuration."""
 
 from __future__ import annotations
 

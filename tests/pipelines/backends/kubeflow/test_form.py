@@ -1,6 +1,6 @@
-"""Runs and recurring runs as the forms of KFP's UI make them, held against KFP's own types: what arrives at the steps.
+"""Runs and recurring runs from the forms of KFP's UI, built with KFP's types: which values arrive at the steps.
 
-What the forms send is written after kubeflow/pipelines 2.17: frontend/src/pages/NewRunV2.tsx (`startRun`) and
+The values that the forms send follow kubeflow/pipelines 2.17: frontend/src/pages/NewRunV2.tsx (`startRun`) and
 frontend/src/lib/NewRunParametersUtils.ts (`convertInput`).
 """
 
@@ -37,23 +37,23 @@ def definitions(kubeflow: KubeflowServer, version: Uploaded) -> dict[str, Any]:
 
 
 def form(known: dict[str, Any], **typed: str) -> dict[str, Any]:
-    """What a form makes of its fields: texts, which are the defaults unless somebody typed something else."""
+    """The parameters that a form sends: its texts, which are the defaults unless the user typed other ones."""
     texts = {}
     for name, definition in known.items():
         default, kind = definition["defaultValue"], definition["parameterType"]
         if kind == "NUMBER_INTEGER":
-            default = int(default)  # JavaScript writes a whole number without a fraction
+            default = int(default)  # JavaScript writes an integer without a fraction
         texts[name] = default if kind == "STRING" else json.dumps(default)
     values = {}
     for name, text in {**texts, **typed}.items():
         if text == "" and known[name]["parameterType"] != "STRING":
-            continue  # `undefined`, which JSON leaves out
+            continue  # `undefined`, which JSON omits
         values[name] = text if known[name]["parameterType"] == "STRING" else json.loads(text)
     return values
 
 
 def recurring(server: Server, version: Uploaded, parameters: dict[str, Any], **more: Any) -> Any:
-    """Make the recurring run that a form with these parameters asks for."""
+    """Create the recurring run that a form with these parameters requests."""
     body = {
         "description": "", "display_name": "Weekly, by hand", "experiment_id": experiment(server, "small"),
         "pipeline_version_reference": {
@@ -62,16 +62,15 @@ def recurring(server: Server, version: Uploaded, parameters: dict[str, Any], **m
         "runtime_config": {"parameters": parameters}, "service_account": "", "max_concurrency": "10",
         "no_catchup": False, "mode": "ENABLE", "trigger": CRON, **more,
     }  # fmt: skip
-    assert checked(json.dumps(body).encode(), "V2beta1RecurringRun") == body  # nothing that KFP does not know
+    assert checked(json.dumps(body).encode(), "V2beta1RecurringRun") == body  # no field that KFP does not know
     recurring_run = kfp_server_api.V2beta1RecurringRun(**body)
-    assert (
-        server.recurring_runs.api_client.sanitize_for_serialization(recurring_run) == body
-    )  # and nothing called otherwise
+    # and no field with another name
+    assert server.recurring_runs.api_client.sanitize_for_serialization(recurring_run) == body
     return server.recurring_runs.recurring_run_service_create_recurring_run(recurring_run=recurring_run)
 
 
 def at_the_steps(kubeflow: KubeflowServer, version: Uploaded, fired: str, compiled: Spec) -> tuple[Spec, str]:
-    """The spec and the salt that the steps of a run get: KFP puts in the defaults of what was not given."""
+    """The spec and the salt that the steps of a run get. KFP adds the defaults of missing parameters."""
     defaults = {name: definition["defaultValue"] for name, definition in definitions(kubeflow, version).items()}
     parameters = {**defaults, **kubeflow.runs[fired]["runtime_config"]["parameters"]}
     overrides = [*changed_parameters(parameters, parameter_values(compiled)), *parameters["overrides"]]
@@ -79,7 +78,7 @@ def at_the_steps(kubeflow: KubeflowServer, version: Uploaded, fired: str, compil
 
 
 def through_struct(value: Any) -> Any:
-    """A dictionary as the API server, the driver and the launcher hold it: the names sorted, each number a double."""
+    """A dictionary as the API server, the driver and the launcher hold it: sorted names, every number a double."""
     return json.loads(json.dumps(value, sort_keys=True), parse_int=float)
 
 
@@ -133,7 +132,7 @@ def test_a_recurring_run_of_the_form_as_it_opens_is_the_compiled_spec(
             {"overrides": '["training.steps=7", "training.log_every=3"]', "steps": "50"},
             ["training.steps=7", "training.log_every=3"],
         ),
-        ({"steps": "", "data": "", "overrides": "", "replan": ""}, []),  # emptied: the defaults
+        ({"steps": "", "data": "", "overrides": "", "replan": ""}, []),  # emptied fields mean the defaults
         ({"spec": json.dumps(written_spec(spec("training.steps=9")))}, ["training.steps=9"]),
         ({"spec": json.dumps(spec("training.steps=9").model_dump(mode="json"))}, ["training.steps=9"]),
     ],

@@ -1,4 +1,4 @@
-"""The task list of a real KFP server: which rows are true, and which nodes are the pods of a step."""
+"""The task list of a real KFP server: which rows are valid, and which nodes are the pods of a step."""
 
 from __future__ import annotations
 

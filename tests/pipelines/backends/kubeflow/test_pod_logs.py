@@ -1,4 +1,5 @@
-"""The log of a step's pod, as the recorded server has it: an error is no log, and a live pod is found by its name."""
+"""The log of a step's pod, as the recorded server returns it: an error is not a log, and a live pod is found by its
+name."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.pipelines.backends.kubeflow.conftest import spec
 
 
 def trains(kubeflow: KubeflowServer, server: Server) -> str:
-    """KFP's id of a run whose training goes on, and has printed a line."""
+    """KFP's id of a run that still trains and has printed a line."""
     run = submit(server, RunRequest(spec(), run_id="3f2a4b5c6d7e8f90")).kfp_run_id
     kubeflow.progress(run, "RUNNING", {"train": "RUNNING"})
     kubeflow.logs = {(run, "train"): b"step 1\n"}

@@ -1,4 +1,4 @@
-"""One schedule for each pipeline: never two at once, and no run killed, wherever the change of one is interrupted."""
+"""One schedule for each pipeline: never two at the same time, and no run killed, wherever its change is interrupted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DAILY = RunRequest(spec("schedule.cron=0 3 * * *"))
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled once: what is scheduled is not at stake here."""
+    """Compiled once: its content does not matter here."""
     text = pipeline_text(spec())
     for module in ("schedule", "submit"):
         monkeypatch.setattr(f"holdfast.pipelines.backends.kubeflow.{module}.pipeline_text", lambda *_, **__: text)
@@ -43,7 +43,8 @@ def test_a_schedule_says_when_and_what(kubeflow: KubeflowServer, server: Server)
 
 
 def test_the_runs_of_a_schedule_have_readable_names(server: Server) -> None:
-    """KFP makes their names of the first 25 letters, digits and dashes of the schedule's, and drops all else."""
+    """KFP builds their names from the first 25 letters, digits and dashes of the schedule's name, and drops the
+    rest."""
     name = schedule(server, WEEKLY).name
     assert re.fullmatch(r"small-scheduled-[0-9a-f]{8}", name)
     assert re.sub("[^a-z0-9-]+", "", name.lower())[:25] == name[:25]
@@ -79,7 +80,7 @@ def test_a_run_of_the_former_schedule_goes_on_and_the_next_call_tidies_up(
     assert kubeflow.killed == []
 
 
-@pytest.mark.parametrize("fault", ["drop", 403])  # one whose answer is lost is there as before the next one is dropped
+@pytest.mark.parametrize("fault", ["drop", 403])  # a schedule whose answer is lost exists before the deletion
 def test_killed_at_any_request_a_change_is_finished_by_the_next_call(kubeflow: KubeflowServer, fault: Fault) -> None:
     def changed(name: str) -> tuple[Scheduled, Scheduled]:
         before = schedule(connect(kubeflow), RunRequest(spec(f"name={name}", "schedule.cron=0 3 * * 1")))
@@ -134,7 +135,7 @@ def test_of_two_equal_schedules_one_is_removed(kubeflow: KubeflowServer, server:
         "recurring_run_id": "twin",
         "created_at": "2030-01-01T00:00:00Z",
     }
-    kubeflow.recurring["twin"] = twin  # made by somebody at the same moment
+    kubeflow.recurring["twin"] = twin  # created by another user at the same moment
     schedule(server, WEEKLY)
     assert list(kubeflow.recurring) == [first.recurring_run_id]
 

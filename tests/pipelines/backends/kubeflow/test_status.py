@@ -1,4 +1,4 @@
-"""What `status` says of a run, on the answers of a real server: one row for each node, with reasons."""
+"""Output of `status` for a run, on answers of a real server: one row for each node, with reasons."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def reached(cluster: ApiServer) -> Any:
 
 
 def stuck(kubeflow: KubeflowServer, name: str = "image-not-pulled-then-cancelled") -> str:
-    """That run as it was before a person ended it: the pod of its first step does not come."""
+    """The run as it was before a user stopped it: the pod of its first step does not start."""
     run = kubeflow.recorded(name)
     run_record = kubeflow.runs[run]
     run_record["state_history"] = run_record["state_history"][:2]

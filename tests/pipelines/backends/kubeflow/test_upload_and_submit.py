@@ -1,4 +1,5 @@
-"""A pipeline is uploaded once for each content, and a plan is run once, whatever is lost, repeated or done twice."""
+"""A pipeline is uploaded once for each content, and a plan is run once, even if requests are lost, repeated or
+concurrent."""
 
 from __future__ import annotations
 
@@ -107,16 +108,16 @@ def test_a_salt_another_store_or_other_settings_make_another_run(kubeflow: Kubef
 
 def test_at_the_same_moment_one_run_stays(kubeflow: KubeflowServer, monkeypatch: pytest.MonkeyPatch) -> None:
     upload(connect(kubeflow), WANTED.spec)
-    text = pipeline_text(WANTED.spec)  # KFP's compiler is for one thread at a time; these stand for processes
+    text = pipeline_text(WANTED.spec)  # KFP's compiler supports one thread at a time; these threads stand for processes
     monkeypatch.setattr(submitting, "order_text", lambda _: text)
     count = 4
     together = threading.Barrier(count)
     run_ids: list[str] = []
-    monkeypatch.setattr(submitting, "SETTLE_SECONDS", 1.2)  # as long as it takes to see all of one second
+    monkeypatch.setattr(submitting, "SETTLE_SECONDS", 1.2)  # long enough to see all runs of one second
 
     def fault(_index: int, method: str, path: str) -> Fault:
         if (method, path) == ("POST", "/apis/v2beta1/runs"):
-            together.wait(timeout=120)  # nobody has made a run before everybody has looked
+            together.wait(timeout=120)  # no thread creates a run before all have checked
         return None
 
     kubeflow.fault = fault
@@ -138,7 +139,7 @@ def test_at_the_same_moment_one_run_stays(kubeflow: KubeflowServer, monkeypatch:
 def test_every_request_may_fail_once_and_nothing_is_made_twice(
     kubeflow: KubeflowServer, faults: tuple[Fault, Fault], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that is refused by one of two codes, or applied although its answer is lost."""
+    """A request that is refused with one of two codes, or applied although its answer is lost."""
     text = pipeline_text(spec())
     monkeypatch.setattr("holdfast.pipelines.backends.kubeflow.submit.pipeline_text", lambda *_: text)
     submit(connect(kubeflow), RunRequest(spec("name=other"), run_id="00"))
@@ -195,7 +196,7 @@ def test_a_token_that_expires_is_read_again(kubeflow: KubeflowServer, tmp_path: 
     def rotate(_index: int, _method: str, _path: str) -> Fault:
         if kubeflow.required["Authorization"] == "Bearer first":
             kubeflow.required["Authorization"] = "Bearer second"
-            file.write_text("second")  # the kubelet writes it a moment later than the server wants it
+            file.write_text("second")  # the kubelet writes it slightly later than the server needs it
         return None
 
     kubeflow.fault = rotate
@@ -258,7 +259,7 @@ def test_a_dry_run_sends_nothing_and_says_what_it_would(kubeflow: KubeflowServer
 def test_a_dry_run_needs_no_kubeflow_in_the_cluster_of_the_kubeconfig(
     kubeflow: KubeflowServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The server in the kubeconfig's place answers 404 to the path of a service that it does not know."""
+    """The server of the kubeconfig answers 404 to the path of a service that it does not know."""
     config = {
         "clusters": [{"name": "c", "cluster": {"server": kubeflow.endpoint}}],
         "users": [{"name": "u", "user": {}}],

@@ -1,4 +1,4 @@
-"""What became of a run, what its steps wrote, and how it is ended."""
+"""State, logs and cancellation of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUN_ID = "3f2a4b5c6d7e8f90"
 
 @pytest.fixture
 def run(kubeflow: KubeflowServer, server: Server) -> str:
-    """KFP's id of a run that is at its second step."""
+    """KFP's id of a run in its second step."""
     kfp_run_id = submit(server, RunRequest(spec(), run_id=RUN_ID)).kfp_run_id
     kubeflow.progress(kfp_run_id, "RUNNING", {"preprocess": "SUCCEEDED", "train": "RUNNING"})
     kubeflow.logs = {(kfp_run_id, "preprocess"): b"all of it\n", (kfp_run_id, "train"): b"first\nsec"}

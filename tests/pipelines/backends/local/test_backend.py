@@ -1,4 +1,5 @@
-"""Runs of this machine behind the one protocol: a process that is told from another one of its number, and its log."""
+"""Runs of this machine behind the common protocol: a process that is distinguished from a later one with its number,
+and its log."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ sys.exit(143)
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[str]]:
-    """A process that leaves with 143 on SIGTERM."""
+    """A process that exits with 143 on SIGTERM."""
     with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
         assert started.stdout.readline() == "ready\n"
@@ -45,7 +46,7 @@ def process() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def record(tmp_path: Path, process: subprocess.Popen[str]) -> Record:
-    """The record of a run that `process` makes."""
+    """The record of a run whose process is `process`."""
     log = tmp_path / "logs" / "run-1.log"
     log.parent.mkdir()
     log.write_text("first\nsecond\n")
@@ -152,7 +153,7 @@ def test_the_steps_of_a_run_that_has_ended_are_still_told(
 ) -> None:
     process.terminate()
     process.wait(300)
-    assert local.status(RUN_ID).steps == ()  # killed before it could say
+    assert local.status(RUN_ID).steps == ()  # killed before it could report
     outcomes = [
         Outcome("preprocess", 1, 10.0, 12.0, 0),
         Outcome("train", 2, 12.0, 15.0, 12, "NaN"),
@@ -175,7 +176,7 @@ def test_a_failed_run_says_why(record: Record, local: Local, process: subprocess
     status = local.status(RUN_ID)
     assert (status.state, status.message, status.exit_code) == ("FAILED", "a.txt: is broken", 11)
     store.put(layout.run(RUN_ID, "summary.json"), json.dumps({**summary, "ended": record.submitted - 1}).encode())
-    status = local.status(RUN_ID)  # of the submission before
+    status = local.status(RUN_ID)  # of the previous submission
     assert (status.state, status.message, status.exit_code) == ("UNFINISHED", "", None)
 
 

@@ -1,4 +1,4 @@
-"""A step whose pipeline was killed has time to save and leave, unless a person has none."""
+"""A step whose pipeline was killed has time to save and exit, unless the user interrupts the wait."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from holdfast.telemetry.event_log import PipeEvents
 
 
 def waited_for(folder: Path, code: str, *received: int) -> int:
-    """The code that a step ends with which runs so when its pipeline has died."""
+    """The exit code of a step that runs this code after its pipeline has died."""
     signals = Signals()
     signals.received.extend(received)
-    command = ["sh", "-c", '"$0" -c "$1" & echo $!; wait $!; echo $?', sys.executable, code]  # it is no child of ours
+    command = ["sh", "-c", '"$0" -c "$1" & echo $!; wait $!; echo $?', sys.executable, code]  # it is not our child
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shell:
         assert shell.stdout is not None
         Outcome("train", int(shell.stdout.readline()), time.time()).write(folder)

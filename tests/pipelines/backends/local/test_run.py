@@ -1,4 +1,4 @@
-"""What `holdfast run` may answer from the store alone."""
+"""Answers of `holdfast run` from the store alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUN_ID = "fedcba9876543210"
 
 
 def registered_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> tuple[LocalRun, Path]:
-    """A run that the store says was registered, and the database of its MLflow, which is not there yet."""
+    """A run that is registered according to the store, and the database of its MLflow, which does not exist yet."""
     database = tmp_path / "mlflow.db"
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", given.format(database))

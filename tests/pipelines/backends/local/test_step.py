@@ -1,4 +1,4 @@
-"""A step of this machine is a process: its output, its code, its result, and what becomes of it without its worker."""
+"""A step of this machine is a process: its output, its code, its result, and its end without its worker."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_run_that_is_asked_to_stop_runs_its_exit_handler_and_nothing_else(aske
 
 
 def test_where_a_log_has_a_hole_it_says_so(tmp_path: Path) -> None:
-    """What is written to it is written again once there is space."""
+    """Further output is written once there is space again."""
     with (tmp_path / "log").open("w") as log, Path("/dev/full").open("w") as full:
         descriptor = os.dup(log.fileno())
         printed = worker.unfailing(descriptor)

@@ -1,4 +1,4 @@
-"""The terminal of a local run shows what the events say, and nothing that a log says."""
+"""The terminal of a local run shows the content of events, and nothing from a log."""
 
 from __future__ import annotations
 

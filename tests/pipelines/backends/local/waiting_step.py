@@ -1,4 +1,4 @@
-"""A step of this machine that waits until it is asked to leave, and says so in the file that LEFT names."""
+"""A step of this machine that waits for a shutdown signal, and reports it in the file that LEFT names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.pipelines.backends.local import step
 
 
 def wait(*_: object) -> int:
-    """Take the place of the command line of the step."""
+    """Replaces the command line of the step."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     print(os.getpid(), flush=True)
     signal.sigwait([signal.SIGTERM])

@@ -1,4 +1,4 @@
-"""What is sent to Ray, and what its answers mean; Ray itself runs in tests/ray."""
+"""Requests to Ray, and the meaning of its answers; tests/ray runs a real Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEY = "0123456789abcdef"
 
 
 class FakeJobs(Jobs):
-    """A Jobs API in memory: names are taken once."""
+    """A Jobs API in memory that accepts each name once."""
 
     def __init__(self) -> None:
         super().__init__("http://ray.example:8265")
@@ -37,7 +37,7 @@ class FakeJobs(Jobs):
         return True
 
     def end(self, identity: str, state: str, code: int = 0) -> None:
-        """Let a job end."""
+        """End a job."""
         self.known[identity] = RayJob(identity, state, "it said so", code, name="small")
 
     def all(self) -> list[RayJob]:
@@ -52,21 +52,21 @@ class FakeJobs(Jobs):
 
 @pytest.fixture
 def backend(tmp_path: Path) -> Ray:
-    """The backend, on such an API."""
+    """The backend on such an API."""
     ray_backend = Ray(str(tmp_path))
     ray_backend._jobs = FakeJobs()
     return ray_backend
 
 
 def jobs(backend: Ray) -> FakeJobs:
-    """Its API."""
+    """The API of the backend."""
     fake_jobs = backend._jobs
     assert isinstance(fake_jobs, FakeJobs)
     return fake_jobs
 
 
 def wanted(run_id: str = KEY) -> RunRequest:
-    """What is to be run."""
+    """The request of the tests."""
     return RunRequest(parse_spec(SPEC), run_id=run_id)
 
 
@@ -92,7 +92,7 @@ def test_of_two_submissions_at_once_one_makes_the_job(backend: Ray, monkeypatch:
         return list(fake_jobs.known.values()) if listing is None else listing
 
     monkeypatch.setattr(fake_jobs, "all", first_nothing)
-    fake_jobs.known[slow] = RayJob(slow, "RUNNING")  # after this one had looked
+    fake_jobs.known[slow] = RayJob(slow, "RUNNING")  # created after this submission had looked
     assert backend.submit(wanted()) == (backend.status(slow), False)
 
 

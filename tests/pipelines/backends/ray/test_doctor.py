@@ -1,4 +1,4 @@
-"""What the doctor says of the nodes of a Ray; a real one is asked in tests/ray."""
+"""The doctor's findings about the nodes of a Ray; tests/ray queries a real one."""
 
 from __future__ import annotations
 

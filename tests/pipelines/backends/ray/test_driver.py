@@ -1,4 +1,4 @@
-"""How long the driver of a job waits for its tasks; Ray itself runs in tests/ray."""
+"""How long the driver of a job waits for its tasks; tests/ray runs a real Ray."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPEC = "{name: small, data: {sources: [{uri: 's3://bucket/corpus'}]}}"
 
 
 class FakeTask:
-    """A part of a step that has begun. One whose node is not kept waits as long as it only waits for its turn."""
+    """A started part of a step. A part without a node keeps waiting while it is queued; otherwise it is given up."""
 
     made: list[FakeTask]
 
@@ -45,7 +45,7 @@ class FakeTask:
         pass
 
 
-kept: set[str] = set()  # parts whose nodes are there
+kept: set[str] = set()  # parts whose nodes exist
 
 
 SHARES = ("0/2", "1/2")
@@ -53,7 +53,7 @@ SHARES = ("0/2", "1/2")
 
 @pytest.fixture
 def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RaySteps:
-    """Steps whose tasks are such, and end once they were looked at three times."""
+    """Steps with fake tasks that end after three checks."""
     FakeTask.made = []
     kept.clear()
 
@@ -67,7 +67,7 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RaySteps:
 
 
 def codes_of(steps: RaySteps) -> list[int]:
-    """The codes of two shares that are started together, in the order in which they end."""
+    """The exit codes of two shares that start together, in the order of their ends."""
     handles, codes = [steps.start(Execution("tokenise", share)) for share in SHARES], []
     while handles:
         steps.wait(handles)
@@ -103,7 +103,7 @@ def test_a_task_that_waits_for_room_leaves_when_it_is_asked_to(steps: RaySteps) 
     assert (handle.poll(), steps.tasks) == (ExitCode.TERMINATED, [])
 
 
-# A step that is killed `sys.argv[2]` times by the signal `sys.argv[3]`, and then ends with the code `sys.argv[4]`.
+# A step that is killed `sys.argv[2]` times by the signal `sys.argv[3]`, and then exits with the code `sys.argv[4]`.
 DYING = """
 import os, pathlib, sys
 file, times, number, code = pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:5])
@@ -117,7 +117,7 @@ sys.exit(code)
 
 @pytest.fixture
 def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Makes the process of any step one that is killed some times; what counts its beginnings."""
+    """Replace the process of every step by one that is killed several times; returns a counter of its starts."""
 
     def dying(times: int, number: int = signal.SIGKILL, code: int = 0) -> Path:
         command = ["-c", DYING, str(tmp_path / "begun"), str(times), str(int(number)), str(code)]
@@ -135,7 +135,7 @@ def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
         (2, signal.SIGKILL, 0, 2, 0, 3),
         (9, signal.SIGKILL, 0, 2, ExitCode.KILLED, 3),
         (1, signal.SIGKILL, 0, 0, ExitCode.KILLED, 1),
-        (0, signal.SIGKILL, ExitCode.KILLED, 1, ExitCode.KILLED, 2),  # as a shell says it
+        (0, signal.SIGKILL, ExitCode.KILLED, 1, ExitCode.KILLED, 2),  # as a shell reports it
         (1, signal.SIGTERM, 0, 2, ExitCode.TERMINATED, 1),
         (0, signal.SIGKILL, 5, 2, 5, 1),
     ],
@@ -164,7 +164,7 @@ def test_the_training_step_begins_again_when_it_was_killed_within_the_budget(
 def test_the_process_of_a_task_that_was_killed_is_lost_and_any_other_ending_is_its_code(
     dying: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task, "address", lambda: "here")  # which asks the network
+    monkeypatch.setattr(task, "address", lambda: "here")  # the original one queries the network
     dying(1)
     with pytest.raises(task.LostError, match="was killed"):
         task.run("evaluate", "evaluate", SPEC, [])

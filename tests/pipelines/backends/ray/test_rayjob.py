@@ -1,8 +1,7 @@
 """A spec as a RayJob of KubeRay.
 
-Its form is that of ray-project/kuberay: ray-operator/config/crd/bases/ray.io_rayjobs.yaml (v1.7.0), against which
-it is checked; its rules beyond the schema are those of
-ray-operator/controllers/ray/utils/validation.go.
+It is checked against the schema of ray-project/kuberay: ray-operator/config/crd/bases/ray.io_rayjobs.yaml (v1.7.0), and
+against the rules beyond the schema in ray-operator/controllers/ray/utils/validation.go.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is seen of a chain whose first jobs Slurm has forgotten, as one without accounting does while it trains."""
+"""Status of a chain whose first jobs Slurm has forgotten, as a Slurm without accounting does during the training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def knows(home: Path, *lines: str) -> None:
-    """What squeue prints from now on, where there is no accounting."""
+    """Set the output of squeue, without accounting."""
     for name, script in (("squeue", "cat <<END\n" + "\n".join(lines) + "\nEND"), ("sacct", "exit 1")):
         (home / name).write_text(f"#!/bin/sh\n{script}\n")
         (home / name).chmod(0o755)

@@ -1,4 +1,4 @@
-"""What Slurm's own commands say where there is no Slurm to ask."""
+"""Answers of Slurm's commands where no Slurm runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_machine_that_knows_no_slurm_is_told_so_and_the_spec_is_not_blamed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     configuration = tmp_path / "slurm.conf"
-    configuration.write_text("SlurmctldPort=1\n")  # one that is not there is looked for during a minute
+    configuration.write_text("SlurmctldPort=1\n")  # a missing file is retried for a minute
     monkeypatch.setenv("SLURM_CONF", str(configuration))
     with pytest.raises(MissingError, match="run this on a login node, or set SLURM_CONF"):
         client.jobs_of()
@@ -66,7 +66,7 @@ def test_a_job_that_the_controller_forgets_between_two_questions_is_told_by_the_
 def test_what_the_controller_says_of_a_job_counts_more_than_the_accounting(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    queue_line = "7|N/A|holdfast-x-train|RUNNING|None|0|1|0:05|tiny x-6|"  # since the end that the accounting tells of
+    queue_line = "7|N/A|holdfast-x-train|RUNNING|None|0|1|0:05|tiny x-6|"  # restarted after the end in the accounting
     accounting_line = "7|holdfast-x-train|NODE_FAIL|None|0:0|9|tiny x-6"
     for name, line in (("squeue", queue_line), ("sacct", accounting_line)):
         (tmp_path / name).write_text(f"#!/bin/sh\necho '{line}'\n")

@@ -1,4 +1,4 @@
-"""The DAG as batch jobs: what sbatch is told, and what stands in the scripts."""
+"""The DAG as batch jobs: the arguments of sbatch, and the content of the scripts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def jobs_of(*overrides: str, spec: Spec | None = None, **fields: Any) -> dict[st
 
 
 def arguments(script: str) -> list[str]:
-    """The words of the command that a script ends in."""
+    """The arguments of the last command of a script."""
     return shlex.split(script[script.index("exec ") :])
 
 
@@ -188,7 +188,7 @@ def test_the_trials_of_a_sweep_are_arrays_whose_steps_wait_for_each_other_trial_
     command = arguments(jobs["register"]["script"])
     assert "--best-of=compare" in command
     assert not [argument for argument in command if argument.startswith("--needs")]
-    assert "HOLDFAST_RUN_ID" not in jobs["train"]["script"]  # many runs
+    assert "HOLDFAST_RUN_ID" not in jobs["train"]["script"]  # an array has many runs
 
 
 def test_trials_of_different_sizes_are_no_array() -> None:

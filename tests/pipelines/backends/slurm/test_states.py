@@ -1,4 +1,4 @@
-"""Slurm's words as the protocol's, and as sentences."""
+"""Slurm's states as those of the common protocol, and as sentences."""
 
 from __future__ import annotations
 

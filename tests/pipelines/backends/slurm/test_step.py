@@ -1,4 +1,4 @@
-"""How a step in its batch job ends that is told to leave before its work began."""
+"""The exit of a step in its batch job that must shut down before its work began."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.spec.errors import ExitCode
 from holdfast.steps.jobs import outcome_of
 from holdfast.store import open_store
 
-# The step's own process, in which the import of what it does is something else.
+# The step's process, in which the step's module is replaced.
 STEP = """
 import os, signal, sys, time
 from holdfast.pipelines.backends.slurm import step
@@ -27,7 +27,7 @@ sys.exit(step.main(sys.argv[1:]))
 def ended(
     folder: Path, meanwhile: str, *arguments: str, before: str = "", **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """A train step without a Slurm to ask, once it has ended."""
+    """A completed train step, without a Slurm."""
     return subprocess.run(
         [
             sys.executable, "-c", STEP.format(meanwhile, before), "train", "--key=a", "--first=6", "--spec=none.yaml",
@@ -43,7 +43,7 @@ def ended(
     [
         ("", {}),
         ("2", {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}),
-        ("", {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}),  # left by the job that it was submitted from
+        ("", {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}),  # inherited from the job that submitted it
     ],
 )
 def test_a_training_that_comes_back_after_its_deadline_does_not_begin(
