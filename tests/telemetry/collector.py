@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry's traces on this machine: it keeps what is posted to it by OTLP over HTTP."""
+"""A collector of OpenTelemetry traces on this machine: it keeps what clients post by OTLP over HTTP."""
 
 from __future__ import annotations
 

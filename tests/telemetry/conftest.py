@@ -1,4 +1,4 @@
-"""A store in a folder: how S3 differs from it is for tests/store, and tests of events run over both."""
+"""A store in a folder. tests/store covers its differences from S3; tests of events use both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run took and cost: hours of the ledger, energy that was told, prices that were given, and nothing else."""
+"""Duration and cost of a run: hours of the ledger, reported energy, given prices, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def of(events: list[Event], *overrides: str) -> Cost:
 
 
 def metered() -> list[Event]:
-    """Two ranks of an H100 each at 500 W, of which rank 1 is killed at second 28 and has told up to 27."""
+    """Two ranks on an H100 each at 500 W; rank 1 is killed at second 28 and has reported up to 27."""
 
     def told(event: Event) -> Event:
         update: dict[str, object] = {}
@@ -43,7 +43,7 @@ def test_hours_are_those_of_the_ledger_and_cost_what_the_spec_says() -> None:
     seconds = ledger(events).total
     assert (cost.accelerators, cost.hours) == (2, seconds / 3600)
     assert cost.price == seconds / 100  # 36 an hour
-    saved_steps = 10  # the step of the story's one checkpoint
+    saved_steps = 10  # the step of the only checkpoint
     assert cost.tokens == saved_steps * TOKENS_PER_STEP
     assert cost.price_per_million_tokens == pytest.approx(seconds / 100 / (saved_steps * TOKENS_PER_STEP) * 1e6)
     assert cost.figures()["cost/price"] == cost.price
@@ -57,7 +57,7 @@ def test_what_nobody_told_or_priced_is_not_guessed_but_said() -> None:
         "energy: there is no accelerator", "price: cluster.prices.accelerator_hour says what an hour costs",
     ]  # fmt: skip
     assert set(cost.figures()) == {"cost/accelerator_hours"}
-    assert of(killed_once(), "cluster.prices.kilowatt_hour=0.3").price is None  # a part of it is not known
+    assert of(killed_once(), "cluster.prices.kilowatt_hour=0.3").price is None  # a part of the price is unknown
 
 
 def test_energy_is_the_meters_and_has_its_price_and_its_carbon() -> None:
@@ -67,7 +67,7 @@ def test_energy_is_the_meters_and_has_its_price_and_its_carbon() -> None:
     joules = math.fsum(event.joules or 0 for event in measured)
     assert cost.kilowatt_hours == pytest.approx(joules / 3.6e6)
     assert cost.metered == pytest.approx(joules / 500 / ledger(events).total)
-    assert 0.5 < cost.metered < 1  # starts, and what the killed rank did not tell
+    assert 0.5 < cost.metered < 1  # without starts, and without what the killed rank did not report
     assert cost.watts == pytest.approx(500)
     assert cost.utilisation == pytest.approx(sum(event.utilisation or 0 for event in measured) / len(measured))
     assert cost.price == pytest.approx(joules / 3.6e6 * 0.5)

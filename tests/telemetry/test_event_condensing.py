@@ -1,4 +1,4 @@
-"""Of a long run a bounded number of events is kept, and its ledger and its cost have the same sums."""
+"""A long run keeps a bounded number of events, and its ledger and its cost have the same sums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUN, STEPS, RANKS = "run", 160, 3
 
 
 def lines() -> Iterator[tuple[str, dict[str, object]]]:
-    """(writer, event) of a run in two attempts whose ranks tell what they do at each step."""
+    """(writer, event) pairs of a run in two attempts whose ranks report every step."""
     clock = 1000.0
     numbers: dict[str, int] = {}
 

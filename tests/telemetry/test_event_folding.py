@@ -1,4 +1,5 @@
-"""Events of many processes become few objects; every reader sees each event once, whatever happens meanwhile."""
+"""Events of many processes are folded into few objects. Every reader sees each event once, whatever happens during a
+fold."""
 
 from __future__ import annotations
 
@@ -33,12 +34,12 @@ def clock() -> Clock:
 
 @pytest.fixture
 def store(clock: Clock) -> Store:
-    """A store whose objects are as old as a test says."""
+    """A store that reports the age of its objects by a test's clock."""
     return MemoryStore(Bucket(clock))
 
 
 def write(store: Store, writer: int, numbers: range, segment: int = 0) -> None:
-    """A segment of a writer, with the events of these numbers."""
+    """Write a segment of a writer, with the events of these numbers."""
     lines = [
         json.dumps({"v": 1, "writer": f"w{writer}", "number": number, "time": 1000.0 * writer + number,
                     "kind": "warning_issued", "message": f"{writer}.{number}"})
@@ -122,7 +123,7 @@ def test_a_fold_that_dies_anywhere_loses_no_event(store: Store, clock: Clock, ki
         breaking = BreakingStore(store, position, kill=kill)
         try:
             fold_events(breaking, RUN)  # type: ignore[arg-type]
-        except (Killed, Exception):  # noqa: BLE001 - whatever the store raised
+        except (Killed, Exception):  # noqa: BLE001 - any error of the store
             assert texts(read_events(store, RUN)) == before
             position += FOLD // 2 if 1 < position < FOLD else 1
             continue
@@ -163,4 +164,4 @@ def test_a_reader_and_a_writer_beside_a_fold_see_and_keep_every_event(store: Sto
         fold_events(folding, RUN)  # type: ignore[arg-type]
         present = {*texts(read_events(store, RUN))}
         lost = {*expected, "5.5", "5.6"} - present if grown else expected - present
-        assert not lost or point == "delete_many", (point, lost)  # its writer still has them, and puts them again
+        assert not lost or point == "delete_many", (point, lost)  # their writer still has them, and writes them again

@@ -1,4 +1,4 @@
-"""Events: what every reader sees of them, whoever wrote them and whatever died meanwhile."""
+"""Events as every reader sees them, whichever process wrote them and whichever died meanwhile."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_fifo_passes_events_to_whoever_reads_it_and_is_given_up_when_nobody_do
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     emit(at(1))
     assert [event.text for event in events_in(os.read(reader, 10**5).splitlines())] == [at(1).text]
-    for step in range(2000):  # more than it holds: the writer does not wait
+    for step in range(2000):  # more than the FIFO holds: the writer does not wait
         emit(at(step))
     os.close(reader)
     emit(at(1))
@@ -223,7 +223,7 @@ def test_a_phase_tells_its_first_its_last_and_now_and_then_one_between(pipe: Pat
 
 
 class Away:
-    """A store that is away while `away` is set, and counts what is asked of it."""
+    """A store that is away while `away` is set, and counts its requests."""
 
     def __init__(self, store: Store) -> None:
         self._store, self.away, self.asked = store, True, threading.Semaphore(0)
@@ -307,7 +307,7 @@ def test_while_the_store_is_away_the_oldest_lines_that_matter_least_go_and_none_
         if len(waiting) > 10:
             waiting.remove(next((index for index in waiting[1:] if index % notable_every != matters), waiting[1]))
     assert writer._lost == 30
-    monkeypatch.undo()  # there is room for the news of that
+    monkeypatch.undo()  # now there is room for the warning about that
     resume.set()
     writer.close(180)
     content = b"".join(store.get(info.key) for info in store.list(layout.run(RUN, "events/")))
@@ -323,7 +323,7 @@ def test_segments_are_closed_when_they_are_large_and_a_follower_sees_all_of_them
     with recording(store, RUN, "rank 0"):
         for step in range(40):
             emit(at(step))
-            emit(WarningIssued(message=str(step)))  # which goes to the store at once
+            emit(WarningIssued(message=str(step)))  # which is written to the store immediately
             events += follower.new()
     events += follower.new()
     assert told(events) == [text for step in range(40) for text in (at(step).text, str(step))]
@@ -373,7 +373,7 @@ with recording(open_store(sys.argv[1]), sys.argv[2], "rank 0", attempt=int(sys.a
 
 
 def killed_writer(store: Store, attempt: int, until: Callable[[], object]) -> None:
-    """A process that is killed after it has told two events that are in the store and one that waits."""
+    """Run a process that is killed after two events that are in the store and one that waits."""
     command = [sys.executable, "-c", WRITER, store.url, RUN, str(attempt)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None

@@ -1,4 +1,4 @@
-"""The history is that of the newest checkpoint, whatever segments attempts have left."""
+"""The history is that of the newest checkpoint, whatever segments other attempts have left."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_is_measured_and_not_committed_is_not_yet_history(store: Store) -> 
 
 
 def test_a_segment_that_was_written_again_after_a_save_that_failed_gives_every_step_once(store: Store) -> None:
-    write(store, 1, 3, 1)  # applied, and the answer was lost
+    write(store, 1, 3, 1)  # written, and the answer was lost
     write(store, 1, 6, 1)
     commit(store, RUN, 6)
     assert read(store) == [(step, 1) for step in range(1, 7)]
@@ -67,14 +67,14 @@ def test_a_checkpoint_that_cannot_be_read_leaves_the_history_of_the_one_before(s
 
 
 def test_a_root_that_a_replaced_attempt_writes_late_has_no_history(store: Store) -> None:
-    """The run goes on from the checkpoint of the newest attempt: its metrics are those that are told."""
+    """The run resumes from the checkpoint of the newest attempt, so its metrics are the valid ones."""
     for number in (1, 2):
         store.put(record_key(layout.attempts(RUN), number), b"{}")
     write(store, 1, 8, 1)
     commit(store, RUN, 3)
     write(store, 4, 6, 2)
     commit(store, RUN, 6, [(0, 1), (3, 2)])
-    commit(store, RUN, 8)  # by attempt 1, which stood still meanwhile
+    commit(store, RUN, 8)  # by attempt 1, which was suspended meanwhile
     expected = [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
     assert read(store) == expected
     assert read(store, after=6) == []
@@ -136,7 +136,7 @@ def test_a_fold_that_dies_anywhere_loses_no_row_and_is_finished_by_the_next(stor
         breaking = BreakingStore(store, position, kill=kill)
         try:
             fold_history(breaking, RUN, 2)  # type: ignore[arg-type]
-        except (Killed, Exception):  # noqa: BLE001 - whatever the store raised
+        except (Killed, Exception):  # noqa: BLE001 - any error of the store
             assert read_history(store, RUN) == before
             position += 1
             continue
@@ -147,7 +147,7 @@ def test_a_fold_that_dies_anywhere_loses_no_row_and_is_finished_by_the_next(stor
 
 
 def test_two_that_fold_at_once_and_a_reader_beside_them_see_every_row_once(store: Store) -> None:
-    """Another fold, or the commits and a fold after them, come before each operation in turn."""
+    """Another fold, or the commits and a fold after them, alternate before each operation."""
     for position in range(30):
         for info in list(store.list(layout.run(RUN))):
             store.delete(info.key)

@@ -1,4 +1,5 @@
-"""The goodput ledger as a pure function: every moment of every rank is in one class, whatever happened to the run."""
+"""The goodput ledger as a pure function: every moment of every rank has exactly one class, whatever happens to the
+run."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def spent(time: float, rank: int, step: int, seconds: dict[str, float], attempt:
 
 
 def killed_once() -> list[Event]:
-    """Two ranks, ten steps a second apart; at second 28 rank 1 is killed, of which rank 0 knows at once. The launch
-    ends at 30, the next begins at 33. Step 10 was saved at 15, and the second attempt goes on from there."""
+    """Two ranks, ten steps a second apart. At second 28 rank 1 is killed, and rank 0 notices immediately. The launch
+    ends at 30, the next begins at 33. Step 10 was saved at 15, and the second attempt resumes from it."""
     events = [
         at(0, StepBegan(name="train")),
         at(1, LaunchBegan(launch=1, job="j", nodes=1, processes=2)),
@@ -72,13 +73,13 @@ def killed_once() -> list[Event]:
 
 def test_a_killed_rank_costs_what_was_computed_again_and_the_way_back() -> None:
     totals = ledger(killed_once())
-    unreported = (0.0, 2 / 41)  # of its last second rank 1 told nothing: it was as the other 41 of the attempt were
+    unreported = (0.0, 2 / 41)  # rank 1 did not report its last second: it counts like the other 41 of the attempt
     for rank in (0, 1):
         assert totals.ranks[rank] == pytest.approx({
             "schedule": 1 + 1 + 3 + 2,  # before the launches, and until their processes began
             "start": 4.0, "compile": 4.0, "restore": 2.0,
             "productive": 12.0, "data": 2.0, "communication": 4.0, "check": 1.0,
-            "save": 1.5 + unreported[rank],  # waiting for a save is no work that could be lost
+            "save": 1.5 + unreported[rank],  # waiting for a save is not work that could be lost
             "lost": 10.5 - unreported[rank],  # from second 17 to the end of the first attempt at 28
             "detect": 2.0, "end": 1.0,
         })  # fmt: skip
@@ -93,9 +94,9 @@ def test_the_second_before_a_kill_that_a_rank_could_not_tell_is_shared_out_as_th
     kept = [event for event in killed_once() if not (isinstance(event, AttemptBegan) and event.attempt == 2)]
     totals = ledger([event for event in kept if not (isinstance(event, TimeSpent) and event.time == 27)])
     assert "lost" not in totals.ranks[1]
-    # Rank 0 told of its last second alone: 17 to 27 was as the attempt was, not as that second.
+    # Rank 0 reported only its last second: 17 to 27 counts like the attempt, not like that second.
     assert totals.ranks[0]["communication"] == pytest.approx(2 + 10 * 5 / 21 + 1 + 2)
-    assert totals.ranks[1]["productive"] == pytest.approx(6 + 11 * 12 / 21 + 6)  # from 17 to 28 as the attempt was
+    assert totals.ranks[1]["productive"] == pytest.approx(6 + 11 * 12 / 21 + 6)  # 17 to 28 like the rest of the attempt
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_the_second_before_a_kill_that_a_rank_could_not_tell_is_shared_out_as_th
         ([(0, 20), (20, 40)], 0),
         ([(0, 20), (15, 40)], 5),
         ([(0, 20), (10, 20), (10, 40)], 10 + 10),
-        ([(0, 20), (15, 25), (5, 40)], 15 + 10),  # an older checkpoint: what the second kept of the first is lost too
+        ([(0, 20), (15, 25), (5, 40)], 15 + 10),  # an older checkpoint: kept work of the first is lost too
         ([(0, 20), (5, 15), (15, 40)], 15),
         ([(0, 10), (5, 12), (2, 4), (3, 40)], 8 + 7 + 1),
         ([(0, 30), (20, 35), (30, 38), (0, 40)], 30 + 15 + 8),
@@ -166,7 +167,7 @@ def test_without_events_there_is_nothing() -> None:
 
 
 def a_life(seed: int) -> Iterator[Event]:
-    """The events of a run of a seeded course: launches, attempts within them, kills, saves, ranks that tell nothing."""
+    """The events of a random run by seed: launches, attempts in them, kills, saves, and ranks that report nothing."""
     rng = random.Random(seed)
     now, attempt, saved, world = rng.uniform(0, 100), 0, 0, rng.randint(1, 4)
 
@@ -194,7 +195,7 @@ def a_life(seed: int) -> Iterator[Event]:
                 for rank in range(world):
                     if rng.random() < 0.8:
                         part = rng.random()
-                        whole = (moment - reported[rank]) * rng.uniform(0.95, 1.05)  # a device's clock is another
+                        whole = (moment - reported[rank]) * rng.uniform(0.95, 1.05)  # a device has another clock
                         phases = {"forward": whole * part, "data": whole * (1 - part)}
                         reported[rank] = moment
                         yield spent(moment, rank, step, phases, attempt)
@@ -225,8 +226,8 @@ def test_whatever_happened_the_classes_of_each_rank_add_up_to_the_wall_time(seed
 
 
 def left_and_adopted() -> list[Event]:
-    """One launch of two ranks that work from second 2 to 160. Its launcher is deleted at 40, and its follower takes the
-    job over at 87."""
+    """One launch of two ranks that work from second 2 to 160. Its launcher is deleted at 40, and its successor
+    adopts the job at 87."""
     events = [
         at(0, StepBegan(name="train")),
         at(1, LaunchBegan(launch=1, job="j", nodes=1, processes=2)),
@@ -250,13 +251,13 @@ def test_what_ranks_did_while_no_launcher_followed_them_is_theirs() -> None:
     assert totals.seconds["productive"] == pytest.approx(2 * 15 * 6.0)
     assert totals.goodput > 0.55
     assert totals.seconds["schedule"] == pytest.approx(2 * 2)
-    untaken = ledger([event for event in events if event.time < 85])  # nobody has taken it over yet
+    untaken = ledger([event for event in events if event.time < 85])  # no launcher has adopted it yet
     assert (untaken.wall, untaken.seconds["productive"]) == (77, pytest.approx(2 * 7 * 6.0))
 
 
 def with_launchers_that_die(seed: int) -> tuple[list[Event], float, dict[int, float]]:
-    """A run of which no step is lost, whose launchers are killed or deleted again and again and replaced: its events,
-    its wall time, and the seconds that each rank told of forward, backward and update."""
+    """A run that loses no step, whose launchers are repeatedly killed or deleted and replaced. Returns its events,
+    its wall time, and the seconds that each rank reported for forward, backward and update."""
     rng = random.Random(seed)
     world, events, attempt, step, now = rng.randint(1, 3), list[Event](), 0, 0, 1.0
     productive = dict.fromkeys(range(world), 0.0)
@@ -265,7 +266,7 @@ def with_launchers_that_die(seed: int) -> tuple[list[Event], float, dict[int, fl
     for launch in range(1, launches + 1):
         launch_start = now
         events.append(at(now, LaunchBegan(launch=launch, job="j", nodes=1, processes=world)))
-        for _ in range(rng.randint(1, 2)):  # gangs that follow each other within a launch
+        for _ in range(rng.randint(1, 2)):  # consecutive gangs of one launch
             attempt += 1
             now += 5 + rng.random()
             events += [spent(now, rank, step, BEGUN, attempt) for rank in range(world)]
@@ -283,11 +284,11 @@ def with_launchers_that_die(seed: int) -> tuple[list[Event], float, dict[int, fl
                 break
             if deleted := rng.random() < 0.5:
                 events.append(at(died, LaunchEnded(launch=launch, code=ExitCode.TERMINATED)))
-            if deleted or rng.random() < 0.5:  # else it was killed, or left no end
+            if deleted or rng.random() < 0.5:  # otherwise it was killed, or left no end
                 events.append(at(died, StepEnded(name="train", code=ExitCode.TERMINATED, seconds=1)))
             events.append(at(back, StepBegan(name="train")))
             died = back + rng.uniform(0, 5)
-            if rng.random() < 0.8:  # else it dies before it has found the job
+            if rng.random() < 0.8:  # otherwise it dies before it has found the job
                 events.append(at(died, LaunchBegan(launch=launch, job="j", nodes=1, processes=world, adopted=True)))
             died += 0.1
         if died > now - 1:

@@ -1,4 +1,4 @@
-"""Metrics: what events tell is what somebody who scrapes sees."""
+"""Metrics: a scraper sees the content of the events."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ SAMPLE = re.compile(r"^(\w+)\{(.*?)\} (\S+)$", re.M)
 
 
 def scraped(port: int) -> dict[str, float]:
-    """What is served at a port, once it is."""
+    """The metrics at a port, once it is served."""
     deadline = time.monotonic() + 120
     while True:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
                 text = answer.read().decode()
             return {f"{name}{{{labels}}}": float(value) for name, labels, value in SAMPLE.findall(text)}
-        except OSError:  # a server that has no core yet, too
+        except OSError:  # also of a server that has no core yet
             assert time.monotonic() < deadline, "nothing is served"
             time.sleep(0.05)
 
 
 def until_served(port: int, name: str) -> dict[str, float]:
-    """What is served at a port once a metric is among it."""
+    """The metrics at a port, once a given one is among them."""
     deadline = time.monotonic() + 120
     while not any(line.startswith(name) for line in scraped(port)):
         assert time.monotonic() < deadline, f"no {name}"
@@ -121,7 +121,7 @@ def test_an_accelerator_is_shown_by_the_names_and_in_the_units_of_dcgm_as_long_a
         "SM_CLOCK": 1755, "CLOCKS_EVENT_REASONS": 0x24,
     }  # fmt: skip
     assert shown(1) == whole
-    metrics.take(last_event.model_copy(update={"watts": None}))  # its driver tells it no more
+    metrics.take(last_event.model_copy(update={"watts": None}))  # its driver reports it no longer
     assert shown(1) == {name: value for name, value in whole.items() if name != "POWER_USAGE"}
     metrics.take(at(130, AttemptBegan(world=1, step=5, steps=90), 3))
     assert (shown(0), shown(1)) == (whole | {"POWER_USAGE": 640}, {})
@@ -155,7 +155,7 @@ def test_nothing_is_served_unless_it_was_asked_for_and_then_what_this_process_te
 
 def test_the_port_is_given_back_at_the_end_and_nothing_is_heard_any_more() -> None:
     port = free_port()
-    for step in (9, 10):  # the second one would find it taken
+    for step in (9, 10):  # the second server would find the port in use
         with showing_metrics(Telemetry(metrics_port=port), f"r{step}") as exporter:
             emit(STORY[7].model_copy(update={"step": step}))
             assert exporter is not None

@@ -1,4 +1,4 @@
-"""Phases: every moment of a process is in one of them, and only once."""
+"""Phases: every moment of a process is in exactly one of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DAY: tuple[tuple[Phase, float], ...] = (
 
 
 class Clock:
-    """A clock that stands still until it is told."""
+    """A clock that stands still until the test advances it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -25,7 +25,7 @@ class Clock:
 
 
 class Mark:
-    """A mark in the work of a device that is a second behind its host, and works twice as long as that."""
+    """A mark in the work of a device that lags its host by a second and takes twice as long."""
 
     def __init__(self, clock: Clock) -> None:
         self.at, self.waited = 2 * clock.now + 1, False
@@ -88,7 +88,7 @@ def test_a_device_is_measured_by_its_own_clock_without_a_gap_between_two_laps() 
         return marks[-1]
 
     here.measure_by(stamp)
-    here.lap()  # what was before has no mark
+    here.lap()  # earlier work has no mark
     clock.now += 1
     here.enter("forward")
     clock.now += 2

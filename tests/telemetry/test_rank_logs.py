@@ -1,4 +1,4 @@
-"""What ranks printed, as the store keeps it and as it is read back: live, torn, with the store away, and bounded."""
+"""Output of ranks in the store, and its readers: live, torn, with the store away, and bounded."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_of_a_rank_only_the_newest_processes_are_kept(store: Store, monkeypatch:
 
 @pytest.fixture
 def several(store: Store) -> Iterator[Callable[..., list[str]]]:
-    """A run of three launches, the last of which never met."""
+    """A run of three launches; the last one never formed a gang."""
     for launch, attempt in ((1, 1), (2, 2), (3, None)):
         for rank in (0, 1):
             printed(a_log(store, rank, launch), f"rank {rank} launch {launch}\n", attempt=attempt, ended=True)

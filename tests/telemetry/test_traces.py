@@ -1,4 +1,5 @@
-"""The trace of a run: what a collector gets by OTLP, from several processes, and nothing where nobody asked for it."""
+"""The trace of a run: what a collector gets by OTLP from several processes, and nothing without a configured
+endpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 
 def story() -> list[Event]:
-    """A run of which a rank is killed at second 28, and its end."""
+    """The events of a run with a rank that is killed at second 28, and with an end."""
     events = [event.model_copy(update={"launch": getattr(event, "launch", None)}) for event in killed_once()]
     return [
         *events[:-1],
