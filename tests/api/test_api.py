@@ -1,4 +1,4 @@
-"""The Python API on one small run: what it returns is what the command shows."""
+"""The Python API on one small run: it returns what the command shows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.whole import small
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A home of its own, and the corpus and spec of a small run."""
+    """A separate home, and the corpus and spec of a small run."""
     folder = tmp_path_factory.mktemp("api")
     small.write_corpus(folder)
     small.write_spec(folder)
@@ -37,7 +37,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def trained(home: Path) -> holdfast.Run:
-    """The run, made by the call that a person makes."""
+    """The run, created by the call that a user makes."""
     return holdfast.run("spec.yaml", overrides={"training.steps": 6})
 
 
