@@ -1,1 +1,1 @@
-"""What only a real API server can say. Skipped where KUBEBUILDER_ASSETS does not name one."""
+"""Tests that need a real API server. Skipped where KUBEBUILDER_ASSETS does not name one."""

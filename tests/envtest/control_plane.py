@@ -1,6 +1,6 @@
-"""A real etcd and kube-apiserver with the official CRDs, as envtest does it: binaries from KUBEBUILDER_ASSETS.
+"""A real etcd and kube-apiserver with the official CRDs, as in envtest: binaries from KUBEBUILDER_ASSETS.
 
-No controller runs: nothing makes pods, and nobody ends a foreground deletion. `finish_deletions` stands in for that.
+No controller runs: none creates pods or completes a foreground deletion. `finish_deletions` does the latter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAUNCHER_ROLE = "holdfast-launcher"
 
 
 def assets() -> Path | None:
-    """The folder of the binaries, when there is one with all of them."""
+    """The folder of the binaries, if it has all of them."""
     folder = Path(os.environ.get("KUBEBUILDER_ASSETS") or "/nonexistent")
     return folder if all((folder / name).exists() for name in ("etcd", "kube-apiserver", "kubectl")) else None
 
@@ -47,7 +47,7 @@ needs_assets = pytest.mark.skipif(
 
 @contextmanager
 def start_control_plane(folder: Path, *, accounts: bool = False) -> Iterator[ControlPlane]:
-    """A control plane on which the launcher's service account has the role of the manifests, and no more."""
+    """A control plane on which the launcher's service account has exactly the role of the manifests."""
     binaries = assets()
     assert binaries is not None
     with ControlPlane(binaries, folder, accounts=accounts) as plane:
@@ -73,7 +73,7 @@ class ControlPlane:
     """`with ControlPlane(binaries, folder) as plane`: a running API server that knows the CRDs and one namespace."""
 
     def __init__(self, binaries: Path, folder: Path, *, accounts: bool = False) -> None:
-        """With `accounts` a pod's service account must be there, as on every cluster; no controller makes one."""
+        """With `accounts` a pod's service account must exist, as on every cluster; no controller creates one."""
         self._binaries, self._folder, self._accounts = binaries, folder, accounts
         self._processes: list[subprocess.Popen[bytes]] = []
         self.url = ""
@@ -97,11 +97,11 @@ class ControlPlane:
 
     @property
     def certificate(self) -> Path:
-        """What the server made for itself at its first start: its certificate, and the one that signed it."""
+        """The server's certificates from its first start: its own, and the one that signed it."""
         return self._folder / "certificates" / "apiserver.crt"
 
     def configuration(self, token: str = LAUNCHER) -> Configuration:
-        """How the `kubernetes` package talks to the server, as one of its users."""
+        """Configuration of the `kubernetes` package for one of the server's users."""
         configuration = Configuration(host=self.url)
         configuration.ssl_ca_cert = str(self.certificate)
         configuration.api_key["authorization"] = f"Bearer {token}"
@@ -112,14 +112,14 @@ class ControlPlane:
         return Api(lambda: self.configuration(token), NAMESPACE, patience=30.0)
 
     def install(self, *definitions: dict[str, Any]) -> None:
-        """Make kinds known."""
+        """Add kinds to the server."""
         for definition in definitions:
             self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", text=json.dumps(definition))
         self.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
 
     @contextmanager
     def outage(self) -> Iterator[None]:
-        """The API server is away while in the context: killed, and started again over the same etcd."""
+        """Context in which the API server is away: killed, and started again over the same etcd."""
         server = self._processes.pop()
         server.kill()
         server.wait()
@@ -130,7 +130,7 @@ class ControlPlane:
             self._wait_until_ready()
 
     def kubectl(self, *arguments: str, text: str | None = None) -> str:
-        """Run kubectl as an administrator; what it prints. Fails the test when it fails."""
+        """Run kubectl as an administrator and return its output. Fails the test when it fails."""
         command = [str(self._binaries / "kubectl"), f"--server={self.url}", f"--token={ADMIN}"]
         command += ["--insecure-skip-tls-verify=true", f"--cache-dir={self._folder / 'cache'}", *arguments]
         result = subprocess.run(
@@ -141,7 +141,7 @@ class ControlPlane:
         return result.stdout
 
     def tails(self) -> str:
-        """The ends of the logs, and who does not run any more: for messages."""
+        """The ends of the logs, and the processes that have ended: for messages."""
         dead = [str(process.args[0]) for process in self._processes if process.poll() is not None]  # type: ignore[index]
         logs = [f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in self._folder.glob("*.log")]
         return "\n".join([f"ended: {', '.join(dead) or 'nobody'}", *logs])
@@ -154,7 +154,7 @@ class ControlPlane:
         )
 
     def finish_deletions(self, resource: str) -> None:
-        """Let objects go that wait for the garbage collector."""
+        """Complete the deletion of objects that wait for the garbage collector."""
         for item in json.loads(self.kubectl("get", resource, "-n", NAMESPACE, "-o", "json"))["items"]:
             if item["metadata"].get("deletionTimestamp"):
                 patch = json.dumps({"metadata": {"finalizers": None}})
@@ -220,7 +220,7 @@ class ControlPlane:
 
 
 def _definitions(path: Path) -> Iterator[dict[str, Any]]:
-    """The CRDs of a file without their conversion webhooks: there is nobody to answer them."""
+    """The CRDs of a file without their conversion webhooks, since nothing answers those."""
     for definition in yaml.load_all(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         if not definition or definition.get("kind") != "CustomResourceDefinition":
             continue

@@ -25,7 +25,7 @@ from tests.envtest.control_plane import MANIFESTS, NAMESPACE, ControlPlane, asse
 from tests.launch.kubernetes.conftest import RUN, Running, job, settings
 
 NAME = f"holdfast-{RUN}-1"
-NOT_OURS = {"monitoring.coreos.com", "argoproj.io"}  # installed by others, and no CRD of theirs is at hand
+NOT_OURS = {"monitoring.coreos.com", "argoproj.io"}  # installed by others; their CRDs are missing here
 
 pytestmark = [pytest.mark.slow, needs_assets]
 
@@ -38,7 +38,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
 
 
 def until(plane: ControlPlane, check: Callable[[], object], seconds: float = 120.0) -> None:
-    """Wait until it is so: nothing tells a test of this server's changes."""
+    """Wait until a condition holds: a test gets no notice of this server's changes."""
     end = time.monotonic() + seconds
     while not check():
         assert time.monotonic() < end, f"it did not come true within {seconds:.0f} s\n{plane.tails()}"
@@ -61,7 +61,7 @@ of_each_kind = pytest.mark.parametrize("cluster", JOBS.values(), ids=JOBS)
 
 
 def status(kind: str, succeeded: bool) -> dict[str, object]:
-    """What the kind's controller says of an ending."""
+    """The status that the kind's controller writes about an ending."""
     now = "2026-01-01T00:00:00Z"
     if kind == "volcano":
         return {"state": {"phase": "Completed" if succeeded else "Failed", "lastTransitionTime": now}}
@@ -108,7 +108,7 @@ def test_another_namespace_is_closed_to_the_launcher(plane) -> None:
 
 
 def overlays() -> list[Path]:
-    """Every folder of manifests that stands for a whole installation."""
+    """Every folder of manifests that is a whole installation."""
     return sorted(path.parent for path in MANIFESTS.glob("overlays/*/kustomization.yaml"))
 
 
@@ -122,7 +122,7 @@ def test_every_overlay_is_accepted_by_the_server(plane, overlay) -> None:
     documents = [document for document in yaml.safe_load_all(rendered.stdout) if document]
     served = plane.served_groups()
     names = {document["metadata"].get("namespace") for document in documents} - {None}
-    for name in names:  # a dry run of what lies in it needs it, and a profile's is Kubeflow's
+    for name in names:  # a dry run of its content needs it, and a profile's namespace is Kubeflow's
         namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
         plane.kubectl("apply", "-f", "-", text=yaml.safe_dump(namespace))
     for document in documents:
@@ -147,25 +147,25 @@ def test_the_launcher_may_label_a_node_that_failed_and_change_nothing_else_of_it
     assert label() is None  # without the component
     for document in node_health():
         plane.kubectl("apply", "--server-side", "-f", "-", text=yaml.safe_dump(document))
-    until(plane, lambda: label() == "failed")  # the authorizer learns of a binding a moment later
+    until(plane, lambda: label() == "failed")  # the authorizer reads a binding slightly later
     assert label() == "failed"
 
     numbers = itertools.count()
 
     def change(spec: dict[str, object] | None = None, **metadata: object) -> str:
-        """What the server says to such a change."""
+        """The server's answer to such a change."""
         body = {**node, "metadata": {"name": "node-a", **metadata}, **({"spec": spec} if spec else {})}
         try:
-            plane.api().apply(NODES, body, f"test-{next(numbers)}")  # each owns nothing of the node before
+            plane.api().apply(NODES, body, f"test-{next(numbers)}")  # each is a new field manager
         except HoldfastError as error:
             return str(error)
         return ""
 
-    # It learns of a policy a moment later, too.
+    # It reads a policy slightly later, too.
     until(plane, lambda: "but holdfast/health to failed" in change(labels={"pool": f"mine-{next(numbers)}"}))
     assert "but holdfast/health-found-by" in change(annotations={"a": "b"})
     assert "but its label holdfast/health" in change(spec={"unschedulable": True})
-    owner = {"apiVersion": "v1", "kind": "Pod", "name": "nobody", "uid": "of-nobody"}  # the node would be collected
+    owner = {"apiVersion": "v1", "kind": "Pod", "name": "nobody", "uid": "of-nobody"}  # else the node is collected
     assert "no owner" in change(ownerReferences=[owner])
     assert "no finalizer" in change(finalizers=["example.com/stays"])
     assert "but holdfast/health to failed" in change(labels={"holdfast/health": "well"})

@@ -1,4 +1,4 @@
-"""The kind overlay applied for real to a real API server with its admission, and what `holdfast doctor` says of it."""
+"""The kind overlay applied to a real API server with its admission, and the findings of `holdfast doctor`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """An API server to which everything of the kind overlay was applied, and the Secret was made as documented."""
+    """An API server with everything of the kind overlay and the Secret from the documentation."""
     binaries = assets()
     assert binaries is not None
     with ControlPlane(binaries, tmp_path_factory.mktemp("doctor")) as running:
@@ -44,7 +44,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
 
 @pytest.fixture
 def looked(plane: ControlPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ControlPlane:
-    """The plane, as the cluster of this process, for an administrator."""
+    """The plane as the cluster of this process, for an administrator."""
     kubeconfig = {
         "apiVersion": "v1", "kind": "Config", "current-context": "c",
         "clusters": [{"name": "c", "cluster": {"server": plane.url, "insecure-skip-tls-verify": True}}],
@@ -59,7 +59,7 @@ def looked(plane: ControlPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def findings(*overrides: str) -> dict[str, list[doctor.Finding]]:
-    """What the doctor says, by check, of the CPU example."""
+    """The doctor's findings, by check, about the CPU example."""
     by_check: dict[str, list[doctor.Finding]] = {}
     for finding in doctor.examine(spec(*overrides), "holdfast", store="file:///nowhere"):
         by_check.setdefault(finding.check, []).append(finding)
@@ -78,7 +78,7 @@ def test_under_the_shipped_manifests_everything_that_they_bring_is_fine(looked: 
     by_check = findings()
     for check in ("permissions", "service accounts", "priority class", "settings", "secrets", "pod admission", "quota"):
         assert outcomes(by_check[check]) == {"ok"}, by_check[check]
-    (policies,) = by_check["network policies"]  # this server is at a port of its own, which no policy names
+    (policies,) = by_check["network policies"]  # this server has an unusual port, which no policy names
     assert policies.message == f"nothing lets through: steps to the API server (TCP {looked.url.rpartition(':')[2]})"
     assert "hidden-value" not in str(by_check)
     assert not json.loads(looked.kubectl("get", "pods", "-n", "holdfast", "-o", "json"))["items"]
@@ -95,7 +95,7 @@ def test_a_rank_that_asks_for_more_than_the_standard_allows_is_refused_by_the_se
     assert 'violates PodSecurity "restricted' in admission[0].message
     assert "enforce=privileged" in admission[0].remedy
     looked.kubectl("label", "namespace", "holdfast", f"{ENFORCE}=baseline", "--overwrite")
-    try:  # which the remedy does not name, and rightly so
+    try:  # which the remedy does not name, correctly
         assert (
             'violates PodSecurity "baseline' in findings("cluster.capabilities=[IPC_LOCK]")["pod admission"][0].message
         )

@@ -62,9 +62,9 @@ def test_a_launcher_is_found_alive_in_its_own_namespace_and_given_up_when_its_po
         assert held(plane)["spec"]["holderIdentity"].startswith(f"pod/{HOME}/launcher-1/")
         waiting = threading.Thread(target=second)
         waiting.start()
-        assert not taken.wait(2.0)  # ten looks at a living one
+        assert not taken.wait(2.0)  # ten checks of a living one
         plane.kubectl("delete", "pod", "launcher-1", "-n", HOME, "--force", "--grace-period=0")
-        assert taken.wait(180)  # long before the lease runs out
+        assert taken.wait(180)  # long before the lease expires
     waiting.join(180)
     assert held(plane) == {}, "a lease that is given back is gone at once, with no finalizer left"
 
@@ -79,7 +79,7 @@ def test_a_dying_lease_is_waited_for(plane, monkeypatch) -> None:
         "spec": {},
     }
     lease_body = api.create(LEASES, body)
-    api.delete(LEASES, lease_body["metadata"]["name"])  # in the foreground: nobody takes the finalizer away
+    api.delete(LEASES, lease_body["metadata"]["name"])  # deleted in the foreground: its finalizer stays
     taken = threading.Event()
 
     def take() -> None:
