@@ -1,4 +1,4 @@
-"""What a stranger without a key sends to a port of a run. No attack waits for an answer longer than `SECONDS`."""
+"""Attacks of a client without a key on the ports of a run. No attack waits for an answer longer than `SECONDS`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 2.0
-ANSWER_SECONDS = 0.1  # some protocols say nothing to what they do not know
+ANSWER_SECONDS = 0.1  # some protocols do not answer an unknown client
 DEEP = b"[" * 200_000
 KEYS = ("torch.rendezvous.none", "torch.rendezvous.run", "last_call", "agent/status")
 
 
 class Payload:
-    """What makes a file where it is unpickled."""
+    """A pickle that creates a file when it is loaded."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -39,8 +39,8 @@ def _send(port: int, *pieces: bytes) -> None:
 
 
 def store_messages(key: str, value: bytes) -> bytes:
-    """What a client of torch's TCPStore sends to set a key: a greeting, and the key and the value with their sizes.
-    Without torch's own client, because that waits without end for a port which is no store."""
+    """Messages with which a client of torch's TCPStore sets a key: a greeting, and the key and the value with their
+    sizes. Torch's client is not used, because it waits forever for a port that is not a store."""
     name = b"/" + key.encode()
     greeting = struct.pack("<BI", 0, 0x3C85F7CE)
     return greeting + struct.pack("<BQ", 1, len(name)) + name + struct.pack("<Q", len(value)) + value
@@ -53,7 +53,7 @@ def replace_the_state(port: int, mark: Path) -> None:
 
 
 def send_garbage(port: int, mark: Path) -> None:
-    """Bytes of no protocol: none, too few for a head, random ones, zeros, a request of HTTP, lengths that lie."""
+    """Send bytes of no protocol: none, too few for a header, random ones, zeros, an HTTP request, wrong lengths."""
     chance = random.Random(port)
     _send(port)
     _send(port, b"\0")
@@ -67,14 +67,14 @@ def send_garbage(port: int, mark: Path) -> None:
 
 
 def send_deep_json(port: int, mark: Path) -> None:
-    """JSON that no recursive reader survives, with and without its length before it."""
+    """Send JSON that overflows a recursive reader, with and without its length before it."""
     _send(port, DEEP)
     _send(port, struct.pack("<I", len(DEEP)), DEEP)
     _send(port, struct.pack("<Q", len(DEEP)), DEEP)
 
 
 def send_objects(port: int, mark: Path) -> None:
-    """What a peer of a gloo collective of objects would send: the number of a pair, and a pickle's size and bytes."""
+    """Send what a peer of a gloo object collective sends: the number of a pair, and a pickle's size and bytes."""
     body = pickle.dumps(Payload(mark))
     for pair in range(8):
         _send(port, struct.pack("<q", pair), struct.pack("<q", len(body)), body)
@@ -82,7 +82,7 @@ def send_objects(port: int, mark: Path) -> None:
 
 
 def keep_waiting(port: int, most: int = 64) -> list[socket.socket]:
-    """Connections that have sent one byte of a handshake, and stay open until they are closed."""
+    """Open connections that send one byte of a handshake, and stay open until they are closed."""
     connections = []
     with suppress(OSError):
         for _ in range(most):
@@ -95,7 +95,7 @@ ATTACKS: tuple[Callable[[int, Path], None], ...] = (replace_the_state, send_garb
 
 
 def attack(ports: Iterable[int], mark: Path) -> list[socket.socket]:
-    """All of it, at each port. Gives back the connections that still wait."""
+    """Run every attack on each port. Returns the connections that still wait."""
     connections = []
     for port in sorted(ports):
         connections += keep_waiting(port)

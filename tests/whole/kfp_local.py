@@ -1,7 +1,7 @@
-"""`python -m tests.whole.kfp_local FOLDER`: the compiled pipeline in `kfp.local`, as KFP itself has it.
+"""`python -m tests.whole.kfp_local FOLDER`: the compiled pipeline in `kfp.local`, KFP's own runner.
 
-FOLDER has `pipeline.yaml` and `arguments.json`; the outcomes of the steps go to `outcomes` there. What is meant for
-pods is left out: their variables, the waits between tries, and the tasks that only enter artifacts for a UI.
+FOLDER has `pipeline.yaml` and `arguments.json`; the outcomes of the steps are written to `outcomes` in it. Fields for
+pods are left out: their variables, the waits between retries, and the tasks that only enter artifacts for a UI.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast.steps import ARTIFACTS
 
 
 def for_one_machine(pipeline: dict[str, Any]) -> dict[str, Any]:
-    """A compiled pipeline without what is meant for pods."""
+    """A compiled pipeline without the fields for pods."""
     components = pipeline["components"]
     entering = {
         name for name, component in components.items() if ARTIFACTS in component.get("dag", {}).get("tasks", {})
@@ -40,10 +40,10 @@ def for_one_machine(pipeline: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(folder: Path) -> int:
-    """Run the pipeline; 1 when it fails."""
+    """Run the pipeline; returns 1 when it fails."""
     from kfp import components, local
 
-    warnings.filterwarnings("ignore", category=RuntimeWarning)  # of an image whose name has no `python` in it
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # about an image whose name does not contain `python`
     os.environ[OUTCOMES] = str(folder / "outcomes")
     (folder / "outcomes").mkdir(exist_ok=True)
     local.init(

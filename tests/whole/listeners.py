@@ -1,4 +1,4 @@
-"""What the processes of a run listen to, and the modes of what they have open."""
+"""Listening sockets of a run's processes, and the modes of their open files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 
 
 def family(root: psutil.Process) -> list[psutil.Process]:
-    """A process and all that it started and is still below it."""
+    """A process and all its descendants that still run."""
     return [root, *root.children(recursive=True)]
 
 
 def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, int]]:
-    """The addresses at which processes wait for connections, or for datagrams."""
+    """The addresses at which processes accept connections or datagrams."""
     addresses = set()
     for process in processes:
         for connection in process.net_connections("inet"):
@@ -30,7 +30,7 @@ def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, int]]:
 
 
 def unix_listeners(processes: Iterable[psutil.Process]) -> set[str]:
-    """The names of Unix sockets at which processes wait; one that begins with @ is in no folder."""
+    """The names of Unix sockets at which processes listen; one that begins with @ is in no folder."""
     inodes = {link[8:-1] for process in processes for link in _links(process) if link.startswith("socket:[")}
     lines = [line.split(None, 7) for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     accepting = 0x10000
@@ -40,7 +40,7 @@ def unix_listeners(processes: Iterable[psutil.Process]) -> set[str]:
 
 
 def open_to_others(path: Path) -> bool:
-    """Whether another user can reach a path: by its own mode, and by that of its folder."""
+    """Whether another user can reach a path, by its mode and by that of its folder."""
     if not path.exists():
         return False
     own, folder = path.stat().st_mode, path.parent.stat().st_mode
@@ -48,7 +48,7 @@ def open_to_others(path: Path) -> bool:
 
 
 def shared_files(processes: Iterable[psutil.Process]) -> set[Path]:
-    """What processes have open in folders that every user may write to."""
+    """Open files of processes in folders that every user may write to."""
     paths = (Path(link) for process in processes for link in _links(process) if link.startswith("/"))
     return {path for path in paths if any(path.is_relative_to(folder) for folder in SHARED)}
 

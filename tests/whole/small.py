@@ -1,4 +1,4 @@
-"""A corpus, a spec and a way to call `holdfast run`, small enough that the whole DAG takes seconds."""
+"""A corpus, a spec and helpers that run `holdfast run`, so small that the whole DAG takes seconds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TEXT = "the sea is wide and the ship sails on a long way over the dark water to 
 
 
 def write_corpus(folder: Path, documents: int = 40) -> None:
-    """Short texts with a pattern, each a different one."""
+    """Write short texts with a pattern, each a different one."""
     (folder / "corpus").mkdir(parents=True)
     vocabulary = TEXT.split()
     for number in range(documents):
@@ -56,7 +56,7 @@ def write_corpus(folder: Path, documents: int = 40) -> None:
 
 
 def write_spec(folder: Path, **sections: dict[str, Any]) -> Path:
-    """The spec in `folder`, with fields of some sections replaced, or added."""
+    """Write the spec to `folder`, with fields of some sections replaced or added."""
     spec = {**SPEC, **{name: {**SPEC.get(name, {}), **fields} for name, fields in sections.items()}}
     path = folder / "spec.yaml"
     path.write_text(yaml.safe_dump(spec, sort_keys=False))
@@ -64,7 +64,7 @@ def write_spec(folder: Path, **sections: dict[str, Any]) -> Path:
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:
-    """An environment in which nothing but `home` is written to."""
+    """An environment in which nothing is written outside `home`."""
     inherited = {
         name: value for name, value in os.environ.items() if name not in ("HOLDFAST_STORE", "MLFLOW_TRACKING_URI")
     }
@@ -72,8 +72,8 @@ def environment(home: Path, **more: str) -> dict[str, str]:
 
 
 def held(folder: Path, steps: int, after: str = "") -> dict[str, str]:
-    """Variables of a command whose training computes up to this step, and waits for its end: that which begins once
-    the store has an object that matches `after`."""
+    """Variables for a command whose training computes up to this step and waits there. With `after`, only a training
+    that begins once the store has a matching object waits."""
     (folder / "site").mkdir()
     (folder / "site/sitecustomize.py").write_text(
         HELD_STEP.format(after=str(folder / "home/store" / after) if after else "/")
@@ -83,14 +83,14 @@ def held(folder: Path, steps: int, after: str = "") -> dict[str, str]:
 
 
 def hold(folder: Path, steps: int) -> None:
-    """Let what is held compute up to this step, and no further."""
+    """Let a held training compute up to this step."""
     unfinished = folder / "holds.unfinished"
     unfinished.write_text(str(steps))
     unfinished.rename(folder / "holds")
 
 
 def start(folder: Path, *arguments: str, command: str = "run", **more: str) -> subprocess.Popen[str]:
-    """Begin `holdfast COMMAND ...` in `folder`; its home is `folder`/home, with an empty MLflow."""
+    """Start `holdfast COMMAND ...` in `folder`. Its home is `folder`/home, with an empty MLflow."""
     empty_mlflow.place(folder / "home")
     return warm.popen(
         [sys.executable, "-m", "holdfast.pipelines.cli", command, *arguments],
@@ -99,7 +99,7 @@ def start(folder: Path, *arguments: str, command: str = "run", **more: str) -> s
 
 
 def holdfast(folder: Path, *arguments: str, command: str = "run", **more: str) -> subprocess.CompletedProcess[str]:
-    """`holdfast COMMAND ...` in `folder`, to its end."""
+    """Run `holdfast COMMAND ...` in `folder` to its end."""
     process = start(folder, *arguments, command=command, **more)
     stdout, stderr = process.communicate(timeout=300)
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
@@ -111,6 +111,6 @@ def objects(folder: Path, pattern: str) -> list[Path]:
 
 
 def only(folder: Path, pattern: str) -> dict[str, Any]:
-    """The one JSON object of the store that matches."""
+    """The only matching JSON object of the store."""
     (path,) = objects(folder, pattern)
     return dict(json.loads(path.read_text()))

@@ -1,4 +1,4 @@
-"""`holdfast` as a person calls it who submits to an engine that runs on this machine, and what became of the run."""
+"""`holdfast` as a user of an engine on this machine calls it, and the state of the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ON_TWO_NODES = (
 
 
 def until(condition: Callable[[], T], seconds: float) -> T:
-    """Wait until a condition holds, and return what it gave; raises TimeoutError."""
+    """Wait until a condition holds, and return its value; raises TimeoutError."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > end:
@@ -36,12 +36,12 @@ def until(condition: Callable[[], T], seconds: float) -> T:
 
 
 class Submitter:
-    """A folder with a corpus and a spec for two nodes, a home with the store, and the command beside them."""
+    """A folder with a corpus and a spec for two nodes, a home with the store, and the `holdfast` command."""
 
     def __init__(
         self, folder: Path, home: Path, environment: dict[str, str], overrides: Sequence[str], **sections: Any
     ) -> None:
-        """`folder`: of the spec; `home`: where the engine's nodes find the store; `sections`: of the spec."""
+        """`folder`: contains the spec; `home`: where the engine's nodes find the store; `sections`: of the spec."""
         self.folder, self.home = folder, home
         self.overrides = [*ON_TWO_NODES, *overrides]
         folder.mkdir(exist_ok=True)
@@ -52,7 +52,7 @@ class Submitter:
         self.store = open_store((home / "store").as_uri())
 
     def holdfast(self, *arguments: str, code: int = 0) -> str:
-        """What a command prints; it must end with `code`."""
+        """The output of a command, which must exit with `code`."""
         command = [sys.executable, "-m", "holdfast.pipelines.cli", *arguments]
         result = warm.run(command, self.environment, self.folder, timeout=240)
         assert result.returncode == code, f"{result.returncode}\n{result.stdout}{result.stderr}"
@@ -60,19 +60,19 @@ class Submitter:
 
     @property
     def sets(self) -> list[str]:
-        """The overrides, as words of a command."""
+        """The overrides as arguments of a command."""
         return [argument for override in self.overrides for argument in ("--set", override)]
 
     def submit(self, *arguments: str) -> dict[str, Any]:
-        """Submit the spec: what the command says in JSON."""
+        """Submit the spec. Returns the command's JSON."""
         return dict(json.loads(self.holdfast("run", str(self.spec), *self.sets, "--json", *arguments)))
 
     def status(self, run: str) -> dict[str, Any]:
-        """What `holdfast show` says, as JSON."""
+        """The JSON of `holdfast show`."""
         return dict(json.loads(self.holdfast("show", run, "--steps", "--json")))
 
     def step(self, run: str, name: str) -> dict[str, Any]:
-        """A step in that."""
+        """A step in the status."""
         return next(dict(step) for step in self.status(run)["steps"] if step["name"] == name)
 
     def wait_for_step(self, run_id: str, step: int, seconds: float = 400) -> None:
@@ -89,7 +89,7 @@ class Submitter:
         return read_manifest(self.store, run_id, step).state_digest
 
     def dataset(self, store: Path | None = None) -> tuple[str, dict[str, bytes]]:
-        """The id of the one dataset of the store, or of another one, and its files but for the manifest."""
+        """The id of the only dataset of this or another store, and its files except the manifest."""
         (manifest,) = ((store or self.home / "store") / "datasets").glob("[0-9a-f]*/dataset.json")
         files = {path.name: path.read_bytes() for path in manifest.parent.iterdir() if path.name != manifest.name}
         return manifest.parent.name, files

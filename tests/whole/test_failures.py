@@ -1,4 +1,4 @@
-"""What a person sees when a step fails."""
+"""Output for the user when a step fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A corpus that several tokenise, through the DAG on Argo and on KFP: the dataset of one process, to the byte."""
+"""A corpus that several tasks tokenize, through the DAG on Argo and on KFP: to the byte, the dataset of one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAN_OUT = "data.fan_out=3"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A corpus in four sources, so that there are as many units, and a story of each source again in the last one."""
+    """A corpus in four sources, for as many units; the last one repeats a text of each source."""
     write_corpus(tmp_path)
     for number in range(3):
         text = (tmp_path / f"corpus/0{number}0.txt").read_text()
@@ -44,7 +44,7 @@ def spec(folder: Path, *overrides: str) -> Spec:
 
 
 def of_one_process(folder: Path) -> dict[str, bytes]:
-    """The dataset that one process makes, in a store of its own."""
+    """The dataset of one process, in a separate store."""
     store = open_store(f"file://{folder}/alone")
     dataset = preprocess(spec(folder), store)
     assert dataset.dropped["duplicate"] == 3
@@ -63,7 +63,7 @@ def test_pods_of_argo_that_are_lost_are_made_again_and_the_dataset_is_that_of_on
         folder / "home", HOLDFAST_LAUNCHER="local", HOLDFAST_LOG="json", PYTHONPATH=str(Path(__file__).parents[2])
     )
     argo = Argo(argo_objects(spec(folder, FAN_OUT)), folder / "pods", variables)
-    argo.instead["tokenise"] = [LOST, 137]  # its node went away, and then its memory was not enough
+    argo.instead["tokenise"] = [LOST, 137]  # first its node was lost, then its memory was not enough
     workflow = argo.submit({"workflowTemplateRef": {"name": "holdfast-small"}, "entrypoint": "train-and-register"})
     assert workflow.phase == "Succeeded", workflow.log
     shares = [node for name, node in workflow.nodes.items() if name.startswith("tokenise(")]
@@ -75,8 +75,8 @@ def test_pods_of_argo_that_are_lost_are_made_again_and_the_dataset_is_that_of_on
 
 
 class Compiled:
-    """The compiled pipeline, and its tasks as KFP's driver and launcher run them: `kfp.local` cannot, since it takes no
-    loop below an exit handler."""
+    """The compiled pipeline, and its tasks as KFP's driver and launcher run them. `kfp.local` cannot run it, since
+    it supports no loop below an exit handler."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         compile_pipeline(spec(folder, *overrides), folder / "pipeline.yaml")
@@ -88,7 +88,7 @@ class Compiled:
         return dict(self.ir["components"][task["componentRef"]["name"]])
 
     def run(self, tasks: Mapping[str, Any], given: Mapping[str, Any], until: str) -> None:
-        """Run the tasks of a DAG with its inputs, each after those it depends on, up to the task `until`."""
+        """Run the tasks of a DAG with its inputs, each after its dependencies, up to the task `until`."""
         outputs_of: dict[str, dict[str, Any]] = {}
         while waiting := [name for name in tasks if name not in outputs_of]:
             name = next(
@@ -110,7 +110,7 @@ class Compiled:
             outputs_of[name] = {}
 
     def execute(self, name: str, component: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """What a task's container gives, told what KFP's launcher tells it."""
+        """Run a task's container with KFP's executor input. Returns its outputs."""
         container = self.ir["deploymentSpec"]["executors"][component["executorLabel"]]["container"]
         self.ran.append(name)
         place = self.folder / f"task-{len(self.ran)}"

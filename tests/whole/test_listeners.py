@@ -1,4 +1,5 @@
-"""That what strangers send to a run would hurt it: they attack a run in test_whole_run.py, which feels nothing."""
+"""The attacks work: each of them hurts an unprotected target. In test_whole_run.py they hit a run and have no
+effect."""
 
 from __future__ import annotations
 

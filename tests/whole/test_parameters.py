@@ -1,5 +1,5 @@
-"""The compiled pipeline as the form of the KFP UI starts it, with one field changed, and again while it still runs. Its
-store is a bucket, as on a cluster."""
+"""The compiled pipeline as the form of the KFP UI starts it, with one changed field, and again while it still runs.
+Its store is a bucket, as on a cluster."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PAGE = "https://mlflow.example.com"
 
 
 class Started:
-    """A run whose form was filled in so."""
+    """A run with these values in its form."""
 
     def __init__(self, folder: Path, name: str, **changed: Any) -> None:
         self.folder = folder / name
         self.folder.mkdir()
         (self.folder / "pipeline.yaml").write_text((folder / "pipeline.yaml").read_text())
         parameters = next(yaml.safe_load_all((folder / "pipeline.yaml").read_text()))["root"]["inputDefinitions"]
-        form = {  # JSON from a browser: a whole number has no fraction there
+        form = {  # JSON from a browser: an integer has no fraction there
             key: int(definition["defaultValue"])
             if definition["parameterType"] == "NUMBER_INTEGER"
             else definition["defaultValue"]
@@ -48,7 +48,7 @@ class Started:
             )  # fmt: skip
 
     def ended(self) -> dict[str, str]:
-        """What each step said, when all of them have ended well."""
+        """The results of the steps, once all have succeeded."""
         code = self.process.wait(timeout=300)
         assert code == 0, self.log
         files = (self.folder / "outcomes").glob("*.json")
@@ -60,7 +60,7 @@ class Started:
         return (self.folder / "log").read_text()
 
     def artifact(self, name: str) -> str:
-        """The document that a step has left."""
+        """An artifact that a step has written."""
         (file,) = (self.folder / "artifacts").rglob(name)
         return file.read_text()
 
@@ -74,15 +74,15 @@ def test_runs_from_the_form_that_overlap_train_once_and_show_where_everything_is
     compile_pipeline(spec, tmp_path / "pipeline.yaml")
     store = open_store(s3_url)
 
-    # As a recurring run fires while one still runs.
+    # As when a recurring run starts while one still runs.
     first_run, other = (Started(tmp_path, name, steps=6) for name in ("one", "other"))
     first, second = first_run.ended(), other.ended()
     assert first.keys() >= {"preprocess", "train", "evaluate", "register"}
     run_id = first["train"]
     assert second["train"] == run_id
-    assert len(list(store.list(layout.attempts(run_id)))) == 1  # nothing was trained twice
+    assert len(list(store.list(layout.attempts(run_id)))) == 1  # the training ran once
 
-    # Before training began: where it can be watched.
+    # Written before the training begins: where to watch it.
     links = first_run.artifact("links")
     (mlflow_run,) = MlflowClient(f"sqlite:///{tmp_path}/home/mlflow.db").search_runs(
         ["1"], filter_string=f"tags.`holdfast.run_id` = '{run_id}'"

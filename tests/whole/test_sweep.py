@@ -1,4 +1,5 @@
-"""A sweep on this machine: one dataset, one comparison, one registered model; it goes on, and repeated it answers."""
+"""A sweep on this machine: one dataset, one comparison, one registered model. It resumes, and repeated it returns
+its result."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def test_a_sweep_that_was_stopped_goes_on_registers_the_best_and_then_only_answe
 def test_a_trial_that_fails_is_named_and_the_others_are_compared(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     write_spec(tmp_path)
-    options = ("--over", "model.context=32,4096")  # more than there is of held-out text
+    options = ("--over", "model.context=32,4096")  # more than the held-out text has
     sweep_result = holdfast(tmp_path, "spec.yaml", *options, command="sweep")
     assert sweep_result.returncode == 5, sweep_result.stdout + sweep_result.stderr
     assert "failed: model.context=4096: train failed (exit code 11)" in sweep_result.stdout
@@ -78,8 +79,8 @@ def test_a_trial_that_fails_is_named_and_the_others_are_compared(tmp_path: Path)
     assert json.loads(status.stdout)["state"] == "FAILED"
     shown = holdfast(tmp_path, "small-sweep", "--json", command="show")
     assert json.loads(shown.stdout) == comparison
-    assert "sweep" not in holdfast(tmp_path, command="runs").stdout  # its trials are runs, and it is none
-    result = holdfast(tmp_path, "small-sweep", "--json", command="resume")  # what failed is tried again
+    assert "sweep" not in holdfast(tmp_path, command="runs").stdout  # its trials are runs, and the sweep is not
+    result = holdfast(tmp_path, "small-sweep", "--json", command="resume")  # failed trials are retried
     assert result.returncode == 5, result.stdout + result.stderr
     assert json.loads(result.stdout)["run_id"] == comparison["sweep_id"]
     assert len(objects(tmp_path, "runs/*/attempts/*.json")) == 1

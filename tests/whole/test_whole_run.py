@@ -1,4 +1,5 @@
-"""One run from raw text to a registered model, looked at from all sides; and one that is interrupted and ends alike."""
+"""One run from raw text to a registered model, checked in every respect; and one that is interrupted and ends the
+same."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from tests.whole.listeners import family, listening, open_to_others, shared_file
 from tests.whole.small import ROOT, environment, held, hold, holdfast, objects, only, start, write_corpus, write_spec
 
 PATIENCE = 300.0  # seconds
-BEYOND_A_SAVE = 3  # steps, at which training waits
-pytestmark = pytest.mark.timeout(1200)  # more than an undisturbed run and all that is waited for may take
+BEYOND_A_SAVE = 3  # steps after which training waits
+pytestmark = pytest.mark.timeout(1200)  # more than an undisturbed run and all its waits may take
 HEAVY = ("torch", "kfp", "mlflow", "tokenizers", "pyarrow", "transformers")
 
 
@@ -44,7 +45,7 @@ def collector() -> Iterator[Collector]:
 def done(
     tmp_path_factory: pytest.TempPathFactory, collector: Collector
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A folder in which the small spec ran to its end, and what the command said."""
+    """A folder in which the small spec ran to its end, and the result of the command."""
     folder = tmp_path_factory.mktemp("whole")
     write_corpus(folder)
     training, checkpoint = {"steps": 80, "micro_batch": 2}, {"every_steps": 5, "grace_seconds": 300}
@@ -226,18 +227,18 @@ def test_after_the_home_was_moved_the_same_command_ends_as_before_and_a_worse_mo
         shutil.rmtree(folder / "home", ignore_errors=True)
         (folder / "moved").rename(folder / "home")
         for worse_run in set(objects(folder, "runs/*")) - set(earlier):
-            shutil.rmtree(worse_run)  # tests below compare every run that is there
+            shutil.rmtree(worse_run)  # later tests compare every run in the store
 
 
 @dataclass(frozen=True)
 class Disturbed:
-    """Another run of the spec, in the same store: strangers attack it, a person stops it, and it goes on."""
+    """Another run of the spec, in the same store: attackers connect to it, a user stops it, and it is resumed."""
 
     run: Path  # its folder in the store
-    addresses: set[tuple[str, int]]  # what its processes opened
+    addresses: set[tuple[str, int]]  # ports that its processes opened
     sockets: set[str]
     files: set[Path]
-    mark: Path  # there once something of a stranger was executed
+    mark: Path  # exists once an attack has executed code
     code: int
     output: str
     again: subprocess.CompletedProcess[str]
@@ -265,7 +266,7 @@ def disturbed(
         wait_for_step(process, 5)
         members = family(psutil.Process(process.pid))
         addresses, sockets, files = listening(members), unix_listeners(members), shared_files(members)
-        files = {path for path in files if not path.is_relative_to(folder)}  # of the home and the store: by the umask
+        files = {path for path in files if not path.is_relative_to(folder)}  # home and store follow the umask
         connections = attack({port for _, port in addresses}, site / "executed")
         wait_for_step(process, 15)
         for connection in connections:
