@@ -1,4 +1,4 @@
-"""Runs of a small spec on a real Slurm, and what became of their jobs."""
+"""Runs of a small spec on a real Slurm, and the state of their jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.slurm.cluster import SlurmCluster
 from tests.whole import small
 from tests.whole.submitting import Submitter, until
 
-# Of a run on this machine, as many processes as on the two nodes of the cluster: the same plan, and so the same bits.
+# For runs on this machine: as many processes as on the two nodes of the cluster, so the same plan and the same bits.
 LIKE_TWO_NODES = ("--set", "parallel.processes=2", "--set", "training.micro_batch=2")
 
 
@@ -20,18 +20,18 @@ class Place(Submitter):
     def __init__(
         self, slurm: SlurmCluster, folder: Path, *overrides: str, held: int | None = None, **sections: dict[str, Any]
     ) -> None:
-        """`held`: what trains computes up to this step, until `go_on`."""
+        """`held`: training waits at this step until `go_on`."""
         self.slurm = slurm
         environment = {name: slurm.environment[name] for name in ("SLURM_CONF", "PATH")}
         environment |= {} if held is None else small.held(folder, held)
         super().__init__(folder, folder / "home", {**environment, "HOLDFAST_BACKEND": "slurm"}, overrides, **sections)
 
     def let(self, steps: int) -> None:
-        """Let what is held train up to this step."""
+        """Let a held training compute up to this step."""
         small.hold(self.folder, steps)
 
     def go_on(self) -> None:
-        """Let what is held train to its end."""
+        """Let a held training compute to its end."""
         small.hold(self.folder, sys.maxsize)
 
     def wait(self, run: str, seconds: float = 600) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class Place(Submitter):
         return self.status(run)
 
     def logs(self, run: str = "") -> str:
-        """Everything that was printed, for a failure of a test."""
+        """All output, for the message of a failed test."""
         files = sorted((self.folder / "home").glob("slurm/*/*.log")) + sorted((self.folder / "home").glob("logs/*/*"))
         return "\n".join(f"--- {path}\n{path.read_text()[-6000:]}" for path in files if path.is_file()) + run
 

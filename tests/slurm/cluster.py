@@ -1,7 +1,7 @@
-"""A real Slurm of two nodes on this machine: munged with a key of its own, slurmctld, two slurmd, on free ports.
+"""A real Slurm of two nodes on this machine: munged with a separate key, slurmctld, and two slurmd, on free ports.
 
-With `accounting` also slurmdbd over a MariaDB of its own. Everything lies in one folder, and every process that was
-started here is ended by its number.
+With `accounting` also slurmdbd over a separate MariaDB. All files are in one folder, and every process that is started
+here is ended by its number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.ports import free_ports
 from tests.whole.submitting import until
 
 NODES = ("n1", "n2")
-CORES, MEMORY = 16, 64000  # of each node, in MiB: more than there is, for what runs here is tiny
+CORES, MEMORY = 16, 64000  # of each node, in MiB: more than the machine has, since the jobs are tiny
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 ACCOUNTING_PROGRAMS = ("slurmdbd", "sacct", "sacctmgr", "mariadbd", "mariadb-install-db")
 FOLDERS = "/usr/sbin:/sbin"
@@ -98,7 +98,7 @@ def missing(programs: Sequence[str] = PROGRAMS) -> str:
 
 
 class SlurmCluster:
-    """See the module. Use it as a context."""
+    """Real Slurm of two nodes, as a context manager; see the module."""
 
     def __init__(self, folder: Path, *, accounting: bool = False, remembers_seconds: int = 3600) -> None:
         """`remembers_seconds`: how long the controller knows a job that has ended."""
@@ -131,7 +131,7 @@ class SlurmCluster:
             self._kill_tasks_of(node)
 
     def ask(self, *command: str, check: bool = True) -> str:
-        """What a command of Slurm prints."""
+        """The output of a Slurm command."""
         result = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=180, check=False, cwd=self.folder
         )
@@ -140,7 +140,7 @@ class SlurmCluster:
         return result.stdout.strip()
 
     def path_of(self, program: str) -> str:
-        """Where a command of Slurm is."""
+        """The path of a Slurm command."""
         return str(shutil.which(program, path=_path()))
 
     def start_node(self, name: str) -> None:
@@ -149,7 +149,7 @@ class SlurmCluster:
         self._await(lambda: self.ask("sinfo", "--noheader", "--nodes", name, "--format=%T") in ("idle", "mixed"), 240)
 
     def kill_node(self, name: str) -> None:
-        """Let a node go down as one does that loses power: its slurmd and all that ran there are gone at once."""
+        """Let a node lose power: its slurmd and all its processes are gone immediately."""
         daemon = self._processes.pop(f"slurmd-{name}")
         daemon.kill()
         daemon.wait()
@@ -157,14 +157,14 @@ class SlurmCluster:
         self.ask("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=test")
 
     def tasks_of(self, node: str) -> list[int]:
-        """The processes of jobs on a node. slurmstepd's come first: killed last, they would tell how the others ended,
-        as no node does that loses power."""
+        """The processes of jobs on a node, those of slurmstepd first. Killed last, they would report how the others
+        ended, which a node without power cannot do."""
         import psutil
 
         log, keepers, tasks = str(self.folder / f"slurmd-{node}.log"), [], []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.name() == "slurmstepd":  # its title lies over its environment: its log tells whose it is
+                if process.name() == "slurmstepd":  # its title overwrites its environment: its log names its node
                     if log in (file.path for file in process.open_files()):
                         keepers.append(process.pid)
                     continue
@@ -203,7 +203,7 @@ class SlurmCluster:
         if self._accounting:
             self._start_accounting(values)
         self._run("slurmctld", "slurmctld", "-D", "-i")
-        log = self.folder / "slurmctld.log"  # who asks before it serves waits for an answer until MessageTimeout
+        log = self.folder / "slurmctld.log"  # a client that connects too early waits until MessageTimeout
         self._await(lambda: log.exists() and "Running as primary controller" in log.read_text(), 120)
         self._await(lambda: "UP" in self.ask("scontrol", "ping", check=False), 120)
         for name in NODES:
@@ -232,7 +232,7 @@ class SlurmCluster:
         self._await(lambda: log.exists() and "slurmdbd version" in log.read_text(), 120)
 
     def _await(self, condition: Callable[[], object], seconds: float) -> None:
-        """Wait until a condition holds; where it does not, or a daemon has ended, say what all of them wrote."""
+        """Wait until a condition holds. On a timeout, or when a daemon has ended, fail with the logs of all daemons."""
 
         def ended() -> list[str]:
             return [f"{name}: {daemon.poll()}" for name, daemon in self._processes.items() if daemon.poll() is not None]
@@ -245,12 +245,12 @@ class SlurmCluster:
             raise RuntimeError(f"ended: {', '.join(dead)}\n{self._tails()}")
 
     def _tails(self) -> str:
-        """The ends of what every daemon wrote."""
+        """The last lines of every daemon's log."""
         files = sorted([*self.folder.glob("*.out"), *self.folder.glob("*.log"), *self.folder.glob("munge/log")])
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in files)
 
     def _run(self, name: str, *command: str) -> None:
-        bound_command = ("setpriv", "--pdeathsig", "KILL", *command)  # not even a killed test leaves a daemon behind
+        bound_command = ("setpriv", "--pdeathsig", "KILL", *command)  # even a killed test leaves no daemon
         with (self.folder / f"{name}.out").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 bound_command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,

@@ -1,4 +1,4 @@
-"""One real Slurm for the tests of a file; they skip, and say why, where none can be started."""
+"""One real Slurm for the tests of a file; they skip, with the reason, where none can be started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def slurm() -> Iterator[SlurmCluster]:
     """Two nodes."""
     if why := missing():
         pytest.skip(f"no Slurm: {why}")
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # its path goes into sockets: it must be short
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # its path is part of socket names: it must be short
         Path(folder).chmod(0o755)
         with SlurmCluster(Path(folder)) as cluster:
             yield cluster

@@ -1,4 +1,4 @@
-"""What became of a run whose jobs the controller has forgotten: the accounting of a real slurmdbd remembers."""
+"""Status of a run whose jobs the controller has forgotten: the accounting of a real slurmdbd has them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def accounted() -> Iterator[SlurmCluster]:
 
 
 def forgotten(cluster: SlurmCluster, run: str) -> None:
-    """Wait until the controller knows no job any more, and the accounting all five of a run as ended."""
+    """Wait until the controller has forgotten all jobs, and the accounting reports all five of a run as ended."""
     first = int(run.rpartition("-")[2])
     jobs = [str(first + number) for number in range(5)]
     query = ("sacct", "--allocations", "--noheader", f"--jobs={','.join(jobs)}", "--format=JobIDRaw,End")

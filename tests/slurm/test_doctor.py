@@ -36,7 +36,7 @@ def test_a_folder_that_no_node_sees_is_named(slurm: SlurmCluster, tmp_path: Path
     place = Place(slurm, tmp_path)
     programs = tmp_path / "bin"
     programs.mkdir()
-    node = programs / "srun"  # the nodes of this Slurm see every folder of this machine: one here does not
+    node = programs / "srun"  # all nodes of this Slurm see every folder of this machine: here one does not
     node.write_text(f'#!/bin/bash\nexec {slurm.path_of("srun")} "${{@:1:$#-2}}" cat /nowhere/else\n')
     node.chmod(0o755)
     place.environment["PATH"] = f"{programs}:{place.environment['PATH']}"

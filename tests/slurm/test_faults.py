@@ -1,4 +1,4 @@
-"""Training on two real nodes of Slurm ends with the same bits, whatever takes its allocation away."""
+"""Training on two real nodes of Slurm ends with the same bits, whichever fault takes its allocation away."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LONG = {"training": {"steps": STEPS, "log_every": 50}, "checkpoint": {"every_ste
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """The digests of the undisturbed run, on this machine, at steps."""
+    """The digests of the undisturbed run, on this machine, by step."""
     folder = tmp_path_factory.mktemp("calm")
     small.write_corpus(folder)
     small.write_spec(folder, **LONG)
@@ -43,7 +43,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 
 
 def disturb(place: Place, run: str, saved: int, strike: Callable[[int], object]) -> None:
-    """Strike the train job once that step is saved, and wait for the next launch."""
+    """Inject a fault into the train job once that step is saved, and wait for the next launch."""
     place.let(saved + AHEAD)
     place.wait_for_step(run, saved)
     launch = newest_launch(place.store, run)
@@ -57,14 +57,14 @@ def train_job(place: Place, run: str) -> int:
 
 
 def attempts(place: Place, run: str) -> list[tuple[int, int]]:
-    """Number and launch of each attempt."""
+    """The number and the launch of each attempt."""
     numbers = [number for number, _ in list_attempts(place.store, run)]
     return [(number, read_attempt(place.store, run, number)["launch"]) for number in numbers]
 
 
 def of_jobs(slurm: SlurmCluster, home: Path) -> list[psutil.Process]:
-    """The processes that jobs have started for a home. Slurm's own programs are left out: srun listens on all
-    interfaces for its nodes, which Slurm authenticates."""
+    """The processes that jobs have started for a home. Slurm's programs are left out: srun listens on all interfaces
+    for its nodes, which Slurm authenticates."""
     processes = []
     for pid in {pid for node in NODES for pid in slurm.tasks_of(node)}:
         with suppress(psutil.Error):
@@ -83,7 +83,7 @@ def test_a_cancelled_step_the_time_limit_and_each_node_that_goes_down_cost_no_bi
     run = str(first["run_id"])
     place.let(20 + AHEAD)
     place.wait_for_step(run, 20)
-    members = of_jobs(slurm, place.home)  # they listen on the addresses of the job, and to nothing open to others
+    members = of_jobs(slurm, place.home)  # they listen on the addresses of the job, and on nothing open to other users
     addresses, sockets = listening(members), unix_listeners(members)
     assert addresses, "ranks of two nodes listen somewhere"
     assert {address for address, _ in addresses if not ipaddress.ip_address(address).is_loopback} == set()
@@ -99,7 +99,7 @@ def test_a_cancelled_step_the_time_limit_and_each_node_that_goes_down_cost_no_bi
         slurm.ask("scontrol", "update", f"JobId={job}", "TimeLimit=60")
 
     disturb(place, run, 40, reach_limit)
-    # The job keeps its number, and each gang is another launch and another attempt all the same.
+    # The job keeps its number, but each gang is another launch and another attempt.
     assert place.step(run, "train")["error"] == "requeued 1 time"
 
     def down(name: str) -> None:
@@ -107,14 +107,14 @@ def test_a_cancelled_step_the_time_limit_and_each_node_that_goes_down_cost_no_bi
         slurm.start_node(name)
 
     disturb(place, run, 60, lambda _: down("n2"))
-    disturb(place, run, 80, lambda _: down("n1"))  # which has the batch job
+    disturb(place, run, 80, lambda _: down("n1"))  # n1 runs the batch job
     place.go_on()
     status = place.wait(run)
     assert status["state"] == "SUCCEEDED", f"{status}\n{place.logs()}"
     assert place.digest(run, STEPS) == calm[STEPS]
     gangs = attempts(place, run)
     assert [number for number, _ in gangs] == [1, 2, 3, 4, 5]
-    assert gangs[:3] == [(1, 1), (2, 2), (3, 3)]  # a later launch that found the node gone before Slurm did has no gang
+    assert gangs[:3] == [(1, 1), (2, 2), (3, 3)]  # a later launch that missed the node before Slurm did has no gang
     states = {step["name"]: step["state"] for step in status["steps"]}
     assert states == dict.fromkeys(("preprocess", "train", "evaluate", "register", "notify"), "SUCCEEDED")
     assert "resuming from step" in place.holdfast("logs", run, "--rank", "0")

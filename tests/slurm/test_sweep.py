@@ -21,7 +21,7 @@ OVER = "training.optimizer.learning_rate=1e-3,1e-2"
 
 
 def sweep(place: Place, *arguments: str) -> dict[str, Any]:
-    """Submit a sweep: what the command says in JSON."""
+    """Submit a sweep. Returns the command's JSON."""
     sets = [argument for override in place.overrides for argument in ("--set", override)]
     output = place.holdfast("sweep", str(place.spec), *sets, "--json", *arguments)
     return dict(json.loads(output))
@@ -33,7 +33,7 @@ def comparison(folder: Path) -> dict[str, Any]:
 
 
 def tasks(place: Place, run: str) -> list[str]:
-    """What Slurm calls those that train, as far as they are known."""
+    """Slurm's ids of the tasks that train, as far as they are known."""
     return [task for step in place.status(run)["steps"] if step["name"].startswith("train-") for task in step["pods"]]
 
 
@@ -87,7 +87,7 @@ def test_a_trial_that_fails_is_named_the_others_are_compared_and_the_same_again_
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     place = Place(slurm, tmp_path)
-    options = ("--over", "model.context=32,4096", "--at-once", "1")  # more than there is of held-out text
+    options = ("--over", "model.context=32,4096", "--at-once", "1")  # more than the held-out text has
     submission = sweep(place, *options)
     status = place.wait(submission["run_id"])
     assert status["state"] == "FAILED", f"{status}\n{place.logs()}"
