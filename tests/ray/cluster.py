@@ -1,4 +1,4 @@
-"""A real Ray on this machine: nodes that are started as `ray start` starts them, bound to 127.0.0.1, with a token."""
+"""A real Ray on this machine: nodes from `ray start`, bound to 127.0.0.1, with a token."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from tests.whole.submitting import ROOT, until
 
 ADDRESS = "127.0.0.1"  # of the dashboard
 TOKEN = "RAY_AUTH_TOKEN"
-GAVE_UP = "The current node timed out during startup"  # says Ray of itself
+GAVE_UP = "The current node timed out during startup"  # Ray's message
 
 
 def missing() -> str:
-    """Why no Ray is started here; empty if one is."""
+    """Why Ray is not started here; empty if it is."""
     return "" if importlib.util.find_spec("ray") else "it is not installed: pip install 'holdfast[ray]'"
 
 
 class RayNode:
-    """What one `ray start --block` started."""
+    """The processes of one `ray start --block`."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
     @property
     def processes(self) -> list[psutil.Process]:
-        """All of them, its raylet, workers and what these started too."""
+        """All processes of the node: its raylet, its workers and their children."""
         with suppress(psutil.NoSuchProcess):
             parent = psutil.Process(self._process.pid)
             return [parent, *parent.children(recursive=True)]
         return []
 
     def those_with(self, *words: str) -> list[psutil.Process]:
-        """Its processes with all of `words` in their command lines."""
+        """The node's processes with all of `words` in their command lines."""
         processes = []
         for process in self.processes:
             with suppress(psutil.NoSuchProcess):
@@ -55,11 +55,11 @@ class RayNode:
 
     @property
     def ranks(self) -> list[psutil.Process]:
-        """The processes that train a run that is held."""
+        """The training processes of a held run."""
         return self.those_with(f"{HELD} --run-id")
 
     def kill_raylet(self) -> None:
-        """As the kernel does it when memory runs out; wait until nothing of the node is left."""
+        """Kill the raylet, as the kernel does when memory runs out; wait until nothing of the node is left."""
         processes = self.processes
         for raylet in self.those_with("raylet/raylet "):
             raylet.kill()
@@ -70,26 +70,26 @@ class RayNode:
         self._process.wait(120)
 
     def kill(self) -> None:
-        """As a machine that loses its power: everything at once."""
+        """Kill all processes of the node together, as a power loss does."""
         for process in self.processes:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.wait(120)
 
     def alive(self) -> bool:
-        """Whether it is still there."""
+        """Whether the node still runs."""
         return self._process.poll() is None
 
 
 class RayCluster:
-    """`with RayCluster(folder, environment) as ray`: a head without room for steps, and nodes. All that they write goes
-    to the folder, and every process that they start carries their token, by which it is found again."""
+    """`with RayCluster(folder, environment) as ray`: a head without room for steps, and nodes. All their files are
+    in the folder. Every process that they start carries their token, by which it is found."""
 
     def __init__(self, folder: Path, environment: dict[str, str], nodes: int = 2) -> None:
         self._folder, self._dashboard = folder, free_port()
         self.endpoint = f"http://{ADDRESS}:{self._dashboard}"
         self._head = ""  # its address
-        # Of the loopback, a node an address. At 127.0.0.1 itself Ray would listen on the machine's own address instead.
+        # A loopback address for each node. At 127.0.0.1 itself Ray would listen on the machine's external address.
         self._network = f"127.{secrets.randbelow(254) + 1}.{secrets.randbelow(256)}."
         self.environment = {
             **environment,
@@ -104,7 +104,7 @@ class RayCluster:
             "RAY_enable_worker_prestart": "0",
             "RAY_health_check_period_ms": "500",
             "RAY_health_check_failure_threshold": "4",
-            "RAY_agent_register_timeout_ms": "300000",  # a busy machine takes its time
+            "RAY_agent_register_timeout_ms": "300000",  # a busy machine is slow
             "RAY_worker_register_timeout_seconds": "300",
         }
         self._started: list[RayNode] = []
@@ -136,16 +136,16 @@ class RayCluster:
 
     @property
     def client(self) -> dict[str, str]:
-        """The variables of whoever submits to it."""
+        """The variables of a client that submits to this Ray."""
         variables = {name: self.environment[name] for name in ("RAY_AUTH_MODE", TOKEN)}
         return {**variables, "RAY_API_SERVER_ADDRESS": self.endpoint, "HOLDFAST_BACKEND": "ray"}
 
     def add_node(self) -> RayNode:
-        """Another node, which has joined."""
+        """Start another node, and wait until it has joined."""
         return self._joined(self._start_node(), self._start_node)
 
     def processes(self, *words: str) -> list[psutil.Process]:
-        """What was started here or by what was, wherever it hangs now, with all of `words` in its command line."""
+        """The processes started here and all their descendants, with all of `words` in their command lines."""
         processes = []
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -157,15 +157,15 @@ class RayCluster:
         return processes
 
     def drivers(self, run: str = "") -> list[psutil.Process]:
-        """The processes that walk a DAG, or that of a run."""
+        """The processes that run a DAG, or only that of one run."""
         return self.processes("python -m holdfast.pipelines.backends.ray.driver", run)
 
     def launchers(self, run: str) -> list[psutil.Process]:
-        """The processes that follow the gang of a run, beside its driver."""
+        """The processes that follow the gang of a run, without its driver."""
         return self.processes("holdfast.pipelines.backends.ray.step train ", run)
 
     def _start_head(self) -> RayNode:
-        """It has no room for steps."""
+        """Start the head, without room for steps."""
         port = free_port()
         self._head = f"{self._network}{len(self._started) + 1}:{port}"
         return self._start(
@@ -174,14 +174,14 @@ class RayCluster:
         )  # fmt: skip
 
     def _start_node(self) -> RayNode:
-        """Two cores and 4 GiB, as far as Ray knows."""
+        """Start a node with two cores and 4 GiB, as far as Ray knows."""
         node = self._start(f"--address={self._head}", "--num-cpus=2", f"--memory={4 * 2**30}")
         self.nodes.append(node)
         return node
 
     def _joined(self, node: RayNode, start: Callable[[], RayNode]) -> RayNode:
-        """The node once it has joined; or another one, as an operator starts it, where Ray gave up after its own half a
-        minute, which a busy machine needs."""
+        """The node once it has joined. Where Ray gave up after half a minute, which is too short on a busy machine,
+        another node is started, as an operator does."""
         end = time.monotonic() + 420
         while True:
             log = self._folder / f"node-{self._started.index(node)}.out"

@@ -1,4 +1,4 @@
-"""One real Ray for all tests; they skip, and say why, where it is not installed."""
+"""One real Ray for all tests; they skip, with the reason, where it is not installed."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ray(home: Path) -> Iterator[RayCluster]:
-    """A head and two nodes. Nothing of them is left."""
+    """A head and two nodes. Nothing of them is left afterwards."""
     if why := missing():
         pytest.skip(f"no Ray: {why}")
     with (
-        tempfile.TemporaryDirectory(prefix="ray-") as folder,  # its path goes into sockets: it must be short
+        tempfile.TemporaryDirectory(prefix="ray-") as folder,  # its path is part of socket names: it must be short
         RayCluster(Path(folder), environment(home)) as cluster,
     ):
         yield cluster
@@ -39,11 +39,11 @@ def ray(home: Path) -> Iterator[RayCluster]:
 
 @dataclass(frozen=True)
 class Calm:
-    """The run that nobody disturbs."""
+    """The undisturbed run."""
 
     place: Place
-    made: dict[str, Any]  # what `submit` said
-    again: dict[str, Any]  # and the second time, while it ran
+    made: dict[str, Any]  # output of `submit`
+    again: dict[str, Any]  # and of the second one, during the run
     status: dict[str, Any]  # at its end
 
     def digest(self, step: int) -> str:
@@ -53,7 +53,7 @@ class Calm:
 
 @pytest.fixture(scope="session")
 def calm(ray: RayCluster, home: Path) -> Calm:
-    """On both nodes, to its end."""
+    """An undisturbed run on both nodes, to its end."""
     place = Place(ray, home.parent / "training", home, **LONG)
     first, second = place.submit(), place.submit()
     status = place.wait(first["run_id"])

@@ -1,4 +1,4 @@
-"""Runs of a small spec on a real Ray, and what became of the job."""
+"""Runs of a small spec on a real Ray, and the state of their jobs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tests.whole.submitting import Submitter, until
 
 
 def environment(home: Path) -> dict[str, str]:
-    """What the nodes have, and whoever submits to them."""
+    """The environment of the nodes and of their clients."""
     return small.environment(home, HOLDFAST_STORE=(home / "store").as_uri())
 
 
 class Place(Submitter):
-    """A folder with a corpus and a spec. Its home is the one that all nodes see, or another folder of theirs."""
+    """A folder with a corpus and a spec. Its home is that of all nodes, or another shared folder."""
 
     def __init__(self, ray: RayCluster, folder: Path, home: Path, *overrides: str, **sections: dict[str, Any]) -> None:
         self.ray = ray
         more = [
             f"cluster.volumes=[{{claim: shared, path: {home.parent}}}]",
-            # Three sources, so that there is work for three: a unit is of one source.
+            # Three sources give work to three tasks: a unit has one source.
             "data.sources=["
             + ", ".join(f"{{uri: '{folder}/corpus/{part}*.txt'}}" for part in ("00", "01", "0[23]"))
             + "]",
@@ -41,10 +41,10 @@ class Place(Submitter):
         return self.status(run)
 
     def endings(self, run: str) -> list[int]:
-        """The codes that the launches of a run ended with, as far as a launcher saw it."""
+        """The exit codes of a run's launches, as far as a launcher recorded them."""
         files = sorted((self.home / "store/runs" / run).rglob("*.ending.json"))
         return [int(json.loads(path.read_text())["code"]) for path in files]
 
     def logs(self, run: str) -> str:
-        """What the steps printed, as the driver passes it on, with the driver's own lines."""
+        """The output of the steps, as the driver forwards it, with the driver's lines."""
         return self.holdfast("logs", run, "--raw")

@@ -1,4 +1,4 @@
-"""Training on two nodes of a real Ray, disturbed: every run ends with the digest of the calm one."""
+"""Training on two nodes of a real Ray, with faults: every run ends with the digest of the undisturbed one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.whole import small
 from tests.whole.listeners import listening, unix_listeners
 from tests.whole.submitting import until
 
-STRETCH = 60  # steps that a gang computes before it stands still until something happens to it
+STRETCH = 60  # steps that a gang computes before it stops and waits for a fault
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(1800)]
 
 
 class Disturbed:
-    """A run that something happens to, again and again. It waits for that: nothing that is slow here misses it."""
+    """A run with repeated faults. It waits for each of them, so no slow fault misses it."""
 
     def __init__(self, ray: RayCluster, calm: Calm, salt: str) -> None:
         self.ray, self.calm, self.place = ray, calm, calm.place
@@ -32,10 +32,10 @@ class Disturbed:
         hold_variables = ", ".join(f"{name}: '{value}'" for name, value in small.held(self._folder, 0).items())
         variables = f"--set=cluster.environment={{GLOO_SOCKET_IFNAME: lo, {hold_variables}}}"
         self.run = str(self.place.submit("--salt", salt, variables)["run_id"])
-        self._attempt = self._allowed = 0  # that was seen to train; the step up to which it may compute
+        self._attempt = self._allowed = 0  # the last attempt that trained; the step up to which it may compute
 
     def goes_on(self) -> int:
-        """Wait until a gang that was not seen yet has saved, with the bits of the calm one. The step it is at."""
+        """Wait until a new gang has saved, with the bits of the undisturbed run. Returns the step of its checkpoint."""
         self._allowed += STRETCH
         small.hold(self._folder, self._allowed)
         step = until(self._saved_by_another_gang, 600)
@@ -45,7 +45,7 @@ class Disturbed:
         return step
 
     def ends_as_the_calm_one(self) -> None:
-        """It succeeds, with the bits of the undisturbed one."""
+        """The run succeeds, with the bits of the undisturbed one."""
         small.hold(self._folder, sys.maxsize)
         status = self.place.wait(self.run)
         assert status["state"] == "SUCCEEDED", self.place.logs(self.run)
@@ -53,16 +53,16 @@ class Disturbed:
 
     @property
     def launches(self) -> list[int]:
-        """The codes that its launches ended with, as far as a launcher saw it."""
+        """The exit codes of its launches, as far as a launcher recorded them."""
         return self.place.endings(self.run)
 
     @property
     def ranks(self) -> list[psutil.Process]:
-        """The processes that train it."""
+        """The processes of its ranks."""
         return self.ray.processes(f"{HELD} --run-id", self.run)
 
     def _saved_by_another_gang(self) -> int:
-        """The newest step, if it is of a gang that is not the one before: that one may have saved after it was hit."""
+        """The newest step, if another gang than the previous one saved it: that one may have saved after the fault."""
         step = self.place.newest(self.run)
         return step if step and self._attempt_of(step) > self._attempt else 0
 
@@ -73,8 +73,8 @@ class Disturbed:
 def test_a_killed_rank_a_killed_launcher_and_a_lost_node_cost_launches_and_no_bit(ray: RayCluster, calm: Calm) -> None:
     run = Disturbed(ray, calm, "kills")
     run.goes_on()
-    # The ranks listen on the addresses of their nodes alone. Ray's own processes are left out: who reaches those may
-    # run code, as Ray says itself (docs/security.md).
+    # The ranks listen only on the addresses of their nodes. Ray's own processes are left out: a client of those can run
+    # code, as Ray itself documents (docs/security.md).
     addresses, sockets = listening(run.ranks), unix_listeners(run.ranks)
     assert addresses, "ranks of two nodes listen somewhere"
     assert {address for address, _ in addresses if not ipaddress.ip_address(address).is_loopback} == set()
@@ -94,7 +94,7 @@ def test_a_killed_rank_a_killed_launcher_and_a_lost_node_cost_launches_and_no_bi
     ray.add_node()
     run.ends_as_the_calm_one()
     first, *killed, last = run.launches
-    # Ray may place the next one on the node that it has not missed yet.
+    # Ray may place the next one on the lost node, which it still counts.
     assert killed and {first, *killed} == {ExitCode.KILLED}
     assert last == ExitCode.OK
 

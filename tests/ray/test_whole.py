@@ -1,4 +1,4 @@
-"""The whole DAG as a job of a real Ray, on two nodes; its data by many tasks; and what has no room there."""
+"""The whole DAG as a job of a real Ray, on two nodes; data prepared by many tasks; and jobs without room."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_whole_dag_runs_as_a_job_and_the_same_submission_again_is_that_run(c
 def test_shares_of_a_corpus_are_tasks_and_a_lost_process_and_a_lost_node_cost_their_own_work_only(
     ray: RayCluster, home: Path, calm: Calm
 ) -> None:
-    site = home.parent / "gates"  # where each step waits until something has happened to it
+    site = home.parent / "gates"  # each step waits there until a fault has hit it
     site.mkdir()
     (site / "sitecustomize.py").write_text(GATES.format(gate=f"{site}/closed-"))
     gates = {step: site / f"closed-{step}" for step in ("tokenise", "preprocess")}
@@ -73,7 +73,7 @@ def test_shares_of_a_corpus_are_tasks_and_a_lost_process_and_a_lost_node_cost_th
 
 
 def test_a_gang_and_a_step_that_no_node_can_hold_are_told_in_words_and_given_up(home: Path, calm: Calm) -> None:
-    place, patience = calm.place, "--set=cluster.pending_timeout_minutes=0.5"  # the others have room by then
+    place, patience = calm.place, "--set=cluster.pending_timeout_minutes=0.5"  # the other jobs have room by then
     gang = place.submit("--salt=gang", patience, "--set=cluster.resources={cpu: 64, memory: 1Gi, shared_memory: 64Mi}")
     step = place.submit("--salt=step", patience, "--set=cluster.steps.preprocess={cpu: 1, memory: 900Gi}")
     nodes = "none of Ray's 3 nodes is large enough; there are 2 with 2 CPU, 4 GiB memory; 1 with "
