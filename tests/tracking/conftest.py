@@ -1,4 +1,4 @@
-"""An MLflow on SQLite for each test, and a store that holds a run."""
+"""An MLflow on SQLite for each test, and a store that contains a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.tracking import made
 
 @pytest.fixture
 def bare_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A HOLDFAST_HOME with nothing in it."""
+    """An empty HOLDFAST_HOME."""
     home = tmp_path / "home"
     home.mkdir()
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "HOLDFAST_STORE", "HOLDFAST_WEBHOOK"):
@@ -49,7 +49,7 @@ def store(tmp_path: Path) -> Store:
 
 @contextmanager
 def mlflow_server(folder: Path, port: int) -> Iterator[str]:
-    """A real MLflow server over HTTP; the same folder brings back what it knew."""
+    """A real MLflow server over HTTP; with the same folder it has its earlier data."""
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{folder / 'server.db'}"]
     command += ["--artifacts-destination", str(folder / "artifacts")]
@@ -63,7 +63,7 @@ def mlflow_server(folder: Path, port: int) -> Iterator[str]:
             session.mount("http://", requests.adapters.HTTPAdapter(max_retries=retry))
             assert session.get(f"{url}/health", timeout=120).ok
         with pytest.MonkeyPatch.context() as patched:
-            patched.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")  # a busy machine answers late
+            patched.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")  # a busy machine answers slowly
             yield url
     finally:
         os.killpg(server.pid, 9)
@@ -80,7 +80,7 @@ def lasting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[P
 
 @pytest.fixture
 def server(lasting_server: tuple[Path, str], bare_home: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of a real MLflow server that knows nothing, which MLFLOW_TRACKING_URI names."""
+    """The URL of an empty real MLflow server, which MLFLOW_TRACKING_URI names."""
     folder, url = lasting_server
     with closing(sqlite3.connect(folder / "server.db", timeout=120)) as database, database:
         tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]

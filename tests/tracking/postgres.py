@@ -1,4 +1,4 @@
-"""A PostgreSQL of the test's own: a fresh cluster in a temporary folder, on a free port of this machine."""
+"""A PostgreSQL for one test: a fresh cluster in a temporary folder, on a free port of this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PASSWORD = "hunter2"
 
 @contextmanager
 def cluster() -> Iterator[str]:
-    """The URI under which MLflow reaches an empty database. Skips where PostgreSQL is not installed."""
+    """The URI of an empty database for MLflow. Skips where PostgreSQL is not installed."""
     programs_found = [Path(path) for path in filter(None, [shutil.which("initdb")])]
     programs_found += sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), reverse=True)
     if not programs_found:
@@ -32,7 +32,7 @@ def cluster() -> Iterator[str]:
         if name is None:
             pytest.skip("PostgreSQL does not run as root, and there is neither the user postgres nor nobody")
         user = {"user": name, "group": pwd.getpwnam(name).pw_gid, "extra_groups": []}
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-postgres-"))  # not under pytest's, which is for this user alone
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-postgres-"))  # not pytest's folder, which only this user may read
     try:
         (folder / "password").write_text(PASSWORD)
         if user:

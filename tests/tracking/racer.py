@@ -1,7 +1,7 @@
-"""One of several processes that write the same thing to MLflow: `python -m tests.tracking.racer WHAT TABLES STORE`.
+"""One of several processes that write the same data to MLflow: `python -m tests.tracking.racer WHAT TABLES STORE`.
 
-For each of the comma-separated tables it stops where MLflow has looked for rows, found none, and is about to insert the
-first: it prints `held` with the table's name and goes on at a line of input. At the end it prints what it got.
+In each of the comma-separated tables it stops where MLflow has looked for rows, found none, and is about to insert the
+first. There it prints `held` with the table's name, and continues at a line of input. At the end it prints its result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several processes that write the same thing to one MLflow: a race lost is no outage."""
+"""Several processes that write the same data to one MLflow: losing a race is not an outage."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SPEC = made.spec()
 
 
 def race(what: str | list[str], tables: str, store: Store, count: int = 2) -> list[str]:
-    """What so many processes got that do `what`, or each its own of several things. Before the first insertion into
-    each of the tables every one of them waits until all stand there, having found no row."""
+    """The results of several processes, which all do `what` or each do one of several things. Before the first
+    insertion into each table, every process waits until all have found no row."""
     work = [what] * count if isinstance(what, str) else what
     with ExitStack() as stack:
         processes = [
@@ -56,7 +56,7 @@ def race(what: str | list[str], tables: str, store: Store, count: int = 2) -> li
 
 
 def bare_run(home: Path, run_id: str) -> str:
-    """An MLflow run that nobody has described yet."""
+    """An MLflow run without a description."""
     client = connect()
     existing = client.get_experiment_by_name("story")
     experiment = (
@@ -92,9 +92,9 @@ def test_two_that_name_a_known_dataset_at_once_both_succeed(home: Path, store: S
 
 
 def register_two_at_once(store: Store, finish: Finish) -> str:
-    """Two blessed models race: one is champion, the other is compared with it before it is. The tracking server."""
+    """Two blessed models race on the tracking server: one becomes champion, the other is compared with it first."""
     finish()
-    finish(made.OTHER)  # each was blessed while there was no champion
+    finish(made.OTHER)  # each was blessed while no champion existed
     got = race([made.RUN_ID, made.OTHER], "SqlRegisteredModel", store)
     assert sorted(got)[1] == "refused"
     assert sorted(version.version for version in versions("story", store)) == [1, 2]

@@ -1,4 +1,4 @@
-"""An MLflow that never ends an answer, and never is silent for long, keeps no call of the client for ever."""
+"""An MLflow whose answer never ends, and never pauses for long, cannot block a call of the client forever."""
 
 from __future__ import annotations
 

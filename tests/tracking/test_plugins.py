@@ -1,4 +1,4 @@
-"""MLflow with artifacts, a database or an experiment that this machine cannot use: what is said, with which code."""
+"""MLflow with artifacts, a database or an experiment that this machine cannot use: the message and the exit code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    # Tests before this one gave a client or the session of the process credentials.
+    # Earlier tests gave a client or the session of the process credentials.
     _cached_get_s3_client.cache_clear()
     monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "CLOUDSDK_CONFIG"):
@@ -37,7 +37,7 @@ def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @contextmanager
 def answering(status: int, body: bytes) -> Iterator[str]:
-    """A server that gives one answer to everything."""
+    """A server that gives the same answer to every request."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -102,7 +102,7 @@ def test_a_client_that_waits_for_credentials_is_left_after_a_bound(
         made.write_history(store, 0, 3)
         start = time.monotonic()
         assert opened(store).sync() == 3
-        assert time.monotonic() - start < 60  # it would be two minutes
+        assert time.monotonic() - start < 60  # without the limit, two minutes
     assert "did not end within 0.5 s" in caplog.text
 
 
@@ -158,6 +158,6 @@ def test_a_server_is_asked_before_the_training_too(bare_home: Path, monkeypatch:
     for status, body in ((404, b"{}"), (500, b""), (200, b"["), (200, b"[" * 5000)):
         with answering(status, body) as url:
             monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
-            require_usable(made.spec())  # what may pass stops nobody
+            require_usable(made.spec())  # a temporary error stops no run
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     require_usable(made.spec())

@@ -1,4 +1,4 @@
-"""MLflow on PostgreSQL: what holds on SQLite holds there, where writers do not wait for each other."""
+"""MLflow on PostgreSQL: the guarantees of SQLite hold there too, where writers do not wait for each other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def postgresql() -> Iterator[str]:
 
 @pytest.fixture
 def mlflow(postgresql: str, bare_home: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An MLflow with a database of its own; a name again would find what MLflow remembers of it in this process."""
+    """An MLflow with a new database: under a reused name, this process would find MLflow's cached state of it."""
     import psycopg
 
     name = f"test{uuid.uuid4().hex}"

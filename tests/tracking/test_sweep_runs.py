@@ -1,4 +1,4 @@
-"""The parent run of a sweep in a real MLflow: its trials below it, said once however often it is said."""
+"""The parent run of a sweep in a real MLflow, with its trials below it; repeated writes add nothing."""
 
 from __future__ import annotations
 

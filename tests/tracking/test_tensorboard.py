@@ -46,7 +46,7 @@ def test_tensorboard_finds_every_step_with_its_time_the_evaluation_and_the_spec(
 def test_writing_it_again_leaves_one_file_with_what_there_is_now(tmp_path: Path) -> None:
     first = write(tmp_path, tiny_spec(), ROWS[:4], []).read_bytes()
     content = write(tmp_path, tiny_spec(), ROWS, []).read_bytes()
-    assert content.startswith(first)  # so that a TensorBoard that reads along goes on where it was
+    assert content.startswith(first)  # so that an open TensorBoard continues where it was
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     assert len(read(tmp_path).Scalars("train/loss")) == 8
 

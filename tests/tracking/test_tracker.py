@@ -1,4 +1,4 @@
-"""The mirror: one MLflow run, every step once, whatever dies and however many copy at once."""
+"""The mirror in MLflow: one run, every step once, whichever process dies and however many copy concurrently."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_a_syncer_killed_in_the_middle_leaves_neither_gaps_nor_duplicates(home: 
     database = home / "mlflow.db"
     for _ in range(3):
         before = count_metrics(database)
-        process = start(store, "5")  # and not one more, however late it is killed
+        process = start(store, "5")  # at most one, however late it is killed
         go(process)
         while count_metrics(database) == before:
             assert process.poll() is None
@@ -198,7 +198,7 @@ def test_a_syncer_killed_in_the_middle_leaves_neither_gaps_nor_duplicates(home: 
 
 
 def count_metrics(database: Path) -> int:
-    # It may have to roll back what a kill cut short.
+    # It may have to roll back a write that a kill interrupted.
     with sqlite3.connect(f"file:{database}?mode=rw", uri=True, timeout=120) as connection:
         return int(connection.execute("select count(*) from metrics").fetchone()[0])
 
@@ -274,7 +274,7 @@ def test_a_server_that_goes_away_and_comes_back_has_every_step_once(
     start = time.monotonic()
     assert [tracker.sync(), tracker.sync()] == [0, 0]
     assert not tracker.finish("FAILED")
-    assert time.monotonic() - start < 200  # MLflow itself tries for four minutes at each request
+    assert time.monotonic() - start < 200  # MLflow itself retries each request for four minutes
     assert len([record for record in caplog.records if "are not copied to MLflow for now" in record.message]) == 1
     with mlflow_server(tmp_path, port):
         assert tracker.sync() == 100
@@ -297,7 +297,7 @@ def test_credentials_never_show(bare_home: Path, store: Store, monkeypatch: pyte
 
 
 def test_the_commit_is_the_one_that_the_image_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)  # in no repository
+    monkeypatch.chdir(tmp_path)  # outside any Git repository
     monkeypatch.delenv("HOLDFAST_GIT_COMMIT", raising=False)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert git_commit() is None
@@ -365,7 +365,7 @@ def test_a_file_that_cannot_be_opened_is_said_at_once(bare_home: Path) -> None:
     started = time.monotonic()
     with pytest.raises(TrackingUnavailable, match="unable to open database file"):
         connect()
-    assert time.monotonic() - started < 100  # MLflow itself tries for two minutes
+    assert time.monotonic() - started < 100  # MLflow itself retries for two minutes
 
 
 def test_the_default_is_a_file_below_the_home(bare_home: Path) -> None:

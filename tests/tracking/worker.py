@@ -1,5 +1,5 @@
-"""What the tests run in processes of their own: `python -m tests.tracking.worker STORE_URL [BATCHES]`, go on a line of
-input. After so many batches of metrics, if that is said, it only waits."""
+"""Separate processes of the tests: `python -m tests.tracking.worker STORE_URL [BATCHES]` starts at a line of input.
+After BATCHES batches of metrics, if given, it only waits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.tracking import made
 
 
 def hold_after(batches: int) -> None:
-    """Write so many batches, and wait for the end."""
+    """Write that many batches, and wait to be killed."""
     from mlflow import MlflowClient
 
     log_batch, count = MlflowClient.log_batch, [0]
