@@ -1,4 +1,4 @@
-"""Tables that were published, as far as the planner is judged by them. Figures are those of the papers."""
+"""Published tables that the planner is measured by. The figures are those of the papers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def gpt(layers: int, hidden: int, heads: int) -> Architecture:
 
 @dataclass(frozen=True)
 class Megatron:
-    """A row of table 1 of Narayanan 2021 (SC'21, arXiv 2104.04473): A100s of 80 GB, all activations computed again."""
+    """A row of table 1 of Narayanan 2021 (SC'21, arXiv 2104.04473): A100s of 80 GB, with full recomputation."""
 
     billions: float
     shape: Architecture
@@ -24,7 +24,7 @@ class Megatron:
     pipeline: int
     gpus: int
     batch: int
-    teraflops: float  # a GPU achieved, with what is computed again
+    teraflops: float  # of a GPU, with recomputation
 
 
 MEGATRON = (
@@ -49,8 +49,8 @@ class Korthikanti:
     shape: Architecture
     layout: Layout
     batch: int
-    full: float  # seconds of a step in which all activations are computed again
-    selective: float  # and of one with attention alone
+    full: float  # seconds of a step with full recomputation
+    selective: float  # and of one that recomputes attention alone
 
 
 KORTHIKANTI = (
@@ -71,8 +71,8 @@ class Llama:
 
     sequence: int
     layout: Layout
-    batch: int  # sequences of a step
-    teraflops: float  # a GPU
+    batch: int  # sequences in a step
+    teraflops: float  # of a GPU
 
     @property
     def shape(self) -> Architecture:

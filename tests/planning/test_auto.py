@@ -1,4 +1,4 @@
-"""`parallel: auto`: what it stands for, what it refuses, and that it is in no identity."""
+"""`parallel: auto`: what it expands to, what it refuses, and that it is in no identity."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_what_fits_nowhere_is_refused_with_what_it_needs() -> None:
 
 
 def typed(proposal: Proposal) -> list[str]:
-    """Its changes, as a person types them."""
+    """The proposal's changes, as a user types them."""
     return proposal.options.removeprefix("--set ").split(" --set ")
 
 

@@ -1,4 +1,4 @@
-"""What is measured on a machine: lines through points, a file that is refused unless it is whole, and real ranks."""
+"""Measurements of a machine: lines through points, a file that is refused unless it is complete, and real ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = (2**12, 2**16, 2**20, 2**24)
 
 
 def measured(**machine: object) -> Calibration:
-    """A machine whose collectives lie on one line, and which takes twice as long as said to gather at 1 MiB."""
+    """A machine whose collectives lie on one line, and which takes twice as long to gather at 1 MiB."""
 
     def seconds(collective: str, ranks: int, size: int) -> float:
         rounds, amount = cost(collective, size, ranks)
@@ -57,11 +57,11 @@ def test_lines_are_those_that_the_points_lie_on_and_answer_for_other_sizes_and_g
     assert all_reduce(10**6, Group(4, 4, here)) == pytest.approx(4 * ALPHA + 1.5e6 / BETA)
     assert all_gather(10**6, Group(3, 3, here)) == pytest.approx(2 * ALPHA + 2 / 3 * 1e6 / BETA)
     slow_network = here.model_copy(update={"network": 1e6})
-    assert all_reduce(10**6, Group(8, 1, slow_network)) > 1  # between nodes nothing was measured: the formulas
+    assert all_reduce(10**6, Group(8, 1, slow_network)) > 1  # no measurement between nodes: formulas apply
 
 
 def test_no_line_says_that_a_message_takes_less_than_no_time_to_begin() -> None:
-    """Points that rise faster than their bytes, as where large messages leave a cache."""
+    """Points that grow faster than their bytes, as where large messages exceed a cache."""
     points = [
         Point(collective="all_reduce", ranks=2, size=size, seconds=seconds, fitted=True)
         for size, seconds in ((1_000_000, 1e-3), (4_000_000, 8e-3))

@@ -1,4 +1,4 @@
-"""Collectives: the textbook's formulas, and what must hold whatever the figures."""
+"""Collectives: the textbook's formulas, and properties that hold for all figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast plan`: what a person sees, what a script reads, and what is written into a spec."""
+"""`holdfast plan`: its output for users and scripts, and its changes of a spec."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ def test_the_best_layout_of_today_is_written_and_comments_stay(spec: Path) -> No
         "  strategy: ddp  # does not fit",
     }
     plan(str(spec), "--gpus", "16", "--apply")
-    assert spec.read_text() == text  # the second time nothing is left to change
+    assert spec.read_text() == text  # the second time there is nothing to change
 
 
 def test_a_layout_of_tomorrow_is_written_only_on_request(spec: Path) -> None:
     small = SPEC.replace("global_batch: 64", "global_batch: 8").replace("micro_batch: 2", "micro_batch: 1")
-    spec.write_text(small.replace("precision: bf16", "determinism: elastic"))  # which goes with data parallelism alone
+    spec.write_text(small.replace("precision: bf16", "determinism: elastic"))  # which supports data parallelism alone
     output = as_json(str(spec), "--gpus", "16")
     assert output["today"] is None
     assert output["layouts"]

@@ -1,4 +1,4 @@
-"""The planner's memory against torch's own count: of parameters on the meta device, of every byte in real steps."""
+"""The planner's memory compared with torch: parameters on the meta device, and every byte in real steps."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def planned(spec: Spec, vocabulary: int) -> Memory:
 
 
 def measured(spec: Spec, vocabulary: int) -> int:
-    """The most bytes of tensors that live at once in a step of the real engine, its state included."""
+    """The peak of bytes in live tensors during a step of the real engine, with its state."""
     engine = TorchEngine(Assignment.of(spec, "run", "dataset"), vocabulary, 3)
     rows = torch.arange(spec.training.global_batch * (spec.model.context + 1)) % vocabulary
     state = [box.data for box in engine.boxes()]
@@ -103,7 +103,7 @@ def test_so_is_that_of_a_step_of_lamb_which_holds_all_updates_at_once(
 
 @pytest.mark.parametrize("kind", KEEPING)
 def test_what_compression_leaves_out_is_on_every_whole_replica(kind: str) -> None:
-    """`tests/train/test_compression.py` says of what: an fp32 copy of each gradient."""
+    """`tests/train/test_compression.py` says what this is: an fp32 copy of each gradient."""
     spec = spec_of(gradient_compression=kind)
     task = task_of(spec, ACCELERATORS["H100"], 4, VOCABULARY)
     replicas = Candidate(task, Layout(data=4)).memory.terms
@@ -125,7 +125,7 @@ def test_so_is_that_of_other_shapes(layers: int, micro_batch: int, vocabulary: i
 
 
 def test_what_layers_keep_is_what_autograd_saves_to_a_part_in_ten_thousand() -> None:
-    """Two more layers save so much more; measured by the hooks through which autograd saves."""
+    """The difference that two more layers make, measured by the hooks through which autograd saves."""
 
     def saved(layers: int) -> int:
         spec = spec_of(layers)
@@ -168,7 +168,8 @@ def test_parameters_are_counted_as_torch_does_on_the_meta_device(tied: bool) -> 
 
 
 def test_the_activations_of_a_gpt_layer_are_those_of_korthikanti() -> None:
-    """s b h (34 + 5 a s / h) / t bytes, without the last term for selective recomputation, 2 s b h for all of it."""
+    """s b h (34 + 5 a s / h) / t bytes; selective recomputation drops the last term, full recomputation keeps 2 s b
+    h."""
     gpt3 = Architecture(96, 12288, 96, 96, 4 * 12288, 2048, 51200, tied=True, gated=False, biased=True, dropout=True)
     unit = 2048 * 12288 / 8
     activations = [
@@ -211,7 +212,7 @@ def test_what_lies_in_the_memory_of_the_host_takes_none_of_an_accelerator_and_al
     weights = Candidate(swapped_candidate.task, on_disk.with_(offload="parameters_on_disk"))
     terms, before = weights.memory.terms, swapped_candidate.memory.terms
     assert terms.keys() & state == set() and terms["gradients"] == before["gradients"]
-    assert terms["swap buffers"] - before["swap buffers"] >= before["weights"]  # a model of one group passes as a whole
+    assert terms["swap buffers"] - before["swap buffers"] >= before["weights"]  # a model of one group moves as a whole
     assert weights.speed.seconds > swapped_candidate.speed.seconds
 
     def step(kind: str, offload: str) -> float:

@@ -1,4 +1,4 @@
-"""Plans of three models on 8, 64 and 1,024 accelerators, word for word. HOLDFAST_UPDATE_GOLDEN=1 writes them anew."""
+"""Plans of three models on 8, 64 and 1,024 accelerators, word for word. HOLDFAST_UPDATE_GOLDEN=1 writes them again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODELS = {
 
 
 def task_of_model(name: str, gpus: int) -> Task:
-    shape = MODELS[name]  # the rules compile no mixture
+    shape = MODELS[name]  # the rules compile no mixture of experts
     return Task(shape, accelerator("H100"), gpus, 10_000, 1024, compiled=shape.experts == 1)
 
 

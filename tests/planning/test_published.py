@@ -1,4 +1,4 @@
-"""Published tables, and how far off the planner is: the bounds are what it reaches, so that it can only get better."""
+"""Published tables and the planner's error: the bounds are its current errors, so it can only improve."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_step_times_of_korthikanti_are_within_five_percent(row: Korthikanti,
 
 
 def of_2021(row: Megatron) -> Iterator[Candidate]:
-    """What could be chosen then: nothing sharded, everything computed again, no zero-bubble schedule."""
+    """The options of that time: no sharding, full recomputation, no zero-bubble schedule."""
     task = Task(row.shape, A100, row.gpus, 1000, row.batch, compiled=True, practice=PAPER)
     for layout in layouts(task):
         if layout.sharding == "none" and layout.checkpointing == "full" and layout.schedule != "zero_bubble":
@@ -46,7 +46,7 @@ def test_megatrons_table_is_within_sixteen_percent_and_its_layouts_are_near_the_
     ]
     best_choice = min(same_split, key=lambda each: each.order)
     assert best_choice.speed.hfu * A100.bf16 / 1e12 == pytest.approx(row.teraflops, rel=0.16)
-    # They filled the node with tensor parallelism first; a pipeline would sometimes have been a little faster.
+    # They filled the node with tensor parallelism first; a pipeline would sometimes have been slightly faster.
     assert best_choice.speed.seconds <= 1.21 * min(candidate.speed.seconds for candidate in candidates)
 
 
@@ -66,7 +66,7 @@ def test_half_of_megatrons_rows_have_the_best_layout_or_one_within_five_percent(
 
 @pytest.mark.parametrize("row", LLAMA, ids=["8,192 GPUs", "16,384 GPUs", "sequences of 131,072"])
 def test_the_speed_of_llama_3_is_within_ten_percent_where_half_of_attention_is_counted(row: Llama) -> None:
-    """The paper counts the half of attention that is not masked: its last row can be read in no other way."""
+    """The paper counts the unmasked half of attention: its last row has no other explanation."""
     estimate = speed(row.shape, row.layout, H100, global_batch=row.batch, precision="bf16", practice=MEGATRON_FLASH)
     layers, products = row.shape.layers, row.shape.layer_products()
     half = 3 * (layers * (products + row.shape.attention_products(causal=True)) + row.shape.head_products())
@@ -84,6 +84,6 @@ def test_the_speed_of_llama_3_is_within_ten_percent_where_half_of_attention_is_c
 def test_the_hours_of_llama_2_are_half_as_many_again_as_those_of_the_best_layout(
     shape: Architecture, hours: int
 ) -> None:
-    """A100-hours for 2 T tokens, by its paper (arXiv 2307.09288), whose layouts nobody knows."""
+    """A100-hours for 2 T tokens, by its paper (arXiv 2307.09288), which does not publish the layouts."""
     best = search(Task(shape, A100, 1024, 1, 1024, compiled=True), count=1).best[0]
     assert 0.57 < 2e12 / best.speed.tokens_per_second * 1024 / 3600 / hours < 0.67

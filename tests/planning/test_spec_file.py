@@ -1,4 +1,4 @@
-"""Fields are written into a spec's file where a person would write them, and nothing else changes."""
+"""Fields are written into a spec's file where a user would write them, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def chosen(spot_price: float = 1.0, rate: float = 0.05, steps: int = 20_000) -> 
 @pytest.mark.parametrize("notice", [True, False])
 def test_without_spot_nodes_a_mix_is_the_outlook_of_the_plan(notice: bool) -> None:
     plain = chosen()
-    for candidate in (plain, replace(plain, task=replace(plain.task, samples=10_000_000))):  # and a batch that grows
+    for candidate in (plain, replace(plain, task=replace(plain.task, samples=10_000_000))):  # and a growing batch
         same_as_the_outlook(candidate, notice)
 
 
@@ -62,7 +62,7 @@ def test_a_reclaim_without_a_notice_is_a_failure_and_states_are_saved_more_often
 
 
 def accounted(one: Mix, stall: float, *, notice: bool) -> float:
-    """Seconds of steps, saves, failures and reclaims, each counted over all of the run."""
+    """Seconds of steps, saves, failures and reclaims, each counted over the whole run."""
     useful = chosen().speed.seconds * 20_000
     failures = one.seconds * GPUS / RANK_SECONDS_PER_FAILURE
     reclaim = stall if notice else one.interval / 2
@@ -91,7 +91,7 @@ def test_a_gang_that_does_nothing_but_restart_is_never_done_though_its_nodes_be_
 
 
 def test_the_cheapest_mix_is_all_or_none_where_time_does_not_matter() -> None:
-    """Cost over the number of spot nodes is a rising line times a falling one: it has no minimum inside."""
+    """Cost over the number of spot nodes is a rising line times a falling one: it has no interior minimum."""
     for price in (0.5, 1.0, 2.0, 2.9, 3.5):
         for rate in (0.0, 0.1, 1.0, 10.0):
             advice = spot(chosen(price, rate), notice=True)

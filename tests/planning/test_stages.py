@@ -1,4 +1,4 @@
-"""Stages balanced by what their parts take: the split, its measurement, and the schedule that is drawn of it."""
+"""Stages balanced by the time of their parts: the split, its measurement, and its drawn schedule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from holdfast.spec import SpecError, load_spec
 from tests.faults.nodes import PATIENCE
 from tests.train.tiny_run import SPEC
 
-# The head of this one costs several of its layers.
+# The head of this model costs as much as several layers.
 PIPELINE = (
     SPEC.replace("layers: 2", "layers: 8")
     .replace("synthetic}]", "synthetic}], tokenizer: {kind: bpe, vocabulary: 32000}")
@@ -67,7 +67,7 @@ def test_a_timeline_with_costs_shows_whom_the_others_wait_for() -> None:
     idle = [line.count(".") for line in uneven[:2]]
     assert idle[0] > idle[1]
     assert uneven[-1] != balanced[-1]
-    assert balanced[-1] == timeline(layout, 4).splitlines()[-1]  # the formula is of even stages
+    assert balanced[-1] == timeline(layout, 4).splitlines()[-1]  # the formula assumes equal stages
 
 
 def test_what_is_measured_is_proposed_drawn_and_written(spec: Path) -> None:
@@ -75,7 +75,7 @@ def test_what_is_measured_is_proposed_drawn_and_written(spec: Path) -> None:
     assert result.exit_code == 0, result.output
     stages = load_spec(spec).parallel.stages
     assert stages is not None and sum(stages) == 8
-    assert stages[0] > stages[1]  # the head is with the last ones
+    assert stages[0] > stages[1]  # the head is in the last stage
     assert f"parallel.stages: {list(stages)}" in result.stdout
     assert "stage   1 |" in result.stdout
     assert "# two" in spec.read_text()
@@ -107,7 +107,7 @@ def test_options_of_a_search_are_refused_where_nothing_is_searched(spec: Path) -
 
 def test_fp8_is_not_measured_as_something_else(spec: Path) -> None:
     parsed = load_spec(spec)
-    fp8 = parsed.training.model_copy(update={"precision": "fp8"})  # the rules refuse it on a CPU, before
+    fp8 = parsed.training.model_copy(update={"precision": "fp8"})  # on a CPU, the rules refuse it earlier
     with pytest.raises(MeasureError, match="fp8 needs"):
         stage_costs(parsed.model_copy(update={"training": fp8}), 256)
 
@@ -132,11 +132,11 @@ def test_what_measures_ends_with_the_command(spec: Path) -> None:
 
 
 def _child(parent: psutil.Process) -> psutil.Process:
-    """The process that measures, once it has been started and has asked to end with its parent."""
+    """The measuring process, once it has started and has arranged to end with its parent."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and parent.is_running() and parent.status() != psutil.STATUS_ZOMBIE:
         for child in parent.children():
-            with suppress(psutil.NoSuchProcess):  # what the command asked the machine for a moment
+            with suppress(psutil.NoSuchProcess):  # a short-lived child of the command
                 if STAGES in " ".join(child.cmdline()):
                     return child
         time.sleep(0.05)
