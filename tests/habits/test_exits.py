@@ -1,4 +1,4 @@
-"""Every way out of a process passes the redaction: what leaves by another way is on this list, with the reason."""
+"""Every output of a process is redacted; each exception is on this list, with its reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SECRET = "postgresql://ann:S3CR3Tvalue@db/x"
 
-# Modules that print, write streams, format tracebacks, make log handlers or post, and why no secret leaves there.
+# Modules that print, write streams, format tracebacks, create log handlers or post, and why no secret leaves there.
 KNOWN = {
     "holdfast/checkpoint/agent/worker.py": "the text of a HoldfastError, which redacts itself",
     "holdfast/health/program.py": "a record of numbers",
@@ -55,7 +55,7 @@ def test_what_leaves_a_process_is_redacted_or_on_the_list() -> None:
 
 
 def test_rich_consoles_are_made_in_one_place() -> None:
-    """The one whose texts are never obeyed by the terminal."""
+    """The console whose texts the terminal never interprets."""
     places = [
         str(path.relative_to(ROOT))
         for path in (ROOT / "holdfast" / "pipelines").rglob("*.py")

@@ -1,4 +1,4 @@
-"""The hooks before a commit are the checks of `make lint`, and nothing is fetched for them."""
+"""The hooks before a commit are the checks of `make lint`, and download nothing."""
 
 from __future__ import annotations
 

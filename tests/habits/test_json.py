@@ -1,4 +1,4 @@
-"""JSON that others can write goes through one reader: nothing else of the product calls `json.loads`."""
+"""JSON from untrusted sources has one reader: no other code of the product calls `json.loads`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What they read: text whose digest was compared before and whose every failure is caught, what this very process or its
-# parent wrote, and records of a corpus, where a line that is no JSON is data to be counted.
+# What they read: text whose digest was compared before and whose every failure is caught, what this process or its
+# parent wrote, and records of a corpus, where a line that is not JSON is data to be counted.
 ELSEWHERE = {
     "holdfast/checkpoint/catalogue.py": "part of an index, under its digest",
     "holdfast/checkpoint/root.py": "the root, whose digest is over the exact text",

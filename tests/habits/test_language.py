@@ -1,6 +1,6 @@
 """The language of the project: words to avoid, short sentences on the pages, one type for each class name.
 
-`python -m tests.habits.test_language` lowers the numbers and shortens the lists below to what is true now.
+`python -m tests.habits.test_language` lowers the numbers and shortens the lists below to the current state.
 """
 
 from __future__ import annotations

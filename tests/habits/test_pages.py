@@ -1,4 +1,4 @@
-"""The examples of the pages: a piece of a spec that a reader copies into one is taken by it."""
+"""The examples of the pages: the spec accepts each YAML block that a reader may copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation as a site: no link leads nowhere, every page is in its navigation, and the API has its pages."""
+"""The documentation as a site: every link has a target, every page is in its navigation, and the API has its pages."""
 
 from __future__ import annotations
 

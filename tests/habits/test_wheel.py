@@ -1,4 +1,4 @@
-"""What is installed is one import name, complete, and deaf to a user's folders that are called as ours are."""
+"""The installed package is one complete import name, and ignores a user's folders with the names of ours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from what the repository tracks. No index is asked."""
+    """A wheel built from the tracked files of the repository, without a package index."""
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, tracked.split("\0")):
@@ -37,7 +37,7 @@ def test_a_wheel_holds_every_module_and_file_and_one_import_name(wheel: Path) ->
 
 
 def test_a_users_folders_of_our_names_change_nothing(wheel: Path, tmp_path: Path) -> None:
-    """Every Kubeflow repository has a `components` and a `pipelines`: they come first on the path and stay theirs."""
+    """Every Kubeflow repository has `components` and `pipelines`: they come first on the path and stay the user's."""
     site, user_folder = tmp_path / "site", tmp_path / "mine"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)

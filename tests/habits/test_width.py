@@ -1,4 +1,4 @@
-"""No function has more parameters than a reader can hold: options that belong together are one typed object."""
+"""No function has more parameters than a reader can remember: related options are one typed object."""
 
 from __future__ import annotations
 
