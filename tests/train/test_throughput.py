@@ -63,7 +63,7 @@ def test_frozen_weights_have_no_gradient_and_a_reference_has_a_forward_pass() ->
     adapted = spec.training.model_copy(update={"lora": spec.training.lora.model_copy(update={"rank": 4})})
     whole, frozen, preferring = (
         Throughput.of(spec.model_copy(update=changes), VOCABULARY, 1, H100).flops
-        for changes in ({}, {"training": adapted}, {"preferences": True})
+        for changes in ({}, {"training": adapted}, {"objective": "dpo"})
     )
     attention = 8 * 16 * 12 * 2 * 32 * 16  # tokens x 12 x layers x width of all heads x context
     assert frozen == pytest.approx(attention + (whole - attention) * 2 / 3)
