@@ -66,8 +66,8 @@ def main() -> None:
                 command, env={**os.environ, **settings}, check=True, capture_output=True, text=True
             ).stdout.split()
             results[name].append((float(printed[0]), float(printed[1])))
-    seconds = {name: statistics.median(each for each, _ in pairs) for name, pairs in results.items()}
-    faults = {name: statistics.median(each for _, each in pairs) for name, pairs in results.items()}
+    seconds = {name: statistics.median(value for value, _ in pairs) for name, pairs in results.items()}
+    faults = {name: statistics.median(value for _, value in pairs) for name, pairs in results.items()}
     print(
         f"allocator: {seconds['holdfast']:.3f} s a step against {seconds['glibc']:.3f} with glibc's defaults, "
         f"page faults {faults['holdfast']:.0f} against {faults['glibc']:.0f}; "

@@ -121,7 +121,7 @@ def under(attention: Attention, strict: bool) -> Attention:
 
 def step(attention: Attention, inputs: list[Tensor], gradient: Tensor, strict: bool = False) -> Callable[[], None]:
     """One forward and backward pass."""
-    leaves = [each.detach().requires_grad_() for each in inputs]
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
 
     def run() -> None:
         for leaf in leaves:
@@ -197,8 +197,8 @@ def main() -> None:
         measure(rows, rounds, device)
         del mask
     print("1 document:")
-    one = Segments.of_rows(1, shape.tokens)
-    rows = {"packed_attention": step(partial(packed_attention, segments=one), [q, k, v], gradient)}
+    single = Segments.of_rows(1, shape.tokens)
+    rows = {"packed_attention": step(partial(packed_attention, segments=single), [q, k, v], gradient)}
     if device == "cuda":
         rows["SDPA flash, deterministic"] = step(under(causal, True), [q, k, v], gradient, True)
         rows["SDPA flash, not deterministic"] = step(under(causal, False), [q, k, v], gradient)

@@ -79,13 +79,13 @@ def tensors() -> dict[str, tuple[int, ...]]:
 
 def boxes(rank: int, ranks: int) -> list[TensorBox]:
     """The rows that FSDP gives to a rank, without their bytes."""
-    found = []
+    boxes_of_rank = []
     for name, shape in tensors().items():
         rows = -(-shape[0] // ranks)
         low, high = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
         data = torch.empty((high - low, *shape[1:]), device="meta")
-        found.append(TensorBox(name, shape, (low, *(0 for _ in shape[1:])), data))
-    return found
+        boxes_of_rank.append(TensorBox(name, shape, (low, *(0 for _ in shape[1:])), data))
+    return boxes_of_rank
 
 
 class BytelessShare(ShardWriter):
@@ -159,9 +159,13 @@ def measure(writers: int, url: str) -> None:
         costs[name] = [apart(lambda store, who=rank, of=ranks: restore(store, who, of), url) for rank in picked]  # type: ignore[misc]
     costs["collector"].append(apart(lambda store: Collector(store, attempt, Retention(1)).collect(20), url))
     print(f"{writers} writers, {len(tensors())} tensors, pieces of {PIECE_BYTES >> 10} KiB")
-    for role, each in costs.items():
-        if each:
-            print("   ", role.ljust(28), "  ".join(_told(name, [cost[name] for cost in each]) for name in each[0]))
+    for role, role_costs in costs.items():
+        if role_costs:
+            print(
+                "   ",
+                role.ljust(28),
+                "  ".join(_told(name, [cost[name] for cost in role_costs]) for name in role_costs[0]),
+            )
     collector = costs["collector"][0]
     milliseconds, kibibytes = collector["s"] / writers * 1e3, collector["read"] / writers / 1024
     print(f"    collector, for each writer   {milliseconds:.2f} ms, {kibibytes:.1f} KiB")

@@ -96,11 +96,11 @@ def rank_main(arguments: argparse.Namespace) -> None:
         return time.perf_counter() - start
 
     def with_saves() -> float:
-        taken = sum(window(saves=True) for _ in range(arguments.windows))
+        seconds = sum(window(saves=True) for _ in range(arguments.windows))
         start = time.perf_counter()
         saver.wait()
         dist.barrier()
-        return taken + time.perf_counter() - start
+        return seconds + time.perf_counter() - start
 
     window(saves=False)
     with_saves()
@@ -157,7 +157,7 @@ def main() -> None:
             sys.exit(ended.stdout + ended.stderr)
         ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     with_saves, without = ranks[0]["with"], ranks[0]["without"]
-    ratios = sorted(one / other for one, other in zip(with_saves, without, strict=True))
+    ratios = sorted(saving / other for saving, other in zip(with_saves, without, strict=True))
     steps = STEPS * arguments.windows
     copy = statistics.median(seconds for rank in ranks for seconds in rank["copies"])
     stalls = [max(pair) for pair in zip(*(rank["stalls"] for rank in ranks), strict=True)]

@@ -24,10 +24,10 @@ class CountingStore:
             if name in ("put", "put_if_absent", "compare_and_swap"):
                 data = arguments[1]
                 self.written += sum(map(len, data)) if isinstance(data, list) else len(data)
-            found = operation(*arguments, **options)
+            result = operation(*arguments, **options)
             if name in ("get", "get_versioned"):
-                self.read += len(found if name == "get" else found[0])
-            return found
+                self.read += len(result if name == "get" else result[0])
+            return result
 
         return counted if callable(operation) else operation
 
@@ -41,10 +41,10 @@ class CountingStore:
         """See Store."""
 
         def counted() -> Iterator[Read]:
-            for each in reads:
+            for read in reads:
                 self.requests += 1
-                self.read += each.target.nbytes
-                yield each
+                self.read += read.target.nbytes
+                yield read
 
         self._store.read_many(counted())
 

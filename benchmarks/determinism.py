@@ -50,10 +50,10 @@ def rank(pipe: Connection, level: str, strategy: str, number: int, ranks: int, m
     rows = torch.randint(1, vocabulary, (spec.training.global_batch // ranks, spec.model.context + 1), generator=noise)
     while (steps := pipe.recv()) > 0:
         dist.barrier()
-        start, worked = time.perf_counter(), time.process_time()
+        start, cpu_start = time.perf_counter(), time.process_time()
         for _ in range(steps):
             engine.step(rows, 1e-3)
-        pipe.send(((time.perf_counter() - start) / steps, (time.process_time() - worked) / steps))
+        pipe.send(((time.perf_counter() - start) / steps, (time.process_time() - cpu_start) / steps))
 
 
 def main() -> None:
@@ -74,20 +74,20 @@ def main() -> None:
                     rank_arguments = (theirs, level, strategy, number, arguments.ranks, f"{folder}/{level}")
                     context.Process(target=rank, args=rank_arguments, daemon=True).start()
                 pipes[level] = [ours for ours, _ in ends]
-            taken: dict[str, list[float]] = {level: [] for level in LEVELS}
-            worked: dict[str, list[float]] = {level: [] for level in LEVELS}
+            wall: dict[str, list[float]] = {level: [] for level in LEVELS}
+            cpu_seconds: dict[str, list[float]] = {level: [] for level in LEVELS}
             for turn in range(arguments.rounds + 1):
                 for level in LEVELS:
                     for pipe in pipes[level]:
                         pipe.send(arguments.steps if turn else WARM_UP)
-                    of_ranks = [pipe.recv() for pipe in pipes[level]]
+                    results = [pipe.recv() for pipe in pipes[level]]
                     if turn:
-                        taken[level].append(max(seconds for seconds, _ in of_ranks))
-                        worked[level].append(sum(cpu for _, cpu in of_ranks))
-            for pipe in (pipe for each in pipes.values() for pipe in each):
+                        wall[level].append(max(seconds for seconds, _ in results))
+                        cpu_seconds[level].append(sum(cpu for _, cpu in results))
+            for pipe in (pipe for pipes_of_level in pipes.values() for pipe in pipes_of_level):
                 pipe.send(0)
         print(
-            f"{strategy}, {arguments.ranks} ranks, a step: {_told(taken)}; CPU of all ranks: {_told(worked)}",
+            f"{strategy}, {arguments.ranks} ranks, a step: {_told(wall)}; CPU of all ranks: {_told(cpu_seconds)}",
             flush=True,
         )
 
@@ -95,10 +95,12 @@ def main() -> None:
 def _told(times: dict[str, list[float]]) -> str:
     """The median of each level, and the median of its ratios to `exact` in the same round."""
     ratios = {
-        level: statistics.median(each / exact for each, exact in zip(seconds, times["exact"], strict=True))
+        level: statistics.median(value / exact for value, exact in zip(seconds, times["exact"], strict=True))
         for level, seconds in times.items()
     }
-    return ", ".join(f"{level} {statistics.median(each):.3f} s ({ratios[level]:.3f}x)" for level, each in times.items())
+    return ", ".join(
+        f"{level} {statistics.median(values):.3f} s ({ratios[level]:.3f}x)" for level, values in times.items()
+    )
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ def in_turn(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
     """The median seconds of each work, run one after another in every round."""
     for work in works.values():
         work()
-    taken = [{name: seconds(work) for name, work in works.items()} for _ in range(rounds)]
-    return {name: statistics.median(each[name] for each in taken) for name in works}
+    times = [{name: seconds(work) for name, work in works.items()} for _ in range(rounds)]
+    return {name: statistics.median(round_times[name] for round_times in times) for name in works}
 
 
 def main() -> None:
@@ -56,11 +56,11 @@ def main() -> None:
     ]
     for what, boxes in {"quickstart's state": state, "one matrix": [_matrix()]}.items():
         copies = [torch.empty_like(box.data) for box in boxes]
-        taken = in_turn({"digest": partial(digest_of, boxes), "copy": partial(_copy, boxes, copies)}, rounds)
+        times = in_turn({"digest": partial(digest_of, boxes), "copy": partial(_copy, boxes, copies)}, rounds)
         size = sum(box.data.nbytes for box in boxes)
         print(
-            f"{what}: {size / 2**20:.0f} MiB in {len(boxes)} tensors, digest {size / taken['digest'] / 1e9:.1f} GB/s, "
-            f"copy {size / taken['copy'] / 1e9:.1f} GB/s: {taken['digest'] / taken['copy']:.1f} copies"
+            f"{what}: {size / 2**20:.0f} MiB in {len(boxes)} tensors, digest {size / times['digest'] / 1e9:.1f} GB/s, "
+            f"copy {size / times['copy'] / 1e9:.1f} GB/s: {times['digest'] / times['copy']:.1f} copies"
         )
     optimizer = torch.optim.AdamW(decoder.parameters(), fused=True)
     rows = torch.randint(0, vocabulary, (spec.training.micro_batch, spec.model.context + 1))
@@ -70,8 +70,8 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    taken = in_turn({"digest": lambda: digest_of(state), "step": step}, rounds)
-    print(f"a digest of the whole state: {taken['digest'] / taken['step']:.4f} of a step of one micro-batch")
+    times = in_turn({"digest": lambda: digest_of(state), "step": step}, rounds)
+    print(f"a digest of the whole state: {times['digest'] / times['step']:.4f} of a step of one micro-batch")
 
 
 def _matrix() -> TensorBox:

@@ -94,7 +94,7 @@ def main() -> None:
     options = parser.parse_args()
     memory = [f"checkpoint.memory.every_steps={options.memory}"] if options.memory else []
     costs: dict[str, float] = {}
-    kept: dict[float, list[float]] = {every: [] for every in options.every}
+    shares_by_interval: dict[float, list[float]] = {every: [] for every in options.every}
     calm: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         events = Path(folder) / "events"
@@ -109,10 +109,10 @@ def main() -> None:
                 for _ in range(options.rounds):
                     calm.append(pace.of_window(60 * options.minutes, None, options.ranks))
                     print(f"calm: {calm[-1]:.2f} steps a second", file=sys.stderr, flush=True)
-                    for every, found in kept.items():
+                    for every, shares in shares_by_interval.items():
                         seconds = every * max(1, math.ceil(60 * options.minutes / every))
-                        found.append(pace.of_window(seconds, every, options.ranks) / calm[-1])
-                        print(f"a kill every {every:g} s: {100 * found[-1]:.1f} %", file=sys.stderr, flush=True)
+                        shares.append(pace.of_window(seconds, every, options.ranks) / calm[-1])
+                        print(f"a kill every {every:g} s: {100 * shares[-1]:.1f} %", file=sys.stderr, flush=True)
                 account = ledger(read_events(open_store(store_url), run_id)).seconds
                 spent = {name: account.get(name, 0.0) - before.get(name, 0.0) for name in COSTS}
                 costs.update({name: seconds / options.ranks / max(1, pace.kills) for name, seconds in spent.items()})
@@ -120,12 +120,12 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
 
         train_under(SPEC, options.ranks, windows, *memory)
-    if not all(len(found) == options.rounds for found in kept.values()):
+    if not all(len(shares) == options.rounds for shares in shares_by_interval.values()):
         sys.exit("goodput: the training ended before the last window did")
     figures = ", ".join(
-        f"{100 * statistics.median(found):.1f} % at a kill every {every:g} s (worst {100 * min(found):.1f}"
+        f"{100 * statistics.median(shares):.1f} % at a kill every {every:g} s (worst {100 * min(shares):.1f}"
         + (f"; bar {100 * BARS[every]:.0f})" if every in BARS else ")")
-        for every, found in kept.items()
+        for every, shares in shares_by_interval.items()
     )
     pace_seconds = 1 / statistics.median(calm)
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in costs.items())

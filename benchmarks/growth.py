@@ -91,10 +91,10 @@ def make(folder: Path, many: int) -> None:
     _many_commits(store, spec, many)
     _many_launches(store, many)
     store.delete(layout.collector(TRAINED))
-    then = time.time() - OLD
+    old = time.time() - OLD
     for path in (folder / "store").rglob("*"):
         if path.is_file():
-            os.utime(path, (then + path.stat().st_mtime % 86_400, then))
+            os.utime(path, (old + path.stat().st_mtime % 86_400, old))
     _submit(store, folder, TRAINED)
 
 
@@ -122,9 +122,9 @@ def _commit(store: Store, attempt: Attempt, commit: int, *, whole: bool) -> None
     ones."""
     step = (commit + 1) * EVERY
     rows = [
-        {"step": step - EVERY + 1 + one, "time": 1.0, "loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.001,
+        {"step": step - EVERY + 1 + offset, "time": 1.0, "loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.001,
          "tokens": 8, "tokens_per_second": 100.0, "step_seconds": 0.1}
-        for one in range(EVERY)
+        for offset in range(EVERY)
     ]  # fmt: skip
     for key, text in segment(TRAINED, step - EVERY, rows, attempt.number).items():
         store.put(key, text.encode())
@@ -192,7 +192,7 @@ def _submit(store: Store, folder: Path, run_id: str) -> None:
 
 def _command(*arguments: str) -> Callable[[Store, Path, int], None]:
     def call(store: Store, folder: Path, many: int) -> None:  # noqa: ARG001
-        filled = [each.replace("FOLDER", str(folder)) for each in arguments]
+        filled = [argument.replace("FOLDER", str(folder)) for argument in arguments]
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), contextlib.suppress(SystemExit):
             app([*filled, "--store", store.url], standalone_mode=False)
@@ -349,34 +349,34 @@ def main() -> None:
     for name in ("mlflow", "holdfast.components.trigger.step", "holdfast.pipelines.view.page"):
         importlib.import_module(name)  # once, so that no reading includes it
     sizes = [size for size in _sizes(arguments.most) if size >= arguments.least]
-    found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    results: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
     os.environ.update(
         AWS_ACCESS_KEY_ID="x", AWS_SECRET_ACCESS_KEY="x", AWS_REGION="us-east-1", AWS_EC2_METADATA_DISABLED="true"
     )
-    for many in sizes:
+    for count in sizes:
         with tempfile.TemporaryDirectory(dir=shared, prefix="growth-") as name:
             folder = Path(name)
             os.environ["HOLDFAST_HOME"] = str(folder / "home")
             os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
             begun = time.perf_counter()
-            _in_a_process(_make, folder, many)
+            _in_a_process(_make, folder, count)
             _in_a_process(lambda answer: answer.send(connect() and None))
-            print(f"{many}: made in {time.perf_counter() - begun:.0f} s", flush=True)
+            print(f"{count}: made in {time.perf_counter() - begun:.0f} s", flush=True)
             for kind in sorted(arguments.stores, reverse=True):  # the folder comes last: the collector changes it
                 with FilledS3(folder / "store") if kind == "s3" else contextlib.nullcontext("") as endpoint:
                     os.environ["AWS_ENDPOINT_URL"] = endpoint or "http://127.0.0.1:1"
                     url = f"s3://{BUCKET}" if kind == "s3" else f"file://{folder}/store"
                     for reading in READINGS:
                         if arguments.only in reading:
-                            figures = _in_a_process(_measured, reading, url, folder, many)
-                            found.setdefault((kind, reading), []).append(figures)
-                            print(json.dumps([many, kind, reading, figures]), flush=True)
+                            figures = _in_a_process(_measured, reading, url, folder, count)
+                            results.setdefault((kind, reading), []).append(figures)
+                            print(json.dumps([count, kind, reading, figures]), flush=True)
     heads = " | ".join(f"{size:,}" for size in sizes)
     for kind in arguments.stores:
         print(f"\n| {kind}: requests; seconds; MiB of N = | {heads} |\n|---|{'---|' * len(sizes)}")
         for reading in READINGS:
-            if (rows := found.get((kind, reading))) is not None:
+            if (rows := results.get((kind, reading))) is not None:
                 cells = [f"{requests:.0f}; {seconds:.2f}; {peak / 2**20:.0f}" for requests, seconds, peak in rows]
                 print(f"| {reading} | {' | '.join(cells)} |")
 

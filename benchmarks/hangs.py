@@ -57,12 +57,12 @@ class Events:
     def until(self, holds: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
         """Wait until a condition is true. Raises TimeoutError."""
         deadline = time.monotonic() + seconds
-        while not (found := holds()):
+        while not (result := holds()):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{seconds:.0f} s were not enough; the last events: {self.seen[-3:]}")
             time.sleep(0.02)
             self.look()
-        return found
+        return result
 
     def first(self, kind: type, since: float) -> Any:
         """The first event of a kind after a moment, or None."""
@@ -71,8 +71,10 @@ class Events:
     def step_seconds(self, since: float) -> float:
         """The usual seconds per step since a moment."""
         progress = [event for event in self.seen if isinstance(event, self._progress) and event.time > since]
-        further = [(one, other) for one, other in pairwise(progress) if other.step > one.step]
-        return statistics.median((other.time - one.time) / (other.step - one.step) for one, other in further)
+        further = [(previous, other) for previous, other in pairwise(progress) if other.step > previous.step]
+        return statistics.median(
+            (other.time - previous.time) / (other.step - previous.step) for previous, other in further
+        )
 
 
 @contextmanager

@@ -173,14 +173,14 @@ def main() -> None:
         contenders: dict[str, Connection] = {}
         processes = []
         for make in (ours, floor, mosaicml, litdata):
-            mine, theirs = spawn.Pipe()
-            arguments = (make, folder / make.__name__, options.tokens, context, batch, theirs)
+            own_end, child_end = spawn.Pipe()
+            arguments = (make, folder / make.__name__, options.tokens, context, batch, child_end)
             processes.append(spawn.Process(target=contend, args=arguments))
             processes[-1].start()
-            if problem := mine.recv():
+            if problem := own_end.recv():
                 print(f"{make.__name__}: left out: {problem}")
             else:
-                contenders[make.__name__] = mine
+                contenders[make.__name__] = own_end
         steps = max(20, options.tokens // (batch * context))  # about one epoch
         speeds: dict[str, list[float]] = {name: [] for name in contenders}
         for number in range(options.rounds + 1):
@@ -205,13 +205,15 @@ def main() -> None:
         batches = holdfast_dataset(folder / "seek", tokens).training(context, batch, seed=0)
         for step in range(200):
             batches.batch(step)
-        taken = []
+        timings = []
         for step in np.random.default_rng(1).integers(0, 10**12, 500).tolist():
             began = time.perf_counter()
             batches.batch(step)
-            taken.append(time.perf_counter() - began)
-        taken.sort()
-        print(f"seek to any step and read it: {taken[250] * 1e3:.3f} ms median, {taken[495] * 1e3:.3f} ms p99 (bar 1)")
+            timings.append(time.perf_counter() - began)
+        timings.sort()
+        print(
+            f"seek to any step and read it: {timings[250] * 1e3:.3f} ms median, {timings[495] * 1e3:.3f} ms p99 (bar 1)"
+        )
         small = start_seconds(folder / "small", tokens[: len(tokens) // 16], context, batch)
         large = start_seconds(folder / "large", np.tile(tokens, 4), context, batch)
         (open_1, read_1), (open_64, read_64) = small, large

@@ -36,10 +36,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=len(os.sched_getaffinity(0)))
     ranks = parser.parse_args().ranks
     print(f"planner: memory within {compare_memory():.1%} of real steps (bar {BAR:.0%})")
-    found = calibrate(ranks)
-    print_calibration(found)
-    ratios = sorted(found.step(step).seconds / step.seconds for step in found.steps)
-    off = {name: error for name, error in found.errors().items() if name != "step"}
+    calibration = calibrate(ranks)
+    print_calibration(calibration)
+    ratios = sorted(calibration.step(step).seconds / step.seconds for step in calibration.steps)
+    off = {name: error for name, error in calibration.errors().items() if name != "step"}
     print(
         f"planner: steps of {ranks} ranks predicted at {ratios[0]:.2f} to {ratios[-1]:.2f} of what is measured "
         f"(bar {STEP_BAR:.0%}); collectives off by " + ", ".join(f"{error:.0%} ({name})" for name, error in off.items())
@@ -67,16 +67,16 @@ def compare_memory() -> float:
         with Living([box.data for box in engine.boxes()]) as living:
             engine.step(rows, 1e-3)
         layout = Layout(micro_batch=micro_batch, checkpointing=spec.training.activation_checkpointing)
-        found = memory(
+        planned = memory(
             Architecture.of(spec.model, 512), layout, HERE, global_batch=8, precision=precision,
             practice=practice_here(precision, layout, "cpu", masks),
         )  # fmt: skip
-        estimate = found.total - found.terms["fragmentation"]
+        estimate = planned.total - planned.terms["fragmentation"]
         error = estimate / living.peak - 1
         worst = max(worst, abs(error))
         print(
             f"{checkpointing:<10} {precision}  {layers:>2} layers, micro-batch {micro_batch}{', masks' * masks:<7}  "
-            f"measured {living.peak / 1e6:7.1f} MB, planned {estimate / 1e6:7.1f} MB, {error:+.1%}  ({found.moment})"
+            f"measured {living.peak / 1e6:7.1f} MB, planned {estimate / 1e6:7.1f} MB, {error:+.1%}  ({planned.moment})"
         )
     return worst
 

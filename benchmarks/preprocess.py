@@ -76,8 +76,8 @@ def measured(command: list[str]) -> tuple[float, int]:
         while not ended.wait(0.05):
             total = 0
             try:
-                for one in [root, *root.children(recursive=True)]:
-                    total += one.memory_full_info().uss
+                for member in [root, *root.children(recursive=True)]:
+                    total += member.memory_full_info().uss
             except psutil.Error:
                 continue
             peak = max(peak, total)
@@ -147,11 +147,11 @@ def main() -> None:
         has_peer = importlib.util.find_spec("datasets") is not None
         ours: list[float] = []
         peers: list[float] = []
-        memory = again = 0.0
+        memory = second_call = 0.0
         for _ in range(options.rounds):
             seconds, memory = bench.ours(small)
             ours.append(seconds)
-            again = bench.ours(small, keep=True)[0]
+            second_call = bench.ours(small, keep=True)[0]
             if has_peer:
                 peers.append(bench.peer(small)[0])
         speed = size / statistics.median(ours) / 1e6
@@ -164,7 +164,7 @@ def main() -> None:
             print("datasets.map: left out: `datasets` is not installed: pip install .[bench]")
         peak = bench.ours(large)[1]
         print(f"peak memory: {memory / 2**20:.0f} MiB at 1x, {peak / 2**20:.0f} MiB at 4x: ratio {peak / memory:.2f}")
-        print(f"second call: {again:.2f} s, start-up of Python included")
+        print(f"second call: {second_call:.2f} s, start-up of Python included")
 
 
 if __name__ == "__main__":

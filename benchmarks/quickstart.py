@@ -23,9 +23,9 @@ COMMAND = [sys.executable, "-m", "holdfast.pipelines.cli", "run", str(SPEC)]
 def memory(process: psutil.Process) -> int:
     """Private bytes of a process and all its descendants."""
     total = 0
-    for each in (process, *process.children(recursive=True)):
+    for member in (process, *process.children(recursive=True)):
         try:
-            total += each.memory_full_info().uss
+            total += member.memory_full_info().uss
         except psutil.Error:
             continue
     return total
@@ -49,9 +49,11 @@ def main() -> None:
             sys.exit(printed)
         begun = time.perf_counter()
         subprocess.run(COMMAND, env=environment, check=True, capture_output=True)
-        again = time.perf_counter() - begun
-    steps = ", ".join(f"{name} {took}" for name, took in re.findall(r"✓ (\w+) +((?:\d+ min )?[\d.]+ s)", printed))
-    print(f"quickstart: {first:.0f} s ({steps}), {most / 2**20:.0f} MiB at most; second call {again:.2f} s")
+        second_call = time.perf_counter() - begun
+    steps = ", ".join(
+        f"{name} {duration}" for name, duration in re.findall(r"✓ (\w+) +((?:\d+ min )?[\d.]+ s)", printed)
+    )
+    print(f"quickstart: {first:.0f} s ({steps}), {most / 2**20:.0f} MiB at most; second call {second_call:.2f} s")
 
 
 if __name__ == "__main__":

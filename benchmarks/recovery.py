@@ -39,14 +39,14 @@ PARTS = ("detect", "launch", "fork", *PHASES, "first step")
 
 def ranks_of(parent: int) -> dict[str, psutil.Process]:
     """The ranks that this process's gang has now."""
-    found = {}
+    ranks = {}
     for process in psutil.Process(parent).children(recursive=True):
         try:
             if "holdfast.rank.worker" in process.cmdline()[1:4]:
-                found[process.environ().get("RANK", "")] = process
+                ranks[process.environ().get("RANK", "")] = process
         except psutil.Error:
             continue
-    return found
+    return ranks
 
 
 def killed(rounds: int, ranks: int, told: list[list[float]]) -> None:
@@ -61,9 +61,9 @@ def killed(rounds: int, ranks: int, told: list[list[float]]) -> None:
         deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline:
             events.extend(pipe.new())
-            found = [event for event in events if event.time > since and holds(event)]
-            if found:
-                return found[0]
+            matching = [event for event in events if event.time > since and holds(event)]
+            if matching:
+                return matching[0]
             time.sleep(0.2)
         raise TimeoutError(f"{WAIT_SECONDS:.0f} s were not enough; the last events: {events[-3:]}")
 
@@ -77,18 +77,18 @@ def killed(rounds: int, ranks: int, told: list[list[float]]) -> None:
             since = time.time()
             os.kill(victim.pid, signal.SIGKILL)
             ended = wait_for(lambda event: isinstance(event, LaunchEnded))
-            again = wait_for(lambda event: isinstance(event, AttemptBegan))
-            step = wait_for(lambda event, then=again.time: isinstance(event, Progress) and event.time > then)
+            next_attempt = wait_for(lambda event: isinstance(event, AttemptBegan))
+            step = wait_for(lambda event, then=next_attempt.time: isinstance(event, Progress) and event.time > then)
             begun = wait_for(lambda event: isinstance(event, LaunchBegan))
             spent = wait_for(
                 lambda event, launch=begun.launch: (
                     isinstance(event, TimeSpent) and event.rank == 0 and event.launch == launch
                 )
             )
-            times = [since, ended.time, begun.time, again.time, step.time]
+            times = [since, ended.time, begun.time, next_attempt.time, step.time]
             detect, launch, restart, first = (after - before for before, after in pairwise(times))
-            did = [spent.seconds.get(phase, 0.0) for phase in PHASES]
-            told.append([detect, launch, restart - sum(did), *did, first])
+            phases = [spent.seconds.get(phase, 0.0) for phase in PHASES]
+            told.append([detect, launch, restart - sum(phases), *phases, first])
             print(f"recovery: {step.time - since:.3f} s", file=sys.stderr, flush=True)
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -106,14 +106,14 @@ def main() -> None:
 def measure(rounds: int, ranks: int) -> None:
     """Train and kill, and print the figures."""
     parts_of_rounds = recoveries(rounds, ranks)
-    whole = [sum(parts) for parts in parts_of_rounds]
+    sums = [sum(parts) for parts in parts_of_rounds]
     parts = ", ".join(
-        f"{name} {statistics.median(each):.3f}"
-        for name, each in zip(PARTS, zip(*parts_of_rounds, strict=True), strict=True)
+        f"{name} {statistics.median(values):.3f}"
+        for name, values in zip(PARTS, zip(*parts_of_rounds, strict=True), strict=True)
     )
     print(
-        f"recovery: {statistics.median(whole):.3f} s from "
-        f"kill -9 of a rank to the next optimizer step (worst {max(whole):.3f}, {len(whole)} kills, {ranks} ranks; bar "
+        f"recovery: {statistics.median(sums):.3f} s from "
+        f"kill -9 of a rank to the next optimizer step (worst {max(sums):.3f}, {len(sums)} kills, {ranks} ranks; bar "
         f"1 s): {parts}"
     )
 

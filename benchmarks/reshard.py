@@ -35,8 +35,8 @@ SHAPES = {
 
 
 def boxes(state: dict[str, torch.Tensor], rank: int, ranks: int, way: str) -> list[TensorBox]:
-    """A rank's part of each tensor; vectors are cut by rows in any case, and what is cut by both into two of rows."""
-    found = []
+    """A rank's part of each tensor. Vectors are always cut by rows. A cut by both has two parts of rows."""
+    boxes_of_rank = []
     for name, tensor in state.items():
         cuts = {0: (rank, ranks)}
         if tensor.dim() > 1 and way != "rows":
@@ -44,11 +44,11 @@ def boxes(state: dict[str, torch.Tensor], rank: int, ranks: int, way: str) -> li
             cuts = {0: (rank % rows, rows), 1: (rank // rows, ranks // rows)}
         part, offset = tensor, [0] * tensor.dim()
         for axis, (number, parts) in cuts.items():
-            each = -(-tensor.shape[axis] // parts)
-            offset[axis] = min(number * each, tensor.shape[axis])
-            part = part.narrow(axis, offset[axis], min(each, tensor.shape[axis] - offset[axis]))
-        found.append(TensorBox(name, tuple(tensor.shape), tuple(offset), part.contiguous()))
-    return found
+            width = -(-tensor.shape[axis] // parts)
+            offset[axis] = min(number * width, tensor.shape[axis])
+            part = part.narrow(axis, offset[axis], min(width, tensor.shape[axis] - offset[axis]))
+        boxes_of_rank.append(TensorBox(name, tuple(tensor.shape), tuple(offset), part.contiguous()))
+    return boxes_of_rank
 
 
 def main() -> None:
@@ -78,16 +78,16 @@ def main() -> None:
                         print(f"    {what} {ratio:.4f}, {requests:.0f} requests a rank", flush=True)
             finally:
                 shutil.rmtree(folder)
-    for (saved, loaded), found in ratios.items():
-        print(f"{saved} -> {loaded}: median {statistics.median(found):.4f}, most {max(found):.4f}")
+    for (saved, loaded), values in ratios.items():
+        print(f"{saved} -> {loaded}: median {statistics.median(values):.4f}, most {max(values):.4f}")
 
 
 def _load(store: CountingStore, state: dict[str, torch.Tensor], readers: int, way: str) -> None:
     for rank in range(readers):
         wanted = boxes(state, rank, readers, way)
-        found = [TensorBox(box.name, box.global_shape, box.offset, torch.empty_like(box.data)) for box in wanted]
-        open_checkpoint(store, RUN, 1).fill(found)
-        assert all(torch.equal(one.data, other.data) for one, other in zip(found, wanted, strict=True))
+        targets = [TensorBox(box.name, box.global_shape, box.offset, torch.empty_like(box.data)) for box in wanted]
+        open_checkpoint(store, RUN, 1).fill(targets)
+        assert all(torch.equal(target.data, other.data) for target, other in zip(targets, wanted, strict=True))
 
 
 if __name__ == "__main__":

@@ -56,15 +56,15 @@ def measured(sizes: list[int], kills: int) -> list[float]:
     print(f"measured here, {cores} cores")
     print("ranks      step  efficiency  bound  sum of gradients  predicted/measured  recovery")
     for ranks in sizes:
-        one = calibrate(ranks)
-        step = max((each for each in one.steps if each.strategy == "ddp"), key=lambda each: each.micro_batch)
+        calibration = calibrate(ranks)
+        step = max((each for each in calibration.steps if each.strategy == "ddp"), key=lambda each: each.micro_batch)
         base = base or step.seconds
-        ratio = one.step(step).seconds / step.seconds
+        ratio = calibration.step(step).seconds / step.seconds
         errors.append(ratio)
-        again = statistics.median(sum(parts) for parts in recoveries(kills, ranks))
+        recovery = statistics.median(sum(parts) for parts in recoveries(kills, ranks))
         print(
             f"{ranks:>5} {step.seconds * 1e3:>6.0f} ms {base / step.seconds:>11.0%} {min(1, cores / ranks):>6.0%} "
-            f"{summing(one, ranks) / step.seconds:>17.1%} {ratio:>19.2f} {again:>7.1f} s",
+            f"{summing(calibration, ranks) / step.seconds:>17.1%} {ratio:>19.2f} {recovery:>7.1f} s",
             flush=True,
         )
     return errors

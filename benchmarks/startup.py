@@ -33,10 +33,10 @@ def seconds(arguments: list[str], home: Path, expected: int) -> float:
     command = [sys.executable, "-m", "holdfast.pipelines.cli", *arguments]
     begun = time.perf_counter()
     done = subprocess.run(command, env={**os.environ, "HOLDFAST_HOME": str(home)}, capture_output=True, check=False)
-    took = time.perf_counter() - begun
+    duration = time.perf_counter() - begun
     if done.returncode != expected:
         sys.exit(done.stderr.decode())
-    return took
+    return duration
 
 
 def main() -> None:

@@ -128,7 +128,7 @@ def calls(endpoint: str, size: int, folder: Path) -> dict[str, Call]:
         client.delete_object(Bucket=BUCKET, Key=f"claim-{size}")
         client.put_object(Bucket=BUCKET, Key=f"claim-{size}", Body=data)
 
-    found: dict[str, Call] = {
+    calls_by_name: dict[str, Call] = {
         "write holdfast": lambda: store.put(key, data),
         "write boto3 put_object": lambda: client.put_object(Bucket=BUCKET, Key=key, Body=data),
         "write boto3 upload_fileobj": lambda: client.upload_fileobj(io.BytesIO(data), BUCKET, key),
@@ -152,11 +152,15 @@ def calls(endpoint: str, size: int, folder: Path) -> dict[str, Call]:
         partial(s3torchconnector_calls, endpoint, data, key, target),
     ):
         try:
-            found |= load()
+            calls_by_name |= load()
         except ImportError as error:
             print(f"left out: {error.name}")
-    found |= {name.replace("read ", "restore ", 1): call for name, call in found.items() if re.match("read [os]", name)}
-    return found
+    calls_by_name |= {
+        name.replace("read ", "restore ", 1): call
+        for name, call in calls_by_name.items()
+        if re.match("read [os]", name)
+    }
+    return calls_by_name
 
 
 def _ranged(client: Any, key: str, size: int) -> bytes:
@@ -220,7 +224,7 @@ def main() -> None:
             rounds = max(3, arguments.rounds // 3) if size >= 2**30 else arguments.rounds
             report(size, measure(calls(endpoint, size, Path(folder)), size, rounds))
         us = psutil.Process()
-        own = sum(sum(one.cpu_times()[:2]) for one in (us, *us.children()))
+        own = sum(sum(process.cpu_times()[:2]) for process in (us, *us.children()))
     spent, now = time.monotonic() - began, psutil.cpu_times()
     busy = sum(now[:3]) + now.softirq - sum(cpu[:3]) - cpu.softirq
     cores = psutil.cpu_count() or 1
