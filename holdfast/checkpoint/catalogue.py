@@ -109,8 +109,8 @@ def coverage_of(name: str, info: TensorInfo, offset: tuple[int, ...], shape: tup
         return StateDigest()
     sums = list(tensor_keys(name, info.dtype, info.shape))
     for dimension, (low, size) in enumerate(zip(offset, shape, strict=True)):
-        both = _range_sums(dimension, low, low + size)
-        sums = [total * part & _MASK for total, part in zip(sums, both, strict=True)]
+        range_sums = _range_sums(dimension, low, low + size)
+        sums = [total * part & _MASK for total, part in zip(sums, range_sums, strict=True)]
     return StateDigest(*sums)
 
 

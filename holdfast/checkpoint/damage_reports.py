@@ -92,8 +92,8 @@ def _another_attempt(
             continue
         for former in _recorded(store, info.key):
             for suspect in suspects.values():
-                same = (former.key, former.start) == (suspect.key, suspect.start)
-                if same and (alone or former.node != suspect.node):
+                is_same_place = (former.key, former.start) == (suspect.key, suspect.start)
+                if is_same_place and (alone or former.node != suspect.node):
                     return suspect.reason
     store.put(own, json.dumps([asdict(suspect) for suspect in suspects.values()]).encode())
     return ""

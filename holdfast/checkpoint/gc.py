@@ -205,9 +205,9 @@ class Collector:
     def _delete_roots(self, steps: Sequence[int]) -> int:
         """Delete checkpoints. Restore one that was pinned while it was deleted."""
         run_id, deleted = self.attempt.run_id, 0
-        for some in _batches(steps):
+        for batch in _batches(steps):
             pinned = pinned_steps(self.store, run_id)
-            keys = {step: layout.checkpoint(run_id, step) for step in some if step not in pinned}
+            keys = {step: layout.checkpoint(run_id, step) for step in batch if step not in pinned}
             content = {step: data for step, key in keys.items() if (data := self._found(key)) is not None}
             deleted += self._delete(list(keys.values()))
             for step in pinned_steps(self.store, run_id) & content.keys():
@@ -349,9 +349,9 @@ class Collector:
             self.store.end_abandoned(layout.run(self.attempt.run_id))
 
     def _delete(self, keys: Sequence[str]) -> int:
-        for some in _batches(keys):
+        for batch in _batches(keys):
             self._require_lease()
-            self.store.delete_many(some)
+            self.store.delete_many(batch)
         return len(keys)
 
     def _found(self, key: str) -> bytes | None:

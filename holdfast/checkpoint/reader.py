@@ -223,21 +223,21 @@ class Checkpoint:
     def _require_fit(self, box: TensorBox) -> None:
         info = self.tensors.get(box.name)
         if info is None or info.shape != box.global_shape or info.dtype != box.dtype_name:
-            have = f"{info.dtype} {list(info.shape)}" if info else "nothing"
+            actual = f"{info.dtype} {list(info.shape)}" if info else "nothing"
             raise UnfitError(
-                f"{box.name}: the checkpoint at step {self.step} holds {have}, "
+                f"{box.name}: the checkpoint at step {self.step} holds {actual}, "
                 f"the model needs {box.dtype_name} {list(box.global_shape)}"
             )
 
 
 def fetch_child(store: Store, key: str, entry: Entry) -> Index | Node:
     """The index or node of an entry; read once more if it fails its checksum. Raises DamageError."""
-    for again in (False, True):
+    for is_retry in (False, True):
         try:
             return child_from_bytes(entry, store.get(key, most=entry.size), key)
         except UnfitError:
             raise
         except (DataError, MissingError) as error:
-            if again:
+            if is_retry:
                 raise DamageError(DamageReport(str(error), key, digest=entry.digest)) from error
     raise AssertionError

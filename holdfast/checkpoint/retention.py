@@ -72,7 +72,7 @@ class Retention:
         if self.rewind_steps is not None:
             for step in {kept // self.rewind_steps * self.rewind_steps for kept in reasons} & set(steps):
                 reasons.setdefault(step, []).append("a rewind would go back to it")
-        return {step: tuple(why) for step, why in reasons.items()}
+        return {step: tuple(texts) for step, texts in reasons.items()}
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ def _pin(
         except ConflictError:
             continue
         try:
-            same = _root_data(store, run_id, step) == data
-            if same:
+            unchanged = _root_data(store, run_id, step) == data
+            if unchanged:
                 require_counting(store, root)
                 return root, data
         except MissingError:

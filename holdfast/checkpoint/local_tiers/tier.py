@@ -123,14 +123,14 @@ def touch(folder: str) -> None:
 def require_room(tier: Tier, size: int) -> None:
     """Raises NoSpaceError when `size` more bytes do not fit into the folder or, in memory, into what this process may
     take. Data in a tmpfs counts as memory of its writer's container."""
-    free, of = shutil.disk_usage(tier.folder).free, tier.folder
+    free, limit = shutil.disk_usage(tier.folder).free, tier.folder
     if tier.name == "memory":
-        for available, where in _memory_left():
+        for available, limit_name in _memory_left():
             if available - SPARE < free:
-                free, of = max(0, available - SPARE), where
+                free, limit = max(0, available - SPARE), limit_name
     if size > free:
         raise NoSpaceError(
-            f"checkpoint.{tier.name}: {size} bytes do not fit into the {free} bytes that are left of {of}; nothing "
+            f"checkpoint.{tier.name}: {size} bytes do not fit into the {free} bytes that are left of {limit}; nothing "
             "more is kept there in this attempt"
         )
 

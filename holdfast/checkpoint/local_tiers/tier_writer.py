@@ -112,11 +112,11 @@ def steps_in(store: Store, run_id: str) -> set[Step]:
 
 def _remove(store: Store, run_id: str, steps: Sequence[Step]) -> None:
     """Remove indexes first, so that a half-removed step does not look whole."""
-    gone = set(steps)
+    removed = set(steps)
     for folder in (layout.indexes(run_id), layout.packs(run_id)):
         keys = [info.key for info in store.list(folder)]
         store.delete_many(
-            [key for key in keys if (match := _STEP.search(key)) and (int(match[1]), int(match[2])) in gone]
+            [key for key in keys if (match := _STEP.search(key)) and (int(match[1]), int(match[2])) in removed]
         )
 
 

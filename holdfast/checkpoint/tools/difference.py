@@ -271,9 +271,11 @@ def find_divergence(one: Side, other: Side, progress: Callable[[int, int], None]
     first = next((step for step in common if _figures(mine[step], theirs[step])), None)
     figures = [] if first is None else _figures(mine[first], theirs[first])
     last = min(ends)
-    both = sorted(set(counted_steps(one.store, one.run_id)) & set(counted_steps(other.store, other.run_id)))
+    common_checkpoints = sorted(
+        set(counted_steps(one.store, one.run_id)) & set(counted_steps(other.store, other.run_id))
+    )
     equal_at, differs_at, difference = None, None, None
-    for step in [step_of_both for step_of_both in both if step_of_both <= last]:
+    for step in [checkpoint_step for checkpoint_step in common_checkpoints if checkpoint_step <= last]:
         with ExitStack() as marks:
             pair = [_opened(side, step, marks) for side in (one, other)]
             if pair[0] is None or pair[1] is None:
