@@ -181,8 +181,8 @@ def _lineage(verdict: Verdict, manifest: Manifest, store: Store) -> list[tuple[s
         facts.append((f"Source {source.uri}", f"{lineage.kind}, {lineage.files:,} files, digest {lineage.digest}"))
         if lineage.revision:
             kind = "DVC revision" if lineage.kind == "dvc" else "Revision"
-            where = f" of {lineage.repository}" if lineage.repository else ""
-            facts.append((f"{kind} of {source.uri}", f"{lineage.revision}{where}"))
+            repository = f" of {lineage.repository}" if lineage.repository else ""
+            facts.append((f"{kind} of {source.uri}", f"{lineage.revision}{repository}"))
     return facts
 
 

@@ -78,12 +78,12 @@ def _done(summary: Summary, job: str = "") -> StepResult:
 def _collect(url: str, job: str) -> None:
     """Delete logs of old executions. The next exit handler retries what fails."""
     try:
-        gone = collect_jobs(open_store(url, deadline=DEADLINE), job or local_job(os.environ.get(LOG_FILE, "")))
+        removed = collect_jobs(open_store(url, deadline=DEADLINE), job or local_job(os.environ.get(LOG_FILE, "")))
     except (HoldfastError, OSError) as error:
         log.info("old logs of steps are not removed for now: %s", error)
         return
-    if gone:
-        log.info("the logs of %d old executions are removed: %s", len(gone), ", ".join(gone))
+    if removed:
+        log.info("the logs of %d old executions are removed: %s", len(removed), ", ".join(removed))
 
 
 if __name__ == "__main__":

@@ -335,10 +335,10 @@ def next_command(status: str, registration: dict[str, Any], exit_code: int | Non
         return _REMEDIES[exit_code]
     if exit_code is not None and 0 < exit_code < 128 and exit_code != ExitCode.CANCELLED:
         return "correct what the reason says first"
-    again = "run the same command again: it continues where this one stopped"
+    repeat = "run the same command again: it continues where this one stopped"
     if exit_code is not None or status == "cancelled":
-        return again
-    return f"correct what the {'reason' if known else 'log'} says, then {again}"
+        return repeat
+    return f"correct what the {'reason' if known else 'log'} says, then {repeat}"
 
 
 def code_of_end(status: str, failed: int | None) -> int | None:

@@ -287,9 +287,9 @@ def _require_fresh(lineage: _Lineage, now: Champion | None) -> None:
         return
     if (now.run_id, now.state_digest or digest_now) == (verdict["run_id"], digest_now):  # it is this model
         return
-    then = verdict.get("champion")
-    against = f"against version {then['version']} of {then['model']}" if then else "without a champion"
-    elsewhere = f" in {then['registry']}" if then and then.get("registry") != now.registry else ""
+    opponent = verdict.get("champion")
+    against = f"against version {opponent['version']} of {opponent['model']}" if opponent else "without a champion"
+    elsewhere = f" in {opponent['registry']}" if opponent and opponent.get("registry") != now.registry else ""
     raise ChampionChangedError(
         f"run {verdict['run_id']}: verdict {lineage.verdict_key} was reached {against}{elsewhere}, and the champion of "
         f"{now.model} in {now.registry} is version {now.version} now; run the same command again: it is compared with "

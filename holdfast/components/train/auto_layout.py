@@ -48,8 +48,8 @@ def resolve_layout(spec: Spec, identity: str, store: Store, vocabulary: int, *, 
     try:
         resolved = spec.with_overrides(recorded | {"parallel.auto": False})
     except SpecError as error:
-        why = "; ".join(f"{problem.field}: {problem.value} {problem.message}" for problem in error.problems)
-        message = f"was {_words(recorded)} until now, which does not go with the spec any more ({why})"
+        problems = "; ".join(f"{problem.field}: {problem.value} {problem.message}" for problem in error.problems)
+        message = f"was {_words(recorded)} until now, which does not go with the spec any more ({problems})"
         raise SpecError(
             [Problem("parallel.auto", True, message, "go back to the former spec, or say --replan to plan anew")]
         ) from None
