@@ -1,6 +1,7 @@
 """Sources of text: `identify` computes their dataset id, and `prepare` makes the dataset of packed tokens.
 
-It is a separate part because the trigger also needs it before any other step runs: what would a retraining learn from.
+It is a separate part because the trigger needs it before any other step runs, to know what a retraining would learn
+from.
 """
 
 from holdfast.corpus.identity import identify

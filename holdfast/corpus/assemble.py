@@ -141,11 +141,11 @@ class Drops:
         counts, examples = self.counts[piece.source], self.examples[piece.source]
         counts.update(part.dropped)
         for drop in part.drops:
-            flaw, where = drop.flaw, place(piece.files[drop.file], drop.at, self._before)
+            flaw, location = drop.flaw, place(piece.files[drop.file], drop.at, self._before)
             if flaw.reason not in examples:
-                examples[flaw.reason] = Example.of(where, flaw.detail, flaw.excerpt)
+                examples[flaw.reason] = Example.of(location, flaw.detail, flaw.excerpt)
             if flaw.reason not in FILTERS and len(self.named) < MOST_NAMED:
-                self.named.append(f"{where}: {flaw.detail}")
+                self.named.append(f"{location}: {flaw.detail}")
         for reason, mask in (("duplicate", duplicates), ("over_context", longer)):
             if mask.any():
                 counts[reason] += int(mask.sum())
@@ -160,8 +160,8 @@ class Drops:
         detail = (
             f"has {size} tokens, more than model.context = {self._packed}" if too_long else "repeats an earlier one"
         )
-        where = place(piece.files[int(entry["file"])], int(entry["at"]), self._before)
-        return Example.of(where, detail, self._beginning(tokens[:SHOWN_TOKENS]))
+        location = place(piece.files[int(entry["file"])], int(entry["at"]), self._before)
+        return Example.of(location, detail, self._beginning(tokens[:SHOWN_TOKENS]))
 
     def _beginning(self, tokens: Tokens) -> str:
         ids = (tokens & np.uint32(ID) if self._packed else tokens).tolist()

@@ -63,17 +63,17 @@ def documents(spec: Spec, dataset_id: str, spans: Sequence[Span], store: Store) 
     of_spans: list[list[Document]] = [[] for _ in spans]
     for piece, index, numbers, starts in _document_positions(spec, units):
         ends = starts + index["tokens"][numbers].astype(np.int64)
-        here = [
+        overlaps = [
             (span, np.flatnonzero((starts < last) & (ends > first)))
             for span, (source, first, last) in enumerate(spans)
             if source == piece.source
         ]
-        positions = sorted({int(at) for _, meeting in here for at in meeting})
+        positions = sorted({int(at) for _, meeting in overlaps for at in meeting})
         if positions:
             named = {
                 at: Document(int(starts[at]), int(ends[at]), _place(piece, index[numbers[at]])) for at in positions
             }
-            for span, meeting in here:
+            for span, meeting in overlaps:
                 of_spans[span] += [named[int(at)] for at in meeting]
     return of_spans
 

@@ -420,8 +420,8 @@ def read_user_file(
             return read_file_bounded(local, limit)
     if missing is None:
         return None
-    where = f" is no file (working directory {Path.cwd()})" if "://" not in path else " does not exist"
-    raise MissingError(f"{field}: {path}{where}; {remedy}")
+    problem = f" is no file (working directory {Path.cwd()})" if "://" not in path else " does not exist"
+    raise MissingError(f"{field}: {path}{problem}; {remedy}")
 
 
 def _bounded(path: str, field: str, size: int, limit: int, remedy: str) -> None:

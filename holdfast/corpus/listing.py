@@ -68,7 +68,7 @@ class Listing:
 def list_files(uri: str, root: Path, field: str) -> Listing:
     """The files for a path, a folder or a glob. Raises MissingError for no files, AccessDeniedError, DataError."""
     pattern = os.path.expanduser(uri.removeprefix("file://"))  # noqa: PTH111 - a pattern, not a path
-    where = f"the working directory is {Path.cwd()}" if root == Path() else f"in {root}"
+    location = f"the working directory is {Path.cwd()}" if root == Path() else f"in {root}"
     listing = Listing()
     path = root / pattern
     kind = kind_of(path)
@@ -79,7 +79,7 @@ def list_files(uri: str, root: Path, field: str) -> Listing:
         _Walk(listing).expand("" if prefix == "." else f"{prefix}/", path, (RECURSIVE, "*"))
         if not listing.files:
             others = _in_words(listing)
-            raise MissingError(f"{field}: the folder {uri!r} has no files ({where}){others}; put text into it")
+            raise MissingError(f"{field}: the folder {uri!r} has no files ({location}){others}; put text into it")
     elif kind == NO_TARGET:
         raise MissingError(f"{field}: {uri!r} is a link to {path.readlink()}, which does not exist; check the link")
     elif kind:
@@ -90,9 +90,9 @@ def list_files(uri: str, root: Path, field: str) -> Listing:
         parts = tuple(rest) if top == "/" else (top, *rest)
         _Walk(listing).expand(*begin, parts)
         if not listing.files:
-            raise MissingError(f"{field}: {uri!r} matches no file ({where}){_in_words(listing)}; check the pattern")
+            raise MissingError(f"{field}: {uri!r} matches no file ({location}){_in_words(listing)}; check the pattern")
     else:
-        raise MissingError(f"{field}: {uri!r} does not exist ({where}); check the path")
+        raise MissingError(f"{field}: {uri!r} does not exist ({location}); check the path")
     return listing
 
 

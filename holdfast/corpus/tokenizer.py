@@ -144,18 +144,18 @@ def sample(pieces: Sequence[Piece], cleaning: Cleaning, limit: int) -> Iterator[
 
 
 def _checked(text: str, settings: Tokenizer) -> Prepared:
-    where = f"data.tokenizer.path: {settings.path}" if settings.kind == "file" else "the trained tokenizer"
+    subject = f"data.tokenizer.path: {settings.path}" if settings.kind == "file" else "the trained tokenizer"
     try:
         tokenizer = load_tokenizer(text)
         json.loads(text)
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception
-        raise DataError(f"{where}: is no tokenizer ({error}); name a Hugging Face tokenizer.json") from None
+        raise DataError(f"{subject}: is no tokenizer ({error}); name a Hugging Face tokenizer.json") from None
     end = tokenizer.token_to_id(settings.end_of_text)
     if end is None:
         likely = sorted(token for token in tokenizer.get_vocab(with_added_tokens=True) if LOOKS_LIKE_END.search(token))
         remedy = f"it has {', '.join(map(repr, likely[:8]))}" if likely else "none of its tokens looks like one"
         raise DataError(
-            f"{where}: has no token {settings.end_of_text!r}, data.tokenizer.end_of_text; {remedy}: set it to that, "
+            f"{subject}: has no token {settings.end_of_text!r}, data.tokenizer.end_of_text; {remedy}: set it to that, "
             "or add the token to the tokenizer"
         )
     vocabulary = vocabulary_size(text)

@@ -314,9 +314,9 @@ def _refuse(piece: Piece, drop: Drop, cleaning: Cleaning) -> None:
     if drop.flaw.reason in FILTERS or cleaning.on_bad_record == "skip":
         return
     file = piece.files[drop.file]
-    where = place(file, drop.at, before(file, piece.range) if drop.at else 0)
+    location = place(file, drop.at, before(file, piece.range) if drop.at else 0)
     raise DataError(
-        f"{where}: {drop.flaw.detail}; correct it, or skip such records with data.cleaning.on_bad_record: skip"
+        f"{location}: {drop.flaw.detail}; correct it, or skip such records with data.cleaning.on_bad_record: skip"
     )
 
 
