@@ -177,8 +177,8 @@ def parse_manifest(raw: bytes, name: str) -> Manifest:
         return Manifest.model_validate_json(raw)
     except ValidationError as error:
         detail = error.errors()[0]
-        where = ".".join(str(part) for part in detail["loc"]) or "the file"
-        raise DataError(f"{name}: {where}: {detail['msg']}; delete it and run preprocess again") from None
+        field = ".".join(str(part) for part in detail["loc"]) or "the file"
+        raise DataError(f"{name}: {field}: {detail['msg']}; delete it and run preprocess again") from None
 
 
 def load_manifest(store: Store, dataset_id: str) -> Manifest:
