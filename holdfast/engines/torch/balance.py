@@ -57,8 +57,10 @@ class Balance:
         with more. Nothing changes if the update of the weights was held back (1.0). A collective call."""
         counted = {layer: router.tokens_E for layer, router in self._routers.items() if router.tokens_E is not None}
         if counted and self._routing.balance == "bias":
-            some = next(iter(counted.values()))
-            tokens = some.new_zeros(self._layers, len(some))  # of the whole model: pipeline stages fill different rows
+            counts_of_one = next(iter(counted.values()))
+            tokens = counts_of_one.new_zeros(
+                self._layers, len(counts_of_one)
+            )  # of the whole model: pipeline stages fill different rows
             for layer, counts in counted.items():
                 tokens[layer] = counts
             if dist.is_initialized():

@@ -141,8 +141,8 @@ class TopK:
         short = torch.int32 if flat.numel() < 2**31 else torch.int64
         all_places, all_values = _of_all(torch.cat(places).to(short), ranks), _of_all(torch.cat(values), ranks)
         flat.zero_()
-        for where, kept_values in zip(all_places.long(), all_values, strict=True):
-            flat[where] += kept_values  # each position once
+        for positions, kept_values in zip(all_places.long(), all_values, strict=True):
+            flat[positions] += kept_values  # each position once
         reduced: torch.futures.Future[Any] = torch.futures.Future()
         reduced.set_result(flat)
         return reduced

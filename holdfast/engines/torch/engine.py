@@ -185,8 +185,8 @@ class TorchEngine:
         replicas: dict[Hashable, list[TensorBox]] = {}
         for layout, box in self._state():
             if layout.copies > 1:
-                both = self._tied is not None and self._tied.has(layout.name)
-                place = None if both else self._mesh.place(self._rank)
+                is_tied = self._tied is not None and self._tied.has(layout.name)
+                place = None if is_tied else self._mesh.place(self._rank)
                 replicas.setdefault((place, layout.copied), []).append(box)
         return replicas
 

@@ -63,10 +63,10 @@ class Exchange:
         """The local part of a matrix of experts. Its gradient covers the rows of all ranks of the group, so it is
         divided by their number. The average over ranks does the same for other weights. The averaging of these
         experts covers only the remaining ranks. Ranks with parts of the same rows are summed and count as one."""
-        here = matrix.to_local() if isinstance(matrix, DTensor) else matrix
-        if here.requires_grad:
-            here.register_hook(lambda gradient: gradient / self._averaged)
-        return here
+        local_matrix = matrix.to_local() if isinstance(matrix, DTensor) else matrix
+        if local_matrix.requires_grad:
+            local_matrix.register_hook(lambda gradient: gradient / self._averaged)
+        return local_matrix
 
 
 def _exchange(x_SD: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
