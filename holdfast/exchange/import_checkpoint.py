@@ -127,9 +127,9 @@ def _shapes(spec: Spec, source: Source) -> tuple[Mapping[str, tuple[int, ...]], 
     shapes = parameter_shapes(spec.model, embedding[0])
     for name, shape in shapes.items():
         if (shape_found := source.shape(name)) != shape:
-            have = "no such tensor" if shape_found is None else f"the shape {list(shape_found)}"
+            actual = "no such tensor" if shape_found is None else f"the shape {list(shape_found)}"
             raise DataError(
-                f"{source.where}: {name} has {have}, the model of the spec needs {list(shape)}; mend `model`"
+                f"{source.where}: {name} has {actual}, the model of the spec needs {list(shape)}; mend `model`"
             )
     of_moments = {prefix + name: shape for prefix in MOMENTS for name, shape in shapes.items() if trained(name)}
     moment_shapes = [source.shape(name) for name in of_moments]
