@@ -152,11 +152,11 @@ def _exchange(sent: torch.Tensor, target: int, received: torch.Tensor, source: i
     settle, best = settle_on(device), 0.0
     for repetition in range(1 + REPETITIONS):
         begun = clock()
-        both = [dist.P2POp(dist.isend, sent, target), dist.P2POp(dist.irecv, received, source)]
-        for work in dist.batch_isend_irecv(both):
+        operations = [dist.P2POp(dist.isend, sent, target), dist.P2POp(dist.irecv, received, source)]
+        for work in dist.batch_isend_irecv(operations):
             work.wait()
         settle()
-        took = clock() - begun
+        seconds = clock() - begun
         if repetition:
-            best = max(best, sent.numel() * sent.element_size() / max(took, 1e-9))
+            best = max(best, sent.numel() * sent.element_size() / max(seconds, 1e-9))
     return best

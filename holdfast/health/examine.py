@@ -65,10 +65,10 @@ def examine(
         together("what was slow")
         rates = {"compute": compute.compute_rate(device, _COMPUTE * seconds)}
         rates["memory"] = compute.memory_rate(device, _MEMORY * seconds)
-        again = own.model_copy(update={"rates": rates})
-        again = _with_node(again, store, prefix, folder) if first_of_node() else again
-        better = {probe: max(rate, own.rates[probe]) for probe, rate in again.rates.items()}
-        measured = gang.all_gather(again.model_copy(update={"rates": better}), Measured)
+        second = own.model_copy(update={"rates": rates})
+        second = _with_node(second, store, prefix, folder) if first_of_node() else second
+        better = {probe: max(rate, own.rates[probe]) for probe, rate in second.rates.items()}
+        measured = gang.all_gather(second.model_copy(update={"rates": better}), Measured)
         links = _better(links, pair_links(gang, device)) if gang.size > 1 else links
         findings = judge(measured, links)
     _release(device)

@@ -102,21 +102,21 @@ def counters(kind: str, uuid_of_device: str) -> tuple[dict[str, int], dict[str, 
     if kind != "cuda":
         return {}, {}, [] if kind == "cpu" else [f"counters: nothing here reads those of {kind}"]
     names = ("driver_version", "pci.bus_id", *_COUNTERS)
-    answer, why = _asked(
+    answer, reason = _asked(
         "nvidia-smi",
         f"--query-gpu={','.join(names)}",
         "--format=csv,noheader,nounits",
         f"--id=GPU-{uuid_of_device.removeprefix('GPU-')}",
     )
     if answer is None:
-        return {}, {}, [f"counters: {why}"]
+        return {}, {}, [f"counters: {reason}"]
     try:
         values, driver, bus = parse_counters(answer)
     except ValueError:
         return {}, {}, [f"counters: nvidia-smi answered {answer.strip()[:100]!r}"]
     notes = [f"counters: {name} is not supported by the device" for name in _COUNTERS.values() if name not in values]
-    xids, why = _xids(bus)
-    return values | xids, {"NVIDIA driver": driver}, notes + ([f"counters: Xid: {why}"] if why else [])
+    xids, reason = _xids(bus)
+    return values | xids, {"NVIDIA driver": driver}, notes + ([f"counters: Xid: {reason}"] if reason else [])
 
 
 def parse_counters(line: str) -> tuple[dict[str, int], str, str]:
@@ -137,8 +137,8 @@ def parse_xids(text: str, bus: str) -> dict[str, int]:
     """Xid of the device at `bus` → number of its entries in the kernel's log."""
     counts: dict[str, int] = {}
     place = _place(bus)
-    for where, number in _XID.findall(text):
-        if not place or _place(where) == place:
+    for device, number in _XID.findall(text):
+        if not place or _place(device) == place:
             counts[f"xid {number}"] = counts.get(f"xid {number}", 0) + 1
     return counts
 

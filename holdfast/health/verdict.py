@@ -214,22 +214,22 @@ def _links(ranks: Ranks, links: Sequence[Link]) -> Iterator[Finding]:
     """Findings about links. A rank is judged by its best link, because a slow peer slows its partners. Then each link
     is compared with its ends."""
     for within in (True, False):
-        same = [link for link in links if (ranks[link.first].node == ranks[link.second].node) is within]
+        links_of_scope = [link for link in links if (ranks[link.first].node == ranks[link.second].node) is within]
         best: dict[int, float] = defaultdict(float)
-        for link in same:
+        for link in links_of_scope:
             for rank in (link.first, link.second):
                 best[rank] = max(best[rank], link.rate)
         slow: set[int] = set()
-        where = "in its node" if within else "to other nodes"
+        scope = "in its node" if within else "to other nodes"
         for peers in _groups((ranks[rank] for rank in sorted(best)), _device):
             for rank, severity, usual in outliers(
                 {peer.rank: best[peer.rank] for peer in peers}, _limit_of_links(peers)
             ):
                 slow.add(rank)
                 rate_text, usual_text = shown_rate(best[rank], "link"), shown_rate(usual, "link")
-                words = f"its best link {where} carries {rate_text}, and those of others {usual_text}"
+                words = f"its best link {scope} carries {rate_text}, and those of others {usual_text}"
                 yield _finding(ranks, [rank], "link", severity, words)
-        for link in same:
+        for link in links_of_scope:
             usual = min(best[link.first], best[link.second])
             limit = _limit_of_links([ranks[link.first], ranks[link.second]])
             if usual and link.rate < limit.fails * usual and not slow & {link.first, link.second}:
@@ -253,8 +253,8 @@ def _clocks(ranks: Ranks) -> Iterator[Finding]:
         error = ranks[rank].clock_error
         least = abs(ahead) - error
         if least >= CLOCK_WARNS:
-            where = "ahead of" if ahead > 0 else "behind"
-            words = f"its clock is at least {least:.1f} s {where} the store's: set one of them by NTP"
+            direction = "ahead of" if ahead > 0 else "behind"
+            words = f"its clock is at least {least:.1f} s {direction} the store's: set one of them by NTP"
             alone = len(told) > 2 and abs(ahead - usual) - error >= CLOCK_FAILS  # else the store's clock may be wrong
             yield _finding(ranks, [rank], "clock", "failed" if alone else "warned", words)
 
