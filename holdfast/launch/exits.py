@@ -56,8 +56,8 @@ class NodeExit(BaseModel):
     @property
     def cause(self) -> RankExit | None:
         """The rank that explains the node's code: one with this code, else one that was killed without a record."""
-        same = [rank for rank in self.ranks if rank.code == self.code]
-        return next(iter([*same, *(rank for rank in self.ranks if rank.code is None)]), None)
+        matching = [rank for rank in self.ranks if rank.code == self.code]
+        return next(iter([*matching, *(rank for rank in self.ranks if rank.code is None)]), None)
 
 
 class LaunchExit(BaseModel):

@@ -112,12 +112,12 @@ class Supervisor:
             return ending, None
         restarts = self.restarts
         missing = self._progress.is_missing()
-        again = RECLAIM_BACKOFF * self._progress.fruitless
-        wait = again if _is_known(self.reclaimed, job) else _pause(self._recent, restarts, self.clock())
+        backoff = RECLAIM_BACKOFF * self._progress.fruitless
+        wait = backoff if _is_known(self.reclaimed, job) else _pause(self._recent, restarts, self.clock())
         if missing:
-            why = f"{restarts.max_stalled_launches} launches in a row ended without a new checkpoint"
-            log.error("%s: the run is given up, see cluster.restarts.max_stalled_launches", why)
-            return replace(ending, detail=f"{why}, the last one so: {ending.detail}"), None
+            reason = f"{restarts.max_stalled_launches} launches in a row ended without a new checkpoint"
+            log.error("%s: the run is given up, see cluster.restarts.max_stalled_launches", reason)
+            return replace(ending, detail=f"{reason}, the last one so: {ending.detail}"), None
         if wait is None:
             log.error("the budget of %d restarts in %g minutes is used up", restarts.budget, restarts.window_minutes)
         return ending, wait

@@ -152,8 +152,8 @@ class Follower:
         job = self._jobs.objects.get(uid)
         symptoms = self.symptoms()
         if job is None:
-            gone = self._jobs.gone.get(uid)
-            if gone is not None and self._kind.status(gone).state == "succeeded":
+            deleted = self._jobs.gone.get(uid)
+            if deleted is not None and self._kind.status(deleted).state == "succeeded":
                 return _Verdict(ExitCode.OK)
             if not self._waited(SETTLE_SECONDS) and self._pods.objects:
                 return None
@@ -289,8 +289,8 @@ class Follower:
         """The verdict for a pod that was deleted under a running job: the gang cannot admit the pod that its operator
         makes."""
         for uid, pod in self._pods.gone.items():
-            if uid not in self._aside and (gone := self._end_of(uid, pod)) is not None:
-                return _Verdict(gone.code, str(gone), gone)
+            if uid not in self._aside and (vanished := self._end_of(uid, pod)) is not None:
+                return _Verdict(vanished.code, str(vanished), vanished)
         return None
 
     def _held_up(self, uid: str) -> list[str]:
@@ -335,9 +335,9 @@ class Follower:
     def _missing(self) -> str:
         """How many pods have not started, and why."""
         started, words = sum(map(self._runs, self._pods.objects.values())), self._complaints.words
-        why = f"{words}; {pod_events.classify_message(words)[1]}" if words else ""
+        reason = f"{words}; {pod_events.classify_message(words)[1]}" if words else ""
         detail = f"{started} of {self._nodes} pods of job {self._name} have started: "
-        return detail + (why or "no event says why; does the controller of its kind run?")
+        return detail + (reason or "no event says why; does the controller of its kind run?")
 
     def _confirmed(self, verdict: _Verdict, uid: str) -> _Verdict | None:
         """The verdict after a second look at the job; None if a queue took the job back.

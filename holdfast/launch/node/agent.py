@@ -85,8 +85,8 @@ class AgentKeeper:
                 log.warning("this node has to go: what was in flight is saved by the next attempt")
             elif message.left:
                 log.warning("not saved within %g s: %s", given, "; ".join(message.left))
-            elif (took := time.monotonic() - begun) > 1.0:
-                log.info("the checkpoint agent had %.1f s of work left", took)
+            elif (duration := time.monotonic() - begun) > 1.0:
+                log.info("the checkpoint agent had %.1f s of work left", duration)
         except (EOFError, OSError) as error:
             log.warning("the checkpoint agent is gone (%s): what was in flight is saved by the next attempt", error)
         with suppress(ProcessLookupError):
@@ -107,14 +107,14 @@ class AgentKeeper:
         pause = _PAUSE
         while True:
             begun = time.monotonic()
-            why = self._followed()
+            reason = self._followed()
             with self._lock:
                 ending = self._ending
             if ending:
                 self._process.wait()
                 return
             self._kill()
-            log.warning("the checkpoint agent %s: another one takes over", why)
+            log.warning("the checkpoint agent %s: another one takes over", reason)
             pause = _PAUSE if time.monotonic() - begun > _LONGEST_PAUSE else min(_LONGEST_PAUSE, 2 * pause)
             time.sleep(pause)
             with self._lock:

@@ -98,7 +98,7 @@ class Hang:
         """The description of the hang; `node` is that of the suspects."""
         first = self.suspects[0]
         ranks = ", ".join(str(suspect.seen.rank) for suspect in self.suspects)
-        where = f"in the phase {first.phase} of step {first.step}"
+        place = f"in the phase {first.phase} of step {first.step}"
         if first.stopped:
             activity = "nothing is heard of its node" if first.unheard else "its process is stopped by a signal"
         elif first.waiting:
@@ -107,7 +107,7 @@ class Hang:
             activity = "it sleeps" if first.idle else "it computes without an end"
         subject = f"ranks {ranks} hang" if len(self.suspects) > 1 else f"rank {ranks} hangs"
         waiting = f"; {self.others} more wait" if self.others else ""
-        return f"{subject} on {node}, {where}, since {self.seconds:.1f} s: {activity}{waiting}"
+        return f"{subject} on {node}, {place}, since {self.seconds:.1f} s: {activity}{waiting}"
 
 
 def judge(ranks: Sequence[Watched], more: float = 0.0) -> Hang | None:

@@ -189,17 +189,17 @@ class RankOutput:
                 )
                 closing = self._closing
                 ranks = [rank for rank in self._ranks if not rank.done]
-            away = False
+            unwritten = False
             for rank in ranks:
                 last = rank.at_end
                 self._look_at(rank, last)
                 written = rank.log.flush(last=last)
                 rank.kept = last and written
                 rank.done = rank.kept and (closing or rank.log.stream.code is not None)
-                away |= not written
-            if closing and not away:
+                unwritten |= not written
+            if closing and not unwritten:
                 return
-            if away:  # the rest of a closed rank is retried like everything else
+            if unwritten:  # the rest of a closed rank is retried like everything else
                 time.sleep(min(1.0, self._pause))
 
     def _look_at(self, one: _Rank, last: bool) -> None:

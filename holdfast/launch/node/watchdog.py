@@ -246,8 +246,8 @@ class Watchdog:
         """Add the stacks of each rank to its log. A stopped process writes none."""
         stacks = stacks_of(self._folder, {rank.pid: rank.send for rank in ranks if not rank.stopped})
         for rank in ranks:
-            where = rank.reader.read() if rank.reader is not None else None
-            place = f"in the phase {PHASES[where.phase]} after step {where.step}" if where else "before it had a place"
+            page = rank.reader.read() if rank.reader is not None else None
+            place = f"in the phase {PHASES[page.phase]} after step {page.step}" if page else "before it had a place"
             text = f"[holdfast: {self._words}. Rank {rank.rank} was {place}; its stacks:]\n".encode()
             self._keep(rank.pid, text + (stacks.get(rank.pid) or b"  none: it does not answer\n"))
 

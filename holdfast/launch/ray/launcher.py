@@ -120,7 +120,7 @@ class RayLauncher:
         actor, options = ray.remote(Node), options_of(bundle(job))
         options |= {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 3}
         nodes = [actor.options(**options, scheduling_strategy=room.place(rank)).remote() for rank in range(count)]
-        where = ray.get([node.place.remote() for node in nodes], timeout=START_SECONDS)
+        addresses = ray.get([node.place.remote() for node in nodes], timeout=START_SECONDS)
         self._nodes = nodes
         if self._asked.is_set():  # stopped in between
             self.stop()
@@ -130,12 +130,12 @@ class RayLauncher:
         key = sealing.new_key()
         with _Log(path) as printed:
             for rank, node in enumerate(nodes):
-                environment = _environment(job, count, where[0][0], where[0][1], rank, key)
-                environment[NODE_NAME] = where[rank][2]
+                environment = _environment(job, count, addresses[0][0], addresses[0][1], rank, key)
+                environment[NODE_NAME] = addresses[rank][2]
                 stream = node.run.options(num_returns="streaming").remote(_torchrun(job), environment)
                 threading.Thread(target=_follow, args=(rank, stream, printed, ended), daemon=True).start()
             outcomes = self._wait(nodes, ended)
-        return _ending(outcomes, [place[2] for place in where], printed.tail, path)
+        return _ending(outcomes, [place[2] for place in addresses], printed.tail, path)
 
     def _wait(self, nodes: Sequence[Any], ended: queue.SimpleQueue[tuple[int, tuple[int, str]]]) -> dict[int, Any]:
         """How each node ended, by its rank. After the first failure, the other nodes have the grace period to end."""
@@ -210,8 +210,8 @@ def _count(job: Job) -> int:
     nodes = job.cluster.nodes
     if nodes.min == nodes.max:
         return nodes.max
-    able = sum(fits(bundle(job), node) for node in nodes_of(job.excluded_nodes))
-    return max(nodes.min, min(nodes.max, able))
+    fitting = sum(fits(bundle(job), node) for node in nodes_of(job.excluded_nodes))
+    return max(nodes.min, min(nodes.max, fitting))
 
 
 def _torchrun(job: Job) -> list[str]:

@@ -47,8 +47,8 @@ def start(
 
 def address() -> str:
     """The address at which Ray knows this node: a machine may have several networks."""
-    here = ray.get_runtime_context().get_node_id()
-    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == here)
+    node_id = ray.get_runtime_context().get_node_id()
+    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == node_id)
 
 
 class Node:

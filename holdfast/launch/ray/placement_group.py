@@ -104,19 +104,19 @@ def fits(bundle: Amounts, node: Amounts) -> bool:
 
 def shortfall(name: str, bundle: Amounts, count: int, nodes: Sequence[Amounts]) -> str:
     """The reason why `count` bundles do not fit on nodes with these total resources."""
-    able = sum(fits(bundle, node) for node in nodes)
+    fitting = sum(fits(bundle, node) for node in nodes)
     demand = (
         f"{count} nodes with {format_resources(bundle)} each"
         if count > 1
         else f"a node with {format_resources(bundle)}"
     )
     kinds = Counter(format_resources({key: node[key] for key in _named_resources(bundle, node)}) for node in nodes)
-    have = "; ".join(f"{number} with {resources}" for resources, number in kinds.most_common(KINDS))
-    if able >= count:
-        why = "others use what is large enough"
+    available = "; ".join(f"{number} with {resources}" for resources, number in kinds.most_common(KINDS))
+    if fitting >= count:
+        reason = "others use what is large enough"
     else:
-        why = f"{able or 'none'} of Ray's {len(nodes)} nodes {'is' if able <= 1 else 'are'} large enough"
-    return f"{name} wants {demand}, and {why}" + (f"; there are {have}" if have else "")
+        reason = f"{fitting or 'none'} of Ray's {len(nodes)} nodes {'is' if fitting <= 1 else 'are'} large enough"
+    return f"{name} wants {demand}, and {reason}" + (f"; there are {available}" if available else "")
 
 
 def format_resources(amounts: Amounts) -> str:
