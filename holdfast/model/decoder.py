@@ -355,11 +355,11 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream of the positions [start, end) after the local layers, and the unevenness of their
         experts in each sequence [B]. A pipeline stage has only some layers."""
-        here: slice | Tensor = slice(start, end)
+        positions: slice | Tensor = slice(start, end)
         if self.positions_T is not None:
-            here, end = self.positions_T, self.shape.context
-        cos_TK, sin_TK = self.cos_TK[here], self.sin_TK[here]
-        mask_B1TS = self._mask(here, end, document_BT, x_BTD.device)
+            positions, end = self.positions_T, self.shape.context
+        cos_TK, sin_TK = self.cos_TK[positions], self.sin_TK[positions]
+        mask_B1TS = self._mask(positions, end, document_BT, x_BTD.device)
         unevenness_B = None
         for index, layer in enumerate(self.model.layers):
             if layer is not None:

@@ -47,8 +47,8 @@ class Folder:
             with (self.path / name).open("rb", buffering=0) as file:
                 file.seek(start)
                 filled = 0
-                while got := file.readinto(target[filled:]):
-                    filled += got
+                while count := file.readinto(target[filled:]):
+                    filled += count
         except FileNotFoundError:
             raise MissingError(f"{self.path / name}: no such file") from None
         except OSError as error:

@@ -94,8 +94,8 @@ class Segments:
         """The bounds of queries and of keys as int32 on a device, with empty segments up to `slots`."""
         if (device, slots) not in self._on_device:
             missing = max(0, slots + 1 - len(self.queries))
-            both = [(*bounds, *(bounds[-1:] * missing)) for bounds in (self.queries, self.keys)]
-            first, second = torch.tensor(both, dtype=torch.int32).to(device).unbind()
+            padded = [(*bounds, *(bounds[-1:] * missing)) for bounds in (self.queries, self.keys)]
+            first, second = torch.tensor(padded, dtype=torch.int32).to(device).unbind()
             self._on_device[device, slots] = first, second
         return self._on_device[device, slots]
 
