@@ -206,10 +206,10 @@ def _best(spec: Spec, task: Task, below: float | None = None) -> Candidate:
     result = search(task, runs, count=1, offload=False)
     if result.today is not None:
         return result.today
-    need = result.smallest.memory.total / 1e9
+    gigabytes = result.smallest.memory.total / 1e9
     message = (
         f"finds no layout that fits into {task.accelerator.memory / 1e9:.0f} GB of {task.accelerator.name}: the least "
-        f"takes {need:.0f} GB"
+        f"takes {gigabytes:.0f} GB"
         if not result.fitting
         else "finds no layout that fits and that the engines run"
     )
@@ -257,8 +257,8 @@ def next_plan(spec: Spec, vocabulary: int, *, here: bool) -> Proposal | None:
         return None
     fields = layout_fields(task, chosen.layout)
     changed = {name: value for name, value in fields.items() if value != _value_at(spec, name)}
-    need = f"{chosen.memory.total / 1e9:.3g} GB by the planner's count, where this one takes {failed / 1e9:.3g}"
-    return Proposal(changed, f"the next plan that fits is {chosen.layout}: {need}")
+    comparison = f"{chosen.memory.total / 1e9:.3g} GB by the planner's count, where this one takes {failed / 1e9:.3g}"
+    return Proposal(changed, f"the next plan that fits is {chosen.layout}: {comparison}")
 
 
 def _value_at(spec: Spec, field: str) -> object:

@@ -35,9 +35,9 @@ class Group:
     @property
     def beta(self) -> float:
         """Bytes per second of a ring. One ring member uses the node's adapters; parallel rings can use the rest."""
-        here = self.accelerator
-        between = here.network * self.inside if self.nodes > 1 else here.link
-        return min(here.link, between) * here.link_reach
+        accelerator = self.accelerator
+        between = accelerator.network * self.inside if self.nodes > 1 else accelerator.link
+        return min(accelerator.link, between) * accelerator.link_reach
 
     def measured(self, collective: str, size: float) -> float | None:
         """Seconds by measurements of groups of this size, otherwise of the next larger or the largest one.
@@ -82,9 +82,9 @@ def point_to_point(size: float, over: Group) -> float:
     """Seconds to send `size` bytes to another rank."""
     if (measured_seconds := over.measured("point_to_point", size)) is not None:
         return measured_seconds
-    here = over.accelerator
-    rate = here.network if over.nodes > 1 else here.link
-    return over.alpha + size / (rate * here.link_reach)
+    accelerator = over.accelerator
+    rate = accelerator.network if over.nodes > 1 else accelerator.link
+    return over.alpha + size / (rate * accelerator.link_reach)
 
 
 def reduce_scatter(size: float, over: Group) -> float:
@@ -114,9 +114,9 @@ def _halved(collective: str, size: float, over: Group) -> float:
 
 def _mean_alpha(over: Group) -> float:
     """The mean latency of a ring's links, most of which are within a node."""
-    here = over.accelerator
+    accelerator = over.accelerator
     outside = over.nodes / over.size if over.nodes > 1 else 0.0
-    return outside * here.network_latency + (1 - outside) * here.link_latency
+    return outside * accelerator.network_latency + (1 - outside) * accelerator.link_latency
 
 
 def all_reduce_by(size: float, over: Group) -> dict[str, float]:
@@ -152,8 +152,11 @@ def all_to_all(size: float, over: Group) -> float:
         return 0.0
     if (measured_seconds := over.measured("all_to_all", size)) is not None:
         return measured_seconds
-    here = over.accelerator
+    accelerator = over.accelerator
     outside = (over.size - over.inside) / over.size
     inside = (over.inside - 1) / over.size
-    moved = max(outside * size / (here.network * here.link_reach), inside * size / (here.link * here.link_reach))
+    moved = max(
+        outside * size / (accelerator.network * accelerator.link_reach),
+        inside * size / (accelerator.link * accelerator.link_reach),
+    )
     return over.alpha * math.ceil(math.log2(over.size)) + moved

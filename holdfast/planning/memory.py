@@ -212,16 +212,16 @@ def _stage(
     sharded = (dense + ends) / shards + experts / layout.expert_shards(shards)
     full, part = layout.sharding == "full", layout.sharding != "none"
     state = practice.state
-    away = offloaded(layout, accelerator)
-    weights = 0.0 if "weights" in away else state.weights * (sharded if full else held)
-    gradients = 0.0 if "gradients" in away else state.gradients * (sharded if full else held)
-    optimizer = 0.0 if "optimizer" in away else state.optimizer * (sharded if part else held)
+    offloaded_parts = offloaded(layout, accelerator)
+    weights = 0.0 if "weights" in offloaded_parts else state.weights * (sharded if full else held)
+    gradients = 0.0 if "gradients" in offloaded_parts else state.gradients * (sharded if full else held)
+    optimizer = 0.0 if "optimizer" in offloaded_parts else state.optimizer * (sharded if part else held)
 
     kept = layer_activations(shape, layout, precision, practice)
     everything = layer_activations(shape, layout, precision, practice, "none")
     flight = in_flight(layout, micro_batches, stage)
-    again = everything - kept if layout.checkpointing != "none" else 0.0
-    working = again + tokens * (2 * shape.ffn * shape.met * size + 2 * shape.hidden * stream)
+    recomputed = everything - kept if layout.checkpointing != "none" else 0.0
+    working = recomputed + tokens * (2 * shape.ffn * shape.met * size + 2 * shape.hidden * stream)
     forward = backward = ends_kept = 0.0  # of the head and the loss
     if stage == layout.pipeline - 1:
         norm = shape.hidden * (stream * (1 if practice.fused_norm else 2) + size * (2 if practice.autocast else 1))
@@ -236,7 +236,7 @@ def _stage(
     at_once = layers if layout.keeps_gathered else 3  # layers with whole weights on this rank
     gathered = (
         size * (ends + at_once * layer) + (size + 4) * max(layer, ends)
-        if full and (shards > 1 or "weights" in away)
+        if full and (shards > 1 or "weights" in offloaded_parts)
         else 0.0
     )
     if not full and layout.expert_shards(1) > 1:  # a layer's experts are gathered for the computation
@@ -282,7 +282,7 @@ def _stage(
     if layout.on_disk and accelerator.kind == "cpu":  # host memory through which groups of the state pass
         passing = min(sharded, SWAP_GROUP + max(layer, ends) / shards)
         terms["swap buffers"] = SWAP_BUFFER * passing
-        if "weights" in away:  # weights of one written group, one read group, and its copy
+        if "weights" in offloaded_parts:  # weights of one written group, one read group, and its copy
             terms["swap buffers"] += size * (passing + 2 * max(layer, ends) / shards)
     terms["driver and collectives"] = accelerator.context
     return Memory({name: value for name, value in terms.items() if value}, moment, stage)

@@ -90,15 +90,15 @@ def _rows(layout: Layout, micro_batches: int, stages: int, columns: Sequence[int
         for stage, order in enumerate(orders):
             while order:
                 kind, number = order[0]
-                need = {
+                dependency = {
                     "f": ("f", stage - 1, number) if stage else None,
                     "b": ("b", stage + 1, number) if stage + 1 < stages else ("f", stage, number),
                     "w": ("b", stage, number),
                 }[kind]
-                if need is not None and need not in done:
+                if dependency is not None and dependency not in done:
                     break
                 row = rows[stage]
-                row.extend("." * (done.get(need, 0) - len(row)) if need is not None else "")
+                row.extend("." * (done.get(dependency, 0) - len(row)) if dependency is not None else "")
                 letter = {"f": str(number % 10), "b": chr(ord("a") + number % 26), "w": chr(ord("A") + number % 26)}
                 row.extend(letter[kind] * columns[stage] * (1 if kind != "b" else long))
                 done[kind, stage, number] = len(row)

@@ -268,8 +268,8 @@ def reasons(chosen: Candidate) -> list[str]:
         ):
             continue
         if not other.fits:
-            need = other.memory
-            lines.append(f"{name}: needs {need.total / 1e9:.0f} GB, most of it {need.largest}")
+            memory = other.memory
+            lines.append(f"{name}: needs {memory.total / 1e9:.0f} GB, most of it {memory.largest}")
         elif other.speed.seconds > chosen.speed.seconds * (1 + SLOWER):
             slower = other.speed.seconds / chosen.speed.seconds - 1
             lines.append(f"{name}: {slower:.0%} slower, {other.limit}")

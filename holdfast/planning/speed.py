@@ -99,13 +99,13 @@ def speed(
     compiled: bool = True,
 ) -> Speed:
     """The time of one step of `global_batch` sequences. `compiled`: element-wise operations are fused."""
-    here, micro_batches = accelerator, layout.micro_batches(global_batch)
+    device, micro_batches = accelerator, layout.micro_batches(global_batch)
     layers = -(-shape.layers // layout.pipeline)
-    forward = _layer(shape, layout, here, precision, practice, compiled)
-    head = _head(shape, layout, here, precision)
-    again = _again(forward, layout, practice)
-    floor = KERNELS * here.kernel_seconds
-    layer_seconds = max(forward.total, floor) + max(2 * forward.total - forward.context, 2 * floor) + again
+    forward = _layer(shape, layout, device, precision, practice, compiled)
+    head = _head(shape, layout, device, precision)
+    recomputing = _again(forward, layout, practice)
+    floor = KERNELS * device.kernel_seconds
+    layer_seconds = max(forward.total, floor) + max(2 * forward.total - forward.context, 2 * floor) + recomputing
     ends = head / layout.pipeline if layout.pipeline > 1 else head  # the last stage gets fewer layers
     stage = layers * layer_seconds + ends
     working = micro_batches * stage
@@ -113,16 +113,16 @@ def speed(
         "products": micro_batches * (layers * 3 * forward.products + ends),
         "attention": micro_batches * layers * 3 * forward.attention,
         "element-wise": micro_batches * layers * 3 * forward.elements,
-        "recomputing": micro_batches * layers * again,
+        "recomputing": micro_batches * layers * recomputing,
         "tensor traffic": micro_batches * layers * 3 * forward.tensor,
         "expert traffic": micro_batches * layers * 3 * forward.expert,
         "context traffic": micro_batches * layers * 2 * forward.context,
     }
     terms["host"] = max(0.0, working - sum(terms.values()))
     terms["bubble"] = bubble(layout, micro_batches) * working
-    terms["pipeline traffic"] = _between_stages(shape, layout, here, precision, micro_batches)
-    terms["data traffic"] = _data(shape, layout, here, precision, practice, micro_batches, stage)
-    terms["update"] = _update(shape, layout, here, practice)
+    terms["pipeline traffic"] = _between_stages(shape, layout, device, precision, micro_batches)
+    terms["data traffic"] = _data(shape, layout, device, precision, practice, micro_batches, stage)
+    terms["update"] = _update(shape, layout, device, practice)
     tokens = float(global_batch * shape.context)
     extra = _extra_flops(shape, layout, practice)
     return Speed(
@@ -131,7 +131,7 @@ def speed(
         tokens * shape.model_products(),
         tokens * (shape.model_products() + extra),
         layout.ranks,
-        here.peak(precision),
+        device.peak(precision),
     )
 
 
@@ -241,8 +241,8 @@ def _data(
         forward_gather = all_gather(BYTES[precision] * elements, shards) + up
         scatter = reduce_scatter(gradients * elements, shards)
         exposed = max(0.0, forward_gather - hiding / 3)
-        again = 0.0 if layout.keeps_gathered else forward_gather
-        exposed += max(0.0, again + scatter - backward)
+        regather = 0.0 if layout.keeps_gathered else forward_gather
+        exposed += max(0.0, regather + scatter - backward)
         exposed += 1.75 * up  # exposed: gradients move down and are added, 12 bytes for 4 at four times the rate
         total = micro_batches * exposed
         if read:  # read in each pass, which waits for it, and written once
@@ -265,8 +265,10 @@ def _update(shape: Architecture, layout: Layout, here: Accelerator, practice: Pr
     elements = (dense + ends) / share + experts / layout.expert_shards(share)
     state = practice.state
     moved = elements * (2 * (state.weights + state.optimizer) + state.gradients)
-    if away := offloaded(layout, here):
-        back_and_forth = 0.0 if "gradients" in away else elements * (state.gradients + state.weights) / HOST_LINK
+    if offloaded_parts := offloaded(layout, here):
+        back_and_forth = (
+            0.0 if "gradients" in offloaded_parts else elements * (state.gradients + state.weights) / HOST_LINK
+        )
         swapped = 2 * elements * (state.weights + state.optimizer + state.gradients) / DISK if layout.on_disk else 0.0
         return back_and_forth + moved / (HOST_LINK * 4) + swapped
     return moved / (here.bandwidth * here.bandwidth_reach)

@@ -54,8 +54,8 @@ def spot(chosen: Candidate, *, notice: bool, limit: float | None = None) -> Spot
 
     `notice`: the gang gets the notice in time to save (`cluster.spot`). `limit`: maximum seconds of the run.
     """
-    here = chosen.task.accelerator
-    if here.spot_price is None or here.spot_interruptions is None:
+    accelerator = chosen.task.accelerator
+    if accelerator.spot_price is None or accelerator.spot_interruptions is None:
         return None
     nodes = nodes_of(chosen)
     every = [mix(chosen, count, notice=notice) for count in range(nodes + 1)]
@@ -79,16 +79,18 @@ def mix(chosen: Candidate, count: int, *, notice: bool) -> Mix:
     interval. Reclaims occur during the whole run, including restarts. The interval is Young's and Daly's for events
     without a notice.
     """
-    task, step, here = chosen.task, chosen.speed.seconds, chosen.task.accelerator
+    task, step, accelerator = chosen.task, chosen.speed.seconds, chosen.task.accelerator
     nodes, stall = nodes_of(chosen), stall_of(chosen)
-    reclaims = count * (here.spot_interruptions or 0.0) / HOUR  # per second
+    reclaims = count * (accelerator.spot_interruptions or 0.0) / HOUR  # per second
     failures = task.gpus / RANK_SECONDS_PER_FAILURE
     sudden, told = (failures, reclaims) if notice else (failures + reclaims, 0.0)
     interval = max(step, best_interval(stall, 1 / sudden))
     share = goodput(stall, interval, 1 / sudden, RESTART_SECONDS, told * (stall + RESTART_SECONDS))
     seconds = lasts(step * task.full_steps, share)  # as in the run estimate
-    energy = (here.watts + here.overhead_watts) / 1000 * here.kilowatt_hour  # per accelerator and hour
-    price = here.price + ((here.spot_price or 0.0) - here.price) * count / nodes + energy
+    energy = (
+        (accelerator.watts + accelerator.overhead_watts) / 1000 * accelerator.kilowatt_hour
+    )  # per accelerator and hour
+    price = accelerator.price + ((accelerator.spot_price or 0.0) - accelerator.price) * count / nodes + energy
     cost = seconds / HOUR * task.gpus * price if share else math.inf  # infinite even at price 0
     return Mix(nodes, count, seconds, share, reclaims * seconds if reclaims else 0.0, cost, interval)
 
@@ -99,11 +101,14 @@ def break_even(chosen: Candidate, *, notice: bool) -> float:
     0 where a spot hour is not cheaper.
     """
     task = chosen.task
-    without, nodes = mix(chosen, 0, notice=notice).cost, nodes_of(chosen)
+    on_demand_cost, nodes = mix(chosen, 0, notice=notice).cost, nodes_of(chosen)
 
     def dearer(rate: float) -> bool:
         accelerator = task.accelerator.model_copy(update={"spot_interruptions": rate})
-        return mix(replace(chosen, task=replace(task, accelerator=accelerator)), nodes, notice=notice).cost >= without
+        return (
+            mix(replace(chosen, task=replace(task, accelerator=accelerator)), nodes, notice=notice).cost
+            >= on_demand_cost
+        )
 
     low, high = 0.0, HOUR / RESTART_SECONDS  # at this rate, a single node only restarts
     if dearer(low):
