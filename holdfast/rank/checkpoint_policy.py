@@ -51,7 +51,7 @@ def failures_before(store: Store, attempt: Attempt, ranks: int) -> Failures:
     checkpoint, had none."""
     began = dict(list_attempts(store, attempt.run_id, after=max(0, attempt.number - ENDINGS - 1)))
     well = sum(ending.code in _LOSES_NOTHING for ending in read_exits(store, attempt.run_id).values())
-    before = [when for number, when in began.items() if number < attempt.number]
+    before = [moment for number, moment in began.items() if number < attempt.number]
     seconds = began[attempt.number] - min(before) if before and attempt.number in began else 0.0
     return Failures(max(0, len(before) - well), max(0.0, seconds), ranks)
 

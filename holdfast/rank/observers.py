@@ -119,9 +119,9 @@ class History:
             losses = torch.stack([finished.output.loss for finished in self._pending]).tolist()
             norms = torch.stack([finished.output.grad_norm for finished in self._pending]).tolist()
             flags = [finished.output.held for finished in self._pending]
-            away = [None if flag is None else bool(flag) for flag in flags]
+            held_flags = [None if flag is None else bool(flag) for flag in flags]
             system = self._system.sample() if self._keep else {}
-            for finished, loss, norm, held_back in zip(self._pending, losses, norms, away, strict=True):
+            for finished, loss, norm, held_back in zip(self._pending, losses, norms, held_flags, strict=True):
                 if not held_back and not (math.isfinite(loss) and math.isfinite(norm)):
                     self._on_anomaly(Anomaly(finished.step - 1, loss, norm))
                     raise DivergedError(
@@ -181,8 +181,8 @@ class Progress:
             return
         row = self._history.latest()
         assert row is not None
-        step, then = self._mark
-        seconds = max(1e-9, time.time() - then) / (finished.step - step)
+        step, mark_time = self._mark
+        seconds = max(1e-9, time.time() - mark_time) / (finished.step - step)
         self._mark = (finished.step, time.time())
         full_seconds = (
             seconds * self._sizes.final / self._sizes.size(finished.step - 1)
