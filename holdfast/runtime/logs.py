@@ -84,7 +84,7 @@ def plain(line: str) -> str:
     """A line of a step's log for people: the JSON that pods write, as a terminal would have shown it."""
     with suppress(DataError, ValueError, TypeError, KeyError, OverflowError, OSError):
         entry = parse_json_object(line, "line of a log") if line.startswith("{") else {}
-        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(entry["time"]))
+        timestamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(entry["time"]))
         traceback = "\n" + entry["traceback"] if "traceback" in entry else ""
-        return f"{when} {entry['level']:<7} {entry['logger']}: {entry['message']}{traceback}"
+        return f"{timestamp} {entry['level']:<7} {entry['logger']}: {entry['message']}{traceback}"
     return line
