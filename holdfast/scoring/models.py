@@ -116,10 +116,10 @@ def _same_text(dataset: Dataset, max_tokens: int, context: int, model: ExportedM
         raise DataError("its config.json has no eos_token_id, which separates documents")
     from tokenizers import Tokenizer
 
-    again = retokenise(
+    retokenised = retokenise(
         rows, Tokenizer.from_str(our_tokenizer), dataset.end_of_text, model.tokenizer, their_end, their_context
     )
-    return again, "Scored on the same text in its own tokens: its tokenizer is another one."
+    return retokenised, "Scored on the same text in its own tokens: its tokenizer is another one."
 
 
 def _held_out(dataset: Dataset, context: int, max_tokens: int, phase: str) -> Iterator[Tokens]:

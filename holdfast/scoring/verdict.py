@@ -151,7 +151,7 @@ def key_against(spec: Spec, champion: Champion | None) -> str:
 
 def reached_against(verdict: Mapping[str, Any], champion: Champion | None) -> bool:
     """Whether a verdict (as JSON) was reached against exactly this champion, or without one."""
-    then = verdict.get("champion")
-    if then is None or champion is None:
-        return then is None and champion is None
-    return {name: then.get(name) for name in champion.identity} == champion.identity
+    opponent = verdict.get("champion")
+    if opponent is None or champion is None:
+        return opponent is None and champion is None
+    return {name: opponent.get(name) for name in champion.identity} == champion.identity
