@@ -98,9 +98,9 @@ def configuration(engine: Engine, policy: str, model: ClusterModel, jobs: Sequen
             "all groups"
         )
     if reason is not None:
-        able = ", ".join(name for engine_name, name in _DIFFERS if engine_name == engine)
+        supported = ", ".join(name for engine_name, name in _DIFFERS if engine_name == engine)
         raise SpecError(
-            [Problem("--policy", policy, f"cannot be said to {engine}: it {reason}", f"use {able}")], engine
+            [Problem("--policy", policy, f"cannot be said to {engine}: it {reason}", f"use {supported}")], engine
         )
     tenants = _named("tenant", (job.tenant for job in jobs))
     groups = _named("groups.name", (group.name for group in model.groups))

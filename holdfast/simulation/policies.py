@@ -390,8 +390,8 @@ class FairShare(_Shares):
 
     def share(self, tenant: str, simulation: Simulation) -> float:
         """See _Shares."""
-        used, then = self._used[tenant]
-        return used * 0.5 ** ((simulation.now - then) / HALF_LIFE) / simulation.model.quotas.get(tenant, 1.0)
+        used, updated = self._used[tenant]
+        return used * 0.5 ** ((simulation.now - updated) / HALF_LIFE) / simulation.model.quotas.get(tenant, 1.0)
 
     def started(self, task: Task, simulation: Simulation) -> None:
         """See Policy. Counts the estimated usage at the start; otherwise all jobs of a burst would start
