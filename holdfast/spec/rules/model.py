@@ -76,12 +76,12 @@ def check_experts(spec: Spec) -> Iterator[Problem]:
     """Only a family with experts has them, there are enough for `top_k`, and the export supports the balancing."""
     model, routing, mixture = spec.model, spec.model.routing, spec.model.family in MIXTURES
     if mixture != (model.experts > 1):
-        dense, many = "mistral, qwen2, qwen3 or llama", " or ".join(MIXTURES)
+        dense, mixtures = "mistral, qwen2, qwen3 or llama", " or ".join(MIXTURES)
         yield Problem(
             "model.experts",
             model.experts,
             f"is not valid for model.family: {model.family}",
-            f"use 2 or more, or a dense family ({dense})" if mixture else f"use 1, or family: {many}",
+            f"use 2 or more, or a dense family ({dense})" if mixture else f"use 1, or family: {mixtures}",
         )
         return
     if not mixture:

@@ -38,11 +38,11 @@ def check_auto_layout(spec: Spec) -> Iterator[Problem]:
         chosen.append(("training.micro_batch", training, "micro_batch"))
     for field, section, name in chosen:
         if (value := getattr(section, name)) != type(section).model_fields[name].default:
-            why = "is not used by parallel: auto" if name.startswith("offload") else "is chosen by parallel: auto"
+            message = "is not used by parallel: auto" if name.startswith("offload") else "is chosen by parallel: auto"
             yield Problem(
                 field,
                 value,
-                why,
+                message,
                 "remove it, or remove auto and give the layout yourself: holdfast plan SPEC --apply writes one",
             )
 
@@ -254,11 +254,11 @@ def check_replicas(spec: Spec) -> Iterator[Problem]:
     if replicas == 1:
         return
     if strategy != "fsdp":
-        why = "every group of ranks is a replica" if strategy == "ddp" else "DeepSpeed shards over all ranks"
+        reason = "every group of ranks is a replica" if strategy == "ddp" else "DeepSpeed shards over all ranks"
         yield Problem(
             "parallel.replicas",
             replicas,
-            f"is not supported with parallel.strategy: {strategy}, because {why}",
+            f"is not supported with parallel.strategy: {strategy}, because {reason}",
             "use parallel.strategy: fsdp, or 1",
         )
     elif spec.training.determinism == "elastic":
@@ -357,12 +357,12 @@ def _fsdp_offloads(spec: Spec) -> Iterator[Problem]:
             "together with weights and gradients",
             "use parameters, or parallel.strategy: zero3",
         )
-    without = {
+    limits = {
         f"parallel.{name}": (getattr(parallel, name), 1)
         for name in ("replicas", "tensor", "pipeline", "context", "expert")
     } | {"model.experts": (spec.model.experts, 1)}
     unsupported = [
-        (field, value, f"use {field}: {allowed}") for field, (value, allowed) in without.items() if value != allowed
+        (field, value, f"use {field}: {allowed}") for field, (value, allowed) in limits.items() if value != allowed
     ]
     if spec.training.determinism == "elastic":
         unsupported.append(("training.determinism", "elastic", "use training.determinism: exact"))

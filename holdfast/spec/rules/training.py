@@ -151,9 +151,11 @@ def check_batch_ramp(spec: Spec) -> Iterator[Problem]:
             "distributes samples over a fixed number of rows of a batch",
         ),
     )
-    for other, value_of_it, is_used, why in unable:
+    for other, value_of_it, is_used, message in unable:
         if is_used:
-            yield Problem(other, value_of_it, f"{why}, and {field} changes it", f"use another value, or remove {field}")
+            yield Problem(
+                other, value_of_it, f"{message}, and {field} changes it", f"use another value, or remove {field}"
+            )
 
 
 def check_learning_rate_scaling(spec: Spec) -> Iterator[Problem]:
@@ -385,9 +387,9 @@ def check_fp8(spec: Spec) -> Iterator[Problem]:
             "use another kind",
         ),
     )
-    for field, value, is_used, why, remedy in unable:
+    for field, value, is_used, message, remedy in unable:
         if is_used:
-            yield Problem(field, value, f"{why} (training.precision: fp8)", f"{remedy}, {other}")
+            yield Problem(field, value, f"{message} (training.precision: fp8)", f"{remedy}, {other}")
     yield from _sides_fit(spec, other)
 
 
