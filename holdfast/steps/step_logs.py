@@ -221,8 +221,8 @@ def collect_jobs(store: Store, mine: str = "", now: float | None = None) -> list
     folders = {*store.folders("logs/"), *store.folders("jobs/")} - {mine}
     jobs = sorted(job for job in folders if is_job(job))
     since = (time.time() if now is None else now) - KEEP_SECONDS
-    some = random.sample(jobs, min(LOOKS, len(jobs)))
-    return [job for job in some if _collect(store, job, since)]
+    sampled = random.sample(jobs, min(LOOKS, len(jobs)))
+    return [job for job in sampled if _collect(store, job, since)]
 
 
 def _collect(store: Store, job: str, since: float) -> bool:
@@ -237,10 +237,10 @@ def _collect(store: Store, job: str, since: float) -> bool:
     if any(_shows(store, key, job) for key in _records_of(ids)):
         return False
     failed = any(outcome.exit_code != 0 for outcome in recorded)
-    gone = [*logs] if failed else [*logs, *outcomes, *store.list(layout.named(job))]
-    for some in _batches(gone):
-        store.delete_many([info.key for info in some])
-    return bool(gone)
+    removed = [*logs] if failed else [*logs, *outcomes, *store.list(layout.named(job))]
+    for batch in _batches(removed):
+        store.delete_many([info.key for info in batch])
+    return bool(removed)
 
 
 def _records_of(ids: Iterable[str]) -> Iterator[str]:
