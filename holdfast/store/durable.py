@@ -80,18 +80,18 @@ def write(descriptor: int, pieces: Pieces) -> None:
 def copy(source: int, target: int) -> None:
     """Copy the rest of one file to another."""
     buffer = memoryview(bytearray(COPY_BYTES))
-    while got := os.readv(source, [buffer]):
-        write(target, [buffer[:got]])
+    while count := os.readv(source, [buffer]):
+        write(target, [buffer[:count]])
 
 
 def fill(descriptor: int, target: memoryview, start: int, key: str) -> None:
     """Fill `target` with the bytes from `start`. Raises DataError when there are fewer."""
     filled = 0
     while filled < target.nbytes:
-        got = os.preadv(descriptor, [target[filled:]], start + filled)
-        if not got:
+        count = os.preadv(descriptor, [target[filled:]], start + filled)
+        if not count:
             raise DataError(f"{key}: became shorter while it was read; it was changed from outside the store")
-        filled += got
+        filled += count
 
 
 def make_folder(folder: Path) -> None:

@@ -332,13 +332,13 @@ def _explain_tls(error: Exception, what: str) -> HoldfastError | RetryableError:
 def _explain_redirect(error: RedirectedError, what: str) -> HoldfastError:
     to = urlsplit(error.location)
     address = f"{to.scheme}://{redact(f'x://{to.netloc}').removeprefix('x://')}" if to.scheme and to.netloc else ""
-    where = (
+    problem = (
         f"redirects to {address}: set AWS_ENDPOINT_URL to that address"
         if address
         else ("redirects and does not say where: set AWS_ENDPOINT_URL to the address that answers itself")
     )
     return StoreRefusedError(
-        f"{what}: {error.status}: the endpoint {where}; if it is the bucket that is in another region, set AWS_REGION"
+        f"{what}: {error.status}: the endpoint {problem}; if it is the bucket that is in another region, set AWS_REGION"
     )
 
 

@@ -88,14 +88,14 @@ class Reads:
 
     def _fill_part(self, operation: str, key: str, start: int, target: memoryview, version: str | None) -> str:
         """One ranged request; returns the entity tag."""
-        same = {"IfMatch": version} if version else {}
+        condition = {"IfMatch": version} if version else {}
 
         def fetch(s3: S3Client) -> str:
             reply = s3.get_object(
                 Bucket=self._bucket,
                 Key=self._prefix + key,
                 Range=f"bytes={start}-{start + target.nbytes - 1}",
-                **same,
+                **condition,
             )
             if "ContentRange" not in reply:
                 raise RetryableError("the server ignored the range")
@@ -107,7 +107,7 @@ class Reads:
             return reply["ETag"]
 
         try:
-            return self._request(operation, key, fetch, conditional=bool(same), size=target.nbytes)
+            return self._request(operation, key, fetch, conditional=bool(condition), size=target.nbytes)
         except PreconditionError:
             raise self._replaced(operation, key) from None
         except OutOfRangeError:
@@ -194,12 +194,12 @@ def _received_in_place(body: Any, target: memoryview) -> bool:
     received = 0
     while received < target.nbytes:
         try:
-            got = below.readinto(target[received : received + BLOCK_BYTES])
+            count = below.readinto(target[received : received + BLOCK_BYTES])
         except OSError as error:  # TLS raises much more than ConnectionError
             raise RetryableError(f"{type(error).__name__}: {error}") from None
-        if not got:
+        if not count:
             raise _cut_short(received, target)
-        received += got
+        received += count
     raw.release_conn()  # type: ignore[union-attr] # for the next request
     return True
 
