@@ -142,11 +142,13 @@ def _fold(store: Store, run_id: str, chain: Sequence[ObjectInfo], check: Callabl
     store.put(key, data)
     sizes = {info.key: info.size for info in store.list(layout.run(run_id, "events/"))}
     read = {info.key: len(part) for info, part in zip(chain, parts, strict=True) if info.key != key}
-    gone = [member for member, size in read.items() if sizes.get(member) == size]  # not those that have grown meanwhile
-    if gone:
+    folded = [
+        member for member, size in read.items() if sizes.get(member) == size
+    ]  # not those that have grown meanwhile
+    if folded:
         check()
-        store.delete_many(gone)
-    return len(gone)
+        store.delete_many(folded)
+    return len(folded)
 
 
 def _ends_of(key: str) -> tuple[str, str]:

@@ -223,11 +223,11 @@ class StoreEvents:
     def new(self) -> list[Event]:
         """The events since the last call that returned, in order, each once; condensed if more than MOST. Raises what
         the store raises."""
-        for again in range(TRIES):
+        for attempt in range(TRIES):
             try:
                 return self._new()
             except MissingError:  # it was folded into a larger one since it was listed
-                if again == TRIES - 1:
+                if attempt == TRIES - 1:
                     raise
         raise AssertionError("unreachable")
 

@@ -89,8 +89,8 @@ class LaunchPending(_Event):
     @property
     def text(self) -> str:
         """See _Event."""
-        again = f" (came up {self.count} times)" if self.count > 1 else ""
-        return f"waiting: {self.reason}{again}"
+        repetition = f" (came up {self.count} times)" if self.count > 1 else ""
+        return f"waiting: {self.reason}{repetition}"
 
 
 class LaunchEnded(_Event):

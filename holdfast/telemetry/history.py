@@ -116,7 +116,7 @@ def _rows_of(store: Store, run_id: str, spans: Sequence[tuple[int, int, int]], a
     """The rows of the spans' attempts for steps above `after`. One listing finds the segments of all."""
     done = after
     spans = [span for span in spans if span[1] > after]
-    for again in range(TRIES if spans else 0):
+    for try_number in range(TRIES if spans else 0):
         by_attempt = defaultdict[int, list[MetricSegment]](list)
         for segment in segments_of(store, run_id):
             by_attempt[segment.attempt].append(segment)
@@ -141,7 +141,7 @@ def _rows_of(store: Store, run_id: str, spans: Sequence[tuple[int, int, int]], a
                             yield row
             return
         except MissingError:  # it was folded into a larger one since it was listed
-            if again == TRIES - 1:
+            if try_number == TRIES - 1:
                 raise
 
 
@@ -280,7 +280,7 @@ def _fold(store: Store, run_id: str, chain: Sequence[MetricSegment], check: Call
         if segment.after == end:  # other segments lie inside those before them
             parts.append(segment)
             end = segment.upto
-    gone = [segment.key for segment in chain if segment.key != key]
+    folded = [segment.key for segment in chain if segment.key != key]
     if len(parts) > 1:
         try:
             data = [store.get(segment.key) for segment in parts]
@@ -288,7 +288,7 @@ def _fold(store: Store, run_id: str, chain: Sequence[MetricSegment], check: Call
             return 0
         check()
         store.put(key, b"".join(part if part.endswith(b"\n") or not part else part + b"\n" for part in data))
-    if gone:
+    if folded:
         check()
-        store.delete_many(gone)
-    return len(gone)
+        store.delete_many(folded)
+    return len(folded)

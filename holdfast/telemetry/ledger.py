@@ -141,12 +141,12 @@ class _Attempt:
         if step in self.copied:
             return self.copied[step]
         before: tuple[float, int] | None = None
-        for when, done in sorted(self.reached):
+        for moment, done in sorted(self.reached):
             if done >= step:
                 if before is None or done == before[1]:
-                    return when
-                return before[0] + (when - before[0]) * (step - before[1]) / (done - before[1])
-            before = (when, done)
+                    return moment
+                return before[0] + (moment - before[0]) * (step - before[1]) / (done - before[1])
+            before = (moment, done)
         return math.inf
 
     def usual(self) -> Mapping[str, float]:
@@ -329,7 +329,7 @@ def _spent(rank: int, span: _Span) -> Mapping[Class, float]:
 
     def wait(upto: float, launch: _Launch) -> None:
         """Add the wait for a process of the rank."""
-        fill(min((when for when in launch.waits if at <= when < upto), default=upto), "schedule")
+        fill(min((moment for moment in launch.waits if at <= moment < upto), default=upto), "schedule")
         fill(upto, "queue")
 
     for launch in span.launches:
@@ -369,11 +369,11 @@ def _classes(begin: float, end: float, shares: Mapping[str, float], lost_from: f
     uniform."""
     length = end - begin
     steps = begin + length * sum(share for name, share in shares.items() if name in _BEFORE_STEPS)
-    again = (end - max(steps, min(lost_from, end))) / (end - steps) if end > steps else 0.0  # a share of the steps
+    repeated = (end - max(steps, min(lost_from, end))) / (end - steps) if end > steps else 0.0  # a share of the steps
     for name, share in shares.items():
         known = _CLASS_OF.get(name, "check")
         if name in _BEFORE_STEPS or known in _NEVER_LOST:
             yield known, length * share
         else:
-            kinds: tuple[tuple[Class, float], ...] = ((known, 1 - again), ("lost", again))
+            kinds: tuple[tuple[Class, float], ...] = ((known, 1 - repeated), ("lost", repeated))
             yield from ((kind, length * share * part) for kind, part in kinds if part > 0)

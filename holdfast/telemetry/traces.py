@@ -210,8 +210,8 @@ class Traces:
         span_sent = self._tracer.start_span(
             span.name, within, attributes=span.attributes, start_time=_nanoseconds(span.begin)
         )
-        for when, name, text in span.notes:
-            span_sent.add_event(name, {"message": text}, _nanoseconds(when))
+        for moment, name, text in span.notes:
+            span_sent.add_event(name, {"message": text}, _nanoseconds(moment))
         if span.error:
             span_sent.set_status(Status(StatusCode.ERROR, span.error))
         span_sent.end(_nanoseconds(span.end))
