@@ -103,15 +103,15 @@ def require_registered(
         if registration is not None:
             _require_same(registration, version, subject)
             return store, registration, _figures(store, registration, subject)
-    origin, here = version.tags.get("holdfast.store", ""), stores[0].url
-    if origin and origin != redact(here):
+    origin, store_url = version.tags.get("holdfast.store", ""), stores[0].url
+    if origin and origin != redact(store_url):
         remedy = (
-            f"it says that it was registered from the store {origin}, and this one is {here}: name that store "
+            f"it says that it was registered from the store {origin}, and this one is {store_url}: name that store "
             "(--store, HOLDFAST_STORE, or registration.trusted_stores in a spec) if you trust it"
         )
     else:
         remedy = "promote one that it has: `holdfast models list` lists them; or run the spec of this one again"
-    raise ForeignVersionError(f"{subject} is foreign: {here} has no registration of it; {remedy}")
+    raise ForeignVersionError(f"{subject} is foreign: {store_url} has no registration of it; {remedy}")
 
 
 def described_run(store: Store, run_id: str, run_digest: str) -> dict[str, Any]:
@@ -161,8 +161,8 @@ def _require_same(found: Registration, version: ModelVersion, who: str) -> None:
 
 def _figures(store: Store, found: Registration, who: str) -> dict[str, Any]:
     """The metrics of the verdict that blessed a registered model, after checking the chain of digests."""
-    where = layout.verdict(found.run_id, found.verdict)
-    for key in (where, layout.blessing(found.run_id, found.verdict_digest)):
+    path = layout.verdict(found.run_id, found.verdict)
+    for key in (path, layout.blessing(found.run_id, found.verdict_digest)):
         try:
             data = read_bounded(store, key)
         except MissingError:
@@ -171,14 +171,14 @@ def _figures(store: Store, found: Registration, who: str) -> dict[str, Any]:
             break
     else:
         raise ForeignVersionError(
-            f"{who} does not count: {store.url}/{where} is not the verdict that blessed it, and there is no copy "
+            f"{who} does not count: {store.url}/{path} is not the verdict that blessed it, and there is no copy "
             "of that one; restore it, or run its spec again"
         )
-    verdict = parse_json_object(data, f"{store.url}/{where}", finite=False)  # the bytes that were registered
+    verdict = parse_json_object(data, f"{store.url}/{path}", finite=False)  # the bytes that were registered
     identity = tuple(verdict.get(name) for name in ("word", "run_id", "state_digest", "export_digest"))
     if identity != ("blessed", found.run_id, found.state_digest, found.export_digest):
         raise ForeignVersionError(
-            f"{who} does not count: {store.url}/{where} does not bless this model; evaluate its run again"
+            f"{who} does not count: {store.url}/{path} does not bless this model; evaluate its run again"
         )
     try:
         read_record(store, found.export, found.export_digest)
