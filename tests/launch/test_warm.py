@@ -37,7 +37,9 @@ def ask(server: WarmServer, *arguments: str, **environment: str) -> tuple[int, s
     return process.wait(PATIENCE), output
 
 
-def test_it_has_its_own_environment_session_title_and_folder(server, tmp_path, monkeypatch):
+def test_it_has_its_own_environment_session_title_and_folder(
+    server: WarmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     code, output = ask(server, "say", RANK="7")
     state = json.loads(output)
@@ -47,7 +49,7 @@ def test_it_has_its_own_environment_session_title_and_folder(server, tmp_path, m
     }  # fmt: skip
 
 
-def test_others_see_its_command_and_what_its_environment_adds(server):
+def test_others_see_its_command_and_what_its_environment_adds(server: WarmServer) -> None:
     process = server.start(CHILD, ["wait"], {**os.environ, "RANK": "7"})
     child_process = psutil.Process(process.pid)
     while "wait" not in child_process.cmdline():
@@ -57,7 +59,7 @@ def test_others_see_its_command_and_what_its_environment_adds(server):
     assert process.wait(PATIENCE) == -signal.SIGTERM
 
 
-def test_it_ends_with_the_code_or_the_signal_and_the_traceback_of_a_spawned_one(server):
+def test_it_ends_with_the_code_or_the_signal_and_the_traceback_of_a_spawned_one(server: WarmServer) -> None:
     assert ask(server, "leave", "204") == (204, "")
     code, output = ask(server, "fail")
     assert code == 1
@@ -70,7 +72,7 @@ def test_it_ends_with_the_code_or_the_signal_and_the_traceback_of_a_spawned_one(
     assert process.wait(PATIENCE) == -signal.SIGTERM
 
 
-def test_several_threads_that_wait_for_it_all_learn_how_it_ended(server):
+def test_several_threads_that_wait_for_it_all_learn_how_it_ended(server: WarmServer) -> None:
     """A launcher waits for its gang in one thread, and stops it from another."""
     process = server.start(CHILD, ["wait"], os.environ)
     codes: list[int] = []
@@ -84,7 +86,7 @@ def test_several_threads_that_wait_for_it_all_learn_how_it_ended(server):
     assert codes == [-signal.SIGTERM] * len(threads)
 
 
-def test_the_group_of_its_process_id_is_there_the_moment_that_is_known(server):
+def test_the_group_of_its_process_id_is_there_the_moment_that_is_known(server: WarmServer) -> None:
     """torchrun ends the other ranks this way when one fails, maybe before the last of them has done anything."""
     for _ in range(40):
         process = server.start(CHILD, ["wait"], os.environ)
@@ -92,7 +94,7 @@ def test_the_group_of_its_process_id_is_there_the_moment_that_is_known(server):
         assert process.wait(300) == -signal.SIGTERM
 
 
-def test_it_hears_a_signal_that_comes_the_moment_its_process_id_is_known(server):
+def test_it_hears_a_signal_that_comes_the_moment_its_process_id_is_known(server: WarmServer) -> None:
     processes = [server.start(CHILD, ["wait"], os.environ) for _ in range(3)]
     for _ in range(40):
         processes.append(server.start(CHILD, ["wait"], os.environ))
@@ -103,7 +105,7 @@ def test_it_hears_a_signal_that_comes_the_moment_its_process_id_is_known(server)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_it_computes_the_bits_of_a_spawned_one(threads, server):
+def test_it_computes_the_bits_of_a_spawned_one(threads: int, server: WarmServer) -> None:
     environment = {"OMP_NUM_THREADS": str(threads)}
     result = subprocess.run(
         [sys.executable, "-m", CHILD, "sums", str(threads)],
@@ -113,7 +115,7 @@ def test_it_computes_the_bits_of_a_spawned_one(threads, server):
     assert first == second == (0, result.stdout)
 
 
-def test_it_collects_nothing_of_what_was_imported_which_would_copy_it(server):
+def test_it_collects_nothing_of_what_was_imported_which_would_copy_it(server: WarmServer) -> None:
     assert ask(server, "collect") == (0, "[true, true]\n")
 
 
@@ -125,7 +127,7 @@ server.start({CHILD!r}, ["wait"], os.environ).wait()
 """
 
 
-def test_it_dies_with_whoever_made_the_server():
+def test_it_dies_with_whoever_made_the_server() -> None:
     with subprocess.Popen([sys.executable, "-c", MAKER], stdout=subprocess.PIPE, text=True) as maker:
         assert maker.stdout is not None
         child = psutil.Process(int(maker.stdout.readline().split()[0]))
@@ -133,7 +135,7 @@ def test_it_dies_with_whoever_made_the_server():
         child.wait(PATIENCE)
 
 
-def test_a_server_that_was_killed_takes_its_processes_along_and_says_so():
+def test_a_server_that_was_killed_takes_its_processes_along_and_says_so() -> None:
     server = WarmServer.spawn([CHILD])
     process = server.start(CHILD, ["wait"], os.environ)
     os.kill(server.pid, signal.SIGKILL)
@@ -142,7 +144,7 @@ def test_a_server_that_was_killed_takes_its_processes_along_and_says_so():
         server.start(CHILD, ["wait"], os.environ)
 
 
-def test_nothing_is_forked_beside_a_thread(tmp_path: Path):
+def test_nothing_is_forked_beside_a_thread(tmp_path: Path) -> None:
     (tmp_path / "threaded.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
@@ -170,6 +172,6 @@ print(*sorted(set(sys.modules) - before))
 """
 
 
-def test_what_every_rank_needs_of_torch_is_imported_before_ranks_are_forked():
+def test_what_every_rank_needs_of_torch_is_imported_before_ranks_are_forked() -> None:
     result = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
     assert result.stdout.split() == []

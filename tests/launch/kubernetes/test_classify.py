@@ -59,7 +59,7 @@ def disrupted(reason: str) -> list[Object]:
     ],
     ids=str,
 )
-def test_an_end_has_a_code_words_and_perhaps_a_node_to_blame(found, code, words, blames) -> None:
+def test_an_end_has_a_code_words_and_perhaps_a_node_to_blame(found, code: int, words: str, blames: bool) -> None:
     symptom = end_of(found, "pytorch", 1)
     assert symptom is not None
     assert (symptom.code, symptom.blames_node, symptom.node) == (code, blames, "node-b")
@@ -88,7 +88,7 @@ def test_what_runs_waits_or_ended_well_has_no_symptom(found) -> None:
     ],
     ids=str,
 )
-def test_what_keeps_a_pod_from_starting_is_permanent_and_names_the_remedy(found, code, words) -> None:
+def test_what_keeps_a_pod_from_starting_is_permanent_and_names_the_remedy(found, code: ExitCode, words: str) -> None:
     obstacle = obstacle_of(found, "pytorch", 0, 600.0)
     assert obstacle is not None
     assert obstacle.symptom.code == code and not ExitCode(code).retryable

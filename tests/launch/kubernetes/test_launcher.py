@@ -85,7 +85,9 @@ def test_a_job_that_is_not_to_be_kept_is_gone(cluster) -> None:
     ],
     ids=["diverged", "bad data", "killed", "store", "preempted"],
 )
-def test_a_failure_names_the_rank_that_was_the_cause_and_leaves_nothing(cluster, tmp_path, codes, code, rank) -> None:
+def test_a_failure_names_the_rank_that_was_the_cause_and_leaves_nothing(
+    cluster, tmp_path, codes, code: int, rank: int
+) -> None:
     programs = (f"print('the end of the log', flush=True)\n{text}" for text in codes)
     cluster.kubelet.program = each(*(text.replace("PEER", str(tmp_path / "peer")) for text in programs))
     ending = Running(launcher(cluster), job()).end()
@@ -121,7 +123,7 @@ def container(**state: object) -> dict[str, object]:
     ids=["evicted", "node lost", "out of memory", "image"],
 )  # fmt: skip
 def test_what_the_cluster_does_to_a_pod_is_told_and_the_node_blamed_where_it_is_to(
-    cluster, found, code, words, blamed
+    cluster, found, code: int, words: str, blamed
 ) -> None:
     cluster.kubelet.program = lambda pod: found if rank_of(pod) else python(SERVE)
     ending = Running(launcher(cluster), job()).end()
@@ -132,7 +134,9 @@ def test_what_the_cluster_does_to_a_pod_is_told_and_the_node_blamed_where_it_is_
 
 
 @pytest.mark.parametrize(("first", "blamed"), [(208, {"node-a", "node-b"}), (202, {"node-b"})], ids=["both", "one"])
-def test_each_node_that_may_compute_wrong_is_blamed(cluster, tmp_path, monkeypatch, first, blamed) -> None:
+def test_each_node_that_may_compute_wrong_is_blamed(
+    cluster, tmp_path, monkeypatch: pytest.MonkeyPatch, first: int, blamed
+) -> None:
     monkeypatch.setattr(follow, "SETTLE_SECONDS", PATIENCE)
     cluster.kubelet.program = each(
         *(f"{MEET.replace('FOLDER', str(tmp_path))}raise SystemExit({code})" for code in (first, 208))
@@ -143,7 +147,9 @@ def test_each_node_that_may_compute_wrong_is_blamed(cluster, tmp_path, monkeypat
     assert left(cluster) == set()
 
 
-def test_a_job_without_a_place_is_given_up_with_the_scheduler_s_words(cluster, caplog, monkeypatch) -> None:
+def test_a_job_without_a_place_is_given_up_with_the_scheduler_s_words(
+    cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     in_vain(monkeypatch, lambda: "Insufficient cpu" in caplog.text)
     cluster.kubelet.full = True
     ending = Running(launcher(cluster), job()).end()
@@ -160,7 +166,7 @@ def test_a_job_that_ran_too_long_is_ended_for_good(cluster) -> None:
 
 
 @pytest.mark.parametrize("what", ["job", "pod"])
-def test_what_is_deleted_behind_its_back_is_told_and_retryable(cluster, what) -> None:
+def test_what_is_deleted_behind_its_back_is_told_and_retryable(cluster, what: str) -> None:
     cluster.kubelet.program = each(SERVE, SERVE)
     running = Running(launcher(cluster), job())
     running.wait_for("ready")
@@ -356,7 +362,7 @@ def test_a_lease_that_is_being_deleted_is_not_taken(cluster) -> None:
 
 
 @pytest.mark.parametrize("code", [429, 500, 503])
-def test_throttling_and_server_errors_are_waited_out(cluster, code) -> None:
+def test_throttling_and_server_errors_are_waited_out(cluster, code: int) -> None:
     answers = iter([StatusError(code, "not now", 1 if code == 429 else None)] * 4)
     cluster.server.faults.append(lambda verb, plural: next(answers, None))
     cluster.kubelet.program = each("print('done')", DONE)
@@ -429,7 +435,9 @@ def test_a_role_that_allows_too_little_is_named_with_the_remedy(cluster) -> None
         assert cluster.objects.changed.wait_for(lambda: not left(cluster), PATIENCE), left(cluster)
 
 
-def test_a_name_that_is_taken_and_not_there_is_tried_a_few_times_and_then_told(cluster, monkeypatch) -> None:
+def test_a_name_that_is_taken_and_not_there_is_tried_a_few_times_and_then_told(
+    cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("holdfast.launch.kubernetes.launcher.MAKING_PAUSE", 0.0)
     follower = launcher(cluster)
     names = []
@@ -447,7 +455,7 @@ def test_a_name_that_is_taken_and_not_there_is_tried_a_few_times_and_then_told(c
 
 @pytest.mark.parametrize("allowed", [True, False], ids=["allowed", "refused"])
 def test_a_node_that_failed_its_health_check_is_labelled_where_that_is_permitted_and_else_it_is_said(
-    cluster, caplog, allowed
+    cluster, caplog: pytest.LogCaptureFixture, allowed: bool
 ) -> None:
     cluster.server.may_patch_nodes = allowed
     cluster.kubelet.program = each("raise SystemExit(210)", QUIET)
@@ -462,7 +470,7 @@ def test_a_node_that_failed_its_health_check_is_labelled_where_that_is_permitted
 
 
 @pytest.mark.parametrize(("code", "mark"), [(210, "nothing"), (201, "label")])
-def test_no_node_is_labelled_by_default_or_for_an_ending_that_is_no_failed_check(cluster, code, mark) -> None:
+def test_no_node_is_labelled_by_default_or_for_an_ending_that_is_no_failed_check(cluster, code: int, mark: str) -> None:
     cluster.server.may_patch_nodes = True
     cluster.kubelet.program = each(f"raise SystemExit({code})", QUIET)
     assert Running(launcher(cluster), job(health={"on_failure": mark})).end().code == code

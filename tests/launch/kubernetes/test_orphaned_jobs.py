@@ -91,7 +91,9 @@ def as_exit_handler(cluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> s
     return str(body(spec, (), new_store(folder / "store").url, "", "", "", "Failed").result["text"])
 
 
-def test_a_pipeline_that_was_ended_in_another_namespace_leaves_nothing(abroad, tmp_path, monkeypatch) -> None:
+def test_a_pipeline_that_was_ended_in_another_namespace_leaves_nothing(
+    abroad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     killed(abroad)
     assert left(abroad) >= {FIRST, f"holdfast-{RUN}"}
     output = as_exit_handler(abroad, tmp_path, monkeypatch)
@@ -107,7 +109,7 @@ def test_a_launcher_whose_death_nobody_can_read_is_taken_for_dead_when_its_lease
         assert abroad.objects.changed.wait_for(lambda: not left(abroad), PATIENCE), left(abroad)
 
 
-def test_the_living_launcher_of_another_pipeline_keeps_its_job(abroad, monkeypatch) -> None:
+def test_the_living_launcher_of_another_pipeline_keeps_its_job(abroad, monkeypatch: pytest.MonkeyPatch) -> None:
     other = launcher(abroad, "launcher-2")
     with other.only_one(RUN):
         running = Running(other, job())
@@ -158,7 +160,7 @@ def test_a_job_that_ended_well_is_kept_for_its_time(abroad) -> None:
     assert abroad.jobs() == [FIRST]
 
 
-def test_a_missing_right_is_told_and_not_raised(abroad, tmp_path, monkeypatch) -> None:
+def test_a_missing_right_is_told_and_not_raised(abroad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed(abroad)
     monkeypatch.setattr("tests.launch.kubernetes.test_orphaned_jobs.rights", lambda: {"pods": {"get"}})
     output = as_exit_handler(abroad, tmp_path, monkeypatch)

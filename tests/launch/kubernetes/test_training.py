@@ -30,7 +30,7 @@ COMMON = (f"training.steps={STEPS}", "checkpoint.every_steps=5", "checkpoint.gra
 
 
 def comparable(store: Store, spec: Spec) -> dict[str, object]:
-    """The part of the result that must be the same to the bit, whatever the run's name."""
+    """The part of the result that must be the same to the bit, for a run of any name."""
     _, state = outcome(store, spec)
     export = {Path(key).name: data for key, data in state["export"].items()}  # type: ignore[attr-defined]
     return {"tensors": state["tensors"], "history": state["history"], "export": export}
@@ -81,7 +81,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.mark.slow
 def test_a_launcher_that_is_killed_at_every_stage_or_evicted_is_followed_by_one_that_goes_on(
-    world, undisturbed
+    world: World, undisturbed
 ) -> None:
     cluster = world.cluster
     cluster.start_workflow()
@@ -152,7 +152,7 @@ def test_a_launcher_that_is_killed_at_every_stage_or_evicted_is_followed_by_one_
     assert comparable(world.store, world.spec) == undisturbed
 
 
-def test_a_node_that_spoiled_two_launches_is_avoided_by_the_third(world) -> None:
+def test_a_node_that_spoiled_two_launches_is_avoided_by_the_third(world: World) -> None:
     def program(pod: Object) -> list[str]:
         if pod["spec"]["nodeName"] == "node-b":
             return python("import os; os.kill(os.getpid(), 11)")

@@ -52,7 +52,7 @@ def wait_for_words(caplog: pytest.LogCaptureFixture, words: str) -> None:
     ids=["quota", "account", "pod security"],
 )  # fmt: skip
 def test_what_refuses_the_pods_is_told_at_once_and_ends_the_job_after_its_time(
-    cluster, caplog, monkeypatch, refuse, more, words, code
+    cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, refuse, more, words: str, code: ExitCode
 ) -> None:
     caplog.set_level(logging.WARNING, "holdfast.launch")
     in_vain(monkeypatch, lambda: "of 2 pods" in caplog.text and words in caplog.text)
@@ -72,7 +72,9 @@ def test_a_job_whose_operator_is_away_is_given_up_too(cluster) -> None:
     assert "0 of 2 pods" in ending.detail and "does the controller of its kind run?" in ending.detail
 
 
-def test_a_full_queue_of_volcano_is_told_in_its_words(cluster, caplog, monkeypatch) -> None:
+def test_a_full_queue_of_volcano_is_told_in_its_words(
+    cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Volcano emits an event of type Normal about the PodGroup (volcano-sh/volcano: pkg/scheduler/plugins/capacity)."""
     caplog.set_level(logging.WARNING, "holdfast.launch")
     message = "queue resource quota insufficient: insufficient cpu"
@@ -89,7 +91,9 @@ def test_a_full_queue_of_volcano_is_told_in_its_words(cluster, caplog, monkeypat
     assert f"0 of 2 pods of job {FIRST} have started: Unschedulable: {message}" in ending.detail
 
 
-def test_nodes_that_wait_in_vain_for_others_say_what_keeps_those_away(cluster, caplog) -> None:
+def test_nodes_that_wait_in_vain_for_others_say_what_keeps_those_away(
+    cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING, "holdfast.launch")
     cluster.set_quota({"pods": "1"})
     marker = cluster.token.parent / "told"
@@ -116,7 +120,9 @@ def pods(cluster) -> set[str]:
     return {pod["metadata"]["uid"] for pod in cluster.objects.all("pods")}
 
 
-def test_a_job_in_a_queue_waits_as_long_as_it_takes_and_says_so(cluster, caplog, monkeypatch) -> None:
+def test_a_job_in_a_queue_waits_as_long_as_it_takes_and_says_so(
+    cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     offset = [0.0]
     monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + offset[0]))
     caplog.set_level(logging.WARNING, "holdfast.launch")
@@ -132,7 +138,9 @@ def test_a_job_in_a_queue_waits_as_long_as_it_takes_and_says_so(cluster, caplog,
 
 
 @pytest.mark.parametrize("when", ["later", "before anybody looks", "before anybody sees the pods go"])
-def test_a_job_that_its_queue_takes_back_goes_on_as_the_same_job_when_it_lets_it_go(cluster, tmp_path, when) -> None:
+def test_a_job_that_its_queue_takes_back_goes_on_as_the_same_job_when_it_lets_it_go(
+    cluster, tmp_path, when: str
+) -> None:
     marker = tmp_path / "told"
     cluster.kubelet.program = each(SERVE, SERVE)
     running = Running(launcher(cluster), job(scheduler="kueue", queue="q"))

@@ -68,7 +68,7 @@ def open_files() -> Sequence[str]:
     return os.listdir("/proc/self/fd")  # noqa: PTH208
 
 
-def test_a_wait_ends_with_the_first_process_and_leaves_no_descriptor_open():
+def test_a_wait_ends_with_the_first_process_and_leaves_no_descriptor_open() -> None:
     with deaf(2) as ranks:
         before, start = len(open_files()), time.monotonic()
         wait_for_end(ranks, 0.01)
@@ -83,7 +83,7 @@ def test_a_wait_ends_with_the_first_process_and_leaves_no_descriptor_open():
         timer.join()
 
 
-def test_a_wait_ends_with_a_process_that_was_forked_warm():
+def test_a_wait_ends_with_a_process_that_was_forked_warm() -> None:
     server = WarmServer.spawn(["tests.launch.child"])
     try:
         child = server.start("tests.launch.child", ["wait"], os.environ)
@@ -98,7 +98,7 @@ def test_a_wait_ends_with_a_process_that_was_forked_warm():
         server.close()
 
 
-def test_where_the_kernel_has_no_descriptors_of_processes_it_waits_and_looks(monkeypatch):
+def test_where_the_kernel_has_no_descriptors_of_processes_it_waits_and_looks(monkeypatch) -> None:
     def refused(pid: int) -> int:
         raise OSError(errno.ENOSYS, "not here")
 
@@ -113,7 +113,9 @@ def test_where_the_kernel_has_no_descriptors_of_processes_it_waits_and_looks(mon
             wait_for_end(ranks, 0.01)
 
 
-def test_survivors_that_do_not_leave_are_killed_soon_and_one_that_saves_later(tmp_path: Path, monkeypatch, caplog):
+def test_survivors_that_do_not_leave_are_killed_soon_and_one_that_saves_later(
+    tmp_path: Path, monkeypatch, caplog
+) -> None:
     caplog.set_level("WARNING")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     with deaf(3, tmp_path) as (dead, stuck, saves):
@@ -155,7 +157,7 @@ def seconds_in(line: str) -> float:
     return float(line.split(" did not leave in ")[1].split(maxsplit=1)[0])
 
 
-def test_a_survivor_that_hears_is_only_told_to_leave():
+def test_a_survivor_that_hears_is_only_told_to_leave() -> None:
     with deaf(1) as ranks, subprocess.Popen(["/bin/sleep", "600"], start_new_session=True) as listener:
         ranks[0].kill()
         ranks[0].wait()
@@ -163,7 +165,7 @@ def test_a_survivor_that_hears_is_only_told_to_leave():
         assert listener.poll() == -signal.SIGTERM
 
 
-def test_a_gang_whose_rank_was_killed_does_not_wait_half_a_minute_for_one_that_hangs(tmp_path: Path):
+def test_a_gang_whose_rank_was_killed_does_not_wait_half_a_minute_for_one_that_hangs(tmp_path: Path) -> None:
     assert launched(tmp_path, job("ignore", "kill")).code == 137
     (message,) = (
         line for line in (tmp_path / "logs" / "launch-000001.log").read_text().splitlines() if "it is killed" in line

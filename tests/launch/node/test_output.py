@@ -1,4 +1,4 @@
-"""Output of real ranks under a real torchrun: passed on, and kept in the store, whatever their exit."""
+"""Output of real ranks under a real torchrun: passed on, and kept in the store, also when ranks are killed."""
 
 from __future__ import annotations
 
