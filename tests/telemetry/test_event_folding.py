@@ -1,5 +1,5 @@
-"""Events of many processes are folded into few objects. Every reader sees each event once, whatever happens during a
-fold."""
+"""Events of many processes are folded into few objects. Every reader sees each event once, also during a fold and
+after its death."""
 
 from __future__ import annotations
 

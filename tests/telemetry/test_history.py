@@ -1,4 +1,4 @@
-"""The history is that of the newest checkpoint, whatever segments other attempts have left."""
+"""The history is that of the newest checkpoint, also when other attempts have left segments."""
 
 from __future__ import annotations
 

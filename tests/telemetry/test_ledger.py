@@ -1,5 +1,4 @@
-"""The goodput ledger as a pure function: every moment of every rank has exactly one class, whatever happens to the
-run."""
+"""The goodput ledger as a pure function: in any course of a run, every moment of every rank has exactly one class."""
 
 from __future__ import annotations
 
