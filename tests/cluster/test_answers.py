@@ -37,7 +37,9 @@ def plane() -> None:
     """Only the server in this process takes faults from a test."""
 
 
-def test_a_webhook_that_does_not_answer_is_named_and_the_server_is_not_blamed(cluster, caplog, monkeypatch) -> None:
+def test_a_webhook_that_does_not_answer_is_named_and_the_server_is_not_blamed(
+    cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client, "retried", partial(client.retried, tries=5))  # the fourth try is logged
     caplog.set_level(logging.INFO, "holdfast.launch")
     with pytest.raises(WebhookAwayError, match="connection refused; ask who runs it: kubectl get validating") as error:

@@ -92,7 +92,7 @@ def step(cluster: Emulation, tmp_path: Path) -> Iterator[Step]:
 
 
 @pytest.mark.slow
-def test_a_pipeline_run_that_is_ended_takes_its_job_with_it_before_anything_else(step) -> None:
+def test_a_pipeline_run_that_is_ended_takes_its_job_with_it_before_anything_else(step: Step) -> None:
     def end(flow: Object) -> None:
         flow["spec"]["activeDeadlineSeconds"] = 0  # as Kubeflow terminates a run
 
@@ -105,7 +105,7 @@ def test_a_pipeline_run_that_is_ended_takes_its_job_with_it_before_anything_else
 
 
 @pytest.mark.slow
-def test_an_evicted_step_leaves_its_job_running(step) -> None:
+def test_an_evicted_step_leaves_its_job_running(step: Step) -> None:
     step.terminate(enough=lambda: False)
     assert len(step.cluster.jobs()) == 1
     assert step.ranks_run()

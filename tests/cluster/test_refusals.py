@@ -53,7 +53,9 @@ def phases(cluster: Emulation) -> dict[str, str]:
     return {pod["metadata"]["name"].removeprefix(f"{NAME}-"): pod.get("status", {}).get("phase", "") for pod in pods}
 
 
-def test_a_namespace_that_is_restricted_refuses_the_operator_s_init_container_and_nothing_of_ours(cluster) -> None:
+def test_a_namespace_that_is_restricted_refuses_the_operator_s_init_container_and_nothing_of_ours(
+    cluster: Emulation,
+) -> None:
     cluster.kubelet.program = serve
     cluster.label_namespace(RESTRICTED)
     cluster.objects.create("pytorchjobs", with_a_master(emitted()))
@@ -67,7 +69,7 @@ def test_a_namespace_that_is_restricted_refuses_the_operator_s_init_container_an
     until(cluster, lambda: phases(cluster) == {"master-0": "Running"})  # which waits for its worker
 
 
-def test_without_a_master_a_restricted_namespace_takes_every_pod(cluster) -> None:
+def test_without_a_master_a_restricted_namespace_takes_every_pod(cluster: Emulation) -> None:
     cluster.kubelet.program = serve
     cluster.label_namespace(RESTRICTED)
     cluster.objects.create("pytorchjobs", emitted())
@@ -75,7 +77,7 @@ def test_without_a_master_a_restricted_namespace_takes_every_pod(cluster) -> Non
     assert said(cluster) == []
 
 
-def test_a_worker_s_init_container_gives_up_on_a_master_that_does_not_come(cluster) -> None:
+def test_a_worker_s_init_container_gives_up_on_a_master_that_does_not_come(cluster: Emulation) -> None:
     cluster.kubelet.program = lambda pod: None if "worker" in pod["metadata"]["name"] else {"phase": "Pending"}
     cluster.kubelet.master_wait = 1.0
     cluster.objects.create("pytorchjobs", with_a_master(emitted()))
@@ -85,7 +87,7 @@ def test_a_worker_s_init_container_gives_up_on_a_master_that_does_not_come(clust
     assert worker["status"]["initContainerStatuses"][0]["state"]["terminated"]["exitCode"] == 1
 
 
-def test_a_quota_refuses_the_pods_that_are_beyond_it_with_what_was_asked_used_and_allowed(cluster) -> None:
+def test_a_quota_refuses_the_pods_that_are_beyond_it_with_what_was_asked_used_and_allowed(cluster: Emulation) -> None:
     cluster.kubelet.program = serve
     cluster.set_quota({"pods": "1"})
     cluster.objects.create("pytorchjobs", emitted())
@@ -96,7 +98,7 @@ def test_a_quota_refuses_the_pods_that_are_beyond_it_with_what_was_asked_used_an
     assert len(phases(cluster)) == 1
 
 
-def test_an_account_that_is_not_there_is_named(cluster) -> None:
+def test_an_account_that_is_not_there_is_named(cluster: Emulation) -> None:
     body = emitted()
     for replica in body["spec"]["pytorchReplicaSpecs"].values():
         replica["template"]["spec"]["serviceAccountName"] = "holdfast-train"
@@ -106,7 +108,7 @@ def test_an_account_that_is_not_there_is_named(cluster) -> None:
     assert phases(cluster) == {}
 
 
-def test_a_container_beyond_its_memory_is_killed_as_a_whole_and_the_pod_says_why(cluster) -> None:
+def test_a_container_beyond_its_memory_is_killed_as_a_whole_and_the_pod_says_why(cluster: Emulation) -> None:
     greedy = "import time; kept = bytearray(2**28); time.sleep(600)"
     start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{greedy}'])"
     cluster.kubelet.program = lambda pod: [sys.executable, "-c", start]
@@ -123,7 +125,7 @@ def test_a_container_beyond_its_memory_is_killed_as_a_whole_and_the_pod_says_why
     assert (ended()[0]["exitCode"], ended()[0]["reason"]) == (137, "OOMKilled")
 
 
-def test_a_container_whose_settings_are_not_there_waits_and_names_them(cluster) -> None:
+def test_a_container_whose_settings_are_not_there_waits_and_names_them(cluster: Emulation) -> None:
     body = emitted()
     for replica in body["spec"]["pytorchReplicaSpecs"].values():
         replica["template"]["spec"]["containers"][0]["envFrom"] = [{"configMapRef": {"name": "holdfast-settings"}}]
@@ -138,7 +140,7 @@ def test_a_container_whose_settings_are_not_there_waits_and_names_them(cluster) 
     assert waiting()[0]["message"] == 'configmap "holdfast-settings" not found'
 
 
-def test_an_object_whose_owner_lies_in_another_namespace_is_collected(cluster) -> None:
+def test_an_object_whose_owner_lies_in_another_namespace_is_collected(cluster: Emulation) -> None:
     cluster.label_namespace({}, "kubeflow")
     owner = cluster.objects.create("configmaps", {"metadata": {"name": "owner", "namespace": "kubeflow"}})
     reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": "owner", "uid": owner["metadata"]["uid"]}
@@ -147,7 +149,7 @@ def test_an_object_whose_owner_lies_in_another_namespace_is_collected(cluster) -
 
 
 def test_the_launcher_names_what_refuses_half_of_a_gang_and_gives_the_job_up_in_its_time(
-    cluster, monkeypatch, caplog
+    cluster: Emulation, monkeypatch, caplog
 ) -> None:
     caplog.set_level(logging.WARNING, "holdfast.launch")
     monkeypatch.setattr(launcher, "objects_for", lambda job, owner: (with_a_master(emitted()),))
@@ -163,7 +165,7 @@ def test_the_launcher_names_what_refuses_half_of_a_gang_and_gives_the_job_up_in_
 
 
 def test_the_launcher_names_the_quota_that_half_of_a_gang_is_beyond_and_gives_the_job_up_in_its_time(
-    cluster, monkeypatch, caplog
+    cluster: Emulation, monkeypatch, caplog
 ) -> None:
     caplog.set_level(logging.WARNING, "holdfast.launch")
     in_vain(monkeypatch, lambda: "1 of 2 pods" in caplog.text and "exceeded quota" in caplog.text)

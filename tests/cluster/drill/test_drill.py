@@ -45,7 +45,7 @@ class Words:
         return self._digests.pop(0)
 
 
-def test_the_drill_stops_at_the_first_other_digest_and_at_what_is_left(monkeypatch) -> None:
+def test_the_drill_stops_at_the_first_other_digest_and_at_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = lambda *_, **__: None  # noqa: E731
     Drill(Words(["a", "a"]), 1, quiet).run(0)
     with pytest.raises(DrillError, match="after nothing the state is b, undisturbed it is a"):
