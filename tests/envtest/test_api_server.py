@@ -72,7 +72,7 @@ def status(kind: str, succeeded: bool) -> dict[str, object]:
 
 
 @of_each_kind
-def test_the_server_knows_every_field_of_a_job(plane, cluster) -> None:
+def test_the_server_knows_every_field_of_a_job(plane: ControlPlane, cluster) -> None:
     for manifest in objects_for(job(**cluster)):
         text = json.dumps(manifest)
         plane.kubectl("apply", "--dry-run=server", "--validate=strict", "-n", NAMESPACE, "-f", "-", text=text)
@@ -80,7 +80,7 @@ def test_the_server_knows_every_field_of_a_job(plane, cluster) -> None:
 
 @of_each_kind
 @pytest.mark.parametrize("succeeded", [True, False], ids=["succeeded", "failed"])
-def test_a_job_is_made_watched_to_its_end_and_cleared_away(plane, cluster, succeeded) -> None:
+def test_a_job_is_made_watched_to_its_end_and_cleared_away(plane: ControlPlane, cluster, succeeded: bool) -> None:
     kind = cluster["job"]
     resource = RESOURCES[kind]
     launcher = KubernetesLauncher(settings(**cluster), plane.api())
@@ -100,7 +100,7 @@ def test_a_job_is_made_watched_to_its_end_and_cleared_away(plane, cluster, succe
     assert plane.kubectl("get", f"{resource},leases", "-n", NAMESPACE, "-o", "name") == ""
 
 
-def test_another_namespace_is_closed_to_the_launcher(plane) -> None:
+def test_another_namespace_is_closed_to_the_launcher(plane: ControlPlane) -> None:
     api = plane.api()
     api.namespace = "default"
     with pytest.raises(AccessDeniedError, match="cannot list resource"):
@@ -113,7 +113,7 @@ def overlays() -> list[Path]:
 
 
 @pytest.mark.parametrize("overlay", overlays(), ids=lambda path: path.name)
-def test_every_overlay_is_accepted_by_the_server(plane, overlay) -> None:
+def test_every_overlay_is_accepted_by_the_server(plane: ControlPlane, overlay) -> None:
     binaries = assets()
     assert binaries is not None
     rendered = subprocess.run(
@@ -133,7 +133,7 @@ def test_every_overlay_is_accepted_by_the_server(plane, overlay) -> None:
         plane.kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", text=yaml.safe_dump(document))
 
 
-def test_the_launcher_may_label_a_node_that_failed_and_change_nothing_else_of_it(plane) -> None:
+def test_the_launcher_may_label_a_node_that_failed_and_change_nothing_else_of_it(plane: ControlPlane) -> None:
     node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node-a", "labels": {"pool": "h100"}}}
     plane.kubectl("apply", "-f", "-", text=yaml.safe_dump(node))
     ending, failed = Ending(ExitCode.UNHEALTHY_NODE, (), blamed_nodes=frozenset({"node-a"})), {"on_failure": "label"}

@@ -46,7 +46,9 @@ def held(plane: ControlPlane) -> dict[str, object]:
     return leases[0] if leases else {}
 
 
-def test_a_launcher_is_found_alive_in_its_own_namespace_and_given_up_when_its_pod_is_gone(plane, monkeypatch) -> None:
+def test_a_launcher_is_found_alive_in_its_own_namespace_and_given_up_when_its_pod_is_gone(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(NAMESPACE_VARIABLE, HOME)
     monkeypatch.setattr(lease, "POLL", 0.2)
     make_pod(plane, "launcher-1")
@@ -69,7 +71,7 @@ def test_a_launcher_is_found_alive_in_its_own_namespace_and_given_up_when_its_po
     assert held(plane) == {}, "a lease that is given back is gone at once, with no finalizer left"
 
 
-def test_a_dying_lease_is_waited_for(plane, monkeypatch) -> None:
+def test_a_dying_lease_is_waited_for(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "POLL", 0.2)
     api = plane.api(ADMIN)
     body = {
@@ -95,7 +97,7 @@ def test_a_dying_lease_is_waited_for(plane, monkeypatch) -> None:
     assert held(plane) == {}
 
 
-def test_a_holder_learns_that_its_lease_was_deleted(plane, monkeypatch) -> None:
+def test_a_holder_learns_that_its_lease_was_deleted(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "RENEW", 0.3)
     with RunLease(plane.api(ADMIN), RUN, None, []) as mine:
         plane.kubectl("delete", "lease", f"holdfast-{RUN}", "-n", NAMESPACE)
@@ -103,7 +105,7 @@ def test_a_holder_learns_that_its_lease_was_deleted(plane, monkeypatch) -> None:
     assert held(plane) == {}
 
 
-def test_an_owner_is_named_in_its_own_namespace_only(plane, monkeypatch) -> None:
+def test_an_owner_is_named_in_its_own_namespace_only(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
     make_pod(plane, "launcher-3")
     home = plane.api(ADMIN).within(HOME)
     assert (pod := find_own_pod(home, "launcher-3")) is not None and pod.uid
