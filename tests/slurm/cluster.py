@@ -157,7 +157,7 @@ class SlurmCluster:
         self.ask("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=test")
 
     def tasks_of(self, node: str) -> list[int]:
-        """The processes of jobs on a node, those of slurmstepd first. Killed last, they would report how the others
+        """The processes of jobs on a node, those of slurmstepd first. Killed last, they would report how the rest
         ended, which a node without power cannot do."""
         import psutil
 
