@@ -1,4 +1,4 @@
-"""Fixtures that every part's tests share: a real S3 over HTTP, and the store over a folder and over that S3."""
+"""Fixtures for the tests of all parts: a real S3 over HTTP, and the store over a folder and over that S3."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from xdist.scheduler import LoadFileScheduling
 from holdfast.pipelines.chaos.s3 import S3Server
 from holdfast.store import Store, open_store
 
-os.environ["DVC_NO_ANALYTICS"] = "true"  # tests tell nobody anything
-# How long an example takes says how busy the machine is, and nothing of the code.
+os.environ["DVC_NO_ANALYTICS"] = "true"  # tests send no usage data
+# The duration of an example depends on the load of the machine, not on the code.
 hypothesis.settings.register_profile(
     "untimed", hypothesis.settings(), deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -28,8 +28,9 @@ hypothesis.settings.load_profile("untimed")
 
 
 def _name_the_frames_of_xdist() -> None:
-    """kfp asks `inspect.stack()` at each task of a pipeline; for a file of no module, inspect walks through
-    all modules that were ever imported. The processes of xdist run two such files: a second a pipeline."""
+    """For each task of a pipeline, kfp calls `inspect.stack()`. For a file without a module, inspect searches all
+    imported modules. Processes of xdist run two such files, which costs a second per pipeline.
+    """
     frame = sys._getframe()
     while frame := frame.f_back:
         file = frame.f_code.co_filename
@@ -41,18 +42,20 @@ _name_the_frames_of_xdist()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests, whole runs and longer time limits go first: the other processes wait for none of them."""
+    """Run files with slow tests, whole runs and longer time limits first, so that the other processes do not wait for
+    them.
+    """
 
     def is_long(item: pytest.Item) -> bool:
         marks = (item.get_closest_marker(name) for name in ("slow", "timeout"))
         return any(marks) or "whole" in item.path.parts
 
     long = Counter(item.path for item in items if is_long(item))
-    items.sort(key=lambda item: -long[item.path])  # stable: a file stays together, in its order
+    items.sort(key=lambda item: -long[item.path])  # stable: the tests of a file stay together, in order
 
 
 class FileScheduling(LoadFileScheduling):
-    """Distribution by files, except that one process runs all files that share one Ray cluster and its run."""
+    """Distribution by file, except that one process runs all files that share one Ray cluster."""
 
     def _split_scope(self, nodeid: str) -> str:
         scope = str(super()._split_scope(nodeid))
@@ -61,7 +64,7 @@ class FileScheduling(LoadFileScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
-    """Replace the scheduler of `--dist=loadfile`, and of no other."""
+    """Replace the scheduler of `--dist=loadfile` only."""
     return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
@@ -77,14 +80,14 @@ CREDENTIALS = {
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
-    """The URL of a real S3, one for each test process."""
+    """The URL of a real S3, one per test process."""
     with S3Server() as endpoint:
         yield endpoint
 
 
 @pytest.fixture
 def s3_endpoint(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The S3's URL, with the AWS environment pointing there: child processes inherit it."""
+    """The S3's URL. The AWS environment points to it, and child processes inherit that."""
     for name in ("AWS_PROFILE", "AWS_DEFAULT_REGION", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
     for name, value in CREDENTIALS.items():
@@ -103,7 +106,7 @@ def s3_url(s3_endpoint: str) -> str:
 
 @pytest.fixture(params=["file", "s3"])
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The root of an empty store: every test that asks for it runs over a folder and over S3."""
+    """The root of an empty store. A test with this fixture runs over a folder and over S3."""
     if request.param == "s3":
         return str(request.getfixturevalue("s3_url"))
     return f"file://{tmp_path / 'store'}"

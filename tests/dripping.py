@@ -1,4 +1,4 @@
-"""An HTTP server that never ends an answer, and never is silent for long."""
+"""An HTTP server that never ends a response and is never silent for long."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPLIES = {
 
 @contextlib.contextmanager
 def dripping(reply: bytes) -> Iterator[str]:
-    """The address of a server that answers with `reply`, and then with a byte ten times a second."""
+    """The address of a server that sends `reply`, and then one byte ten times per second."""
     stopped = threading.Event()
 
     def serve(connection: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""An MLflow with nothing in it: making its database takes a second, copying it does not."""
+"""An empty MLflow. Creating its database takes a second, so tests copy it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.tracking import connect
 
 
 def place(home: Path) -> None:
-    """Give a HOLDFAST_HOME an empty MLflow, unless it has one."""
+    """Give a HOLDFAST_HOME an empty MLflow, unless it already has one."""
     database = home / "mlflow.db"
     if not database.exists():
         home.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from holdfast.store import Store, layout
 def write_export(
     store: Store, run_id: str, step: int, state_digest: str, folder: Path, names: Iterable[str]
 ) -> tuple[str, str]:
-    """Upload the files as train would; the export's prefix and its digest."""
+    """Upload the files as the train step does. Returns the prefix of the export and its digest."""
     export, files = layout.export(run_id, step, state_digest), {}
     for name in sorted(names):
         digester = Digester()

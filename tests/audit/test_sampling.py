@@ -1,4 +1,4 @@
-"""Stretches of runs computed again by a sample: each once, a difference is told, and another machine is none."""
+"""Sampled replays of stretches of runs: each stretch runs once, differences are reported."""
 
 from __future__ import annotations
 

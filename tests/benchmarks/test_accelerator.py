@@ -16,7 +16,7 @@ from tests import warm
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, object]]]:
-    """The JSON of two quick sections."""
+    """The JSON report of two short sections."""
     out = tmp_path_factory.mktemp("accelerator")
     command = [sys.executable, "-m", "benchmarks.accelerator", "--tiny", "--only=memory,mfu", "--steps=1"]
     process = warm.run([*command, f"--out={out}"], {**os.environ, "OMP_NUM_THREADS": "1"}, Path.cwd())

@@ -1,4 +1,4 @@
-"""A real store whose user dies, or is refused, at a chosen operation."""
+"""A real store whose process dies, or whose operation fails, at a chosen operation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from holdfast.store.interface import Read
 
 
 class Killed(BaseException):
-    """The process that used the store is dead: no handler for ordinary failures sees this."""
+    """The process that uses the store is dead. Handlers of ordinary errors do not catch this."""
 
 
 class BreakingStore:
-    """Passes operations on. Operation number `at` (from 0) fails, and with `kill` so does everything after it;
-    `before(operation, key)` is called ahead of each."""
+    """A store that passes operations on. Operation number `at` (from 0) fails. With `kill`, all later operations fail
+    too. `before(operation, key)` is called before each operation.
+    """
 
     def __init__(
         self, store: Store, at: int | None = None, *, kill: bool, before: Callable[[str, str], None] | None = None
@@ -29,7 +30,7 @@ class BreakingStore:
         return self._store.url
 
     def read_many(self, reads: Iterable[Read]) -> None:
-        """One after another, so that each is an operation."""
+        """Read one object at a time, so that each read is an operation."""
         for read in reads:
             self.read_into(read.key, read.start, read.target)
             read.use()

@@ -1,4 +1,4 @@
-"""A store in a folder, for what does not depend on the kind of store."""
+"""A store in a folder, for tests that do not depend on the kind of store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def folder_store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def two_steps(folder_store: Store) -> Store:
-    """A store with checkpoints at the steps 3 and 6."""
+    """A store with checkpoints at steps 3 and 6."""
     writer = checkpointer(folder_store)
     save(writer, 3)
     save(writer, 6)

@@ -1,4 +1,4 @@
-"""DeepSpeed, imported once for all ranks of tests: two seconds of each that would import it itself."""
+"""DeepSpeed, imported once for all ranks of the tests. This saves each rank an import of two seconds."""
 
 import os
 from contextlib import suppress

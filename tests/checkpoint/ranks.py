@@ -1,4 +1,4 @@
-"""Real ranks for tests: a function run in several processes, which form a gloo group when they want one."""
+"""Real ranks for tests: a function that runs in several processes, which can form a gloo group."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 def in_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 300.0) -> list[Any]:
-    """`function(rank, size, *arguments)` of every rank, each in a process of its own; None for one that was
-    killed. Fails with a rank's traceback."""
+    """Run `function(rank, size, *arguments)` in one process per rank. Returns each rank's result, or None for a killed
+    rank. Fails with a rank's traceback.
+    """
     pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(size)]
     processes = [
         _CONTEXT.Process(target=_rank, args=(sender, function, rank, size, *arguments), daemon=True)
@@ -63,7 +64,7 @@ def _rank(sender: Connection, function: Callable[..., Any], rank: int, size: int
 
 @contextmanager
 def process_group(meeting: Path, rank: int, size: int, seconds: float = 180.0) -> Iterator[None]:
-    """The ranks below `size` form a gloo group; each group needs a `meeting` file of its own."""
+    """Form a gloo group of the ranks below `size`. Each group needs a separate `meeting` file."""
     import torch.distributed as dist
 
     if size == 1:

@@ -1,4 +1,4 @@
-"""Small states and the few lines that save and load them."""
+"""Small states, and functions that save and load them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DESCRIBE: dict[str, Any] = {"dataset_id": "d", "layout": {"strategy": "ddp"}, "r
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
-    """Tensors of every kind that may stand in a checkpoint, as they are at `step`; `frozen` never changes."""
+    """Tensors of every kind that a checkpoint can hold, at `step`. `frozen` never changes."""
     torch.manual_seed(step)
     return {
         "matrix": torch.randn(7, 5),
@@ -49,8 +49,9 @@ def whole(tensors: dict[str, torch.Tensor]) -> list[TensorBox]:
 
 
 def shards(tensors: dict[str, torch.Tensor], rank: int, size: int) -> list[TensorBox]:
-    """The rows of each tensor that FSDP gives to `rank`: equal chunks, the last ones short or empty. What has no rows
-    belongs to the last rank."""
+    """The rows of each tensor that FSDP gives to `rank`: equal chunks, the last ones short or empty. The last rank has
+    the tensors without rows.
+    """
     boxes = []
     for name, tensor in tensors.items():
         if tensor.dim() == 0:
@@ -65,7 +66,7 @@ def shards(tensors: dict[str, torch.Tensor], rank: int, size: int) -> list[Tenso
 
 
 def blank(boxes: list[TensorBox]) -> list[TensorBox]:
-    """The same boxes without their content."""
+    """The same boxes with zeroed content."""
     return [TensorBox(box.name, box.global_shape, box.offset, torch.full_like(box.data, 77)) for box in boxes]
 
 
@@ -100,7 +101,7 @@ def save(writer: Checkpointer, step: int, boxes: list[TensorBox] | None = None) 
 
 
 def load(store: Store) -> tuple[Checkpoint | None, list[TensorBox]]:
-    """The newest checkpoint as whole tensors, after as many attempts as it takes one rank to be sure of damage."""
+    """Load the newest checkpoint as whole tensors. Retries until one rank is sure of damage."""
     boxes = blank(whole(state(0)))
     for attempt in count(1):
         with suppress(BadReaderError):
@@ -109,13 +110,13 @@ def load(store: Store) -> tuple[Checkpoint | None, list[TensorBox]]:
 
 
 def pack_of(store: Store, step: int, piece: int = 0) -> tuple[str, int]:
-    """The key of the pack that holds a piece of `matrix` of a checkpoint, and where in it the piece begins."""
+    """The key of the pack with a piece of `matrix` of a checkpoint, and the start of the piece in the pack."""
     place = open_checkpoint(store, RUN, step).pieces("matrix")[piece].place
     return layout.pack(RUN, str(place.pack)), place.start
 
 
 def opened(url: str) -> Store:
-    """A store in another process."""
+    """Open a store in another process."""
     return open_store(url)
 
 

@@ -1,4 +1,4 @@
-"""Only the newest attempt commits; a replaced one learns it and does no harm."""
+"""Only the newest attempt commits. A replaced attempt notices it and does no harm."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_a_replaced_attempt_cannot_commit_and_learns_it(store: Store) -> None:
     old.save(6, whole(state(6)), {})
     with pytest.raises(FencedError, match="attempt 1 was replaced by attempt 2"):
         old.wait()
-    with pytest.raises(FencedError):  # and every time it asks
+    with pytest.raises(FencedError):  # the error repeats
         old.save(9, whole(state(9)), {})
     assert checkpoint_steps(store, RUN) == [3]
 
 
 def _replaced_at_the_manifest(store: Store, deed: object) -> BreakingStore:
-    """The store of an attempt that stands still just before it writes the manifest of step 9, until `deed` is done."""
+    """The store of an attempt that pauses just before it writes the manifest of step 9, until `deed` is done."""
 
     def before(operation: str, key: str) -> None:
         if operation == "put_if_absent" and key.endswith("checkpoints/step-000000009.json"):
@@ -87,7 +87,7 @@ def test_a_manifest_of_a_replaced_attempt_whose_packs_are_gone_is_mended_by_its_
     old = checkpointer(frozen, claim_attempt(folder_store, RUN).number)  # type: ignore[arg-type]
     save(old, 6)
     with pytest.raises(FencedError):
-        save(old, 9)  # it appears, and the sweep after step 7 has taken its packs
+        save(old, 9)  # the manifest appears after the collection of step 7 removed its packs
     assert checkpoint_steps(folder_store, RUN) == [7, 9]
     save(checkpointer(folder_store, 2, keep_last=1), 9)
     assert names(folder_store, "checkpoints") == ["step-000000009.json"]
@@ -109,13 +109,13 @@ def test_the_newest_attempts_own_checkpoint_outlives_later_steps_of_a_replaced_o
     assert loaded is not None
     assert loaded.step == 7
     assert same(boxes, whole(state(6)))
-    assert names(folder_store, "checkpoints/damaged") == []  # it was passed over, and not tried
+    assert names(folder_store, "checkpoints/damaged") == []  # it was skipped, not read
 
 
 def test_the_sweep_of_an_older_attempt_leaves_the_packs_of_a_newer_one(folder_store: Store) -> None:
     old = claim_attempt(folder_store, RUN)
     save(checkpointer(folder_store, old.number), 3)
-    in_flight = f"runs/{RUN}/packs/000002-{'0' * 32}.pack"  # durable, and not committed yet
+    in_flight = f"runs/{RUN}/packs/000002-{'0' * 32}.pack"  # durable, but not committed yet
     folder_store.put(in_flight, b"x")
     Collector(folder_store, old, Retention(1)).collect(3)
     assert folder_store.stat(in_flight) is not None
@@ -131,7 +131,7 @@ def test_packs_that_go_before_the_commit_keep_it_from_happening(folder_store: St
     with pytest.raises(StoreUnreachableError, match=r"packs/000001-000000003-.* is gone .*not saving"):
         save(writer, 6, whole(state(3)))
     assert checkpoint_steps(folder_store, RUN) == [3]
-    save(writer, 9, whole(state(3)))  # writes anew what is gone
+    save(writer, 9, whole(state(3)))  # writes missing packs again
     assert same(load(folder_store)[1], whole(state(3)))
 
 
@@ -145,7 +145,7 @@ def test_retention_keeps_exactly_these_steps(folder_store: Store) -> None:
         [1], [1, 2], [2, 3], [3, 4], [4, 5], [5, 6], [5, 6, 7], [5, 7, 8], [5, 8, 9], [5, 9, 10], [5, 10, 11],
         [5, 10, 11, 12],
     ]  # fmt: skip
-    assert len(names(folder_store, "packs")) == 5  # one a checkpoint, and the first, which holds `frozen`
+    assert len(names(folder_store, "packs")) == 5  # one per checkpoint, and the first, which holds `frozen`
 
 
 def test_a_store_failure_of_one_rank_is_heard_by_rank_0_and_nothing_is_committed(tmp_path: Path) -> None:
@@ -161,14 +161,14 @@ def _one_fails(rank: int, size: int, url: str, meetings: Path) -> str:
         if failing and operation == "put" and "/packs/" in key:
             raise StoreUnreachableError(f"put: rank {rank} cannot write")
         if failing and key.endswith(".failed"):
-            assert all_ranks_failed.wait(180)  # the others hear of it last,
-            time.sleep(0.5)  # when a rank that did not wait for that would be gone
+            assert all_ranks_failed.wait(180)  # the other ranks fail later,
+            time.sleep(0.5)  # after a rank without this wait would have exited
 
     with process_group(meetings / "meeting", rank, size):
         writer = checkpointer(BreakingStore(store, kill=False, before=before))  # type: ignore[arg-type]
         save(writer, 3, shards(state(3), rank, size))
         failing = rank == 1
-        with closing(writer):  # a rank does not end before the others have been told, as in training
+        with closing(writer):  # a rank ends only after all ranks know of the failure, as in training
             writer.save(6, shards(state(6), rank, size), {})
             try:
                 writer.wait()
@@ -219,11 +219,12 @@ def test_a_gang_of_an_older_launch_that_forms_late_replaces_nobody(store: Store)
     current = claim_attempt(store, RUN, launch=2)
     with pytest.raises(FencedError, match="launch 1 was replaced by launch 2"):
         claim_attempt(store, RUN, launch=1)
-    late = Attempt(RUN, take_next(store, layout.attempts(RUN), {"launch": 1}), 1)  # it looked just before launch 2
+    # It read the launches just before launch 2.
+    late = Attempt(RUN, take_next(store, layout.attempts(RUN), {"launch": 1}), 1)
     current.check(store)
     with pytest.raises(FencedError, match="launch 1 was replaced by launch 2"):
         late.check(store)
-    claim_attempt(store, RUN, launch=2)  # another gang of the same launch: a requeue, for one
+    claim_attempt(store, RUN, launch=2)  # another gang of the same launch, for example after a requeue
     with pytest.raises(FencedError, match="attempt 1 was replaced by attempt 3"):
         current.check(store)
 
@@ -291,7 +292,7 @@ def test_no_pack_goes_while_a_manifest_lies_there_that_cannot_be_read(folder_sto
     for step in (3, 6):
         save(writer, step)
     intact, packs = folder_store.get(layout.checkpoint(RUN, 6)), names(folder_store, "packs")
-    folder_store.put(layout.checkpoint(RUN, 6), intact[:-5])  # for this reader
+    folder_store.put(layout.checkpoint(RUN, 6), intact[:-5])  # damaged for this reader only
     save(writer, 9)
     assert set(packs) <= set(names(folder_store, "packs"))
     folder_store.put(layout.checkpoint(RUN, 6), intact)

@@ -1,4 +1,4 @@
-"""Boxes: what overlaps, and how a box is cut."""
+"""Boxes: their overlaps, and how a box is cut."""
 
 from __future__ import annotations
 

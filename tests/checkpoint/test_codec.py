@@ -1,4 +1,4 @@
-"""The codec: every bit comes back, and what nobody encoded is refused."""
+"""The codec restores every bit and refuses data that it did not encode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def decoded(stored: bytes, codec: Codec, dtype: str, size: int, base: bytes | No
 @pytest.mark.parametrize("with_base", [False, True], ids=["alone", "differences"])
 def test_any_bits_of_any_dtype_come_back(dtype: str, with_base: bool) -> None:
     noise = np.random.default_rng(7)
-    for count in (0, 1, 3, 257, 70_000):  # random bits hold every kind of NaN, both zeros, both infinities
+    for count in (0, 1, 3, 257, 70_000):  # random bits include all kinds of NaN, both zeros, both infinities
         data = noise.bytes(count * _NUMBERS[dtype].itemsize)
         base = noise.bytes(len(data)) if with_base else None
         codec = Codec.DIFFERENCES if with_base else Codec.NUMBERS
@@ -52,11 +52,12 @@ def test_what_is_measured_decides() -> None:
     before = weights(1)
     after = (before * np.float32(1 - 1e-5) + weights(2, scale=1e-5)).tobytes()
     assert choose(after, "float32", before.tobytes()) == (Codec.DIFFERENCES, 1.0)
-    assert choose(after, "float32", weights(3).tobytes()).codec == Codec.NUMBERS  # of another tensor: nothing to gain
+    # A base from another tensor: nothing to gain.
+    assert choose(after, "float32", weights(3).tobytes()).codec == Codec.NUMBERS
     assert choose(after, "float32").codec == Codec.NUMBERS
     assert choose(np.random.default_rng(4).bytes(80_000), "float32").codec == Codec.RAW
     assert choose(b"", "float32").codec == Codec.RAW
-    assert choose(bytes(80_000), "uint8").codec == Codec.RAW  # not among the numbers
+    assert choose(bytes(80_000), "uint8").codec == Codec.RAW  # not a number type
     assert len(encode(after, "float32", before.tobytes())) < 0.8 * len(encode(after, "float32"))
 
 

@@ -1,4 +1,4 @@
-"""The tree of indexes and the agreement over the store: all parts there and right, or no checkpoint."""
+"""The index tree and the agreement through the store: a checkpoint exists only with all of its parts intact."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def committer(store: Store, writers: int, attempt: int = 1) -> Committer:
 
 
 def write(store: Store, step: int, writers: int, attempt: int = 1) -> None:
-    """The shares of all writers, and the nodes above them."""
+    """Write the shares of all writers and the nodes above them."""
     for writer in range(writers):
         ShardWriter(store, Attempt(RUN, attempt), writer).write(step, shards(state(step), writer, writers))
-    for writer in reversed(range(writers)):  # a leader's leader comes after it
+    for writer in reversed(range(writers)):  # the leader of a leader comes later
         committer(store, writers, attempt).lead(step, writer)
 
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two children a node."""
+    """Limit a node to two children."""
     monkeypatch.setattr(commit_module, "FANOUT", 2)
     monkeypatch.setattr(tree_module, "FANOUT", 2)
 
@@ -113,7 +113,7 @@ def test_a_part_that_failed_ends_every_wait_above_it_with_its_reason(folder_stor
     for writer in (0, 1, 2, 4):
         ShardWriter(folder_store, attempt, writer).write(3, shards(state(3), writer, 5))
     ShardWriter(folder_store, attempt, 3).fail(3, DivergedError("step 3: half is no longer finite"))
-    patient = Committer(folder_store, attempt, 5, patience=60)  # by a real clock: it must not be needed
+    patient = Committer(folder_store, attempt, 5, patience=60)  # a real clock; the wait must not be needed
     with pytest.raises(DivergedError, match="half is no longer finite"):
         patient.lead(3, 2)
     assert names(folder_store, "indexes")[-1] == "000001-000000003/node-1-00001.failed"

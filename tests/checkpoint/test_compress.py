@@ -1,4 +1,4 @@
-"""Compressed saves: fewer bytes in the store, the same bits out of it, and every checkpoint readable alone."""
+"""Compressed saves: fewer bytes in the store, the same bits after loading, and every checkpoint readable on its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.checkpoint.saving import DESCRIBE, RUN, blank, same, whole
 
 
 def trained(step: int) -> dict[str, torch.Tensor]:
-    """A state that walks slowly, as training does: weights, a moment that does not remember, and what never changes."""
+    """A state that changes slowly, as in training: weights, a moment without memory, and constants."""
     torch.manual_seed(1)
     weight, walk = torch.randn(300, 400) * 0.02, torch.randn(300, 400)
     torch.manual_seed(step + 2)
@@ -32,7 +32,7 @@ def trained(step: int) -> dict[str, torch.Tensor]:
         "half": (torch.randn(200, 400) * 0.02).bfloat16(),
         "frozen": torch.arange(80_000, dtype=torch.float32),
         "zeros": torch.zeros(70_000),
-        "empty integers": torch.zeros(70_000, dtype=torch.int32),  # the same bytes, of another type
+        "empty integers": torch.zeros(70_000, dtype=torch.int32),  # the same bytes with another dtype
         "noise": torch.randint(0, 256, (200_000,), dtype=torch.uint8),
         "step": torch.tensor(step),
     }
@@ -44,7 +44,7 @@ def share(store: Store) -> ShardWriter:
 
 
 def saved(store: Store, saver: Checkpointer, step: int) -> int:
-    """Commit a step; the bytes that were written for it."""
+    """Commit a step. Returns the number of bytes that were written for it."""
     saver.save(step, whole(trained(step)), {"step": step})
     saver.wait()
     return open_checkpoint(store, RUN, step).manifest.fresh
@@ -64,7 +64,7 @@ def test_what_comes_back_is_what_was_saved(store: Store, saver: Checkpointer) ->
     for step in range(1, 6):
         saved(store, saver, step)
         boxes = blank(whole(trained(step)))
-        open_checkpoint(store, RUN, step).fill(boxes)  # with the one before it collected: alone
+        open_checkpoint(store, RUN, step).fill(boxes)  # readable after the previous one was collected
         assert same(boxes, whole(trained(step)))
 
 
@@ -115,7 +115,7 @@ def test_a_damaged_base_is_named(store: Store, saver: Checkpointer) -> None:
 
 
 def test_what_one_writer_wrote_twice_has_two_names_unless_it_is_equal(store: Store) -> None:
-    """An agent that lost its memory saves a step again: a pack that somebody refers to must not change."""
+    """An agent that lost its memory saves a step again. A pack that an index refers to must not change."""
     attempt = claim_attempt(store, RUN)
     first = ShardWriter(store, attempt, 0, compression=Compression())
     first.write(1, whole(trained(1)))
@@ -141,7 +141,7 @@ def test_threads_encode_the_same_bytes_at_once(store: Store, monkeypatch: pytest
         share = ShardWriter(store, attempt, writer, compression=Compression(threads))
         assert [share.write(step, whole(trained(step))) for step in (1, 2)]
     packs = [store.get(info.key) for info in store.list(layout.run(RUN, "packs/"))]
-    assert len(packs) == 2  # the second one wrote what the first had written, under the same names
+    assert len(packs) == 2  # the second save wrote the same content under the same names
     assert set(by) == {"", "encode"}
     assert by[""] == by["encode"]
 
@@ -159,14 +159,15 @@ def test_a_writer_takes_its_share_of_the_cores_that_ranks_leave(
 def test_no_difference_is_taken_from_what_the_checkpoint_before_did_not_need(
     folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "PACK_BYTES", 2**18)  # no pack has anything of both tensors
+    monkeypatch.setattr(packing, "PACK_BYTES", 2**18)  # no pack holds pieces of both tensors
     attempt = claim_attempt(folder_store, RUN)
     writer = Checkpointer(
         folder_store, attempt, Retention(keep_last=1), describe=DESCRIBE, options=SaveOptions(compress=True)
     )
     torch.manual_seed(0)
     weight, zeros = torch.randn(300, 400) * 0.02, torch.zeros(300, 400)
-    for step, tensor in ((1, weight), (2, zeros), (3, weight * (1 + 1e-6))):  # collected in between: the pack of step 1
+    # The pack of step 1 is collected in between.
+    for step, tensor in ((1, weight), (2, zeros), (3, weight * (1 + 1e-6))):
         writer.save(step, whole({"w": tensor, "z": zeros}), {})
         writer.wait()
         assert same([TensorBox.whole("w", open_checkpoint(folder_store, RUN, step).tensor("w"))], whole({"w": tensor}))

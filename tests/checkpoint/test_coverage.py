@@ -1,4 +1,4 @@
-"""The coverage: parts make up every tensor exactly once, or nothing is committed."""
+"""Coverage: a save commits only if its parts make up every tensor exactly once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_any_tiling_adds_up_to_the_whole_and_nothing_else_does() -> None:
     parts = [coverage_of("t", info, *tile) for tile in tiles]
     assert sum(parts, StateDigest()) == whole
     for changed in (
-        [*tiles[:2], ((2, 2), (4, 5))],  # overlaps one column, and lacks another
+        [*tiles[:2], ((2, 2), (4, 5))],  # overlaps one column and misses another
         [*tiles[:2], tiles[0]],
         [((0, 0), (2, 8)), ((2, 0), (4, 8)), ((0, 0), (0, 8))],
     ):

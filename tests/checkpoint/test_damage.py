@@ -1,4 +1,4 @@
-"""Damage of any kind at any place is noticed, said, and survived as long as one checkpoint is intact."""
+"""Damage of any kind at any place is detected and reported. A run survives it while one checkpoint is intact."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_no_changed_byte_of_a_manifest_passes(two_steps: Store) -> None:
                 passed = Manifest.from_bytes(bytes(damaged), "m")
             except DataError:
                 continue
-            assert passed == manifest  # the same number in another spelling
+            assert passed == manifest  # another spelling of the same number
 
 
 def test_no_shortened_manifest_passes(two_steps: Store) -> None:
@@ -84,7 +84,7 @@ def test_damage_is_said_set_aside_and_healed_by_training_on(two_steps: Store, ca
     healed, boxes = load(two_steps)
     assert healed is not None
     assert same(boxes, whole(state(6)))
-    assert pack not in {layout.pack(RUN, str(name)) for name in healed.packs()}  # nothing refers to the damaged one
+    assert pack not in {layout.pack(RUN, str(name)) for name in healed.packs()}  # nothing refers to the damaged pack
 
 
 def test_a_damaged_manifest_that_appears_later_is_written_anew(two_steps: Store) -> None:

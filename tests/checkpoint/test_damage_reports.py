@@ -1,4 +1,4 @@
-"""One bad reader destroys no checkpoint: it takes two who agree to set one aside."""
+"""One bad reader destroys no checkpoint: setting one aside takes two readers that agree."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.checkpoint.saving import (
 
 
 class BadReader:
-    """A store as a node with bad memory reads it: `times` of its reads of packs have a flipped bit."""
+    """A store as a node with bad memory reads it. `times` reads of packs have a flipped bit."""
 
     def __init__(self, store: Store, times: int = 10**9) -> None:
         self._store, self._times = store, times
@@ -53,7 +53,7 @@ class BadReader:
 
 
 def damage(store: Store, step: int) -> str:
-    """Overwrite a pack of a checkpoint; its key."""
+    """Overwrite a pack of a checkpoint. Returns its key."""
     key, _ = pack_of(store, step)
     store.put(key, b"?" * 4096)
     return key
@@ -82,7 +82,7 @@ def test_two_attempts_that_agree_set_it_aside_and_its_packs_stay_until_newer_che
     two_steps: Store,
 ) -> None:
     key = damage(two_steps, 6)
-    for attempt in (1, 1):  # the same attempt says it twice: that is one reader
+    for attempt in (1, 1):  # two reports of one attempt count as one reader
         with pytest.raises(BadReaderError):
             load_newest(two_steps, RUN, blank(whole(state(0))), Gang(), attempt)
     older = load_newest(two_steps, RUN, blank(whole(state(0))), Gang(), 2)

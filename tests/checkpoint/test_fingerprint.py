@@ -1,4 +1,4 @@
-"""The state digest: the same for every cut of the same bits, another one for any other bits."""
+"""The state digest is the same for every cut of the same bits, and different for different bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = st.lists(st.integers(1, 7), min_size=0, max_size=4)
 
 
 def random_bits(shape: list[int], dtype: torch.dtype, seed: int) -> Tensor:
-    """A tensor of any bits at all: NaN, infinities and both zeros among them."""
+    """A tensor of random bits, which can include NaN, infinities and both zeros."""
     generator = torch.Generator().manual_seed(seed)
     count = int(torch.tensor(shape, dtype=torch.int64).prod()) * dtype.itemsize
     raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
@@ -41,7 +41,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[Tensor, list[TensorBox]]:
-    """A tensor, and boxes that make it up: a grid of cuts along every axis, in any order."""
+    """A tensor and the boxes that make it up: cuts along every axis, in any order."""
     tensor = draw(tensors())
     axes = []
     for size in tensor.shape:
@@ -52,7 +52,7 @@ def cuts(draw: st.DrawFn) -> tuple[Tensor, list[TensorBox]]:
             "w",
             tuple(tensor.shape),
             tuple(low for low, _ in cell),
-            tensor[tuple(slice(*span) for span in cell)],  # a view: its rows lie apart
+            tensor[tuple(slice(*span) for span in cell)],  # a view with separate rows
         )
         for cell in product(*axes)
     ]
@@ -135,7 +135,7 @@ def test_tensors_of_many_chunks_and_beyond_the_table_of_keys_have_the_same_diges
 
 
 def test_the_digest_is_what_its_definition_says_and_stays_so() -> None:
-    """Stored digests are compared with new ones, so this number never changes."""
+    """Stored digests are compared with new ones, so this number must never change."""
     tensors = {str(dtype): (torch.arange(70).view(7, 10) % 256).to(dtype) for dtype in DTYPES.values()}
     total = str(digest_of(whole(tensors)))
     assert total == "03aeca82fd5a35050eeb647494090eab"
@@ -180,7 +180,7 @@ def test_one_state_saved_from_any_number_of_ranks_has_one_digest(folder_store: S
 
 def test_a_step_that_was_saved_from_another_cut_is_no_other_state(folder_store: Store, tmp_path: Path) -> None:
     in_ranks(2, _save_shards, folder_store.url, tmp_path / "meeting")
-    save(checkpointer(folder_store, 2), 3)  # the same bits, whole: it takes the place of what the older attempt wrote
+    save(checkpointer(folder_store, 2), 3)  # the same bits in one piece; replaces what the older attempt wrote
     assert read_manifest(folder_store, RUN, 3).attempt == 2
     with pytest.raises(DataError, match="not deterministic"):
         save(checkpointer(folder_store, 3), 3, whole(state(4)))

@@ -1,4 +1,4 @@
-"""A run that begins with the bytes of another one saves everything itself, also what never changes."""
+"""A forked run saves all bytes itself, including tensors that never change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_first_save_after_a_borrowed_checkpoint_refers_to_nothing_of_the_oth
     boxes = blank(whole(state(0)))
     assert writer.restore(boxes, lambda _: None) == 3
     assert same(boxes, whole(state(3)))
-    save(writer, 6)  # `frozen` is what it was
+    save(writer, 6)  # `frozen` is unchanged
     writer.close()
     assert open_checkpoint(store, "child", 6).manifest.holder == "child"
     store.delete_many([info.key for info in store.list(layout.run(RUN))])
@@ -51,7 +51,7 @@ def test_to_borrow_again_changes_nothing_of_a_run_that_has_gone_on_and_keeps_its
 def test_at_every_moment_of_borrowing_a_run_that_has_a_checkpoint_has_its_pin_its_parent_and_its_history(
     folder_store: Store,
 ) -> None:
-    """Whoever dies before the root has made no run that begins with it; a collector takes nothing that it needs."""
+    """A fork that dies before it writes the root creates no run. A collector removes nothing that the fork needs."""
     save(checkpointer(folder_store), 3)
     keys: list[str] = []
 
@@ -66,4 +66,4 @@ def test_at_every_moment_of_borrowing_a_run_that_has_a_checkpoint_has_its_pin_it
     root = keys.index(layout.checkpoint("child", 3))
     assert keys.index(layout.pin(RUN, 3, pin_name("child"))) < root
     assert keys.index(layout.parent("child")) < root
-    assert keys[root + 1 :] == [""]  # the root is the last of all
+    assert keys[root + 1 :] == [""]  # the root is written last

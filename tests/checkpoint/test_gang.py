@@ -1,4 +1,4 @@
-"""What a collective that fails is called, and what ranks take from each other: JSON of a known type, nothing else."""
+"""The errors of failed collectives, and the messages between ranks: JSON of a known type and nothing else."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_only_what_a_lost_rank_causes_is_called_a_lost_rank(error: Exception, lo
 
 
 class Payload:
-    """What runs code where it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -72,7 +72,7 @@ def _refused(action: Any, *kinds: type[BaseException]) -> str:
 
 
 def _exchange(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """All that two ranks tell each other."""
+    """All messages that two ranks exchange."""
     use_json_for_objects()
     gangs.MAX_MESSAGE_BYTES = 1 << 16
     results: dict[str, Any] = {}
@@ -94,7 +94,7 @@ def _exchange(rank: int, size: int, folder: Path) -> dict[str, Any]:
         dist.all_gather_object(objects, {"rank": rank, "long": "x" * 50 * rank})
         results["objects"] = [message["rank"] for message in objects]
         results["no JSON"] = _refused(lambda: dist.all_gather_object(objects, Payload(folder / "executed")), TypeError)
-        if rank:  # a stranger in the place of rank 1 pickles, as torch does
+        if rank:  # an attacker in place of rank 1 sends a pickle, as torch does
             data = torch.frombuffer(bytearray(pickle.dumps(Payload(folder / "executed"))), dtype=torch.uint8)
             dist.send(torch.tensor([len(data)]), 0)
             dist.send(data, 0)

@@ -1,4 +1,4 @@
-"""Collection: what nothing needs goes, and nothing else, whoever dies, reads or collects at once."""
+"""Collection removes exactly what nothing needs, also during crashes, reads and other collections."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.checkpoint.test_commit import Hurry, committer, write
 
 
 def commit(store: Store, step: int, attempt: int = 1, writers: int = 1) -> None:
-    """A checkpoint that refers to nothing earlier, and no collection."""
+    """Commit a checkpoint that refers to nothing earlier, without a collection."""
     write(store, step, writers, attempt)
     committer(store, writers, attempt).commit(step, DESCRIBE, {})
 
@@ -62,7 +62,7 @@ def test_a_pack_that_a_later_checkpoint_refers_to_outlives_the_one_that_wrote_it
         committer(folder_store, 1).commit(step, DESCRIBE, {})
         collector(folder_store).collect(step)
         assert same(load(folder_store)[1], whole(state(3 if step < 9 else 9)))
-    assert len(names(folder_store, "packs")) == 2  # the first one holds `frozen`
+    assert len(names(folder_store, "packs")) == 2  # the first pack holds `frozen`
 
 
 def test_only_nodes_and_roots_are_read_of_a_large_gang_and_each_once(folder_store: Store) -> None:
@@ -105,7 +105,7 @@ def test_a_reader_whose_checkpoint_was_written_anew_by_another_attempt_opens_it_
 
 
 def beside_a_reader(store: Store) -> tuple[Collector, Hurry, str]:
-    """A collector, its clock, and the mark of one who reads a checkpoint that is not kept."""
+    """A collector, its clock, and the mark of a reader of a checkpoint that retention does not keep."""
     for step in (3, 6):
         commit(store, step)
     clock, mark = Hurry(), layout.reader(RUN, 3, "reader")
@@ -114,7 +114,7 @@ def beside_a_reader(store: Store) -> tuple[Collector, Hurry, str]:
 
 
 class EntityTags(BreakingStore):
-    """A store whose versions say the content and no more, as the entity tags of a bucket do."""
+    """A store whose versions depend on the content alone, as a bucket's entity tags do."""
 
     def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
         listed = self._store.list(prefix, after)
@@ -138,7 +138,7 @@ def test_the_mark_of_a_dead_reader_holds_for_its_time_by_no_clock_but_the_collec
         garbage_collector.collect(6)
         assert len(names(folder_store, "packs")) == 2
         clock.sleep(MARK_SECONDS - 1)
-        folder_store.put(mark, folder_store.get(mark))  # a sign of life
+        folder_store.put(mark, folder_store.get(mark))  # a heartbeat
     garbage_collector.collect(6)
     clock.sleep(MARK_SECONDS)
     garbage_collector.collect(6)
@@ -179,7 +179,7 @@ def test_what_a_damaged_checkpoint_needs_stays_as_far_as_it_can_be_read(folder_s
         commit(folder_store, step, writers=2)
     folder_store.put(layout.damaged(RUN, 3), folder_store.get(layout.checkpoint(RUN, 3)))
     folder_store.put(f"{layout.indexes(RUN, 1, 3)}00001.idx", b"torn")
-    collector(folder_store, keep_last=2).collect(6)  # two newer ones must be there before it goes
+    collector(folder_store, keep_last=2).collect(6)  # two newer checkpoints must exist first
     folder_store.delete(layout.checkpoint(RUN, 3))
     collector(folder_store, keep_last=2).collect(6)
     assert names(folder_store, "indexes")[:2] == ["000001-000000003/00000.idx", "000001-000000003/00001.idx"]
@@ -232,7 +232,7 @@ def test_two_collectors_take_turns_and_one_that_is_silent_is_followed_by_another
     assert other.collect(6) == 0
     clock.sleep(1)
     assert other.collect(6) == 3
-    assert collector(folder_store).collect(6) == 0  # released, and nothing left to do
+    assert collector(folder_store).collect(6) == 0  # released, and nothing to collect
 
 
 def test_a_newer_attempt_does_not_wait_for_the_lease_of_an_older_one(folder_store: Store) -> None:

@@ -1,4 +1,4 @@
-"""The binary indexes: intact, or refused with a reason, and fetched only where they may hold something."""
+"""Binary indexes: intact or refused with a reason, and fetched only where they may hold relevant pieces."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.checkpoint.saving import RUN, shards, state
 
 @pytest.fixture
 def index(folder_store: Store) -> Index:
-    """What the second of three writers holds."""
+    """The index of the second of three writers."""
     return ShardWriter(folder_store, Attempt(RUN, 1), 1).write(3, shards(state(3), 1, 3))
 
 
@@ -158,7 +158,7 @@ def test_lying_numbers_of_runs_are_refused(
 
 
 def hostile(rows: int, shape: tuple[int, ...], boxes: int, length: int) -> bytes:
-    """An index of a stranger: `boxes` tensors of `shape`, cut at every `rows`, and one place at most."""
+    """An index from an attacker: `boxes` tensors of `shape`, cut at every `rows`, and at most one place."""
     table, depth = np.zeros(boxes, dtype=BOX), len(shape)
     table["tensor"], table["ways"], table["rows"] = np.arange(boxes), 1, rows
     cut = Boxes(table, np.zeros((boxes, depth), dtype=np.int64), np.tile(np.array(shape, dtype=np.int64), (boxes, 1)))

@@ -1,4 +1,4 @@
-"""The lease of a collector: one holder at a time, by no clock but the contender's own."""
+"""The lease of a collector: one holder at a time, measured with the contender's clock only."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_a_silent_holder_is_followed_after_the_time_since_it_was_first_seen_so(
     holder, other = lease(folder_store, clock), lease(folder_store, clock)
     assert holder.take()
     clock.sleep(10 * LEASE_SECONDS)
-    assert not other.take()  # nobody knows yet how long it has been silent
+    assert not other.take()  # the contender does not know yet how long the holder has been silent
     clock.sleep(seconds)
     assert other.take() is free
     for act in (holder.renew, holder.release) if free else ():
         with pytest.raises(LostLeaseError):
             act()
     if free:
-        other.renew()  # what the former holder tried has changed nothing
+        other.renew()  # the attempt of the former holder changed nothing
     else:
         holder.renew()
 
@@ -72,7 +72,7 @@ def test_attempt_2_takes_the_lease_of_an_older_attempt_immediately_and_no_other(
     holder = lease(folder_store, clock, held_by)
     assert holder.take()
     assert lease(folder_store, clock, 2).take() is free
-    assert holder.take() is (not free)  # its own is free to it
+    assert holder.take() is (not free)  # a holder can take its lease again
 
 
 @pytest.mark.parametrize("torn", [b"", b"{", b"{}", b'{"owner": "a", "attempt": 1}', b'{"held": "x"}'])

@@ -1,4 +1,4 @@
-"""Near tiers: what is kept, what of it counts, and what becomes of a gang whose copies are damaged or of no use."""
+"""Local tiers: what they keep, which copies count, and what happens to a gang with damaged or useless copies."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def gang(store: Store, every: dict[str, int] | None = None, disk: Path | None = None, **more: Any) -> Checkpointer:
-    """The next gang of the run: one rank, which keeps every step in memory."""
+    """The next gang of the run: one rank that keeps every step in memory."""
     attempt = claim_attempt(store, RUN)
     near = TierSet(store, attempt, Gang(), MEMORY if every is None else every, str(disk) if disk else None)
     return Checkpointer(store, attempt, Retention(100), describe=DESCRIBE, near=near, **more)
 
 
 def begin(saver: Checkpointer) -> tuple[int, list[TensorBox]]:
-    """Restore; the step, and what the state is then."""
+    """Restore. Returns the step and the state at that step."""
     boxes = blank(whole(state(0)))
 
     def first(targets: Any) -> None:
@@ -53,14 +53,14 @@ def begin(saver: Checkpointer) -> tuple[int, list[TensorBox]]:
 
 
 def keep(saver: Checkpointer, step: int) -> None:
-    """Keep a step near, and nowhere else; it is there on return."""
+    """Keep a step in the local tier only, and wait until it is complete."""
     attachments = {layout.metrics(RUN, 0, step, saver._attempt.number): f"up to {step}"}
     saver.save(step, whole(state(step)), {"optimizer.step": step}, attachments, committed=False)
     saver.wait()
 
 
 def near_store(memory: Path) -> FileStore:
-    """What is kept of the one writer."""
+    """The local store of the only writer."""
     (folder,) = (path for path in memory.iterdir() if path.is_dir())
     return FileStore(folder / "w00000")
 
@@ -129,7 +129,7 @@ def _cut(path: Path) -> None:
 
 
 def saved_then_kept_near(store: Store) -> None:
-    """A gang that has saved step 1, and kept steps 2 and 3 near."""
+    """A gang that has saved step 1 and kept steps 2 and 3 locally."""
     ranks = gang(store)
     begin(ranks)
     save(ranks, 1)
@@ -166,7 +166,7 @@ def test_what_a_replaced_attempt_keeps_after_another_has_begun_is_never_gone_on_
     keep(zombie, 5)
     two = gang(folder_store)
     assert begin(two)[0] == 5
-    keep(zombie, 6)  # whole, of the same run and life
+    keep(zombie, 6)  # complete, of the same run
     two.close()
     three = gang(folder_store)
     assert begin(three)[0] == 5
@@ -189,7 +189,7 @@ def test_what_was_computed_under_another_plan_is_not_gone_on_from(folder_store: 
     begin(ranks)
     keep(ranks, 4)
     assert begin(gang(folder_store, plan=plan_of(device="other")))[0] == 0
-    folder_store.delete(layout.began(RUN, 2))  # which trained nothing
+    folder_store.delete(layout.began(RUN, 2))  # an attempt that trained nothing
     assert begin(gang(folder_store, plan=plan_of()))[0] == 4
 
 

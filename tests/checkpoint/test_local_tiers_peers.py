@@ -1,4 +1,4 @@
-"""Copies on another node: two nodes, each with a memory of its own, of which one is lost; and who may talk to one."""
+"""Copies on a peer node: two nodes with separate memory, of which one is lost, and the authentication of peers."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ KEY = layout.pack(RUN, f"000001-000000001-{'0' * 32}")
 
 
 def _gang(rank: int, size: int, url: str, folder: Path, peers: int, number: int, near: list[int], root: int) -> Any:
-    """Be one rank, on a node of its own: where it begins, whether the state is that of this step; then keep the steps
-    `near` on the nodes, and `root` in the store."""
+    """Run one rank on a separate node. Reports the start step and whether the state matches it. Then keep the steps
+    `near` on the nodes and save `root` to the store.
+    """
     os.environ[tier.VARIABLE] = str(folder / f"node-{rank}")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with process_group(folder / f"meeting-{number}", rank, size):
@@ -55,7 +56,7 @@ def _gang(rank: int, size: int, url: str, folder: Path, peers: int, number: int,
 
 
 def begin(url: str, folder: Path, number: int, peers: int = 1, near: tuple[int, ...] = (), root: int = 0) -> list[Any]:
-    """Run a gang of two nodes; what each rank says."""
+    """Run a gang of two nodes. Returns the report of each rank."""
     return in_ranks(NODES, _gang, url, folder, peers, number, list(near), root)
 
 
@@ -101,7 +102,7 @@ def test_a_copy_that_is_damaged_on_its_own_node_is_read_from_the_other(tmp_path:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Any:
-    """A node that serves a tier: where, and the tier."""
+    """A node that serves a tier: its endpoint and the tier."""
     place = Tier(name="memory", folder=str(tier.make_folder(tmp_path, "run-life")), every=1)
     listener = socket.create_server(("127.0.0.1", 0))
     endpoint = Endpoint(host="127.0.0.1", port=listener.getsockname()[1], token="right")
@@ -149,7 +150,7 @@ def test_a_neighbour_that_is_away_costs_one_warning_and_no_save(
 
 
 def opened(endpoint: Endpoint) -> tuple[socket.socket, bytes]:
-    """A connection of a stranger, and what the listener asks."""
+    """A connection of an unknown client, and the listener's challenge."""
     end = socket.create_connection((endpoint.host, endpoint.port), timeout=20)
     return end, end.recv(32, socket.MSG_WAITALL)
 
@@ -158,7 +159,7 @@ def test_strangers_who_drip_hold_no_place_of_those_who_know_the_token(
     served: tuple[Endpoint, Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endpoint, _ = served
-    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 600.0)  # none of them is ended for its slowness
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 600.0)  # no connection ends because it is slow
     strangers = [opened(endpoint)[0] for _ in range(2 * peers.UNPROVEN)]
     for end in strangers[-peers.UNPROVEN_EACH :]:
         end.send(b"\0")
@@ -184,7 +185,7 @@ def test_a_handshake_ends_after_its_seconds_however_its_bytes_drip(
 ) -> None:
     monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.2)
     end, _ = opened(served[0])
-    for _ in range(64):  # a byte each 50 ms, of which none is late
+    for _ in range(64):  # one byte per 50 ms: each is in time
         time.sleep(0.05)
         try:
             end.send(b"\0")
@@ -228,7 +229,7 @@ def test_a_listener_that_does_not_know_the_token_is_told_nothing() -> None:
 
 
 class Middle:
-    """Someone on the way between two nodes, who hands on what they say, with one bit of one side's changed."""
+    """A proxy between two nodes that forwards their messages and flips one bit of one side's data."""
 
     def __init__(self, endpoint: Endpoint, side: str, at: int) -> None:
         self._target, self._side, self._at = endpoint, side, at

@@ -22,7 +22,7 @@ def body(folder_store: Store) -> dict[str, Any]:
 
 
 def sealed(body: dict[str, Any]) -> bytes:
-    """A manifest that says `body`, with a digest that fits."""
+    """A manifest with `body` and a matching digest."""
     rest = {key: value for key, value in body.items() if key != "digest"}
     return json.dumps({**rest, "digest": body_digest(rest)}, separators=(",", ":")).encode()
 
@@ -41,7 +41,7 @@ def test_what_is_not_a_manifest_is_refused_by_name(data: bytes) -> None:
 
 
 def test_the_same_values_in_other_bytes_are_refused(body: dict[str, Any]) -> None:
-    """A bit that flips in the last digit of a number may leave its value, and the digest of all values."""
+    """A flipped bit in the last digit of a number may not change its value, nor the digest of the values."""
     data = sealed(body)
     for other in (data.replace(b'"step":3', b'"step": 3', 1), data.replace(b'"step":3,', b'"step":9,"step":3,', 1)):
         assert other != data

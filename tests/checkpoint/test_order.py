@@ -1,4 +1,4 @@
-"""The order of writes, seen before each operation: whatever is stopped there leaves nothing that cannot be loaded."""
+"""The order of writes, checked before each operation: a crash at any operation leaves only loadable checkpoints."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROOT_6, ASIDE_6 = layout.checkpoint(RUN, 6), layout.damaged(RUN, 6)
 
 
 def require_packs(store: Store, step: str = "") -> None:
-    """Each index refers only to packs that are there."""
+    """Require that each index refers to existing packs only."""
     for info in list(store.list(layout.indexes(RUN))):
         if info.key.endswith(".idx") and step in info.key:
             for pack in Index.from_bytes(store.get(info.key), info.key).pack_names:
@@ -56,7 +56,7 @@ def require_packs(store: Store, step: str = "") -> None:
 
 
 def require_loadable(store: Store) -> None:
-    """Each root has all that it needs."""
+    """Require that each root has all the objects that it needs."""
     for name in names(store, "checkpoints"):
         if name.startswith("step-"):
             checkpoint = open_checkpoint(store, RUN, int(name[5:14]))
@@ -84,13 +84,13 @@ def test_at_every_moment_of_a_save_an_index_has_its_packs_and_a_root_its_indexes
     root = keys.index(ROOT_6)
     attached = keys.index("runs/run/metrics/6")
     fences = [at for at, key in enumerate(keys) if key.startswith(layout.attempts(RUN))]
-    assert any(attached < at < root for at in fences)  # an attempt that is replaced meanwhile commits nothing
+    assert any(attached < at < root for at in fences)  # an attempt that is replaced in between commits nothing
     assert any(at < attached for at in fences)
 
 
 @pytest.fixture(scope="module")
 def doubted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store whose step 6 is damaged, which attempt 1 has noticed; attempt 2 sets it aside."""
+    """A store with a damaged step 6. Attempt 1 has reported the damage; attempt 2 sets the step aside."""
     folder = tmp_path_factory.mktemp("doubted")
     store = open_store(f"file://{folder / 'store'}")
     writer = checkpointer(store, claim_attempt(store, RUN).number)
@@ -105,14 +105,14 @@ def doubted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def successor(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What attempt 3 writes when it commits step 6 again."""
+    """The objects that attempt 3 writes when it commits step 6 again."""
     store = open_store(f"file://{tmp_path_factory.mktemp('successor')}")
     commit(store, 6, attempt=3)
     return {info.key: store.get(info.key) for info in store.list(f"runs/{RUN}/")}
 
 
 def set_aside(store: Any, raw: Store) -> int:
-    """Load as attempt 2, which finds step 6 damaged as attempt 1 did; the step that is loaded."""
+    """Load as attempt 2, which finds the same damage in step 6 as attempt 1. Returns the loaded step."""
     fence = partial(Attempt(RUN, 2).check, store)
     manifest = load_newest(store, RUN, blank(whole(state(0))), Gang(), 2, fence)
     assert manifest is not None
@@ -123,7 +123,9 @@ def set_aside(store: Any, raw: Store) -> int:
 def test_a_checkpoint_that_is_set_aside_is_at_one_of_its_two_places_whenever_its_rank_dies(
     doubted: Path, tmp_path: Path
 ) -> None:
-    """Else its packs are collected, and where it was the only one the run begins again, in silence."""
+    """Otherwise its packs are collected. If it was the only checkpoint, the run would silently start from the
+    beginning.
+    """
     root = open_store(f"file://{doubted}").get(ROOT_6)
     number, finished = 0, False
     while not finished:
@@ -149,7 +151,7 @@ def test_an_attempt_that_is_replaced_before_its_fence_leaves_the_checkpoint_of_i
     set_aside(watched, whole_store)
     deleted = operations.index(("delete", ROOT_6))
     fence = max(at for at in range(deleted) if layout.attempts(RUN) in operations[at][1])
-    assert fence > operations.index(("put", ASIDE_6))  # nothing but the fence is between them
+    assert fence > operations.index(("put", ASIDE_6))  # only the fence comes in between
     for number in range(fence + 1):
         shutil.copytree(doubted, folder := tmp_path / str(number))
         store = open_store(f"file://{folder}")
@@ -173,7 +175,7 @@ def test_an_attempt_that_is_replaced_before_its_fence_leaves_the_checkpoint_of_i
 def test_at_every_moment_of_a_collection_what_is_there_can_be_loaded(
     folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Roots go before what they need, also where one is pinned and where packs are shared."""
+    """Roots are deleted before the objects that they need, also with pins and shared packs."""
     monkeypatch.setattr(gc, "BATCH", 1)
     claim_attempt(folder_store, RUN)
     writer = checkpointer(folder_store)
@@ -196,7 +198,7 @@ def record_of(step: int) -> Record:
 
 
 def require_whole_near(store: Store, steps: list[int]) -> None:
-    """A step whose index is there is whole; and one of `steps` is."""
+    """Require that every step with an index is whole, and that one of `steps` is whole."""
     whole = whole_steps(store, RUN, 0)
     require_packs(store)
     for attempt, step in whole:
@@ -225,7 +227,7 @@ def test_at_every_moment_of_keeping_a_step_near_a_whole_one_is_there(
 def test_a_neighbour_that_loses_its_sender_at_any_moment_has_a_whole_step(
     served: tuple[Endpoint, Tier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The neighbour removes what is old when an index comes, which is therefore the last object of a step."""
+    """The neighbor removes old steps when an index arrives. The index is therefore the last object of a step."""
     endpoint, peer = served
     (tmp_path / "here").mkdir()
     tier = Tier(name="memory", folder=str(tmp_path / "here"), every=1)
@@ -253,7 +255,7 @@ def test_a_neighbour_that_loses_its_sender_at_any_moment_has_a_whole_step(
 
 
 def weight(step: int) -> list[TensorBox]:
-    """A state of which nothing stays as it was, and all can be stored as differences."""
+    """A state in which everything changes, and everything can be stored as differences."""
     return whole({"weight": trained(step)["weight"]})
 
 
@@ -275,7 +277,7 @@ def test_no_index_is_written_that_refers_to_a_pack_or_a_base_that_is_not_whole(
             folder_store.delete(key)
         else:
             folder_store.put(key, data[:-1])
-        for saved_step, content in ((10 + number, 2), (20 + number, 3)):  # the same bits, and others
+        for saved_step, content in ((10 + number, 2), (20 + number, 3)):  # the same bits, and then other bits
             try:
                 index = share.write(saved_step, weight(content))
             except StoreUnreachableError:

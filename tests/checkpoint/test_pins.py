@@ -1,4 +1,4 @@
-"""A pin protects a root: whatever a newer attempt commits and collects, what was pinned or borrowed stays whole."""
+"""A pin protects a root: pinned or borrowed checkpoints stay whole while a newer attempt commits and collects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.checkpoint.test_gc import collector, commit
 
 
 def begun(store: Store) -> None:
-    """Attempt 1 has committed 3 and 6. Attempt 2 began from 3, as it does where the root of 6 comes late."""
+    """Attempt 1 has committed steps 3 and 6. Attempt 2 started from step 3, as if the root of 6 appeared late."""
     claim_attempt(store, RUN)
     commit(store, 3)
     commit(store, 6)
@@ -33,20 +33,20 @@ def begun(store: Store) -> None:
 
 
 def commit_and_collect(store: Store, step: int = 6) -> None:
-    """Attempt 2 commits the step, with its own packs, and collects what nothing needs."""
+    """Attempt 2 commits the step with new packs and collects what nothing needs."""
     commit(store, step, attempt=2)
     collector(store, 2).collect(step)
 
 
 def reads(checkpoint: Checkpoint) -> bool:
-    """Whether all of a checkpoint is there, bit for bit."""
+    """Whether the whole checkpoint is readable, bit for bit."""
     boxes = blank(whole(state(checkpoint.step)))
     checkpoint.fill(boxes)
     return same(boxes, whole(state(checkpoint.step)))
 
 
 def pinned(store: Store, name: str, step: int = 6) -> list[Checkpoint]:
-    """The checkpoints in a pin."""
+    """The checkpoints under a pin."""
     key = layout.pin(RUN, step, name)
     roots = PinRecord.from_bytes(store.get(key), key).roots
     return [Checkpoint(store, Manifest.from_bytes(root.encode(), key)) for root in roots]
@@ -123,7 +123,7 @@ def test_nothing_is_deleted_beside_a_pin_that_says_nothing(folder_store: Store) 
 
 
 def test_whatever_comes_between_two_operations_of_who_borrows_the_bytes_are_there(tmp_path: Path) -> None:
-    """The other attempt commits and collects at once, before each operation in turn."""
+    """The other attempt commits and immediately collects. The test repeats this before each operation."""
     outcomes = set()
     for at in range(100):
         store = open_store(f"file://{tmp_path / str(at)}")
@@ -148,7 +148,7 @@ def test_whatever_comes_between_two_operations_of_who_borrows_the_bytes_are_ther
 
 
 def test_whatever_a_borrower_comes_between_the_bytes_are_there(tmp_path: Path) -> None:
-    """It borrows before each operation of the other attempt in turn."""
+    """The borrower runs before each operation of the other attempt."""
     for at in range(200):
         store = open_store(f"file://{tmp_path / str(at)}")
         begun(store)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: by count, by age, as milestones, and because somebody pinned them."""
+"""Which checkpoints retention keeps: by count, by age, as milestones, and because of pins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.checkpoint.saving import RUN, checkpointer, save
 
 
 def daily(*steps: int) -> dict[int, float]:
-    """One checkpoint a day, the last one today."""
+    """One checkpoint per day, the last one today."""
     return {step: 1e9 + DAY_SECONDS * day for day, step in enumerate(steps)}
 
 
@@ -58,7 +58,7 @@ def test_a_pinned_checkpoint_outlives_every_sweep_until_the_last_pin_is_taken_aw
     unpin(folder_store, RUN, 1)
     save(writer, 4)
     assert checkpoint_steps(folder_store, RUN) == [1, 4]
-    folder_store.put(layout.pin(RUN, 1, "registered-tiny-3"), b"torn")  # it holds all the same
+    folder_store.put(layout.pin(RUN, 1, "registered-tiny-3"), b"torn")  # the pin still holds
     save(writer, 5)
     assert checkpoint_steps(folder_store, RUN) == [1, 5]
     unpin(folder_store, RUN, 1, "registered-tiny-3")

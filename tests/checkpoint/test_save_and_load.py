@@ -1,4 +1,4 @@
-"""A checkpoint gives back what was saved, at any layout, and writes what changed."""
+"""A checkpoint restores what was saved, at any layout, and a save writes only what changed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_tensor_is_read_row_after_row_and_each_piece_once(
         read.clear()
         rows = list(checkpoint.rows(name))
         assert torch.equal(rows[0] if tensor.dim() == 0 else torch.cat(rows), tensor), name
-        if name == "tall":  # pieces of two rows: two pieces at a time, as 100 bytes are less than 128
+        if name == "tall":  # pieces of two rows: two pieces at a time, because 100 bytes are less than 128
             assert read == [128] * 12 + [64]
         if name == "columns":  # both halves are cut at the same rows
             assert read == [128] * 5 + [96]
@@ -85,7 +85,7 @@ def test_large_tensors_are_cut_and_read_in_parts(folder_store: Store, monkeypatc
 
 
 class _Device:
-    """An accelerator that works when it is told to: its streams, and the events in them."""
+    """An accelerator that works on request: its streams and their events."""
 
     def __init__(self) -> None:
         self.done, self.asked, self.waits = threading.Event(), threading.Event(), 0
@@ -104,7 +104,7 @@ class _Device:
 def test_training_waits_for_an_accelerator_in_its_stream_and_never_for_its_digest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a device that is not there: what is issued in which order is all that it shows."""
+    """There is no real device. The test checks the order in which operations are issued."""
     stream, boxes = _Device(), whole({"matrix": torch.randn(7, 5), "step": torch.tensor(3)})
     copies, copy = blank(boxes), Copy(boxes)
     copy.device = "made up"  # type: ignore[assignment]
@@ -113,7 +113,7 @@ def test_training_waits_for_an_accelerator_in_its_stream_and_never_for_its_diges
     copying = threading.Thread(target=copy.fill, args=(copies, stream))
     copying.start()
     assert stream.asked.wait(180)
-    copy.wait()  # returns although the device has not come so far
+    copy.wait()  # returns before the device has reached it
     assert (stream.waits, copy.digest) == (1, None)
     assert copying.is_alive()
     stream.done.set()

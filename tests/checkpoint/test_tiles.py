@@ -1,4 +1,4 @@
-"""Pieces that are cut into bands of columns: any box out of any boxes, and no more bytes than it takes."""
+"""Pieces cut into bands of columns: any boxes load from any boxes, with little read overhead."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ SMALL = {"PIECE_BYTES": 96, "WIDE_BYTES": 8, "RUN_BYTES": 200, "READ_BYTES": 300
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of a few elements."""
+    """Set pieces to a few elements."""
     for module, name in product((box_module, tiles, packing, reader_module), SMALL):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, SMALL[name])
 
 
 def saved(store: Store, *boxes: list[TensorBox], compression: Compression | None = None) -> None:
-    """A checkpoint of one writer for each list of boxes."""
+    """Save a checkpoint with one writer for each list of boxes."""
     for writer, written in enumerate(boxes):
         ShardWriter(store, Attempt(RUN, 1), writer, compression=compression).write(1, written)
     Committer(store, Attempt(RUN, 1), len(boxes)).commit(1, FIELDS, {})
@@ -61,7 +61,7 @@ def cells(tensor: torch.Tensor, cuts: list[set[int]]) -> Iterator[TensorBox]:
 @settings(max_examples=60)
 def test_any_boxes_come_back_out_of_any_boxes(shape: list[int], dtype: torch.dtype, data: st.DataObject) -> None:
     cuts = [[data.draw(st.sets(st.integers(1, 13), max_size=3)) for _ in shape] for _ in range(2)]
-    tensor = torch.randint(0, 3, (prod(shape),)).to(dtype).view(shape)  # the same content in several places
+    tensor = torch.randint(0, 3, (prod(shape),)).to(dtype).view(shape)  # repeated content
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
         for module, name in product((box_module, tiles, packing, reader_module), SMALL):
             if hasattr(module, name):
@@ -94,12 +94,12 @@ def test_who_needs_some_columns_or_rows_reads_no_others(folder_store: Store, rea
         assert torch.equal(box.data, part)
         overhead += counting.read - before[0] - part.nbytes
         assert counting.requests - before[1] <= 30
-    assert overhead <= (0.02 * tensor.nbytes if axis else readers * 2**18)  # a piece that two of them need
+    assert overhead <= (0.02 * tensor.nbytes if axis else readers * 2**18)  # a piece that two readers need
 
 
 @pytest.mark.usefixtures("small")
 def test_content_has_one_digest_however_it_is_stored(folder_store: Store) -> None:
-    """So that compression, switched on or off, writes nothing anew."""
+    """Therefore switching compression on or off writes nothing again."""
     tensors = {"t": torch.arange(400, dtype=torch.float32).view(20, 20)}
     plain = ShardWriter(folder_store, Attempt(RUN, 1), 0)
     index = plain.write(1, whole(tensors))
@@ -156,6 +156,6 @@ def test_bands_are_cut_where_equal_parts_of_the_columns_begin() -> None:
     ways = tiles.ways_of((100, 24000), 0, 4)
     assert tiles.edges(24, ways) == (0, 3, 4, 6, 8, 9, 12, 15, 16, 18, 20, 21, 24)
     assert tiles.edges(24, 1) == (0, 24)
-    assert tiles.ways_of((100, 200), 0, 4) == 1  # rows too short to be worth it
+    assert tiles.ways_of((100, 200), 0, 4) == 1  # the rows are too short to split
     assert tiles.ways_of((100,), 0, 4) == 1
     assert tiles.box_widths((0, 5, 0), (1, 10, 7), (8, 24, 7), 0, ways, 2) == (14, 28, 14, 42, 42)

@@ -1,4 +1,4 @@
-"""Nothing waits for ever for a copy, and what no agent can be told is refused before anything is spent."""
+"""No wait for a copy lasts forever. A state that does not fit the agent's protocol is refused before training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIRST = lambda _: None  # noqa: E731 - the first state is as it is
 
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Copies that are not made before this is set, and little patience."""
+    """Copies that block until this event is set, with a short timeout."""
     let_go, fill = threading.Event(), buffers.Staging.fill
 
     def slow(self: Any, *arguments: Any) -> Any:
@@ -50,7 +50,7 @@ def test_a_copy_that_nobody_makes_ends_the_rank_and_says_which(
     saving.save(3, whole(state(3)), {})
     with pytest.raises(HungError, match=r"step 3: the copy of 9 boxes of the state was not made in 0\.2 s"):
         saving.wait_for_staging()
-    with pytest.raises(HungError, match="step 3"):  # its buffer may be written to yet: nothing is saved any more
+    with pytest.raises(HungError, match="step 3"):  # a late copy may still write to the buffer, so no later save runs
         saving.save(6, whole(state(6)), {})
     with caplog.at_level(logging.ERROR, "holdfast.checkpoint"):
         ending = threading.Thread(target=saving.close, daemon=True)
@@ -70,7 +70,7 @@ def test_a_copy_that_nobody_makes_ends_the_rank_and_says_which(
 def test_a_buffer_that_a_hung_copy_may_still_be_read_from_is_never_filled_again(
     folder_store: Store, error: type[HoldfastError], free: set[int]
 ) -> None:
-    """What hangs may wake up and write a state that is half this step and half the next one."""
+    """A hung copy may resume later and write a mix of this step and the next one."""
     store_resumes, started = threading.Event(), threading.Event()
 
     def before(operation: str, key: str) -> None:
@@ -84,7 +84,7 @@ def test_a_buffer_that_a_hung_copy_may_still_be_read_from_is_never_filled_again(
     assert saving._free == {1}
     saving._ended(Outcome(step=3, what="failed", error=error.__name__, reason="no answer"))
     assert saving._free == free
-    saving._ended(Outcome(step=3, what="durable"))  # which comes late, and frees nothing
+    saving._ended(Outcome(step=3, what="durable"))  # it arrives late and frees nothing
     assert saving._free == free
     store_resumes.set()
     saving.close()
@@ -98,7 +98,7 @@ def test_a_table_of_boxes_that_no_message_holds_is_refused_before_the_first_step
     with pytest.raises(SpecError, match=r"9 boxes of a rank(?s:.*)spread the state over more") as error:
         checkpointer(folder_store).restore(blank(whole(state(0))), FIRST)
     assert error.value.problems[0].field == "parallel"
-    monkeypatch.delenv(VARIABLE)  # nobody has to be told of them
+    monkeypatch.delenv(VARIABLE)  # without an agent, boxes need no message
     assert checkpointer(folder_store).restore(blank(whole(state(0))), FIRST) == 0
 
 

@@ -1,4 +1,4 @@
-"""The comparison of trials, from what the store says of them."""
+"""The comparison of trials, from the records in the store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRIALS = [["training.seed=1"], ["training.seed=2"], ["training.seed=3"]]
 
 
 def judged(store: Store, trial: list[str], loss: float, word: str) -> str:
-    """Write what a trial leaves; its run id."""
+    """Write the records of a trial. Returns its run id."""
     spec = parse_spec("{name: a, data: {sources: [{uri: x}]}}", trial)
     run = run_id(spec, "d")
     store.put(layout.result(run), json.dumps({"step": 300, "loss": 1.5, "state_digest": "0" * 32}).encode())
@@ -58,7 +58,7 @@ def test_a_trial_that_failed_is_named_with_its_cause_and_costs_the_others_nothin
     assert read_comparison(store, comparison.sweep_id) == comparison
     judged(store, TRIALS[1], 2.0, "blessed")
     judged(store, TRIALS[2], 3.0, "blessed")
-    recompared = compare(SPEC, "d", TRIALS, store, outcomes=outcomes)  # what is there counts, and not what was
+    recompared = compare(SPEC, "d", TRIALS, store, outcomes=outcomes)  # existing results count, not earlier outcomes
     assert (len(recompared.rows), recompared.failed, recompared.sweep_id) == (3, (), comparison.sweep_id)
 
 

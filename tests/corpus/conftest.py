@@ -1,4 +1,4 @@
-"""A small corpus of every kind, and specs over it."""
+"""A small corpus of every kind, and specs for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MakeSpec = Callable[..., Spec]
 
 
 def prose(seed: int, words: int = 60) -> str:
-    """Text that is different for every seed."""
+    """Text that differs for every seed."""
     source = random.Random(seed)
     return f"# {seed}\n" + " ".join(
         source.choice(WORDS) + source.choice(["", ".", ",\n", "  ", "'s"]) for _ in range(words)
@@ -49,5 +49,5 @@ def make_spec() -> MakeSpec:
 
 
 def tree(store: Store, prefix: str) -> dict[str, bytes]:
-    """Every object under a prefix."""
+    """All objects under a prefix."""
     return {info.key: store.get(info.key) for info in store.list(prefix)}

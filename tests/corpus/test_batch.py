@@ -1,4 +1,4 @@
-"""The batch of a step, as a person sees it: every token comes from the file and the line that are named."""
+"""The batch of a step as shown to a user: every token comes from the named file and line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(where: str) -> str:
-    """The text that stands where a passage is said to come from."""
+    """The text at the place that a passage names."""
     name, _, at = where.partition(": row ")
     if at:
         import pyarrow.parquet as pq
@@ -44,7 +44,7 @@ def said(where: str) -> str:
 def test_every_token_of_a_batch_stands_in_the_file_and_line_that_are_named(
     store: Store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(units, "UNIT_BYTES", 12_000)  # a file is several units, and a unit several files
+    monkeypatch.setattr(units, "UNIT_BYTES", 12_000)  # a file has several units, and a unit has several files
     monkeypatch.setattr(units, "PART_BYTES", 3_000)
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -52,7 +52,7 @@ def test_every_token_of_a_batch_stands_in_the_file_and_line_that_are_named(
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for number in range(40):
-        (corpus / f"{number:03d}.txt").write_text(prose(number % 30), encoding="utf-8")  # ten come twice
+        (corpus / f"{number:03d}.txt").write_text(prose(number % 30), encoding="utf-8")  # ten texts occur twice
     broken = "not json\n\n" + write_jsonl(corpus / "long.jsonl", [prose(100 + at) for at in range(60)]).read_text()
     (corpus / "long.jsonl").write_text("\n".join(["", *broken.splitlines()]) + "\n")
     small = write_jsonl(tmp_path / "small.jsonl", [prose(200 + at % 20) for at in range(40)])
@@ -95,7 +95,7 @@ def test_every_token_of_a_batch_stands_in_the_file_and_line_that_are_named(
     changed = batch_of(store, spec, dataset_id, 17)
     assert "no longer" in changed.note
     assert [row.tokens for row in changed.rows] == [row.tokens for row in batch_of(store, spec, dataset_id, 17).rows]
-    for row in changed.rows:  # the end-of-text tokens still part the documents
+    for row in changed.rows:  # end-of-text tokens still separate the documents
         assert [row.tokens[passage.tokens[1] - 1] for passage in row.passages[:-1]] == [dataset.end_of_text] * (
             len(row.passages) - 1
         )

@@ -1,4 +1,4 @@
-"""Conversations: the tokens and counted ones of `transformers`, whole in their samples, the same bytes however made."""
+"""Conversations: the same tokens and counted tokens as in `transformers`, and whole conversations in each sample."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def make_chat(tmp_path: Path) -> Callable[..., Spec]:
 
 
 def whole_conversations(rows: np.ndarray) -> list[str]:
-    """The conversations of samples, each of which must lie in one; fillers left out."""
+    """The conversations of samples without fillers. Each must lie in one sample."""
     tokenizer, conversations = Tokenizer.from_str(tokenizer_json()), []
     for row in rows:
         for part in np.split(row[:-1], np.flatnonzero(row[:-1] & ENDS) + 1):

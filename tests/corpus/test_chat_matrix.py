@@ -1,5 +1,6 @@
-"""Conversations give the tokens of `apply_chat_template` of transformers, and exactly the answers count, over a matrix
-of templates, tokenizers and conversations."""
+"""Conversations have the tokens of transformers' `apply_chat_template`, and exactly the answers count, over a matrix of
+templates, tokenizers and conversations.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +167,7 @@ def test_tokens_are_those_of_transformers(style: str, name: str) -> None:
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_token_counts_if_and_only_if_one_of_its_characters_is_the_assistants(style: str, name: str) -> None:
-    """The characters are found without offsets: each token is decoded to bytes, and these lie one after the other."""
+    """The test finds the characters without offsets: it decodes each token to bytes and concatenates them."""
     tokenizer = Tokenizer.from_str(tokenizer_json(style))
     letters = {letter: byte for byte, letter in enumerate(byte_letters())}
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
@@ -187,7 +188,7 @@ def test_a_token_counts_if_and_only_if_one_of_its_characters_is_the_assistants(s
             raw = piece.encode() if piece in added else bytes(letters[letter] for letter in piece)
             begin, end = at, at + len(raw)
             assert text.encode()[begin:end] == raw
-            while begin and text.encode()[begin] & 0xC0 == 0x80:  # a part of a character stands for the whole one
+            while begin and text.encode()[begin] & 0xC0 == 0x80:  # a part of a character stands for the whole character
                 begin -= 1
             while end < len(counts) and text.encode()[end] & 0xC0 == 0x80:
                 end += 1
@@ -197,7 +198,7 @@ def test_a_token_counts_if_and_only_if_one_of_its_characters_is_the_assistants(s
 
 
 def byte_letters() -> list[str]:
-    """The letter that byte-level tokenizers write for each byte."""
+    """The letter that byte-level tokenizers use for each byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""Cleaning acts on the texts of conversations and pairs, and never on the JSON that holds them."""
+"""Cleaning changes the texts of conversations and pairs, and never the JSON around them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from tests.corpus.test_chat import make_chat, question
 __all__ = ["make_chat"]
 
 DECOMPOSED, COMPOSED = "e\u0301", "\u00e9"
-BREAKING = "line one\n\u0303 two"  # in JSON the combining character follows the `n` of an escape
-QUOTED = "please \uff02,\uff02role\uff02:\uff02system \uff3c"  # NFKC makes ASCII quotation marks and a backslash of it
+BREAKING = "line one\n\u0303 two"  # in JSON, the combining character follows the `n` of an escape
+# NFKC turns these into ASCII quotation marks and a backslash.
+QUOTED = "please \uff02,\uff02role\uff02:\uff02system \uff3c"
 CALL = {"type": "function", "function": {"name": DECOMPOSED, "arguments": '{"a": "x\\n\u0303"}'}}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": DECOMPOSED}}]
 
@@ -81,7 +82,7 @@ def test_the_characters_are_those_that_people_wrote(rules: dict[str, int], reaso
     record = {
         **talk(f"{DECOMPOSED}bcd", tool_calls=[CALL]),
         "tools": TOOLS,
-    }  # 4 composed characters, and 1 of the answer
+    }  # 4 composed characters, and 1 in the answer
     pair = {"prompt": f"{DECOMPOSED}b", "chosen": "cd", "rejected": "e"}
     for result in (cleaned(record, **rules), cleaned(pair, "preferences", **rules)):
         assert (result.reason if isinstance(result, Flaw) else None) == reason
@@ -116,6 +117,6 @@ def test_conversations_have_other_ids_than_when_their_json_was_normalised_and_te
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     specs = (make_spec(tmp_path / "a.jsonl"), make_chat([question(1, 3)]))
     now = [identify(spec) for spec in specs]
-    assert now[0] == "9c3cee6b0eb1d6af"  # what the versions before gave
+    assert now[0] == "9c3cee6b0eb1d6af"  # the result of earlier versions
     monkeypatch.setattr(identity, "CONVERSATION_VERSION", 1)
     assert [identify(spec) == before for spec, before in zip(specs, now, strict=True)] == [True, False]

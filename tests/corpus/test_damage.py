@@ -1,4 +1,4 @@
-"""Files that are damaged, or no text: counted under their reason or refused by name, whatever is wrong with them."""
+"""Damaged files and files without text: counted under their reason, or refused by name."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ WHOLE: dict[str, Callable[[Path], bytes]] = {
 
 
 def damaged(raw: bytes, random_: random.Random) -> bytes:
-    """`raw` with bits flipped, cut short, bytes replaced, or a part of it put in twice."""
+    """`raw` with flipped bits, a truncated end, replaced bytes, or a repeated part."""
     mutated, at = bytearray(raw), random_.randrange(len(raw))
     match random_.randrange(4):
         case 0:
@@ -80,7 +80,7 @@ def damaged(raw: bytes, random_: random.Random) -> bytes:
 def test_of_a_damaged_file_only_errors_that_name_it_come_out(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(units, "SPLIT_PARQUET_BYTES", 0)  # planning looks into it
+    monkeypatch.setattr(units, "SPLIT_PARQUET_BYTES", 0)  # planning reads the file
     raw, random_ = WHOLE[name](tmp_path / "whole"), random.Random(name)
     path, counted, refused = tmp_path / name, 0, 0
     chat = {"kind": "chat", "document_masks": True} if name == "talk.jsonl" else {}
@@ -145,7 +145,7 @@ def test_a_parquet_file_with_a_damaged_footer_is_counted_when_it_is_planned(
 
 
 def frame(window_log: int) -> bytes:
-    """A zstd file whose header asks for a window of this size: what `zstd --long=N` writes from a pipe."""
+    """A zstd file whose header requests a window of this size, as `zstd --long=N` writes from a pipe."""
     compressor = zstandard.ZstdCompressor().compressobj()
     raw = bytearray(compressor.compress(LINES) + compressor.flush())
     raw[5] = (window_log - 10) << 3  # RFC 8878, 3.1.1.1.2

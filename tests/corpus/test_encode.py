@@ -1,4 +1,4 @@
-"""The fast encoding is exact: always the tokenizer's own tokens. And training does not depend on threads."""
+"""Fast encoding gives exactly the tokenizer's tokens, and tokenizer training does not depend on threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One corpus on many machines: in whatever order, and whoever dies, the dataset is that of one process."""
+"""One corpus on many machines: in any order and after any crash, the dataset equals that of one process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def spec(tmp_path: Path, make_spec: MakeSpec) -> Spec:
 
 @pytest.fixture
 def alone(spec: Spec, tmp_path: Path) -> Store:
-    """The store of one process that did everything."""
+    """The store of one process that did all the work."""
     store = open_store(f"file://{tmp_path / 'alone'}")
     prepare(spec, store)
     return store
@@ -62,7 +62,7 @@ def test_any_number_of_workers_in_any_order_gives_the_bytes_of_one(
     results = [tokenise(spec, store, plan.division, share) for share in plan.shares]
     assert sum(result.units for result in results) == plan.units
     assert sum(result.bytes for result in results) == plan.bytes
-    assert sum(result.units_reused for result in results) == 0  # nothing is done twice
+    assert sum(result.units_reused for result in results) == 0  # no work is repeated
     prepared = prepare(spec, store, division=plan.division)
     assert prepared.created
     assert prepared.units_reused == prepared.units == plan.units
@@ -93,7 +93,7 @@ def test_what_was_tokenised_before_is_not_tokenised_again(
     plan = divide(spec, store, 3)
     tokenise(spec, store, plan.division, "1/3")
     replan = divide(spec, store, 7)
-    assert replan.division == plan.division  # the same corpus, however many share it
+    assert replan.division == plan.division  # the same corpus at any number of workers
     results = [tokenise(spec, store, replan.division, share) for share in replan.shares]
     reused = sum(result.units_reused for result in results)
     assert 0 < reused < plan.units
@@ -154,7 +154,7 @@ def test_a_file_with_another_time_but_the_same_bytes_is_the_file_that_was_listed
 ) -> None:
     plan = divide(spec, store, 2)
     file = tmp_path / "corpus" / "000.txt"
-    os.utime(file, (1, 1))  # as the same image has it on another node
+    os.utime(file, (1, 1))  # the modification time in the same image on another node
     tokenise(spec, store, plan.division, "0/2")
     file.write_text("others")
     with pytest.raises(DataError, match="has other bytes than when the corpus was divided"):
@@ -173,7 +173,7 @@ def test_the_first_of_equal_texts_is_kept_however_little_fits_into_memory(
     monkeypatch.setattr(duplicates, "RANGE", range_)
     random_ = np.random.default_rng(0)
     digests = random_.integers(0, 60, (2000, 2)).astype("<u8").view("V16").reshape(-1)
-    digests[::3] = digests[5]  # one text very often
+    digests[::3] = digests[5]  # one text occurs very often
     _, places = np.unique(digests.view("<u8").reshape(-1, 2), axis=0, return_index=True)
     cuts = np.sort(random_.integers(0, 2000, 40))
     with first_occurrences(np.split(digests, cuts)) as first:
@@ -200,9 +200,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
     def peak(count: int) -> int:
-        """In MiB."""
+        """The peak memory in MiB."""
         command = [sys.executable, "-c", program, str(count)]
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) // 1024
 
     small, large = peak(2**21), peak(2**24)
-    assert large < small + 64, (small, large)  # sixteen bytes for each of the further documents would be 224 MiB
+    assert large < small + 64, (small, large)  # at 16 bytes each, the additional documents would take 224 MiB

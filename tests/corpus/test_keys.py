@@ -1,4 +1,4 @@
-"""Keys of what a preprocess keeps: every setting that decides bytes is in the key, so nothing stale is used again."""
+"""Keys of preprocessing results: every setting that affects bytes is in the key, so no stale result is reused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DATA = Data(sources=(Source(uri="x"),))
 
 
 def with_each_field_changed(section: BaseModel) -> dict[str, Any]:
-    """The section with one field after another changed, by the name of the field."""
+    """The section with one field changed, by field name."""
     return {
         name: section.model_copy(update={name: other_value(info, getattr(section, name))})
         for name, info in type(section).model_fields.items()
@@ -37,7 +37,7 @@ def test_the_key_of_a_unit_follows_every_setting_of_cleaning_but_deduplication()
         name: PIECE.key(replace(JOB, cleaning=changed).settings)
         for name, changed in with_each_field_changed(Cleaning()).items()
     }
-    assert keys.pop("deduplicate") == PIECE.key(JOB.settings)  # the join does that
+    assert keys.pop("deduplicate") == PIECE.key(JOB.settings)  # the join does deduplication
     assert len({*keys.values(), PIECE.key(JOB.settings)}) == len(keys) + 1 >= 6
 
 
@@ -46,7 +46,7 @@ def test_the_key_of_a_unit_follows_every_field_of_its_job_and_its_piece() -> Non
         "tokenizer_digest": "other", "dtype": "uint32", "end_of_text": 1, "cleaning": Cleaning(unicode="none"),
         "template": "{}",
     }  # fmt: skip
-    excluded = {"tokenizer_json", "template_name"}  # for which the digest stands, and for messages
+    excluded = {"tokenizer_json", "template_name"}  # the digest stands for these, and one is for messages
     assert {field.name for field in fields(Job)} == others.keys() | excluded
     assert PIECE.key(replace(JOB, template_name="other").settings) == PIECE.key(JOB.settings)
     keys = [PIECE.key(replace(JOB, **{name: value}).settings) for name, value in others.items()]
@@ -58,7 +58,7 @@ def test_the_key_of_a_unit_follows_every_field_of_its_job_and_its_piece() -> Non
     for name, value in (file | places).items():
         moved = replace(PIECE, files=(replace(PIECE.files[0], **{name: value}),))
         assert (moved.key(JOB.settings) == PIECE.key(JOB.settings)) == (name in places), name
-    assert {field.name for field in fields(Piece)} == parts.keys() | {"source"}  # the same content is the same unit
+    assert {field.name for field in fields(Piece)} == parts.keys() | {"source"}  # equal content is one unit
     keys += [replace(PIECE, **{name: value}).key(JOB.settings) for name, value in parts.items()]
     assert len({*keys, PIECE.key(JOB.settings)}) == len(keys) + 1
     assert replace(PIECE, source=7).key(JOB.settings) == PIECE.key(JOB.settings)
@@ -99,7 +99,7 @@ def test_the_settings_of_a_dataset_follow_every_field_of_its_data_that_decides_b
 def test_two_spellings_of_one_text_are_one_document_in_one_split(
     store, make_spec: MakeSpec, tmp_path, form: str, kept: int
 ) -> None:
-    """Duplicates and splits are those of the normalised text: else one text stands in training and in validation."""
+    """Duplicates and splits follow the normalized text. Otherwise one text could be in training and in validation."""
     texts = [f"caf\u00e9 {prose(number, 5)}" for number in range(12)]
     decomposed = [unicodedata.normalize("NFD", text) for text in texts]
     path = write_jsonl(tmp_path / "a.jsonl", [*texts, *decomposed])

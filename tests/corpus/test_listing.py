@@ -1,4 +1,4 @@
-"""A folder and a glob give the same files: links are followed, every listing ends, and what is no file is named."""
+"""A folder and a glob give the same files: links are followed, every listing ends, and skipped entries are named."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.corpus.conftest import MakeSpec, prose
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder `in` of the working directory: a file, and a link to a folder outside with another one."""
+    """The folder `in` of the working directory: a file, and a link to an outside folder with another file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in" / "deep").mkdir(parents=True)
     (tmp_path / "other" / "deeper").mkdir(parents=True)
@@ -104,7 +104,7 @@ def test_a_folder_that_a_pattern_matches_and_does_not_enter_is_named(folder: Pat
 
 @pytest.mark.parametrize("uri", ["in", "in/**/*.txt"])
 def test_links_in_a_circle_end_and_each_file_comes_once(folder: Path, uri: str) -> None:
-    for number in range(12):  # without a bound there would be 12! ways
+    for number in range(12):  # without a limit there would be 12! paths
         (folder / f"loop{number}").symlink_to(".")
         (folder.parent / "other" / f"back{number}").symlink_to("../in")
     listing = list_files(uri, Path(), "field")
@@ -127,7 +127,7 @@ def test_a_source_that_is_no_file_is_refused_by_what_it_is(folder: Path, make_sp
 
 @pytest.fixture
 def ordinary_user() -> Iterator[Path]:
-    """A folder in which this process has no rights that others do not have."""
+    """A folder in which this process has only the rights of an ordinary user."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o777)
     before = os.geteuid()

@@ -1,4 +1,4 @@
-"""Preferences become pairs of documents, each an answer after its prompt; only answers count."""
+"""Preferences become pairs of documents: each is an answer after its prompt, and only answers count."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def decoded(tokens: np.ndarray) -> str:
     [
         {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        {"prompt": "2+2?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},  # as UltraFeedback has it
+        {"prompt": "2+2?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},  # the format of UltraFeedback
         {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
     ],
 )
@@ -72,7 +72,7 @@ def test_a_prompt_of_several_turns_is_all_that_both_answers_begin_with() -> None
     talk = [{"role": "system", "content": "Add."}, USER, {**GOOD, "content": "3"}, {"role": "user", "content": "No."}]
     pair = json.loads(pair_text({"prompt": "2+2?", "chosen": [*talk, GOOD], "rejected": [*talk, BAD, USER]}) or "")
     assert (pair["prompt"], pair["chosen"], pair["rejected"]) == (talk, [GOOD], [BAD, USER])
-    stated = {"prompt": [USER], "chosen": [USER], "rejected": [USER, BAD]}  # an answer of its own, and not a repetition
+    stated = {"prompt": [USER], "chosen": [USER], "rejected": [USER, BAD]}  # a separate answer, not a repetition
     assert json.loads(pair_text(stated) or "")["chosen"] == [USER]
 
 
@@ -83,9 +83,9 @@ def test_a_prompt_of_several_turns_is_all_that_both_answers_begin_with() -> None
         {"prompt": "a", "chosen": "b"},
         {"prompt": "a", "chosen": "", "rejected": "c"},
         {"prompt": [USER], "chosen": "b", "rejected": "c"},
-        {"chosen": "b", "rejected": "c"},  # they begin with nothing in common
+        {"chosen": "b", "rejected": "c"},  # they share no beginning
         {"prompt": "a", "chosen": [GOOD], "rejected": [BAD]},
-        {"prompt": "2+2?", "chosen": [USER, GOOD], "rejected": [USER, GOOD]},  # they are the same
+        {"prompt": "2+2?", "chosen": [USER, GOOD], "rejected": [USER, GOOD]},  # they are equal
         {"prompt": [USER], "chosen": [{"content": "4"}], "rejected": [BAD]},
     ],
 )

@@ -1,4 +1,4 @@
-"""A small parquet file is read in little memory, whatever its pages would become: strings, dictionaries, prefixes."""
+"""A small parquet file with large pages is read in little memory: strings, dictionaries, prefixes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ print(len(found), found[-1], (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 @pytest.mark.parametrize(
     ("texts", "options", "words"),
     [
-        (["a" * (400 * MIB)], PLAIN, "2 (0, 'too_large')"),  # nothing of it is decompressed
+        (["a" * (400 * MIB)], PLAIN, "2 (0, 'too_large')"),  # it is never decompressed
         (["b" * (30 * MIB)] * 24, {**PLAIN, "data_page_size": 1, "write_batch_size": 1}, "24 (24, 'too_long')"),
         (["c" * (30 * MIB)] * 24, {"dictionary_pagesize_limit": 2**30}, "24 (24, 'too_long')"),
     ],
@@ -53,7 +53,7 @@ def test_memory_stays_bounded(texts: list[str], options: dict[str, Any], words: 
     process = subprocess.run([sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=True)
     text, _, megabytes = process.stdout.strip().rpartition(" ")
     assert text.endswith(words)
-    assert int(megabytes) < 700  # of 1,400 and more
+    assert int(megabytes) < 700  # instead of 1,400 or more
 
 
 def test_a_page_that_is_too_large_is_named_with_its_row_group(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The step as a whole: the same bytes however it is run, nothing twice, and damage mended."""
+"""The whole step: the same bytes however it runs, no repeated work, and repair of damage."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_second_run_returns_what_is_there(store: Store, corpus: Path, make_spe
 def test_at_every_moment_of_a_preprocess_a_dataset_that_is_there_is_whole(
     store: Store, corpus: Path, make_spec: MakeSpec
 ) -> None:
-    """Whatever reads it begins with dataset.json, which is therefore the last object of it."""
+    """Readers begin with dataset.json. Therefore it is written last."""
     spec = make_spec(corpus, shard_tokens=4000)
     dataset_id, moments = identify(spec), [0, 0]
 
@@ -95,7 +95,7 @@ def test_at_every_moment_of_a_preprocess_a_dataset_that_is_there_is_whole(
 def test_any_number_of_workers_gives_the_same_bytes(
     corpus: Path, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(units, "UNIT_BYTES", 8000)  # many pieces; workers are handed theirs
+    monkeypatch.setattr(units, "UNIT_BYTES", 8000)  # many pieces; workers receive theirs
     stores = [open_store(f"file://{tmp_path / name}") for name in ("one", "three")]
     ids = {run(make_spec(corpus, workers=count), store).dataset_id for store, count in zip(stores, (1, 3), strict=True)}
     assert len(ids) == 1
@@ -268,7 +268,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
         try:
             process.wait(moments.uniform(0.3, 1.6))
         except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)  # its workers must end by themselves
+            os.kill(process.pid, signal.SIGKILL)  # its workers must exit without help
             process.wait()
             kills += 1
         manifest = store.stat(layout.dataset(prepared.dataset_id))
@@ -290,9 +290,9 @@ def test_workers_end_with_the_process_that_started_them(corpus: Path, make_spec:
     while not [info for info in store.list("datasets/_units/") if info.key.endswith("/000000")]:
         assert process.poll() is None
         time.sleep(0.005)
-    process.kill()  # its workers are busy, or wait for more
+    process.kill()  # its workers are busy or wait for work
     assert process.stdout is not None
-    process.stdout.read()  # returns when the last process that inherited the pipe has ended
+    process.stdout.read()  # returns when the last process with the inherited pipe has ended
     process.wait()
 
 

@@ -1,4 +1,4 @@
-"""Where text comes from: S3 and DVC for real, and the tokenizer that is brought."""
+"""The sources of text, with real S3 and real DVC, and user-provided tokenizers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import Store, layout, open_store
 from tests.corpus.conftest import MakeSpec, prose, tree, write_jsonl
 
-DVC = [sys.executable, "-m", "dvc"]  # of this environment, whether or not it is on the PATH
+DVC = [sys.executable, "-m", "dvc"]  # of this environment, even if it is not on the PATH
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tokenizers that are brought: text stays text, tokens stand for it, and no dataset is random."""
+"""User-provided tokenizers: text stays text, tokens represent it, and no dataset is random."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def byte_level(**model: Any) -> Tokenizer:
 
 
 def word_level() -> Tokenizer:
-    """Knows the letters a to z and no other ones."""
+    """A tokenizer that knows only the letters a to z."""
     vocabulary = {"<unk>": 0, "</s>": 1, " ": 2, **{chr(97 + number): 3 + number for number in range(26)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -70,7 +70,7 @@ def test_an_end_of_text_that_is_no_special_token_stays_text_in_documents(bring: 
 
 
 def test_a_text_that_gives_the_end_token_all_the_same_is_refused_or_counted(bring: Any, store: Store) -> None:
-    """A word-level tokenizer has the token of a special one among its words."""
+    """A word-level tokenizer can have a special token among its words."""
     tokenizer = word_level()
     tokenizer.pre_tokenizer = pre_tokenizers.Split("-", "removed")
     words = Tokenizer.from_str(tokenizer.to_str())
@@ -138,7 +138,7 @@ def test_dropout_of_a_tokenizer_makes_no_dataset_random(bring: Any, tmp_path: Pa
     random_id = identify(spec)
     (tmp_path / "tokenizer.json").write_text(plain)
     assert identify(spec) != random_id or json.dumps(tokenizer, ensure_ascii=False) == plain
-    assert read_settled(spec.data.tokenizer) == plain  # a tokenizer that is fine stays as it is, to the byte
+    assert read_settled(spec.data.tokenizer) == plain  # a valid tokenizer stays unchanged, to the byte
 
 
 TURNS = (

@@ -1,4 +1,4 @@
-"""A writer of small datasets with known tokens, straight in the documented format."""
+"""A writer of small datasets with known tokens, in the documented format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Write = Callable[..., Manifest]
 
 
 class Meter:
-    """Counts what leaves the server."""
+    """Counts the bytes and requests that leave the server."""
 
     def __init__(self, proxy: FaultyProxy) -> None:
         self.bytes = self.requests = 0
@@ -60,7 +60,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def write(store: Store) -> Write:
-    """Writes a dataset to `store`: one array of tokens for each source and split."""
+    """Write a dataset to `store`: one array of tokens per source and split."""
 
     def write(
         train: Sequence[NDArray],

@@ -1,4 +1,4 @@
-"""Batches by step: every sample once an epoch, exact shares of a mixture, and nothing but (dataset, seed, step)."""
+"""Batches by step: every sample once per epoch, exact shares of a mixture, and no other inputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTEXT = 16
 
 
 def counted(samples: int, start: int = 0) -> np.ndarray:
-    """Tokens that say where they stand."""
+    """Tokens that encode their position."""
     return np.arange(start, start + samples * CONTEXT + 1)
 
 
@@ -85,7 +85,7 @@ def test_steps_a_lookahead_apart_are_different_batches(store: Store, write: Writ
     batches = opened(store, tmp_path).training(CONTEXT, 8, seed=0)
     apart = LOOKAHEAD // 8
     far = opened(store, tmp_path).training(CONTEXT, 8, seed=0).batch(apart)
-    near = batches.batch(0)  # resolves the places of the first window
+    near = batches.batch(0)  # resolves the positions of the first window
     assert not np.array_equal(batches.batch(apart), near)
     np.testing.assert_array_equal(batches.batch(apart), far)
 
@@ -132,7 +132,7 @@ def test_a_source_that_is_larger_than_its_share_of_a_block_goes_on_in_the_next_b
     source, sample = order(np.arange(2 * order.block))
     assert order.quotas == (2048, 2048)
     for index in (0, 1):
-        assert len(set(sample[source == index].tolist())) == 2 * 2048  # none twice, as long as the epoch lasts
+        assert len(set(sample[source == index].tolist())) == 2 * 2048  # no sample repeats within an epoch
 
 
 def test_every_block_of_a_mixture_has_an_order_of_its_own_in_each_row_and_seed() -> None:
@@ -149,7 +149,7 @@ def test_every_block_of_a_mixture_has_an_order_of_its_own_in_each_row_and_seed()
 
 
 def test_the_order_of_a_mixture_is_the_same_on_every_machine_and_version() -> None:
-    """Changing a number here changes the batches of runs under the id that they have."""
+    """A change of this number changes the batches of existing runs."""
 
     def digest(order: UniformOrder | WeightedOrder) -> str:
         orders = (order(places) for places in (np.arange(9000), np.array([10**12, 10**15 + 1])))

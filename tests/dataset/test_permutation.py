@@ -1,4 +1,4 @@
-"""The keyed permutation is one, for any size, and shuffles."""
+"""The keyed function is a permutation at any size, and it shuffles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening and reading: damage is noticed and named, held-out text is always the same, bytes are counted."""
+"""Opening and reading: damage is detected and named, held-out text is stable, bytes are counted."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_any_flipped_byte_is_noticed_when_its_block_is_touched_and_not_before(
 def test_a_row_checks_the_block_of_its_first_token_to_that_of_its_last_and_no_other(
     store: Store, write: Write, tmp_path: Path
 ) -> None:
-    """To the token: a row that takes one token of a damaged block is refused, and one that ends before it is read."""
-    block_tokens = BLOCK_BYTES // 2  # tokens of a block
+    """To the token: a row with one token of a damaged block is refused, a row that ends before it is read."""
+    block_tokens = BLOCK_BYTES // 2
     write([np.arange(4 * block_tokens) % 50_000], shard_tokens=10**6)
     flip(shard_path(store), 2 * BLOCK_BYTES)  # the third block
     intact = np.arange(4 * block_tokens) % 50_000
@@ -102,7 +102,7 @@ def test_a_row_checks_the_block_of_its_first_token_to_that_of_its_last_and_no_ot
                 stream = Dataset.open(store, DATASET_ID, tmp_path)._streams["train"][0]
                 if read == "pieces":
                     far = RemoteShard(stream.files[0].shard, Bucket(store, BlockCache(tmp_path, 1)), "", "")
-                    for width in (PIECE_BYTES // BLOCK_BYTES, 1):  # of the same places, four blocks further
+                    for width in (PIECE_BYTES // BLOCK_BYTES, 1):  # the same positions, four blocks further
                         touched = far.pieces(np.array([start * width]), length * width)
                         blocks = range(
                             start * width // block_tokens, (start * width + length * width - 1) // block_tokens + 1
@@ -226,10 +226,9 @@ print(maps)
 def test_thousands_of_shards_are_read_with_few_descriptors_and_few_maps(
     store: Store, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # writing them is not what takes time here
-    write(
-        [np.arange(2 * SHARDS * CONTEXT + 1)], shard_tokens=2 * CONTEXT, vocabulary=200_000
-    )  # rows in one, and in two
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the test does not measure their writes
+    # Rows within one shard and across two.
+    write([np.arange(2 * SHARDS * CONTEXT + 1)], shard_tokens=2 * CONTEXT, vocabulary=200_000)
     process = subprocess.run(
         [sys.executable, "-c", FEW_DESCRIPTORS, store.url, str(tmp_path / "cache")],
         capture_output=True, text=True, check=False,

@@ -1,4 +1,4 @@
-"""Datasets in a bucket: read by pieces over real HTTP, kept in a bounded cache, checked whatever the disk does."""
+"""Datasets in a bucket: read in pieces over real HTTP, kept in a bounded cache, and always checked."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def test_what_a_bucket_holds_reads_as_from_a_folder(bucket: Store, store: Store,
         np.testing.assert_array_equal(
             remote.training(CONTEXT, 32, seed=0).batch(2, rows), local.training(CONTEXT, 32, seed=0).batch(2, rows)
         )
-    np.testing.assert_array_equal(
+    np.testing.assert_array_equal(  # rows across several shards
         remote.training(20_000, 3, seed=0).batch(1), local.training(20_000, 3, seed=0).batch(1)
-    )  # rows that lie in several shards
+    )
     for actual, expected in zip(remote.validation(CONTEXT, 5000), local.validation(CONTEXT, 5000), strict=True):
         np.testing.assert_array_equal(actual, expected)
     remote.verify()
@@ -142,7 +142,7 @@ def test_the_cache_stays_within_its_limit_and_keeps_what_was_used_last(
     numbers = sorted(int(path.name) for path in pieces(tmp_path))
     assert numbers == list(range(40 - len(numbers), 40))
     assert len(numbers) >= 7
-    assert stream.read(0, 3).tolist() == [0, 1, 2]  # and what was dropped is fetched again
+    assert stream.read(0, 3).tolist() == [0, 1, 2]  # dropped pieces are fetched again
 
 
 @pytest.mark.parametrize("given", ["many", "-1", "nan", "1e99"])
@@ -163,8 +163,8 @@ def test_a_disk_that_takes_nothing_costs_speed_and_is_said_once(
     meter = Meter(proxy)
     batches = Dataset.open(bucket, DATASET_ID, tmp_path).training(CONTEXT, 312, seed=0)
     assert sorted(batches.batch(0)[:, 0].tolist()) == [sample * CONTEXT for sample in range(312)]
-    across = 4  # rows that lie in two shards
-    assert meter.requests == 5 * 2 + across * 2  # a piece and the digests of five shards: not a request for each row
+    across = 4  # rows across two shards
+    assert meter.requests == 5 * 2 + across * 2  # a piece and the digests of five shards, instead of a request per row
     batches.batch(1)
     assert meter.requests > 5 * 2 + across * 2
     assert caplog.text.count("blocks are read from the store each time") == 1
@@ -174,7 +174,7 @@ def test_a_full_disk_makes_room_and_leaves_no_torn_piece(tmp_path: Path) -> None
     cache = BlockCache(tmp_path / "blocks", 2**30)
     cache.write("small/0", b"kept")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # a write beyond it fails after a part, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # a larger write fails in the middle, as on a full disk
     try:
         cache.write("big/0", bytes(5000))
     finally:

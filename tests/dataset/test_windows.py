@@ -1,4 +1,4 @@
-"""The shuffle of blocks: every sample once an epoch, the same batches at any world size, and a node reads its share."""
+"""The shuffle of blocks: every sample once per epoch, the same batches at any world size, and one share per node."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_a_row_reads_one_window_of_blocks_at_a_time_and_a_batch_reads_as_many_pl
     assert all(len(set(step)) == rows for step in blocks.tolist())
     read = [Counter(blocks[:, row].tolist()) for row in range(rows)]
     assert all(set(counts.values()) == {block} and len(counts) == row_blocks for counts in read)
-    assert len(set().union(*read)) == rows * row_blocks  # no block is read by two rows
+    assert len(set().union(*read)) == rows * row_blocks  # no two rows read the same block
     for first in range(0, block * row_blocks, block * window):
         for row in range(rows):
             assert len(set(blocks[first : first + block * window, row].tolist())) == window
     inside = samples[: block * window, 0]
     assert (np.diff(inside) != 1).mean() > 0.8  # mixed
-    assert not (samples % block == (samples % block)[:, :1]).all(axis=1).any()  # rows are not in step
+    assert not (samples % block == (samples % block)[:, :1]).all(axis=1).any()  # rows do not run in lockstep
 
 
 def blocks_of(context: int = CONTEXT, samples: int = 8, window: int = 2) -> Shuffle:
@@ -90,7 +90,7 @@ def test_weights_keep_exact_shares_and_every_source_its_epochs(store: Store, wri
     write([np.arange(300 * CONTEXT + 1), 20_000 + np.arange(100 * CONTEXT + 1)], shard_tokens=5000)
     shuffle = Shuffle(kind="blocks", block_tokens=1024, window=1)
     batches = Dataset.open(store, DATASET_ID, tmp_path).training(CONTEXT, 4, 0, [1, 3], shuffle)
-    firsts = np.concatenate([batches.batch(step)[:, 0] for step in range(4096)])  # the places of four mixed blocks
+    firsts = np.concatenate([batches.batch(step)[:, 0] for step in range(4096)])  # positions of four mixed blocks
     assert (firsts >= 20_000).sum() * 4 == len(firsts) * 3
     for low, high in ((0, 20_000), (20_000, 50_000)):
         often = Counter(firsts[(firsts >= low) & (firsts < high)].tolist())
@@ -99,7 +99,7 @@ def test_weights_keep_exact_shares_and_every_source_its_epochs(store: Store, wri
 
 
 def test_of_an_epoch_a_node_of_two_reads_its_share(bucket: Store, proxy, write: Write, tmp_path) -> None:
-    """That processes of a node fetch a piece once: test_remote.py."""
+    """For pieces that processes of a node fetch once, see test_remote.py."""
     tokens = 33 * 8 * PIECE_BYTES // 2
     write([np.arange(tokens) % 50_000], shard_tokens=tokens // 5, to=bucket)
     shuffle, meter = Shuffle(kind="blocks", block_tokens=8 * PIECE_BYTES // 2, window=2), Meter(proxy)

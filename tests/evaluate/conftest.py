@@ -1,4 +1,4 @@
-"""A store over a folder, a home of its own, and a real MLflow that all tests of this folder register champions in."""
+"""A store over a folder, a separate home, and a real MLflow registry that all tests of this folder share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tracking_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracking_uri: str) -> Iterator[None]:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tiny models: threads only get into each other's way
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads slow tiny models down
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -42,7 +42,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def crown(store: Store, tracking_uri: str) -> Crown:
-    """Registers a finished run as the next version of a model and makes it champion."""
+    """Register a finished run as the next version of a model and make it champion."""
 
     def crown(model: str, run_id: str, export: str, where: Store = store, uri: str = tracking_uri) -> None:
         version = register_version(where, model, run_id, export, world.STATE, world.DATASET, uri)

@@ -1,4 +1,4 @@
-"""The word: which figures bless a model, and which never do."""
+"""The outcome of a verdict: which figures bless a model, and which never do."""
 
 import json
 import math
@@ -22,7 +22,7 @@ def opponent(bits_per_byte: float) -> Opponent:
 
 
 def judged(champion: Opponent | None = None, measured: Measured = FINE, **settings: object) -> tuple[str, str]:
-    """The word and the first reason."""
+    """The outcome and the first reason."""
     word, reasons = decide(checks(Evaluation.model_validate(settings), measured, champion))
     return word, reasons[0]
 

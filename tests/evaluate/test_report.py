@@ -1,4 +1,4 @@
-"""The report: whole, self-contained, safe against what it quotes, and small however long the run was."""
+"""The report: complete, self-contained, safe against quoted text, and small for runs of any length."""
 
 import math
 import re
@@ -25,7 +25,7 @@ VOID = {"meta", "link", "img", "br", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """The tags and texts of a page; fails on a tag that is not closed."""
+    """The tags and texts of a page. Fails on an unclosed tag."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def test_hostile_words_are_shown_as_words(store: Store) -> None:
 
 def test_the_page_shows_what_the_ranks_did_with_their_time_and_what_that_cost(store: Store) -> None:
     html, _ = page(store, verdict())
-    assert "What every rank did" not in html  # nobody told anything
+    assert "What every rank did" not in html  # no rank reported its time
     events = [
         event.model_copy(update={"number": number, "time": event.time + 1000})
         for number, event in enumerate(killed_once(), 1)

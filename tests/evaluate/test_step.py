@@ -1,4 +1,4 @@
-"""The step: real runs, a real dataset, a real registry; judged once, and again only when something changed."""
+"""The evaluate step on real runs, a real dataset and a real registry: it judges once, and again only after a change."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ from tests.evaluate.conftest import Crown
 
 @pytest.fixture
 def model() -> str:
-    """A registered model of this test's own."""
+    """A registered model for this test alone."""
     return f"m-{uuid.uuid4().hex[:8]}"
 
 
@@ -320,7 +320,7 @@ def test_an_accelerator_that_the_spec_does_not_ask_for_is_left_alone(
     store: Store, model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.finish(store, world.trained(store, 5))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # it would be taken, and is not there
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # it would be used, but does not exist
     caplog.set_level(logging.INFO, "holdfast")
     assert run(spec(model), world.RUN, store).device == "cpu"
     assert "on the CPU: the spec asks for no accelerator" in caplog.text
@@ -352,7 +352,7 @@ def test_a_pod_takes_what_it_was_given_and_nothing_else(
 
     assert devices() == ["cuda"]
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    assert devices() == ["cpu"]  # the container runtime may show it what belongs to others
+    assert devices() == ["cpu"]  # the container runtime may expose devices of other pods
     assert "gives this step no accelerator" in caplog.text
     assert devices("cluster.slice=1g.10gb") == ["cuda"]
     assert devices("cluster.steps.evaluate.accelerators=1") == ["cuda"]
@@ -403,7 +403,7 @@ def test_a_model_in_s3_is_fetched_and_judged_like_one_in_a_folder(store: Store, 
 
 
 def write_task(folder: Path, answer: int = 1) -> str:
-    """A task file of six questions; its address."""
+    """Write a task file with six questions. Returns its address."""
     rows = [{"question": "the quick", "choices": [" brown", " 你好"], "answer": answer}] * 6
     (folder / "next.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "next.yaml").write_text(
@@ -426,7 +426,7 @@ def test_a_model_that_does_not_reach_the_bound_of_a_task_is_not_blessed(
     assert run(settings, world.RUN, store) == verdict
     tracker = RunTracker.open(settings, world.RUN, verdict.dataset_id, store)
     assert connect(tracker.uri).get_run(tracker.mlflow_run_id).data.metrics["evaluation/task.next.acc"] == 1.0
-    write_task(tmp_path, answer=0)  # the same question of the spec, of another task
+    write_task(tmp_path, answer=0)  # the same spec, but the task changed
     reevaluated = run(settings, world.RUN, store)
     assert (reevaluated.word, reevaluated.metrics["task.next.acc"]) == ("not_blessed", 0.0)
     assert reevaluated.reasons[0] == "Task next: acc 0.0000 does not reach 0.9."
@@ -439,7 +439,7 @@ def test_a_task_is_compared_with_the_champion(
     decoder = world.trained(store, 60)
     crown(model, world.CHAMPION, world.finish(store, decoder, world.CHAMPION))
     if worse:
-        decoder.model.norm.weight.data.neg_()  # the least likely is its favourite
+        decoder.model.norm.weight.data.neg_()  # it prefers the least likely token
     world.finish(store, decoder)
     settings = spec(model, f"evaluation.tasks=[{{uri: {write_task(tmp_path)}, champion_tolerance: 0.1}}]")
     verdict = run(settings, world.RUN, store)

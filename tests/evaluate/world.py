@@ -1,4 +1,4 @@
-"""A small real world to evaluate in: a tokenizer, a dataset, models, and finished runs, in a store over a folder."""
+"""A small evaluation setup: a tokenizer, a dataset, models, and finished runs, in a store over a folder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def documents(count: int = 40) -> list[str]:
 
 
 def write_dataset(store: Store, texts: list[str] | None = None, vocabulary: int = 300, held_out: int = 20) -> Manifest:
-    """A dataset of one source in the documented format; the last `held_out` texts are its validation split."""
+    """Write a dataset of one source in the documented format. The last `held_out` texts are its validation split."""
     from tokenizers import Tokenizer
 
     raw = tokenizer_json(vocabulary)
@@ -101,7 +101,7 @@ def shape(**changes: object) -> Model:
 
 
 def trained(store: Store, steps: int = 40, model: Model | None = None, seed: int = 0, vocabulary: int = 300) -> Decoder:
-    """A model that really learned a little from the dataset's text: more steps, a better one."""
+    """A model that learned a little from the dataset's text. More steps give a better model."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(tokenizer_json(vocabulary))
@@ -122,7 +122,7 @@ def trained(store: Store, steps: int = 40, model: Model | None = None, seed: int
 
 
 def finish(store: Store, decoder: Decoder, run_id: str = RUN, **result: object) -> str:
-    """Write what a finished training of `decoder` leaves behind; returns the export's prefix."""
+    """Write the results of a finished training of `decoder`. Returns the prefix of the export."""
     with tempfile.TemporaryDirectory() as folder:
         names = write_hugging_face(
             Path(folder),
@@ -154,7 +154,7 @@ def finish(store: Store, decoder: Decoder, run_id: str = RUN, **result: object) 
 
 
 def write_history(store: Store, steps: int, attempts: int = 1, run_id: str = RUN) -> None:
-    """A history that looks like one: a falling, noisy loss, a warm-up, spikes, and `attempts` starts."""
+    """A realistic history: a falling, noisy loss, a warm-up, spikes, and `attempts` starts."""
     rng = random.Random(1)
     start_time, rows = 1_790_000_000.0, []
     starts = [round(index * steps / attempts) for index in range(attempts)]

@@ -1,4 +1,4 @@
-"""States go to other software and come from it to the bit, in bounded memory, and nothing of them is executed."""
+"""States are exported and imported bit by bit, in bounded memory, and nothing of an import is executed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def taken(store: Store, source: Source, step: int = 0) -> tuple[ImportedCheckpoi
 def test_torch_loads_what_was_exported_for_it(
     folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.exchange.dcp.PART_BYTES", 40)  # several parts a tensor
+    monkeypatch.setattr("holdfast.exchange.dcp.PART_BYTES", 40)  # several parts per tensor
     save(checkpointer(folder_store), 3)
     progress: list[tuple[int, int]] = []
     export_dcp(open_checkpoint(folder_store, RUN, 3), tmp_path / "out", lambda *now: progress.append(now))
@@ -110,9 +110,8 @@ def test_the_model_of_a_checkpoint_becomes_a_hugging_face_folder_that_reads_back
 def test_a_distributed_checkpoint_of_torch_is_taken_in_with_its_moments(
     folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
 ) -> None:
-    monkeypatch.setattr(
-        sys.modules["holdfast.exchange.import_checkpoint"], "WRITER_BYTES", 2000
-    )  # more writers than a root has entries
+    # More writers than entries of a root.
+    monkeypatch.setattr(sys.modules["holdfast.exchange.import_checkpoint"], "WRITER_BYTES", 2000)
     tensors = weights(tiny_spec())
     moments = {key: {name: torch.randn_like(tensor) for name, tensor in tensors.items()} for key in MOMENTS}
     if own:
@@ -143,7 +142,7 @@ def test_a_distributed_checkpoint_of_torch_is_taken_in_with_its_moments(
 
 
 class _Hostile:
-    """Runs a command when it is unpickled by the book."""
+    """An object that runs a command when it is unpickled without protection."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -209,7 +208,7 @@ def test_training_goes_on_from_imported_weights_as_from_init_from(tmp_path: Path
 
 
 def _deepspeed_saves(rank: int, size: int, folder: Path) -> tuple[StateDigest, int]:
-    """Train a little with ZeRO, let DeepSpeed itself save; the digest of this rank's part of the state."""
+    """Train a little with ZeRO and let DeepSpeed save. Returns the digest of this rank's part of the state."""
     from holdfast.engines.interface import build_engine
     from holdfast.engines.weights import SeededState
 

@@ -1,4 +1,4 @@
-"""Checkpoints of strangers: nothing of the process changes, sizes are compared first, and only our errors come out."""
+"""Untrusted checkpoints: the process stays unchanged, sizes are compared first, and only our errors are raised."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tensors_are_read_as_torch_wrote_them(tmp_path: Path) -> None:
-    """Parameters, views, transposed tensors, numbers, small dtypes, empty ones; more than the rows of one read."""
+    """Parameters, views, transposed tensors, numbers, small and empty dtypes, and more rows than one read takes."""
     tensors = {
         "parameter": torch.nn.Parameter(torch.randn(5, 3)),
         "view": torch.arange(24.0).view(4, 6)[1:, 2:],
@@ -60,7 +60,7 @@ def test_tensors_are_read_as_torch_wrote_them(tmp_path: Path) -> None:
 
 
 def test_state_set_on_a_class_changes_nothing_in_the_process(saved: Path, tmp_path: Path) -> None:
-    """BUILD on pathlib's own class made every path of the process another one."""
+    """BUILD on pathlib's class would change every path of the process."""
     folder = tmp_path / "dcp"
     folder.mkdir()
     body = (saved / ".metadata").read_bytes()
@@ -75,9 +75,9 @@ def test_state_set_on_a_class_changes_nothing_in_the_process(saved: Path, tmp_pa
 @pytest.mark.parametrize(
     "data",
     [
-        b"\x80\x02})" + b"2\x86" * 40 + b"Ns.",  # a tuple of itself, 2^40 times, as the key of a dictionary
-        b"\x80\x02}N" + b"\x85" * 100_000 + b"Ns.",  # a million tuples in each other
-        b"\x80\x04]\x94" + b"h\x00a" * 1000 + b".",  # a list that holds itself
+        b"\x80\x02})" + b"2\x86" * 40 + b"Ns.",  # a tuple of itself, nested to 2^40 items, as a dictionary key
+        b"\x80\x02}N" + b"\x85" * 100_000 + b"Ns.",  # a million nested tuples
+        b"\x80\x04]\x94" + b"h\x00a" * 1000 + b".",  # a list that contains itself
     ],
     ids=["doubled", "deep", "circle"],
 )
@@ -114,7 +114,7 @@ def test_a_pickle_out_of_bounds_or_in_pieces_is_refused_with_the_reason(data: by
 
 
 def rewritten(data: bytes, change: Callable[[zipfile.ZipInfo, bytes], bytes | None]) -> bytes:
-    """An archive of torch.save with other records."""
+    """An archive of torch.save with changed records."""
     target = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(target, "w") as archive:
         for info in source.infolist():
@@ -158,7 +158,7 @@ def test_an_archive_is_refused_before_anything_is_made_of_it(data: bytes, said: 
 
 
 def test_two_records_in_one_place_are_refused(tmp_path: Path) -> None:
-    """One block of bytes would be every tensor of a model."""
+    """One block of bytes could otherwise be every tensor of a model."""
     data = bytearray(archive_of(torch.zeros(9), torch.zeros(9)))
     with zipfile.ZipFile(io.BytesIO(bytes(data))) as archive:
         places = {info.filename: info.header_offset for info in archive.infolist()}
@@ -203,7 +203,7 @@ def test_a_part_that_is_said_to_lie_elsewhere_is_not_read(saved: Path, tmp_path:
 
 
 def test_parts_of_a_tensor_lie_in_it_and_are_no_more_than_it(saved: Path, tmp_path: Path) -> None:
-    """A million parts of one place would be read for ever."""
+    """A million parts at one place would take forever to read."""
 
     def repeat(found: dcp.metadata.Metadata) -> None:
         found.state_dict_metadata[f"app.{NAME}"].chunks *= 2

@@ -1,4 +1,4 @@
-"""What the ledger of a disturbed run must say, whatever was killed: every second of every rank, once."""
+"""The ledger of a disturbed run accounts for every second of every rank exactly once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from holdfast.telemetry.ledger import ledger
 
 
 def require_whole_ledger(events: Sequence[Event], ranks: int) -> None:
-    """The classes of each rank add up to the time from the beginning to the end, less that between an end for good and
-    the next beginning; each of them computed."""
+    """The classes of each rank add up to the run's duration, without the time between a permanent end and the next
+    start. Each rank has computed.
+    """
     wall, begun = 0.0, 0.0
     for event in events:
         if isinstance(event, StepBegan) and event.name == "train":

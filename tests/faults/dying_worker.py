@@ -1,5 +1,6 @@
-"""A rank that is killed (-9) once its copy of a step is complete, and every other rank's: `WHOM` in HOLDFAST_TEST_DIES,
-"rank:step"."""
+"""A rank that is killed (-9) once its copy of a step, and every other rank's, is complete. HOLDFAST_TEST_DIES says
+which: `WHOM` is "rank:step".
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A rank that hangs in a step: HOLDFAST_TEST_HANGS says which rank, in which step and how, "rank:step:how".
-`collective`: before its next batch it waits in one that no other rank calls; `node`: it is stopped by a signal, and so
-is all that runs on its node."""
+"""A rank that hangs in a step. HOLDFAST_TEST_HANGS is "rank:step:how". With `collective`, the rank waits before its
+next batch in a collective that no other rank calls. With `node`, a signal stops it and all processes of its node.
+"""
 
 from __future__ import annotations
 

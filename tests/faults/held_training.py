@@ -1,5 +1,6 @@
-"""The train step, as `python -m holdfast.components.train` does it, with ranks that compute no step above the number in
-a file (`held_worker`), wherever they run."""
+"""The train step, as `python -m holdfast.components.train` runs it, whose ranks compute no step above the number in a
+file (`held_worker`).
+"""
 
 from __future__ import annotations
 

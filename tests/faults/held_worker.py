@@ -1,7 +1,9 @@
-"""A rank that computes no step above the number in the file HOLDFAST_TEST_HOLDS, so that a test decides which step a
-gang is at when its nodes come and go; unless it was told to leave, and then it touches the file `told` beside it. While
-the number is below 0, all ranks but the first do not even meet. What a rank has had of memory it keeps, so that a small
-one needs no more: this one asks the kernel for some before each step, and while it is held."""
+"""A rank that computes no step above the number in the file HOLDFAST_TEST_HOLDS. So a test decides at which step of a
+gang its nodes come and go. If the rank is asked to leave, it stops waiting and touches the file `told` next to that
+file. While the number is below 0, all ranks but the first do not even rendezvous. Memory that a rank has used stays
+mapped, so a rank with little memory would need no more. This rank therefore requests some from the kernel before each
+step, and while it is held.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from holdfast.rank import worker
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.telemetry import phases
 
-MEMORY = 1 << 28  # bytes; only addresses, as nobody writes there
+MEMORY = 1 << 28  # bytes of address space only; they are never written
 
 
 def main() -> None:

@@ -259,10 +259,8 @@ def _load_and_save(rank: int, size: int, folder: Path) -> tuple[int, int, int, d
     join(folder, rank, size, always=True)
     make_deterministic("exact", 1)
     largest, first_losses = {}, []
-    model_fields = (
-        "model.hidden=352",
-        "model.layers=1",
-    )  # DeepSpeed shards in ZeRO 3 what has 100,000 elements and more
+    # In ZeRO 3, DeepSpeed shards tensors of 100,000 elements and more.
+    model_fields = ("model.hidden=352", "model.layers=1")
     for strategy in ("zero1", "zero2", "zero3"):
         assignment = tiny_assignment(*overrides(strategy), *model_fields)
         engine, allocations = build_engine(assignment, VOCABULARY, 0), _Allocations()

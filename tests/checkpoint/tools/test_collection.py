@@ -1,4 +1,4 @@
-"""A collection by a person takes what retention lets go, and nothing that anybody may need."""
+"""A manual collection removes what retention does not keep, and nothing that any attempt may need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.checkpoint.saving import RUN, blank, checkpointer, load, names, save,
 
 @pytest.fixture
 def five(folder_store: Store) -> Store:
-    """A store with five checkpoints of one attempt, of which the second is pinned."""
+    """A store with five checkpoints of one attempt. The second is pinned."""
     writer = checkpointer(folder_store, claim_attempt(folder_store, RUN).number)
     for step in range(1, 6):
         save(writer, step)
@@ -69,7 +69,7 @@ def test_while_a_later_attempt_has_not_committed_no_checkpoint_goes(five: Store)
 
 
 class Claiming:
-    """A store in which another attempt claims the run once `key` is listed or read for the first time."""
+    """A store in which another attempt claims the run at the first list or read of `key`."""
 
     def __init__(self, store: Store, key: str) -> None:
         self._store, self._key, self.claimed = store, key, False
@@ -96,7 +96,7 @@ def test_an_attempt_that_claims_meanwhile_finds_all_that_it_then_goes_on_from(fo
     collection = collect_now(store, RUN, Retention(1))
     assert "attempt 2 has claimed the run meanwhile" in collection.held_back
     assert set(collection.keys) == before.keys() - everything(folder_store).keys()
-    if folder == layout.pins(RUN):  # no root had gone yet: the new attempt may find the newest one damaged
+    if folder == layout.pins(RUN):  # no root was deleted yet: the new attempt may find the newest one damaged
         assert not collection.steps
         folder_store.delete(layout.checkpoint(RUN, 2))
         loaded, _ = load(folder_store)

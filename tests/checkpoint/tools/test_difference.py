@@ -1,4 +1,4 @@
-"""Two checkpoints are compared to the bit, and no more is read than may differ."""
+"""Checkpoints are compared to the bit, and only pieces that may differ are read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.checkpoint.saving import DESCRIBE, state
 
 
 def checkpoint(store: Store, run: str, tensors: dict[str, torch.Tensor], cuts: int = 1, **scalars: float) -> Checkpoint:
-    """A checkpoint of these tensors; with more `cuts`, each row of a matrix is cut where no grid cuts it."""
+    """A checkpoint of these tensors. More `cuts` also cut each row of a matrix, off the grid."""
     boxes = []
     for name, tensor in tensors.items():
         if tensor.dim() == 2 and cuts > 1 and tensor.numel():
@@ -43,7 +43,7 @@ def test_equal_states_are_equal_by_their_digests_however_they_were_cut(folder_st
 def test_the_first_differing_element_is_told_with_its_values_and_its_distance(folder_store: Store, cuts: int) -> None:
     changed = state(1)
     changed["matrix"] = changed["matrix"].clone()
-    changed["matrix"][3, 4] = math.nextafter(changed["matrix"][3, 4].item(), math.inf)  # rounds to fp32 itself
+    changed["matrix"][3, 4] = math.nextafter(changed["matrix"][3, 4].item(), math.inf)  # rounds to fp32 exactly
     changed["matrix"].view(torch.int32)[3, 4] += 3
     changed["matrix"].view(torch.int32)[6, 0] += 1000
     first, second = checkpoint(folder_store, "a", state(1)), checkpoint(folder_store, "b", changed, cuts)

@@ -1,4 +1,4 @@
-"""Where two runs part: the step by their histories, the tensor by the checkpoints next to it."""
+"""The first divergence of two runs: the step from their histories, the tensor from the nearest checkpoints."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from tests.checkpoint.saving import DESCRIBE, state, whole
 
 
 def write(store: Store, run_id: str, steps: list[int], parts_at: int = 99, *, silent: bool = False) -> Side:
-    """A run with checkpoints at `steps`, whose state is another from step `parts_at` on, and its figures too unless
-    that is `silent`."""
+    """A run with checkpoints at `steps`. Its state differs from step `parts_at` on. Its figures differ too, unless
+    `silent`.
+    """
     writer = Checkpointer(store, Attempt(run_id, 1), Retention(100), describe=DESCRIBE)
     for step in steps:
         rows = [
@@ -56,7 +57,7 @@ def test_equal_as_far_as_both_go_is_equal_and_states_alone_may_differ(tmp_path: 
     assert (divergence.none, divergence.compared, divergence.equal_at, divergence.steps) == (True, 9, 9, (9, 12))
     silently = find_divergence(base, write(store, "silently", [6, 9], parts_at=7, silent=True))
     assert (silently.none, silently.first, silently.equal_at, silently.differs_at) == (False, None, 6, 9)
-    store.delete(layout.checkpoint("one", 9))  # collected: the histories still part at 5, and no tensor is named
+    store.delete(layout.checkpoint("one", 9))  # collected: the histories still diverge at 5, but no tensor is named
     early = find_divergence(replace(base), write(store, "early", [5, 9], parts_at=5))
     assert (early.first, early.differs_at, early.difference) == (5, None, None)
     with pytest.raises(MissingError, match="run none has no checkpoint"):

@@ -1,4 +1,4 @@
-"""What a listing says of each checkpoint, and by which rules."""
+"""The facts that a listing shows of each checkpoint, and the rules that keep it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint is read and checked, beside whatever else happens to it."""
+"""Every byte of a checkpoint is read and checked, whatever other processes do meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.checkpoint.saving import RUN, checkpointer, names, pack_of, save, sta
 
 @pytest.fixture
 def saved(folder_store: Store) -> Store:
-    """A store with checkpoints at the steps 3 and 6."""
+    """A store with checkpoints at steps 3 and 6."""
     writer = checkpointer(folder_store)
     save(writer, 3)
     save(writer, 6)
@@ -87,7 +87,7 @@ def test_what_is_collected_meanwhile_is_said_and_no_damage(saved: Store) -> None
     key = pack_of(saved, 3)[0]
 
     def collect(operation: str, name: str) -> None:
-        if operation == "read_into":  # the collector takes the root first, then what it reached
+        if operation == "read_into":  # the collector removes the root first, then the objects below it
             saved.delete(layout.checkpoint(RUN, 3))
             saved.delete(key)
 
