@@ -1,6 +1,6 @@
-"""Golden files: one YAML file in full, and for each relative of it only what differs, one line a value.
+"""Golden files: one complete YAML file, and for each related file only its differences, one line per value.
 
-A change that all of them share shows once in a review. HOLDFAST_UPDATE_GOLDEN=1 accepts what was rendered.
+A change that all of them share appears once in a review. HOLDFAST_UPDATE_GOLDEN=1 accepts the rendered text.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import yaml
 
 
 def golden_of(folder: Path, name: str = "quickstart", base: str = "quickstart") -> tuple[Path, Path | None]:
-    """The golden file of an example in `folder`, and the file that it is the difference from."""
+    """The golden file of an example in `folder`, and the file that it is compared with."""
     full = folder / f"{base}.yaml"
     return (full, None) if name == base else (folder / f"{name}.diff", full)
 
 
 def assert_golden(text: str, golden: Path, base: Path | None = None) -> None:
-    """The YAML `text` holds the data of the golden file, which without a `base` is YAML, and else the difference."""
+    """The YAML `text` holds the data of the golden file: YAML without a `base`, otherwise a difference."""
     documents = list(yaml.safe_load_all(text))
     if base:
         text = difference(list(yaml.safe_load_all(base.read_text(encoding="utf-8"))), documents)
@@ -42,7 +42,7 @@ def difference(base: Any, other: Any) -> str:
 
 
 def _values(thing: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """Each place, as a JSON Pointer in which items with distinct names stand under these, with its value as JSON."""
+    """Each place as a JSON Pointer, with its value as JSON. Items with distinct names appear under their names."""
     if not isinstance(thing, dict | list) or not thing:
         yield place or "/", json.dumps(thing, default=str)
         return
@@ -51,7 +51,7 @@ def _values(thing: Any, place: str = "") -> Iterator[tuple[str, str]]:
         if None in names or len({*names}) < len(names):
             names = [str(number) for number in range(len(thing))]
         else:
-            yield f"{place}/*", json.dumps(names)  # their order
+            yield f"{place}/*", json.dumps(names)  # the order of the items
         thing = {f"[{name}]": item for name, item in zip(names, thing, strict=True)}
     for key in sorted(thing):
         yield from _values(thing[key], f"{place}/{str(key).replace('~', '~0').replace('/', '~1')}")

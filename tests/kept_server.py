@@ -1,4 +1,4 @@
-"""One server for the launches of several tests: what it imports is the same for all of them, and takes seconds."""
+"""One server for the launches of several tests. Its imports are the same for all of them and take seconds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from holdfast.launch.processes import WarmServer
 
 
 class KeptServer(WarmServer):
-    """What a launcher's server would be, and left to the next launcher."""
+    """A launcher's server that stays for the next launcher."""
 
     kept: dict[tuple[str, ...], WarmServer] = {}  # noqa: RUF012 - of the process
 
     @classmethod
     def spawn(cls, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> WarmServer:
-        """It dies with the thread that called this: another one than the main one gets a server of its own."""
+        """A server dies with the thread that called this. Another thread than the main one gets a separate server."""
         key = (*modules, (environment or os.environ).get("PYTHONPATH", ""))
         server = cls.kept.get(key)
         if server is not None and os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -30,10 +30,10 @@ class KeptServer(WarmServer):
         return cls.kept[key]
 
     def close(self) -> None:
-        """It goes with the tests."""
+        """The server ends with the tests."""
 
 
 @pytest.fixture
 def launches_of_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each launcher of this process that the test makes forks from that server."""
+    """All launchers that the test creates in this process fork from that server."""
     monkeypatch.setattr(local, "WarmServer", KeptServer)

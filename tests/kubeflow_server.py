@@ -1,10 +1,10 @@
-"""A KFP API server (v2beta1) for tests: real HTTP on a free port of 127.0.0.1, the state in memory.
+"""A KFP API server (v2beta1) for tests: real HTTP on a free port of 127.0.0.1, with its state in memory.
 
-What it accepts is what KFP's own models say: a body with an unknown field, a pipeline that is no PipelineSpec, a
-parameter that the pipeline does not have are refused. What it does is what the real one does where that hurts: names of
-runs and schedules are not unique, creation counts in whole seconds, and deleting a schedule kills what it has started.
-A run that was cancelled ends FAILED, rows of steps that have ended stay, and a log that is not there is an answer with
-status 200: `tests/recordings/kfp` has what a real server said.
+It accepts what KFP's own models allow. It refuses a body with an unknown field, a pipeline that is no PipelineSpec, and
+a parameter that the pipeline does not have. It copies the difficult behavior of the real server: names of runs and
+schedules are not unique, creation times have whole seconds, and deleting a schedule kills its runs. A cancelled run
+ends FAILED, rows of finished steps stay, and a missing log is an answer with status 200. `tests/recordings/kfp` has the
+replies of a real server.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tests.recordings import missing_log, recorded_run
 FINISHED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 BROWSER_PAGE = b"<html><body>Sign in</body></html>"
 
-# What happens to a request: a status; "drop" closes before, "lose" after the work is done; None lets it through.
+# The fault of a request: a status; "drop" closes before the work, "lose" after it; None is no fault.
 Fault = int | str | None
 
 
 class RefusedError(Exception):
-    """An answer that is no success."""
+    """An error reply."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -46,24 +46,24 @@ class RefusedError(Exception):
 
 
 class KubeflowServer:
-    """`with KubeflowServer() as server`: `server.endpoint`, its state, and `server.fault` to break it."""
+    """`with KubeflowServer() as server`: `server.endpoint`, its state, and `server.fault` to inject faults."""
 
     def __init__(self, *, multi_user: bool = False) -> None:
         self.multi_user = multi_user
-        self.required: dict[str, str] = {}  # headers without which nothing is answered but healthz
+        self.required: dict[str, str] = {}  # headers that every request but healthz needs
         self.pipelines: dict[str, dict[str, Any]] = {}
         self.versions: dict[str, dict[str, Any]] = {}
         self.experiments: dict[str, dict[str, Any]] = {}
         self.runs: dict[str, dict[str, Any]] = {}
         self.recurring: dict[str, dict[str, Any]] = {}
-        self.logs: dict[tuple[str, str], bytes] = {}  # of each step of each run: what its newest pod wrote
-        self.workflows: dict[str, Workflow] = {}  # of each run that has begun
+        self.logs: dict[tuple[str, str], bytes] = {}  # per step of each run: the output of its newest pod
+        self.workflows: dict[str, Workflow] = {}  # per started run
         self.killed: list[str] = []  # runs that ended because their schedule was deleted
         self.terminated: list[str] = []
-        self.requests: list[tuple[str, str]] = []  # (method, path) of everything that was asked
+        self.requests: list[tuple[str, str]] = []  # (method, path) of every request
         self.headers: list[dict[str, str]] = []
         self.fault: Callable[[int, str, str], Fault] = lambda index, method, path: None
-        self.most_enabled = 0  # schedules at any moment
+        self.most_enabled = 0  # the highest number of enabled schedules so far
         self.page_size = 100
         self._lock = threading.Lock()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
@@ -85,15 +85,16 @@ class KubeflowServer:
 
     @property
     def changes(self) -> list[tuple[str, str]]:
-        """The requests that would change something."""
+        """The requests that change state."""
         return [request for request in self.requests if request[0] != "GET"]
 
     def enabled(self) -> list[dict[str, Any]]:
         return [run for run in self.recurring.values() if run["status"] == "ENABLED"]
 
     def fire(self, recurring_run_id: str, at: float = 0.0) -> str:
-        """What the scheduler does when the time has come: the id of the run that it starts `at` unix seconds; empty
-        where as many as allowed are running. Texts among the parameters may name that time."""
+        """Act as the scheduler at a due time: start a run `at` Unix seconds. Returns its id, or an empty string if the
+        maximum number is running. Parameter texts may contain that time.
+        """
         recurring = self.recurring[recurring_run_id]
         assert recurring["status"] == "ENABLED"
         runs = [run for run in self.runs.values() if run.get("recurring_run_id") == recurring_run_id]
@@ -111,7 +112,7 @@ class KubeflowServer:
         return str(run["run_id"])
 
     def progress(self, run_id: str, state: str, steps: Mapping[str, str | Node]) -> None:
-        """Say how far a run is: its state, and that of each step that has begun."""
+        """Set the state of a run and of each started step."""
         run = self.runs[run_id]
         workflow = self.workflow(run_id)
         self._enter(run, state)
@@ -127,7 +128,7 @@ class KubeflowServer:
         return self.workflows[run_id]
 
     def recorded(self, name: str) -> str:
-        """The run that a real server answered with, as `tests/recordings/kfp/<name>.json` has it; KFP's id of it."""
+        """Add the run that a real server returned, from `tests/recordings/kfp/<name>.json`. Returns KFP's id of it."""
         run = recorded_run(name)
         self.runs[run["run_id"]] = run
         return str(run["run_id"])
@@ -256,21 +257,21 @@ class KubeflowServer:
 
     def _version(self, reference: dict[str, str]) -> dict[str, Any]:
         versions = [version for version in self.versions.values() if version["pipeline_id"] == reference["pipeline_id"]]
-        newest = str(versions[-1]["pipeline_version_id"]) if versions else ""  # where none is named
+        newest = str(versions[-1]["pipeline_version_id"]) if versions else ""  # if none is given
         return _get(self.versions, reference.get("pipeline_version_id") or newest)
 
     def _list_runs(self, *, query: dict[str, str], **_: Any) -> dict[str, Any]:
         experiment_id = query.get("experiment_id")
         table = {key: {**run} for key, run in self.runs.items() if experiment_id in (None, run["experiment_id"])}
         for run in table.values():
-            run.pop("run_details", None)  # as the real one
+            run.pop("run_details", None)  # as the real server does
         return self._page("runs", table, query)
 
     def _terminate(self, key: str, **_: Any) -> dict[str, Any]:
         run = _get(self.runs, key)
         if run["state"] in FINISHED:
             raise RefusedError(400, f"Failed to terminate run {key}: it has finished")
-        self._enter(run, "CANCELING")  # until its exit handler has ended: then FAILED
+        self._enter(run, "CANCELING")  # until its exit handler has ended; then it is FAILED
         self.terminated.append(key)
         return {}
 
@@ -305,8 +306,9 @@ class KubeflowServer:
         return {}
 
     def _log(self, key: str, node: str, **_: Any) -> bytes:
-        """The log of a node of a run: an archived one by its node id; where Kubeflow has several users, that of a live
-        pod by its name. Where there is none, an answer with status 200 says so."""
+        """The log of a node of a run: an archived log by its node id. If Kubeflow is multi-user, also the log of a live
+        pod by its name. A missing log is an answer with status 200.
+        """
         _get(self.runs, key)
         workflow = self.workflow(key)
         for step, node_state in workflow.steps.items():
@@ -319,7 +321,7 @@ class KubeflowServer:
 
 
 def checked(body: bytes, model: str) -> dict[str, Any]:
-    """The JSON of `body`, if it is a `model` and nothing more. Raises RefusedError."""
+    """The JSON of `body` if it is exactly a `model`. Raises RefusedError."""
     value = json.loads(body)
     _check(value, model, model)
     return dict(value)
@@ -340,7 +342,7 @@ def _check(value: Any, kind: str, where: str) -> None:
         _check(item, types[key], f"{where}.{key}")
 
 
-# Which parameters a JSON value can be for, as backend/src/apiserver/template/v2_template.go has it.
+# The parameter types that accept a JSON value, as in backend/src/apiserver/template/v2_template.go.
 _KINDS: dict[type, tuple[str, ...]] = {
     str: ("STRING",), bool: ("BOOLEAN",), int: ("NUMBER_INTEGER", "NUMBER_DOUBLE"),
     float: ("NUMBER_INTEGER", "NUMBER_DOUBLE"), list: ("LIST",), dict: ("STRUCT",), type(None): (),
@@ -348,7 +350,7 @@ _KINDS: dict[type, tuple[str, ...]] = {
 
 
 def _with_time(value: Any, at: float) -> Any:
-    """A text with its macros filled in, those of backend/src/common/util/parameter_formatter.go that are used here."""
+    """A text with expanded macros: the subset of backend/src/common/util/parameter_formatter.go that is used here."""
     if not isinstance(value, str):
         return value
     moment = datetime.fromtimestamp(at, UTC)
@@ -386,7 +388,7 @@ def _get(table: dict[str, dict[str, Any]], key: str) -> dict[str, Any]:
 def _handler_of(server: KubeflowServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        wbufsize = -1  # headers and body in one packet: two would wait for each other
+        wbufsize = -1  # headers and body in one packet, because two would wait for each other
 
         def _serve(self) -> None:
             parts = urlsplit(self.path)
@@ -426,6 +428,6 @@ def _handler_of(server: KubeflowServer) -> type[BaseHTTPRequestHandler]:
         do_GET = do_POST = do_DELETE = _serve  # noqa: N815 - as the base class calls them
 
         def log_message(self, *_: object) -> None:
-            """Nothing: tests look at `requests`."""
+            """Log nothing: tests read `requests`."""
 
     return Handler

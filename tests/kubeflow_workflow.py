@@ -1,8 +1,8 @@
-"""The rows of a run on a KFP server: the nodes of its Argo Workflow, as `tests/recordings/kfp` shows them.
+"""The rows of a run on a KFP server: the nodes of its Argo Workflow, as in `tests/recordings/kfp`.
 
-A task is an Argo node with a driver before it; a step has a retry node around its pods, and the pods are the rows
-`executor(0)`, `executor(1)`, ... A row does not say which node it is: only its parent names it, by its node id. A row
-that was asked for while its node ran can stay as it was, beside a later one with the outcome.
+A task is an Argo node after a driver node. A step has a retry node around its pods, which are the rows `executor(0)`,
+`executor(1)`, and so on. A row does not contain its node id; only its parent lists it. A row that was read while its
+node ran can stay unchanged next to a later row with the outcome.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-NEVER = "0001-01-01T00:00:00Z"  # the end of a node that runs
+NEVER = "0001-01-01T00:00:00Z"  # the end time of a running node
 BEGIN = datetime(2026, 11, 20, 10, 0, 0, tzinfo=UTC)
-SECONDS = 7  # that a step takes
+SECONDS = 7  # the duration of a step
 ENDED = ("SUCCEEDED", "FAILED", "SKIPPED")
-HELPERS = ("importer", "importer-2", "artifacts")  # tasks that are no steps of ours
+HELPERS = ("importer", "importer-2", "artifacts")  # tasks that are not steps of ours
 TEMPLATE = "retry-system-container-impl"
 
 
 @dataclass(frozen=True)
 class Node:
-    """A step of a workflow: its state, that of its newest pod (default: the same), and its number of pods."""
+    """A step of a workflow: its state, the state of its newest pod (default: the same), and its number of pods."""
 
     state: str
     pod: str = ""
@@ -44,10 +44,10 @@ class Workflow:
     def __init__(self, run_id: str, name: str, spec: Mapping[str, Any], begin: datetime = BEGIN) -> None:
         self.name, self.begin = name, begin
         self._run_id, self._spec = run_id, spec
-        self._known: dict[str, dict[str, Any]] = {}  # by the node's name
+        self._known: dict[str, dict[str, Any]] = {}  # by node name
         self._stale: list[dict[str, Any]] = []
-        self.steps: Mapping[str, Node] = {}  # those of the last `rows`
-        self._places: dict[str, str] = {}  # the node's name of each step
+        self.steps: Mapping[str, Node] = {}  # of the last `rows` call
+        self._places: dict[str, str] = {}  # the node name of each step
 
     def executor(self, step: str, attempt: int = 0) -> str:
         """The id of the node that is a pod of `step`."""
@@ -58,7 +58,7 @@ class Workflow:
         return f"{self.name}-{TEMPLATE}-{self.executor(step, attempt).rpartition('-')[2]}"
 
     def rows(self, state: str, steps: Mapping[str, Node]) -> list[dict[str, Any]]:
-        """The rows of the run in `state`, whose steps are as `steps` says; those that it leaves out have not begun."""
+        """The rows of the run in `state`, with the given states of `steps`. Other steps have not started."""
         table: dict[str, dict[str, Any]] = {}
         over = state in ENDED
         self.steps = {name: node for name, node in steps.items() if node.state != "SKIPPED"}
@@ -103,7 +103,7 @@ class Workflow:
         )
         node = steps.get(name) or (Node(_state_of(below.values(), "")) if below else None)
         if node is None:
-            if over:  # a node that Argo leaves out has no state
+            if over:  # a node that Argo omits has no state
                 for row_name in (f"{name}-driver", name):
                     self._add(made, f"{inside}.{row_name}", row_name, "", offset, retried=False)
             return
@@ -133,7 +133,7 @@ class Workflow:
     def _add(
         self, made: dict[str, dict[str, Any]], place: str, name: str, state: str, offset: int, *, retried: bool = True
     ) -> str:
-        """Add a node and the one of its try; the name of the latter."""
+        """Add a node and the node of its try. Returns the name of the latter."""
         self._row(made, place, name, state, offset)
         if retried:
             self._row(made, f"{place}(0)", f"{name}(0)", state, offset)
@@ -153,7 +153,7 @@ class Workflow:
 
 
 def _state_of(nodes: Any, run: str) -> str:
-    """The state of a DAG from those of its steps."""
+    """The state of a DAG, from the states of its steps."""
     states = {node.state for node in nodes}
     if states & {"RUNNING", "PENDING"} or (run and run not in ENDED):
         return "RUNNING"
@@ -172,7 +172,7 @@ def _in_order(tasks: Mapping[str, Any]) -> list[str]:
 
 
 def _children(name: str, made: Mapping[str, Any]) -> list[str]:
-    """The nodes that Argo lists below a node: its tries, or what is inside of it."""
+    """The nodes that Argo lists below a node: its tries or its contents."""
     inside = name.removesuffix("-driver(0)") if name.endswith("-driver(0)") else ""
     if inside:
         return [inside] if inside in made else []
@@ -188,7 +188,7 @@ def _children(name: str, made: Mapping[str, Any]) -> list[str]:
 
 
 def _sent(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as JSON has it: without what is empty."""
+    """A row as JSON, without empty fields."""
     return {key: value for key, value in row.items() if value != "" and value != []}
 
 
@@ -197,7 +197,7 @@ def _time(moment: datetime) -> str:
 
 
 def nodes_of(steps: Mapping[str, str | Node]) -> dict[str, Node]:
-    """States of steps as nodes; with the helpers, where the step behind them has begun."""
+    """States of steps as nodes. The helper tasks are included once the step after them has started."""
     nodes = {name: node if isinstance(node, Node) else Node(node) for name, node in steps.items()}
     if nodes.get("train", Node("")).state == "SUCCEEDED":
         nodes = {**{name: Node("SUCCEEDED") for name in HELPERS}, **nodes}

@@ -1,4 +1,4 @@
-"""What is made once for all of pytest's processes, by whichever of them needs it first."""
+"""Resources that all pytest processes share. The first process that needs one creates it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """The folder `name`, filled by `make`. One that failed is made again, in an empty folder."""
+    """The folder `name`, filled by `make`. After a failure, `make` runs again in an empty folder."""
     base = factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "once"
     shared.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Ports for servers that cannot be told to take any free one."""
+"""Ports for servers that cannot choose a free port themselves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from holdfast.runtime import sealing
 
-RESERVED_SECONDS = 600  # of a port that was chosen: a busy machine starts a server minutes later
-PORTS = range(22_000, 32_000)  # below those that the system gives to connections: none of them takes one meanwhile
+RESERVED_SECONDS = 600  # for a chosen port: a busy machine starts its server minutes later
+PORTS = range(22_000, 32_000)  # below the ephemeral ports, so no connection takes one meanwhile
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses at any address, nor has chosen a while ago, in any process of any test run here."""
+    """Ports that are free at every address, and that no process of this machine's test runs has reserved recently."""
     ports: list[int] = []
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         if len(ports) == count:
@@ -27,12 +27,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """One of them."""
+    """One free port."""
     return free_ports(1)[0]
 
 
 def free_neighbours() -> int:
-    """A port that nobody uses, and neither the one above it: for what takes both."""
+    """A free port whose next higher port is free too, for a server that uses both."""
     chosen = random.SystemRandom().sample(PORTS, len(PORTS))
     return next(
         port for port in chosen if all(_is_free(neighbour) and _reserve(neighbour) for neighbour in (port, port + 1))
@@ -60,5 +60,5 @@ def _reserve(port: int) -> bool:
     return False
 
 
-# What each node's torchrun is given where a launch has several, as launchers do.
+# The arguments of each node's torchrun in a launch of several nodes, as from a launcher.
 LAUNCH_KEY = {sealing.VARIABLE: "0123456789abcdef" * 4}

@@ -1,4 +1,4 @@
-"""The checker of a run's history: every sample once, one writer of each step, commits in their order, equal bits."""
+"""The checker of a run's history: every sample once, one writer per step, ordered commits, equal bits."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def wrongs(
     measured: Iterable[tuple[int, Row]],
     samples: Sequence[str],
 ) -> list[str]:
-    """What is wrong with a run of `steps` steps, in words; nothing if it is sound.
+    """The problems of a run of `steps` steps, in words. Empty if the history is sound.
 
-    `rows` are those of its history, `lineage` the (after, attempt) of its last checkpoint, `commits` the (attempt,
-    step) that were told, in their order, `measured` every row that any attempt (the first item) left, and `samples`
-    the digests of the samples that the dataset has for the steps.
+    `rows` are the rows of its history. `lineage` lists the (after, attempt) pairs of its last checkpoint. `commits`
+    lists the reported (attempt, step) pairs in order. `measured` is every row that any attempt (the first item) wrote.
+    `samples` are the digests of the dataset's samples for the steps.
     """
     problems = []
     if [row["step"] for row in rows] != list(range(1, steps + 1)):
@@ -63,7 +63,7 @@ def wrongs(
 
 
 def samples_of(store: Store, assignment: Assignment) -> list[str]:
-    """The digests of the samples that the dataset has for the steps of a run."""
+    """The digests of the dataset's samples for the steps of a run."""
     training, weights = assignment.training, assignment.source_weights
     with tempfile.TemporaryDirectory() as folder:
         dataset = Dataset.open(store, assignment.dataset_id, Path(folder))
@@ -74,7 +74,7 @@ def samples_of(store: Store, assignment: Assignment) -> list[str]:
 
 
 def require_sound_history(store: Store, assignment: Assignment) -> None:
-    """Fails, naming everything that is wrong, unless a finished run's history is sound."""
+    """Fail with a list of all problems unless a finished run's history is sound."""
     run_id, steps = assignment.run_id, assignment.training.steps
     commits = [
         (event.attempt or 0, event.step) for event in read_events(store, run_id) if isinstance(event, SaveCommitted)

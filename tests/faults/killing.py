@@ -1,4 +1,4 @@
-"""Starting a training, killing a part of it at a chosen moment, and running the same command until it is done."""
+"""Starts a training, kills a part of it at a chosen moment, and runs the same command until it succeeds."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ from tests.faults.nodes import HELD, Held, kill_family
 from tests.train.tiny_run import DATASET_ID, PIPE_FILE, start_training
 
 HELD_TRAINING = "tests.faults.held_training"
-PATIENCE = 600.0  # seconds for a training and everything that is done to it; a test of one has the mark timeout(1000)
+PATIENCE = 600.0  # seconds for one disturbed training; its test has the mark timeout(1000)
 
 
 @dataclass
 class Deed:
-    """One kill: who, and when (after `step` was printed, or `seconds` after the start when `step` is None)."""
+    """One kill: the victim and the moment (after `step` was printed, or `seconds` after the start if
+    `step` is None).
+    """
 
     victim: str  # "launcher", "torchrun", "agent", "rank0", "rank1"
     step: int | None
@@ -44,8 +46,9 @@ class Deed:
 
 
 def random_deeds(seed: int, steps: int, ranks: int) -> list[Deed]:
-    """One to three kills of random victims at random moments, startup included; the first while it certainly runs: a
-    whole training of ours takes three seconds on a machine that does nothing else."""
+    """One to three kills of random victims at random moments, including startup. The first comes while the training
+    certainly runs: a whole training takes three seconds on an idle machine.
+    """
     rng = random.Random(seed)
     victims = ["launcher", "torchrun", *(f"rank{rank}" for rank in range(ranks))]
     deeds = []
@@ -62,7 +65,7 @@ def random_deeds(seed: int, steps: int, ranks: int) -> list[Deed]:
 
 
 def find_victim(launcher: psutil.Process, name: str) -> psutil.Process | None:
-    """The process that `name` stands for, among the launcher and what it has started."""
+    """The process called `name` among the launcher and its descendants."""
     if name == "launcher":
         return launcher
     if name in ("torchrun", "agent"):
@@ -75,7 +78,7 @@ def find_victim(launcher: psutil.Process, name: str) -> psutil.Process | None:
 
 
 def wait_for_victim(launcher: psutil.Process, name: str) -> psutil.Process:
-    """`find_victim`, once it is there."""
+    """Wait until `find_victim` finds the process."""
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         if (victim := find_victim(launcher, name)) is not None:
@@ -85,7 +88,7 @@ def wait_for_victim(launcher: psutil.Process, name: str) -> psutil.Process:
 
 
 def wait_until_idle(process: psutil.Process) -> None:
-    """Wait until a process that has computed has computed nothing for a second."""
+    """Wait until a process that has used the CPU has been idle for a second."""
     deadline, used, since = time.monotonic() + 180, 0.0, time.monotonic()
     while time.monotonic() < deadline:
         times = process.cpu_times()
@@ -99,7 +102,7 @@ def wait_until_idle(process: psutil.Process) -> None:
 
 @dataclass
 class Output:
-    """What a training prints, line by line, and the steps that its events report."""
+    """The lines that a training prints, and the steps that its events report."""
 
     events: PipeEvents | StoreEvents
     lines: list[str] = field(default_factory=list)
@@ -113,7 +116,7 @@ class Output:
         self.closed = True
 
     def wait_for_step(self, step: int, seconds: float = 300) -> None:
-        """Wait until `step` was reported, or the stream ended, or that long."""
+        """Wait until `step` was reported, the stream ended, or the timeout passed."""
         deadline = time.monotonic() + seconds
         while not self.closed and self.step < step and time.monotonic() < deadline:
             for event in self.events.new():
@@ -123,8 +126,9 @@ class Output:
 
 @contextmanager
 def followed(process: subprocess.Popen[str], output: Output) -> Iterator[threading.Thread]:
-    """Meanwhile what a training prints is read, by a thread that ends with it. Whatever happens, nothing of it lives
-    afterwards: a held one would wait forever for who holds it."""
+    """Read the output of a training in a thread that ends with it. All processes of the training are killed afterwards,
+    because a held one would wait forever.
+    """
     reader = threading.Thread(target=output.follow, args=(process.stdout,), daemon=True)
     reader.start()
     try:
@@ -134,7 +138,7 @@ def followed(process: subprocess.Popen[str], output: Output) -> Iterator[threadi
 
 
 def held_at(steps: int, spec: Spec, store: Store, home: Path) -> Held:
-    """A training at `home`, of HELD_TRAINING, that computes up to this step, and no further."""
+    """A training at `home`, of HELD_TRAINING, that computes up to this step and no further."""
     held = Held(store, run_id(spec, DATASET_ID), home.with_name(f"{home.name}.holds"), lambda: True)
     held.hold(steps)
     return held
@@ -143,8 +147,9 @@ def held_at(steps: int, spec: Spec, store: Store, home: Path) -> Held:
 def train_through(
     spec: Spec, store: Store, home: Path, deeds: list[Deed], environment: dict[str, str] | None = None
 ) -> str:
-    """Run the training, do every deed in turn, run the same command again whenever it ended early. Returns a diary.
-    The last step is not computed before all is done."""
+    """Run the training, carry out every deed in order, and repeat the command whenever it ends early. Returns a diary.
+    The last step is not computed before all deeds are done.
+    """
     diary: list[str] = []
     waiting = list(deeds)
     held = held_at(spec.training.steps - 1, spec, store, home)
@@ -161,7 +166,7 @@ def train_through(
                 deed = waiting[0]
                 if deed.step is not None:
                     output.wait_for_step(deed.step, deadline - time.monotonic())
-                time.sleep(deed.seconds)  # the moment is the point of the test
+                time.sleep(deed.seconds)  # the test needs this moment
                 victim = find_victim(tree, deed.victim) if process.poll() is None else None
                 if victim is None:
                     if process.poll() is not None:
@@ -187,8 +192,9 @@ def train_through(
 
 
 def outcome(store: Store, spec: Spec) -> tuple[TrainingResult, dict[str, object]]:
-    """The result, and everything that must be the same bits in a disturbed and an undisturbed run, whose history must
-    be sound."""
+    """The result, and all values whose bits must be equal in a disturbed and an undisturbed run. The history must be
+    sound.
+    """
     identity = run_id(spec, DATASET_ID)
     result = read_result(store, identity)
     assert result is not None

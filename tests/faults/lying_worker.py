@@ -1,5 +1,4 @@
-"""A rank whose hardware computes wrong: HOLDFAST_TEST_LIES says in which rank and step a bit of a weight is flipped,
-"rank:step"."""
+"""A rank whose hardware computes wrong. HOLDFAST_TEST_LIES is "rank:step": where a bit of a weight is flipped."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A gang of several nodes on this machine: each is a torchrun of ours with one rank, and all meet by torch's own
-rendezvous, as the pods of an elastic job do."""
+"""A gang of several nodes on this machine. Each node is a torchrun of ours with one rank. They meet in torch's own
+rendezvous, like the pods of an elastic job.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +27,22 @@ from tests.faults.picture import Stretch
 from tests.ports import LAUNCH_KEY, free_port
 from tests.train.ranks import identity_of, launch
 
-PATIENCE = 180.0  # seconds for whatever has to come; a busy machine starts a rank in a minute
+PATIENCE = 180.0  # seconds for any wait; a busy machine starts a rank in a minute
 
 E = TypeVar("E", AttemptBegan, Progress)
 PLAIN, HELD = "holdfast.rank.worker", "tests.faults.held_worker"
-HOLDS = "HOLDFAST_TEST_HOLDS"  # where its ranks find the number
+HOLDS = "HOLDFAST_TEST_HOLDS"  # the variable with the file of the number
 
 
 def kill_family(process: subprocess.Popen[Any]) -> None:
-    """Kill a process, if it lives, and all that it has started."""
+    """Kill a process, if it is alive, and all its descendants."""
     if process.poll() is None:
         root = psutil.Process(process.pid)
         family = [root, *root.children(recursive=True)]
         for member in family:
             with suppress(psutil.NoSuchProcess):
                 member.kill()
-        while any(_lives(member) for member in family):  # what was in the middle of a write has ended it
+        while any(_lives(member) for member in family):  # a write in progress ends before its process does
             time.sleep(0.01)
     process.wait()
 
@@ -53,56 +54,59 @@ def _lives(process: psutil.Process) -> bool:
 
 
 class Held:
-    """A run whose ranks (of HELD) compute no step above a number until the test says so."""
+    """A run whose ranks (of HELD) compute no step above a number that the test sets."""
 
     def __init__(self, store: Store, run_id: str, file: Path, alive: Callable[[], bool]) -> None:
-        """The number lies in `file`. `alive` says whether anything is still there to wait for."""
+        """The number is in `file`. `alive` says whether any process is left to wait for."""
         self.variables = {HOLDS: str(file)}  # of the ranks
         self._store, self._run_id, self._file, self._alive = store, run_id, file, alive
         self.hold(0)
 
     def hold(self, steps: int) -> None:
-        """Let the gang compute up to this step, and no further."""
+        """Let the gang compute up to this step and no further."""
         unfinished = self._file.with_suffix(".unfinished")
         unfinished.write_text(str(steps))
         unfinished.rename(self._file)
 
     def let(self, steps: int) -> None:
-        """Let the gang compute up to this step, and wait until it has."""
+        """Let the gang compute up to this step, and wait until it is done."""
         self.hold(steps)
         self.wait(lambda: any(event.step >= steps for event in self._events(Progress)), f"step {steps}")
 
     def wait_for_world(self, ranks: int) -> None:
-        """Wait until the newest gang has so many ranks."""
+        """Wait until the newest gang has `ranks` ranks."""
         self.wait(lambda: [event.world for event in self.began()][-1:] == [ranks], f"a gang of {ranks} ranks")
 
     def began(self) -> list[AttemptBegan]:
-        """The gangs that have formed, in their order."""
+        """The gangs that formed, in order."""
         return self._events(AttemptBegan)
 
     def worlds(self) -> list[int]:
-        """How many ranks there were, one after another."""
+        """The successive numbers of ranks."""
         sizes = [event.world for event in self.began()]
         return [size for place, size in enumerate(sizes) if sizes[place - 1 : place] != [size]]
 
     def wait(self, there: Callable[[], bool], what: str) -> None:
-        """Wait until something is there."""
+        """Wait until a condition is true."""
         deadline, alive = time.monotonic() + PATIENCE, self._alive()
         while not there():
             assert alive and time.monotonic() < deadline, f"{what} never came"
             time.sleep(0.3)
-            alive = self._alive()  # asked first: it may come while the last one ends
+            alive = self._alive()  # checked first: the event may appear while the last process ends
 
     def _events(self, kind: type[E]) -> list[E]:
         return [event for event in read_events(self._store, self._run_id) if isinstance(event, kind)]
 
 
 class Nodes(Held):
-    """`with Nodes(...) as nodes`: one launch of `spec`, which says how many nodes there may be. The rendezvous is at
-    the node "host"."""
+    """`with Nodes(...) as nodes`: one launch of `spec`, which sets the possible number of nodes. The rendezvous runs on
+    the node "host".
+    """
 
     def __init__(self, store: Store, spec: Spec, folder: Path, fewest: int | None = None) -> None:
-        """`fewest`: so many are enough for the rendezvous, whatever the spec says; the others have time to come."""
+        """With `fewest`, the rendezvous starts with that many nodes, regardless of the spec. More nodes have time to
+        join.
+        """
         folder.mkdir(parents=True)
         self._last_call = 30 if fewest else 5  # seconds
         self._sizes = f"{fewest or spec.cluster.nodes.min}:{spec.cluster.nodes.max}"
@@ -110,7 +114,7 @@ class Nodes(Held):
         self.run_id, self.launch = identity_of(spec), launch(store, spec)
         self._spec, self._folder, self._port = spec, folder, free_port()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._came: dict[str, float] = {}  # unix seconds
+        self._came: dict[str, float] = {}  # Unix seconds
         self._went: dict[str, float] = {}
         super().__init__(store, self.run_id, folder / "holds", self._any_left)
 
@@ -122,39 +126,39 @@ class Nodes(Held):
             self.kill(name)
 
     def start(self, *names: str) -> None:
-        """Nodes come, in this order: the rank of the one that came first is the lowest."""
+        """Start nodes in this order. The first node gets the lowest rank."""
         for name in names:
             self._processes[name] = self._started(name)
             self._came[name] = time.time()
 
     def kill(self, name: str) -> None:
-        """A node dies with everything on it."""
+        """A node dies with all its processes."""
         self._went.setdefault(name, time.time())
         kill_family(self._processes[name])
 
     def freeze(self, name: str) -> None:
-        """A node stands still: it says nothing, and closes no connection."""
+        """A node freezes: it sends nothing and closes no connection."""
         for process in self._all(name):
             process.suspend()
 
     def thaw(self, name: str) -> None:
-        """A node that stood still goes on as if nothing had been."""
+        """A frozen node resumes."""
         for process in self._all(name):
             process.resume()
 
     def drain(self, name: str) -> None:
-        """A node is told to go, and its rank knows. It computes one step more, with the others."""
+        """Ask a node to leave. Its rank notices, and computes one more step with the gang."""
         notice = self._folder / "told"
         notice.unlink(missing_ok=True)
         self._processes[name].send_signal(signal.SIGTERM)
         self.wait(notice.exists, "the end of its wait")
 
     def wait_for_end(self) -> dict[str, int]:
-        """How each node ended."""
+        """Wait for all nodes. Returns how each one ended."""
         return {name: process.wait(PATIENCE) for name, process in self._processes.items()}
 
     def stretches(self) -> list[Stretch]:
-        """What each gang computed."""
+        """The steps that each gang computed."""
         attempts, result = self.began(), []
         for index, attempt in enumerate(attempts):
             steps = [event.step for event in self._events(Progress) if event.attempt == attempt.attempt]
@@ -166,7 +170,7 @@ class Nodes(Held):
         return result
 
     def printed(self) -> str:
-        """What the nodes have printed, for the message of an assertion."""
+        """The output of the nodes, for assertion messages."""
         texts = {path.stem: path.read_text(errors="replace")[-3000:] for path in sorted(self._folder.glob("*.log"))}
         return "\n".join(f"--- {name}\n{text}" for name, text in texts.items())
 

@@ -1,8 +1,7 @@
-"""A rank that something happens to: `python -m tests.faults.odd_worker HOW ...`, with a worker's arguments after it.
+"""A rank with a fault: `python -m tests.faults.odd_worker HOW ...`, followed by a worker's arguments.
 
-pauses-in-FOLDER   stands still at the first roots that its sweep deletes, until the file FOLDER/go appears
-leaves-at-load     is told to leave while it loads
-leaves-at-6        is told to leave once it has saved step 6
+`pauses-in-FOLDER` pauses at the first roots that its garbage collection deletes, until the file FOLDER/go appears.
+`leaves-at-load` is asked to leave while it loads. `leaves-at-6` is asked to leave after it saved step 6.
 """
 
 from __future__ import annotations

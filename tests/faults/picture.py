@@ -1,6 +1,7 @@
-"""The picture of a run whose nodes came and went, drawn from what happened: which node computed which step, and the
-digest that came out. `HOLDFAST_PICTURE=docs/elastic.svg .venv/bin/pytest -m drill tests/faults/test_members.py -k ddp`
-draws the one in README."""
+"""Draws a run whose nodes joined and left: which node computed which step, and the resulting digests.
+`HOLDFAST_PICTURE=docs/elastic.svg .venv/bin/pytest -m drill tests/faults/test_members.py -k ddp` draws the picture in
+README.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ COLOURS = ("#4c78a8", "#e45756", "#f2a03d", "#54a24b", "#8b6bb1")
 
 @dataclass(frozen=True)
 class Stretch:
-    """What one gang computed."""
+    """The steps that one gang computed."""
 
     nodes: frozenset[str]
-    start: int  # steps done before
-    end: int  # steps done when it ended
-    kept: int  # of which the next gang went on from here
+    start: int  # steps before the gang started
+    end: int  # steps when the gang ended
+    kept: int  # the step that the next gang resumed from
 
 
 def picture(stretches: Sequence[Stretch], names: Sequence[str], lost: Sequence[str], digests: Sequence[str]) -> str:
-    """An SVG with a lane for each of `names`. `lost`: those that were killed. `digests`: lines below."""
+    """An SVG with one lane per node in `names`. `lost`: the killed nodes. `digests`: lines below the lanes."""
     last = max(stretch.end for stretch in stretches)
     height = TOP + LANE * len(names) + 46 + 18 * len(digests)
     parts = [

@@ -1,4 +1,4 @@
-"""The checkpoint agent under real training: a copy outlives its rank, and training outlives the agent."""
+"""The checkpoint agent under real training: a copy survives its rank, and training survives the agent."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from tests.train.ranks import launch
 from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec, train_once
 
 OVERRIDES = (f"training.steps={STEPS}", "parallel.processes=2", "parallel.strategy=fsdp", "checkpoint.every_steps=1")
-pytestmark = pytest.mark.timeout(1000)  # more than train_through and an undisturbed run may take
+pytestmark = pytest.mark.timeout(1000)  # longer than train_through and an undisturbed run may take
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What an undisturbed run ends with."""
+    """The end of an undisturbed run."""
     return undisturbed_end(tmp_path_factory, "fsdp")
 
 
 def run_node(store: Store, spec: Spec, number: int, home: Path, module: str, **variables: str) -> tuple[int, str]:
-    """Run one launch on one node as a launcher does: its code, and what it printed."""
+    """Run one launch on one node as a launcher does. Returns its exit code and its output."""
     command = [
         sys.executable, "-m", "holdfast.launch.torchrun", "--nnodes=1", "--nproc-per-node=2",
         "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=0",
@@ -103,11 +103,11 @@ def test_an_agent_that_is_stopped_holds_training_up_and_no_bit_changes(
         assert process.wait(PATIENCE) == 0, "".join(output.lines)
         reader.join()
     assert outcome(store, spec)[1] == undisturbed
-    assert psutil.wait_procs([agent], timeout=PATIENCE)[1] == []  # soon: it dies with its node
+    assert psutil.wait_procs([agent], timeout=PATIENCE)[1] == []  # soon: it ends with its node
 
 
 def _step_it_stays_at(output: Output) -> int:
-    """The step at which a training stands still for a second."""
+    """The step at which a training stays for a second."""
     since, step = time.monotonic(), output.step
     while time.monotonic() - since < 1:
         for event in output.events.new():

@@ -1,4 +1,4 @@
-"""A rank that hangs is named with its place, its stacks are kept, and the run goes on to the same bits."""
+"""A hanging rank is reported with its place, its stacks are saved, and the run resumes to the same bits."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ COMMON = (f"training.steps={STEPS}", "parallel.processes=2", "checkpoint.every_s
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What an undisturbed run ends with."""
+    """The end of an undisturbed run."""
     return undisturbed_end(tmp_path_factory)
 
 
 def hang_detected(store: Store, spec: Spec) -> HangDetected:
-    """The one hang that the run's events tell of."""
+    """The only hang event of the run."""
     (event,) = [event for event in read_events(store, run_id(spec, DATASET_ID)) if isinstance(event, HangDetected)]
     return event
 
 
 def log_of(store: Store, spec: Spec, rank: int) -> str:
-    """All that is kept of what a rank printed."""
+    """The saved output of a rank."""
     folder = layout.rank_log(run_id(spec, DATASET_ID), rank)
     return "".join(store.get(info.key).decode() for info in store.list(folder) if info.key.endswith(".log"))
 
@@ -80,7 +80,7 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on_by_itself_to_the_same_bits(
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == ExitCode.OK, printed
     hang = hang_detected(store, spec)
-    print(f"named {hang.time - stop_time:.2f} s after it was stopped")  # bar F3
+    print(f"named {hang.time - stop_time:.2f} s after it was stopped")  # limit F3
     assert (hang.rank, hang.launch) == (1, 1)
     assert re.match(r"rank 1 hangs on .*: its process is stopped by a signal; 1 more wait$", hang.message)
     events = read_events(store, run_id(spec, DATASET_ID))
@@ -97,7 +97,7 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on_by_itself_to_the_same_bits(
 def test_a_hang_is_named_with_the_phase_and_ends_the_gang_with_201(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Whatever else a rank does when it hangs: tests/launch/node/test_hangs.py."""
+    """For other hangs of a rank, see tests/launch/node/test_hangs.py."""
     spec, store = tiny_spec(*COMMON, "parallel.strategy=fsdp"), new_store(tmp_path / "store")
     number, hangs = launch(store, spec), "1:12:collective"
     code, printed = run_node(store, spec, number, tmp_path, "tests.faults.hanging_worker", HOLDFAST_TEST_HANGS=hangs)
@@ -127,7 +127,7 @@ def test_of_several_nodes_one_that_is_stopped_is_named_by_the_others(
         assert nodes[0].returncode == ExitCode.LOST_PEER, printed
     finally:
         for node in nodes:
-            with suppress(ProcessLookupError):  # also what is stopped
+            with suppress(ProcessLookupError):  # stopped processes too
                 os.killpg(node.pid, signal.SIGKILL)
             node.wait(300)
     assert "most recent call first" in log_of(store, spec, 0)
@@ -136,7 +136,7 @@ def test_of_several_nodes_one_that_is_stopped_is_named_by_the_others(
 
 
 def start_node(store: Store, spec: Spec, number: int, home: Path, **variables: str) -> subprocess.Popen[str]:
-    """Start one node of a launch as Slurm and Ray do."""
+    """Start one node of a launch, as Slurm and Ray do."""
     command = [sys.executable, "-m", "holdfast.launch.torchrun", "--max-restarts=0"]
     command += [
         "-m",

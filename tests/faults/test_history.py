@@ -1,4 +1,4 @@
-"""The checker of histories knows a sound one, and names what is wrong with any other."""
+"""The history checker accepts a sound history and names the problems of any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is killed, whenever: the same command ends with the same bits as an undisturbed run."""
+"""After a kill of any process at any moment, the same command ends with the bits of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_trainin
 COMMON = (f"training.steps={STEPS}", "parallel.processes=2", "checkpoint.every_steps=7")
 LAYOUTS = ("ddp", "fsdp")
 BEFORE_THEY_MEET = -1  # see held_worker
-pytestmark = pytest.mark.timeout(1000)  # more than train_through and an undisturbed run may take
+pytestmark = pytest.mark.timeout(1000)  # longer than train_through and an undisturbed run may take
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
-    """What an undisturbed run of each layout ends with."""
+    """The end of an undisturbed run of each layout."""
     return {strategy: undisturbed_end(tmp_path_factory, strategy) for strategy in LAYOUTS}
 
 
@@ -58,14 +58,14 @@ def kill_and_compare(seed: int, store: Store, home: Path, undisturbed: dict[str,
 def test_kill_9_of_anything_at_any_moment_changes_no_bit(
     seed: int, tmp_path: Path, request: pytest.FixtureRequest, undisturbed: dict[str, dict[str, object]]
 ) -> None:
-    """Four seeds in a row: each layout on a folder and on S3."""
+    """Four consecutive seeds cover each layout on a folder and on S3."""
     url = request.getfixturevalue("s3_url") if seed % 4 in (1, 2) else f"file://{tmp_path / 'store'}"
     kill_and_compare(seed, open_store(url), tmp_path / "home", undisturbed)
 
 
 @pytest.mark.drill
 def test_kill_9_changes_no_bit_where_the_state_is_offloaded(tmp_path: Path) -> None:
-    """Every engine, mesh and offload after a stop: tests/train/test_engines.py, test_mesh.py, test_experts.py."""
+    """For every engine, mesh and offload after a stop: tests/train/test_engines.py, test_mesh.py, test_experts.py."""
     spec = tiny_spec(*COMMON, "parallel.strategy=zero3", "parallel.offload=parameters")
     quiet, struck = new_store(tmp_path / "quiet"), new_store(tmp_path / "struck")
     train_once(spec, quiet.url, tmp_path / "quiet-home")
@@ -90,7 +90,7 @@ def test_a_rank_that_dies_before_the_ranks_have_met_leaves_no_other_waiting(
         reader.join()
     (log,) = (tmp_path / "home").glob("logs/*/launch-000001.log")
     assert "SIGTERM" in log.read_text()
-    assert "it is killed" not in log.read_text()  # it left by itself
+    assert "it is killed" not in log.read_text()  # it left without a kill
     assert outcome(store, spec)[1] == undisturbed["ddp"]
 
 
@@ -128,7 +128,7 @@ def test_a_killed_launcher_leaves_events_that_the_next_one_goes_on_with(tmp_path
     train_once(spec, store.url, tmp_path / "home")
     events = read_events(store, run_id(spec, DATASET_ID))
     notable = [(event.kind, event.launch, event.attempt) for event in events if event.notable]
-    # How often it saves, and whether a busy machine slows one rank down, is not what is looked at.
+    # The number of saves and slow ranks on a busy machine do not matter here.
     assert [event for event in notable if event[0] not in ("save_committed", "straggler_detected")] == [
         ("step_began", None, None),
         ("launch_began", 1, None),

@@ -1,4 +1,4 @@
-"""Hardware that computes one bit wrong is found within the digest's interval, and leaves no trace in the model."""
+"""A wrong bit of the hardware is found within the digest interval and leaves no trace in the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies near the ranks under real training: what dies, and from where the next gang goes on; every bit is compared."""
+"""Local copies under real training: the failures, the step that the next gang resumes from, and equal bits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SPEC = tiny_spec(*BASE, "checkpoint.memory.every_steps=1")
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What a run ends with that is not disturbed, and keeps nothing near."""
+    """The end of an undisturbed run without local tiers."""
     return undisturbed_end(tmp_path_factory, "fsdp")
 
 
@@ -47,13 +47,13 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def begun(store: Store) -> list[int]:
-    """The steps that the attempts of the run began from."""
+    """The steps from which the attempts of the run started."""
     events = read_events(store, run_id(SPEC, DATASET_ID))
     return [event.step for event in events if isinstance(event, AttemptBegan)]
 
 
 def die_at(step: int, store: Store, home: Path) -> str:
-    """Train until a rank is killed right after its copy of `step` is complete; what was printed."""
+    """Train until a rank is killed right after its copy of `step` is complete. Returns the output."""
     code, printed = run_node(
         store, SPEC, launch(store, SPEC), home, "tests.faults.dying_worker", HOLDFAST_TEST_DIES=f"1:{step}"
     )
@@ -70,7 +70,7 @@ def test_the_next_gang_goes_on_from_the_copy_in_memory_and_not_from_the_older_ch
     train_once(SPEC, store.url, tmp_path / "home")
     assert begun(store) == [0, 17], printed
     assert outcome(store, SPEC)[1] == undisturbed
-    assert list(memory.iterdir()) == []  # the run is trained
+    assert list(memory.iterdir()) == []  # the run is complete
 
 
 NODES = (
@@ -82,7 +82,7 @@ HELD_AT = 15  # steps
 
 @contextmanager
 def two_nodes(spec: Spec, store: Store, folder: Path, held: Held) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """One launch on two nodes, each with a memory of its own; nothing of it lives afterwards."""
+    """One launch on two nodes with separate memory. All its processes end with the block."""
     number = launch(store, spec)
     port = free_port()
     command = [
@@ -107,13 +107,13 @@ def two_nodes(spec: Spec, store: Store, folder: Path, held: Held) -> Iterator[li
 
 
 def kept(folder: Path, writer: int, run: str) -> int:
-    """The newest step that a memory has of a writer."""
+    """The newest step of a writer in a memory."""
     steps = [step for root in folder.glob(f"*/w{writer:05d}") for _, step in whole_steps(FileStore(root), run, writer)]
     return max(steps, default=0)
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(1000)  # more than all that waits in it
+@pytest.mark.timeout(1000)  # longer than all its waits together
 def test_a_node_that_is_killed_with_all_its_memory_costs_no_step_that_its_neighbour_has(tmp_path: Path) -> None:
     calm, store = new_store(tmp_path / "calm"), new_store(tmp_path / "store")
     spec = tiny_spec(*NODES, "checkpoint.memory.every_steps=1", "checkpoint.memory.peers=1")
@@ -127,7 +127,7 @@ def test_a_node_that_is_killed_with_all_its_memory_costs_no_step_that_its_neighb
     memories = [tmp_path / "memory-0", tmp_path / "memory-1"]
     with two_nodes(spec, store, tmp_path, held) as nodes:
         deadline = time.monotonic() + 180
-        # Until all have come to where they are held: a copy that is two steps behind is no use, and here it may be.
+        # Wait until all ranks are held: a copy that is two steps old would be useless, and here it may be.
         while min(kept(memory, writer, run) for memory in memories for writer in range(2)) < HELD_AT:
             assert time.monotonic() < deadline, (tmp_path / "node-0.log").read_text()
             time.sleep(0.01)

@@ -1,5 +1,6 @@
-"""Nodes that are lost and come back while the gang trains: the ones that are left go on at once, and the model that
-comes out is the one that one rank alone makes."""
+"""Nodes leave and return while the gang trains. The remaining nodes continue immediately, and the resulting model
+equals that of a single rank.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ STEPS = 48
 
 
 def asked(strategy: str, ranks: int = 1) -> tuple[str, ...]:
-    """Four micro-batches of two rows, for one to four nodes: three of them have 1, 1 and 2."""
+    """Four micro-batches of two rows, for one to four nodes. Three nodes have 1, 1 and 2."""
     return (
         "training.determinism=elastic", f"training.steps={STEPS}", f"parallel.strategy={strategy}",
         f"parallel.processes={ranks}", "checkpoint.every_steps=8", "checkpoint.grace_seconds=10",
@@ -31,7 +32,9 @@ def asked(strategy: str, ranks: int = 1) -> tuple[str, ...]:
 
 
 def require_the_bits_of_one_rank(store: Store, spec: Spec, folder: Path) -> None:
-    """Of an undisturbed run. Any other number of ranks: tests/train/test_elastic.py."""
+    """Require the bits of an undisturbed run on one rank. For other numbers of ranks, see
+    tests/train/test_elastic.py.
+    """
     require_sound_history(store, Assignment.of(spec, identity_of(spec), DATASET_ID))
     overrides, salt = asked(spec.parallel.strategy), "calm-1"
     assert train_in_ranks(1, store.url, folder / salt, [(overrides, salt, None)]) == [""]
@@ -39,7 +42,7 @@ def require_the_bits_of_one_rank(store: Store, spec: Spec, folder: Path) -> None
 
 
 def draw(file: Path, store: Store, nodes: Nodes) -> None:
-    """The picture of a run, beside the digests of the undisturbed ones."""
+    """The picture of a run, with the digests of the undisturbed runs."""
     digests = {
         label: read_manifest(store, run_id(tiny_spec(*asked("ddp")), DATASET_ID, salt), STEPS).state_digest
         for label, salt in (("this run", ""), ("1 rank, undisturbed", "calm-1"))
@@ -73,12 +76,12 @@ def test_four_nodes_become_two_then_three_then_four_and_end_with_the_bits_of_one
         codes = nodes.wait_for_end()
     assert codes == {"first": -9, "third": -9, "host": 0, "fourth": 0, "fifth": 0, "sixth": 0}, nodes.printed()
     attempts = nodes.began()
-    gangs = iter(attempts)  # more than four, where a node without a core comes late to a meeting, and makes another one
+    gangs = iter(attempts)  # More than four if a slow node misses a rendezvous and causes another one.
     _, _, three, four = (next(attempt for attempt in gangs if attempt.world == size) for size in (4, 2, 3, 4))
     assert attempts[-1].world == 4
     assert three.step >= 20, "growth lost a step"
     assert four.step >= 28, "growth lost a step"
-    assert len({attempt.launch for attempt in attempts}) == 1  # no launcher had to start anything again
+    assert len({attempt.launch for attempt in attempts}) == 1  # no launcher restarted anything
     require_the_bits_of_one_rank(store, spec, tmp_path)
     if file := os.environ.get("HOLDFAST_PICTURE"):
         draw(Path(file), store, nodes)

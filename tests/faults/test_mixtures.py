@@ -1,5 +1,6 @@
-"""Faults of processes and store in one training, in an order that a seed decides: no bit changes. And a gang stands
-still while another takes over."""
+"""Faults of processes and of the store in one training, in a seeded order: no bit changes. Also, a gang freezes while
+another one takes over.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +42,13 @@ KNOBS = (
 ELSEWHERE = (
     "pipeline-killed",
     "clock-jumped",
-)  # here is only the train step, whose history is put in order by the clock
+)  # This is the train step alone. The clock orders its history.
 ALL = sorted(name for name, fault in FAULTS.items() if name not in ELSEWHERE and not fault.refused())
 TWO = ("parallel.processes=2", "parallel.strategy=fsdp")
 
 
 def through(spec: Spec, store: Store, home: Path, faults: list[str], seed: int, proxy: FaultyProxy | None) -> None:
-    """Train through all of `faults`. Training never gets far ahead of who does that to it."""
+    """Train through all of `faults`. The training stays close to the step of the next fault."""
     home.mkdir()
     path = home / "spec.yaml"
     path.write_text(dump_spec(spec))
@@ -65,7 +66,7 @@ def through(spec: Spec, store: Store, home: Path, faults: list[str], seed: int, 
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes some milliseconds here: what lasts is shorter, too."""
+    """A step takes milliseconds here, so waits are shorter too."""
     for name in ("FREEZE_SECONDS", "SLOW_SECONDS", "AWAY_SECONDS"):
         monkeypatch.setattr(catalogue, name, 0.3)
     monkeypatch.setattr(faults, "WORKER", HELD)
@@ -94,17 +95,17 @@ def test_all_faults_in_a_seeded_order_change_no_bit(tmp_path: Path, s3_endpoint:
 
 
 def require_same_state(spec: Spec, *stores: Store) -> None:
-    """All came to the same bits, whatever the clock says of when."""
+    """All runs reached the same bits, regardless of their clocks."""
     results = [read_result(store, run_id(spec, DATASET_ID)) for store in stores]
     assert len({result.state_digest for result in results if result is not None}) == 1 and None not in results
 
 
 def test_a_clock_that_jumps_changes_no_bit(calm: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, stormy = tiny_spec(*KNOBS, *TWO, "training.steps=100"), new_store(tmp_path / "stormy")
-    events: list[Event] = []  # as long as the clock is wrong
+    events: list[Event] = []  # recorded while the clock is wrong
 
     class Waits(Clock):
-        """It goes back only when the run has saved, lost a rank, and trained on."""
+        """The clock is corrected only after the run has saved, lost a rank, and resumed training."""
 
         def jump(self, seconds: float) -> None:
             if (self._folder / "jumped").exists() and seconds == 0.0 and not events:
@@ -134,7 +135,7 @@ def test_a_training_without_a_byte_of_disk_says_so_and_the_command_given_again_c
         return [event for event in read_events(stormy, run_id(spec, DATASET_ID)) if isinstance(event, StepEnded)]
 
     class Waits(Disk):
-        """It has space again only when the command has said that there is none."""
+        """The disk has space again only after the command has reported that it is full."""
 
         @contextmanager
         def full(self) -> Iterator[None]:
@@ -153,7 +154,7 @@ def test_a_training_without_a_byte_of_disk_says_so_and_the_command_given_again_c
 
 @contextmanager
 def standing_still(root: psutil.Process) -> Iterator[None]:
-    """A process, and all below it, stopped."""
+    """A process and all its descendants, stopped."""
     family = [root, *root.children(recursive=True)]
     for process in family:
         with suppress(psutil.NoSuchProcess):
@@ -175,7 +176,7 @@ def test_a_gang_that_stood_still_while_another_machine_took_its_run_over_ends_an
     try:
         held.let(12)
         with standing_still(psutil.Process(frozen.pid)):
-            train_once(spec, store.url, tmp_path / "another")  # another machine: another home, and no common lock
+            train_once(spec, store.url, tmp_path / "another")  # another machine: a different home, and no shared lock
             digest = outcome(store, spec)[1]
             held.hold(spec.training.steps)
         printed, _ = frozen.communicate(timeout=300)

@@ -1,4 +1,4 @@
-"""What a test waits for is seen, however late the test looks."""
+"""A wait in a test notices its condition, however late the test checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_what_came_while_the_last_process_ended_is_seen(tmp_path: Path) -> None:
 
     def there() -> bool:
         looks.append(1)
-        return len(looks) > 1  # it came just after the first look, and with it the end
+        return len(looks) > 1  # it appeared just after the first check, and the end with it
 
     Held(new_store(tmp_path / "store"), "run", tmp_path / "holds", lambda: not looks).wait(there, "the last step")
     assert len(looks) == 2

@@ -1,4 +1,4 @@
-"""A cloud takes a machine back in the middle of a run: all ranks save and leave, and the bits are the calm run's."""
+"""A cloud reclaims a machine during a run: all ranks save and leave, and the bits equal those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_reclaimed_gang_saves_leaves_and_goes_on_to_the_bits_of_a_calm_one_at_
         cloud.preempt()
         held.wait(lambda: bool(notices()), "the notice")
         (log,) = (home / "logs" / identity).glob("*.log")
-        message = "closing signal SIGTERM"  # torch says so of each rank; steps that nobody holds are over in a moment
+        message = "closing signal SIGTERM"  # torch reports this for each rank; steps without a hold take only moments
         held.wait(lambda: log.read_text().count(message) == 2, "what asks the ranks to leave")
         held.hold(100)
         printed, _ = process.communicate(timeout=300)

@@ -1,4 +1,6 @@
-"""Whoever starts a gang again, the old rank 0 inside a sweep deletes nothing of the new one; and other restarts."""
+"""After a restart of the gang, the old rank 0 deletes nothing of the new gang during its collection; and other
+restarts.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ OVERRIDES = ("checkpoint.keep_last=1",)
 
 
 def start(store: Store, spec: Spec, number: int, home: Path, how: str = "", **more: str) -> subprocess.Popen[str]:
-    """Start the command of a rank; `how` makes it an odd one."""
+    """Start the command of a rank. `how` selects a fault of `odd_worker`."""
     program = ["tests.faults.odd_worker", how] if how else ["holdfast.rank.worker"]
     command = [sys.executable, "-m", *program, "--run-id", run_id(spec, DATASET_ID), "--launch", str(number)]
     environment = {**os.environ, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
@@ -84,4 +86,5 @@ def test_a_run_on_one_machine_gets_past_a_damaged_checkpoint_by_itself(tmp_path:
     printed = process.communicate(timeout=300)[0]
     assert process.returncode == ExitCode.OK, printed
     assert trained(store, spec) == trained(store, spec, "undisturbed")
-    assert [number for number, _ in list_attempts(store, identity)] == [1, 2, 3]  # the second doubted, the third agreed
+    # The second attempt reported damage, the third confirmed it.
+    assert [number for number, _ in list_attempts(store, identity)] == [1, 2, 3]

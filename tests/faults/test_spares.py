@@ -1,5 +1,6 @@
-"""A node of a gang with a spare dies while it trains: the spare takes its seat, and the model that comes out is the one
-that would have come out had nothing died."""
+"""A node of a gang with a spare dies during training. The spare replaces it, and the model equals that of an
+undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def test_a_spare_takes_the_seat_of_a_killed_node_at_the_same_world_size_and_with
         codes = nodes.wait_for_end()
     assert codes == {"host": 0, "second": -9, "spare": 0}, nodes.printed()
     assert nodes.worlds() == [2]
-    assert len({attempt.launch for attempt in nodes.began()}) == 1  # no launcher had to start anything again
+    assert len({attempt.launch for attempt in nodes.began()}) == 1  # no launcher restarted anything
     require_sound_history(store, Assignment.of(spec, identity_of(spec), DATASET_ID))
     assert train_in_ranks(2, store.url, tmp_path / "calm", [(CALM, "calm", None)]) == [""]
     assert trained(store, spec) == trained(store, tiny_spec(*CALM), "calm")

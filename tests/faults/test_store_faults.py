@@ -1,5 +1,6 @@
-"""A store that misbehaves costs time, never a bit: a real training of real processes, one of them killed so that it
-also loads, with a faulty proxy in front of a real S3."""
+"""A faulty store costs time but no bits: a real training of real processes, with a faulty proxy before a real S3. One
+process is killed, so that a load happens too.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from tests.train.tiny_run import tiny_spec, write_dataset
 COMMON = (f"training.steps={STEPS}", "parallel.processes=2", "checkpoint.every_steps=5")
 SPEC = tiny_spec(*COMMON)
 HELD_BACK = tiny_spec(*COMMON, "checkpoint.upload_mib_per_second=20")  # the same run
-pytestmark = pytest.mark.timeout(1000)  # more than train_through and an undisturbed run may take
-NEVER = threading.Event()  # is set when all tests are over
+pytestmark = pytest.mark.timeout(1000)  # longer than train_through and an undisturbed run may take
+NEVER = threading.Event()  # set after all tests
 FAULTS = {
     "500": answer(500, "InternalError"),
     "503": answer(503, "SlowDown"),
@@ -55,7 +56,7 @@ def proxy(s3_endpoint: str) -> Iterator[FaultyProxy]:
 
 
 def disturbed(s3_url: str, home: Path, proxy: FaultyProxy) -> dict[str, object]:
-    """How a training ends that reaches its store through the proxy, and one of whose ranks is killed."""
+    """The end of a training that reaches its store through the proxy and loses a rank to a kill."""
     store = open_store(s3_url)
     write_dataset(store)
     train_through(HELD_BACK, store, home, [Deed("rank1", 12, 0.0)], environment={"AWS_ENDPOINT_URL": proxy.url})

@@ -1,4 +1,4 @@
-"""The run that disturbed ones are compared with: 40 steps of two ranks, in each of two layouts."""
+"""The reference for disturbed runs: 40 steps of two ranks, in each of two layouts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ STEPS = 40
 
 
 def overrides(strategy: str) -> tuple[str, ...]:
-    """What decides the bits of it. When it saves does not."""
+    """The overrides that affect the bits. The save times do not."""
     return (f"training.steps={STEPS}", "parallel.processes=2", f"parallel.strategy={strategy}")
 
 
 def undisturbed_end(factory: pytest.TempPathFactory, strategy: str = "ddp") -> dict[str, object]:
-    """What it ends with: see `outcome`."""
+    """The end of the undisturbed run: see `outcome`."""
     spec = tiny_spec(*overrides(strategy), "checkpoint.every_steps=20")
 
     def train(folder: Path) -> None:

@@ -1,8 +1,8 @@
-"""The bits that runs end with do not change from one commit to the next, unless DATA_PLANE_VERSION says so.
+"""The final bits of runs do not change between commits unless DATA_PLANE_VERSION changes.
 
-Other tests compare two runs of the same code; this one compares with `bits.json`, for the versions of torch and the
-kernels that stand in it. After a change that alters bits on purpose, raise DATA_PLANE_VERSION, then
-HOLDFAST_UPDATE_GOLDEN=1 .venv/bin/pytest tests/golden
+Other tests compare two runs of the same code. This one compares with `bits.json`, for the versions of torch and the
+kernels in that file. After a deliberate change of bits, raise DATA_PLANE_VERSION, then run HOLDFAST_UPDATE_GOLDEN=1
+.venv/bin/pytest tests/golden
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from holdfast.spec import DATA_PLANE_VERSION
 
 GOLDEN = Path(__file__).with_name("bits.json")
 CAPABILITY = "AVX2"
-# The newest kernels that every x86 machine of the last ten years has, in each library that chooses by itself. Only in
-# this mode does MKL promise the same bits on all of Intel's, wherever a matrix begins in memory: under COMPATIBLE the
-# weights that DeepSpeed keeps in one flat tensor had other bits on another Xeon.
+# The newest kernels that every x86 machine of the last ten years supports, in each library that selects kernels
+# itself. Only in this mode does MKL promise the same bits on all Intel CPUs at any memory alignment. Under
+# COMPATIBLE, the weights that DeepSpeed keeps in one flat tensor had other bits on another Xeon.
 KERNELS = {"ATEN_CPU_CAPABILITY": CAPABILITY.lower(), "ONEDNN_MAX_CPU_ISA": CAPABILITY, "MKL_CBWR": "AVX2,STRICT"}
 CPUS = Path("/proc/cpuinfo")
 MAKER = re.search(r"^vendor_id\s*:\s*(\S+)$", CPUS.read_text(), re.M) if CPUS.exists() else None
@@ -34,7 +34,7 @@ Golden = dict[str, dict[str, object]]
 
 
 def complaint(golden: Golden, key: str, version: int, found: dict[str, str]) -> str:
-    """What is wrong with the digests that were found, in words; empty when nothing is."""
+    """The problems of the given digests, in words. Empty if there are none."""
     recorded = golden[key]
     if recorded["data_plane_version"] != version:
         return (

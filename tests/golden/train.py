@@ -13,7 +13,7 @@ from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, train_in_ranks
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec
 
-LAYOUTS = {1: ["ddp"], 2: ["ddp", "fsdp", "zero1", "zero2", "zero3"]}  # number of ranks → strategies
+LAYOUTS = {1: ["ddp"], 2: ["ddp", "fsdp", "zero1", "zero2", "zero3"]}  # number of ranks -> strategies
 PRECISIONS = ["fp32", "bf16"]
 STEPS = 4
 

@@ -1,6 +1,6 @@
-"""Ranks that are sick on purpose: clocks that go on in no way but by being read, and a bit that is flipped.
+"""Ranks with deliberate faults: clocks that advance only when read, and a flipped bit.
 
-What is slow so does not depend on the machine: a slow rank's clock goes a hundred times as far at each look.
+So slowness does not depend on the machine: a slow rank's clock advances a hundred times as far per read.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import torch
 
 from holdfast.health import compute, program
 
-SOUND, SLOW = 0.01, 1.0  # seconds at each look
+SOUND, SLOW = 0.01, 1.0  # seconds per read
 _product = torch.Tensor.__matmul__
 
 
 def by_looks(seconds: float) -> None:
-    """From now on each look at the clock of the probes is so many seconds after the one before."""
+    """From now on, each read of the probes' clock returns this many seconds more than the one before."""
     now = 0.0
 
     def clock() -> float:
@@ -28,7 +28,7 @@ def by_looks(seconds: float) -> None:
 
 
 def flip(wrong: bool) -> None:
-    """From now on every product has one wrong bit, or none."""
+    """From now on, every product has one wrong bit, or none."""
 
     def product(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         result = _product(self, other)
@@ -39,7 +39,7 @@ def flip(wrong: bool) -> None:
 
 
 def main() -> None:
-    """See `program.main`. HOLDFAST_TEST_SICK says which rank is what: "1:slow" or "1:wrong"."""
+    """See `program.main`. HOLDFAST_TEST_SICK gives a rank and its fault: "1:slow" or "1:wrong"."""
     rank, _, defect = os.environ["HOLDFAST_TEST_SICK"].partition(":")
     is_sick = os.environ["RANK"] == rank
     by_looks(SLOW if is_sick and defect == "slow" else SOUND)

@@ -1,4 +1,4 @@
-"""The train step with ranks of `sick`: HOLDFAST_TEST_SICK says which rank is what, as there."""
+"""The train step with ranks of `sick`. HOLDFAST_TEST_SICK gives a rank and its fault, as there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real ranks are probed: a slow one, a wrong one and one that does not come are named, and a sound gang is not."""
+"""Health checks of real ranks report a slow, a wrong and an absent rank, and report nothing of a sound gang."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.checkpoint.ranks import in_ranks, process_group
 from tests.health import sick
 
 CASES = ("sound", "slow", "wrong")
-SICK = 1  # the rank
+SICK = 1  # the faulty rank
 
 
 def _examined(rank: int, size: int, folder: Path) -> list[tuple[str, str]]:
-    """The report of each case as JSON, and what became of this rank after it."""
+    """The report of each case as JSON, and the result of this rank after it."""
     from holdfast.collectives import Gang
     from holdfast.health.examine import examine, require_health
 
@@ -67,7 +67,7 @@ def test_a_slow_and_a_wrong_rank_are_named_and_a_sound_gang_is_not(tmp_path: Pat
         "slow": ["LostPeerError", "UnhealthyNodeError", "LostPeerError"],
         "wrong": ["LostPeerError", "UnhealthyNodeError", "LostPeerError"],
     }
-    assert list(open_store(f"file://{tmp_path / 'store'}").list("")) == []  # nothing is left behind
+    assert list(open_store(f"file://{tmp_path / 'store'}").list("")) == []  # the probes leave nothing in the store
     assert list((tmp_path / "disk").iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""Probes of a node: over a folder and over S3, with a disk that refuses, and what a driver's tool answers."""
+"""Probes of a node: over a folder and over S3, with a disk that refuses, and the output of a driver's tool."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from holdfast.health import machine
 from holdfast.store import Store, open_store
 
-# As nvidia-smi answers for the names that are asked: a board without ECC, and one with faults.
+# nvidia-smi's output for the queried fields: a board without ECC, and a board with faults.
 PLAIN = "570.124.06, 00000000:01:00.0, [N/A], [N/A], [N/A], [N/A], [N/A]\n"
 FAULTY = "570.124.06, 00000000:18:00.0, 2, 31, 1, No, Yes\n"
 
@@ -20,16 +20,17 @@ FAULTY = "570.124.06, 00000000:18:00.0, 2, 31, 1, No, Yes\n"
 def test_the_store_is_probed_with_its_clock_and_nothing_is_left_there(store: Store, tmp_path: Path) -> None:
     node = machine.disk_and_store(tmp_path / "disk", store, "health/")
     assert node.rates["disk"] > 0 and node.rates["store"] > 0 and not node.notes
-    assert node.clock_ahead is not None and abs(node.clock_ahead) <= node.clock_error  # one machine, one clock
+    assert node.clock_ahead is not None and abs(node.clock_ahead) <= node.clock_error  # the same machine and clock
     assert list(store.list("")) == []
     assert list((tmp_path / "disk").iterdir()) == []
 
 
 def test_rates_are_what_went_there_and_back_in_the_time_that_it_took(tmp_path: Path) -> None:
-    seconds = itertools.count()  # each look at the clock is a second after the one before
+    seconds = itertools.count()  # each read of the clock is a second after the previous one
     store = open_store(f"file://{tmp_path / 'store'}")
     node = machine.disk_and_store(tmp_path / "disk", store, "health/", lambda: float(next(seconds)))
-    assert node.rates == {"disk": machine.DISK_BYTES, "store": machine.STORE_BYTES}  # the store's twice, in two seconds
+    # Two reads for the store: two seconds.
+    assert node.rates == {"disk": machine.DISK_BYTES, "store": machine.STORE_BYTES}
 
 
 def test_a_clock_that_is_wrong_shows_beside_the_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What measurements mean: who is named, for what, and who is not."""
+"""The findings of measurements: which rank is reported, for what, and which is not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def computing(*rates: float, device: str = "board") -> list[Measured]:
         ([10.0], []),
         ([0.0, 0.0], []),
         ([100.0, 40, 100, 30, 100], [("failed", "compute", (1,)), ("failed", "compute", (3,))]),
-        ([100.0, 70, 50, 130, 160, 80], []),  # all differ so much that none stands out
+        ([100.0, 70, 50, 130, 160, 80], []),  # the values vary so much that none stands out
     ],
 )
 def test_a_rank_that_is_far_below_its_peers_is_named(rates: list[float], expected: list[object]) -> None:
@@ -131,7 +131,7 @@ def test_links_are_compared_with_those_of_the_same_device() -> None:
 def test_a_disk_that_takes_nothing_fails_its_node_also_where_it_is_alone() -> None:
     assert told(judge([rank(0, rates={"disk": 0.0})])) == [("failed", "disk", (0,))]
     peers = [rank(1, rates={"disk": 1e9}), rank(2, rates={"disk": 1e9})]
-    assert told(judge([rank(0, rates={"disk": 0.0}), *peers])) == [("failed", "disk", (0,))]  # said once
+    assert told(judge([rank(0, rates={"disk": 0.0}), *peers])) == [("failed", "disk", (0,))]  # reported once
 
 
 def test_counters_of_faults_fail_a_device_and_signs_of_them_are_told() -> None:
@@ -142,7 +142,7 @@ def test_counters_of_faults_fail_a_device_and_signs_of_them_are_told() -> None:
 
 def test_versions_that_differ_are_told_of_the_nodes_that_have_the_rarer_ones() -> None:
     ranks = [rank(number, versions={"driver": "2" if number == 1 else "1"}) for number in range(3)]
-    findings = judge([*ranks, rank(3)])  # which is not the first of its node
+    findings = judge([*ranks, rank(3)])  # not the first rank of its node
     assert told(findings) == [("warned", "versions", (1,))]
     assert findings[0].words == "rank 1 on node-1: versions: driver is 2, and 1 elsewhere"
 

@@ -1,9 +1,9 @@
-"""The images, built from the lock and run as a cluster runs them: not as root, on a read-only root file system, without
-capabilities. Building takes minutes and a builder, so it is asked for:
+"""The images, built from the lock file and run as on a cluster: without root, on a read-only root file system, without
+capabilities. A build takes minutes and needs a builder, so it is opt-in:
 
-    HOLDFAST_BUILD_IMAGES=1 pytest tests/images
+HOLDFAST_BUILD_IMAGES=1 pytest tests/images
 
-BASE, PIP_CONFIG_FILE and BUILD_OPTIONS of images/build.sh are passed on; HOLDFAST_RUN_OPTIONS goes to podman run.
+BASE, PIP_CONFIG_FILE and BUILD_OPTIONS of images/build.sh are passed on. HOLDFAST_RUN_OPTIONS goes to podman run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def images() -> None:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """A folder with a corpus and a spec, and a store that the containers' user may write."""
+    """A folder with a corpus and a spec, and a store that the containers' user can write."""
     write_corpus(tmp_path / "input")
     write_spec(tmp_path / "input")
     (tmp_path / "store").mkdir()
@@ -59,7 +59,7 @@ def shared(tmp_path: Path) -> Path:
 
 
 def container(shared: Path, image: str, *command: str, **environment: str) -> list[str]:
-    """The command that runs one container as a pod of ours would run it."""
+    """The command that runs one container like a pod of ours."""
     options = ["--rm", "--read-only", "--cap-drop=all", "--security-opt=no-new-privileges"]
     options += ["--tmpfs", "/tmp:rw,exec,mode=1777", "--volume", f"{shared}/input:/input:ro"]
     options += ["--volume", f"{shared}/store:/store", "--workdir", "/input", "--network", "host"]
@@ -69,7 +69,7 @@ def container(shared: Path, image: str, *command: str, **environment: str) -> li
 
 
 def run(shared: Path, image: str, *command: str, **environment: str) -> str:
-    """What a container prints; it must end well."""
+    """The output of a container. It must succeed."""
     process = subprocess.run(
         container(shared, image, *command, **environment), check=False, capture_output=True, text=True
     )
@@ -161,7 +161,7 @@ def test_deepspeed_trains_in_the_training_image(shared: Path) -> None:
     assert list(shared.glob("store/runs/*/checkpoints/step-*10.json")), printed
 
 
-# What the launcher does before it starts the ranks.
+# The launcher does this before it starts the ranks.
 CLAIM = """
 import sys
 from pathlib import Path

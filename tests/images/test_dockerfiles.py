@@ -1,4 +1,4 @@
-"""What every image must be, read off the Dockerfiles."""
+"""Requirements for every image, checked in the Dockerfiles."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Instruction = tuple[str, str]
 
 
 def instructions(path: Path) -> list[Instruction]:
-    """The instructions of a Dockerfile, continued lines joined."""
+    """The instructions of a Dockerfile, with joined continuation lines."""
     lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
     return [(word.upper(), rest.strip()) for word, _, rest in (line.partition(" ") for line in joined.splitlines())]
 
 
 def final_stage(path: Path) -> list[Instruction]:
-    """What follows the last FROM."""
+    """The instructions after the last FROM."""
     steps = instructions(path)
     last = max(index for index, (word, _) in enumerate(steps) if word == "FROM")
     return steps[last:]
@@ -45,7 +45,7 @@ def test_its_base_is_an_argument_with_a_version(dockerfile: Path) -> None:
     (default,) = (rest for word, rest in steps if word == "ARG" and rest.startswith("BASE="))
     assert re.fullmatch(r"BASE=[a-z]+:\d+\.\d+[a-z0-9.-]*", default)
     stages = [rest.split()[0] for word, rest in steps if word == "FROM"]
-    assert len(stages) > 1  # what builds does not stay
+    assert len(stages) > 1  # the build stage is not part of the image
     assert set(stages) == {"${BASE}", "dependencies"}
     assert stages[-1] == "${BASE}"
 
@@ -80,10 +80,10 @@ def test_each_image_has_what_its_steps_import() -> None:
     for file, pattern, needs in (
         ("light.Dockerfile", r"\.sh dependencies (\S+)",
             {"preprocess", "dvc", "train", "tracking", "pipelines", "tasks", "metrics", "otel"}),
-        # evaluate runs in it on a `cluster.slice`
+        # evaluate runs in this image on a `cluster.slice`
         ("train.Dockerfile", r"ARG EXTRAS=(\S+)",
             {"train", "deepspeed", "tracking", "pipelines", "tasks", "metrics", "nvml", "otel"}),
-        # a node of Ray runs every step, in one image
+        # a Ray node runs every step in one image
         ("build.sh", r"EXTRAS=([^\s)]+)",
             {"preprocess", "dvc", "train", "deepspeed", "tracking", "pipelines", "tasks", "metrics", "nvml", "otel",
              "ray"}),

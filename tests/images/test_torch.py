@@ -1,4 +1,4 @@
-"""Which torch the setup and the images install: real pip, on indexes in a folder."""
+"""Which torch the setup and the images install: real pip on package indexes in a folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = ("2.13.0+cpu", "Requires-Dist: filelock\n")
 
 
 def write_index(folder: Path, version: str, needs: str) -> str:
-    """The URL of an index that has one wheel of torch."""
+    """The URL of an index with one wheel of torch."""
     page = folder / "torch"
     page.mkdir(parents=True)
     name, info = f"torch-{version}-py3-none-any.whl", f"torch-{version}.dist-info"

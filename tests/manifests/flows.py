@@ -1,8 +1,9 @@
-"""Whether network policies let one pod talk to another, or to an address: Kubernetes' rules, over rendered manifests.
+"""Whether network policies allow a connection from a pod to another pod or an address: Kubernetes' rules, over rendered
+manifests.
 
-A pod that a policy selects for a direction may do in it only what one of those policies allows; both ends must allow.
-Whether an `ipBlock` reaches pods is left open by Kubernetes: a flow that is needed must not count on it, and one that
-is forbidden must be refused if it does. Hence `blocks_reach_pods`.
+If a policy selects a pod for a direction, the pod may do only what one of those policies allows. Both ends must allow
+it. Kubernetes does not define whether an `ipBlock` reaches pods. A required flow must not depend on it, and a forbidden
+flow must stay forbidden with it. `blocks_reach_pods` is for that.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod, as policies see it. A pod's port may have a name in `ports`."""
+    """A pod, as policies see it. `ports` can give names to its ports."""
 
     namespace: str
     labels: Mapping[str, str]
@@ -27,7 +28,7 @@ class Pod:
 
 @dataclass(frozen=True)
 class Outside:
-    """An address that is no pod's."""
+    """An address outside all pods."""
 
     address: str
 
@@ -37,7 +38,7 @@ End = Pod | Outside
 
 @dataclass(frozen=True)
 class Policies:
-    """The policies of a cluster. `namespaces`: their labels, beside the name that each has as a label."""
+    """The policies of a cluster. `namespaces`: their labels, in addition to the name label that each one has."""
 
     policies: Sequence[Object]
     namespaces: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -45,7 +46,7 @@ class Policies:
     def allow(
         self, source: End, target: End, port: int, protocol: str = "TCP", *, blocks_reach_pods: bool = False
     ) -> bool:
-        """Whether a connection from `source` to a port of `target` comes about."""
+        """Whether a connection from `source` to a port of `target` is allowed."""
         out = self._allowed("egress", source, target, port, protocol, target, blocks_reach_pods)
         return out and self._allowed("ingress", target, source, port, protocol, target, blocks_reach_pods)
 
@@ -72,7 +73,7 @@ class Policies:
 
     def _peer_matches(self, peers: Sequence[Object] | None, peer: End, subject: Pod, blocks: bool) -> bool:
         if not peers:
-            return True  # a rule without peers is for all of them
+            return True  # a rule without peers applies to all
         return any(self._one_matches(pod, peer, subject, blocks) for pod in peers)
 
     def _one_matches(self, each: Object, peer: End, subject: Pod, blocks: bool) -> bool:
@@ -90,7 +91,7 @@ class Policies:
 
 
 def selects(selector: Object | None, labels: Mapping[str, str]) -> bool:
-    """Whether a label selector matches; an empty one matches everything."""
+    """Whether a label selector matches. An empty one matches everything."""
     selector = selector or {}
     if any(labels.get(key) != value for key, value in (selector.get("matchLabels") or {}).items()):
         return False

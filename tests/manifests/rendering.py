@@ -1,4 +1,4 @@
-"""Renders the overlays as `kubectl apply -k` would, and walks what comes out."""
+"""Renders the overlays as `kubectl apply -k` would, and walks the resulting objects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
-PROFILE = "profile"  # for a namespace that is there already; the others make their own
+PROFILE = "profile"  # for an existing namespace; other overlays create theirs
 OVERLAYS = sorted({path.parent.name for path in MANIFESTS.glob("overlays/*/kustomization.yaml")} - {PROFILE})
 Object = dict[str, Any]
 
@@ -27,22 +27,22 @@ def _text(folder: Path) -> str:
         ["kubectl", "kustomize", str(folder)], check=False, capture_output=True, text=True, timeout=60
     )
     assert process.returncode == 0, process.stderr
-    assert not process.stderr, process.stderr  # such as a field of kustomize that is deprecated
+    assert not process.stderr, process.stderr  # for example a deprecated field of kustomize
     return process.stdout
 
 
 def render(overlay: str) -> list[Object]:
-    """Every object of an overlay; a fresh copy on every call."""
+    """All objects of an overlay. Every call returns a new copy."""
     return list(yaml.safe_load_all(_text(MANIFESTS / "overlays" / overlay)))
 
 
 def render_folder(folder: Path) -> list[Object]:
-    """Every object of a kustomization elsewhere."""
+    """All objects of a kustomization in another folder."""
     return list(yaml.safe_load_all(_text(folder)))
 
 
 def render_in(namespace: str, overlay: str, folder: Path) -> list[Object]:
-    """Every object of a copy of an overlay, in another namespace, as whoever copies it would have it."""
+    """All objects of a user's copy of an overlay in another namespace."""
     copy = folder / "manifests"
     if not copy.exists():
         shutil.copytree(MANIFESTS, copy)
@@ -52,7 +52,7 @@ def render_in(namespace: str, overlay: str, folder: Path) -> list[Object]:
 
 
 def render_with(component: str, overlay: str, folder: Path, **more: Any) -> list[Object]:
-    """Every object of a copy of an overlay that lists one more component, and has `more` in its kustomization."""
+    """All objects of a copy of an overlay with one more component, and with `more` in its kustomization."""
     copy = folder / "manifests"
     shutil.copytree(MANIFESTS, copy)
     file = copy / "overlays" / overlay / "kustomization.yaml"
@@ -69,7 +69,7 @@ def name_of(thing: Object) -> str:
 
 
 def pods(objects: list[Object]) -> Iterator[tuple[str, Object, Object]]:
-    """What makes pods: the name, the metadata of the pods, and their spec."""
+    """The objects that create pods: the name, the pods' metadata, and their spec."""
     for document in objects:
         spec = document.get("spec", {})
         if document["kind"] in ("Deployment", "StatefulSet", "DaemonSet", "Job"):

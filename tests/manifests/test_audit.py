@@ -1,4 +1,4 @@
-"""The audit in the background: a CronJob that any overlay can list, patch and suspend."""
+"""The background audit: a CronJob that any overlay can list, patch and suspend."""
 
 from __future__ import annotations
 

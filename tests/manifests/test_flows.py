@@ -1,5 +1,6 @@
-"""Every connection that a run needs passes the network policies of an overlay, as kustomize renders them, and those
-that nobody needs do not."""
+"""The network policies of an overlay, as kustomize renders them, allow every connection that a run
+needs and no other.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ DNS = Pod("kube-system", {"k8s-app": "kube-dns"})
 STRANGER = Pod("default", {"app": "stranger"}, address="10.244.9.9")
 NEIGHBOUR = Pod(OURS, {"app": "neighbour"}, address="10.244.3.3")
 API_SERVER, S3, INTERNET = Outside("172.18.0.2"), Outside("52.218.0.1"), Outside("93.184.215.14")
-DNS_CACHE = Outside("169.254.20.10")  # of a node, in its own network: no pod that a policy could select
-IDENTITY = {"169.254.169.254": 80, "169.254.170.23": 80}  # where the clouds give workloads an identity
+DNS_CACHE = Outside("169.254.20.10")  # on a node, in its network: no pod that a policy could select
+IDENTITY = {"169.254.169.254": 80, "169.254.170.23": 80}  # where clouds serve workload identities
 KFP = {
     "ml-pipeline": (Pod("kubeflow", {"app": "ml-pipeline"}), (8887, 8888)),
     "metadata": (Pod("kubeflow", {"component": "metadata-grpc-server"}), (8080,)),
@@ -44,7 +45,7 @@ def policies(overlay: str) -> Policies:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_ranks_reach_each_other_on_any_port_and_steps_reach_what_they_need(overlay) -> None:
     world = policies(overlay)
-    for port in (29400, 29500, 41001, 65000):  # rendezvous, and what gloo and NCCL choose
+    for port in (29400, 29500, 41001, 65000):  # rendezvous, and the ports that gloo and NCCL choose
         assert world.allow(RANK, PEER, port)
     for name, pod in {"rank": RANK, **STEPS}.items():
         assert all(world.allow(pod, names, 53, kind) for names in (DNS, DNS_CACHE) for kind in ("UDP", "TCP")), name
@@ -56,7 +57,7 @@ def test_ranks_reach_each_other_on_any_port_and_steps_reach_what_they_need(overl
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_service_of_the_overlay_takes_the_steps_and_its_own_clients_get_out(overlay) -> None:
-    """What the overlay brings itself: each service that steps or ranks use, at the port of its container."""
+    """Each service of the overlay that steps or ranks use, at the port of its container."""
     world, objects = policies(overlay), render(overlay)
     for service in (document for document in objects if document["kind"] == "Service"):
         selector, name = service["spec"]["selector"], service["metadata"]["name"]
@@ -96,20 +97,20 @@ def test_nobody_reaches_a_rank_and_a_rank_reaches_nobody_else(overlay) -> None:
 
 def test_the_rules_of_kubernetes_hold_in_the_checker_itself() -> None:
     a, b = Pod("a", {"x": "1"}), Pod("b", {"x": "2"})
-    assert Policies([]).allow(a, b, 1)  # without a policy everything passes
+    assert Policies([]).allow(a, b, 1)  # without a policy, everything is allowed
 
     def policy(**spec: object) -> dict[str, object]:
         return {"metadata": {"namespace": "a"}, "spec": {"podSelector": {}, **spec}}
 
     ingress = policy(ingress=[{"from": [{"podSelector": {}}]}])
-    assert Policies([ingress]).allow(a, b, 1)  # without policyTypes and egress it is for ingress alone
-    assert not Policies([ingress]).allow(b, a, 1)  # a bare podSelector is of the policy's own namespace
+    assert Policies([ingress]).allow(a, b, 1)  # without policyTypes and egress, it applies to ingress only
+    assert not Policies([ingress]).allow(b, a, 1)  # a bare podSelector selects in the policy's own namespace
     open_door = policy(ingress=[{"from": [{"podSelector": {}}, {"namespaceSelector": {}}]}])
     assert Policies([open_door]).allow(b, a, 1)
     namespace_and_pod = policy(
         ingress=[{"from": [{"namespaceSelector": {}, "podSelector": {"matchLabels": {"x": "3"}}}]}]
     )
-    assert not Policies([namespace_and_pod]).allow(b, a, 1)  # in one peer both must match
+    assert not Policies([namespace_and_pod]).allow(b, a, 1)  # within one peer, both must match
     ports = policy(policyTypes=["Egress"], egress=[{"ports": [{"port": 10, "endPort": 20}]}])
     assert [Policies([ports]).allow(a, b, port) for port in (9, 10, 20, 21)] == [False, True, True, False]
     block = policy(
@@ -139,16 +140,17 @@ def test_events_pass_over_the_bus_from_the_queue_to_the_workflow_and_the_databas
     bus, other, source, sensor = (
         Pod(OURS, {"app.kubernetes.io/name": name}) for name in ("event-bus", "event-bus", "event-source", "sensor")
     )
-    assert world.allow(bus, other, 6222) and world.allow(bus, other, 8222)  # the members of the bus
+    assert world.allow(bus, other, 6222) and world.allow(bus, other, 8222)  # members of the bus
     assert world.allow(source, bus, 4222) and world.allow(sensor, bus, 4222)
-    assert world.allow(source, S3, 443) and world.allow(sensor, API_SERVER, 6443)  # the queue; making the Workflow
+    # The queue, and the creation of the Workflow.
+    assert world.allow(source, S3, 443) and world.allow(sensor, API_SERVER, 6443)
     assert not world.allow(RANK, bus, 4222) and not world.allow(STRANGER, bus, 4222, blocks_reach_pods=True)
     database = Outside("10.1.2.3")
     assert world.allow(MLFLOW, database, 5432) and not world.allow(RANK, database, 5432)
 
 
 def profile_clients() -> dict[str, object]:
-    """The policy of the component that lets one named profile in, in Holdfast's namespace."""
+    """The policy of the component that admits one named profile to Holdfast's namespace."""
     policy = yaml.safe_load((MANIFESTS / "components/profile-clients/network-policy.yaml").read_text())
     policy["metadata"]["namespace"] = OURS
     return dict(policy)
@@ -163,7 +165,7 @@ def test_no_other_namespace_reaches_mlflow_or_the_store_until_an_overlay_names_i
     labels = {"app.kubernetes.io/name": "holdfast"}
     for target, port in ((MLFLOW, 5000), (store, 8333)):
         for namespace in (PROFILE_NAMESPACE, "kubeflow", "another-profile"):
-            labelled = Pod(namespace, labels)  # anybody may give his pods these labels
+            labelled = Pod(namespace, labels)  # any user can set these labels
             assert not closed.allow(labelled, target, port, blocks_reach_pods=True)
             assert opened.allow(labelled, target, port) == (namespace == PROFILE_NAMESPACE)
         assert not opened.allow(Pod(PROFILE_NAMESPACE, {"app": "notebook"}), target, port)
@@ -187,4 +189,4 @@ def test_in_a_profile_steps_reach_kubeflow_and_mlflow_beyond_it_and_ranks_only_e
         assert not world.allow(replace(NEIGHBOUR, namespace=PROFILE_NAMESPACE), rank, port, blocks_reach_pods=True)
         assert not world.allow(RANK, rank, port, blocks_reach_pods=True)
     notebook = Pod(PROFILE_NAMESPACE, {"app": "notebook"})
-    assert world.allow(notebook, INTERNET, 8080)  # what is not Holdfast's keeps what it has
+    assert world.allow(notebook, INTERNET, 8080)  # other pods keep their access

@@ -1,4 +1,4 @@
-"""Alerts and the dashboard ask for what is exported and for nothing else, and the alerts come when they should."""
+"""Alerts and the dashboard query exported metrics only, and the alerts fire when they should."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def alert(name: str, minute: int, *, comes: bool, **labels: str) -> dict[str, An
 
 
 def test_an_alert_comes_when_something_is_wrong_and_not_while_all_is_well(tmp_path: Path) -> None:
-    # time() is seconds from 0 here. Something is told every minute until minute 60; nothing after that.
+    # Here, time() is seconds from 0. Samples arrive every minute until minute 60, and none after that.
     in_progress = [series("holdfast_steps", "100+0x180"), series("holdfast_step", "50+0x180")]
     well = [
         series("holdfast_last_event_timestamp_seconds", "0+60x60 3600+0x120"),
@@ -110,7 +110,7 @@ def test_an_accelerator_that_heat_or_its_hardware_holds_back_is_named_and_one_at
     tmp_path: Path,
 ) -> None:
     reasons, expected = "DCGM_FI_DEV_CLOCKS_EVENT_REASONS", alert(SLOWED, 30, comes=False, rank="0")
-    samples = [series(reasons, "104+0x60", 'gpu="0", Hostname="n"')]  # of DCGM's own exporter, which knows no run
+    samples = [series(reasons, "104+0x60", 'gpu="0", Hostname="n"')]  # of DCGM's own exporter, without a run label
     for rank, (bits, comes) in enumerate([(0x24, True), (0x8, True), (0x48, True), (0x4 | 0x100 | 0x10, False)]):
         samples.append(series(reasons, f"4+0x5 {bits}+0x55", f'run="r", rank="{rank}"'))
         expected["exp_alerts"] += alert(SLOWED, 30, comes=comes, rank=str(rank))["exp_alerts"]
@@ -124,7 +124,7 @@ def test_an_accelerator_that_heat_or_its_hardware_holds_back_is_named_and_one_at
 
 
 def targets(pods: list[dict[str, str]]) -> list[int]:
-    """Which of the pods with these labels Prometheus asks: what the operator makes of the PodMonitor."""
+    """The pods with these labels that Prometheus scrapes: the operator's interpretation of the PodMonitor."""
     monitor = yaml.safe_load((FOLDER / "pod-monitor.yaml").read_text())["spec"]
     (chosen,) = monitor["selector"]["matchExpressions"]
     (endpoint,) = monitor["podMetricsEndpoints"]
@@ -151,7 +151,7 @@ def test_of_the_pods_of_a_job_that_shows_figures_the_one_with_rank_0_is_asked(in
     shows, elastic = "telemetry.metrics_port=9400", ("training.determinism=elastic", "cluster.nodes.max=11")
     pods = [{index: str(number)} for number in (0, 1, 2, 10)]
     assert targets([{**labels_of(shows, "cluster.nodes.max=11", "cluster.nodes.min=11"), **pod} for pod in pods]) == [0]
-    assert targets([{**labels_of(shows, *elastic), **pod} for pod in pods]) == [0, 1, 2, 3]  # rank 0 is on any
+    assert targets([{**labels_of(shows, *elastic), **pod} for pod in pods]) == [0, 1, 2, 3]  # rank 0 can be on any pod
     assert targets([{**labels_of(), **pod} for pod in pods]) == []
 
 

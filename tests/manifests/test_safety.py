@@ -1,4 +1,4 @@
-"""What is deployed can do what it has to and nothing more."""
+"""Deployed accounts and pods have the rights that they need and no more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.manifests.rendering import MANIFESTS, OVERLAYS, PROFILE, name_of, pod
 
 READ = {"get", "list", "watch"}
 JOB = {*READ, "create", "delete"}
-# group/resource -> verbs, for every account. What is not here is not allowed.
+# group/resource -> verbs, for every account. Everything else is forbidden.
 ALLOWED = {
     "holdfast-launcher": {
         "kubeflow.org/pytorchjobs": JOB,
@@ -22,7 +22,7 @@ ALLOWED = {
         "trainer.kubeflow.org/trainingruntimes": {"create", "get", "list", "delete"},
         "coordination.k8s.io/leases": {"create", "get", "update", "delete"},
         "batch.volcano.sh/jobs": JOB,
-        "/secrets": {"create"},  # the key of a launch; it reads none
+        "/secrets": {"create"},  # it creates the key of a launch and reads none
         "/pods": READ,
         "/pods/log": {"get"},
         "/events": {"list"},
@@ -43,7 +43,7 @@ ALLOWED = {
 }
 
 
-AUDITED = "kind with audits"  # a component that is in no overlay
+AUDITED = "kind with audits"  # with a component that is in no overlay
 
 
 @pytest.fixture(params=[*OVERLAYS, AUDITED])
@@ -65,7 +65,8 @@ def test_every_account_may_do_exactly_what_it_has_to(objects: list[dict[str, Any
                         verbs.setdefault(f"{group}/{resource}", set()).update(rule["verbs"])
     assert granted == {account: ALLOWED[account] for account in granted}
     assert {"holdfast-launcher", "holdfast-step", "holdfast-notify"} <= set(granted)
-    submitting = {resource for rule in rules["holdfast-submitter"] for resource in rule["resources"]}  # bound to nobody
+    # No binding uses it.
+    submitting = {resource for rule in rules["holdfast-submitter"] for resource in rule["resources"]}
     assert submitting == {"workflows", "workflowtemplates", "cronworkflows", "pods", "pods/log", "events"}
     assert "*" not in str(rules)
     assert all(
@@ -160,7 +161,7 @@ def test_every_image_is_of_one_version(objects: list[dict[str, Any]]) -> None:
                 assert tag != "latest", name
                 assert any(letter.isdigit() for letter in tag), f"{name}: {container['image']} has no version"
             else:
-                assert name.partition("/")[0] in ("Sensor", "EventSource", "EventBus")  # the operator's own images
+                assert name.partition("/")[0] in ("Sensor", "EventSource", "EventBus")  # images of the operator
 
 
 def test_every_object_is_labelled_and_in_the_namespace(objects: list[dict[str, Any]]) -> None:
@@ -189,15 +190,14 @@ def test_traffic_is_denied_unless_a_policy_names_it(objects: list[dict[str, Any]
     for name, policy in policies.items():
         assert {} not in policy.get("ingress", []), f"{name} lets everything in"
         assert {} not in policy.get("egress", []), f"{name} lets everything out"
-    blocks = [
-        peer["ipBlock"] for rule in policies["https"]["egress"] for peer in rule["to"] if "ipBlock" in peer
-    ]  # the metadata service hands out the node's credentials
+    # The metadata service returns the node's credentials.
+    blocks = [peer["ipBlock"] for rule in policies["https"]["egress"] for peer in rule["to"] if "ipBlock" in peer]
     assert "169.254.169.254/32" in next(block for block in blocks if block["cidr"] == "0.0.0.0/0")["except"]
 
 
 def test_every_reference_to_an_object_leads_somewhere(objects: list[dict[str, Any]]) -> None:
     names = {name_of(document) for document in objects}
-    documented = {"holdfast-secrets", "holdfast-mlflow"}  # docs/operations.md says how to make them
+    documented = {"holdfast-secrets", "holdfast-mlflow"}  # docs/operations.md explains how to create them
     for owner, _, spec in pods(objects):
         for container in spec["containers"]:
             for source in container.get("envFrom", []):

@@ -1,4 +1,4 @@
-"""Every overlay renders, and every object in it is one that its API knows."""
+"""Every overlay renders, and the API knows every object in it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_an_unknown_field_of_a_custom_object_is_found(kind: str) -> None:
 
 
 def test_nodes_are_asked_for_where_a_copy_adds_the_component(tmp_path: Path) -> None:
-    """It needs an autoscaler, and so is in no overlay."""
+    """The component needs an autoscaler, so no overlay has it."""
     copy = tmp_path / "manifests"
     shutil.copytree(MANIFESTS / "components", copy / "components")
     overlay = {
@@ -77,7 +77,7 @@ def test_nodes_are_asked_for_where_a_copy_adds_the_component(tmp_path: Path) -> 
 
 
 def test_the_example_of_a_network_topology_fits_its_schema() -> None:
-    """It is copied and changed, and so in no overlay."""
+    """Users copy and change it, so no overlay has it."""
     file = MANIFESTS / "components" / "volcano-topology" / "hypernodes.yaml"
     documents = list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
     assert [problem for document in documents for problem in problems(document)] == []
@@ -90,7 +90,7 @@ def test_the_example_of_a_network_topology_fits_its_schema() -> None:
 
 
 def test_whoever_serves_a_champion_may_write_its_service_and_nothing_else() -> None:
-    """The component is in no overlay: KServe is not on every cluster."""
+    """The component is in no overlay, because not every cluster has KServe."""
     folder = MANIFESTS / "components" / "kserve"
     files = (folder / "service-account.yaml", folder / "rbac.yaml")
     documents = [document for file in files for document in yaml.safe_load_all(file.read_text(encoding="utf-8"))]

@@ -1,5 +1,6 @@
-"""Says what is wrong with an object: custom resources by their official schemas, built-in kinds by the typed models of
-the Kubernetes client, which know every field's name and type and which fields are required."""
+"""Reports the problems of an object. Custom resources are checked by their official schemas. Built-in kinds are checked
+by the typed models of the Kubernetes client, which know the name and type of every field, and the required fields.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +15,19 @@ from kubernetes import client
 from holdfast.launch.kubernetes.schemas import FOLDER, validate
 
 EVENTS = "github.com.argoproj.argo_events.pkg.apis.events.v1alpha1"
-# Not in the schemas of the Argo project that are published as JSON Schema.
+# Missing in the JSON Schemas that the Argo project publishes.
 WITHOUT_SCHEMA = {"EventBus"}
 _SCALARS = {"str": str, "int": int, "bool": bool, "float": (int, float)}
 
 
 def is_custom(thing: dict[str, Any]) -> bool:
-    """Whether the object is of a kind that Kubernetes itself does not know."""
+    """Whether Kubernetes itself does not know the kind of the object."""
     group = thing["apiVersion"].rpartition("/")[0]
     return ("." in group and not group.endswith(".k8s.io")) or group.endswith(".x-k8s.io")
 
 
 def problems(thing: dict[str, Any]) -> list[str]:
-    """Everything that a schema has against the object."""
+    """All schema violations of the object."""
     if is_custom(thing):
         return _custom(thing)
     messages: list[str] = []
@@ -53,7 +54,7 @@ def _check(value: Any, expected: str, where: str, found: list[str]) -> None:
             found.append(f"{where}: {value!r} is not a mapping")
             return
         for key, item in value.items():
-            # A quantity is a string or a number; any other text is a string.
+            # A quantity is a string or a number. Other texts are strings.
             quantity = where.rsplit(".", 1)[-1] in _QUANTITIES and isinstance(item, int)
             if not quantity:
                 _check(item, mapped[1], f"{where}.{key}", found)
@@ -79,7 +80,7 @@ def _model(value: Any, model: Any, where: str, found: list[str]) -> None:
             _check(item, model.openapi_types[by_name[key]], f"{where}.{key}", found)
     arguments = {by_name[key]: item for key, item in value.items() if key in by_name}
     try:
-        model(**arguments)  # its setters refuse what is required and missing, and values outside of an enumeration
+        model(**arguments)  # its setters refuse missing required values, and values outside an enumeration
     except ValueError as error:
         found.append(f"{where}: {error}")
 
@@ -99,13 +100,14 @@ def _custom(thing: dict[str, Any]) -> list[str]:
 
 @cache
 def _argo_events(kind: str) -> jsonschema.Draft202012Validator:
-    """The schema of a kind of Argo Events. It is published for a gRPC gateway, which writes some types in other words
-    than the API server reads; those are put right here."""
+    """The schema of a kind of Argo Events. It is published for a gRPC gateway, which spells some types differently from
+    the API server. This function corrects them.
+    """
     definitions = json.loads((FOLDER / "argo-workflows.schema.json").read_text(encoding="utf-8"))["definitions"]
     for schema in definitions.values():
         if "properties" in schema:
             schema.setdefault("additionalProperties", False)
-    definitions[f"{EVENTS}.K8SResource"] = {"type": "object"}  # whatever the Sensor shall make
+    definitions[f"{EVENTS}.K8SResource"] = {"type": "object"}  # the Sensor may create any resource
     definitions[f"{EVENTS}.Amount"] = {"type": ["number", "string"]}
     definitions[f"{EVENTS}.Int64OrString"] = {"type": ["integer", "string"]}
     definitions[f"{EVENTS}.SQSEventSource"]["properties"]["waitTimeSeconds"] = {"type": "integer"}

@@ -1,4 +1,4 @@
-"""Tiny models on one thread: several only get into each other's way."""
+"""Tiny models on one thread, because more threads slow them down."""
 
 from __future__ import annotations
 

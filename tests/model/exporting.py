@@ -15,7 +15,7 @@ from holdfast.spec.model import Model
 def write_hugging_face(
     folder: Path, shape: Model, vocabulary: int, tensors: Iterable[tuple[str, Tensor]], **options: Any
 ) -> list[str]:
-    """Write the export of these tensors into `folder`; the names of its files."""
+    """Write the export of these tensors into `folder`. Returns the names of its files."""
     by_name = dict(tensors)
     folder.mkdir(parents=True, exist_ok=True)
     files = export_files(

@@ -1,4 +1,4 @@
-"""The decoder: its names, its masks, its buffers, and the determinism that resuming rests on."""
+"""The decoder: its names, masks and buffers, and the determinism that resuming needs."""
 
 import hashlib
 

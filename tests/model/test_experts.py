@@ -1,4 +1,4 @@
-"""A mixture of experts: each token through its experts and no other, none dropped, whatever the load."""
+"""A mixture of experts: each token passes through exactly its experts, and none is dropped at any load."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def one_layer(model: Model) -> Mixture:
 
 
 def near(found: torch.Tensor, expected: torch.Tensor, summands: int, atol: float = 1e-8) -> bool:
-    """Whether two sums of the same terms in other orders differ by no more than rounding: each addition is off by 2^-24
-    of what it adds up, of which the largest element is the measure. Nor by more than `atol` and 1e-5 of the value. (Few
-    are equal bit for bit here; they were seen to differ by up to 16 units of 2^-24 of the largest.)"""
+    """Whether two sums of the same terms in different order differ only by rounding. Each addition has an error of
+    2^-24 of its operands; the largest element is the measure. The difference is also at most `atol` and 1e-5 of the
+    value. (Few are equal bit for bit here. Differences up to 16 units of 2^-24 of the largest element were measured.)
+    """
     rounding = torch.full_like(expected, summands * 2**-24 * float(expected.detach().abs().max()))
     return bool(((found - expected).abs() <= torch.minimum(rounding, atol + 1e-5 * expected.abs())).all())
 
@@ -44,7 +45,7 @@ def near(found: torch.Tensor, expected: torch.Tensor, summands: int, atol: float
 def test_choices_are_in_the_order_of_their_scores_where_the_device_leaves_them_in_none() -> None:
     for device in ("cuda", "hpu"):
         assert in_order(torch.device(device), biased=True) and in_order(torch.device(device), biased=False)
-    assert not in_order(torch.device("cpu"), biased=True)  # as transformers has it: other bits
+    assert not in_order(torch.device("cpu"), biased=True)  # like transformers, with other bits
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -74,7 +75,7 @@ def test_a_token_has_its_best_experts_and_weights_that_sum_to_one_where_they_are
 def test_no_token_is_dropped_and_its_gradient_is_that_of_each_token_by_itself(everyone: bool) -> None:
     layer = one_layer(mixture())
     x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    if everyone:  # the first expert is the best for all of them, and the last two are nobody's
+    if everyone:  # all tokens prefer the first expert, and none prefers the last two
         with torch.no_grad():
             x.abs_()
             layer.gate.weight.copy_(torch.tensor([3.0, 2.0, 1.0, -1.0, -2.0])[:, None].expand(5, 32))
@@ -97,7 +98,7 @@ def test_no_token_is_dropped_and_its_gradient_is_that_of_each_token_by_itself(ev
     for actual, reference in zip(
         *(torch.autograd.grad(y.sin().sum(), inputs) for y in (output, expected)), strict=True
     ):
-        assert near(actual, reference, 18 * 3, atol=1e-4)  # tokens, and the choices of each
+        assert near(actual, reference, 18 * 3, atol=1e-4)  # tokens times choices
 
 
 def test_balancing_adds_a_gradient_and_nothing_to_the_loss_in_training_alone_and_each_sequence_by_itself() -> None:
@@ -111,7 +112,7 @@ def test_balancing_adds_a_gradient_and_nothing_to_the_loss_in_training_alone_and
 
     whole, without = gradients(balanced, slice(None)), gradients(plain, slice(None))
     assert torch.equal(whole[0], without[0])
-    # Switch Transformer's loss of each sequence, over choices, times the sequence's counted tokens
+    # Switch Transformer's loss per sequence, over choices, times the counted tokens of the sequence
     charge = torch.zeros(())
     loads = [
         layer.mlp.gate.register_forward_hook(lambda *each: loads.append(each[2][2])) for layer in plain.model.layers
@@ -171,7 +172,7 @@ def test_all_experts_are_counted_as_weights_and_a_tokens_as_work(family: str) ->
     )
     planned = Architecture.of(model, 300)
     assert planned.parameters == parameter_count(model, 300)
-    idle = 2 * 2 * 3 * 32 * 24  # of two layers two experts, of three matrices each
+    idle = 2 * 2 * 3 * 32 * 24  # two experts in each of two layers, with three matrices each
     assert planned.parameters - planned.active_parameters == idle
     every = model.model_copy(update={"routing": model.routing.model_copy(update={"top_k": 5})})
     assert flops_per_token(every, 300) - flops_per_token(model, 300) == 6 * idle

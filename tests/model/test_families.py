@@ -1,4 +1,4 @@
-"""The families that people start from: the function that `transformers` computes, in, out, and while it is trained."""
+"""The supported model families: the same function as in `transformers`, for import, export and training."""
 
 import json
 from functools import partial
@@ -20,7 +20,7 @@ TOKENS = torch.randint(0, VOCABULARY, (2, CONTEXT), generator=torch.Generator().
 NOT_BALANCED = {"top_k": 2, "balance": "none"}
 LLAMA3 = {"kind": "llama3", "factor": 8.0, "original_context": 16}
 
-# What a spec says of a model, and what `transformers` calls it.
+# The model fields of a spec, and the names in `transformers`.
 FAMILIES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "linear rope": (
         {"rope_scaling": {"kind": "linear", "factor": 4.0}},
@@ -89,7 +89,7 @@ def ours_of(name: str) -> Model:
 
 
 def built(name: str) -> Decoder:
-    """A decoder whose vectors matter as well: as they begin, norms and biases change nothing."""
+    """A decoder with random vectors: initially, norms and biases have no effect."""
     model = decoder(ours_of(name))
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -100,7 +100,7 @@ def built(name: str) -> Decoder:
 
 
 def theirs_of(name: str) -> torch.nn.Module:
-    """A random model as `transformers` makes it."""
+    """A random model, created by `transformers`."""
     overrides = FAMILIES[name][1]
     settings: dict[str, object] = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
@@ -153,8 +153,9 @@ def test_training_walks_with_transformers_and_what_is_exported_then_is_still_its
     theirs.save_pretrained(tmp_path / "first")
     (tmp_path / "first" / "tokenizer.json").write_text(tokenizer_json())
     ours = load_exported(tmp_path / "first")[0].train()
-    # With a mask transformers repeats keys and values, and it sorts tokens of one expert in any order: gradients add up
-    # otherwise. AdamW would divide a gradient that is nothing but rounding by itself.
+    # With a mask, transformers repeats keys and values. It also sorts the tokens of one expert in any order. So
+    # gradients
+    # add up differently. AdamW would divide a gradient of pure rounding errors by itself.
     exact = "window" not in name and ours.shape.experts == 1
     optimizer_of = partial(torch.optim.AdamW, lr=1e-3) if exact else partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     optimizers = [optimizer_of(model.parameters()) for model in (ours, theirs)]

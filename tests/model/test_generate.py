@@ -1,4 +1,4 @@
-"""Generation: seeded, bounded by the context, and the text of the model itself."""
+"""Generation: seeded, limited by the context, and the model's own text."""
 
 from collections.abc import Callable
 
@@ -71,7 +71,7 @@ def test_when_the_context_is_full_the_text_goes_on_from_its_later_half(length: i
 
     size = built.shape.context // 2
     assert take(built, prompt, 90) == by_whole_forwards(lambda text: text[-size:])
-    if length == 32:  # of which the halves differ
+    if length == 32:  # whose halves differ
         assert by_whole_forwards(lambda text: text[:size]) != by_whole_forwards(lambda text: text[-size:])
 
 

@@ -1,4 +1,4 @@
-"""Files of a model that a stranger wrote: what they claim is compared with the file, and wrong types are named."""
+"""Untrusted model files: their claims are compared with the file, and wrong types are named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tensor(first: int, last: int, shape: Any = None) -> dict[str, Any]:
         ({"a": tensor(0, 4), "b": tensor(8, 16)}, "overlap or leave a gap"),
         ({"a": tensor(4, 16)}, "overlap or leave a gap"),
         ({"a": tensor(0, 8)}, "do not end where it ends"),
-        ({"a": tensor(0, 16, [2**62] * 100_000)}, "more than 64 axes"),  # its product took minutes
+        ({"a": tensor(0, 16, [2**62] * 100_000)}, "more than 64 axes"),  # this product took minutes
         ({"a": tensor(0, 16, [True, 4])}, "no sizes"),
         ({"a": tensor(0, 16, "4")}, "no shape"),
         ({"a": []}, "not a whole safetensors file"),
@@ -67,7 +67,7 @@ def test_more_experts_than_a_model_has_are_refused() -> None:
 
 
 def test_what_the_reader_of_the_bytes_says_is_said_as_it_is(tmp_path: Path) -> None:
-    """Damage of an export has a remedy of its own, and it is not to download the file."""
+    """A damaged export has a different remedy: downloading the file does not help."""
 
     class Damaged(Folder):
         def read_into(self, name: str, start: int, target: memoryview) -> None:

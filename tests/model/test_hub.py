@@ -1,4 +1,4 @@
-"""The Hub: a repository is told apart without fetching it, and fetched as one commit, from a real HTTP server."""
+"""The Hub: a repository is identified without a download, and fetched as one commit, from a real HTTP server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMIT = "c" * 40
 
 
 class Hub(ThreadingHTTPServer):
-    """One repository, tiny/llama, as the Hub's API shows it."""
+    """One repository, tiny/llama, as the Hub's API returns it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

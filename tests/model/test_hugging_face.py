@@ -20,7 +20,7 @@ from holdfast.spec.errors import DataError, MissingError, SpecError
 from tests.model.tiny_model import END, decoder, export, shape, tokenizer_json
 
 TOKENS = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(1))
-EAGER_BOUND = 2e-5  # on logits of standard deviation above 1: attention summed in another order, nothing else
+EAGER_BOUND = 2e-5  # for logits with a standard deviation above 1: the order of attention's sums is the only difference
 
 
 def files(folder: Path) -> dict[str, str]:
@@ -206,7 +206,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
 def test_weights_of_another_shape_than_the_spec_are_refused_with_every_field(tmp_path: Path) -> None:
     export(tmp_path, decoder(shape()))
     weights = open_weights(str(tmp_path), tmp_path / "cache")
-    require_fit(weights, shape(context=8, init_std=1.0), 300)  # neither is part of the weights
+    require_fit(weights, shape(context=8, init_std=1.0), 300)  # neither is a property of the weights
     with pytest.raises(SpecError) as refused:
         require_fit(weights, shape(layers=3, kv_heads=1), 301)
     fields = {problem.field: problem.remedy for problem in refused.value.problems}

@@ -1,4 +1,4 @@
-"""Imported weights are known by their bytes, wherever they lie."""
+"""Imported weights are identified by their bytes, in any place."""
 
 from __future__ import annotations
 

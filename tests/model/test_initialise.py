@@ -1,4 +1,4 @@
-"""The first weights: pure functions of seed and name. And what is counted without weights."""
+"""Initial weights are pure functions of seed and name. Also, counts that need no weights."""
 
 import hashlib
 import math

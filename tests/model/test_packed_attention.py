@@ -1,4 +1,4 @@
-"""Packed attention: exact numbers, bits that depend on nothing outside a document, memory that grows with T."""
+"""Packed attention: exact numbers, bits that depend only on the document, memory that grows with T."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def visible(lengths: tuple[int, ...], window: int | None) -> Tensor:
 
 
 def with_gradients(attention: Callable[..., Tensor], gradient: Tensor, *inputs: Tensor | None) -> list[Tensor]:
-    """The output of an attention, and the gradient of each of its inputs."""
+    """The output of an attention, and the gradient of each input."""
     leaves = [None if tensor is None else tensor.detach().clone().requires_grad_() for tensor in inputs]
     out = attention(*leaves)
     out.backward(gradient)
@@ -124,7 +124,7 @@ DOCUMENT = 300
 
 
 def around(before: int, after: int, dtype: torch.dtype, window: int | None, device: str) -> list[Tensor]:
-    """Output and gradients of the one same document, between others of these numbers of tokens."""
+    """Output and gradients of one fixed document, between others with these numbers of tokens."""
     length = before + DOCUMENT + after
     own = [random(1, heads, DOCUMENT, 16, dtype=dtype, device=device, seed=9) for heads in (4, 2, 2, 4)]
     tensors = [random(1, heads, length, 16, dtype=dtype, device=device, seed=before) for heads in (4, 2, 2, 4)]
@@ -182,7 +182,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
 
 @pytest.mark.parametrize("window", [None, 60])
 def test_queries_may_be_the_last_positions_of_more_keys(window: int | None) -> None:
-    """Context parallelism: the pieces of a rank, with keys of a document that none of its queries sees."""
+    """Context parallelism: the parts of a rank, with keys of a document that none of its queries sees."""
     segments = Segments((0, 100, 100, 400), (0, 350, 500, 1000))
     positions = torch.cat((torch.arange(250, 350), torch.arange(700, 1000)))
     q, k, v = (random(1, heads, 1000, 16, seed=heads) for heads in (4, 2, 2))
@@ -207,7 +207,7 @@ def test_segments_are_the_documents_of_each_row_cut_into_chunks() -> None:
 
 
 class Recorder(TorchDispatchMode):
-    """The shape and bytes of every tensor that an operation makes."""
+    """The shape and bytes of every tensor that an operation creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ def test_tensors_that_do_not_fit_together_are_refused(make: Callable[[], Any], m
 
 @pytest.mark.parametrize("keys", [1, 13, 16, 511])
 def test_masks_have_the_layout_of_the_memory_efficient_kernel(keys: int) -> None:
-    """On CUDA the kernel refuses a bias of another shape than [B, H, Q, K], or without strides of 8 numbers."""
+    """On CUDA, the kernel refuses a bias whose shape is not [B, H, Q, K], or whose strides are not multiples of 8."""
     mask = module._tile_mask(1, keys, keys - 1, 7, random(1, 6, 1, 8))
     assert mask.shape == (1, 6, 1, keys)
     assert mask.stride(3) == 1
@@ -315,10 +315,10 @@ def test_bounds_on_a_device_have_empty_segments_up_to_the_slots() -> None:
 
 
 def test_the_gradient_of_a_sink_is_part_of_the_backward() -> None:
-    """torch's variable-length attention drops the gradient of lse: training with sinks would be silently wrong."""
+    """torch's variable-length attention drops the gradient of lse. Training with sinks would be silently wrong."""
     q, pattern = random(1, 1, 1, 2), module.AttentionPattern(of_lengths(1), None, 1.0)
     out, lse = module.attention_forward(q, q, q, torch.zeros(1), pattern)
-    weight = torch.sigmoid((q * q).sum())  # of the only key beside a sink of 0
+    weight = torch.sigmoid((q * q).sum())  # of the only key next to a sink of 0
     torch.testing.assert_close(out, weight * q)
     *_, sink = attention_backward(torch.ones_like(q), q, q, q, torch.zeros(1), out, lse, pattern)
     assert sink is not None

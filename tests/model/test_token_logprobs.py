@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens: exact numbers in chunks, shards of the vocabulary, memory that grows with T alone."""
+"""Log-probabilities of tokens: exact numbers in chunks, vocabulary shards, memory that grows with T only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, VOCABULARY = 24, 90
 def inputs(
     rows: int, length: int, dtype: torch.dtype = torch.float32, vocabulary: int = VOCABULARY
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The input of the head, its weight, targets of which some are IGNORED, and a gradient."""
+    """The input of the head, its weight, targets with some IGNORED, and a gradient."""
     generator = torch.Generator().manual_seed(length)
     targets = torch.randint(0, vocabulary, (rows, length), generator=generator)
     targets[:, ::5] = IGNORED
@@ -29,7 +29,7 @@ def inputs(
 
 
 def whole(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """The reference: all logits."""
+    """The reference with all logits."""
     return -F.cross_entropy((hidden @ head.T).flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
 
 
@@ -109,7 +109,7 @@ def test_what_cannot_be_computed_is_refused(change: dict[str, Any], message: str
         token_logprobs(**{"hidden_BTD": hidden, "head_VD": head, "targets_BT": targets, **change})
 
 
-BOUNDS = (0, 37, VOCABULARY)  # unequal shards of two ranks
+BOUNDS = (0, 37, VOCABULARY)  # unequal shards for two ranks
 
 
 def shards_of_a_rank(rank: int, size: int, folder: Path) -> list[list[Any]]:

@@ -1,4 +1,4 @@
-"""Small models and a real tokenizer for the tests of the model."""
+"""Small models and a real tokenizer for the model tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an execution ended: by the records of its steps, then by the word of the engine, as each engine says it."""
+"""The end of an execution: from the records of its steps, then from the engine's status in each engine's terms."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_records_of_the_steps_decide_before_the_word(word: str, outcomes: li
     assert ending_of(word, outcomes) == ending
 
 
-KILLED = Outcome("train", 1, 1.0)  # said that it began, and nothing more
+KILLED = Outcome("train", 1, 1.0)  # it reported its start and nothing more
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ KILLED = Outcome("train", 1, 1.0)  # said that it began, and nothing more
         ("FAILED", [step("preprocess", "d"), KILLED], "failed"),
         ("CANCELED", [step("preprocess", "d"), KILLED], "cancelled"),
         ("COMPLETE", [step("preprocess", "d"), KILLED], "succeeded"),
-        # Parts of one step: one that failed ends the others. Trials of a sweep: none of them ends the DAG.
+        # Parts of one step: a failed part ends the rest. Trials of a sweep: no trial ends the DAG.
         ("FAILED", [part("tokenise", 143), part("tokenise", 11, "2")], "failed"),
         ("FAILED", [part("evaluate", 0, result="not_blessed")], "failed"),
         ("COMPLETE", [part("train", 12), step("compare", "blessed"), step("register", "3")], "succeeded"),
@@ -118,7 +118,7 @@ def test_the_headline_says_what_became_of_it(ending: Ending, more: dict[str, Any
 def test_a_training_whose_every_try_is_reclaimed_has_failed_and_one_that_is_asked_to_leave_once_is_cancelled(
     store: Store,
 ) -> None:
-    """Engines say FAILED of both; nobody cancels a run four times."""
+    """Engines report FAILED for both, and no person cancels a run four times."""
     statuses = []
     for _ in range(4):
         record = recorder(JOB)  # a process
@@ -135,7 +135,7 @@ def test_a_training_whose_every_try_is_reclaimed_has_failed_and_one_that_is_aske
     assert once
     once(store.url, step("train", code=204))
     then = outcome_of(store, JOB, "train")
-    assert after and then and (after.interrupted, then.interrupted) == (4, 0)  # a success ends the row
+    assert after and then and (after.interrupted, then.interrupted) == (4, 0)  # a success ends the series
 
 
 @pytest.mark.parametrize(("last", "ended"), [("blessed", "registered"), ("not_blessed", "not blessed")])

@@ -1,4 +1,4 @@
-"""What Argo says of failed nodes is read as it comes: quoted once more, quoted once, or not at all."""
+"""Argo's list of failed nodes is parsed in every form: quoted twice, quoted once, or not quoted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exit handler: says what happened whatever happened, and never fails the DAG."""
+"""The exit handler: it always sends a summary, and it never fails the DAG."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def store(home: Path) -> Store:
 
 
 class Webhook:
-    """A real HTTP server that answers with the given statuses in turn, the last one for ever."""
+    """A real HTTP server that answers with the given statuses in order, and repeats the last one."""
 
     def __init__(self, *statuses: int) -> None:
         self.bodies: list[dict] = []
@@ -288,7 +288,7 @@ def test_a_webhook_that_hangs_is_left_after_a_bounded_time(
 ) -> None:
     monkeypatch.setattr(notify_summary, "TIMEOUT", 0.2)
     monkeypatch.setattr(notify_summary, "PAUSE", 0.0)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts, nobody answers
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts, but no process answers
         monkeypatch.setenv("HOLDFAST_WEBHOOK", f"http://127.0.0.1:{silent.getsockname()[1]}/{SECRET}")
         run("FAILED", SPEC)
     assert "TimeoutError" in caplog.text

@@ -1,4 +1,4 @@
-"""The exit handler of a sweep: one summary of all its trials."""
+"""The exit handler of a sweep: one summary of all trials."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_sweep_whose_trials_were_all_compared_succeeded(store: Store) -> None:
 
 def test_a_sweep_that_ended_before_its_comparison_says_where(store: Store) -> None:
     judged(store, TRIALS[0], RUNS[0])
-    compare(parse_spec(TEXT), "d", TRIALS, store)  # of an execution before this one
+    compare(parse_spec(TEXT), "d", TRIALS, store)  # of an earlier execution
     left(store, Outcome("train", 1, 2.0, part="1"))
     summary = told(store, "Failed")
     assert (summary["status"], summary["failed_step"]) == ("failed", "train-1")

@@ -1,9 +1,9 @@
-"""Plant each bug in a copy of the tree, run the tests that must notice, and print the score.
+"""Plant each bug in a copy of the tree, run the tests that must notice it, and print the score.
 
-    python -m tests.planted             all of them, which takes an hour or two
-    python -m tests.planted schedule    those whose file or reason has the word in it
+`python -m tests.planted` plants all bugs, which takes an hour or two. `python -m tests.planted schedule` plants those
+with the word in their file or reason.
 
-A bug whose text is not found exactly once is refused before anything runs. Code 1 if one survives.
+A bug whose text does not occur exactly once is refused before anything runs. The exit code is 1 if a bug survives.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from tests.planted.bug import BUGS, Bug
 
 ROOT = Path(__file__).parents[2]
-FAILED, PASSED = 1, 0  # pytest's codes; any other means that it could not run
-SECONDS = 1200  # for the tests of a bug: one that hangs is noticed too
+FAILED, PASSED = 1, 0  # exit codes of pytest; any other code means that it could not run
+SECONDS = 1200  # time limit for the tests of a bug, so that a hang counts too
 
 
 def misfits(bugs: Sequence[Bug], root: Path = ROOT) -> list[str]:
@@ -37,7 +37,7 @@ def misfits(bugs: Sequence[Bug], root: Path = ROOT) -> list[str]:
 
 
 def copy_of_the_tree(folder: Path) -> Path:
-    """What Git tracks and what is new, without what it ignores."""
+    """Copy the files that Git tracks, and new files that it does not ignore."""
     list_files = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(list_files, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
@@ -48,12 +48,12 @@ def copy_of_the_tree(folder: Path) -> Path:
 
 
 def is_caught(bug: Bug, tree: Path) -> bool:
-    """Whether a test fails with the bug in `tree`, which is as it was afterwards."""
+    """Whether a test fails with the bug in `tree`. The tree is restored afterwards."""
     path = tree / bug.file
     sound = path.read_text(encoding="utf-8")
     path.write_text(sound.replace(bug.old, bug.new), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *bug.tests.split()]
-    # The copy comes before the tree that the environment is installed from.
+    # The copy precedes the installed tree on the path.
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         process = subprocess.run(
@@ -63,7 +63,7 @@ def is_caught(bug: Bug, tree: Path) -> bool:
         return True
     finally:
         path.write_text(sound, encoding="utf-8")
-    if process.returncode not in (FAILED, PASSED, 2):  # 2: a module could not even be imported
+    if process.returncode not in (FAILED, PASSED, 2):  # 2: a module could not be imported
         raise RuntimeError(f"{bug.file}: pytest could not run: {process.stdout[-2000:]}{process.stderr[-2000:]}")
     return process.returncode != PASSED
 

@@ -1,7 +1,7 @@
-"""The bugs that are planted: small mistakes of the kind that people make, each with the tests that must notice.
+"""Planted bugs: small realistic mistakes, each with the tests that must notice it.
 
-They are listed in bugs/*.txt. `file` and `test` hold for all bugs below them, until the next `file` or `test`. `bug`
-says what would go wrong. Lines with - are replaced by lines with +.
+They are listed in bugs/*.txt. `file` and `test` apply to all bugs below them, until the next `file` or `test`. `bug`
+names the consequence. Lines with + replace lines with -.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ FOLDER = Path(__file__).with_name("bugs")
 
 @dataclass(frozen=True)
 class Bug:
-    """`old` stands exactly once in `file` and becomes `new`; then one of `tests` must fail, because of `why`."""
+    """`old` occurs exactly once in `file` and becomes `new`. Then one of `tests` must fail, because of `why`."""
 
     file: str
     old: str
     new: str
-    tests: str  # paths for pytest, by spaces
+    tests: str  # paths for pytest, separated by spaces
     why: str
 
 

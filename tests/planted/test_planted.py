@@ -1,4 +1,4 @@
-"""The list of planted bugs fits the code as it is, and the script tells a caught bug from a survivor."""
+"""The list of planted bugs fits the current code, and the script distinguishes a caught bug from a survivor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.planted.bug import BUGS, Bug
 
 
 def test_each_planted_bug_still_applies() -> None:
-    """If this fails: write the bug anew for the code as it is now (python -m tests.planted tells how it fares)."""
+    """If this fails, rewrite the bug for the current code, and check it with python -m tests.planted."""
     assert misfits(BUGS) == []
     assert len({(bug.file, bug.old, bug.new) for bug in BUGS}) == len(BUGS) >= 60
 

@@ -1,7 +1,7 @@
-"""A store in memory: the conditional semantics of a real one, and a say for whoever simulates or watches.
+"""A store in memory, with the conditional semantics of a real one, and hooks for simulations and watchers.
 
-Promises what the contract tests ask of every store (`test_bucket` runs them on it), that every read sees every write
-before it, and that a listing is made of pages that are read one after another, as S3 gives them.
+It passes the contract tests of every store (`test_bucket` runs them). Every read sees every earlier write. A listing
+consists of pages that are read one after another, as from S3.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from holdfast.store.payload import (
 
 T = TypeVar("T")
 
-AT_ONCE = 4  # reads of `read_many` that are under way together
+AT_ONCE = 4  # concurrent reads of `read_many`
 
 
 @dataclass(frozen=True)
 class Stored:
-    """An object as it lies in the bucket."""
+    """An object in the bucket."""
 
     data: bytes
     modified: float
@@ -48,15 +48,15 @@ class Stored:
 
     @property
     def tag(self) -> str:
-        """What a conditional write compares: of the content, as S3's entity tag is."""
+        """The value that a conditional write compares: a tag of the content, as S3's entity tag."""
         return content_digest(views(self.data))
 
 
-Watcher = Callable[[str, Stored | None, Stored | None], None]  # key, what was there, what is there now
+Watcher = Callable[[str, Stored | None, Stored | None], None]  # key, former object, current object
 
 
 class Bucket:
-    """The objects themselves, shared by all connections. Every change is told to `watchers` once it is made."""
+    """The objects, shared by all connections. `watchers` are called after every change."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.objects: dict[str, Stored] = {}
@@ -65,7 +65,7 @@ class Bucket:
         self._clock, self._versions = clock, itertools.count(1)
 
     def write(self, key: str, data: bytes) -> Stored:
-        """Put an object, whatever was there."""
+        """Put an object unconditionally."""
         before, after = self.objects.get(key), Stored(data, self._clock(), next(self._versions))
         if before is None:
             insort(self.keys, key)
@@ -74,20 +74,20 @@ class Bucket:
         return after
 
     def remove(self, key: str) -> None:
-        """Remove an object if it is there."""
+        """Remove an object if it exists."""
         before = self.objects.pop(key, None)
         if before is not None:
             del self.keys[bisect_left(self.keys, key)]
             self._tell(key, before, None)
 
     def page(self, prefix: str, after: str, size: int) -> list[ObjectInfo]:
-        """Up to `size` objects under a prefix whose keys come behind `after`."""
+        """Up to `size` objects under a prefix, with keys after `after`."""
         first = bisect_right(self.keys, after) if after >= prefix else bisect_left(self.keys, prefix)
         keys = itertools.takewhile(lambda key: key.startswith(prefix), self.keys[first : first + size])
         return [info_of(key, self.objects[key]) for key in keys]
 
     def copy(self) -> Bucket:
-        """The same objects in another bucket, which nobody watches."""
+        """The same objects in another bucket without watchers."""
         other = Bucket(self._clock)
         other.objects, other.keys, other._versions = dict(self.objects), list(self.keys), itertools.count(1 << 40)
         return other
@@ -103,19 +103,20 @@ def info_of(key: str, stored: Stored) -> ObjectInfo:
 
 
 class MemoryStore:
-    """A connection to a bucket. `_request` is where a simulation lets time pass and things go wrong."""
+    """A connection to a bucket. In `_request`, a simulation can let time pass and inject faults."""
 
     def __init__(self, bucket: Bucket, page: int = 1000) -> None:
         self.bucket, self._page = bucket, page
 
     @property
     def url(self) -> str:
-        """A root that nobody else can open."""
+        """A root that no other process can open."""
         return "s3://memory"
 
     def _request(self, operation: str, key: str, effect: Callable[[], T], again: Callable[[], T] | None = None) -> T:
-        """The outcome of `effect`, which is atomic; `again` is what to do where an earlier try may have been applied
-        without an answer."""
+        """The outcome of `effect`, which is atomic. `again` runs if an earlier try may have been applied without a
+        reply.
+        """
         return effect()
 
     def put(self, key: str, data: Data) -> None:
@@ -167,7 +168,7 @@ class MemoryStore:
         target[:] = self._get("read_into", key, start, target.nbytes)
 
     def read_many(self, reads: Iterable[Read]) -> None:
-        """See `Store`. A few are drawn at a time; `_order` says in which order those come."""
+        """See `Store`. A few reads are drawn at a time; `_order` gives the order of their replies."""
         source = iter(reads)
         while batch := list(itertools.islice(source, AT_ONCE)):
             failures: dict[int, Exception] = {}
@@ -226,11 +227,11 @@ class MemoryStore:
         """See `Store`."""
         for key in keys:
             check_key(key)
-        for key in keys:  # not atomic, and so each by itself
+        for key in keys:  # not atomic, so one request per key
             self._request("delete", key, lambda key=key: self.bucket.remove(key))
 
     def end_abandoned(self, folder: str, older_than: float = STALE_SECONDS) -> int:
-        """See `Store`: nothing is ever unfinished here."""
+        """See `Store`: no upload is ever unfinished here."""
         return 0
 
     def put_stream(self, key: str, size: int, content: Callable[[], Iterator[Buffer]]) -> None:
@@ -274,14 +275,14 @@ class MemoryStore:
         return self._request(operation, key, effect)
 
     def _order(self, count: int) -> Sequence[int]:
-        """In which order reads that were begun together are answered."""
+        """The order of the replies to concurrent reads."""
         return range(count)
 
     def _write(self, key: str, content: bytes) -> Stored:
         return self.bucket.write(key, content)
 
     def _read(self, key: str, start: int, data: bytes) -> bytes:
-        """What a reader sees of bytes that lie at `start`."""
+        """The bytes at `start` as a reader sees them."""
         return data
 
     def _there(self, operation: str, key: str) -> Stored:

@@ -1,8 +1,8 @@
-"""Every crash point of a training's storage: its operations are numbered, and something ends before or after each.
+"""Every crash point of a training's storage: the operations are numbered, and a process ends before or after each.
 
-What ends is the process whose operation it is, or its whole gang, as when the power goes; for good, or until its
-successor has finished (a frozen attempt that is thawed). The supervisor starts the next gang, and the oracle compares:
-nothing that was committed is lost, nothing is half there at any moment, and the end has the undisturbed bits.
+The process of the operation ends, or its whole gang, as in a power failure. It ends permanently, or until its successor
+has finished (a frozen attempt that is thawed). The supervisor starts the next gang, and the oracle checks it: no
+committed state is lost, no state is incomplete at any moment, and the final bits equal those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from tests.protocol.world import Process, World
 
 OF_ONE = Plan(steps=2, keep_last=1, sizes=(1,), columns=(False,))
 OF_TWO = Plan(steps=3, keep_last=1, keep_every=2, sizes=(2,), columns=(False,))
-WITH_NODES = Plan(steps=2, keep_last=1, sizes=(3, 5), columns=(False, True))  # other ranks and cuts after a crash
+# Other numbers of ranks and cuts after a crash.
+WITH_NODES = Plan(steps=2, keep_last=1, sizes=(3, 5), columns=(False, True))
 PLANS = {"one rank": OF_ONE, "two ranks": OF_TWO, "nodes above the ranks": WITH_NODES}
 
 
 @dataclass(frozen=True)
 class Crash:
-    """Operation `number` of a run (from 0) is the last one of who does it; `when` is "before" or "after" it."""
+    """Operation `number` of a run (from 0) is the last one of its process. `when` is "before" or "after" it."""
 
     number: int
     when: str = "before"
