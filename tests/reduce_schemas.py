@@ -1,9 +1,9 @@
 """Writes the official schemas in `holdfast/launch/kubernetes/schemas`.
 
-`python -m tests.reduce_schemas FOLDER` reads the CustomResourceDefinitions (*.yaml) and Argo's JSON Schema
-(argo-workflows.schema.json) that their projects publish. Each definition keeps the version of its generator. Left out
-are descriptions, and defaults that are paths: Holdfast emits none of those fields, and a default decides nothing that
-is checked. A part that occurs again is a YAML alias.
+`python -m tests.reduce_schemas FOLDER` reads the published CustomResourceDefinitions (*.yaml) and Argo's JSON Schema
+(argo-workflows.schema.json). Each definition keeps the version of its generator. Descriptions are omitted, and so are
+defaults that are paths: Holdfast emits none of those fields, and a default does not affect the checks. Repeated parts
+are YAML aliases.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import yaml
 from holdfast.launch.kubernetes.schemas import FOLDER
 
 WORDS = {"description", "title", "example"}
-BY_NAME = {"properties", "definitions", "patternProperties"}  # hold schemas under names of the kind's own
+BY_NAME = {"properties", "definitions", "patternProperties"}  # hold schemas under names that the kind chooses
 
 
 def without_words(node: Any, *, by_name: bool = False) -> Any:
-    """A schema without what only people read, and without defaults that are paths."""
+    """A schema without descriptions for people, and without defaults that are paths."""
     if isinstance(node, dict):
         return {
             key: without_words(value, by_name=key in BY_NAME and not by_name)
@@ -37,7 +37,7 @@ def _is_default_path(key: str, value: Any) -> bool:
 
 
 def with_aliases(schemas: list[Any]) -> list[str]:
-    """Schemas of one file, each as one line of YAML. A part that occurs again is an alias of its first occurrence."""
+    """The schemas of one file, each on one line of YAML. A repeated part is an alias of its first occurrence."""
     counts: dict[str, int] = {}
 
     def count(node: Any) -> None:
@@ -68,7 +68,7 @@ def with_aliases(schemas: list[Any]) -> list[str]:
 
 
 def reduced(definition: dict[str, Any]) -> str:
-    """A CustomResourceDefinition as YAML: each schema is one line, the rest is as people write it."""
+    """A CustomResourceDefinition as YAML: each schema on one line, the rest in block style."""
     spec = definition["spec"]
     annotations = definition["metadata"].get("annotations", {})
     versions = {
@@ -94,7 +94,7 @@ def reduced(definition: dict[str, Any]) -> str:
 
 
 def main(folder: Path) -> None:
-    """Write the files of the package."""
+    """Write the schema files of the package."""
     for path in sorted(folder.glob("*.yaml")):
         (definition,) = (document for document in yaml.safe_load_all(path.read_text(encoding="utf-8")) if document)
         (FOLDER / path.name).write_text(reduced(definition), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A version of a registered model in MLflow, with the records of it that `register` leaves in the store."""
+"""A version of a registered model in MLflow, with its records that `register` leaves in the store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.tracking.registrations import content_digest
 def register_version(
     store: Store, model: str, run_id: str, export: str, state_digest: str, dataset_id: str = "d", uri: str = ""
 ) -> int:
-    """Make the version and its records; no alias is moved. Returns its number."""
+    """Create the version and its records without moving an alias. Returns its number."""
     uri = uri or tracking_uri()
     try:
         export_digest = read_record(store, export).digest

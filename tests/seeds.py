@@ -1,4 +1,4 @@
-"""How often drills repeat what chance decides: HOLDFAST_TEST_SEEDS. CI, which has 50 minutes, asks for fewer."""
+"""The number of repetitions of random drills: HOLDFAST_TEST_SEEDS. CI has 50 minutes and sets fewer."""
 
 import os
 

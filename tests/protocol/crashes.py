@@ -26,7 +26,7 @@ class Crash:
 
     number: int
     when: str = "before"
-    gang: bool = True  # whether all end, or the one process
+    gang: bool = True  # whether they only freeze until their successor has finished
     thaw: bool = False  # whether they only stand still until their successor has finished
 
 

@@ -1,4 +1,4 @@
-"""The gang of simulated ranks: the face of `collectives.Gang`, over the scheduler instead of gloo."""
+"""The gang of simulated ranks: the interface of `collectives.Gang`, over the scheduler instead of gloo."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """Where the ranks of one gang meet."""
+    """The meeting point of the ranks of one gang."""
 
     def __init__(self, world: World, processes: list[Process]) -> None:
         self.world, self.processes = world, processes
-        self.given: list[dict[int, Any]] = []  # of each collective, by rank
+        self.given: list[dict[int, Any]] = []  # per collective, by rank
         self.left: set[int] = set()  # ranks that ended
 
 
 class SimulatedGang(Gang):
-    """`rank` of the gang that meets there."""
+    """`rank` of the gang of that meeting."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank, self.size = rank, len(meeting.processes)
         self._meeting, self._calls = meeting, 0
 
     def broadcast(self, value: T, kind: Any = None, source: int = 0) -> T:
-        """Rank 0's value."""
+        """The value of rank 0."""
         return self.all_gather(value)[source]
 
     def all_gather(self, value: T, kind: Any = None) -> list[T]:
-        """Every rank's value. Raises LostPeerError once a rank is gone that has not given its own."""
+        """The value of every rank. Raises LostPeerError when a rank ends before it has given a value."""
         meeting, number = self._meeting, self._calls
         self._calls += 1
         while len(meeting.given) <= number:

@@ -1,7 +1,7 @@
-"""What the standard library is in a simulated world: clocks, threads, locks, names, put into production modules.
+"""The standard library in a simulated world: clocks, threads, locks and names for production modules.
 
-The modules under test keep their code; only `time`, `threading`, `uuid` and the like mean other things in them while
-`simulated` holds.
+The modules under test keep their code. Only `time`, `threading`, `uuid` and similar modules are replaced while
+`simulated` is active.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class Thread:
         self._work = lambda: target(*args, **(kwargs or {}))
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         world = self._world
         world.spawn(f"{world.actor.name}'s {self._name}", self._run)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the end."""
+        """Wait for its end."""
         self._world.wait(lambda: self._done, float("inf") if timeout is None else timeout)
 
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether it is still running."""
         return not self._done
 
     def _run(self) -> None:
@@ -52,14 +52,15 @@ class Thread:
 
 
 class Condition:
-    """`threading.Condition`, `Lock` and `RLock` in one: only one actor runs at a time, so nothing is ever contended
-    but what is held over a wait."""
+    """`threading.Condition`, `Lock` and `RLock` in one. Only one actor runs at a time, so only a lock that is held
+    during a wait is ever contended.
+    """
 
     def __init__(self, lock: Any = None) -> None:
         self._world, self._owner, self._depth, self._calls = _world(), None, 0, 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take it."""
+        """Acquire the lock."""
         me = self._world.actor
         if self._owner is not me and self._owner is not None:
             if not blocking:
@@ -71,13 +72,13 @@ class Condition:
         return True
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the lock."""
         self._depth -= 1
         if self._depth == 0:
             self._owner = None
 
     def locked(self) -> bool:
-        """Whether anybody holds it."""
+        """Whether any thread holds it."""
         return self._owner is not None
 
     def __enter__(self) -> Condition:
@@ -93,11 +94,11 @@ class Condition:
         return self._away(lambda: self._calls > calls, timeout)
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until something holds."""
+        """Wait until the predicate is true."""
         return bool(predicate()) or self._away(lambda: bool(predicate()), timeout)
 
     def notify(self, n: int = 1) -> None:
-        """Wake whoever waits."""
+        """Wake the waiting threads."""
         self._calls += 1
 
     notify_all = notify
@@ -148,7 +149,7 @@ class Executor:
         pass
 
     def map(self, work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-        """The results in the order of the items; the first failure is raised where it stands."""
+        """The results in the order of the items. The first failure is raised at its place."""
         waiting, results = list(enumerate(items)), {}
         count = len(waiting)
         if _world().at_once or count == 1:
@@ -208,8 +209,9 @@ class _Silent:
 
 @contextmanager
 def simulated(world: World, modules: Sequence[types.ModuleType], constants: dict[str, Any]) -> Iterator[None]:
-    """Within, the production modules see the clock, threads and names of `world`; and each of `constants`, by its name,
-    has another value in whichever of them has it."""
+    """Inside, the production modules see the clock, threads and names of `world`. Each of `constants` has a different
+    value in every module that defines it.
+    """
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     clocked: list[tuple[types.FunctionType, tuple[Any, ...]]] = []
     names_of_world = {**_modules(world), **constants}
@@ -221,7 +223,7 @@ def simulated(world: World, modules: Sequence[types.ModuleType], constants: dict
                     replaced.append((names, name, names[name]))
                     names[name] = value
             for name, value in names.items():
-                if value is time:  # a clock as a default
+                if value is time:  # a default argument that is a clock
                     replaced.append((names, name, value))
                     names[name] = names_of_world["time"]
         for function in [method for module in modules for method in _functions_in(module)]:
@@ -240,7 +242,7 @@ def simulated(world: World, modules: Sequence[types.ModuleType], constants: dict
 
 
 def _names_in(module: types.ModuleType) -> Iterator[dict[str, Any]]:
-    """The names of a module, and the defaults of the keyword arguments of what it defines."""
+    """The names of a module, and the keyword defaults of its functions."""
     yield vars(module)
     for function in _functions_in(module):
         if function.__kwdefaults__:

@@ -1,9 +1,9 @@
-"""The way to the store in a simulated world: slow, lossy, sometimes late, and seen by one process each.
+"""The network to the store in a simulated world: slow, lossy and sometimes late.
 
-A request can be lost on its way, be applied and lose its reply, be applied long after its sender gave it up, or be
-refused for a moment (503, 409). Only the write of a root is never applied after its sender gave it up: a store that did
-so could bring back what was collected. As the stores do, a connection tries again until its deadline, looks whether an
-earlier try of a conditional write was applied, and then raises StoreUnreachableError.
+A request can be lost, be applied and lose its reply, be applied long after its sender gave up, or be refused for a
+moment (503, 409). Only the write of a root is never applied after its sender gave up, because that could restore a
+collected checkpoint. Like real stores, a connection retries until its deadline. It checks whether an earlier try of a
+conditional write was applied. Then it raises StoreUnreachableError.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ CHANGES = ("put", "put_if_absent", "compare_and_swap", "delete")
 
 @dataclass
 class Weather:
-    """How likely what is, for each request; times in seconds."""
+    """The probability of each fault per request. Times are in seconds."""
 
     lost_request: float = 0.0
     lost_reply: float = 0.0
     late: float = 0.0
     refused: float = 0.0
-    latency: tuple[float, float] = (0.002, 0.05)  # from, to; evenly on a logarithmic scale
-    stall: float = 0.0  # probability of a request that takes a hundred times as long
+    latency: tuple[float, float] = (0.002, 0.05)  # from, to; uniform on a logarithmic scale
+    stall: float = 0.0  # probability that a request takes a hundred times as long
     timeout: float = 5.0
     deadline: float = 30.0
-    outages: list[tuple[float, float]] = field(default_factory=list)  # from, to: nobody reaches the store
+    outages: list[tuple[float, float]] = field(default_factory=list)  # from, to: the store is unreachable
 
     def calmed(self) -> Weather:
-        """The same without faults."""
+        """The same settings without faults."""
         return replace(self, lost_request=0.0, lost_reply=0.0, late=0.0, refused=0.0, stall=0.0, outages=[])
 
 
 class Network:
-    """All connections of a world, and what is under way in it."""
+    """All connections of a world, and their requests in flight."""
 
     def __init__(self, world: World, bucket: Bucket, weather: Weather) -> None:
         self.world, self.bucket, self.weather = world, bucket, weather
-        self.requests = 0  # that reached the bucket, or were lost
+        self.requests = 0  # requests that reached the bucket or were lost
         self.on_request: Callable[[int, str, str, str, Process], None] | None = None  # see `Connection._request`
-        self.looked: dict[Process, float] = {}  # when a process last listed the attempts
+        self.looked: dict[Process, float] = {}  # the time of each process's last listing of attempts
         self._process = Process("network")
-        self.under_way = 0  # late requests that nobody waits for any more
+        self.under_way = 0  # late requests without a waiting sender
 
     def connect(self, process: Process) -> Connection:
         """The store as a process sees it."""
         return Connection(self, process)
 
     def later(self, effect: Callable[[], Any]) -> None:
-        """Apply a request of which its sender will not hear."""
+        """Apply a request whose sender gets no reply."""
         delay = self.world.random.uniform(1.0, 30.0) * self.world.random.choice((1, 1, 20))
         self.under_way += 1
 
@@ -80,7 +80,8 @@ class Connection(MemoryStore):
 
     def _request(self, operation: str, key: str, effect: Callable[[], T], again: Callable[[], T] | None = None) -> T:
         """See `MemoryStore`. `Network.on_request(number, "before" or "after", operation, key, process)` is called
-        around each effect and may kill."""
+        around each effect and may kill the process.
+        """
         world, network, random = self._world, self._network, self._world.random
         weather, start, tries = network.weather, world.now, 0
         changes = operation in CHANGES
@@ -121,7 +122,7 @@ class Connection(MemoryStore):
         if self._network.on_request is not None:
             self._network.on_request(number, when, operation, key, self._process)
             if self._process.dead or self._process.frozen:
-                self._world.sleep(0.0)  # does not come back, or not now
+                self._world.sleep(0.0)  # does not return, or not now
 
     def _fault(self, changes: bool, may_be_late: bool) -> str:
         weather, world = self._network.weather, self._world

@@ -1,8 +1,8 @@
-"""What must hold after every change of the store, checked by somebody who sees everything and is never wrong.
+"""Invariants of the store, checked after every change by an observer that sees everything.
 
-Invariants: a root is complete and has the bits of its step when it appears, and as long as it is visible; an attempt
-commits in the order of its steps; what a checkpoint needs that lies there, set aside or pinned included, is never
-deleted or changed; what was committed is not lost; and in the end nothing is left over.
+A root is complete and has the bits of its step, from its appearance until it disappears. An attempt commits its steps
+in order. Objects that an existing checkpoint needs are never deleted or changed, even if it is set aside or pinned. A
+commit is not lost. At the end, nothing unneeded is left.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ LEAF = re.compile(r"^runs/run/indexes/(\d{6}-\d{9})/\d{5}\.idx$")
 
 
 def attachment(attempt: int, step: int) -> str:
-    """What an attempt writes of a step before it commits it."""
+    """The attachment that an attempt writes for a step before the commit."""
     return layout.metrics(RUN, step - 1, step, attempt)
 
 
 class ViolationError(AssertionError):
-    """The protocol broke a promise."""
+    """The protocol broke an invariant."""
 
 
 class Recording(MemoryStore):
-    """Reads straight from the bucket and remembers what it read, or could not read because it is too short."""
+    """Reads the bucket directly, and records every key that it read or found too short."""
 
     def __init__(self, bucket: Bucket) -> None:
         super().__init__(bucket)
@@ -52,42 +52,42 @@ class Recording(MemoryStore):
 class Oracle:
     """Watches a bucket.
 
-    A root of an attempt that was replaced does not count once its successor has committed: nothing is asked of it but
-    that nobody uses it, and that it is gone in the end.
+    A root of a replaced attempt does not count after its successor has committed. Then the only requirements are that
+    no attempt uses it and that it is gone at the end.
     """
 
     def __init__(self, world: World, bucket: Bucket) -> None:
         self._world, self._bucket = world, bucket
-        self.needs: dict[str, frozenset[str]] = {}  # of each root that counts, set aside ones included: its objects
-        self.commits: list[tuple[int, int]] = []  # (attempt, step), in the order in which they appeared
-        self.forgiven: set[int] = set()  # steps whose checkpoints were damaged on purpose
+        self.needs: dict[str, frozenset[str]] = {}  # per root that counts, including those set aside: its objects
+        self.commits: list[tuple[int, int]] = []  # (attempt, step), in order of appearance
+        self.forgiven: set[int] = set()  # steps with deliberately damaged checkpoints
         self._writer: dict[str, int] = {}  # the attempt of each root
-        self._base: dict[int, int] = {}  # from which step an attempt went on
+        self._base: dict[int, int] = {}  # the start step of each attempt
         self._void: set[tuple[int, int]] = set()  # (attempt, step) of roots that do not count
-        self._lost: set[tuple[int, int]] = set()  # (attempt, step) of checkpoints that were damaged on purpose
-        self._unknown = False  # whether nobody can say what one that was set aside needs
-        self.damaged: set[str] = set()  # objects that were damaged on purpose
-        self.looked: dict[Process, float] = {}  # when a process last looked for newer attempts
-        self._claimed: dict[int, float] = {}  # when each attempt was
+        self._lost: set[tuple[int, int]] = set()  # (attempt, step) of deliberately damaged checkpoints
+        self._unknown = False  # whether the needs of a checkpoint that was set aside are unknown
+        self.damaged: set[str] = set()  # deliberately damaged objects
+        self.looked: dict[Process, float] = {}  # the time of each process's last check for newer attempts
+        self._claimed: dict[int, float] = {}  # the claim time of each attempt
         self._whole: dict[str, float] = {}  # when the last index of an attempt's step appeared
         bucket.watchers.append(self._changed)
 
     def visible(self) -> list[int]:
-        """The steps of all checkpoints that count, lowest first."""
+        """The steps of all checkpoints that count, in ascending order."""
         return sorted(int(match[2]) for key in self.needs if (match := ROOT.match(key)) and not match[1])
 
     def newest(self) -> tuple[int, int]:
-        """Attempt and step of the newest checkpoint; zeros if there is none."""
+        """Attempt and step of the newest checkpoint, or zeros."""
         roots = ((self._writer[layout.checkpoint(RUN, step)], step) for step in self.visible())
         return max(roots, default=(0, 0))
 
     def require(self, holds: bool, said: Callable[[], str] | str) -> None:
-        """Raises ViolationError unless it holds."""
+        """Raise ViolationError unless the condition is true."""
         if not holds:
             raise ViolationError(said if isinstance(said, str) else said())
 
     def damage(self, root: str, key: str, data: bytes) -> None:
-        """Change an object behind the store's back."""
+        """Change an object without the store's knowledge."""
         stored = self._bucket.objects[key]
         self._bucket.objects[key] = Stored(data, stored.modified, stored.version)
         self.damaged.add(key)
@@ -101,25 +101,25 @@ class Oracle:
         self._lost.add((self._writer[layout.checkpoint(RUN, step)], step))
 
     def intact(self) -> list[int]:
-        """The steps of all checkpoints that count and were not damaged."""
+        """The steps of all undamaged checkpoints that count."""
         return [step for step in self.visible() if step not in self.forgiven]
 
     def restored(self, attempt: int, step: int, before: tuple[int, int]) -> None:
-        """An attempt goes on from `step`; when it was claimed, `before` was the newest checkpoint."""
+        """An attempt resumes from `step`. At its claim, `before` was the newest checkpoint."""
         self._base[attempt] = step
         is_newest = step >= before[1] or before in self._void | self._lost
         self.require(is_newest, f"step {before[1]} was committed by attempt {before[0]}, and step {step} was loaded")
 
     def require_bits(self, boxes: Sequence[TensorBox], expected: Sequence[TensorBox], what: str) -> None:
-        """What was read has the bits that it must have."""
+        """Require the expected bits in the given boxes."""
         self.require(same(list(boxes), list(expected)), f"{what} has other bits")
 
     def finished(self, last: int) -> None:
-        """All is over: the last step is there, and nothing that no checkpoint needs."""
+        """At the end, the last step exists, and no object that no checkpoint needs."""
         self.require(last in self.visible(), f"the last step is {last}, and there are {self.visible()}")
         needed = frozenset().union(*self.needs.values()) | self.needs.keys()
         if self._unknown or any(key in self._bucket.objects and "/packs/" not in key for key in self.damaged & needed):
-            return  # a root or an index that cannot be read may need anything
+            return  # an unreadable root or index may need any object
         prefixes = tuple(f"runs/{RUN}/{folder}/" for folder in ("packs", "indexes", "checkpoints/step-"))
         leftovers = [key for key in self._bucket.keys if key.startswith(prefixes) and key not in needed]
         self.require(not leftovers, f"left over: {leftovers}")
@@ -184,7 +184,7 @@ class Oracle:
         self.require(not newer, f"attempt {attempt} committed step {step}, and could see {newer}")
 
     def complete(self, step: int) -> frozenset[str]:
-        """Read all of a checkpoint, and return the keys that it needs beside the root."""
+        """Read the whole checkpoint. Returns the keys that it needs in addition to the root."""
         store = Recording(self._bucket)
         try:
             self._world.at_once = True

@@ -1,7 +1,7 @@
 """A training that is killed, frozen, replaced and thawed, over the production code of the checkpoint protocol.
 
-A supervisor starts gangs one after another, also while older ones still live. Each rank claims, restores, saves every
-step, and collects, as the trainer does; what happens to it is drawn from the seed.
+A supervisor starts gangs one after another, even while older gangs are alive. Each rank claims, restores, saves every
+step and collects, as the trainer does. The seed determines its faults.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ CONSTANTS = {
 
 @dataclass
 class Plan:
-    """What a simulated run is asked for, and what happens to it."""
+    """The settings and faults of a simulated run."""
 
     steps: int = 6
     keep_last: int = 1
     keep_every: int | None = None
-    sizes: tuple[int, ...] = (2,)  # ranks of each attempt, in turn
+    sizes: tuple[int, ...] = (2,)  # the number of ranks of each attempt, in order
     columns: tuple[bool, ...] = (False,)
     nodes: int = 2
     max_lag: int = 2
-    chaos: int = 0  # deeds
+    chaos: int = 0  # number of faults
     weather: Weather = field(default_factory=Weather)
     lies: float = 0.0
     damage: bool = False
@@ -79,24 +79,25 @@ class Plan:
 
 @dataclass(eq=False)
 class GangRun:
-    """One gang that was started."""
+    """A gang that was started."""
 
     number: int
     processes: list[Process]
     meeting: Meeting
     behind: Meeting
     columns: bool
-    done: set[int] = field(default_factory=set)  # the ranks that came to the end
+    done: set[int] = field(default_factory=set)  # ranks that finished
 
     @property
     def finished(self) -> bool:
-        """Whether every rank came to the end."""
+        """Whether every rank finished."""
         return len(self.done) == len(self.processes)
 
 
 class Saver:
-    """What a rank and its agent do about saves: write, and on who leads commit and collect, which overlaps with what
-    comes after."""
+    """A rank and its agent during saves. Every rank writes. The leader also commits and collects, concurrently with the
+    next steps.
+    """
 
     def __init__(
         self, world: World, plan: Plan, store: Connection, number: int, rank: int, size: int, begun: Manifest | None
@@ -127,7 +128,7 @@ class Saver:
         self._failure: HoldfastError | None = None
 
     def save(self, step: int, boxes: list[TensorBox]) -> None:
-        """Write this rank's part, and let the commit follow. Raises what an earlier one failed with for good."""
+        """Write this rank's part, and commit it in the background. Raises the permanent failure of an earlier save."""
         try:
             self._work.write(SaveRequest(step=step), boxes)
         except HoldfastError as error:
@@ -140,7 +141,7 @@ class Saver:
                 self._behind.start()
 
     def finish(self) -> None:
-        """Wait for the last commit, and collect."""
+        """Wait for the last commit, then collect."""
         self._join()
         if self._rank == 0:
             if self._committed < self._plan.steps:
@@ -174,7 +175,7 @@ class Saver:
             self._hear(self._committed + 1, failure)
 
     def _hear(self, step: int, failure: HoldfastError) -> None:
-        """Go on after a fault of the store that is no further back than is allowed."""
+        """Continue after a store fault that is within the allowed number of steps."""
         if not isinstance(failure, StoreUnreachableError) or step - self._committed > self._plan.max_lag:
             raise failure
 
@@ -190,16 +191,16 @@ class Run:
         self.network.looked = self.oracle.looked
         self.gangs: list[GangRun] = []
         self.calm = plan.chaos == 0
-        self.refused = False  # because no checkpoint verifies
-        self.disturbed = 0  # how many of the last gangs may fail all the same
+        self.refused = False  # because no checkpoint can be verified
+        self.disturbed = 0  # how many of the last gangs may still fail
         self._outside = Process("supervisor")
 
     def gang_of(self, process: Process) -> GangRun:
-        """The gang that a process belongs to."""
+        """The gang of a process."""
         return next(gang for gang in self.gangs if process in gang.processes)
 
     def execute(self) -> None:
-        """From the first start to the last collection."""
+        """Run from the first start to the last collection."""
         with simulated(self.world, MODULES, CONSTANTS):
             self.world.spawn("supervisor", self._supervise, self._outside)
             if self.plan.chaos:
@@ -223,7 +224,7 @@ class Run:
                         world.kill(process)
         self.calm = True
         self.network.weather = self.network.weather.calmed()
-        for _ in range(1 + self.disturbed + 2 * len(self.oracle.damaged)):  # it takes two readers to be sure
+        for _ in range(1 + self.disturbed + 2 * len(self.oracle.damaged)):  # two readers must agree on damage
             self._thaw()
             world.wait(lambda: not self.network.under_way and not any(map(world.alive, self._processes())))
             last = self._start()
@@ -275,7 +276,7 @@ class Run:
         except NoCheckpointVerifiesError as error:
             if self.oracle.intact():
                 raise ViolationError(f"{error}, and {self.oracle.intact()} are intact") from error
-            self.refused = True  # and so would every gang after it, until a person decides
+            self.refused = True  # every later gang would do the same, until a person decides
         except HoldfastError as error:
             self.world.note(f"{self.world.process.name} ends: {type(error).__name__} {error}")
         for meeting in (gang.meeting, gang.behind):
@@ -337,7 +338,7 @@ class Run:
         self.calm = True
 
     def _damage(self) -> None:
-        """Flip a bit of a checkpoint, or cut it short, while another one is whole."""
+        """Flip a bit of a checkpoint or truncate it, while another one is whole."""
         random, oracle = self.world.random, self.oracle
         steps = oracle.intact()
         if len(steps) < 2 or not self.plan.damage:
@@ -355,7 +356,7 @@ class Run:
 
 
 def plan_of(world: World) -> Plan:
-    """What a seed asks for."""
+    """The plan of a seed."""
     random = world.random
     faults = random.random() < 0.7
     rate = random.choice((0.002, 0.01, 0.05)) if faults else 0.0
@@ -387,7 +388,7 @@ def plan_of(world: World) -> Plan:
 
 
 def simulate(seed: int, trace: list[str] | None = None) -> World:
-    """One run. Raises ViolationError, or whatever the production code should not have raised."""
+    """Run one simulation. Raises ViolationError, or an unexpected error of the production code."""
     world = World(seed)
     world.trace = trace
     Run(world, plan_of(world)).execute()

@@ -1,8 +1,7 @@
 """Run the seeded simulation of the checkpoint protocol.
 
-python -m tests.protocol.simulation --seed 4711       one seed, with all that happens
-python -m tests.protocol.simulation --seconds 3600    seeds for an hour
-python -m tests.protocol.simulation --first 1 --count 1000
+`python -m tests.protocol.simulation --seed 4711` runs one seed and prints all events. `--seconds 3600` runs seeds for
+an hour. `--first 1 --count 1000` runs a range of seeds.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tests.protocol.scenario import simulate
 
 
 def main() -> int:
-    """See the module. Code 1 when a seed breaks a promise."""
+    """See the module. The exit code is 1 if a seed breaks an invariant."""
     parser = argparse.ArgumentParser(prog="python -m tests.protocol.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, help="replay one seed, with its trace")
     parser.add_argument("--first", type=int, default=0, help="the first seed")

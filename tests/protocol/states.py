@@ -1,4 +1,4 @@
-"""The state of a simulated training: a function of the step, cut in different ways among any number of ranks."""
+"""The state of a simulated training: a function of the step, cut in different ways for any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tensors = dict[str, torch.Tensor]
 
 @lru_cache(maxsize=64)
 def state(step: int) -> Tensors:
-    """Tensors of several kinds as they are after `step`: some change at every step, one now and then, one never."""
+    """Tensors of several kinds after `step`: some change at every step, one sometimes, one never."""
     generator = torch.Generator().manual_seed(step)
     slow = torch.Generator().manual_seed(1000 + step // 3)
     return {
@@ -27,8 +27,9 @@ def state(step: int) -> Tensors:
 
 
 def cut(tensors: Tensors, rank: int, size: int, columns: bool) -> list[TensorBox]:
-    """What `rank` of `size` holds: rows of every tensor, or columns of those that have some. Scalars and what is empty
-    lie on the last rank."""
+    """The part of `rank` of `size`: rows of every tensor, or columns where there are some. The last rank has scalars
+    and empty tensors.
+    """
     boxes = []
     for name, tensor in tensors.items():
         if tensor.dim() == 0 or not tensor.numel():
@@ -50,7 +51,7 @@ def whole(tensors: Tensors) -> list[TensorBox]:
 
 
 def blank(boxes: list[TensorBox]) -> list[TensorBox]:
-    """The same boxes without their content."""
+    """The same boxes with zeroed content."""
     return [TensorBox(box.name, box.global_shape, box.offset, torch.full_like(box.data, 77)) for box in boxes]
 
 

@@ -1,4 +1,4 @@
-"""Whatever operation of save, commit, restore or collection is the last one of a process: nothing is lost or torn."""
+"""A crash at any operation of save, commit, restore or collection loses nothing and leaves nothing incomplete."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_crash_before_or_after_any_operation_loses_and_tears_nothing(ranks: st
     ],
 )
 def test_one_process_that_crashes_before_or_after_any_operation_loses_and_tears_nothing(ranks: str, half: int) -> None:
-    """Every point once in each half: the process dies there in one half, and is thawed in the other."""
+    """Each half covers every point once: in one half the process dies there, in the other it is thawed."""
     plan = PLANS[ranks]
     for point in points(crash(plan, [])[1], gang=False, thaw=False):
         thaw = (point.number + (point.when == "after") + half) % 2 == 1

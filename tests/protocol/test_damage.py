@@ -1,4 +1,6 @@
-"""Whatever object of a checkpoint is changed, at whatever byte: it is noticed, named, and the one before is loaded."""
+"""A change of any byte of any object of a checkpoint is detected and reported, and the previous
+checkpoint is loaded.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ OTHERS: dict[str, Damage] = {
 
 @pytest.fixture(scope="module")
 def saved() -> tuple[Bucket, list[str]]:
-    """A bucket with the steps 1 and 2, and the keys that step 2 needs and step 1 does not."""
+    """A bucket with steps 1 and 2, and the keys that step 2 needs and step 1 does not."""
     bucket = Bucket()
     store, needs = MemoryStore(bucket), []
     saver = Checkpointer(store, Attempt(RUN, 1), Retention(9), describe={"dataset_id": "d", "layout": {}, "random": {}})
@@ -46,7 +48,7 @@ def saved() -> tuple[Bucket, list[str]]:
 
 
 def loaded(bucket: Bucket) -> tuple[int, list[object]]:
-    """What a run of one rank goes on from, after as many attempts as it takes to be sure."""
+    """The step that a run of one rank resumes from, after enough attempts to be sure of damage."""
     boxes = blank(whole(state(0)))
     for attempt in count(1):
         with suppress(BadReaderError):
@@ -87,7 +89,7 @@ def test_damage_here_and_there_in_any_object_is_noticed_named_and_survived(
 
 
 def flip_one(data: bytes, at: int) -> bytes:
-    """One bit, which differs from byte to byte."""
+    """Flip one bit, at a position that depends on the byte."""
     return FLIPS[f"bit {at % 8}"](data, at)
 
 

@@ -1,4 +1,4 @@
-"""Attempts that replace each other, collections, pins and forks in any order: what is pinned or borrowed stays."""
+"""Competing attempts, collections, pins and forks in any order: pinned and borrowed checkpoints stay whole."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ RUN, STEPS = "run", 6
 
 
 class Scene:
-    """Attempts of one run, and people who pin, fork and collect beside them."""
+    """Attempts of one run, and users who pin, fork and collect concurrently."""
 
     def __init__(self, seed: int) -> None:
         self.world = World(seed)
         self.bucket = Bucket(lambda: self.world.now)
         weather = Weather(latency=(0.001, 1.0), stall=0.05, timeout=1e6, deadline=1e9)
         self.network = Network(self.world, self.bucket, weather)
-        self.borrowed: set[tuple[str, int]] = set()  # runs that were forked from a step of RUN
-        self.pins: dict[tuple[int, str], str] = {}  # the state digest of each pin that was set
+        self.borrowed: set[tuple[str, int]] = set()  # forks of a step of RUN
+        self.pins: dict[tuple[int, str], str] = {}  # the state digest of each pin
 
     def play(self) -> None:
-        """Let everybody act, then look at what was promised."""
+        """Let all actors run, then check the invariants."""
         with simulated(self.world, (*MODULES, retention, fork), CONSTANTS):
             for number in range(3):
                 self._spawn(f"attempt {number}", self._train)
@@ -77,7 +77,7 @@ class Scene:
         fields = {"dataset_id": "d", "layout": {}, "random": {}, "history": history}
         ShardWriter(store, attempt, 0).write(step, whole(state(step)))
 
-        def pause() -> None:  # between the two looks at the fence
+        def pause() -> None:  # between the two checks of the fence
             self.world.sleep(self.world.random.choice((0.0, 5.0, 50.0)))
 
         Committer(store, attempt, 1).commit(step, fields, {"optimizer.step": step}, pause)
@@ -106,7 +106,7 @@ class Scene:
 
 
 def require(checkpoint: Checkpoint, what: str) -> None:
-    """All of a checkpoint is there, bit for bit."""
+    """Require the whole checkpoint, bit for bit."""
     boxes = blank(whole(state(checkpoint.step)))
     checkpoint.fill(boxes)
     assert same(boxes, whole(state(checkpoint.step))), what

@@ -1,4 +1,4 @@
-"""Gangs that are killed, frozen, replaced and thawed in a world of faults: the protocol keeps its promises."""
+"""Gangs that are killed, frozen, replaced and thawed in a world of faults: all invariants of the protocol hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.protocol.scenario import simulate
 from tests.seeds import SEEDS
 
-TOGETHER = 50  # seeds of one test
+TOGETHER = 50  # seeds per test
 
 
 def require(seeds: range) -> None:
@@ -25,7 +25,7 @@ def test_whatever_a_seed_does_to_a_run_the_promises_hold(first: int) -> None:
 
 
 def test_seeds_that_find_what_the_first_ones_do_not() -> None:
-    for seed in (316, 645):  # a reader that lies alone; damage that the last gang finds
+    for seed in (316, 645):  # a single wrong reader; damage that the last gang finds
         require(range(seed, seed + 1))
 
 

@@ -1,4 +1,4 @@
-"""Whatever two operations of a training's storage are the last ones of their processes: nothing is lost or torn."""
+"""Crashes at any two operations of a training's storage lose nothing and leave nothing incomplete."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.protocol.crashes import OF_ONE, Crash, crash, points
 from tests.seeds import SEEDS
 
-PARTS = 16  # of all pairs: each is a test of ten seconds on an idle core
+PARTS = 16  # of all pairs: each part takes ten seconds on an idle core
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The simulated world is fair to the code that runs in it: one thread at a time, one order for a seed."""
+"""The simulated world schedules its code correctly: one thread at a time, one order per seed."""
 
 from __future__ import annotations
 

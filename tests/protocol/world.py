@@ -1,7 +1,7 @@
-"""A world with a clock and a scheduler of its own, in which threads run one at a time, in an order that a seed gives.
+"""A world with a simulated clock and scheduler, whose threads run one at a time, in an order that a seed determines.
 
-Promises that the same seed gives the same run: exactly one actor runs at any moment, it gives the baton away only where
-it sleeps or waits, and time is the time of whoever wakes next. Nothing ever sleeps for real.
+The same seed gives the same run. Exactly one actor runs at any moment. It yields only when it sleeps or waits. The
+clock moves to the next wake-up time. No real sleep happens.
 """
 
 from __future__ import annotations
@@ -14,45 +14,45 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-START = 1_790_000_000.0  # unix seconds at which every world begins
+START = 1_790_000_000.0  # Unix seconds at which every world begins
 
 
 class Killed(BaseException):
-    """The process of an actor is dead: no handler for ordinary failures sees this."""
+    """The process of an actor is dead. Handlers of ordinary errors do not catch this."""
 
 
 class StuckError(AssertionError):
-    """Nobody can ever run again, or the run went on beyond all bounds."""
+    """No actor can ever run again, or the run exceeded all limits."""
 
 
 @dataclass(eq=False)
 class Process:
-    """What dies, freezes and is on one node."""
+    """A process that can die or freeze, on one node."""
 
     name: str
     node: str = "node"
     dead: bool = False
     frozen: bool = False
-    skew: float = 0.0  # seconds that its clock is ahead
+    skew: float = 0.0  # seconds that its clock is ahead of the world's
     lies: float = 0.0  # probability that a read has a flipped bit
     role: Any = None  # of the scenario
 
 
 @dataclass(eq=False)
 class Actor:
-    """A thread of a process, as the world sees it."""
+    """A thread of a process in the world."""
 
     name: str
     process: Process
     wake: float
-    order: int  # among those that wake at the same moment
+    order: int  # among actors that wake at the same moment
     waits_for: Callable[[], bool] | None = None
     done: bool = False
     baton: threading.Lock = field(default_factory=threading.Lock)
 
 
 class _Worker:
-    """A real thread that runs one actor after another, because a new one for each takes longer than what it does."""
+    """A real thread that runs one actor after another. A new thread per actor would cost more than the actor's work."""
 
     idle: ClassVar[list[_Worker]] = []
 
@@ -80,14 +80,14 @@ def _in_thread(work: Callable[[], None]) -> None:
 
 
 class World:
-    """Actors, their clock, and the choice of who runs next."""
+    """Actors, their clock, and the scheduler."""
 
     def __init__(self, seed: int, most_moves: int = 200_000) -> None:
         self.random = random.Random(seed)
         self.now = START
         self.moves = 0
-        self.at_once = False  # set while somebody looks who must not be interrupted: nothing that begins is an actor
-        self.trace: list[str] | None = None  # set to a list to keep it
+        self.at_once = False  # set during checks that must not be interrupted: new threads are not actors
+        self.trace: list[str] | None = None  # a list to record the trace in
         self.failure: BaseException | None = None
         self._digest = hashlib.blake2b(digest_size=16)
         self._most_moves = most_moves
@@ -99,37 +99,37 @@ class World:
 
     @property
     def actor(self) -> Actor:
-        """Who runs now."""
+        """The running actor."""
         assert self._current is not None
         return self._current
 
     @property
     def process(self) -> Process:
-        """Whose process runs now."""
+        """The process of the running actor."""
         return self.actor.process
 
     @property
     def digest(self) -> str:
-        """Of all that was noted so far: two runs of one seed have the same."""
+        """The digest of all notes so far. Two runs of one seed have the same digest."""
         return self._digest.hexdigest()
 
     def note(self, text: str) -> None:
-        """Keep a line about what happens."""
+        """Record a line about an event."""
         line = f"{self.now - START:12.4f} {text}"
         self._digest.update(line.encode())
         if self.trace is not None:
             self.trace.append(line)
 
     def clock(self) -> float:
-        """The time of day as the current process has it, in unix seconds."""
+        """The time of day of the current process, in Unix seconds."""
         return self.now + (self._current.process.skew if self._current is not None else 0.0)
 
     def monotonic(self) -> float:
-        """A clock that nobody sets, in seconds."""
+        """A clock that is never set, in seconds."""
         return self.now - START
 
     def spawn(self, name: str, function: Callable[[], None], process: Process | None = None) -> Actor:
-        """Another thread of `process` (default: of the current one), which begins as soon as its turn comes."""
+        """Start another thread of `process` (default: the current one). It begins when the scheduler selects it."""
         process = process or self.process
         self._orders += 1
         actor = Actor(name, process, self.now, self._orders)
@@ -139,14 +139,14 @@ class World:
         return actor
 
     def run(self) -> None:
-        """Let the actors run until all are done. Raises what one of them failed with."""
+        """Run the actors until all are done. Raises the failure of one of them."""
         self._pass_on(None)
         self._end.acquire()
         if self.failure is not None:
             raise self.failure
 
     def sleep(self, seconds: float) -> None:
-        """Let others run for so long. Raises Killed once the process is dead."""
+        """Let other actors run for this time. Raises Killed once the process is dead."""
         actor = self.actor
         actor.wake = self.now + max(seconds, 0.0)
         self._orders += 1
@@ -154,7 +154,7 @@ class World:
         self._yield(actor)
 
     def wait(self, condition: Callable[[], bool], seconds: float = math.inf) -> bool:
-        """Let others run until `condition` holds, for so long at most. Whether it holds."""
+        """Let other actors run until `condition` is true, or until the timeout. Returns whether it is true."""
         actor = self.actor
         if condition():
             return True
@@ -163,11 +163,11 @@ class World:
         return condition()
 
     def kill(self, process: Process) -> None:
-        """From now on nothing of this process happens; its threads end where they stand."""
+        """Stop all threads of this process where they are, and start no more."""
         process.dead, process.frozen = True, False
 
     def alive(self, process: Process) -> bool:
-        """Whether any thread of a process is left."""
+        """Whether a process has any thread left."""
         return not process.dead and any(actor.process is process and not actor.done for actor in self._actors)
 
     def _run(self, actor: Actor, function: Callable[[], None]) -> None:
@@ -191,7 +191,7 @@ class World:
             raise Killed
 
     def _pass_on(self, actor: Actor | None) -> None:
-        """Give the baton to whoever is next, and come back when `actor` has it again (never, once it is done)."""
+        """Give the baton to the next actor. Returns when `actor` has it again (never, after its end)."""
         following = self._next()
         self._current = following
         if following is actor and actor is not None:
@@ -211,7 +211,7 @@ class World:
         best: Actor | None = None
         for actor in self._actors:
             if actor.process.dead:
-                return actor  # it only unwinds
+                return actor  # it only unwinds its stack
             if actor.process.frozen:
                 continue
             if actor.waits_for is not None and actor.wake > self.now and actor.waits_for():

@@ -1,4 +1,4 @@
-"""What real servers answered: facts to test against. `kfp/README.md` says what each recording is."""
+"""Replies of real servers, as facts for tests. `kfp/README.md` describes each recording."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ KFP = Path(__file__).parent / "kfp"
 
 
 def recorded_run(name: str) -> dict[str, Any]:
-    """The answer of a KFP server to `GET /apis/v2beta1/runs/{id}`, as it was recorded in `kfp/<name>.json`."""
+    """The reply of a KFP server to `GET /apis/v2beta1/runs/{id}`, recorded in `kfp/<name>.json`."""
     return dict(json.loads((KFP / f"{name}.json").read_bytes()))
 
 
 def missing_log() -> dict[str, str]:
-    """What KFP's log endpoint answers with status 200 when it has no log."""
+    """The reply of KFP's log endpoint, with status 200, if it has no log."""
     *_, body = (KFP / "log-of-a-missing-pod.http").read_text().splitlines()
     return dict(json.loads(body))

@@ -1,4 +1,4 @@
-"""A finished and blessed run with a small real model, beside an empty MLflow on SQLite."""
+"""A finished and blessed run with a small real model, and an empty MLflow on SQLite."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def finish(store: Store, finish_in: FinishIn) -> Finish:
-    """Writes what train and evaluate leave behind for a run, with any part of it changed."""
+    """Write the results of train and evaluate for a run, with optional changes to any part."""
     return finish_in(store)
 
 
@@ -53,7 +53,7 @@ def _finish(
     key: str = "settings-none",
 ) -> None:
     made.write_dataset(store)
-    if run_id == made.RUN_ID:  # the history is that run's: written again, it would replace its root
+    if run_id == made.RUN_ID:  # the history belongs to that run; a second write would replace its root
         made.write_history(store, 0, STEP)
     folder = tmp_path / f"export-{run_id}"
     names = tiny_model.export(folder, tiny_model.decoder(tiny_model.shape(), seed=int(run_id[:4], 16)))

@@ -1,4 +1,4 @@
-"""Records that another writer damaged are named with their place, and never a failure of another kind."""
+"""Records that another writer damaged are reported with their place. No other error is raised."""
 
 from __future__ import annotations
 

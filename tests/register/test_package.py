@@ -1,4 +1,4 @@
-"""The packed model: loads and speaks through MLflow, with the code that it brings and without a pickle."""
+"""The packaged model loads and generates through MLflow, with its bundled code and without a pickle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PARAMETERS = {"max_tokens": 12, "temperature": 0.9, "seed": 7}
 
 
 def packed(store: Store, folder: Path) -> Path:
-    """The whole model, as MLflow fetches it."""
+    """The whole model as MLflow downloads it."""
     record = read_record(store, EXPORT)
     describe_model(folder, record, f"{store.url}/{EXPORT}")
     for name in record.files:
@@ -118,7 +118,7 @@ def test_a_process_without_the_repository_loads_the_packed_code(
 
 
 def answers(session: requests.Session, url: str) -> bool:
-    """Whether a server listens there, and is well."""
+    """Whether a healthy server listens there."""
     try:
         return session.get(url, timeout=120).ok
     except requests.ConnectionError:
@@ -148,7 +148,7 @@ def test_mlflow_models_serve_answers_prompts_with_the_packed_code(
         )
     try:
         with requests.Session() as session:
-            while not answers(session, f"http://127.0.0.1:{port}/ping"):  # the test's own time limit bounds it
+            while not answers(session, f"http://127.0.0.1:{port}/ping"):  # the test's time limit bounds this loop
                 assert server.poll() is None, (tmp_path / "serve.log").read_text()
                 time.sleep(0.1)
             for body in ({"inputs": {"prompt": PROMPTS}}, {"dataframe_records": [{"prompt": p} for p in PROMPTS]}):

@@ -1,4 +1,4 @@
-"""Champions one after the other: what a registration that died or was slow has left is carried out by the next."""
+"""Promotions in order: the next registration completes the work of a dead or slow one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def three_versions(home: Path, store: Store) -> None:
 
 
 def crowned(store: Store, version: int) -> list[int | None]:
-    """Which champion the version was asked to replace, each time."""
+    """The champions that the version replaced, in order."""
     champions: list[int | None] = []
     promote_in_order((store,), MODEL, version, tracking_uri(), lambda now: champions.append(number_of(now)))
     return champions
@@ -76,7 +76,9 @@ def test_killed_at_any_operation_and_repeated_it_is_the_champion(store: Store) -
 def test_killed_at_any_write_to_mlflow_there_is_a_champion_to_go_back_to(
     store: Store, monkeypatch: pytest.MonkeyPatch, made_by: str, after: bool
 ) -> None:
-    """The former champion is remembered before the alias moves: else a crash between the two leaves no rollback."""
+    """The former champion is recorded before the alias moves. Otherwise, a crash between the two would leave no
+    rollback.
+    """
     crowned(store, 1)
     act = partial(promote, MODEL, 2, store) if made_by == "promote" else partial(crowned, store, 2)
     writes = ("set_registered_model_alias", "set_model_version_tag", "delete_registered_model_alias",
@@ -137,7 +139,7 @@ def test_who_was_slow_leaves_the_newer_champion_in_place(store: Store, monkeypat
     def slow(model: str, version: int, where: Store, uri: str) -> Champion:
         if version == 2 and not others:
             others.append(3)
-            assert crowned(store, 3) == [2]  # which carries out the claim of 2 before its own
+            assert crowned(store, 3) == [2]  # it completes the claim of 2 before its own
         return original(model, version, where, uri)
 
     others: list[int] = []

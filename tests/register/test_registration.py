@@ -1,4 +1,4 @@
-"""Registering: blessed only, with its whole lineage, once, whatever dies."""
+"""Registration: blessed models only, with their whole lineage, exactly once, after any crash."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OTHER = "1111222233334444"
 
 
 def the_champion(store: Store) -> dict[str, object]:
-    """The champion of now, as a verdict against it says."""
+    """The current champion, as a verdict against it names it."""
     current = champion("story", store)
     assert current is not None
     return current.identity
@@ -97,7 +97,7 @@ def test_registering_twice_changes_nothing(home: Path, store: Store, finish: Fin
     assert (home / "mlflow.db").read_bytes() == before
     current = champion("story", store)
     assert current is not None
-    assert current.version == 2  # the first is not champion again
+    assert current.version == 2  # the first version is not champion again
 
 
 def test_a_version_that_was_deleted_in_mlflow_is_made_again(home: Path, store: Store, finish: Finish) -> None:
@@ -129,8 +129,9 @@ def test_a_damaged_export_is_not_registered_and_named_once_it_is(home: Path, sto
 
 
 def forge(**tags: str) -> int:
-    """A version that nobody judged, with the tags of the honest one but for some, made champion: what whoever reaches
-    an MLflow without a password can do."""
+    """Make a version champion that was never evaluated, with the honest version's tags except some. A user of an MLflow
+    without a password can do this.
+    """
     client = connect()
     honest = client.get_model_version("story", "1")
     tags_of_holdfast = {f"holdfast.{name}": value for name, value in tags.items()}
@@ -164,7 +165,7 @@ def test_a_version_that_this_store_has_not_registered_is_foreign_and_never_used(
     assert promote("story", 1, store).version == 1
     assert champion("story", store).run_id == made.RUN_ID  # type: ignore[union-attr]
     with pytest.raises(MissingError, match="no earlier champion"):
-        rollback("story", store)  # a foreign one is not remembered
+        rollback("story", store)  # a foreign version is not recorded
 
 
 def test_a_rollback_to_a_version_that_this_store_has_not_registered_is_refused(
@@ -253,10 +254,10 @@ def test_a_new_champion_remembers_the_former_and_can_be_rolled_back(home: Path, 
 def test_a_verdict_that_a_new_champion_has_overtaken_is_refused(home: Path, store: Store, finish: Finish) -> None:
     finish()
     run(made.spec(), made.RUN_ID, store)
-    finish(OTHER)  # judged while there was no champion
+    finish(OTHER)  # evaluated while there was no champion
     with pytest.raises(ChampionChangedError, match=r"without a champion, and .* in .*mlflow.db is version 1 now"):
         run(made.spec(), OTHER, store)
-    assert ChampionChangedError.exit_code != NotBlessedError.exit_code  # judged again it may well be blessed
+    assert ChampionChangedError.exit_code != NotBlessedError.exit_code  # a second evaluation may bless it
     assert len(versions("story", store)) == 1
     assert run(made.spec("registration.promote=false"), OTHER, store).alias == "challenger"
 
@@ -287,7 +288,7 @@ def test_a_verdict_against_version_1_of_another_mlflow_crowns_nobody_here(
     finish(OTHER, verdict={"champion": the_champion(store)}, key="elsewhere")
     assert run(made.spec(), OTHER, store).verdict == "elsewhere"
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    assert run(made.spec(), OTHER, store).verdict == "here"  # though it is not the newest
+    assert run(made.spec(), OTHER, store).verdict == "here"  # although it is not the newest
 
 
 @pytest.mark.parametrize(
@@ -325,12 +326,12 @@ def test_the_named_verdict_is_the_one_that_counts(home: Path, store: Store, fini
     finish(key="first")
     finish(key="second", verdict={"word": "not_blessed"})
     with pytest.raises(NotBlessedError):
-        run(made.spec(), made.RUN_ID, store)  # the newest says no
+        run(made.spec(), made.RUN_ID, store)  # the newest verdict is not blessed
     assert run(made.spec(), made.RUN_ID, store, verdict="first").version == 1
 
 
 class Killed(BaseException):
-    """The process ends here, as far as the code under test can tell."""
+    """The process dies here, from the view of the code under test."""
 
 
 @pytest.mark.parametrize(
@@ -352,7 +353,7 @@ def test_killed_at_any_call_and_repeated_there_is_one_version(
 
     def dying(*arguments: object, **named: object) -> None:
         original(*arguments, **named)
-        raise Killed  # before it: as after the call before
+        raise Killed  # before the call: the same as after the previous one
 
     with monkeypatch.context() as patched:
         patched.setattr(MlflowClient, call, dying)
@@ -379,7 +380,7 @@ def test_killed_while_the_model_is_described_and_repeated_it_is_whole(home: Path
     publish(connect(), tracking_uri(), "unused", "unused", counted, export)
     whole = [info.key for info in store.list(layout.exports(made.RUN_ID))]
     assert {f"{folder}MLmodel", layout.package_record(export)} < set(whole)
-    read = len(weights) * 2 + 2  # what is asked of the weights before anything is written
+    read = len(weights) * 2 + 2  # reads of the weights before the first write
     for at in range(read, counted.operations, 3):
         for key in set(whole) - weights.keys():
             store.delete(key)

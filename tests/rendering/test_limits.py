@@ -1,4 +1,4 @@
-"""Templates of strangers: whatever they do, the caller loses neither memory nor time, and says which one it was."""
+"""Untrusted templates cost the caller neither memory nor time, and an error names the template."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_a_template_that_makes_gigabytes_is_refused_by_its_name(name: str) -> No
     with pytest.raises(TemplateLimitError, match=r"chat template evil\.jinja: .* takes more than") as caught:
         ChatTemplate(TOO_LARGE[name], {}, name="evil.jinja").rendered(RECORD)
     assert caught.value.exit_code == ExitCode.BAD_DATA
-    assert ChatTemplate(HONEST, {}).rendered(RECORD)[0][0] == "user: hi\nassistant: yes\n"  # and the next one renders
+    assert ChatTemplate(HONEST, {}).rendered(RECORD)[0][0] == "user: hi\nassistant: yes\n"  # the next template renders
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        EXPONENTIAL,  # in C, where no signal handler of Python runs
+        EXPONENTIAL,  # in C code, where no Python signal handler runs
     ],
 )
 def test_a_template_that_never_ends_is_ended_by_the_kernel(text: str, monkeypatch: pytest.MonkeyPatch) -> None:

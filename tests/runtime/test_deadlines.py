@@ -1,4 +1,4 @@
-"""A server that drips a byte now and then keeps no client: each of them ends its request by a deadline of the whole."""
+"""A server that sends a byte now and then cannot keep a client: each request has a total deadline."""
 
 from __future__ import annotations
 

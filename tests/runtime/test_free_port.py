@@ -1,4 +1,4 @@
-"""The port that ranks are told to meet at, before any of them listens there."""
+"""The port of the ranks' rendezvous, before any rank listens there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page on which a process says where it is, read as another process reads it."""
+"""The page on which a process reports its position, as another process reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown carries no secrets, and nothing else is lost."""
+"""Shown text contains no secrets, and nothing else is lost."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_json_stays_json() -> None:
 
 
 def test_the_time_grows_with_the_length_and_not_with_its_square() -> None:
-    """Of 200 kB of hostile text: a square would take minutes."""
+    """For 200 kB of hostile text, quadratic time would be minutes."""
     parts = "://a:~@~password='~password=\\\"~<a>~-----BEGIN PRIVATE KEY-----~eyJa.~--token ~://a:b c ~key: ~x.-~a@~\\"
     for part in [*parts.split("~"), "password:|\n a\n", "password=a;b ", "login a password "]:
         start = time.process_time()
@@ -145,7 +145,7 @@ def test_values_of_variables_with_a_secret_name_are_hidden_verbatim(monkeypatch:
     monkeypatch.setenv("HOLDFAST_WEBHOOK", "http://127.0.0.1:9/services/hooks-9f")
     monkeypatch.setenv("MY_SERVICE_PASSWORD", "plain words/42")
     monkeypatch.setenv("SOME_DB", "postgresql://ann:rather-long@db/x")
-    monkeypatch.setenv("HF_TOKEN", "test")  # too short to be told from text
+    monkeypatch.setenv("HF_TOKEN", "test")  # too short to distinguish from text
     text = redact(
         "posting to http://127.0.0.1:9/services/hooks-9f: plain words/42, plain%20words%2F42, rather-long, test"
     )
@@ -154,7 +154,7 @@ def test_values_of_variables_with_a_secret_name_are_hidden_verbatim(monkeypatch:
 
 
 def test_a_variable_counts_from_the_moment_it_is_set_and_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every text of every event is redacted: a run of a month has millions."""
+    """Every text of every event is redacted, and a run of a month has millions."""
     names: list[str] = []
 
     def look(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Temporary folders: what a killed process left is removed, and what a living one has is not."""
+"""Temporary folders: the folders of a killed process are removed, and those of a live process stay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.runtime.temporary import remove_abandoned, temporary_folder
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of temporary folders."""
+    """The parent of the temporary folders."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -70,6 +70,6 @@ def test_a_process_that_was_forked_keeps_the_folder_of_one_that_was_killed(place
     remove_abandoned()
     assert Path(folder).is_dir()
     os.kill(second, signal.SIGKILL)
-    while Path(folder).is_dir():  # the kernel closes what it held
+    while Path(folder).is_dir():  # the kernel closes its files
         remove_abandoned()
     assert [*place.iterdir()] == []

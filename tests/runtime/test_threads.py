@@ -1,4 +1,4 @@
-"""Waiting for a thread, as long as this process is given time for it."""
+"""Waiting for a thread, as long as this process gets CPU time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_process_that_stood_still_meanwhile_still_waits(monkeypatch: pytest.Mo
     join, stood_still = threading.Thread.join, [False]
 
     def joined(self: threading.Thread, timeout: float | None = None) -> None:
-        if not stood_still[0]:  # all its time goes by in here, and nobody has worked
+        if not stood_still[0]:  # all the time passes here, without any work
             stood_still[0] = True
             return
         started.set()

@@ -1,4 +1,4 @@
-"""Scoring takes bounded memory: of logits, of activations, and beside the weights nothing of their size."""
+"""Scoring takes bounded memory: for logits, for activations, and no second copy of the weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_logits_are_made_for_so_many_positions_at_once(rows: int, monkeypatch: p
     measured = score(built, [TOKENS], LENGTHS, document_masks=False)
     assert max(sizes) == min(rows, 5 * 32)
     assert measured == score(built, [TOKENS], LENGTHS, document_masks=False)
-    if rows == 1000:  # all at once, as in training
+    if rows == 1000:  # all rows together, as in training
         assert measured.loss == whole
 
 

@@ -1,4 +1,4 @@
-"""Scoring: the right sums over the right targets, and the same text for models that read it differently."""
+"""Scoring: the right sums over the right targets, and the same text for models with different tokenizers."""
 
 import math
 from itertools import pairwise
@@ -96,7 +96,8 @@ def test_a_character_cut_in_two_is_left_out() -> None:
     tokenizer = Tokenizer.from_str(tokenizer_json(257))  # bytes only
     end = tokenizer.token_to_id(END)
     ids = tokenizer.encode("€uro €").ids
-    rows = [np.array([[ids[0], *ids[1:-1]]])]  # the first is input only: the text begins and ends inside a character
+    # The first token is input only: the text begins and ends inside a character.
+    rows = [np.array([[ids[0], *ids[1:-1]]])]
     retokenised = list(retokenise(rows, tokenizer, end, tokenizer, end, 100))
     assert tokenizer.decode(targets(retokenised)) == "uro "
 
@@ -111,7 +112,7 @@ def test_a_text_of_which_nothing_is_left_is_no_text(store: Store, dataset: Datas
 
 
 def sentence_pieces(way: str) -> Tokenizer:
-    """A tokenizer of letters that puts a space before each text, and takes it away again."""
+    """A tokenizer of letters that adds a space before each text and removes it again."""
     letters = ["\u2581", *(chr(97 + number) for number in range(26))]
     vocabulary = {"<unk>": 0, "</s>": 1, **{letter: 2 + number for number, letter in enumerate(letters)}}
     merges = [("\u2581", letter) for letter in letters]

@@ -1,4 +1,4 @@
-"""Downstream tasks: the library's own figures for the very model, and nothing that a file brings is run."""
+"""Downstream tasks: the library's own figures for the same model, and no code of a task file runs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def test_the_figures_are_those_of_the_librarys_own_model_of_the_export(tmp_path:
         for row in ROWS
         for choice in row["choices"]
     ]
-    assert max(len(context) + len(continuation) for context, continuation in pairs) > 33  # of some only the end is read
+    # Of some, only the end is read.
+    assert max(len(context) + len(continuation) for context, continuation in pairs) > 33
     progress: list[tuple[int, int]] = []
     actual = list(likelihoods(built, pairs, lambda done, total: progress.append((done, total))))
     expected = reference._loglikelihood_tokens([(("", ""), *pair) for pair in pairs], disable_tqdm=True)
@@ -174,7 +175,7 @@ def test_data_that_change_between_looking_and_fetching_are_refused(tmp_path: Pat
     data.write_bytes(before.replace(b"quick", b"quiet"))
     with pytest.raises(DataError, match=r"continue\.jsonl has changed since the evaluation began"):
         score_tasks(built, tokenizer, [task])
-    data.write_bytes(before + before)  # what was added later is not read
+    data.write_bytes(before + before)  # later additions are not read
     (score,) = score_tasks(built, tokenizer, [task])
     assert score.examples == len(ROWS)
 
@@ -195,7 +196,7 @@ def test_data_of_any_size_are_looked_at_in_little_memory_and_too_many_are_refuse
     half = DATA_BYTES // 2 + 1
     for name in ("one.jsonl", "two.jsonl"):
         with (tmp_path / name).open("wb") as file:
-            file.truncate(half)  # holes: they take no room
+            file.truncate(half)  # holes take no disk space
     config = {**CHOICES, "dataset_kwargs": {"data_files": {"test": ["one.jsonl", "two.jsonl"]}}}
     with pytest.raises(DataError, match=f"its data have {2 * half:,} bytes"):
         find_task(write(tmp_path, config))

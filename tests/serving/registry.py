@@ -1,5 +1,6 @@
-"""A Model Registry over real HTTP: its paths, status codes, uniqueness and strictness, as kubeflow/model-registry's
-OpenAPI (api/openapi/model-registry.yaml) and its handlers (internal/server/openapi, internal/core) have them."""
+"""A Model Registry over real HTTP: its paths, status codes, uniqueness and strictness follow kubeflow/model-registry's
+OpenAPI (api/openapi/model-registry.yaml) and handlers (internal/server/openapi, internal/core).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _MODEL = _BASE | {"owner": str, "state": str, "readme": str, "maturity": str, "l
 _VERSION = _BASE | {"state": str, "author": str}
 _ARTIFACT = _BASE | {"artifactType": str, "modelFormatName": str, "modelFormatVersion": str, "storageKey": str,
                      "storagePath": str, "serviceAccountName": str, "uri": str, "state": str}  # fmt: skip
-# collection -> fields of an update, fields that only a creation takes, and those that it must have
+# collection -> fields of an update, fields of a creation only, and required fields
 KINDS: dict[str, tuple[dict[str, type], dict[str, type], set[str]]] = {
     "registered_models": (_MODEL, {"name": str}, {"name"}),
     "model_versions": (_VERSION, {"name": str, "registeredModelId": str}, {"name", "registeredModelId"}),
@@ -32,7 +33,7 @@ _ID = re.compile(r"[1-9][0-9]{0,8}")
 
 
 def refusal(kind: str, body: Entry, creating: bool) -> str:
-    """What the server has against a body; empty when it takes it."""
+    """The server's error for a body, or an empty string."""
     update, more, required = KINDS[kind]
     fields = {**update, **(more if creating else {})}
     for name, value in body.items():
@@ -56,14 +57,14 @@ def refusal(kind: str, body: Entry, creating: bool) -> str:
 
 
 class Registry:
-    """`with Registry() as registry`: serves on 127.0.0.1; what it holds is in `entries`, and `asked` is what came."""
+    """`with Registry() as registry` serves on 127.0.0.1. Its content is in `entries`, and its requests in `asked`."""
 
     def __init__(self, token: str = "") -> None:
         self.token = token
         self.entries: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
         self.asked: list[tuple[str, str]] = []
-        self.failing: list[int] = []  # statuses that the next requests get instead of answers
-        self.lost: list[str] = []  # methods whose next request is done, and its answer lost
+        self.failing: list[int] = []  # statuses of the next requests, instead of replies
+        self.lost: list[str] = []  # methods whose next request is applied without a reply
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -102,7 +103,7 @@ class Registry:
         self._server.server_close()
 
     def answer(self, method: str, path: str, body: Entry | None, authorization: str) -> tuple[int, Entry]:
-        """Status and body."""
+        """The status and the body."""
         split = urlsplit(path)
         with self._lock:
             self.asked.append((method, split.path.removeprefix(ROOT)))

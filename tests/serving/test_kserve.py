@@ -1,4 +1,4 @@
-"""The InferenceService says what KServe reads, and is written so that nobody else's fields are lost."""
+"""The InferenceService has the fields that KServe reads, and writing it loses no fields of other writers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def spec(*overrides: str) -> Spec:
 
 
 def test_the_service_reads_the_export_from_the_bucket() -> None:
-    """The fields of kserve/kserve: pkg/apis/serving/v1beta1/predictor_model.go, component.go (v0.20)."""
+    """Field names from kserve/kserve: pkg/apis/serving/v1beta1/predictor_model.go, component.go (v0.20)."""
     service = inference_service(spec("cluster.namespace=models"), SOURCE, {"version": "3"})
     assert service["apiVersion"] == "serving.kserve.io/v1beta1"
     assert service["kind"] == "InferenceService"
@@ -78,7 +78,7 @@ def test_without_a_section_or_a_bucket_there_is_nothing_to_serve() -> None:
 
 
 class Server:
-    """An API server that notes one request and answers it with a status."""
+    """An API server that records one request and answers it with a status."""
 
     def __init__(self) -> None:
         self.status = 200

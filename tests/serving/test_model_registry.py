@@ -1,4 +1,4 @@
-"""A version is entered in the Model Registry once, whoever enters it and whatever is lost on the way."""
+"""A version is entered in the Model Registry exactly once, also with concurrent writers and lost replies."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_entered_again_nothing_is_made_and_what_people_wrote_stays(registry: Reg
 
 @pytest.mark.parametrize("lost", range(3))
 def test_an_answer_that_is_lost_after_the_entry_was_made_makes_no_second_one(registry: Registry, lost: int) -> None:
-    """The request is sent again and meets its own effect."""
+    """The request is sent again and finds its own effect."""
     replies = 0
 
     def answer(method: str, *rest: object, whole=registry.answer):
@@ -154,7 +154,7 @@ def test_what_the_registry_refuses_is_said_in_its_words(registry: Registry) -> N
 
 
 def test_the_server_of_these_tests_is_strict() -> None:
-    """As the real one, which forbids unknown fields."""
+    """Like the real server, it forbids unknown fields."""
     assert "unknown field" in refusal("model_versions", {"name": "3", "registeredModelId": "1", "uri": "x"}, True)
     assert "zero value" in refusal("model_versions", {"name": "3"}, True)
     assert "no metadataType" in refusal("model_versions", {"customProperties": {"a": {"string_value": "x"}}}, False)

@@ -1,4 +1,4 @@
-"""Registering, promoting and rolling back: what serves follows the champion. Real MLflow, real S3, real HTTP."""
+"""Registration, promotion and rollback: the served model follows the champion. Real MLflow, real S3, real HTTP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OTHER = "1111222233334444"
 
 
 class Cluster:
-    """Where InferenceServices are applied."""
+    """Records the applied InferenceServices."""
 
     namespace = "models"
 
@@ -61,7 +61,7 @@ def test_a_champion_is_served_and_a_rollback_serves_the_one_before(
     home: Path, s3_url: str, finish_in: FinishIn, cluster: Cluster, registry: Registry, tmp_path: Path
 ) -> None:
     store = open_store(s3_url)
-    first = made.spec("evaluation.versus_champion=ignore")  # is served by nobody yet
+    first = made.spec("evaluation.versus_champion=ignore")  # not served yet
     serving = made.spec(
         "evaluation.versus_champion=ignore", "serving.kserve.namespace=models",
         f"serving.model_registry={{url: '{registry.url}', author: me}}",
@@ -83,7 +83,7 @@ def test_a_champion_is_served_and_a_rollback_serves_the_one_before(
     assert (version["name"], version["author"]) == ("2", "me")
     assert version["customProperties"]["bits_per_byte"] == {"metadataType": "MetadataDoubleValue", "double_value": 0.5}
 
-    run(serving, OTHER, store)  # repeated, as a step that was killed is
+    run(serving, OTHER, store)  # repeated, like a step that was killed
     assert cluster.sources == [exports[1]] * 2
     assert len(registry.entries["model_versions"]) == 1
 
@@ -121,7 +121,7 @@ def test_a_champion_is_served_and_a_rollback_serves_the_one_before(
 def test_a_challenger_is_entered_in_the_registry_and_neither_served_nor_called_champion(
     champion: bool, cluster: Cluster, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "_require_servable", lambda _: None)  # its export is not what this is about
+    monkeypatch.setattr(publishing, "_require_servable", lambda _: None)  # its export does not matter here
     spec = made.spec("serving.kserve.namespace=models", f"serving.model_registry={{url: '{registry.url}', author: me}}")
     version = Champion(
         registry="r", model="story", version=2, run_id=OTHER, store_url="s3://bucket", export="runs/x/export/", tags={},

@@ -1,4 +1,4 @@
-"""The simulator against what can be computed without it: queueing formulas, an exhaustive optimum, and its own sums."""
+"""The simulator against independent results: queueing formulas, an exhaustive optimum, and its own sums."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def jobs_of(*rows: tuple[float, int, float]) -> list[Job]:
 
 
 def erlang_c(servers: int, offered: float) -> float:
-    """The probability to wait in M/M/c (Erlang 1917)."""
+    """The probability of waiting in M/M/c (Erlang 1917)."""
     top = offered**servers / math.factorial(servers) * servers / (servers - offered)
     return top / (sum(offered**k / math.factorial(k) for k in range(servers)) + top)
 
 
 @pytest.mark.parametrize(("servers", "load"), [(1, 0.8), (16, 0.9)])
 def test_the_mean_wait_of_an_mmc_queue_is_erlangs(servers: int, load: float) -> None:
-    """Batch means give the standard error of a correlated series: the formula lies within four of them."""
+    """Batch means give the standard error of a correlated series. The formula lies within four standard errors."""
     random = np.random.Generator(np.random.PCG64(7))
     count, service = 60_000, 1.0
     arrivals = np.cumsum(random.exponential(service / (servers * load), count))
     lengths = random.exponential(service, count)
     jobs = [Job(str(i), float(arrivals[i]), 1, float(lengths[i])) for i in range(count)]
     waits = []
-    for batch in range(20):  # each begins empty, so the warm-up is part of the error and is left out by its length
+    for batch in range(20):  # each batch begins empty; its length makes the warm-up part of the error negligible
         part = jobs[batch * 3000 : (batch + 1) * 3000]
         outcome = simulate(cluster(servers), part, POLICIES["fifo"]())
         waits.append(outcome.wait_mean)
@@ -63,8 +63,9 @@ tiny = st.lists(
 
 
 def best_without_preemption(jobs: list[Job], gpus: int) -> float:
-    """The least mean time in the system over every order in which a list scheduler may start the jobs: one of them is
-    an optimum, since no start needs to be later than the moment at which the gang fits."""
+    """The least mean time in the system over all orders in which a list scheduler may start the jobs. One of them is
+    optimal, because no start needs to be later than the moment at which the gang fits.
+    """
     best = math.inf
     for order in itertools.permutations(jobs):
         ends: list[tuple[float, int]] = []
@@ -100,11 +101,11 @@ def test_no_policy_beats_the_bounds_nor_the_exhaustive_optimum(rows: list[tuple[
 
 
 def test_shortest_first_is_the_optimum_where_it_is_known_to_be() -> None:
-    """On one accelerator, with all jobs there from the start, shortest first has the least mean time (Smith 1956)."""
+    """On one accelerator, with all jobs present from the start, shortest first has the least mean time (Smith 1956)."""
     jobs = jobs_of(*[(0.0, 1, float(seconds)) for seconds in (700, 300, 900, 100, 500)])
     first_come = simulate(cluster(1), jobs, POLICIES["fifo"]()).flow_mean
     shortest = simulate(cluster(1), jobs[1:2] + jobs[:1] + jobs[2:], POLICIES["shortest"]())
-    # The first one to arrive has started when the others come: it is one of equals, and the queue sorts the rest.
+    # The first job has started when the rest arrive. All are equal, and the queue sorts the rest.
     assert best_without_preemption(jobs, 1) <= shortest.flow_mean < first_come
 
 
@@ -130,7 +131,7 @@ def test_every_policy_finishes_every_job_and_its_sums_add_up(name: str) -> None:
 
 
 def test_what_a_failure_costs_is_the_age_of_the_checkpoint_and_the_restart() -> None:
-    """One job of ten hours, checkpoints every hour, one node that fails at known times."""
+    """One job of ten hours, checkpoints every hour, and one node that fails at known times."""
     model = ClusterModel(
         groups=(NodeGroup(name="g", nodes=1, gpus=8, mtbf_hours=4, repair_hours=1),),
         checkpoint_minutes=60, restart_minutes=6, grace_seconds=0,
@@ -138,8 +139,9 @@ def test_what_a_failure_costs_is_the_age_of_the_checkpoint_and_the_restart() -> 
     outcome = simulate(model, jobs_of((0.0, 8, 36000.0)), POLICIES["fifo"](), seed=11)
     assert outcome.failures > 0
     assert outcome.overhead_hours == pytest.approx(outcome.failures * 0.1 * 8)
-    assert 0 < outcome.lost_hours <= outcome.failures * 1.0 * 8  # none lost more than an hour on each of eight
-    # What was held is what the job needed, what it lost and what restarts cost; the rest of the time it waited.
+    # No failure lost more than an hour on each of eight accelerators.
+    assert 0 < outcome.lost_hours <= outcome.failures * 1.0 * 8
+    # The accelerators were held for the job's work, its losses and its restarts. The rest of the time it waited.
     gpu_seconds = 8 * 36000 + outcome.lost_hours * 3600 + outcome.overhead_hours * 3600
     assert outcome.flow_mean == pytest.approx(gpu_seconds / 8 + outcome.wait_mean)
 
@@ -152,7 +154,7 @@ def test_with_notice_enough_a_reclaimed_node_loses_no_work() -> None:
 
 
 def test_inference_takes_its_nodes_at_its_hours_and_gives_them_back() -> None:
-    """Half of two nodes by day: two one-node jobs of 24 hours take turns by day and go together by night."""
+    """Half of two nodes by day: two one-node jobs of 24 hours alternate by day and run together by night."""
     model = cluster(2, gpus=8, inference_share=(0.0, 0.5))
     outcome = simulate(model, jobs_of((0.0, 8, 86400.0), (0.0, 8, 86400.0)), POLICIES["fifo"]())
     assert outcome.evictions >= 1
@@ -164,7 +166,7 @@ def test_a_priority_job_takes_the_place_of_the_cheapest_victim() -> None:
     high = Job("high", 7200.0, 8, 600.0, priority=2)
     outcome = simulate(cluster(2, gpus=8), [*low, high], POLICIES["priority"]())
     assert outcome.evictions == 1
-    assert outcome.wait_mean <= 1200.0  # a round of the policy, for the victim and for it
+    assert outcome.wait_mean <= 1200.0  # a round of the policy for the victim, and one for the job
 
 
 def test_an_elastic_gang_grows_into_what_is_idle_and_gives_way() -> None:
@@ -175,13 +177,13 @@ def test_an_elastic_gang_grows_into_what_is_idle_and_gives_way() -> None:
     assert alone.makespan < 100_000.0
     late = Job("late", 40_000.0, 8, 1000.0)
     outcome = simulate(model, [stretch, late], POLICIES["elastic"]())
-    assert outcome.wait_mean <= 600.0  # it waited for a round only
+    assert outcome.wait_mean <= 600.0  # it waited for one round only
 
 
 def test_a_gang_in_one_rack_is_faster_and_topology_waits_for_it() -> None:
     model = ClusterModel(groups=(NodeGroup(name="g", nodes=8, gpus=8, rack=4),), spread_penalty=0.5, restart_minutes=0)
     blockers = [Job(f"b{i}", 0.0, 8, 500.0) for i in range(2)]
-    # Two nodes of a rack are taken: four nodes in one rack are free in the other. The second gang must wait or spread.
+    # Two nodes of one rack are busy, and four nodes of the other rack are free. The second gang must wait or spread.
     gangs = [Job("one", 1.0, 32, 10_000.0), Job("two", 2.0, 32, 10_000.0)]
     spread = simulate(model, blockers + gangs, POLICIES["backfill"]())
     waits = simulate(model, blockers + gangs, POLICIES["topology"]())
@@ -195,13 +197,13 @@ def test_a_job_that_can_never_fit_is_named_as_such() -> None:
 
 
 def test_fair_shares_follow_the_quotas() -> None:
-    """Two tenants that always want everything: who has the double quota gets about the double."""
+    """Two tenants with unlimited demand: the tenant with the double quota gets about double."""
     jobs = [Job(f"{tenant}{i}", 0.0, 1, 3600.0, tenant=tenant) for i in range(300) for tenant in ("a", "b")]
     model = ClusterModel(groups=(NodeGroup(name="g", nodes=1, gpus=6),), quotas={"a": 2.0})
     for name in ("fair-share", "drf"):
         outcome = simulate(model, jobs, POLICIES[name]())
         assert outcome.makespan == pytest.approx(100 * 3600)
-        # `a` has four of the six until its 300 jobs are done after 75 hours; `b` has two, and then all six.
+        # `a` has four of the six until its 300 jobs are done after 75 hours. `b` has two, and then all six.
         assert outcome.tenant_waits["a"] == pytest.approx(37 * 3600, rel=0.03)
         assert outcome.tenant_waits["b"] == pytest.approx((37 * 150 + 87 * 150) / 300 * 3600, rel=0.03)
 
@@ -229,7 +231,7 @@ def test_what_a_tenant_used_counts_half_after_a_half_life() -> None:
     fair.started(task, simulation)
     assert fair.share("a", simulation) == 3000.0  # type: ignore[attr-defined]
     task.done = 750.0
-    fair.stopped(task, simulation)  # a quarter was left of it
+    fair.stopped(task, simulation)  # a quarter of it was left
     assert fair.share("a", simulation) == 2500.0  # type: ignore[attr-defined]
 
 
@@ -237,7 +239,7 @@ def test_what_a_tenant_used_counts_half_after_a_half_life() -> None:
 def test_an_evicted_job_keeps_what_it_could_save_in_the_notice_and_pays_its_restart_once(
     notice: float | None, done: float
 ) -> None:
-    """A checkpoint each 100 s; a save takes 60 s, and a restart 120 s, which a first start does not."""
+    """A checkpoint every 100 s. A save takes 60 s, and a restart 120 s, which a first start does not need."""
     model = cluster(1, save_seconds=60.0, grace_seconds=60.0, checkpoint_minutes=100 / 60)
     model = model.model_copy(update={"restart_minutes": 2.0})
     simulation = Simulation(model, [Job("x", 0.0, 1, 1000.0)], POLICIES["fifo"](), 0)
@@ -256,8 +258,9 @@ def test_an_evicted_job_keeps_what_it_could_save_in_the_notice_and_pays_its_rest
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_the_schedule_of_every_policy_is_the_same_from_version_to_version(name: str) -> None:
-    """When jobs start, end and are started again, on a busy cluster with failures and ties. A number that changes here
-    changes the figures that people compare policies by: change it only when that is meant, and say so."""
+    """When jobs start, end and restart, on a busy cluster with failures and ties. A change of such a number changes the
+    figures for the comparison of policies. Change it only on purpose, and report it.
+    """
     random = np.random.Generator(np.random.PCG64(3))
     jobs = [
         Job(

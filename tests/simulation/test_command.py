@@ -1,4 +1,4 @@
-"""`holdfast simulate` as a person and a script use it."""
+"""`holdfast simulate`, used by a person and by a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A policy as Kueue or Volcano is told it: objects that fit the official schemas, or a refusal with the reason."""
+"""A policy as configuration of Kueue or Volcano: objects that fit the official schemas, or a refusal with a reason."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_kueue_lets_priorities_evict_and_shares_by_use_or_by_what_is_held() -> N
     flavors = [document["spec"]["resourceGroups"][0]["flavors"][0] for document in queues.values()]
     assert {document["resources"][0]["nominalQuota"] for document in flavors} == {
         "0"
-    }  # all is borrowed, so all is shared
+    }  # all quota is borrowed, so all of it is shared
 
 
 def test_volcano_gets_plugins_actions_and_queues_with_whole_weights() -> None:

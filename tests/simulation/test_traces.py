@@ -1,4 +1,4 @@
-"""Traces: each published format is read into the same jobs, and what is no job is said."""
+"""Traces: each published format gives the same jobs, and rows that are not jobs are reported."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_synthetic_jobs_ask_for_the_load_that_is_asked_for() -> None:
     assert jobs == synthetic_jobs(20_000, 1000, 0.8, seed=1)
     assert sum(job.gpus == 1 for job in jobs) / len(jobs) == pytest.approx(0.54, abs=0.03)
     by_day = [job.submit % DAY < DAY / 2 for job in jobs]
-    assert sum(by_day) / len(jobs) > 0.55  # the wave of the day
+    assert sum(by_day) / len(jobs) > 0.55  # the daily wave
 
 
 def test_a_cluster_is_refused_with_every_problem(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_the_example_cluster_runs_under_the_policies_that_look_at_what_it_has() 
 
 
 def test_jobs_with_slack_wait_for_the_cheap_hours() -> None:
-    """Half of the day costs ten times as much. A job that may wait half a day is computed in the cheap half."""
+    """Half of the day costs ten times as much. A job that may wait half a day runs in the cheap half."""
     model = ClusterModel(groups=(NodeGroup(name="g", nodes=1, price=1.0),), price_by_hour=(10.0, 1.0))
     (job,) = synthetic_jobs(1, 8, seed=1)
     job = replace(job, submit=0.0, gpus=8, seconds=3600.0, slack=DAY / 2, estimate=0.0)
@@ -136,7 +136,7 @@ def test_jobs_with_slack_wait_for_the_cheap_hours() -> None:
     ],
 )
 def test_a_trace_that_no_cluster_could_have_is_refused_with_its_line(tmp_path: Path, content: bytes, said: str) -> None:
-    """Infinite seconds made a simulation without an end."""
+    """Infinite seconds made a simulation endless."""
     (tmp_path / "t.csv").write_bytes(content)
     with pytest.raises(DataError, match=said):
         load_trace(tmp_path / "t.csv")

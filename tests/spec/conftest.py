@@ -1,4 +1,4 @@
-"""A small spec that is right, as text and as a tree, for tests that make one thing wrong."""
+"""A small valid spec, as text and as a tree, for tests that break one field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RIGHT: dict[str, Any] = {"name": "small", "data": {"sources": [{"uri": "corpus/*
 
 
 def text_with(**changes: object) -> str:
-    """The right spec with fields changed: `text_with(**{"model.layers": 2})`."""
+    """The valid spec with changed fields: `text_with(**{"model.layers": 2})`."""
     tree = copy.deepcopy(RIGHT)
     for path, value in changes.items():
         *parents, last = path.split(".")
@@ -48,5 +48,5 @@ def refused() -> Callable[..., list[Problem]]:
 
 @pytest.fixture
 def spec() -> Spec:
-    """The right spec."""
+    """The valid spec."""
     return parse_spec(text_with())

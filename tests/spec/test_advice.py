@@ -1,4 +1,4 @@
-"""What the product says to people names fields that a spec has: advice that the spec refuses is worse than none."""
+"""Messages to users name existing fields: advice that the spec refuses would be worse than none."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SECTIONS = "|".join(Spec.model_fields)
 FIELD = re.compile(rf"(?<![\w./@-])((?:{SECTIONS})(?:\.[a-z0-9_]+)+)(?!\.?[\w/-])")
 NO_FIELDS = {"model.embed_tokens.weight", "model.safetensors", "model.safetensors.index.json"}
 NO_FIELDS |= {"serving.kserve.io", "serving.py"}
-NO_FIELDS |= {"data.pkl"}  # a record of torch's files
+NO_FIELDS |= {"data.pkl"}  # a record in torch's files
 NO_FIELDS |= {"telemetry.phases", "checkpoint.fork", "store.log_stream", "training.yaml"}  # modules
 
 
 def named() -> Iterator[tuple[str, str]]:
-    """Every dotted name below a section of the spec in a text of the source, with its file."""
+    """Every dotted name below a section of the spec in the texts of the source, with its file."""
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -1,4 +1,4 @@
-"""One dialect of cron: what it takes means the same to every engine, and the rest is refused with a remedy."""
+"""One dialect of cron: accepted schedules mean the same to every engine, and the rest is refused with a remedy."""
 
 from __future__ import annotations
 
@@ -106,14 +106,16 @@ def test_the_numbers_are_those_of_another_reader_of_cron(cron: str) -> None:
     except CronError as error:
         assert "never fires" in str(error)
         return
-    # Each field alone: croniter and robfig/cron disagree on which day fields restrict, so that rule stands here.
+    # Each field on its own: croniter and robfig/cron disagree on which day fields restrict, so the rule is repeated
+    # here.
     fields = [re.sub(r"\*/1(?=,|$)", "*", field) for field in cron.split()]
     alone = [
         croniter.expand(" ".join(["*"] * at + [field] + ["*"] * (4 - at)))[0][at] for at, field in enumerate(fields)
     ]
     full = ["*" in numbers or len(numbers) == size for numbers, size in zip(alone, (60, 24, 31, 12, 7), strict=True)]
     restricted = ["*" not in fields[at].split(",") for at in (2, 4)]
-    if all(restricted) and (full[2] or full[4]):  # either may fit, and one always does
+    # If both day fields restrict, one match is enough; here one always matches.
+    if all(restricted) and (full[2] or full[4]):
         full[2] = full[4] = True
     fields_written = ["*" if every else ",".join(map(str, numbers)) for every, numbers in zip(full, alone, strict=True)]
     assert expanded == " ".join(fields_written)

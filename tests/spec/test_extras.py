@@ -1,4 +1,4 @@
-"""A package that is not installed: the first line says which extra has it."""
+"""For a missing package, the first line of the error names the extra that installs it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_package_that_only_an_extra_installs_is_in_the_table() -> None:
             continue
         assert module in EXTRAS, f"{module} is installed by {[name for name in extras if packages & extras[name]]}"
     for module, extra in EXTRAS.items():
-        having = {name for name in extras if distributions(module) & extras[name]}  # none: another package brings it
+        having = {name for name in extras if distributions(module) & extras[name]}  # none: another package installs it
         assert extra in (having or extras), (module, extra)
 
 

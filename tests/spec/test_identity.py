@@ -1,4 +1,4 @@
-"""The run id: every field that says which model is asked for is in it, and no other."""
+"""The run id: it covers every field that defines the model, and no other field."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from holdfast.spec.rules.cluster import STEP_PODS
 from holdfast.spec.schema import identity_of
 from holdfast.spec.training import Parallel
 
-ONE_VALUE = ("version",)  # leaves that can hold nothing else
+ONE_VALUE = ("version",)  # leaves with only one possible value
 
 
 def other_value(info, value: object, avoid: tuple[object, ...] = ()) -> object:
-    """Another value that a field takes, right by itself."""
+    """Another value that the field accepts on its own."""
     kinds = [kind for kind in (get_args(info.annotation) or (info.annotation,)) if kind is not type(None)]
     kind = info.annotation if get_origin(info.annotation) in (Literal, tuple, dict) else kinds[0]
     if is_mapping(kind):
@@ -40,7 +40,7 @@ def other_value(info, value: object, avoid: tuple[object, ...] = ()) -> object:
 
 
 def tree() -> dict[str, Any]:
-    """Every field of a spec written out."""
+    """A spec with every field written out."""
     return Spec.model_validate(
         {
             "name": "a",
@@ -83,7 +83,9 @@ def test_the_run_id_follows_exactly_the_fields_that_say_which_model_is_asked_for
 
 
 def test_the_plan_is_these_fields_and_no_others() -> None:
-    """One that moves to the plan by mistake gives two different models one name; one that leaves it, one run two."""
+    """A field that moves to the plan by mistake gives two models one name. A field that leaves it gives one run two
+    names.
+    """
     assert [leaf.path for leaf in leaves() if leaf.role == "plan"] == [
         "training.micro_batch", "training.activation_checkpointing", "training.compile",
         *(f"parallel.{name}" for name in Parallel.model_fields if name != "auto"),
@@ -108,7 +110,7 @@ def test_the_part_of_gradients_that_is_sent_is_part_of_the_run_id_where_a_part_i
 
 
 def test_runtime_fields_are_these_and_no_others() -> None:
-    """A field that becomes a runtime field by mistake gives two trainings one name, so the list is spelt here."""
+    """A field that becomes a runtime field by mistake gives two trainings one name. Therefore the list is explicit."""
     runtime_fields = [leaf.path for leaf in leaves() if leaf.role == "neither"]
     sections = ("checkpoint", "evaluation", "registration", "schedule", "serving", "telemetry")
     assert [path for path in runtime_fields if path.split(".")[0] not in sections] == [
@@ -144,7 +146,7 @@ def test_a_digest_does_not_depend_on_the_order_of_keys_and_knows_every_value() -
 
 
 def test_an_id_stays_what_it_is_from_version_to_version() -> None:
-    """Changing this number orphans every run made before: raise DATA_PLANE_VERSION only when the bits change."""
+    """A change of this number orphans every earlier run. Raise DATA_PLANE_VERSION only when the bits change."""
     assert digest({"a": [1, 2.5, "x", None]}) == "2278c8e5bcdf6734"
 
 
@@ -170,8 +172,7 @@ def test_every_error_carries_a_code_of_its_own() -> None:
     error_types = [
         error for error in vars(errors).values() if isinstance(error, type) and issubclass(error, HoldfastError)
     ]
-    codes = [
-        error.exit_code for error in error_types if error.__base__ is HoldfastError
-    ]  # what is finer shares its code
+    # Subclasses share their parent's code.
+    codes = [error.exit_code for error in error_types if error.__base__ is HoldfastError]
     assert len(codes) == len(set(codes)) > 10
     assert ExitCode.UNEXPECTED not in codes

@@ -1,4 +1,4 @@
-"""What others wrote as JSON is a typed value or a DataError that names it; no other failure comes out."""
+"""JSON from other writers becomes a typed value, or a DataError that names it. No other error is raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Reading a spec: what is wrong is said at once, with field, value and remedy; what is right survives a round trip."""
+"""Reading a spec: all problems are reported together, with field, value and remedy. A valid spec
+survives a round trip.
+"""
 
 from __future__ import annotations
 
@@ -216,7 +218,7 @@ def test_every_problem_says_where_it_stands_in_the_file(tmp_path: Path) -> None:
         "data.sources.1.wieght": f"{path}:6:7",
         "data.validation_fraction": f"{path}:7:3",
         "cluster.node_selector.a.b/c": f"{path}:9:3",
-        "cluster.tolerations.0.key": f"{path}:10:17",  # required, and missing: the item
+        "cluster.tolerations.0.key": f"{path}:10:17",  # required and missing: the place of the item
         "cluster.tolerations.0.effect": f"{path}:10:36",
         "model.layers": f"{path}:13:9",
         "training.optimizer.beta1": "--set",
@@ -230,7 +232,7 @@ def test_every_problem_says_where_it_stands_in_the_file(tmp_path: Path) -> None:
 
 def test_a_field_that_nobody_gave_has_no_place_but_its_group(refused) -> None:
     assert [problem.place for problem in refused("model: {layers: 2}")] == ["", ""]
-    (problem,) = refused(**{"training.micro_batch": 7})  # the default of global_batch does not fit
+    (problem,) = refused(**{"training.micro_batch": 7})  # the default global_batch does not fit
     assert (problem.field, problem.place) == ("training.global_batch", "spec:5:1")
 
 
@@ -244,9 +246,9 @@ def test_fields_and_rules_are_said_together_and_a_rule_without_its_fields_is_sil
         schedule={"cron": "never"},
     )
     assert [problem.field for problem in problems] == [
-        "name", "data.sources", "model.layers", "training.steps", "training.precision",  # the fields
+        "name", "data.sources", "model.layers", "training.steps", "training.precision",  # problems of fields
         "parallel.processes", "model.hidden", "model.experts",
-        "parallel.pipeline",  # not whether 1024 stages have layers, nor the warm-up before no end
+        "parallel.pipeline",  # no message about 1024 stages or the warm-up, whose fields are invalid
         "data.cleaning.min_characters", "schedule.cron",
     ]  # fmt: skip
 
@@ -366,7 +368,7 @@ relaxed = settings(max_examples=150)
 
 
 def outcome(text: str, overrides: list[str]) -> Spec | str:
-    """The spec, or what is said against it: anything but SpecError is a bug."""
+    """The spec, or its problems. Any error but SpecError is a bug."""
     try:
         return parse_spec(text, overrides)
     except SpecError as error:

@@ -1,4 +1,4 @@
-"""The plan: two plans are compared in words, and a run that promises bits takes no other one by itself."""
+"""The plan: differences between plans are explained, and a run that promises bits accepts no other plan by default."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.spec.test_identity import other_value
 
 def test_every_field_of_the_plan_is_in_it() -> None:
     found_elsewhere = {"cluster.nodes.max": "cluster.nodes", "cluster.image": None, "cluster.environment": None}
-    found_elsewhere["cluster.network"] = None  # by the variables that it sets
+    found_elsewhere["cluster.network"] = None  # through the variables that it sets
     expected = {found_elsewhere.get(leaf.path, leaf.path) for leaf in leaves(Spec) if leaf.role == "plan"} - {None}
     cut = ("parallel.processes=2", "parallel.pipeline=2", "parallel.stages=[1, 3]")
     away = ("parallel.strategy=zero3", "parallel.offload=optimizer", "parallel.offload_path=/one")
-    optional = {"parallel.stages", "parallel.offload_path"}  # which are in it where they are said
+    optional = {"parallel.stages", "parallel.offload_path"}  # included only when they are set
     assert plan_of().settings.keys() == expected - optional
     assert plan_of(*cut).settings.keys() | plan_of(*away).settings.keys() == expected
 
@@ -54,7 +54,7 @@ def test_the_fingerprint_follows_every_setting_but_those_that_the_level_leaves_f
     follows = {name for name in whole.settings if plan({name: "other"}, surroundings).fingerprint != whole.fingerprint}
     assert whole.settings.keys() - follows == LEVELS[determinism]
     differing = {name for name in whole.settings if whole.differences(plan({name: "other"}, surroundings))}
-    assert differing == follows  # a refusal says why
+    assert differing == follows  # a refusal gives the reason
     for name in surroundings:
         assert plan({}, {**surroundings, name: "other"}).fingerprint != whole.fingerprint
         assert (

@@ -1,4 +1,4 @@
-"""Every rule between fields refuses what it is for, naming the field, the value and the remedy."""
+"""Every rule between fields refuses its case, and names the field, the value and the remedy."""
 
 from __future__ import annotations
 

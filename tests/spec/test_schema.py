@@ -1,4 +1,4 @@
-"""The JSON Schema and the reference: both say what the models say."""
+"""The JSON Schema and the reference agree with the models."""
 
 from __future__ import annotations
 

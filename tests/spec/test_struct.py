@@ -1,4 +1,6 @@
-"""A spec as the dictionary of a form: KFP holds it as a protobuf Struct, whose numbers are doubles without an order."""
+"""A spec as the dictionary of a form. KFP stores it as a protobuf Struct, whose numbers are doubles
+without an order.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ values = st.one_of(
 
 
 def through_kfp(value: dict[str, Any]) -> dict[str, Any]:
-    """A dictionary after a Struct; the launcher gives the names in any order."""
+    """A dictionary after a round trip through a Struct. The launcher gives the names in any order."""
     struct = json_format.MessageToDict(json_format.ParseDict(value, struct_pb2.Struct()))
     return _shuffled(struct)
 
@@ -63,20 +65,20 @@ def spec_with(changes: list[tuple[str, Any]]) -> Spec | None:
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(FIELDS), values), max_size=3))
 def test_a_spec_arrives_at_the_steps_as_it_was_written(changes: list[tuple[str, Any]]) -> None:
-    # Most values are refused by most fields; each change alone finds those that are not.
+    # Most fields refuse most values. Trying each change alone finds the valid ones.
     for spec in filter(None, map(spec_with, [changes, *([change] for change in changes)])):
         arrived = through_kfp(struct := to_struct(written_spec(spec)))
         to_protobuf_value(struct)
         assert parse_spec(from_struct(arrived)) == spec
-        assert parse_spec(text_of(arrived)) == spec  # what the exit handler reads
-        assert parse_spec(dump_written(spec)) == spec  # what Argo shows
+        assert parse_spec(text_of(arrived)) == spec  # the exit handler reads this
+        assert parse_spec(dump_written(spec)) == spec  # Argo shows this
         assert run_id(parse_spec(from_struct(arrived)), "d") == run_id(spec, "d")
 
 
 def test_null_is_no_null_in_what_kfp_compiles_and_null_again_at_the_steps() -> None:
     spec = parse_spec(strict_yaml.write(BASE), ["training.clip_norm=null", 'cluster.environment={A: "(null)"}'])
     struct = to_struct(written_spec(spec))
-    to_protobuf_value(struct)  # refuses a null
+    to_protobuf_value(struct)  # a null would be refused
     parsed = parse_spec(from_struct(through_kfp(struct)))
     assert parsed == spec
     assert parsed.training.clip_norm is None

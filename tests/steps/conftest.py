@@ -1,4 +1,4 @@
-"""Steps run in this process, and leave its log and its handlers of signals as they were."""
+"""Steps run in this process. Its logging and signal handlers are restored afterwards."""
 
 from __future__ import annotations
 

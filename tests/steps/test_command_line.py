@@ -1,4 +1,4 @@
-"""The command line that every step shares: overrides in one argument, results as files, outcomes in the store."""
+"""The command line of every step: overrides in one argument, results as files, outcomes in the store."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_without_an_engine_a_text_that_looks_escaped_stays(argv: list[str], tmp_
 def test_a_failure_leaves_its_reason_and_no_result(argv: list[str], tmp_path: Path) -> None:
     def body(spec: Spec, url: str, *, run_id: str) -> StepResult:
         outcome = json.loads(open_store(url).get(layout.job("job-1", "evaluate")))
-        assert outcome["ended"] is None  # what is killed from here on has left its beginning
+        assert outcome["ended"] is None  # a process that is killed from here on has recorded its start
         raise MissingError("no such run")
 
     assert main("evaluate", body, argv) == ExitCode.NOT_FOUND
@@ -101,7 +101,7 @@ def test_a_failure_leaves_its_reason_and_no_result(argv: list[str], tmp_path: Pa
 def test_progress_goes_where_argo_looks_and_never_beyond_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report_progress(1, 2)  # nobody asks
+    report_progress(1, 2)  # nothing listens
     monkeypatch.setenv("ARGO_PROGRESS_FILE", str(tmp_path / "progress"))
     report_progress(5, 4)
     assert (tmp_path / "progress").read_text() == "4/4\n"

@@ -1,4 +1,6 @@
-"""The shell around a KFP component: how its process ends, and what it leaves behind for whoever runs the DAG here."""
+"""The wrapper of a KFP component: the exit of its process, and the files that it leaves for a local
+runner of the DAG.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def test_arguments_of_an_engine_are_restored_and_outputs_are_escaped_again(tmp_p
 @pytest.mark.parametrize(
     ("overrides", "given", "steps"),
     [
-        ([], {"steps": 300}, 12),  # as it was compiled: the spec, which may be another one by now, decides
+        ([], {"steps": 300}, 12),  # the compiled default; the spec decides, and may have changed since
         ([], {"steps": 20, "learning_rate": 1e-5}, 20),
         (["training.steps=7"], {"steps": 20}, 7),
     ],
@@ -175,7 +177,7 @@ sys.exit(run_step("train", body)[1])
 
 
 def test_a_step_whose_folder_is_taken_away_is_one_that_was_asked_to_stop(tmp_path: Path) -> None:
-    """Whoever ran the pipeline has left, and has not seen that this step was about to begin."""
+    """The pipeline's runner has exited without knowing that this step was about to begin."""
     code, output = ended(component(tmp_path / "gone", "return done(1)"))
     assert (code, "returned" in output, "Traceback" in output) == (143, False, False), output
     (late := tmp_path / "late").mkdir()
@@ -188,7 +190,7 @@ JOB = "0b7f1a3c-1111-4222-8333-944445555666"
 
 
 def on_a_cluster(tmp_path: Path, body: str, job: str = JOB) -> int:
-    """The exit code of a step that has no folder for its outcome, but a store."""
+    """The exit code of a step with a store but without a folder for its outcome."""
     code = STEP.format(body=body, spec=SPEC, store=f"file://{tmp_path}", job=job, folder=f"{tmp_path}/", given={})
     environment = {**os.environ, "HOLDFAST_POD_NAME": "quickstart-x-train-7"}
     environment.pop(OUTCOMES, None)
@@ -227,10 +229,10 @@ def test_a_store_that_is_no_store_does_not_fail_the_summary() -> None:
 def test_mounted_secrets_become_variables_unless_they_are_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_TEST_A", "HF_TEST_B"):
         monkeypatch.setenv(name, "before")
-        monkeypatch.delenv(name)  # so that it goes again after the test
+        monkeypatch.delenv(name)  # so that the test removes it afterwards
     monkeypatch.setenv("HF_TEST_C", "set before")
     bucket = tmp_path / "bucket"
-    hidden = bucket / "..2026_11_20"  # how the kubelet swaps the files of a Secret at once
+    hidden = bucket / "..2026_11_20"  # how the kubelet swaps the files of a Secret atomically
     hidden.mkdir(parents=True)
     for name, value in {"HF_TEST_A": "one", "HF_TEST_B": "two\n", "HF_TEST_C": "three", "no-name": "four"}.items():
         (hidden / name).write_text(value)
@@ -286,7 +288,7 @@ def test_in_a_pod_a_step_begins_with_a_server_and_a_store_that_others_see(tmp_pa
 
 
 def test_a_whole_run_in_one_pod_keeps_its_things_there(tmp_path: Path) -> None:
-    process = _in_a_pod(tmp_path, SPEC, {OUTCOMES: str(tmp_path)})  # such as in a notebook
+    process = _in_a_pod(tmp_path, SPEC, {OUTCOMES: str(tmp_path)})  # for example in a notebook
     assert (process.returncode, "worked" in process.stdout) == (0, True), process.stderr
 
 
@@ -333,7 +335,7 @@ def test_on_a_cluster_the_summary_names_the_run_the_failed_step_and_its_own_word
     ("body", "code", "said"),
     [
         ("raise DataError('a.txt: is broken')", 0, "returned ('', '', '')\n"),
-        ("os.kill(os.getpid(), signal.SIGTERM)", 143, ""),  # somebody ends the whole
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, ""),  # the whole execution is ended
     ],
     ids=["alone", "with all others"],
 )

@@ -1,4 +1,4 @@
-"""Logs of old executions go; those that a person still finds, and those of what goes on, stay."""
+"""Logs of old executions are deleted. Logs that a person can still find, and logs of running executions, stay."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def store(clock: _Now) -> Store:
 
 
 def leave(store: Store, job: str, result: str = "", code: int = 0) -> None:
-    """What the step train of a job leaves."""
+    """Write the records of the train step of a job."""
     store.put(layout.step_log(job, "train", "s", "stream.json"), b"{}")
     store.put(layout.step_log(job, "train", "s", "000000.log"), b"a line\n")
     store.put(layout.job(job, "train"), Outcome("train", 1, 1.0, 2.0, code, result=result).as_json())

@@ -1,4 +1,4 @@
-"""What the exit handler reads from the outcomes of the steps."""
+"""The facts that the exit handler reads from the outcomes of the steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DATASET_ID = "0123456789abcdef"
     [
         ({"preprocess": DATASET_ID}, [], run_id(parse_spec(SPEC), DATASET_ID)),
         ({"preprocess": DATASET_ID, "train": "fedcba9876543210"}, ["model.init_from=w"], "fedcba9876543210"),
-        ({"preprocess": DATASET_ID}, ["model.init_from=w"], ""),  # it takes the bytes of the weights to say
+        ({"preprocess": DATASET_ID}, ["model.init_from=w"], ""),  # this depends on the bytes of the weights
         ({"preprocess": DATASET_ID}, ["training.steps=0"], ""),
         ({}, [], ""),
     ],

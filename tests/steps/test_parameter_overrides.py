@@ -1,4 +1,6 @@
-"""Parameters of the DAG that are fields of the spec: typed, with the spec's own values, and silent when left alone."""
+"""DAG parameters that are fields of the spec: typed, with the spec's values as defaults, and without effect if
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def test_what_was_changed_is_the_field_and_another_run(name: str, value: object,
     changed = parse_spec(dump_spec(SPEC), changed_parameters(values, VALUES))
     assert parameter_values(changed) == {**VALUES, name: value}
     assert changed.model_copy(update={"data": SPEC.data}) == changed or name == "data"
-    if name != "data":  # whose id is that of its content
+    if name != "data":  # its id is that of its content
         assert run_id(changed, "d") != run_id(SPEC, "d")
 
 

@@ -1,4 +1,4 @@
-"""The shell around a step: its arguments, its log and its exit code, as a process of its own sees them."""
+"""The wrapper of a step: its arguments, its log and its exit code, seen from a separate process."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ STEP = """
 
 @pytest.fixture
 def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs a small step as a process."""
+    """Run a small step as a process."""
     monkeypatch.setenv("HOLDFAST_STORE", "file:///from/environment")
     (tmp_path / "spec.yaml").write_text(text_with(), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""The log of a step, in the store while it runs and after its end, whatever becomes of it."""
+"""The log of a step is in the store while it runs and after any kind of end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def argv(tmp_path: Path) -> list[str]:
 
 
 def kept(tmp_path: Path, job: str = "job-1", *, ended: bool = True) -> list[str]:
-    """The lines in the store, for people and without the time."""
+    """The lines in the store, in human-readable form and without the time."""
     reader = StepLogReader(open_store(f"file://{tmp_path}/store"), job)
     lines = [plain(line) for _, line in reader.new_lines(lambda _: True, last=True, ended=ended)]
     return [line.partition("Z ")[2] or line for line in lines]
@@ -169,7 +169,7 @@ main("evaluate", body, {argv!r})
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + step_logs.FLUSH_SECONDS / 2  # long before its turn
+        deadline = time.monotonic() + step_logs.FLUSH_SECONDS / 2  # long before the next flush is due
         while not kept(tmp_path, ended=False) and time.monotonic() < deadline:
             time.sleep(0.01)
         process.kill()

@@ -1,4 +1,4 @@
-"""A step that tries again by itself: which failures, how often, with which waits, and when it leaves at once."""
+"""Retries within a step: which failures, how many, with which waits, and when it gives up immediately."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The waits between tries, none of which is waited for."""
+    """The waits between tries, without real sleeps."""
     seconds_waited: list[float] = []
     caller, sleep = threading.current_thread(), time.sleep
 
-    def wait(seconds: float) -> None:  # threads of other tests wait as they did
+    def wait(seconds: float) -> None:  # threads of other tests really sleep
         seconds_waited.append(seconds) if threading.current_thread() is caller else sleep(seconds)
 
     monkeypatch.setattr(tenacity.nap.time, "sleep", wait)
@@ -48,7 +48,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 class Failing:
-    """An action that fails with each of `errors` in turn, and then succeeds."""
+    """An action that raises each of `errors` in order, and then succeeds."""
 
     def __init__(self, *errors: BaseException) -> None:
         self.errors, self.calls = list(errors), 0
@@ -217,7 +217,7 @@ run_step("train", body, recorder("job-8"))
 
 
 def test_a_step_that_is_killed_on_its_way_out_has_said_before_that_it_was_asked_to_leave(tmp_path: Path) -> None:
-    """As under KFP's launcher, which does not wait for it."""
+    """As under KFP's launcher, which does not wait for the step."""
     url = f"file://{tmp_path}/store"
     command = [sys.executable, "-c", SLOW, url]
     step = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

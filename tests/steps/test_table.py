@@ -1,4 +1,4 @@
-"""The table of steps and the list of edges: complete, and the same for everybody who reads them."""
+"""The table of steps and the list of edges: complete, and equal for all readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that stand a faulty proxy in front of a real S3."""
+"""Fixtures of the tests with a faulty proxy in front of a real S3."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.pipelines.chaos.proxy import FaultyProxy
 from holdfast.store import Store, open_store, parallel
 from holdfast.store.s3 import errors
 
-DEADLINE = 60.0  # of which an attempt waits a third
+DEADLINE = 60.0  # an attempt waits a third of it
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def proxy(s3_url: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.fixture
 def proxied(proxy: FaultyProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """A store behind the proxy that has done its first conditional write, and retries without long pauses."""
+    """A store behind the proxy after its first conditional write. It retries without long pauses."""
     monkeypatch.setattr(errors, "FIRST_PAUSE", 0.002)
     store = open_store(s3_url, deadline=DEADLINE)
     store.put_if_absent("warm", b"up")

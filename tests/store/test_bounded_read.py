@@ -18,7 +18,7 @@ def test_an_object_above_the_bound_is_refused_with_its_size_and_one_at_the_bound
         read_bounded(store, "runs/a.json", 99)
     with pytest.raises(TooLargeError, match="at most 99"):
         store.get_versioned("runs/a.json", most=99)
-    assert store.get("runs/a.json", 0, 100, most=1) == b"x" * 100  # the caller chose this length itself
+    assert store.get("runs/a.json", 0, 100, most=1) == b"x" * 100  # the caller chose this length
     with pytest.raises(MissingError):
         read_bounded(store, "runs/b.json", 99)
 
@@ -26,7 +26,7 @@ def test_an_object_above_the_bound_is_refused_with_its_size_and_one_at_the_bound
 def test_no_object_is_read_whole_above_a_gib_and_no_buffer_is_made_for_it(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     store.put("root.json", b"")
-    os.truncate(tmp_path / "root.json", 1 << 43)  # a sparse file: one buffer of this size would fail
+    os.truncate(tmp_path / "root.json", 1 << 43)  # a sparse file: a buffer of this size could not be allocated
     for read in (store.get, store.get_versioned):
         with pytest.raises(TooLargeError, match="8796093022208 bytes"):
             read("root.json")

@@ -1,4 +1,4 @@
-"""What every store promises, checked on both: a folder, and a real S3 over HTTP."""
+"""The contract of every store, checked on a folder and on a real S3 over HTTP."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_uploading_a_file_that_is_not_there_names_it(store: Store, tmp_path: Pat
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Parts so small that a test can afford several (S3 itself wants 5 MiB)."""
+    """Small parts, so that a test can upload several (real S3 requires 5 MiB)."""
     size = 5 * 2**20
     monkeypatch.setattr(parallel, "PART_BYTES", size)
     return size

@@ -1,4 +1,4 @@
-"""What every store promises to many at once, checked on both: a folder, and a real S3 over HTTP."""
+"""The contract of every store under concurrency, checked on a folder and on a real S3 over HTTP."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def test_of_many_threads_exactly_one_takes_a_key(store: Store) -> None:
 
 
 def _increment(url: str, times: int, met: threading.Barrier | None = None) -> int:
-    """Add 1 so many times, for the first time when all who meet have read what is there; returns how often another
-    writer was first."""
+    """Add 1 this many times. The first time starts when all participants have read the value. Returns the number of
+    conflicts with other writers.
+    """
     store, conflicts = open_store(url), 0
     for _ in range(times):
         while True:
@@ -50,10 +51,10 @@ def test_a_counter_loses_no_increment_of_many_threads(store: Store) -> None:
 
 def test_processes_neither_share_a_claim_nor_lose_an_increment(store: Store) -> None:
     store.compare_and_swap("counter", b"0", None)
-    with multiprocessing.get_context("fork").Pool(4) as pool:  # forked with the store's connections open
+    with multiprocessing.get_context("fork").Pool(4) as pool:  # forked with open connections of the store
         won = pool.starmap(_claim, [(store.url, number) for number in range(8)])
         pool.starmap(_increment, [(store.url, 5)] * 4)
-        pool.close()  # else they are told by SIGTERM, of which one that has inherited a handler may not hear
+        pool.close()  # otherwise they get SIGTERM, which a process with an inherited handler may miss
         pool.join()
     assert won.count(True) == 1
     assert store.get("claim") == b"process %d" % won.index(True)

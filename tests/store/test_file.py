@@ -1,4 +1,4 @@
-"""The folder store when processes die, disks fill up and locks are held: real processes, real signals, real disks."""
+"""The folder store with dying processes, full disks and held locks: real processes, real signals, real disks."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def unfinished(root: Path) -> list[Path]:
 
 
 def dies_at(step: int, work: Callable[[], object]) -> bool:
-    """Run `work` in a child that kills itself with SIGKILL at its so-manieth system call; True if it got that far.
-    A write that is its last one is half done first."""
+    """Run `work` in a child that kills itself with SIGKILL at system call number `step`. Returns whether it got that
+    far. If the call is a write, the child first writes half of it.
+    """
     child = os.fork()
     if child == 0:
         calls = 0
@@ -95,7 +96,7 @@ def test_a_writer_killed_at_any_step_leaves_the_old_or_the_new_object_whole(tmp_
         assert keys in ([], ["folder/k"])
         content = store.get("folder/k") if keys else None
         assert content in ({before, NEW} if died else {NEW})
-        fresh = open_store(f"file://{root}", deadline=20)  # and whoever comes next is not in the way of a dead writer
+        fresh = open_store(f"file://{root}", deadline=20)  # a dead writer does not block the next one
         if content != NEW:
             assert fresh.compare_and_swap("folder/k", NEW, version)
         assert fresh.get("folder/k") == NEW
@@ -110,7 +111,7 @@ def test_what_a_killed_writer_left_is_removed_once_it_is_old(store: Store, root:
     young.write_bytes(b"half")
     os.utime(old, (1, 1))
     store.put("k", b"2")
-    assert old.exists()  # looked at once in the life of a store
+    assert old.exists()  # checked once per store object
     open_store(f"file://{root}").put("k", b"3")
     assert unfinished(root) == [young]
 
@@ -267,7 +268,7 @@ def test_an_object_is_on_the_disk_before_it_has_its_key_and_the_key_before_the_c
 def test_each_new_folder_is_durable_before_an_object_in_it_has_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
-    """After a power loss a folder that no sync of its parent has written is gone, with all that is in it."""
+    """After a power loss, a folder is gone with its content unless its parent was synced."""
     store, operations = open_store(f"file://{tmp_path}/new/root"), list[tuple[str, str]]()
     originals = {name: getattr(os, name) for name in ("mkdir", "fsync", "replace", "link")}
 

@@ -23,7 +23,7 @@ def test_a_copy_is_that_of_its_store_and_whole(s3_url: str, tmp_path: Path) -> N
     assert [(folder / "config.json").read_text() for folder in folders()] == ["config 0", "config 1"]
     for folder in folders():
         assert (folder / "deep/weights").read_bytes() == b"w"
-        (folder / "config.json").write_text("conf")  # torn
+        (folder / "config.json").write_text("conf")  # incomplete
     assert [(folder / "config.json").read_text() for folder in folders()] == ["config 0", "config 1"]
     stores[0].put("model/config.json", b"config 2")
     assert (folders()[0] / "config.json").read_text() == "config 2"

@@ -1,4 +1,4 @@
-"""Which URLs name a store, and how the others are refused."""
+"""Which URLs name a store, and how other URLs are refused."""
 
 from __future__ import annotations
 
