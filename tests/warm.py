@@ -1,8 +1,8 @@
-"""`python -m MODULE`, forked from a process that has imported what trainings need: importing torch and MLflow takes
-longer than all that a tiny training computes.
+"""`python -m MODULE`, forked from a process that has imported what trainings need. Importing torch and MLflow takes
+longer than a whole tiny training.
 
-Promises a process like the one that `subprocess.Popen` starts, with a session, an environment, a command line and an
-end of its own. Where an import might go otherwise in the environment that is asked for, it is a new interpreter.
+The process is like one of `subprocess.Popen`, with a separate session, environment, command line and exit. If the
+requested environment could change an import, it is a new interpreter.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _IMPORTED = (
     "holdfast.pipelines.cli.entry", "tests.tracking.racer", *_OF_A_GANG,
 )  # fmt: skip
 _MATTERS_TO_IMPORTS = ("LD_", "PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "TORCH", "MALLOC", "GLIBC_")
-_DOES_NOT = ("PYTHONUNBUFFERED",)  # lines are written at once anyway
+_DOES_NOT = ("PYTHONUNBUFFERED",)  # lines are flushed immediately anyway
 _ROOT = str(Path(__file__).parents[1])
-_ENVIRONMENT = {  # what launchers give their ranks
+_ENVIRONMENT = {  # variables that launchers set for ranks
     **ACCELERATORS["cpu"].environment, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
 }  # fmt: skip
 _NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # pyarrow's, which MLflow imports
-_SERVERS: list[WarmServer] = []  # of this process, at most one
+_SERVERS: list[WarmServer] = []  # the server of this process, at most one
 
 
 class Warm(subprocess.Popen[Any]):
@@ -62,7 +62,7 @@ class Warm(subprocess.Popen[Any]):
 
     def _internal_poll(self, _deadstate: int | None = None, **_: Any) -> int | None:
         exit_code = self._warm.poll()
-        if exit_code is not None:  # else another thread may know more
+        if exit_code is not None:  # otherwise another thread may know more
             self.returncode = exit_code
         return self.returncode
 
@@ -80,14 +80,14 @@ def popen(command: Sequence[str], env: Mapping[str, str], **more: Any) -> subpro
 def run(
     command: Sequence[str], env: Mapping[str, str], cwd: Path | None = None, timeout: float = 300.0
 ) -> subprocess.CompletedProcess[str]:
-    """`command` to its end, with what it said."""
+    """Run `command` to its end. Returns it with its output."""
     with popen(command, env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         output = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(command, process.returncode, *output)
 
 
 def ready() -> bool:
-    """Whether there is a server. It dies with the thread that started it, so the main one has to ask first."""
+    """Whether there is a server. It dies with the thread that started it, so the main thread must call this first."""
     if _SERVERS or threading.current_thread() is not threading.main_thread():
         return bool(_SERVERS)
     _SERVERS.append(WarmServer.spawn(_IMPORTED, {**os.environ, **_ENVIRONMENT, **_NO_THREADS}))
@@ -103,12 +103,12 @@ def _same_imports(environment: Mapping[str, str]) -> bool:
 
 
 def _path(environment: Mapping[str, str]) -> list[str]:
-    """PYTHONPATH without this tree, which is imported here already."""
+    """PYTHONPATH without this tree, which this process has already imported."""
     return [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", _ROOT)]
 
 
 def main() -> None:
-    """Be the module that is named first, as `python -m` would."""
+    """Run the module that is named first, as `python -m` would."""
     folder, module, *_ = sys.argv[1:]
     os.chdir(folder)
     command = sys.argv[2:]
@@ -116,7 +116,7 @@ def main() -> None:
         _fork_the_server_of_launches()
     sys.argv = command
     if not hasattr(sys.modules.get(module), "__path__"):
-        sys.modules.pop(module, None)  # else runpy warns that it runs twice
+        sys.modules.pop(module, None)  # otherwise runpy warns that it runs twice
     processes._present([sys.executable, "-m", *command], dict(os.environ))
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -126,7 +126,9 @@ def main() -> None:
 
 
 def _fork_the_server_of_launches() -> None:
-    """What a launcher's `WarmServer.spawn` imports is there: its first server is forked now, one after it spawned."""
+    """The imports of a launcher's `WarmServer.spawn` are already done: its first server is forked now, a later one is
+    spawned.
+    """
     processes._present([sys.executable, "-c", processes._SERVE], dict(os.environ))
     forked = [WarmServer.fork(_OF_A_GANG)]
     spawn = WarmServer.spawn

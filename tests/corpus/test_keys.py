@@ -46,7 +46,7 @@ def test_the_key_of_a_unit_follows_every_field_of_its_job_and_its_piece() -> Non
         "tokenizer_digest": "other", "dtype": "uint32", "end_of_text": 1, "cleaning": Cleaning(unicode="none"),
         "template": "{}",
     }  # fmt: skip
-    excluded = {"tokenizer_json", "template_name"}  # the digest stands for these, and one is for messages
+    excluded = {"tokenizer_json", "template_name"}  # the digest stands for the first; the second is for messages
     assert {field.name for field in fields(Job)} == others.keys() | excluded
     assert PIECE.key(replace(JOB, template_name="other").settings) == PIECE.key(JOB.settings)
     keys = [PIECE.key(replace(JOB, **{name: value}).settings) for name, value in others.items()]

@@ -34,7 +34,7 @@ def main() -> None:
 
     def held(batches: Iterable[Any], leave: PreemptionSignal) -> Iterator[Any]:
         for step, rows in batches:
-            phases.enter("save")  # in which a rank may take its time: no watchdog takes it for a hang
+            phases.enter("save")  # a phase without a time limit: no watchdog reports it as a hang
             mmap.mmap(-1, MEMORY).close()
             while step >= int(file.read_text()) and not leave.wanted:
                 mmap.mmap(-1, MEMORY).close()

@@ -98,7 +98,7 @@ def test_an_agent_that_is_stopped_holds_training_up_and_no_bit_changes(
         agent.suspend()
         held.hold(STEPS)
         assert _step_it_stays_at(output) < STEPS
-        with suppress(psutil.NoSuchProcess):  # its keeper has replaced it
+        with suppress(psutil.NoSuchProcess):  # its supervisor has replaced it
             agent.resume()
         assert process.wait(PATIENCE) == 0, "".join(output.lines)
         reader.join()

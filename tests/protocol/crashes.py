@@ -26,12 +26,12 @@ class Crash:
 
     number: int
     when: str = "before"
-    gang: bool = True  # whether they only freeze until their successor has finished
-    thaw: bool = False  # whether they only stand still until their successor has finished
+    gang: bool = True  # whether the whole gang ends, or only the process
+    thaw: bool = False  # whether they only freeze until their successor has finished
 
 
 class Crashes:
-    """Lets a run crash at these operations, in turn; each is counted from the crash before."""
+    """Lets a run crash at these operations, in order. Each number counts from the previous crash."""
 
     def __init__(self, run: Run, crashes: Sequence[Crash]) -> None:
         self._run, self._waiting, self._since = run, list(crashes), 0
@@ -56,7 +56,7 @@ class Crashes:
 
 
 def crash(plan: Plan, crashes: Sequence[Crash], trace: list[str] | None = None) -> tuple[bool, int]:
-    """Run `plan` with these crashes. Whether all of them came, and how many operations there were. Raises what
+    """Run `plan` with these crashes. Returns whether all of them happened, and the number of operations. Raises what
     `Run.execute` raises."""
     world = World(seed=0)
     world.trace = trace
@@ -67,8 +67,8 @@ def crash(plan: Plan, crashes: Sequence[Crash], trace: list[str] | None = None) 
 
 
 def points(count: int, gang: bool, thaw: bool) -> Iterator[Crash]:
-    """All crash points of a run of so many operations. Of a gang that is gone for good only the store is left, which
-    is the same after an operation and before the next one: one point, and not two."""
+    """All crash points of a run with `count` operations. Of a gang that is lost permanently, only the store remains. It
+    is the same after an operation and before the next one, so these are one point."""
     is_lost = gang and not thaw
     for number in range(count):
         for when in ("before",) if is_lost and number < count - 1 else ("before", "after"):

@@ -1,4 +1,4 @@
-"""What is done several at once, as far as no store shows it."""
+"""Concurrent work, as far as no store is involved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.store.parallel import THREADS, in_parallel
 
 
 class Item:
-    """What a generator makes: a buffer, say."""
+    """An item of a generator, for example a buffer."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -38,7 +38,7 @@ def test_an_item_lives_no_longer_than_the_work_on_it(last: int) -> None:
 
     def work(item: Item) -> list[int]:
         together.wait(300.0)
-        if item.number == last:  # whichever thread draws last keeps nothing of what it drew first
+        if item.number == last:  # the thread that draws last keeps nothing of its first item
             assert others_drew.wait(300.0)
         return [
             number

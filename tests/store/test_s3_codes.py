@@ -1,4 +1,4 @@
-"""Error codes of S3 servers: each has one meaning, and each meaning its consequence."""
+"""Error codes of S3 servers: each code has one meaning, and each meaning has one consequence."""
 
 from __future__ import annotations
 

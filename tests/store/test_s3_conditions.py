@@ -1,4 +1,6 @@
-"""Conditional writes on S3: one winner however the network or the server misbehaves, or the server is refused."""
+"""Conditional writes on S3: exactly one winner despite any fault of the network or the server, or the server is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def test_a_claim_whose_reply_was_lost_is_still_ours(store: Store, proxy: FaultyP
 
 
 def test_a_412_that_answers_what_was_applied_is_a_write_of_ours(store: Store, proxy: FaultyProxy) -> None:
-    """As when something on the way repeats a conditional write of its own."""
+    """As when a proxy repeats a conditional write on its own."""
     faults = [
         proxy.inject(answer_after(412, "PreconditionFailed"), method="PUT", path=key) for key in ("claim", "counter")
     ]
@@ -56,7 +58,7 @@ def test_a_swap_whose_reply_was_lost_is_known_by_its_writer_not_its_content(
     proxy.inject(lose_reply(), method="PUT", path="counter")
     version = store.compare_and_swap("counter", b"2", version)
     assert store.get_versioned("counter") == (b"2", version)
-    # Another writer makes the same increment while our request is on its way: theirs counts, ours must say so.
+    # Another writer makes the same increment while our request is in flight. Theirs counts, and ours must report it.
     released = threading.Event()
     other = open_store(s3_url, deadline=DEADLINE)
 
@@ -94,7 +96,7 @@ def test_increments_survive_an_unreliable_network(store: Store, proxy: FaultyPro
 def test_a_large_claim_is_one_request_and_survives_a_fault(
     store: Store, proxy: FaultyProxy, large: bytes, fault
 ) -> None:
-    """Servers that hold a condition for one request may not hold it when parts become an object."""
+    """Some servers that honor a condition for one request do not honor it when they assemble parts to an object."""
     parts = proxy.inject(answer(403, "AccessDenied"), path="uploads", times=None)
     injected = proxy.inject(fault, method="PUT", path="big")
     assert store.put_if_absent("big", large)
@@ -118,7 +120,7 @@ def test_two_large_claims_have_one_winner(store: Store, proxy: FaultyProxy, larg
 
 
 def without(*conditions: str, when=lambda request: True):
-    """A server that does not look at some conditions of a write."""
+    """A server that ignores some conditions of a write."""
 
     def act(request, forward):
         if when(request):
@@ -153,7 +155,7 @@ def test_a_server_that_holds_conditions_for_one_writer_but_not_for_several_is_re
     barrier = threading.Barrier(2)
 
     def looked_at_too_early(request, forward):
-        if "probes" in request.path:  # two look, see nothing and write; another may have won
+        if "probes" in request.path:  # two writers look, find nothing and write; another writer may have won
             request.headers = {n: v for n, v in request.headers.items() if n.lower() != "if-none-match"}
             barrier.wait(180)
         return forward(request)
@@ -194,7 +196,7 @@ def test_a_server_that_passed_is_remembered_by_what_it_calls_itself(
 
     proxy.inject(name, times=None)
     assert requests_of_a_first_claim("a") > 16
-    assert requests_of_a_first_claim("b") == 3  # what it calls itself, what is remembered, and the write
+    assert requests_of_a_first_claim("b") == 3  # one for the server's name, one to record it, and the write
     server_name[0] = "first 1.1"
     assert requests_of_a_first_claim("c") > 16
     assert [info.key for info in open_store(s3_url).list("")] == ["a", "b", "c"]

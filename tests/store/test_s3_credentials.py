@@ -1,4 +1,4 @@
-"""Credentials of S3 that are replaced, expire or are wrong while a process uses the store."""
+"""S3 credentials that are replaced, expire or are wrong while a process uses the store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.store.s3 import errors, requests
 
 @pytest.fixture
 def file(tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file from which the credentials come."""
+    """The credentials file."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     file = tmp_path / "credentials"
@@ -32,7 +32,7 @@ def write(file: Path, key: str) -> None:
 
 
 def refuse(proxy: FaultyProxy, key: str, status: int, code: str, times: int | None = None) -> list[str]:
-    """Requests signed with a key that begins so are answered with `code`; returns the methods of those refused."""
+    """Answer requests with `code` if their key begins with `key`. Returns the methods of the refused requests."""
     methods: list[str] = []
 
     def act(request, forward):
@@ -47,7 +47,7 @@ def refuse(proxy: FaultyProxy, key: str, status: int, code: str, times: int | No
 
 @pytest.mark.parametrize(
     ("status", "code", "operations"),
-    [  # the code of an answer is read in one place: every operation meets one of each status
+    [  # one function reads all error codes, so every operation is tested with one code per status
         (400, "ExpiredToken", 6),
         (400, "InvalidToken", 1),
         (403, "InvalidAccessKeyId", 1),
@@ -174,7 +174,7 @@ def test_what_new_credentials_do_not_change_is_said_immediately(
             operation()
         assert code in str(caught.value)
         assert ("usual AWS way" in str(caught.value)) == (code != "RequestTimeTooSkewed")
-        assert len(proxy.requests) - before <= 3  # a HEAD is followed by a request that has a code
+        assert len(proxy.requests) - before <= 3  # a HEAD is followed by a request whose reply has a code
 
 
 def test_a_source_that_gives_other_credentials_each_time_is_read_once(

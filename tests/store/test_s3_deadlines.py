@@ -1,4 +1,4 @@
-"""A server that drips: each operation ends by its deadline, though no read ever times out."""
+"""A server that sends slowly: each operation ends by its deadline, though no single read times out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Endpoints of S3 that are configured wrongly: the error comes within seconds, with the remedy."""
+"""Wrong S3 endpoints: the error comes within seconds and has the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The S3 store when the network or the server misbehaves: real HTTP, broken by a real proxy."""
+"""The S3 store with a faulty network or server: real HTTP through a real faulty proxy."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_deadline_ends_an_operation_that_never_succeeds(
     monkeypatch.setattr(errors, "LONGEST_ASKED", 2 * DEADLINE)
     store = open_store(s3_url, deadline=DEADLINE)
     proxy.inject(answer(503, "SlowDown"), times=2)
-    proxy.inject(answer(503, "SlowDown", retry_after=3600), times=None)  # longer than is left
+    proxy.inject(answer(503, "SlowDown", retry_after=3600), times=None)  # longer than the remaining time
     with pytest.raises(StoreUnreachableError) as caught:
         store.put("some/key", b"1")
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""Reading from S3 when the network or the server misbehaves: whole and unmixed, or an error."""
+"""Reads from S3 with a faulty network or server: complete and from one version, or an error."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_body_that_stops_in_the_middle_is_read_again(s3_url: str, proxy: Fault
 def test_ranges_that_come_from_two_versions_are_not_mixed(
     store: Store, proxy: FaultyProxy, large: bytes, s3_url: str
 ) -> None:
-    """All parts are asked for at once, before any of them says of which version it is."""
+    """All parts are requested concurrently, before any reply names its version."""
     store.put("big", large)
     released = threading.Event()
     late = proxy.inject(hold(released), method="GET", skip=1)

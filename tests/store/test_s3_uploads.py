@@ -1,4 +1,4 @@
-"""Large objects on their way into S3 when the network or the server misbehaves, and what dead writers leave."""
+"""Uploads of large objects to S3 with a faulty network or server, and the uploads of dead writers."""
 
 from __future__ import annotations
 
@@ -130,25 +130,25 @@ def test_uploads_of_writers_that_died_are_ended_and_younger_ones_are_not(
     others = ["somebody/else", f"{prefix}/runs/b/packs/alive.pack", f"{prefix}/runs/ab/packs/alive.pack"]
     for key in (*others, f"{prefix}/runs/a/packs/dead.pack"):
         client.create_multipart_upload(Bucket=bucket, Key=key)
-    century = 100 * 365 * 86400.0  # this server says that every upload began in 2010
+    century = 100 * 365 * 86400.0  # this server dates every upload to 2010
     assert store.end_abandoned("runs/a/", century) == 0
     assert len(uploads(s3_url)) == 4
     denial = proxy.inject(answer(403, "AccessDenied"), path="uploads", times=1)
-    assert store.end_abandoned("runs/a/", older_than=0) == 0  # best effort: not allowed to look is no error
+    assert store.end_abandoned("runs/a/", older_than=0) == 0  # best effort: a forbidden listing is no error
     assert denial.hits == 1
     assert store.end_abandoned("runs/a/", older_than=0) == 1
     assert sorted(uploads(s3_url)) == sorted(others)
 
 
 def test_at_the_root_of_a_bucket_nobody_elses_upload_is_ended(large: bytes, s3_url: str) -> None:
-    """A store that is a whole bucket shares it with whoever writes there."""
+    """A store at the root of a bucket shares the bucket with other writers."""
     client = boto3.client("s3", region_name="us-east-1")
     bucket = s3_url.split("/")[2]
     store = open_store(f"s3://{bucket}")
     others = ["database/backup", "runs/b/packs/alive.pack", "runs/abroad/packs/alive.pack", "top"]
     for key in (*others, "runs/a/packs/dead.pack"):
         client.create_multipart_upload(Bucket=bucket, Key=key)
-    store.put("big", large)  # this server says that every upload began in 2010
+    store.put("big", large)  # this server dates every upload to 2010
     assert len(uploads(s3_url)) == 5
     for folder in ("", "runs/a", "/"):
         with pytest.raises(ValueError, match=r"folder|key"):
@@ -166,7 +166,7 @@ def test_uploads_of_dead_writers_are_found_on_every_page(
         client.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/runs/a/packs/{number}.pack")
 
     def first_page_only(request, forward):
-        """This server knows no pages of uploads: the first answer has one of the three, and says where to go on."""
+        """This server does not page uploads. The first reply has one of the three, and a marker for the next page."""
         reply = forward(request)
         uploads = reply.body.split(b"<Upload>")
         more = b"<NextKeyMarker>0</NextKeyMarker><NextUploadIdMarker>1</NextUploadIdMarker></ListMultipart"
@@ -228,11 +228,11 @@ def test_a_large_body_goes_in_blocks_and_small_buffers_are_joined() -> None:
 def test_an_object_of_any_size_has_as_many_parts_as_s3_takes_and_none_that_is_too_small_or_large(
     times: float, off: int
 ) -> None:
-    """S3 takes 10,000 parts of 5 MiB to 5 GiB; one more is refused when all have been sent."""
+    """S3 takes 10,000 parts of 5 MiB to 5 GiB. It refuses one more part only after all were sent."""
     size = int(times * parallel.PART_BYTES * parallel.MOST_PARTS) + off
     length = part_bytes(size)
     assert parallel.MOST_PARTS <= 10_000
     assert -(-size // length) <= 10_000
     assert 5 * 2**20 <= length <= 5 * 2**30
-    assert length < 2 * parallel.PART_BYTES * max(1, times)  # and no larger than it must be
+    assert length < 2 * parallel.PART_BYTES * max(1, times)  # and no larger than necessary
     assert part_bytes(1) == parallel.PART_BYTES

@@ -1,5 +1,6 @@
-"""The S3 of manifests/overlays/kind, as its container runs it: its conditional writes hold in a race, and it takes and
-checks what is sent in parts."""
+"""The S3 of manifests/overlays/kind, with its container's arguments: conditional writes hold in a race, and multipart
+uploads are accepted and checked.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ WEED = shutil.which("weed")
 MANIFEST = Path(__file__).parents[2] / "manifests/overlays/kind/s3.yaml"
 KEYS = {"AWS_ACCESS_KEY_ID": "holdfast", "AWS_SECRET_ACCESS_KEY": "secret-of-a-test"}
 START_SECONDS = 180.0
-GRPC = 10_000  # above each port
-PORTS = range(12_000, 22_000)  # with those neighbours below the ports that the kernel gives to clients
+GRPC = 10_000  # offset of the gRPC port
+PORTS = range(12_000, 22_000)  # the ports and their gRPC ports are below the kernel's ephemeral ports
 
 pytestmark = [
     pytest.mark.drill,
@@ -38,7 +39,7 @@ pytestmark = [
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports whose gRPC neighbours are free as well."""
+    """Ports whose gRPC ports are free too."""
     ports: list[int] = []
     for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as low, socket.socket() as high, suppress(OSError):
@@ -51,7 +52,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def client(endpoint: str) -> Any:
-    """S3 as the server's administrator."""
+    """An S3 client with the administrator's key."""
     return boto3.client(
         "s3",
         endpoint_url=endpoint,
@@ -64,8 +65,9 @@ def client(endpoint: str) -> Any:
 
 @pytest.fixture
 def endpoint(tmp_path: Path) -> Iterator[str]:
-    """A server with the arguments of the manifest, but for ports and addresses. It answers before it knows its
-    administrator, which is waited for."""
+    """A server with the arguments of the manifest, except ports and addresses. Waits until the server, which answers
+    earlier, knows its administrator.
+    """
     (deployment,) = (
         document for document in yaml.safe_load_all(MANIFEST.read_text()) if document["kind"] == "Deployment"
     )
@@ -74,7 +76,8 @@ def endpoint(tmp_path: Path) -> Iterator[str]:
     own_flags = ("-dir", "-s3.port=", "-s3.ip.bind")
     arguments = [argument for argument in container["args"] if not argument.startswith(own_flags)]
     ports = [f"-{name}.port={port}" for name, port in zip(("master", "volume", "filer"), others, strict=True)]
-    mortal = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()  # not even a killed test leaves it
+    # Even a killed test does not leave the server running.
+    mortal = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
     command = [*container["command"], *arguments, f"-dir={tmp_path}", f"-s3.port={s3}", "-s3.ip.bind=127.0.0.1", *ports]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     with (tmp_path / "log").open("wb") as log:
@@ -102,7 +105,7 @@ def test_of_sixteen_writers_at_once_one_wins_every_time(endpoint: str, monkeypat
     client(endpoint).create_bucket(Bucket="holdfast")
     for _ in range(10):
         monkeypatch.setattr(s3_store, "_known", set())  # as in a new process
-        store = open_store(f"s3://holdfast/{uuid.uuid4().hex}")  # where no answer is remembered
+        store = open_store(f"s3://holdfast/{uuid.uuid4().hex}")  # for which no answer is recorded
         assert store.put_if_absent("claim", b"mine")
         assert not store.put_if_absent("claim", b"theirs")
 
@@ -127,5 +130,5 @@ def test_large_objects_go_in_parts_there_and_come_back_whole(
     parts = [memoryview(bytearray(2**20)) for _ in range(15)]
     store.read_many(Read("put", number * 2**20, part) for number, part in enumerate(parts))
     assert b"".join(parts) == content[: 15 * 2**20]
-    with pytest.raises(ClientError, match=r"BadDigest|checksum|Checksum"):  # the checksums are looked at
+    with pytest.raises(ClientError, match=r"BadDigest|checksum|Checksum"):  # the server checks the checksums
         client(endpoint).put_object(Bucket="holdfast", Key="bad", Body=b"123", ChecksumCRC32C="AAAAAA==")

@@ -1,4 +1,4 @@
-"""Numbered records: the newest of very many is found with few requests, and a damaged one is named."""
+"""Numbered records: few requests find the newest of very many, and a damaged record is named."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Counted(MemoryStore):
 
 
 def filled(numbers: list[int]) -> Counted:
-    """Records with these numbers, each with an ending beside it."""
+    """Records with these numbers, each with a second file of another suffix."""
     store = Counted(Bucket())
     for number in numbers:
         for key in (record_key("f/", number), f"f/{number:06d}.ending.json"):

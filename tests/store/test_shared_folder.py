@@ -1,4 +1,4 @@
-"""The folder store of several users, and on file systems that lack something."""
+"""The folder store with several users, and on file systems with missing features."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST, SECOND, STRANGER, GROUP = 61001, 61002, 61003, 62000
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder with setgid that the first user's group shares. (That of `tmp_path` is closed to other users.)"""
+    """A folder with setgid for the first user's group. (`tmp_path` is closed to other users.)"""
     root = Path(tempfile.mkdtemp(prefix="holdfast-shared-"))
     os.chown(root, FIRST, GROUP)
     root.chmod(0o2775)
@@ -33,7 +33,7 @@ def shared() -> Iterator[Path]:
 
 
 def as_user(user: int, group: int, umask: int, work: Callable[[], object]) -> str:
-    """Do `work` as another user; what it raised."""
+    """Run `work` as another user. Returns its error as text."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         message = ""
@@ -108,7 +108,7 @@ def test_the_home_is_made_for_its_user_alone(tmp_path: Path, monkeypatch: pytest
         work(home)
         assert stat.S_IMODE(home.stat().st_mode) == 0o700
         assert stat.S_IMODE((home / name).stat().st_mode) == 0o755 & ~_umask()
-    home.chmod(0o750)  # as somebody wants it
+    home.chmod(0o750)  # as an administrator may set it
     environment.make_folder(home / "logs")
     assert stat.S_IMODE(home.stat().st_mode) == 0o750
 

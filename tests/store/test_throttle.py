@@ -1,4 +1,4 @@
-"""Uploads that keep to a rate."""
+"""Uploads with a rate limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 class Clock:
-    """Time that passes when somebody sleeps."""
+    """A clock that only sleeps advance."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,7 +52,7 @@ def test_every_way_in_takes_the_time_of_its_bytes_and_writes_them_all(
     slow.upload(tmp_path / "source", "uploaded")
     slow.put("nothing", b"")
     assert [store.get(key) for key in ("put", "streamed", "uploaded", "nothing")] == [content] * 3 + [b""]
-    assert clock.now - 1000 >= (3 * len(content) - MIB) / (2 * MIB)  # the last block goes when it is its turn
+    assert clock.now - 1000 >= (3 * len(content) - MIB) / (2 * MIB)  # the last block is sent at its scheduled time
     with pytest.raises(MissingError, match="nothing-here"):
         slow.upload(tmp_path / "nothing-here", "k")
 

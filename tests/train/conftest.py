@@ -1,4 +1,4 @@
-"""A store in a folder, for what does not depend on the kind of store."""
+"""A store in a folder, for tests that do not depend on the kind of store."""
 
 from __future__ import annotations
 

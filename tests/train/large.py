@@ -1,7 +1,7 @@
-"""What the test of a model of real size runs in processes of their own: `python -m tests.train.large WHAT STORE`.
+"""Separate processes for the test of a model of realistic size: `python -m tests.train.large WHAT STORE`.
 
-The checkpoint is written by the production code, each tensor as the share of a writer of its own, so that not even this
-test needs the memory that the training of such a model has.
+The production code writes the checkpoint, with one writer per tensor. So even this test does not need the memory of a
+training of such a model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EXPORTS = layout.exports(RUN)
 
 
 def tensor(name: str) -> torch.Tensor:
-    """A tensor of the model: other bits for each."""
+    """A tensor of the model, with different bits per tensor."""
     seed = int.from_bytes(blake3(name.encode()).digest(4), "little")
     return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed))
 
@@ -62,7 +62,7 @@ def checkpoint(store: Store) -> dict[str, int]:
 
 
 def export(store: Store) -> dict[str, int]:
-    """What the launcher's pod does after the last step, with what it has imported by then."""
+    """Do what the launcher's pod does after the last step, with its usual imports."""
     import kubernetes  # noqa: F401
     import mlflow  # noqa: F401
 
@@ -83,7 +83,7 @@ def export(store: Store) -> dict[str, int]:
 
 
 def register(store: Store) -> dict[str, int]:
-    """What the register step does."""
+    """Run the register step."""
     from holdfast.components.register import run
 
     registered = run(SPEC, RUN, store)
@@ -92,7 +92,7 @@ def register(store: Store) -> dict[str, int]:
 
 
 def load(store: Store) -> dict[str, int]:
-    """Whether the export holds the tensors, one by one."""
+    """Check the tensors of the export, one by one."""
     result = json.loads(store.get(layout.result(RUN)))
     weights = read_hugging_face(exported_files(store, result["export"], result["export_digest"]))
     same = all(digest(weights.tensor(name)) == digest(tensor(name)) for name in SHAPES)
@@ -100,7 +100,7 @@ def load(store: Store) -> dict[str, int]:
 
 
 def peak() -> int:
-    """The most resident memory that this process had, in MiB."""
+    """The peak resident memory of this process, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 

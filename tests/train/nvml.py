@@ -1,4 +1,4 @@
-"""A driver with one accelerator for NVIDIA's real binding: `nvml.c`, compiled, told its figures by files."""
+"""A driver with one accelerator for NVIDIA's real binding: `nvml.c`, compiled. It reads its figures from files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 SOURCE = Path(__file__).with_name("nvml.c")
-LIBRARY = "libnvidia-ml.so.1"  # as pynvml asks the loader for it
+LIBRARY = "libnvidia-ml.so.1"  # the name that pynvml loads
 FIGURES = "NVML_FIGURES"
 USUAL = {
     "mig": 0, "millijoules": 1_000_000, "milliwatts": 512_000, "busy": 90, "memory_used": 60 << 30, "celsius": 71,
@@ -20,7 +20,7 @@ USUAL = {
 
 
 def compiled(folder: Path) -> Path:
-    """The library in `folder`; without a compiler the test is skipped."""
+    """The library in `folder`. Without a compiler, the test is skipped."""
     if (compiler := shutil.which("gcc") or shutil.which("cc")) is None:
         pytest.skip("no C compiler, so no driver for the binding")
     path = folder / LIBRARY
@@ -31,7 +31,7 @@ def compiled(folder: Path) -> Path:
 
 
 class Driver:
-    """Its figures, which `USUAL` names: a test sets them, None for one that is not supported."""
+    """The driver's figures, whose names are in `USUAL`. A test sets them; None means not supported."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,7 +39,7 @@ class Driver:
         self.tell(**USUAL)
 
     def tell(self, **figures: int | None) -> None:
-        """From now on; a negative number is an error of that code."""
+        """Set figures from now on. A negative number is an error with that code."""
         for name, value in figures.items():
             path = self.folder / name
             path.unlink(missing_ok=True)
@@ -48,7 +48,7 @@ class Driver:
 
 
 def install(library: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """The driver of this process, for the device `cuda:0`, as long as `monkeypatch` holds."""
+    """Install the driver for this process and the device `cuda:0`, until `monkeypatch` is undone."""
     import ctypes
 
     import pynvml

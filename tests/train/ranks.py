@@ -1,4 +1,4 @@
-"""Ranks that train in real processes, many runs one after another: starting processes takes longer than these runs."""
+"""Real training processes for many runs, one after another, because starting processes takes longer than these runs."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from tests.checkpoint.ranks import in_ranks
 from tests.train.tiny_run import DATASET_ID, VOCABULARY
 
 Runs = list[tuple[tuple[str, ...], str, int | None]]  # overrides, salt, the step after which SIGTERM arrives
-# (loss, gradient norm) of each step; (name, offset, array) of each box that is saved but those of the optimizer
+# (loss, gradient norm) of each step; (name, offset, array) of each saved box except the optimizer's
 Steps = tuple[list[tuple[float, float]], list[tuple[str, tuple[int, ...], Any]]]
 
 
 def train_in_ranks(
     size: int, url: str, folder: Path, runs: Runs, *, replan: bool = False, number: int = signal.SIGTERM
 ) -> list[str] | None:
-    """Train each of the runs with `size` ranks; how each ended ("" or the error's name), as rank 0 saw it; None when it
-    was killed. `number` is the signal that arrives instead of SIGTERM."""
+    """Train each of the runs with `size` ranks. Returns how each ended on rank 0 ("" or the name of the error), or None
+    if rank 0 was killed. `number` is the signal to send instead of SIGTERM.
+    """
     endings: list[str] | None = in_ranks(size, _train_all, url, folder, runs, replan, number, seconds=400)[0]
     return endings
 
 
 def join(folder: Path, rank: int, size: int, always: bool) -> None:
-    """Join one process group for all runs of this process, as torchrun's ranks do for one."""
+    """Join one process group for all runs of this process, as torchrun's ranks do for one run."""
     import torch.distributed as dist
 
     from holdfast.rank import setup as rank_setup
@@ -50,7 +51,7 @@ def join(folder: Path, rank: int, size: int, always: bool) -> None:
 
 
 def started(spec: Assignment, end: int = 0) -> Engine:
-    """An engine with the state before the first step; `end` is the end-of-text token. A collective call."""
+    """An engine with the state before the first step. `end` is the end-of-text token. All ranks must call this."""
     from holdfast.engines.interface import build_engine
     from holdfast.engines.weights import SeededState
 
@@ -61,7 +62,7 @@ def started(spec: Assignment, end: int = 0) -> Engine:
 
 
 def join_exactly(folder: Path, rank: int, size: int, always: bool) -> None:
-    """Join a process group, whose ranks then compute as those of a run that promises bits."""
+    """Join a process group whose ranks compute like those of a run that promises bits."""
     from holdfast.rank.randomness import make_deterministic
 
     folder.mkdir(exist_ok=True)
@@ -70,7 +71,7 @@ def join_exactly(folder: Path, rank: int, size: int, always: bool) -> None:
 
 
 def steps_of(engine: Engine, spec: Assignment, rank: int, size: int, batches: Iterable[Tensor], rate: float) -> Steps:
-    """What an engine computes of this rank's rows of some global batches."""
+    """The engine's results for this rank's rows of some global batches."""
     from holdfast.engines.mesh import Mesh
 
     mesh, grid, curve = Mesh.of(spec.parallel, size), spec.grid(size), []
@@ -114,7 +115,7 @@ def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan:
 
 
 def needs_group(spec: Spec) -> bool:
-    """Whether even one rank alone has a process group."""
+    """Whether even a single rank needs a process group."""
     return Assignment.of(spec, "", DATASET_ID).needs_group
 
 
@@ -126,7 +127,7 @@ def launch(store: Store, spec: Spec, salt: str = "", *, replan: bool = False) ->
 
 
 def identity_of(spec: Spec, salt: str = "") -> str:
-    """The run id as the launcher makes it."""
+    """The run id, as the launcher computes it."""
     return run_id(spec, DATASET_ID, salt, weights_digest(spec.model.init_from))
 
 
@@ -143,7 +144,7 @@ class _Stopper(logging.Handler):
 
 
 def trained(store: Store, spec: Spec, salt: str = "") -> dict[str, Any]:
-    """All that must be the same however often a run was interrupted."""
+    """The values that must not depend on interruptions of the run."""
     from holdfast.checkpoint import read_manifest
     from holdfast.telemetry import read_history
     from holdfast.telemetry.history import PURE_FIELDS

@@ -1,4 +1,4 @@
-"""Steps that went wrong: found alike on all ranks, skipped or rewound or ended, and decided again after any death."""
+"""Anomalous steps: all ranks find the same ones, and skip, rewind or stop. A restarted run repeats the decisions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, _train_all, identity_of, trained
 from tests.train.tiny_run import new_store, tiny_spec
 
-INFINITE, SPIKE = 4, 7  # batches in which something is planted
+INFINITE, SPIKE = 4, 7  # the batches with planted anomalies
 SKIP = ("training.anomalies.action=skip", "training.anomalies.deviations=1000", "training.anomalies.window=3")
 REWIND = (
     *SKIP, "training.anomalies.action=rewind", "training.anomalies.rewind_steps=3", "checkpoint.every_steps=5",
@@ -47,8 +47,9 @@ EVERY = ("checkpoint.every_steps=1", "checkpoint.keep_last=20")
 
 
 def plant(rank: int, size: int, url: str, folder: Path, runs: Runs, killed_after: int | None = None) -> list[str]:
-    """Train with an infinite gradient, on the last rank alone, in one batch, and a loss far too high in another. Rank 0
-    dies when the progress line of step `killed_after` appears."""
+    """Train with an infinite gradient in one batch, on the last rank only, and a much too high loss in another batch.
+    Rank 0 dies when the progress line of step `killed_after` appears.
+    """
     from holdfast.engines.torch.engine import TorchEngine
     from holdfast.rank.randomness import stream_seed
 
@@ -154,7 +155,7 @@ def test_steps_are_held_back_alike_under_elastic_determinism_and_in_half_precisi
 
 
 def judged(settings: Settings, losses: list[float], norms: list[float] | None = None) -> list[int]:
-    """The steps whose updates are held back, of some losses and norms."""
+    """The steps whose updates are held back, for given losses and norms."""
     anomalies, held = Anomalies(settings, torch.device("cpu")), []
     for step, (loss, norm) in enumerate(zip(losses, norms or [1.0] * len(losses), strict=True)):
         anomalies.begin_step(step)
@@ -167,12 +168,12 @@ def test_a_spike_is_what_lies_above_the_running_mean_once_the_window_is_full() -
     settings = Settings(action="skip", deviations=3, window=4)
     usual = [2.0, 2.1, 1.9, 2.05]
     assert judged(settings, [2.0, 9.0, 2.1, 1.9, 2.0, 2.05]) == []  # the window is not full
-    assert judged(settings, [*usual, 2.15, 9.0, 2.0, 9.0]) == [5, 7]  # the first does not make the second usual
-    assert judged(settings, [*usual, 0.1]) == []  # below is no spike
+    assert judged(settings, [*usual, 2.15, 9.0, 2.0, 9.0]) == [5, 7]  # the first spike does not change what is usual
+    assert judged(settings, [*usual, 0.1]) == []  # a low value is no spike
     assert judged(settings, [2.0] * 5, [*usual, 9.0]) == [4]
     assert judged(settings, [*usual, math.nan, 2.0], [1.0] * 6) == [4]
     assert judged(Settings(action="skip"), [*usual, 9e9, -math.inf]) == [5]
-    assert judged(Settings(), [math.nan]) == []  # the history ends the run
+    assert judged(Settings(), [math.nan]) == []  # the anomaly ends the run when its history is written
 
 
 @pytest.mark.parametrize(("kind", "anywhere"), [("adamw", True), ("adamw", False), ("lamb", False)])
@@ -244,7 +245,7 @@ def test_a_rewind_goes_back_to_the_newest_multiple_before_what_was_computed_sinc
         anomalies.begin_step(step)
         held = anomalies.judge(torch.tensor(math.nan if step == 6 else 1.0), torch.tensor(1.0))
         assert held is not None
-        assert bool(held) == (step >= 6)  # the step after it is computed from a state that goes
+        assert bool(held) == (step >= 6)  # the next step starts from a state that the rewind discards
         assert anomalies.resolve(before=step) == (step == 7)
     assert rewinds == [4]
     assert [anomalies.saves(saved_step) for saved_step in (3, 4, 5)] == [False, True, False]
@@ -260,7 +261,7 @@ def test_rewinds_are_no_longer_in_a_row_once_a_multiple_is_behind_also_where_fp1
         anomalies.begin_step(step)
         loss = torch.tensor(math.nan if step in (2, 5) else 1.0)
         anomalies.judge(loss, torch.tensor(1.0), torch.tensor(float(overflows and step == 3)))
-        assert anomalies.resolve(before=step + 1) == (step in (2, 5))  # and no error: they are not in a row
+        assert anomalies.resolve(before=step + 1) == (step in (2, 5))  # and no error, because they are not consecutive
 
 
 def test_retention_keeps_for_every_checkpoint_the_one_that_a_rewind_would_go_back_to() -> None:
@@ -268,4 +269,4 @@ def test_retention_keeps_for_every_checkpoint_the_one_that_a_rewind_would_go_bac
     assert Retention(1).kept(committed) == [11]
     assert Retention(1, rewind_steps=3).kept(committed) == [9, 11]
     assert Retention(3, rewind_steps=3).kept(committed) == [6, 8, 9, 11]
-    assert Retention(1, rewind_steps=20).kept(committed) == [11]  # it would go back to the first state
+    assert Retention(1, rewind_steps=20).kept(committed) == [11]  # a rewind would restore the initial state

@@ -1,4 +1,4 @@
-"""`parallel: auto` in a run: planned where it begins, and from then on what the run has recorded."""
+"""`parallel: auto` in a run: planned at the start, and afterwards taken from the run's record."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.planning.test_calibration import measured
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_spec
 
 AUTO = ("parallel.auto=true", "training.micro_batch=8", "training.steps=4")
-ROOMY, TIGHT = 4e9, 1e6  # bytes of a rank: all that is computed may be kept, or must be computed again
+ROOMY, TIGHT = 4e9, 1e6  # bytes per rank: enough to keep all activations, or so few that they are recomputed
 
 
 def machine(memory: float) -> None:
-    """Say that this machine's ranks have so much memory, and nothing else of them."""
+    """Give this machine's ranks a memory size and no other properties."""
     calibration.write(measured(memory=memory, ranks=1), calibration.default_path())
 
 
@@ -69,7 +69,7 @@ def test_a_recorded_layout_that_goes_with_the_spec_no_more_is_refused_with_a_rem
     store, spec = new_store(tmp_path / "store"), tiny_spec(*AUTO)
     identity, first = run_id(spec, DATASET_ID), planned(spec, store)
     claim_launch(store, identity, Assignment.of(first, identity, DATASET_ID).model_dump(mode="json"))
-    more = tiny_spec(*AUTO, "parallel.processes=4")  # 8 sequences are no four micro-batches of 4
+    more = tiny_spec(*AUTO, "parallel.processes=4")  # 8 sequences are not four micro-batches of 4
     assert run_id(more, DATASET_ID) == identity
     with pytest.raises(SpecError, match=r"(?s)parallel.auto.*micro_batch: 4.*--replan"):
         planned(more, store)
@@ -114,8 +114,8 @@ def test_after_a_launch_that_ran_out_of_memory_the_next_plan_is_taken(tmp_path: 
 @pytest.mark.slow
 def test_ranks_that_run_out_of_memory_end_with_a_code_and_the_plan_that_follows(tmp_path: Path) -> None:
     store = new_store(tmp_path / "store")
-    calibration.default_path().unlink()  # nobody knows how much memory there is
-    # Its matrices are larger than any address space, so that no machine is filled by trying.
+    calibration.default_path().unlink()  # the memory size is unknown
+    # The matrices exceed any address space, so the attempt fills no machine's memory.
     wide = ("model.hidden=1000000", "model.ffn=10000000", "model.heads=1000", "model.kv_heads=1000", "model.layers=4")
     spec = tiny_spec(*wide, "parallel.processes=2", "training.micro_batch=4")
     with pytest.raises(HoldfastError, match=r"next plan that fits .*add to the command: --set .* --replan") as caught:

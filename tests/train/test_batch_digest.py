@@ -1,4 +1,4 @@
-"""What a step was fed is told by the tokens themselves, however they are divided."""
+"""The digest of a step's samples depends on the tokens only, not on their division among ranks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def test_the_digest_knows_every_token_and_no_order_of_samples() -> None:
         changed = rows.copy()
         changed[place] += 1
         assert samples_digest(changed) != digest, place
-    assert samples_digest(np.concatenate([rows, rows[:1]])) != digest  # one of them twice
+    assert samples_digest(np.concatenate([rows, rows[:1]])) != digest  # one sample twice
 
 
 def _told(rank: int, size: int, folder: Path) -> list[dict[int, str]]:
     join(folder, rank, size, always=True)
     digest, rows = BatchDigest(Gang(), speaks=rank != 2), np.arange(8 * 5).reshape(8, 5)
-    own_rows = rows[4 * (rank % 2) :][:4]  # rank 2 is fed what rank 0 is
+    own_rows = rows[4 * (rank % 2) :][:4]  # rank 2 gets the rows of rank 0
     ahead = digest.record((step, own_rows + step) for step in range(6, 9))
     next(ahead), next(ahead)
     first = digest.flush()

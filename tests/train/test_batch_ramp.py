@@ -1,4 +1,4 @@
-"""A batch that grows: a function of the step, each sample once, and the same bits after an end or on more ranks."""
+"""A growing batch: a function of the step, each sample once, and the same bits after a restart or on more ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""When the state is saved: alike on every rank, whatever their clocks say, and without a trace in the bits."""
+"""When the state is saved: at the same steps on every rank, regardless of their clocks and without
+effect on the bits.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec
 
 
 class Clock:
-    """A clock that a test turns."""
+    """A clock that a test advances."""
 
     now = 100.0
 
@@ -41,7 +43,7 @@ def walked(
     start: int = 0,
     failures: Failures | None = None,
 ) -> list[int]:
-    """The steps after which a loop with such steps and stalls saves."""
+    """The steps after which a loop with these durations and stalls saves."""
     clock, saved_steps = Clock(), []
     cadence = CheckpointPolicy(settings, start=start, steps=steps, gang=Gang(), failures=failures, clock=clock)
     for step in range(start + 1, steps + 1):
@@ -64,16 +66,16 @@ def test_minutes_come_on_top_of_the_steps_and_count_from_the_last_save() -> None
 
 
 def test_auto_saves_at_the_interval_of_young_and_daly_within_its_bounds() -> None:
-    hourly = Failures(count=9, seconds=10 * 3600 - RANK_SECONDS_PER_FAILURE, ranks=1)  # a failure an hour
+    hourly = Failures(count=9, seconds=10 * 3600 - RANK_SECONDS_PER_FAILURE, ranks=1)  # one failure per hour
     saved_steps = walked(Checkpoint(every="auto", every_steps=10_000), 1, 0.5, 2000, failures=hourly)
-    assert saved_steps[0] == 60  # until a save has shown what it costs
+    assert saved_steps[0] == 60  # until the first save has shown its cost
     best = math.sqrt(2 * 0.5 * 3600)  # 60 s
     assert all(abs(later - earlier - best) <= 2 for earlier, later in pairwise(saved_steps[1:9]))
     dear = walked(Checkpoint(every="auto", every_steps=10_000), 1, 8, 2000, failures=hourly)
     assert dear[3] - dear[2] == pytest.approx(4 * best, rel=0.05)
     assert walked(Checkpoint(every="auto", every_steps=25), 1, 0.5, 100, failures=hourly) == [25, 50, 75, 100]
     often = Failures(count=10**9, ranks=1)
-    seconds_between = 10 * 2.0  # ten times what a save costs, however often the run fails
+    seconds_between = 10 * 2.0  # ten times the cost of a save, however often the run fails
     bounded = walked(Checkpoint(every="auto", every_steps=10_000), 1, 2, 300, failures=often)
     assert bounded[4] - bounded[3] == seconds_between
 
@@ -82,7 +84,7 @@ def test_steps_that_a_save_behind_them_slows_down_are_part_of_its_cost() -> None
     clock = Clock()
     cadence = CheckpointPolicy(Checkpoint(every="auto", every_steps=20), start=0, steps=100, gang=Gang(), clock=clock)
     for step in range(1, 41):
-        clock.now += 3 if 21 <= step <= 25 else 1  # five steps beside the first save are slower
+        clock.now += 3 if 21 <= step <= 25 else 1  # the five steps during the first save are slower
         if cadence.due(step):
             clock.now += 0.5
             cadence.saved()
@@ -97,7 +99,7 @@ def test_the_failures_of_a_run_are_its_attempts_that_did_not_end_well(folder_sto
         claim_attempt(folder_store, "run", launch=number)
         record_exit(folder_store, "run", number, LaunchExit.model_validate({"code": int(code), "blamed_nodes": []}))
     claim_launch(folder_store, "run", {})
-    claim_attempt(folder_store, "run", launch=4)  # a gang that formed and was lost within the launch
+    claim_attempt(folder_store, "run", launch=4)  # a gang that formed within the launch and was lost
     now = claim_attempt(folder_store, "run", launch=4)
     failures = failures_before(folder_store, now, ranks=8)
     assert (failures.count, failures.ranks) == (3, 8)
@@ -111,7 +113,7 @@ def _ranks_with_other_clocks(rank: int, size: int, folder: str) -> list[int]:
     with process_group(Path(folder) / "meeting", rank, size):
         cadence = CheckpointPolicy(settings, start=0, steps=30, gang=Gang(), clock=clock)
         for step in range(1, 31):
-            clock.now += (10, 3600)[rank]  # rank 1 believes that hours pass
+            clock.now += (10, 3600)[rank]  # on rank 1's clock, hours pass
             if cadence.due(step):
                 saved_steps.append(step)
                 cadence.saved()

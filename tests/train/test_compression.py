@@ -1,4 +1,4 @@
-"""Compressed gradients: the same bits after an end, an error that is part of the state, a model that learns."""
+"""Compressed gradients: the same bits after a restart, an error that is part of the state, and a model that learns."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def spec_of(kind: str) -> tuple[str, ...]:
 
 
 def train(store: Store, folder: Path, kinds: tuple[str, ...]) -> dict[str, list[float]]:
-    """Train with each kind, at once and with an end in between; the losses by kind. Ends must not show."""
+    """Train with each kind, with and without a restart. Returns the losses by kind. Restarts must not
+    change anything.
+    """
     small = ("parallel.bucket_mib=0.01",)  # several buckets
     runs: Runs = [(spec_of("none"), "whole", None)]
     for kind in kinds:
@@ -54,7 +56,7 @@ def train(store: Store, folder: Path, kinds: tuple[str, ...]) -> dict[str, list[
 
 
 def one_alone(kind: str) -> Runs:
-    """One rank, which compresses nothing, goes on from the checkpoint of two."""
+    """A single rank, which compresses nothing, resumes from the checkpoint of two."""
     return [((*spec_of(kind), "parallel.processes=1"), "whole", None)]
 
 
@@ -67,11 +69,12 @@ def test_what_is_left_out_of_gradients_is_part_of_the_state(tmp_path: Path) -> N
         checkpoint = open_checkpoint(store, identity_of(tiny_spec(*spec_of(kind)), "whole"), 12)
         error = checkpoint.tensor("compression.error.model.embed_tokens.weight")
         assert error.shape == (2, VOCABULARY, 32)
-        assert not torch.equal(error[0], error[1])  # each rank's own
+        assert not torch.equal(error[0], error[1])  # each rank has its own
         assert "compression.error.model.norm.weight" in checkpoint.tensors
         assert train_in_ranks(1, store.url, tmp_path / kind, one_alone(kind), replan=True) == ["UnfitError"]
         if kind == "topk":
-            assert (error == 0).sum(dim=(1, 2)).min() >= 0.1 * VOCABULARY * 32  # what was sent in the last step
+            # Elements that were sent in the last step.
+            assert (error == 0).sum(dim=(1, 2)).min() >= 0.1 * VOCABULARY * 32
 
 
 def test_what_is_left_out_stays_until_nobody_reads_it_any_more(tmp_path: Path) -> None:
@@ -80,7 +83,9 @@ def test_what_is_left_out_stays_until_nobody_reads_it_any_more(tmp_path: Path) -
 
 
 def _errors_when_told(rank: int, size: int, folder: Path) -> dict[str, tuple[bool, bool]]:
-    """By kind, whether the state of step 1 was whole when a step told first that it changes it, and after that step."""
+    """By kind: whether the state of step 1 was whole at the step's first announcement of a change, and
+    after that step.
+    """
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=False)
     results = {}
@@ -102,10 +107,10 @@ def _errors_when_told(rank: int, size: int, folder: Path) -> dict[str, tuple[boo
     ("elements", "count", "places"),
     [
         ([1.0, -3.0, 2.0, 0.0], 2, [1, 2]),
-        ([2.0, -2.0, 1.0, 2.0, -2.0], 3, [0, 1, 3]),  # those that come first
+        ([2.0, -2.0, 1.0, 2.0, -2.0], 3, [0, 1, 3]),  # the first ones in order
         ([1.0, 3.0, -1.0, 1.0], 3, [0, 1, 2]),
         ([0.0, 0.0, 0.0], 1, [0]),
-        ([1.0, float("nan"), 5.0, float("-inf"), float("nan")], 2, [1, 3]),  # an overflow is seen by all ranks
+        ([1.0, float("nan"), 5.0, float("-inf"), float("nan")], 2, [1, 3]),  # all ranks see an overflow
         ([4.0, 5.0], 2, [0, 1]),
     ],
 )
@@ -116,10 +121,12 @@ def test_the_largest_elements_are_chosen_and_the_first_of_equal_ones(
 
 
 def test_every_kind_has_the_bits_of_plain_arithmetic(tmp_path: Path) -> None:
-    """Halved bits: those of a rank's gradient, of which the mean is taken in them. Thin matrices: torch's own hook in a
-    plain loop, also for what is thicker than it is wide, and sent whole: its first step has the bits of no compression
-    (after it the hook adds what a rank's gradient was off the mean, which is nothing in sum, but for rounding). Largest
-    elements: chosen by sorting; when all of them are sent, every step has the bits of no compression."""
+    """Half precision: each rank's gradient is rounded, and the mean is computed in that precision. Thin matrices: the
+    reference is torch's own hook in a plain loop, also for matrices that are thicker than wide and sent whole. Their
+    first step has the bits of no compression. Later, the hook adds each rank's difference from the mean, whose sum is
+    zero except for rounding. Largest elements: chosen by sorting. If all of them are sent, every step has the bits of
+    no compression.
+    """
     for curves, plain in in_ranks(2, _steps, tmp_path / "meeting", seconds=200):
         assert curves == plain
         assert curves["thick"][0] == curves["none"][0] != curves["powersgd"][0]
@@ -139,7 +146,7 @@ KINDS = {
 
 
 def _steps(rank: int, size: int, folder: Path) -> tuple[dict[str, Seen], dict[str, Seen]]:
-    """Losses and norms of some steps with each kind: of the engine, and of a plain loop."""
+    """Losses and norms of some steps with each kind, from the engine and from a plain loop."""
     from holdfast.rank.randomness import make_deterministic
 
     folder.mkdir(exist_ok=True)
@@ -175,7 +182,7 @@ def _plain_steps(spec: Spec, rank: int, size: int) -> Seen:
         lr=RATE, betas=(spec.training.optimizer.beta1, spec.training.optimizer.beta2),
         eps=spec.training.optimizer.epsilon, fused=True,
     )  # fmt: skip
-    for _ in range(2 * (kind == "powersgd")):  # DDP makes its buckets anew after the first pass
+    for _ in range(2 * (kind == "powersgd")):  # DDP rebuilds its buckets after the first pass
         for buffers in (hook.error_dict, hook.p_memory_dict, hook.q_memory_dict):
             buffers.clear()
         replica(*_pairs(torch.zeros(2, 17, dtype=torch.int64)), None, reduction="sum").backward()
@@ -224,7 +231,7 @@ def _plain_step(
 
 
 def _largest_of_all(gradient: Tensor, error: np.ndarray, fraction: float, size: int) -> Tensor:
-    """The mean of what each rank sends, whole and dense; what it does not send stays in `error`."""
+    """The mean of what each rank sends, as a dense tensor. The rest stays in `error`."""
     error += gradient.numpy() / np.float32(size)
     flat = error.reshape(-1)
     order = sorted(range(flat.size), key=lambda place: (-abs(flat[place]), place))

@@ -1,6 +1,8 @@
-"""Sequences cut over ranks: each rank computes the logits of its positions, as one process does, whatever is masked.
+"""Sequences cut over ranks: each rank computes the logits of its positions as one process does, with every kind of
+mask.
 
-In double precision, where another order of sums moves results by less than 1e-12 of them: what is further off is wrong.
+In double precision, the order of sums changes results by less than 1e-12 of their size. A larger difference is an
+error.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def test_ranks_of_a_context_group_see_the_same_rows_and_each_a_part_of_them() ->
     assert [mesh.data_rank(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [mesh.context_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert mesh.context_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert [rank for rank in range(8) if mesh.speaks(rank)] == [0, 2, 4, 6]  # each of them has losses of its own
+    assert [rank for rank in range(8) if mesh.speaks(rank)] == [0, 2, 4, 6]  # each of them has separate losses
     assert [rank for rank in range(8) if mesh.counts(rank)] == [0, 4]
     stages = Mesh.of(Parallel(pipeline=2, context=2), 8)
     assert stages == Mesh(replicas=4, shards=1, tensor=1, pipeline=2, context=2)
@@ -48,7 +50,7 @@ def test_parts_of_sequences_have_the_logits_and_gradients_of_whole_ones(tmp_path
 
 
 def _compared(rank: int, size: int, folder: Path) -> dict[str, tuple[int, float, float]]:
-    """How far a rank's logits, and the gradients that all ranks have together, are from those of whole sequences."""
+    """The difference between a rank's logits, and the summed gradients of all ranks, and those of whole sequences."""
     import torch.distributed as dist
 
     from holdfast.engines.torch.context import SequenceShard, apply_context_parallel

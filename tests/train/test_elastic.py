@@ -1,4 +1,4 @@
-"""`determinism: elastic`: the bits do not depend on how many ranks did the work, nor on when their number changed."""
+"""`determinism: elastic`: the bits do not depend on the number of ranks, nor on when it changed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ALL_GRIDS = [Grid(grains, ranks) for grains in range(1, 18) for ranks in range(1
 
 
 def values(grains: int) -> list[torch.Tensor]:
-    """Numbers whose sum depends on its order."""
+    """Numbers whose sum depends on the order."""
     noise = torch.Generator().manual_seed(grains)
     return [torch.randn(64, generator=noise) * 10.0 ** (grain % 5) for grain in range(grains)]
 
 
 def by_definition(leaves: list[torch.Tensor]) -> torch.Tensor:
-    """The tree, level by level: neighbours are added, and one that is left over goes up as it is."""
+    """The tree, level by level: neighbors are added, and a single last item passes unchanged."""
     while len(leaves) > 1:
         pairs = [leaves[at : at + 2] for at in range(0, len(leaves), 2)]
         leaves = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
@@ -74,16 +74,17 @@ def test_an_exchange_keeps_one_copy_of_the_gradients_each_aligned_as_one_of_its_
     for rank, (equal, aligned, met, kept) in enumerate(in_ranks(3, _exchange, tmp_path / "meeting", seconds=300)):
         assert equal, rank
         assert aligned, rank
-        assert met < 1.4, rank  # a third of one copy is what this rank has added up
+        assert met < 1.4, rank  # this rank's partial sums are a third of one copy
         assert kept < 1.05, rank
 
 
-SIZES = (5001, 5003, 10, 4997, 5005, 4999, 3)  # some share a bucket
+SIZES = (5001, 5003, 10, 4997, 5005, 4999, 3)  # some buckets have several parameters
 
 
 def _exchange(rank: int, size: int, folder: Path) -> tuple[bool, bool, float, float]:
-    """Whether gradients are the sums of the tree, and aligned; how many copies of them there are once all buckets have
-    met, and in the end. Ranks 1 and 2 have two nodes each."""
+    """Whether gradients equal the sums of the tree and are aligned. Also the number of gradient copies after the
+    exchange of all buckets, and at the end. Ranks 1 and 2 have two nodes each.
+    """
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=False)
     grid, parameters = Grid(8, size), [torch.nn.Parameter(torch.zeros(size)) for size in SIZES]
@@ -117,7 +118,7 @@ def values_of(grain: int, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of_tensors() -> int:
-    """Of all memory that a tensor of this process lies in."""
+    """The size of all memory that tensors of this process use."""
     gc.collect()
     storages = [
         tensor.untyped_storage() for tensor in gc.get_objects() if type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -136,7 +137,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 _MIXTURE = ("model.experts=4", "model.ffn=24")
 LAYOUTS |= {
     "mixture ddp": (*_MIXTURE, "model.family=mixtral", "model.routing.coefficient=0.1"),
-    # Biases are moved by what each expert had to do, of which a grain that a rank computes in vain is no part.
+    # Biases follow the load of each expert. A spare grain of a rank does not count.
     "mixture fsdp": (
         *_MIXTURE, "model.family=dots1", "model.routing={balance: bias, bias_step: 0.01, shared: 1}",
         "parallel.strategy=fsdp",
@@ -146,7 +147,7 @@ LAYOUTS |= {
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What one rank alone makes of every layout: digest and history."""
+    """The results of a single rank for every layout: digest and history."""
     folder = tmp_path_factory.mktemp("calm")
     store = new_store(folder / "store")
     runs: Runs = [(asked(1, *layout), name, None) for name, layout in LAYOUTS.items()]
@@ -156,7 +157,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_ranks_that_go_and_come_in_mid_run_leave_no_trace(calm: dict[str, Any], tmp_path: Path) -> None:
-    """So no number of ranks shows: of two, three and four, each computes steps of every layout."""
+    """The number of ranks leaves no trace: gangs of two, three and four ranks compute steps of every layout."""
     store = new_store(tmp_path / "store")
     for ranks, stop_after in ((4, 1), (2, 3), (3, 5), (4, None)):
         runs: Runs = [(asked(ranks, *layout), name, stop_after) for name, layout in LAYOUTS.items()]
@@ -166,5 +167,5 @@ def test_ranks_that_go_and_come_in_mid_run_leave_no_trace(calm: dict[str, Any], 
         spec = tiny_spec(*asked(4, *layout))
         assert trained(store, spec, name) == calm[name]
         manifest = read_manifest(open_store(store.url), identity_of(spec, name), 8)
-        assert len(manifest.segments) == 1  # no plan was changed: the number of ranks is free
+        assert len(manifest.segments) == 1  # the plan did not change: the number of ranks is not part of it
         assert manifest.layout["world_size"] == 4

@@ -1,4 +1,4 @@
-"""What a rank tells of its accelerator: what the driver's real binding gets from a driver, or why there is nothing."""
+"""The accelerator metrics of a rank, read through the driver's real binding, or the reason why there are none."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def test_all_that_the_driver_tells_is_told_in_its_unit() -> None:
 def test_energy_is_what_the_driver_counted_since_the_last_look(driver: Driver) -> None:
     meter = Meter(GPU)
     driver.tell(millijoules=1_250_500)
-    meter.now()  # takes none of it
+    meter.now()  # the reading resets nothing
     assert meter.read().joules == pytest.approx(250.5)
-    driver.tell(millijoules=1_000)  # it was loaded anew
+    driver.tell(millijoules=1_000)  # the driver was reloaded
     assert meter.read().joules is None
     driver.tell(millijoules=None)
     assert meter.read().joules is None
     driver.tell(millijoules=3_000)
-    assert meter.read().joules is None  # it is not known what was used before the counter was lost
+    assert meter.read().joules is None  # the use before the counter was lost is unknown
     driver.tell(millijoules=4_000)
     assert meter.read().joules == 1.0
     driver.tell(millijoules=5 * 2**32 * 1000)  # more than 32 bits hold
@@ -109,7 +109,7 @@ def test_a_slice_of_an_accelerator_is_not_billed_for_the_whole(driver: Driver) -
         ("celsius", {"celsius"}),
         ("megahertz", {"sm_megahertz"}),
         ("reasons", {"clock_reasons"}),
-        ("mig", set()),  # one that does not know MIG is whole
+        ("mig", set()),  # a device that does not know MIG is whole
     ],
 )
 def test_what_a_driver_refuses_is_left_out_and_said_and_the_rest_is_told(
@@ -136,9 +136,9 @@ def test_a_rank_tells_the_energy_of_the_seconds_that_it_tells(
     with PhaseTimeReporter(0, 1, 0, torch.device("cpu"), Meter(GPU)):
         driver.tell(millijoules=1_007_000, reasons=0x24)
     spent = [event for event in PipeEvents(tmp_path / "events").new() if isinstance(event, TimeSpent)]
-    assert [event.joules for event in spent] == [None, 7.0]  # the first are of a time before the meter
+    assert [event.joules for event in spent] == [None, 7.0]  # the first seconds are from before the meter
     assert [(event.utilisation, event.watts, event.memory_used) for event in spent] == [(0.9, 512.0, 60 << 30)] * 2
-    assert [event.slowed for event in spent] == ["", "hot"]  # a cap of the power is no fault
+    assert [event.slowed for event in spent] == ["", "hot"]  # a power cap is no fault
 
 
 def test_the_history_has_the_figures_of_rank_0_and_the_driver_is_not_asked_all_the_time(driver: Driver) -> None:

@@ -1,4 +1,4 @@
-"""One step of the torch engine: what a step that is held back leaves, and the loss that is reported of any layout."""
+"""One step of the torch engine: the state after a step that is held back, and the reported loss of any layout."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HALF = ("training.precision=fp16", "training.loss_scale.initial_power=8", "train
 
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one rank of a gang."""
+    """The only rank of a gang."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
@@ -77,7 +77,7 @@ def test_a_rank_waits_in_collectives_of_all_its_groups_as_long_as_the_spec_says(
 ) -> None:
     monkeypatch.setenv(MEETING_VARIABLE, str(tmp_path / "meeting"))
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))  # as before, afterwards
+        monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))  # restored afterwards
     spec = tiny_assignment("training.determinism=elastic", "cluster.collective_timeout_minutes=42")
     try:
         meet(spec, PreemptionSignal())
@@ -100,16 +100,16 @@ MESHES = [
 def test_the_loss_of_a_pipeline_is_the_mean_over_the_counted_tokens_at_any_layout(
     scale: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stages, shards, replicas, parts of sequences and of matrices: none of them scales what is reported."""
+    """Stages, shards, replicas, sequence parts and matrix parts do not scale the reported loss."""
     for mesh in MESHES:
         count = torch.tensor(40.0)
-        # By the groups whose gradients are averaged: each has rows, or a part of each row, of its own.
+        # By the groups that average gradients: each has separate rows, or a part of each row.
         sums = [float(3 + group) for group in range(mesh.averaged)]
         totals: list[float] = []
         shares: set[float] = set()
 
         def mean(rank: int, everywhere: float | None) -> float:
-            """What a rank reports, where the sum over all ranks of what they give is `everywhere`."""
+            """The loss that a rank reports if the contributions of all ranks sum to `everywhere`."""
             loss_scale: Any = None if scale is None else SimpleNamespace(scale=scale)
             rows_only: Any = None
             settings = MicroSettings(4, None, None, None)
@@ -135,15 +135,14 @@ def test_the_loss_of_a_pipeline_is_the_mean_over_the_counted_tokens_at_any_layou
             mean(rank, None)
         everywhere = sum(totals)
         assert [mean(rank, everywhere) for rank in range(mesh.size)] == pytest.approx([sum(sums) / 40] * mesh.size)
-        assert [*shares] == pytest.approx(
-            [mesh.averaged / 40 * (scale or 1)]
-        )  # averaged again, it is the mean's gradient
+        # Averaged again, this is the gradient of the mean.
+        assert [*shares] == pytest.approx([mesh.averaged / 40 * (scale or 1)])
 
 
 def test_a_shard_of_gradients_is_the_sum_of_the_grains_alone_where_the_last_round_has_fewer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Some ranks compute a spare grain in the last round; what they send of it is never added."""
+    """Some ranks compute a spare grain in the last round. Their data of it is never added."""
     received: list[torch.Tensor] = []
     monkeypatch.setattr(
         "holdfast.engines.torch.elastic.dist.all_to_all_single",
@@ -153,7 +152,7 @@ def test_a_shard_of_gradients_is_the_sum_of_the_grains_alone_where_the_last_roun
     for grid in ALL_GRIDS:
         leaves = [*values(grid.grains), *[torch.full((64,), 1e30)] * (grid.ranks * grid.rounds - grid.grains)]
         reduce, output = TreeReduceScatter(lambda grid=grid: grid), torch.zeros(64)
-        for _ in range(2):  # the second step begins as the first one did
+        for _ in range(2):  # the second step begins like the first one
             for number in range(grid.rounds):
                 received.append(torch.cat(leaves[number * grid.ranks : (number + 1) * grid.ranks]))
                 reduce(output, torch.zeros(64 * grid.ranks), group, None)

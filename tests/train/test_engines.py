@@ -1,4 +1,4 @@
-"""Every engine resumes to the same bits, takes over every other's state, and computes the same steps."""
+"""Every engine resumes to the same bits, loads the state of every other engine, and computes the same steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def overrides(strategy: str, precision: str = "fp32", processes: int = 2) -> tup
 
 
 def salt_of(strategy: str, kind: str = "undisturbed") -> str:
-    """The salt of a layout's run: without it, all of them would be one run."""
+    """The salt of a layout's run. Without a salt, all of them would be one run."""
     return f"{strategy} {kind}"
 
 
@@ -61,7 +61,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def _train_every_engine(folder: Path) -> None:
-    """Undisturbed, and again stopped by SIGTERM and resumed by other processes."""
+    """Train undisturbed, and again with a stop by SIGTERM and a resume in other processes."""
     store = new_store(folder / "store")
     first: Runs = []
     for strategy, precision in BOTH:
@@ -75,13 +75,13 @@ def _train_every_engine(folder: Path) -> None:
 
 
 def losses(store: Store, spec: Spec, salt: str = "") -> np.ndarray:
-    """The loss of every step; of the undisturbed run of the spec's layout unless `salt` names another."""
+    """The loss of every step of the undisturbed run of the spec's layout, or of the run with `salt`."""
     salt = salt or salt_of(spec.parallel.strategy)
     return np.array([row["loss"] for row in read_history(store, run_id(spec, DATASET_ID, salt))], np.float32)
 
 
 def ulps(one: np.ndarray, other: np.ndarray) -> int:
-    """The largest distance of two positive fp32 arrays, in steps between neighbouring numbers."""
+    """The largest distance between two positive fp32 arrays, in units in the last place."""
     return int(np.abs(one.view(np.int32).astype(np.int64) - other.view(np.int32)).max())
 
 
@@ -103,7 +103,9 @@ def test_every_engine_walks_down_the_same_loss_curve(store: Store, strategy: str
 
 
 def test_deepspeed_asks_no_compiler(tmp_path: Path) -> None:
-    """Nothing that it can compile is needed, and a rank that is killed while it compiles holds up all others."""
+    """DeepSpeed's compiled extensions are not needed. A rank that is killed while it compiles would block all other
+    ranks.
+    """
     assert in_ranks(2, _without_a_compiler, tmp_path, seconds=300) == [[], []]
 
 
@@ -116,7 +118,7 @@ def _without_a_compiler(rank: int, size: int, folder: Path) -> list[object]:
     join(folder, rank, size, always=True)
     fields = (*overrides("zero3"), "parallel.offload=parameters")
     build_engine(tiny_assignment(*fields), VOCABULARY, 0)
-    return [program for program in programs if program not in ("file", "numactl")]  # what it asks about the machine
+    return [program for program in programs if program not in ("file", "numactl")]  # it asks these about the machine
 
 
 def _no_first_state(boxes: object) -> None:
@@ -127,7 +129,7 @@ def _no_first_state(boxes: object) -> None:
 def test_a_state_in_the_memory_of_the_host_has_the_bits_of_one_that_is_not_but_for_how_gradients_are_clipped(
     tmp_path: Path,
 ) -> None:
-    """As far as a rank without an accelerator can tell: what is fetched comes from its own memory."""
+    """Tested as far as possible on a rank without an accelerator: fetched data comes from its own memory."""
     store = new_store(tmp_path / "store")
     clip = "training.clip_norm=0.1"  # below every norm
     on_device = {strategy: (*overrides(strategy), clip) for strategy in ("zero1", "zero2", "zero3", "fsdp")}
@@ -166,20 +168,21 @@ def test_a_state_in_the_memory_of_the_host_has_the_bits_of_one_that_is_not_but_f
 
 
 def test_what_lies_with_the_host_is_weights_and_not_what_computes_with_them(tmp_path: Path) -> None:
-    """As far as a rank without an accelerator can tell: with tensors that have a device and no elements."""
+    """Tested as far as possible on a rank without an accelerator, with tensors that have a device and no elements."""
     assert in_ranks(1, _places, tmp_path) == [({"meta"}, {"meta"}, False, {"cpu"}, {"meta"}, True)]
 
 
 def _places(rank: int, size: int, folder: Path) -> tuple[object, ...]:
-    """The devices of weights and of tables, and whether weights are pinned, without offload and with it, where ranks
-    compute on a device like meta."""
+    """The devices of weights and of tables, and whether weights are pinned, without and with offload, for ranks that
+    compute on a device like meta.
+    """
     from holdfast.engines.mesh import Mesh
     from holdfast.engines.torch.parallelize import Topology, device_mesh, parallelize
     from holdfast.model.decoder import Decoder
 
     join(folder, rank, size, always=True)
     places: list[object] = []
-    pinned: list[torch.Tensor] = []  # there is no accelerator to do it for
+    pinned: list[torch.Tensor] = []  # no accelerator is there to pin memory
     torch.Tensor.pin_memory = lambda tensor, *_: pinned.append(tensor) or tensor  # type: ignore[assignment]
     for offload in ("none", "parameters"):
         spec = tiny_spec(*overrides("fsdp", processes=size), f"parallel.offload={offload}")
@@ -199,7 +202,7 @@ def test_a_state_goes_from_engine_to_engine_bit_for_bit(tmp_path: Path) -> None:
 
 
 def _hand_on(rank: int, size: int, url: str, folder: Path) -> list[str]:
-    """Save a random state with one engine, and what each further engine has loaded of it; the digests."""
+    """Save a random state with one engine, and load it with each further engine. Returns the digests."""
     from holdfast.engines.interface import build_engine
     from holdfast.rank.randomness import make_deterministic
 
@@ -223,7 +226,7 @@ def _hand_on(rank: int, size: int, url: str, folder: Path) -> list[str]:
 
 
 def _require_that_nothing_changes_before_it_may(engine: Engine, size: int) -> None:
-    """A step says that it will change the state, once, while what was saved is still as it was."""
+    """A step announces once that it will change the state, while the saved state is still unchanged."""
     digests: list[StateDigest] = []
     rows = torch.arange(6 // size * 17).view(-1, 17) % VOCABULARY
     before = digest_of(engine.saved())
@@ -243,16 +246,17 @@ def test_zero_loads_and_saves_its_own_shards_without_a_tensor_larger_than_one_pa
     results = in_ranks(2, _load_and_save, tmp_path, seconds=300)
     for state, part, parameter, largest, _ in results:
         assert parameter < part < state
-        assert largest["zero1"] <= 4 and largest["zero2"] <= 4  # the number of the step
-        assert largest["zero3"] <= parameter  # one that DeepSpeed keeps whole is gathered
+        assert largest["zero1"] <= 4 and largest["zero2"] <= 4  # the step number
+        assert largest["zero3"] <= parameter  # a parameter that DeepSpeed keeps whole is gathered
     assert sum(part for _, part, _, _, _ in results) == results[0][0]
     first_losses = np.array([loss for *_, losses_ in results for loss in losses_], np.float32)
     assert ulps(first_losses, first_losses[:1]) <= 64
 
 
 def _load_and_save(rank: int, size: int, folder: Path) -> tuple[int, int, int, dict[str, int], list[float]]:
-    """The bytes of the whole state, of this rank's part and of the largest parameter; the bytes of the largest tensor
-    that loading and saving make, by strategy; and the loss of the first step with each."""
+    """The bytes of the whole state, of this rank's part and of the largest parameter; by strategy, the bytes of the
+    largest tensor that loading and saving create; and the loss of the first step with each.
+    """
     from holdfast.engines.interface import build_engine
     from holdfast.rank.randomness import make_deterministic
 
@@ -280,7 +284,7 @@ def _load_and_save(rank: int, size: int, folder: Path) -> tuple[int, int, int, d
 
 
 class _Allocations(TorchDispatchMode):
-    """Notes the largest storage, in bytes, that an operation has made."""
+    """Records the largest storage, in bytes, that an operation has created."""
 
     largest = 0
 
@@ -311,6 +315,6 @@ def test_one_process_computes_what_two_compute_and_small_batches_what_large_ones
     assert ulps(reference, losses(store, tiny_spec(*overrides("ddp")))) <= 64
     assert ulps(curves["whole"], reference) <= 64
     assert ulps(curves["zero"], reference) <= 64
-    assert curves["zero"][0] == reference[0]  # the first step differs in nothing but who computes it
+    assert curves["zero"][0] == reference[0]  # in the first step, only the computing rank differs
     assert not np.array_equal(curves["masked"], reference)
     assert trained(store, tiny_spec(*shown), "shown") == trained(store, tiny_spec(*alone), "alone")

@@ -1,4 +1,4 @@
-"""Mixtures of experts in training: one model at every layout, the same bits after a stop, and experts kept busy."""
+"""Mixtures of experts in training: one model at every layout, the same bits after a stop, and balanced experts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BIASED = (
     "model.routing.bias_step=0.01",
 )  # fmt: skip
 FOUR = ("model.layers=4", "model.tie_embeddings=false")
-# The model of each, and how the ranks share it. `FAST` are for every test run, the others for the drill.
+# The model of each case, and its layout. `FAST` runs in every test run, the rest in the drill.
 LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dealt to half": (MIXTURE, ("parallel.strategy=fsdp", "parallel.expert=2")),
     "dealt to all": (BIASED, ("parallel.strategy=ddp", "parallel.expert=4")),
@@ -91,11 +91,11 @@ FAST = {
                  "context x tensor")
 }  # fmt: skip
 SLOW = {name: layout for name, layout in LAYOUTS.items() if name not in FAST}
-STOPPED = {  # of the drill's; the test that each layout takes over the state of every other one says the rest
+STOPPED = {  # of the drill; for resuming, another test loads every layout's state in every other layout
     "dealt among copies", "dealt, partly recomputed", "dealt in bf16", "zero bubble x dealt", "interleaved",
     "four stages", "tensor x dealt to all", "stages x tensor", "context x dealt", "stages x context",
 }  # fmt: skip
-AT_ONCE = 8  # of the drill's in one test: `train_in_ranks` has minutes
+AT_ONCE = 8  # drill cases per test: `train_in_ranks` has a limit of minutes
 
 
 def column(store: Store, overrides: tuple[str, ...], salt: str, name: str = "loss") -> np.ndarray:
@@ -104,7 +104,7 @@ def column(store: Store, overrides: tuple[str, ...], salt: str, name: str = "los
 
 
 def train_all(tmp_path: Path, layouts: dict[str, tuple[tuple[str, ...], tuple[str, ...]]], stopped: list[str]) -> Store:
-    """Train every layout, and those of `stopped` again with a stop, and require one curve of each model's."""
+    """Train every layout, and those in `stopped` again with a stop. Require one loss curve per model."""
     store = new_store(tmp_path / "store")
     runs: Runs = [(asked(*model, *layout), name, None) for name, (model, layout) in layouts.items()]
     for name in stopped:
@@ -177,7 +177,7 @@ def test_any_layout_of_a_mixture_takes_over_the_state_of_any_other_bit_for_bit(t
 
 
 def planned(*overrides: str) -> int:
-    """Elements of the weights that the fullest rank holds, by the planner's count."""
+    """The planner's count of weight elements on the fullest rank."""
     spec = tiny_spec(*asked(*overrides))
     layout = layout_of(spec)
     estimate = memory(
@@ -202,7 +202,9 @@ TAKEN_OVER = {
 
 
 def _take_over(rank: int, size: int, url: str, folder: Path) -> tuple[dict[str, str], dict[str, int]]:
-    """The digest of what each layout has loaded of what each layout has saved; elements of weights here."""
+    """The digests of each layout's saved state after loading in each layout, and the number of weight elements on this
+    rank.
+    """
     from holdfast.engines.interface import build_engine
 
     join(folder, rank, size, always=True)
@@ -211,7 +213,7 @@ def _take_over(rank: int, size: int, url: str, folder: Path) -> tuple[dict[str, 
     engines = {name: build_engine(assignment, VOCABULARY, 0) for name, assignment in assignments.items()}
 
     def first(boxes: Sequence[TensorBox]) -> None:
-        """Every tensor as weights begin, moments and biases too, so that each has a content of its own."""
+        """Initialize every tensor like weights, moments and biases too, so that contents differ."""
         for box in boxes:
             content = initial_tensor(f"some.{box.name}", (*box.global_shape, 1), assignments["half"].model, 0)[..., 0]
             box.data.copy_(
@@ -245,7 +247,7 @@ def _take_over(rank: int, size: int, url: str, folder: Path) -> tuple[dict[str, 
 def _rows_are_read_by_themselves(
     store: Store, overrides: tuple[str, ...], salt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an export asks for those of one expert."""
+    """Rows load separately, as an export reads the rows of one expert."""
     monkeypatch.setattr("holdfast.checkpoint.reader.READ_BYTES", 256)
     checkpoint = open_checkpoint(store, run_id(tiny_spec(*overrides), DATASET_ID, salt), 6)
     for name in ("model.layers.1.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"):
@@ -255,7 +257,7 @@ def _rows_are_read_by_themselves(
 
 
 def _biases_were_moved(store: Store, overrides: tuple[str, ...], salt: str) -> None:
-    """By whole bias steps, as many as there were steps at most, and none of them by the optimizer."""
+    """Biases moved by whole bias steps, at most one per step, and the optimizer did not change them."""
     checkpoint = open_checkpoint(store, run_id(tiny_spec(*overrides), DATASET_ID, salt), 6)
     biases = [name for name in checkpoint.tensors if name.endswith(CORRECTION)]
     assert biases == [f"model.layers.{layer}.mlp.gate.{CORRECTION}" for layer in range(2)]

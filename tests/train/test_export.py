@@ -1,4 +1,4 @@
-"""Export: from the pieces of a checkpoint to the Hugging Face layout, the same bytes whatever dies."""
+"""Export: from the pieces of a checkpoint to the Hugging Face layout, with the same bytes after any crash."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FOLDER = layout.exports(RUN)
 
 @pytest.fixture(autouse=True)
 def several_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards of a few tensors."""
+    """Set shards to a few tensors."""
     monkeypatch.setattr(model_export.export_files, "__kwdefaults__", {"max_shard_bytes": 20_000})
 
 
@@ -50,7 +50,7 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def saved(store: Store, seed: int = 1, attempt: int = 1) -> Manifest:
-    """The checkpoint of a model, saved as two ranks would that share columns, with a moment that no export has."""
+    """The checkpoint of a model, saved like two ranks that share columns, with a moment that no export has."""
     if store.stat(layout.dataset(DATASET_ID)) is None:
         write_dataset(store)
     describe = {"dataset_id": DATASET_ID, "layout": {}, "random": {}}
@@ -201,7 +201,7 @@ def test_a_damaged_piece_is_never_exported(folder_store: Store, tmp_path: Path) 
 def test_each_piece_of_the_checkpoint_is_read_once(
     folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(box, "PIECE_BYTES", 256)  # twelve rows of the narrow columns, two of the wide ones
+    monkeypatch.setattr(box, "PIECE_BYTES", 256)  # twelve rows of the narrow columns, or two of the wide ones
     monkeypatch.setattr(reader, "READ_BYTES", 1)
     manifest = saved(folder_store)
     read: list[str] = []

@@ -1,5 +1,6 @@
-"""The export of a tuned model keeps what its base says of tokens, templates, sampling and context, as transformers
-reads it."""
+"""The export of a tuned model keeps the tokens, templates, sampling and context of its base, as transformers reads
+them.
+"""
 
 from __future__ import annotations
 

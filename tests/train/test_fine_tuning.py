@@ -1,4 +1,6 @@
-"""Runs on conversations and on preferences: killed ones end with the bits of undisturbed ones, and exports load."""
+"""Runs on conversations and on preferences: interrupted runs end with the bits of undisturbed runs,
+and exports load.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ KINDS = {"chat": CHAT, "preferences": PAIRS, "adapters": (*PAIRS, *LORA)}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, dict[str, tuple[str, ...]]]:
-    """What was asked for of each kind, and a store with an undisturbed run of it and another one whose process was
-    killed, or asked to leave, and followed by another."""
+    """The fields of each kind, and a store with two runs of it: an undisturbed one, and one whose process was killed or
+    asked to leave and then restarted.
+    """
     folder, draw = tmp_path_factory.mktemp("tuned"), np.random.default_rng(3)
     store = open_store(f"file://{folder / 'store'}")
     tokens = np.array([*chain(*(sample(draw) for _ in range(60))), FILLER], dtype=np.uint32)

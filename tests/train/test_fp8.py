@@ -1,5 +1,6 @@
-"""`training.precision: fp8`: products of numbers that were quantised by hand, through torch's own kernel of this CPU,
-which takes the same arguments as an accelerator's. What an accelerator makes of them is not tried here."""
+"""`training.precision: fp8`: products of manually quantized numbers, through torch's kernel for this CPU, which takes
+the same arguments as an accelerator's kernel. Results of an accelerator are not tested here.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +28,15 @@ FP8 = ("training.precision=fp8", "cluster.accelerator=nvidia")
 
 
 def by_hand(tensor: Tensor, kind: torch.dtype) -> Tensor:
-    """The numbers in fp64 that a tensor is in an fp8 format with one scale: the smallest power of two that leaves the
-    largest below 2^8 (e4m3) or 2^15 (e5m2)."""
+    """A tensor's values in an fp8 format with one scale, in fp64. The scale is the smallest power of two that leaves
+    the largest value below 2^8 (e4m3) or 2^15 (e5m2).
+    """
     scale = 2.0 ** (math.frexp(float(tensor.abs().max()))[1] - {E4M3: 8, E5M2: 15}[kind])
     return (tensor.double() / scale).to(kind).double() * scale
 
 
 class ByHand(torch.autograd.Function):
-    """A product and its gradients as they are meant, computed in fp64."""
+    """The intended product and its gradients, computed in fp64."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -50,14 +52,14 @@ class ByHand(torch.autograd.Function):
 
 
 def hand_linear(self: Linear, x: Tensor) -> Tensor:
-    """What `Fp8Linear` computes."""
+    """The result of `Fp8Linear`."""
     rows: Tensor = ByHand.apply(x.bfloat16().flatten(0, -2), self.weight.bfloat16())  # type: ignore[no-untyped-call]
     result = rows.unflatten(0, x.shape[:-1])
     return result if self.bias is None else result + self.bias.bfloat16()
 
 
 def fp8_assignment(*overrides: str) -> Assignment:
-    """Of a spec for accelerators, told to ranks on this CPU."""
+    """The assignment of a spec for accelerators, given to ranks on this CPU."""
     return tiny_assignment(*FP8, *overrides).model_copy(update={"accelerator": "cpu"})
 
 
@@ -139,9 +141,9 @@ def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]
 
 
 def plain_loop(micro_batch: int = 2) -> list[Any]:
-    """What one process computes in a loop without an engine: losses and norms, and weights. Its products are those of
-    the layer that is compared with products by hand above: a kernel sums in fp32, in the order of its CPU, and a sum
-    by hand may round otherwise."""
+    """The losses, norms and weights of a loop in one process without an engine. It uses the layer whose products are
+    tested against manual ones above: a kernel sums in fp32 in its CPU's order, and a manual sum may round differently.
+    """
     spec = tiny_spec(*FP8)
     settings, decoder = spec.training.optimizer, Decoder(spec.model, VOCABULARY)
     initialise(decoder, spec.training.seed)
@@ -178,8 +180,9 @@ def test_one_process_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_compute_what_one_process_does(tmp_path: Path) -> None:
-    """The same bits whatever is computed again, and under elastic determinism; what a rank sees of a batch decides the
-    scale of its activations, so that cut sequences and other orders of sums are only near."""
+    """The same bits with any recomputation, and under elastic determinism. The scale of activations depends on a rank's
+    part of the batch. Therefore cut sequences and other orders of sums agree only approximately.
+    """
     recomputed = [
         (f"parallel.strategy={strategy}", f"training.activation_checkpointing={kind}")
         for strategy in ("ddp", "fsdp")

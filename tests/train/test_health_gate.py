@@ -1,4 +1,4 @@
-"""The ranks of a run are examined before they train, where the spec or an end before asks for it."""
+"""The ranks of a run pass a health check before they train, if the spec or a previous failure requires it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def reports(store: Store, identity: str) -> list[Report]:
     folder = layout.health(identity)
     documents = [read_record(store, folder, number) for number, _ in records(store, folder)]
     assert [document["launch"] for document in documents] == list(range(1, len(documents) + 1))
-    assert sum(1 for _ in store.list(folder)) == len(documents)  # the probes of the store leave nothing
+    assert sum(1 for _ in store.list(folder)) == len(documents)  # the probes leave nothing in the store
     return [Report.model_validate(document["report"]) for document in documents]
 
 
@@ -61,18 +61,18 @@ def test_a_run_does_not_start_on_a_node_that_failed_and_starts_when_it_is_well_w
     assert code == ExitCode.UNHEALTHY_NODE, printed
     assert "The run does not start here" in printed
     events = read_events(store, identity)
-    assert not any(isinstance(event, AttemptBegan) for event in events)  # and none was claimed
+    assert not any(isinstance(event, AttemptBegan) for event in events)  # no attempt was claimed
     assert not list(store.list(layout.attempts(identity)))
     (event,) = [event for event in events if isinstance(event, HealthChecked)]
     assert "rank 1 on" in event.failed and event.is_news
     assert [event.restart_in for event in events if isinstance(event, LaunchEnded)] == [None]
-    # The same command, with `auto`: the node was blamed, so it is tested again, and is well.
+    # The same command with `auto`: the node was blamed, so it is tested again, and passes.
     code, printed = finished(store, home, "-")
     assert code == ExitCode.OK, printed
     first, second = reports(store, identity)
     assert (first.failures != (), second.findings) == (True, ())
     assert "blames" in second.why
-    code, printed = finished(store, home, "-", salt="calm")  # nobody asks for an examination
+    code, printed = finished(store, home, "-", salt="calm")  # no health check is requested
     assert code == ExitCode.OK, printed
     assert reports(store, run_id(spec, DATASET_ID, "calm")) == []
     assert trained(store, spec) == trained(store, spec, "calm")

@@ -1,4 +1,4 @@
-"""LAMB is what You et al. (2020) write, on one process to the bit, and no number of ranks shows in its norms."""
+"""LAMB follows You et al. (2020), to the bit on one process, and the number of ranks does not affect its norms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAMB = "training.optimizer.kind=lamb"
 
 
 def norm(tensor: Tensor) -> Tensor:
-    """The root of the sum of squares: of rows, each the sum of its halves, and of what these give."""
+    """The root of the sum of squares. Rows are summed by halves, and then the sums of the rows."""
 
     def total(values: list[Tensor]) -> Tensor:
         while len(values) > 1:
@@ -33,7 +33,7 @@ def norm(tensor: Tensor) -> Tensor:
 
 
 def plain_loop(dtype: torch.dtype) -> list[Any]:
-    """(loss, gradient norm) of every step, and the weights after the last."""
+    """(loss, gradient norm) of every step, and the final weights."""
     spec = tiny_spec()
     settings, decoder = spec.training.optimizer, Decoder(spec.model, VOCABULARY)
     initialise(decoder, spec.training.seed)

@@ -1,4 +1,4 @@
-"""A model of 5 GB passes from its checkpoint to a registered version in a cgroup of 2 GiB, as a step's pod has them."""
+"""A model of 5 GB passes from its checkpoint to a registered version in a cgroup of 2 GiB, like a step's pod."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
 @contextmanager
 def limited(name: str) -> Iterator[Path]:
-    """A cgroup with LIMIT bytes of memory; the file through which processes enter it."""
+    """A cgroup with LIMIT bytes of memory. Returns the file through which processes enter it."""
     version_1 = V1.is_dir()
     group = (V1 if version_1 else V2) / name
     try:
@@ -43,7 +43,7 @@ def limited(name: str) -> Iterator[Path]:
 
 
 def in_it(entry: Path, *arguments: str, **environment: str) -> dict[str, int]:
-    """What `python -m tests.train.large` printed in the cgroup."""
+    """The output of `python -m tests.train.large` in the cgroup."""
     command = f'echo $$ > {entry}; exec "{sys.executable}" -m tests.train.large "$@"'
     process = subprocess.run(
         ["/bin/sh", "-c", command, "sh", *arguments],
@@ -108,5 +108,5 @@ def test_an_export_into_a_bucket_holds_a_few_parts_and_no_shard(s3_url: str, tmp
     )
     assert checkpoint["bytes"] > 8 * 10**8
     assert len(shards) == 1
-    assert export["peak"] - export["before"] < 512  # eight parts of 32 MiB, a slab of rows, and what reading it needs
+    assert export["peak"] - export["before"] < 512  # eight parts of 32 MiB, a slab of rows, and buffers for reading
     assert done("load")["same"] == 1

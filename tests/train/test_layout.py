@@ -1,4 +1,4 @@
-"""Where a tensor lies: the parts of all ranks make up every tensor once, and each rank fills no more than its own."""
+"""Tensor layouts: the parts of all ranks make up every tensor once, and each rank fills only its own part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop over a session: what it asks of the parts."""
+"""The training loop over a session: its calls to the other parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REWIND = ("training.anomalies.action=rewind", "training.anomalies.rewind_steps=1
 
 
 class Steps:
-    """An observer that keeps the steps."""
+    """An observer that records the steps."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []

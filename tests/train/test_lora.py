@@ -1,4 +1,6 @@
-"""Adapters: what peft computes, saved without their base, the same bits after a kill, and files that peft loads."""
+"""Adapters: the same results as peft, saved without their base, the same bits after a kill, and
+files that peft loads.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignm
 
 LORA = ("training.lora.rank=3", "training.lora.alpha=6", 'training.lora.targets=["q_proj", "v_proj", "down_proj"]')
 RATE = 0.02
-MERGED_BOUND = 1e-5  # on logits: weights are rounded once more, and two sums are one
+MERGED_BOUND = 1e-5  # for logits: weights are rounded once more, and two sums become one
 LAYOUTS = (
     (1, ("parallel.strategy=ddp",)),
     (2, ("parallel.strategy=ddp",)),
@@ -62,14 +64,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapters(seed: int = 5) -> dict[str, Tensor]:
-    """Adapters that are not zero, by their canonical names."""
+    """Nonzero adapters, by their canonical names."""
     generator = torch.Generator().manual_seed(seed)
     shapes = adapter_shapes(tiny_spec().model, VOCABULARY, tiny_spec(*LORA, "model.init_from=x").training.lora)
     return {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
 
 
 def with_peft(base: Path) -> PeftModel:
-    """The same adapters to the same weights, by peft."""
+    """The same adapters on the same weights, in peft."""
     lora = tiny_spec(*LORA, "model.init_from=x").training.lora
     model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="sdpa")
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), task_type="CAUSAL_LM")
@@ -88,7 +90,7 @@ def canonical(name: str) -> str:
 
 
 def reference(base: Path) -> list[Any]:
-    """(loss, gradient norm) of every step of peft with AdamW, and the adapters after the last."""
+    """(loss, gradient norm) of every step of peft with AdamW, and the final adapters."""
     model, settings = with_peft(base), tiny_spec().training.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -158,13 +160,13 @@ def test_every_layout_computes_what_peft_does_and_leaves_the_base_alone(tmp_path
 
 @pytest.fixture(scope="module")
 def asked(base: Path) -> tuple[str, ...]:
-    """The overrides of a run of adapters."""
+    """The overrides of a run with adapters."""
     return (*LORA, f"model.init_from={base}")
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory, asked: tuple[str, ...]) -> Store:
-    """A store with an undisturbed run of adapters, and one whose only process was killed and followed by another."""
+    """A store with two runs of adapters: an undisturbed one, and one whose only process was killed and restarted."""
     folder = tmp_path_factory.mktemp("runs")
     store = new_store(folder / "store")
     assert train_in_ranks(1, store.url, folder / "first", [(asked, "", None)]) == [""]
@@ -265,4 +267,4 @@ def test_merged_rows_are_those_of_exact_arithmetic_however_they_are_cut(lora: Lo
     for parameter, value in ((trained.weight, weight), (trained.lora_A.weight, low), (trained.lora_B.weight, high)):
         parameter.data.copy_(value)
     inputs = torch.randn(3, 9, generator=generator, dtype=torch.float64)
-    torch.testing.assert_close(trained(inputs), inputs @ merged.T)  # what is exported is what was trained
+    torch.testing.assert_close(trained(inputs), inputs @ merged.T)  # the export equals the trained model

@@ -1,4 +1,6 @@
-"""Rows of conversations: only marked targets count, in training and in scoring, and no conversation sees another."""
+"""Rows of conversations: only marked targets count, in training and in scoring, and conversations do not see each
+other.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from holdfast.objectives.next_token import NextToken
 from holdfast.scoring.score import score
 from tests.model.tiny_model import decoder, export, shape
 
-# Two conversations of 5 and 4 tokens; a token of end-of-text stands in the middle of one, as after an earlier turn.
+# Two conversations of 5 and 4 tokens. One has an end-of-text token in the middle, as after an earlier turn.
 FIRST, SECOND = [7, 0, 8, 9, 10], [11, 12, 13, 14]
-COUNTED = [{3, 4}, {2, 3}]  # the places of what the assistant says
+COUNTED = [{3, 4}, {2, 3}]  # the positions of the assistant's tokens
 
 
 def row() -> torch.Tensor:

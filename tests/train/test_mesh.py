@@ -1,10 +1,10 @@
-"""One device mesh: however the model, the batch and the sequence are cut, it is the same model, and any layout goes on
-from what another saved.
+"""One device mesh: any cut of the model, the batch and the sequence gives the same model, and any layout resumes from
+any other's checkpoint.
 
-Layouts add the same numbers in another order, so against one process they agree within a bound, and with themselves to
-the last bit. A sum of n numbers in another order is off by about sqrt(n) units in the last place (Higham and Mary
-2019); n is at most the vocabulary here. A step begins from weights that all steps before moved by what their gradients
-were off, which were sums forward and backward: `bound` grows by twice that with every step.
+Layouts add the same numbers in different orders. They agree with one process within a bound, and with themselves to the
+last bit. Reordering a sum of n numbers changes it by about sqrt(n) units in the last place (Higham and Mary 2019); n is
+at most the vocabulary here. A step starts from weights with the gradient errors of all earlier steps, and gradients are
+sums of a forward and a backward pass. Therefore `bound` grows by twice that with every step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "tensor": ("parallel.tensor=4", "parallel.strategy=fsdp", "model.kv_heads=4"),
     "shards": ("parallel.strategy=fsdp",),
 }
-# Sequences cut over two ranks or more. Documents of the tiny dataset end within them.
+# Sequences cut over two or more ranks. Documents of the tiny dataset end within the sequences.
 SEQUENCES: dict[str, tuple[str, ...]] = {
     "context x shards": ("parallel.context=2", "parallel.strategy=fsdp", "data.document_masks=true"),
     "context x tensor": ("parallel.context=2", "parallel.tensor=2", "data.document_masks=true"),
@@ -86,8 +86,9 @@ FORMS: dict[str, tuple[str, ...]] = {
     "partly recomputed": ("training.activation_checkpointing=selective",),
 }
 
-# What every test run trains; the drill trains the others, and stops and resumes those of `STOPPED`. The test that each
-# layout takes over the state of every other one says the rest about resuming.
+# Every test run trains these. The drill trains the rest, and stops and resumes those in `STOPPED`. For resuming,
+# another
+# test loads every layout's state in every other layout.
 FAST = (*list(LAYOUTS)[:3], "stages x shards", "tied stages x shards", "zero bubble", "context x tensor")
 MATRIX = {name: layout for name, layout in (LAYOUTS | PIPELINES | SEQUENCES).items() if name not in FAST}
 MATRIX |= {form: (*LAYOUTS["tensor x shards"], *more) for form, more in FORMS.items()}
@@ -95,7 +96,7 @@ STOPPED = {
     "tensor", "stages x replicas", "interleaved", "tied zero bubble", "given rounds", "context x shards",
     "stages x context", "bf16", "tied stages in fp16", "partly recomputed",
 }  # fmt: skip
-AT_ONCE = 8  # of the matrix in one test: `train_in_ranks` has minutes
+AT_ONCE = 8  # matrix cases per test: `train_in_ranks` has a limit of minutes
 TAKEN_OVER = {**LAYOUTS, **{name: PIPELINES[name] for name in ("stages x tensor", "interleaved")},
               "uneven": (*STAGES, "parallel.stages=[3, 1]"), "copies": ()}  # fmt: skip
 
@@ -115,7 +116,7 @@ def losses(store: Store, overrides: tuple[str, ...], salt: str) -> np.ndarray:
 
 
 def require_close(found: np.ndarray, expected: np.ndarray, last_place: float = 2.0**-24) -> None:
-    """Both curves are one within the bound of the module, in arithmetic of that precision."""
+    """Both curves agree within the bound of the module, for arithmetic of that precision."""
     assert len(found) == len(expected)
     bound = last_place * math.sqrt(VOCABULARY) * (1 + 2 * np.arange(len(found)))
     off = np.abs(found - expected) / expected
@@ -151,7 +152,7 @@ def test_stages_that_are_given_are_dealt_as_they_stand() -> None:
 
 
 def test_stages_that_nobody_gave_are_in_no_plan_and_others_are() -> None:
-    """Plans of runs that began before there was a word for them have the same fingerprint still."""
+    """Plans of runs from before the field existed keep their fingerprint."""
     even, given = (settings_of(spec.training, spec.parallel, "cpu", 1) for spec in (
         tiny_spec(*asked(*STAGES)), tiny_spec(*asked(*STAGES, "model.layers=4", "parallel.stages=[1, 3]"))
     ))  # fmt: skip
@@ -161,7 +162,7 @@ def test_stages_that_nobody_gave_are_in_no_plan_and_others_are() -> None:
 
 @pytest.mark.slow
 def test_stages_of_other_sizes_are_the_same_model_and_another_plan(tmp_path: Path) -> None:
-    """A run goes on in other stages when a person says so, and each way its state is the one that was saved."""
+    """A run can resume with other stages if a person requests it, and each time from the saved state."""
     store, base = new_store(tmp_path / "store"), (*STAGES, TIED, "model.layers=4", "training.steps=8")
     uneven, even, other = (
         asked(*base, *more, processes=2) for more in (["parallel.stages=[1, 3]"], [], ["parallel.stages=[3, 1]"])
@@ -246,7 +247,7 @@ def test_any_layout_takes_over_the_state_of_any_other_bit_for_bit(tmp_path: Path
 
 
 def _take_over(rank: int, size: int, url: str, folder: Path) -> dict[str, str]:
-    """The digest of what each layout has loaded of what each layout has saved."""
+    """The digest of each layout's saved state after loading in each layout."""
     from holdfast.engines.interface import build_engine
 
     join(folder, rank, size, always=True)
@@ -268,7 +269,7 @@ def _take_over(rank: int, size: int, url: str, folder: Path) -> dict[str, str]:
         checkpointer.wait()
         gang.barrier()  # only rank 0 has waited for the commit
 
-    load("first", "shards")  # no part of it lies on two ranks: each makes up its own
+    load("first", "shards")  # no part of it is on two ranks: each initializes its own
     save("first", "shards")
     for source in engines:
         load("first", source)
@@ -308,7 +309,7 @@ def _first_loss(rank: int, size: int, folder: Path, overrides: tuple[str, ...]) 
 
 @pytest.mark.drill
 def test_a_run_goes_on_at_another_number_of_ranks_and_in_one_layout_after_another(tmp_path: Path) -> None:
-    """Each time `--replan` is said, and the plan's change is a segment."""
+    """Each resume uses `--replan`, and the change of the plan is a segment."""
     store, name, long = new_store(tmp_path / "store"), "moved", "training.steps=8"
     shards, cut = asked(*LAYOUTS["shards"], long), asked("parallel.tensor=2", long, processes=2)
     sequences, single = asked("parallel.context=2", long, processes=2), alone(long)

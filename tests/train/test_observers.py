@@ -1,4 +1,4 @@
-"""The history of a run: complete whatever the saving thread does meanwhile, and small on ranks that do not write it."""
+"""The history of a run: complete at any speed of the saving thread, and small on ranks that do not write it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def finished(step: int, loss: float = 1.0, norm: float = 1.0) -> FinishedStep:
 
 
 def committing(store: Store, history: History, step: int, attached: Mapping[str, str]) -> None:
-    """What happens beside training."""
+    """Commit in another thread, concurrently with training."""
     for key, text in attached.items():
         store.put(key, text.encode())
     history.committed(step)
@@ -35,7 +35,7 @@ def committing(store: Store, history: History, step: int, attached: Mapping[str,
 
 @pytest.fixture
 def hasty_threads() -> Iterator[None]:
-    """Threads take turns as often as they can."""
+    """Switch threads as often as possible."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-7)
     yield
@@ -64,9 +64,9 @@ def test_no_row_is_lost_between_training_and_the_thread_that_commits(tmp_path: P
 
 def test_a_segment_ends_where_its_checkpoint_does_and_begins_where_the_newest_commit_does() -> None:
     history = History(tiny_assignment(), Attempt("run", 2), 6, BatchDigest(Gang(), speaks=True))
-    for step in range(7, 13):  # training is ahead of the thread that commits
+    for step in range(7, 13):  # training runs ahead of the committing thread
         history.on_step(finished(step))
-    first, second = history.on_save(9), history.on_save(11)  # before the first one is committed
+    first, second = history.on_save(9), history.on_save(11)  # before the first save is committed
     history.committed(9)
     third = history.on_save(12)
     row_counts = {key: len(text.splitlines()) for key, text in {**first, **second, **third}.items()}

@@ -1,4 +1,4 @@
-"""A run under another plan: refused by name, or, when a person says so, a segment of the same run."""
+"""A run under another plan is refused by name. If a person requests it, it becomes a segment of the same run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_plan_follows_each_variable_that_changes_bits_and_no_other(monkeypat
 
 
 @pytest.mark.parametrize(("determinism", "same"), [("off", False), ("exact", False), ("elastic", True)])
-@pytest.mark.parametrize(("processes", "ranks"), [(2, 2), (1, 2)])  # in one node, and in two
+@pytest.mark.parametrize(("processes", "ranks"), [(2, 2), (1, 2)])  # on one node, and on two
 def test_another_number_of_ranks_is_another_plan_but_for_an_elastic_run(
     determinism: str, same: bool, processes: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +78,7 @@ def test_an_exact_run_refuses_another_environment_by_name_and_takes_it_when_told
     assert "variable ATEN_CPU_CAPABILITY: not set before, default now" in printed
     assert "CPU capability: " in printed
     assert [ending.code for ending in read_exits(store, identity).values()] == [ExitCode.PLAN_CHANGED]
-    assert [number for number, _ in list_attempts(store, identity)] == [1]  # nobody was fenced off
+    assert [number for number, _ in list_attempts(store, identity)] == [1]  # no attempt was fenced
     allowed = start_training(spec, store.url, tmp_path / "home", environment=environment, replan=True)
     printed, _ = allowed.communicate(timeout=300)
     assert allowed.returncode == 0, printed

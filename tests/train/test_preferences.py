@@ -1,4 +1,4 @@
-"""Direct preference optimisation: the loss of its paper, at every layout."""
+"""Direct preference optimization: the loss of the paper, at every layout."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LAYOUTS = (
 
 
 def sample(draw: np.random.Generator) -> list[int]:
-    """A sample of CONTEXT tokens: some pairs of answers, and what fills it."""
+    """A sample of CONTEXT tokens: some pairs of answers, and filler."""
     marked_tokens: list[int] = []
     for _ in range(int(draw.integers(1, 3))):
         for _ in range(2):
@@ -57,13 +57,13 @@ def sample(draw: np.random.Generator) -> list[int]:
 
 
 def global_batch(step: int) -> Tensor:
-    """Rows of pairs, not as many in each."""
+    """Rows of pairs, with different numbers of pairs."""
     draw = np.random.default_rng(step)
     return torch.tensor([[*sample(draw), FILLER] for _ in range(8)])
 
 
 def answers(rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The documents of rows that count: their ids, and which of them count."""
+    """The documents of rows that count: their ids, and a mask of the counted ones."""
     result = []
     for row in rows[:, :-1]:
         ends = (torch.nonzero(row & ENDS != 0).flatten() + 1).tolist()
@@ -75,13 +75,13 @@ def answers(rows: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def log_probability(decoder: Decoder, tokens: Tensor, counted: Tensor) -> Tensor:
-    """Of an answer that stands alone, as the paper has it."""
+    """The log-probability of a separate answer, as in the paper."""
     logs = decoder(tokens[None, :-1])[0].log_softmax(-1)
     return (logs.gather(-1, tokens[1:, None])[:, 0] * counted[1:]).sum()
 
 
 def reference(*overrides: str) -> list[Any]:
-    """(loss, gradient norm) of every step of a plain loop in fp64, and the weights after the last."""
+    """(loss, gradient norm) of every step of a plain loop in fp64, and the final weights."""
     spec = tiny_spec(*PAIRS, *overrides, "model.init_from=x")
     decoder = Decoder(spec.model, VOCABULARY)
     initialise(decoder, spec.training.seed)
@@ -118,7 +118,7 @@ def reference(*overrides: str) -> list[Any]:
 
 
 def start_of(name: str) -> Tensor:
-    """Adapters that begin as none: the model is its reference at first. Only B is zero."""
+    """Adapters without initial effect: at first the model equals its reference. Only B is zero."""
     value = adapters()[name]
     return torch.zeros_like(value) if name.endswith("lora_B.weight") else value
 
@@ -151,7 +151,8 @@ def test_the_loss_is_the_sum_over_the_pairs_of_the_paper_and_what_is_no_pair_add
         assert documents is not None
         losses, before = (torch.rand(targets.shape) * 3 * (targets != IGNORED) for _ in range(2))
         expected, count = 0.0, 0
-        for row in range(len(rows)):  # by hand: documents come in pairs, and one that nothing counts of is none
+        # Computed directly: documents come in pairs, and a document without counted tokens is no member of one.
+        for row in range(len(rows)):
             gains = [
                 float((before - losses)[row][documents[row] == document].double().sum())
                 for document in range(int(documents[row].max()) + 2)

@@ -1,4 +1,4 @@
-"""A profile of some steps is taken when somebody asks, answered once, and changes no bit."""
+"""A profile of some steps is taken on request, reported once, and changes no bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def train_with(profiler: Profiler, steps: range, known: bool = True) -> None:
-    """Steps of one matrix product each; the first one is followed by finding out what is asked for."""
+    """Steps of one matrix product each. After the first one, the ranks check for requests."""
     for step in steps:
         torch.ones(8, 8) @ torch.ones(8, 8)
         profiler.on_step(FinishedStep(step, 0.1, StepOutput(torch.tensor(1.0), torch.tensor(1.0)), 0.0))
@@ -123,7 +123,7 @@ def test_a_window_that_is_none_is_refused_with_an_example(text: str) -> None:
 
 
 def _train_looking_first(*arguments: Any) -> list[str]:
-    """Ranks that find out what is asked for before their first step."""
+    """Ranks that check for requests before their first step."""
     begin, look = Profiler.__init__, Profiler._look
 
     def __init__(self: Profiler, *given: Any, **named: Any) -> None:  # noqa: N807

@@ -48,7 +48,7 @@ def test_what_is_computed_again_has_the_same_bits(tmp_path: Path, layouts: list[
 
 
 def kept(kind: str) -> int:
-    """The bytes that the layers' forward passes keep for the backward passes, counted once for each storage."""
+    """The bytes that the layers' forward passes keep for backward, with each storage counted once."""
     decoder = Decoder(tiny_spec().model, VOCABULARY)
     initialise(decoder, 0)
     for layer in decoder.model.layers:

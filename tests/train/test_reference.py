@@ -1,4 +1,4 @@
-"""Every engine computes what a plain loop of `torch.optim.AdamW` computes: losses, gradient norms and weights."""
+"""Every engine matches a plain loop of `torch.optim.AdamW`: losses, gradient norms and weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ END = 0  # the end-of-text token
 
 
 def global_batch(step: int, ignored: bool = True) -> Tensor:
-    """Rows with documents in them; where asked for, most targets of the first rows do not count."""
+    """Rows with several documents. On request, most targets of the first rows do not count."""
     rows = torch.randint(1, VOCABULARY, (8, 17), generator=torch.Generator().manual_seed(step))
     rows[:, 5::6] = END
     if ignored:
@@ -34,7 +34,7 @@ def global_batch(step: int, ignored: bool = True) -> Tensor:
 
 
 def reference(*overrides: str, ignored: bool = True, micro_batch: int = 8, dtype: Any = torch.float64) -> list[Any]:
-    """The plain loop on one process: (loss, gradient norm) of every step, and the weights after the last."""
+    """The plain loop on one process: (loss, gradient norm) of every step, and the final weights."""
     spec = tiny_spec(*overrides)
     settings, decoder = spec.training.optimizer, Decoder(spec.model, VOCABULARY)
     initialise(decoder, spec.training.seed)
@@ -90,7 +90,7 @@ def check(results: list[Any], run: int, expected: list[Any], relative: float) ->
 
 
 def test_one_process_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
-    """In fp16: of one with torch's own gradient scaler, whose first scales overflow, and which grows again."""
+    """In fp16, the loop uses torch's gradient scaler. Its first scales overflow, and later the scale grows again."""
     half = ("training.precision=fp16", "training.loss_scale.initial_power=21", "training.loss_scale.growth_interval=1")
     runs = [("training.micro_batch=2", *precision) for precision in ((), half)]
     (results,) = in_ranks(1, _engine_steps, tmp_path / "r", runs, False, seconds=200)

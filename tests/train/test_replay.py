@@ -1,4 +1,4 @@
-"""Steps computed again: equal to what the run recorded to the last bit, or the first one that is not is named."""
+"""Replayed steps equal the run's record to the last bit, or the report names the first difference."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ def test_a_replay_is_equal_names_what_was_recorded_otherwise_and_refuses_another
     store.put(layout.checkpoint(identity, 12), root.model_copy(update={"segments": segments}).to_bytes())
     with pytest.raises(PlanChangedError, match=r"device: another CPU in the run, .* here"):
         replay_steps(store, identity, spec, 1, 4)
-    report = replay_steps(store, identity, spec, 2, 4, anyway=True)  # from the first state
+    report = replay_steps(store, identity, spec, 2, 4, anyway=True)  # from the initial state
     assert (report.start, report.first, [figure.name for figure in report.differing]) == (0, 3, ["loss"])

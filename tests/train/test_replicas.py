@@ -1,4 +1,4 @@
-"""A rank whose hardware computes wrong is found by its replicas and named, before its bits reach a checkpoint."""
+"""The replicas detect a rank with faulty hardware and report it before its bits reach a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def overrides(size: int) -> tuple[str, ...]:
 def _train_with_a_bad_rank(
     rank: int, size: int, url: str, folder: Path, knobs: tuple[str, ...] = ()
 ) -> tuple[int, str]:
-    """Rank 1 flips one bit of one weight in the fourth step; how this rank ended."""
+    """Rank 1 flips one bit of one weight in the fourth step. Returns how this rank ended."""
     from holdfast.engines.torch.engine import TorchEngine
     from holdfast.rank.preemption import PreemptionSignal
     from holdfast.rank.worker import work

@@ -1,4 +1,4 @@
-"""The train step as a command: trains once, however often and by however many it is asked."""
+"""The train step as a command: it trains once, for any number of repeated or concurrent calls."""
 
 from __future__ import annotations
 

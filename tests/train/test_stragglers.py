@@ -1,4 +1,4 @@
-"""Which rank is said to be slower than its like, with which phase, and that a real one is named in a real run."""
+"""Straggler detection: which rank is slower than its peers, in which phase, and a real case in a real run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.train.tiny_run import DATASET_ID, new_store, tiny_assignment, tiny_sp
 
 
 def seconds(**more: float) -> list[float]:
-    """A rank's window: a tenth of a second of each phase, and what is more in some."""
+    """A rank's window: a tenth of a second per phase, plus the given extra times."""
     return [0.1 + more.get(phase, 0.0) for phase in WORK]
 
 
@@ -68,7 +68,7 @@ def test_one_window_in_which_it_was_not_slow_hides_no_rank_that_is() -> None:
     for windows in ([slow, even, slow, slow], [slow, slow, even, slow]):
         assert [len(stragglers) for stragglers in told(Comparison([0, 0]), *windows)] == [0, 0, 0, 1]
     hardly = [seconds(), seconds(data=(SLOWER - 1) * sum(seconds()))]
-    assert not any(told(Comparison([0, 0]), hardly, hardly, even, hardly))  # not so slow all in all
+    assert not any(told(Comparison([0, 0]), hardly, hardly, even, hardly))  # not slow enough in total
 
 
 def test_one_that_gets_well_and_slow_again_is_named_again() -> None:
@@ -118,17 +118,18 @@ def test_a_rank_that_computes_a_grain_which_nobody_adds_has_as_much_to_do_as_the
 
 
 def shared(rng: random.Random, ranks: int, correlation: float, spread: float) -> Iterator[list[list[float]]]:
-    """Windows of ranks on cores that others use, too: each rank's work wanders, and stays slower for several windows,
-    as it was recorded of two ranks on two cores (1.13 to 1.44 times, by turns)."""
+    """Windows of ranks on shared cores: each rank's work time varies and stays high for several windows, as measured
+    for two ranks on two cores (1.13 to 1.44 times, alternately).
+    """
     state = [rng.gauss(0, spread) for _ in range(ranks)]
     while True:
-        together = rng.gauss(0, 0.3)  # what slows all of them is no difference
+        together = rng.gauss(0, 0.3)  # a common slowdown is no difference
         state = [correlation * offset + math.sqrt(1 - correlation**2) * rng.gauss(0, spread) for offset in state]
         yield [[0.1 * math.exp(offset + together)] * len(WORK) for offset in state]
 
 
 def alternating(rng: random.Random, ranks: int) -> Iterator[list[list[float]]]:
-    """One rank after another is slower, for three to eight windows."""
+    """Alternating ranks are slower, for three to eight windows each."""
     while True:
         slow, ratio = rng.randrange(ranks), rng.uniform(1.13, 1.44)
         for _ in range(rng.randint(3, 8)):
@@ -136,7 +137,7 @@ def alternating(rng: random.Random, ranks: int) -> Iterator[list[list[float]]]:
 
 
 def named_in(windows: Iterator[list[list[float]]], most: int, ranks: int) -> list[tuple[int, int]]:
-    """(window, rank) of each that is named in the first `most` windows."""
+    """(window, rank) of each straggler in the first `most` windows."""
     comparison = Comparison([0] * ranks)
     return [(n, straggler.rank) for n in range(most) for straggler in comparison.window(next(windows))]
 
@@ -151,12 +152,13 @@ def test_on_cores_that_all_share_no_rank_is_named_in_ten_thousand_steps(seed: in
         for correlation in (0.0, 0.5):
             assert named_in(shared(random.Random(seed), ranks, correlation, 0.15), STEPS_10_000, ranks) == []
         wandering = named_in(shared(random.Random(seed), ranks, 0.8, 0.15), STEPS_10_000, ranks)
-        assert len(wandering) <= 2  # a rank that is slow for 20 steps before much is known; once it was 100 times
+        # Slow for 20 steps before there is enough data; with an earlier algorithm, 100 times.
+        assert len(wandering) <= 2
         assert all(window < PATIENCE for window, _ in wandering)
 
 
 def slowed(rng: random.Random, ranks: int, calm: int, ratio: float, noise: float) -> Iterator[list[list[float]]]:
-    """Even ranks, of which the last is `ratio` times as slow after `calm` windows."""
+    """Equal ranks. The last one becomes `ratio` times as slow after `calm` windows."""
     for n in count():
         works = [
             0.1 * rng.gauss(1, noise) * (ratio if rank == ranks - 1 and n >= calm else 1.0) for rank in range(ranks)
@@ -189,8 +191,9 @@ SLOW_FROM = 5
 
 
 def _train_with_a_slow_rank(rank: int, size: int, url: str, folder: Path, slow: str, overrides: list[str]) -> None:
-    """From some step on, rank 1 takes a quarter of a second longer in one phase of each step, by clocks that go on in
-    no other way: what is slow does not depend on the machine."""
+    """From some step on, rank 1 takes a quarter of a second longer in one phase of each step. Only these phases advance
+    the clocks, so the slowness does not depend on the machine.
+    """
     from holdfast.dataset import Prefetcher
     from holdfast.engines.torch.engine import TorchEngine
     from holdfast.rank.hang_reporting import enable_watchdog
@@ -208,7 +211,7 @@ def _train_with_a_slow_rank(rank: int, size: int, url: str, folder: Path, slow: 
 
     def rest(phase: str, step: int) -> None:
         nonlocal now
-        now += 0.35 if rank == 1 and slow == phase and step >= SLOW_FROM else 0.1  # what slow is
+        now += 0.35 if rank == 1 and slow == phase and step >= SLOW_FROM else 0.1  # the slow phase
 
     def slow_rows(self: Prefetcher):  # type: ignore[no-untyped-def]
         for step, rows in iterate(self):

@@ -1,4 +1,4 @@
-"""What DeepSpeed's optimizer keeps, and weights, lie in files on a disk of the node, by its own asynchronous I/O."""
+"""DeepSpeed's optimizer state and weights in files on a disk of the node, through its own asynchronous I/O."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, identity_of, join, launch, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
 
-# DeepSpeed swaps groups, and weights, of 1 MiB and more.
+# DeepSpeed swaps groups and weights of 1 MiB and more.
 LARGE = ("model.hidden=256", "model.layers=3", "training.global_batch=4", "training.micro_batch=2")
-WIDE = ("model.layers=1", "model.ffn=4101")  # half of such a matrix is that large in bf16, and no multiple of a block
+# In bf16, half of such a matrix is that large, and not a multiple of a block.
+WIDE = ("model.layers=1", "model.ffn=4101")
 
 
 def overrides(folder: Path | None, processes: int, strategy: str = "zero3", offload: str = "optimizer") -> list[str]:
@@ -46,7 +47,7 @@ def compiled() -> None:
 
 
 def _compile(rank: int, size: int, folder: Path | None = None) -> str:
-    """Where there is a `folder`, nothing is compiled yet, and there is no compiler."""
+    """With a `folder`, nothing is compiled yet, and no compiler exists."""
     from holdfast.engines.deepspeed.aio import load_async_io
 
     if folder is not None:
@@ -74,7 +75,7 @@ def test_runs_with_swap_files_that_were_stopped_or_killed_have_the_bits_of_those
     }
     weights, optimizer = away["parameters_on_disk"], away["optimizer"]
     runs: Runs = []
-    for offload, fields in away.items():  # one run each, but for the salt
+    for offload, fields in away.items():  # one run each, apart from the salt
         runs += [(without_swap[offload], f"{offload} here", None), (fields, f"{offload} away", None)]
     assert train_in_ranks(1, store.url, tmp_path / "first", [*runs, (weights, "stopped", 2)]) == [""] * 4 + [
         "PreemptedError"
@@ -118,7 +119,7 @@ def test_weights_that_a_disk_did_not_keep_end_the_step(tmp_path: Path) -> None:
 
 
 def _lose_weights(rank: int, size: int, folder: Path) -> int:
-    """How many weights are in files and nowhere else once the layers of an engine have used them."""
+    """The number of weights that are only in files after an engine's layers have used them."""
     from holdfast.engines.interface import build_engine
 
     join(folder, rank, size, always=True)
@@ -133,7 +134,7 @@ def _lose_weights(rank: int, size: int, folder: Path) -> int:
         lambda *_: sizes.extend((parameter.ds_tensor.numel(), parameter.numel()) for parameter in weights)
     )
     engine.step(rows, 0.01)
-    assert sizes == [(1, 0)] * len(weights) * 2  # nothing of them after the layers of each micro-batch
+    assert sizes == [(1, 0)] * len(weights) * 2  # their memory is free after the layers of each micro-batch
     with Path(weights[-1].nvme_swapper.get_path(weights[-1])).open("r+b") as file:
         file.write(b"\1\2\3\4")
         os.fsync(file)
@@ -154,8 +155,9 @@ def test_a_state_in_several_swap_files_goes_from_engine_to_engine_bit_for_bit(tm
 
 
 def _hand_on(rank: int, size: int, url: str, folder: Path) -> tuple[list[str], list[float], int]:
-    """The digests of a state that several engines have handed on, the losses that DeepSpeed's with swap files have had
-    with it, and how many groups of one were in files."""
+    """The digests of a state that several engines pass on, the losses of DeepSpeed with swap files, and the number of
+    groups in files.
+    """
     from holdfast.engines.deepspeed import config
     from holdfast.engines.interface import build_engine
     from holdfast.rank.randomness import make_deterministic
@@ -195,7 +197,7 @@ def _hand_on(rank: int, size: int, url: str, folder: Path) -> tuple[list[str], l
 
 
 class Disk:
-    """What DeepSpeed's handle does, at once; a full one ends each file after so many bytes."""
+    """DeepSpeed's I/O handle without delay. A full disk truncates each file at a given size."""
 
     def __init__(self, room: int | None = None) -> None:
         self.room, self.done = room, 0
@@ -289,7 +291,7 @@ def test_what_a_disk_answers_is_no_fault_of_the_spec_where_the_disk_is_full_or_b
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root makes files of others")
 def test_swap_files_of_other_users_are_left_alone() -> None:
-    with tempfile.TemporaryDirectory() as folder:  # every user can reach it
+    with tempfile.TemporaryDirectory() as folder:  # a folder that every user can reach
         scratch = Path(folder)
         scratch.chmod(0o1777)
         for user, folders in ((1001, 1), (1002, 2), (1001, 2)):
@@ -301,11 +303,11 @@ def _as_user(_rank: int, _size: int, user: int, folder: Path) -> None:
     os.setgroups([])
     os.setgid(user)
     os.setuid(user)
-    SwapFiles(str(folder), "run")  # and it dies
+    SwapFiles(str(folder), "run")  # and dies
 
 
 class Engine:
-    """One that was built; it says whether it was closed."""
+    """A built engine that records whether it was closed."""
 
     def __init__(self) -> None:
         self.closed = 0
@@ -322,7 +324,7 @@ def test_whatever_ends_a_rank_that_has_an_engine_closes_it(tmp_path: Path) -> No
 
 
 def _end_early(rank: int, size: int, url: str, folder: Path) -> tuple[int, int]:
-    """How often the engines of a training and of a replay were closed, which end before their first step."""
+    """The number of closed engines of a training and of a replay that end before their first step."""
     from holdfast.audit import replay_rank
     from holdfast.rank import setup as rank_setup
     from holdfast.rank import worker

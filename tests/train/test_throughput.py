@@ -1,4 +1,4 @@
-"""Throughput: MFU by the stated formula, against a peak that is known, and never against a guess."""
+"""Throughput: MFU by the stated formula, against a known peak and never against a guess."""
 
 from __future__ import annotations
 

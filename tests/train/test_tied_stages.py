@@ -1,4 +1,4 @@
-"""A tied embedding in a pipeline: two stages have a copy each, which are one matrix to everything else."""
+"""A tied embedding in a pipeline: two stages have a copy each, and all other code sees one matrix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.train.tiny_run import VOCABULARY, tiny_assignment
 
 TWO = ("parallel.pipeline=2", "training.micro_batch=1", "model.layers=4")
 STEPS = 3
-# The first two need four ranks and are run at every test; the rest are for the drill.
+# The first two need four ranks and run in every test run. The rest runs in the drill.
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "tensor": (*TWO, "parallel.tensor=2"),
     "interleaved shards": (*TWO, "parallel.strategy=fsdp", "parallel.schedule=interleaved"),
@@ -34,7 +34,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "context": (*TWO, "parallel.context=2"),
 }
 MODEL = tuple(each for each in TWO if not each.startswith("parallel."))
-Found = tuple[list[float], list[float]]  # of each step the loss and the norm of gradients
+Found = tuple[list[float], list[float]]  # the loss and the gradient norm of each step
 
 
 def test_the_ends_of_a_pipeline_are_the_ranks_with_one_place_in_the_first_and_the_last_stage() -> None:
@@ -58,7 +58,7 @@ def _require_one_matrix(folder: Path, names: list[str]) -> None:
     assert all(rank_results == results[0] for rank_results in results)
     for name, (actual, norms_here) in zip(names, results[0], strict=True):
         require_close(np.array(actual, np.float32), np.array(losses, np.float32))
-        # A matrix that counted twice, or had one gradient of its two, would have another norm by far.
+        # If the matrix counted twice, or lacked one of its two gradients, the norm would differ by far.
         assert norms_here == pytest.approx(norms, rel=1e-5), name
 
 
@@ -95,7 +95,7 @@ def _train(rank: int, size: int, folder: Path, layouts: list[tuple[str, ...]]) -
 
 
 def _require_a_flipped_bit_to_be_seen(engine: Engine, gang: Gang, mesh: Mesh) -> None:
-    """One copy alone that is another: the last rank has it."""
+    """The last rank's copy differs in one bit."""
     if gang.rank == mesh.size - 1:
         next(iter(_tied(engine.boxes()))).data.view(torch.int32)[0, 0] ^= 1
     with pytest.raises(HoldfastError, match=TIED):

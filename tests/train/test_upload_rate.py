@@ -1,4 +1,4 @@
-"""Saves keep to the upload rate of their host, until somebody waits for them."""
+"""Saves keep to the upload rate of their host until a rank waits for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_ranks_of_a_host_share_its_rate(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_save_is_held_to_the_rate_and_one_that_is_waited_for_is_not(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}")
-    writer = checkpointer(store, max_lag_steps=9, upload_rate=1.0)  # minutes, otherwise
+    writer = checkpointer(store, max_lag_steps=9, upload_rate=1.0)  # it would take minutes otherwise
     for step in (3, 6):
         writer.save(step, whole(state(step)), {})
     time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""One rank as a process of its own: how it leaves, and what it leaves behind."""
+"""One rank as a separate process: how it exits, and what it leaves in the store."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def start(store: Store, identity: str, number: int, home: Path) -> subprocess.Po
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """The code and everything that was logged."""
+    """The exit code and the complete log."""
     _, logged = process.communicate(timeout=300)
     return process.returncode, logged
 
@@ -86,7 +86,7 @@ def test_a_full_disk_ends_the_attempt_and_the_next_goes_on_when_there_is_space(
     store = new_store(small_disk / "store")
     filler = small_disk / "filler"
     free = shutil.disk_usage(small_disk).free
-    filler.write_bytes(b"x" * (free - 700_000))  # room for one checkpoint, and not for the next beside it
+    filler.write_bytes(b"x" * (free - 700_000))  # room for one checkpoint, but not for a second one
     code, logged = finish(start(store, identity_of(spec), launch(store, spec), tmp_path / "home"))
     assert code == ExitCode.NO_SPACE, logged
     assert "No space left on device" in logged
@@ -99,7 +99,7 @@ def test_a_full_disk_ends_the_attempt_and_the_next_goes_on_when_there_is_space(
 
 
 def write_weights(folder: Path, store: Store, seed: int) -> dict[str, tuple[int, ...]]:
-    """Write random weights as Hugging Face lays them out; the shapes by name."""
+    """Write random weights in the Hugging Face layout. Returns the shapes by name."""
     folder.mkdir(exist_ok=True)
     shape = tiny_spec().model
     shapes = parameter_shapes(shape, VOCABULARY)
@@ -124,7 +124,7 @@ def test_weights_that_change_between_the_launch_and_the_ranks_are_refused(tmp_pa
     write_weights(folder, store, seed=99)
     code, logged = finish(start(store, identity, number, tmp_path))
     assert code == ExitCode.OK, logged
-    write_weights(folder, store, seed=98)  # from here on, the checkpoint is what counts
+    write_weights(folder, store, seed=98)  # from here on, only the checkpoint counts
     code, logged = finish(start(store, identity, number, tmp_path))
     assert code == ExitCode.OK, logged
 
@@ -159,7 +159,7 @@ def test_of_several_ranks_the_one_that_refuses_the_weights_says_why_the_gang_end
     environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     gang = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert gang.returncode == ExitCode.BAD_DATA, gang.stderr
-    assert f"model.init_from: {folder} holds other weights" in gang.stdout  # what ranks print is passed on there
+    assert f"model.init_from: {folder} holds other weights" in gang.stdout  # ranks' output is forwarded to it
     assert checkpoint_steps(store, identity) == []
 
 
@@ -190,7 +190,7 @@ def test_the_weights_of_a_mixture_reach_training(
     assignment = tiny_assignment(f"data.sources=[{sources}]")
     training, rows = batches(assignment, Dataset.open(store, DATASET_ID, tmp_path), Gang())
     from_second = np.concatenate([(training.batch(step, rows) == SECOND_SOURCE).all(axis=1) for step in range(200)])
-    assert abs(float(from_second.mean()) - share_of_second) < 0.04  # drawn at random, the same ones every time
+    assert abs(float(from_second.mean()) - share_of_second) < 0.04  # random, but the same in every run
 
 
 @pytest.mark.drill

@@ -1,4 +1,4 @@
-"""A run small enough to be repeated many times: a two-layer model on a synthetic dataset, and ways to start it."""
+"""A run small enough for many repetitions: a two-layer model on a synthetic dataset, and functions to start it."""
 
 from __future__ import annotations
 
@@ -40,20 +40,21 @@ cluster: {restarts: {backoff_seconds: 0}}
 
 
 def tiny_spec(*overrides: str) -> Spec:
-    """The spec, with overrides as on the command line."""
+    """The spec with overrides, as on the command line."""
     return parse_spec(SPEC, overrides)
 
 
 def tiny_assignment(*overrides: str) -> Assignment:
-    """What its ranks are told."""
+    """The assignment of the run's ranks."""
     return Assignment.of(tiny_spec(*overrides), "run", DATASET_ID)
 
 
 def write_dataset(
     store: Store, tokens: int = 4000, sources: int = 1, packed: np.ndarray | None = None, **chat: str
 ) -> str:
-    """Write the dataset: text with a pattern that a model can learn, and a second source, if asked for, of one token
-    again and again; or instead `packed` tokens with their marks, of which `chat` says what they are. Returns its id."""
+    """Write the dataset: text with a pattern that a model can learn, and optionally a second source that repeats one
+    token. Alternatively, `packed` tokens with their marks, of the kind that `chat` names. Returns its id.
+    """
     rng = np.random.default_rng(7)
     pattern = np.cumsum(rng.integers(1, 4, tokens)) % VOCABULARY
     tokenizer = _tokenizer()
@@ -81,7 +82,7 @@ def _write_source(store: Store, number: int, text: np.ndarray, dtype: manifest.D
     digests = block_digests(ids.tobytes())
     shard = manifest.Shard(name=f"train-{number}.tokens", tokens=len(ids), digest=shard_digest(digests), dtype=dtype)
     store.put(layout.dataset(DATASET_ID, shard.name), [ids.tobytes(), digests])
-    # What is held out is what is trained on: nothing here looks at how good a model is.
+    # The held-out data equals the training data, because no test here measures the quality of a model.
     split = manifest.Split(tokens=len(ids), documents=1, text_bytes=len(ids), shards=(shard,))
     name = "synthetic" if number == 0 else f"synthetic-{number}"
     return manifest.Source(
@@ -120,7 +121,8 @@ def start_training(
     module: str = "holdfast.components.train",
 ) -> subprocess.Popen[str]:
     """Start `python -m holdfast.components.train`, or another `module`, on the dataset, as a person or Argo would. Its
-    events and its ranks' go to `home / PIPE_FILE`."""
+    events and its ranks' events go to `home / PIPE_FILE`.
+    """
     empty_mlflow.place(home)
     (home / PIPE_FILE).unlink(missing_ok=True)
     path = home / f"spec{salt}.yaml"
@@ -146,7 +148,7 @@ def start_training(
 
 
 def train_once(spec: Spec, store_url: str, home: Path, salt: str = "", seconds: float = 300.0) -> str:
-    """Train to the end and return what was printed; fails the test if the step failed."""
+    """Train to the end and return the output. Fails the test if the step fails."""
     process = start_training(spec, store_url, home, salt)
     output, _ = process.communicate(timeout=seconds)
     assert process.returncode == 0, output
@@ -154,7 +156,7 @@ def train_once(spec: Spec, store_url: str, home: Path, salt: str = "", seconds: 
 
 
 def new_store(folder: Path) -> Store:
-    """A folder store that holds the dataset."""
+    """A folder store with the dataset."""
     store = open_store(f"file://{folder}")
     write_dataset(store)
     return store

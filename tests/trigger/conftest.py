@@ -1,4 +1,4 @@
-"""A champion that really was trained, evaluated and registered, and a way to ask about it."""
+"""A champion that was really trained, evaluated and registered, and a way to ask for decisions about it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Ask = Callable[..., Decision]
 
 @pytest.fixture(scope="module")
 def champion(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the small spec ran to a registered champion."""
+    """A folder in which the small spec has run to a registered champion."""
     folder = tmp_path_factory.mktemp("champion")
     write_corpus(folder)
     write_spec(folder)
@@ -30,7 +30,7 @@ def champion(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def world(champion: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a copy of the champion's corpus and spec, over the champion's own store and MLflow."""
+    """A folder with a copy of the champion's corpus and spec, over the champion's store and MLflow."""
     monkeypatch.setenv("HOLDFAST_HOME", str(champion / "home"))
     for name in ("HOLDFAST_STORE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
@@ -48,7 +48,7 @@ def store(champion: Path) -> Store:
 
 @pytest.fixture
 def ask(world: Path, store: Store) -> Ask:
-    """Asks whether a retraining of the world's spec is due, with some fields changed."""
+    """Decide whether a retraining of the world's spec is due, with some fields changed."""
 
     def ask(*overrides: str, **more: Any) -> Decision:
         return run(load_spec(world / "spec.yaml", overrides), store, **more)

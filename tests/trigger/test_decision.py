@@ -1,4 +1,4 @@
-"""The bounds of a decision, where it could go either way."""
+"""The limits of a decision, where both outcomes are possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A schedule whose retraining fails for a reason that stays does not start it again at each firing."""
+"""A schedule does not repeat a retraining at each firing if it fails for a permanent reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spec:
 
 
 def fire(spec: Spec, store: Store, job: str) -> Decision:
-    """What the trigger step of one firing decides."""
+    """The decision of the trigger step in one firing."""
     return Decision.model_validate(body(spec, store.url, salt="", job=job).result)
 
 
@@ -75,7 +75,7 @@ def test_a_retraining_that_was_repaired_by_hand_is_no_failure_any_more(spec: Spe
     fire(spec, store, FIRST)
     ended(store, FIRST, "train", ExitCode.BAD_DATA)
     assert fire(spec, store, SECOND).word == "not_due"
-    ended(store, FIRST, "train", ExitCode.OK)  # the UI's Retry, after a fix outside
+    ended(store, FIRST, "train", ExitCode.OK)  # a retry in the UI, after an external fix
     assert fire(spec, store, SECOND).word == "due"
 
 

@@ -1,4 +1,4 @@
-"""What is tokenised to measure a champion is there for as long as it is needed, and no longer."""
+"""Data that is tokenized to measure a champion exists as long as it is needed, and no longer."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_it_goes_unless_it_was_there_before_or_is_what_a_retraining_begins_with(
     assert objects(asked[1], fresh) == 0
     with step._in_its_tokens(*asked, keep=fresh):
         pass
-    assert objects(asked[1], fresh) == whole  # the retraining begins with it
+    assert objects(asked[1], fresh) == whole  # the retraining starts with it
     with step._in_its_tokens(*asked, keep="other"):
         pass
     assert objects(asked[1], fresh) == whole  # another run uses it
 
 
 def test_while_it_goes_a_dataset_that_is_there_is_whole(asked: Asked) -> None:
-    """Another run may prepare the same dataset at this moment: it finds all of it, or none."""
+    """Another run may prepare the same dataset at this moment. It finds a complete dataset, or none."""
     spec, store, theirs = asked
     is_new: list[bool] = []
 

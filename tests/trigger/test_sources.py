@@ -1,4 +1,4 @@
-"""New data is seen where the data lies: in a bucket, and in what DVC tracks. Nothing of it is downloaded for that."""
+"""New data is detected where it is: in a bucket, and in DVC's records. Nothing is downloaded for that."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tracking_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def crown(tmp_path: Path, tracking_uri: str, monkeypatch: pytest.MonkeyPatch) -> Crown:
-    """Makes what a spec gives now the champion: a registered version with the lineage that the trigger reads."""
+    """Make a champion from the spec's current data: a registered version with the lineage that the trigger reads."""
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri)
 

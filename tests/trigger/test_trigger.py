@@ -1,4 +1,4 @@
-"""A retraining is due when something it depends on changed, and never when the same model would come out."""
+"""A retraining is due when one of its inputs changed, and never when it would produce the same model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUIET = ("schedule.on_new_data=false", "schedule.on_changed_spec=false")
 
 
 def add_foreign_text(world: Path, documents: int = 40) -> None:
-    """Text of another kind than the champion has ever seen."""
+    """Text of a kind that the champion has never seen."""
     letters = random.Random(0)
     for number in range(documents):
         text = "".join(letters.choice("qzxjkvwQZXJKVW0123456789#%&") for _ in range(600))
@@ -85,7 +85,7 @@ def test_a_champion_that_became_bad_on_fresh_text_makes_one_due(ask: Ask, world:
     assert decision.decay.share > 0.05
     assert decision.decay.blessed_with == current_champion("small", store).metrics["bits_per_byte"]  # type: ignore[union-attr]
     after = [info.key for info in store.list("datasets/") if info.key.endswith("dataset.json")]
-    assert after == before  # what was tokenised for the measurement alone is gone
+    assert after == before  # data that was tokenized only for the measurement is deleted
     generous = ask(*QUIET, "schedule.max_decay=1000")
     assert (generous.word, generous.decay) == ("not_due", decision.decay)
 
@@ -134,7 +134,7 @@ def test_a_run_that_was_not_blessed_is_not_tried_again(ask: Ask, world: Path, st
     decision = ask(*strict)
     assert (decision.word, decision.conditions[0].name) == ("not_due", "already_answered")
     assert "not blessed" in decision.reason
-    assert ask("training.steps=12").word == "due"  # by other bounds it has not been judged
+    assert ask("training.steps=12").word == "due"  # it was not evaluated with other limits
 
 
 def test_a_run_that_is_registered_and_not_champion_was_put_there_by_people(ask: Ask, store: Store) -> None:
@@ -195,5 +195,5 @@ def test_asking_when_nothing_changed_is_quick(world: Path, champion: Path) -> No
     imported = {
         line.rsplit("|", 1)[1].strip() for line in process.stderr.splitlines() if line.startswith("import time:")
     }
-    assert "mlflow" in imported  # which is most of the time it takes, and brings pandas along
+    assert "mlflow" in imported  # its import takes most of the time and includes pandas
     assert not imported & {"torch", "tokenizers", "dvc", "kfp", "transformers"}
