@@ -1,5 +1,8 @@
-"""The part of the Kubernetes API that the launcher uses, over real HTTP: versions, watches with bookmarks and 410,
-conflicts, preconditions, foreground deletion and owner references, followed logs, tokens, RBAC, and faults."""
+"""The part of the Kubernetes API that the launcher uses, over real HTTP.
+
+It implements versions, watches with bookmarks and 410, conflicts, preconditions, foreground deletion and owner
+references. It also implements followed logs, tokens, RBAC, and faults.
+"""
 
 from __future__ import annotations
 

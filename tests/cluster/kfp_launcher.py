@@ -1,11 +1,11 @@
 """`python -m tests.cluster.kfp_launcher COMMAND...`: a step as a pod of Kubeflow Pipelines runs it, with its signals.
 
 Argo's emissary starts KFP's launcher in a separate process group and passes signals to the whole group. The launcher
-starts Python and handles no signal, so SIGTERM kills it immediately. The emissary notices at its next check, once a
-second, and the container ends with all its processes: Python has less than a second after SIGTERM. How much a process
-does in that time depends on the machine. So a test ends Python itself once the act it waits for is done; here it only
-cannot live forever. Written after kubeflow/pipelines 2.17.0: backend/src/v2/component/launcher_v2.go, and
-argoproj/argo-workflows 4.1: cmd/argoexec/commands/emissary.go.
+starts Python and handles no signal, so SIGTERM kills it immediately. The emissary checks once a second; then the
+container ends with all its processes. So Python has less than a second after SIGTERM. How much a process does in that
+time depends on the machine. So a test ends Python itself once the act it waits for is done; here it only cannot live
+forever. Written after kubeflow/pipelines 2.17.0: backend/src/v2/component/launcher_v2.go, and argoproj/argo-workflows
+4.1: cmd/argoexec/commands/emissary.go.
 """
 
 from __future__ import annotations

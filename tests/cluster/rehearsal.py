@@ -1,10 +1,10 @@
 """A rehearsal: one spec, from the file to a registered model, on the emulated cluster.
 
 `python -m tests.cluster.rehearsal SPEC [--set key=value] [--kill]` emits the Argo WorkflowTemplate of a spec and runs
-it: the small Argo of `tests.pipelines.backends.argo.emulator` runs the steps, the train step creates a PyTorchJob
-through the launcher that production uses, the emulated operator turns it into pods, and the pods are real processes on
-127.0.0.1 with a real S3 between them. The API server is a real one where KUBEBUILDER_ASSETS names its binaries, and the
-one of `tests.cluster.api` elsewhere. `--kill` kills a node's processes in the middle of the training.
+it. The small Argo of `tests.pipelines.backends.argo.emulator` runs the steps. The train step creates a PyTorchJob
+through the production launcher, and the emulated operator turns it into pods. The pods are real processes on 127.0.0.1
+with a real S3 between them. The API server is a real one where KUBEBUILDER_ASSETS names its binaries, and the one of
+`tests.cluster.api` elsewhere. `--kill` kills a node's processes in the middle of the training.
 """
 
 from __future__ import annotations

@@ -1,7 +1,12 @@
-"""A rank that acts by its arguments `RANK:DEED …`. A deed is a number (exit with that code), `raise`, `kill` or `term`
-(itself), `wait` (for a signal), `ignore` (SIGTERM, and wait), `save` (on SIGTERM exit with 204), `peer` (on SIGTERM
-exit with 202, like a rank that lost another one) or `parent` (wait, with a child that ends two seconds later than a
-rank would, and is `ready` in its place).
+"""A rank that acts by its arguments `RANK:DEED …`.
+
+- number: exit with that code
+- `raise`, `kill`, `term`: an exception, or that signal to itself
+- `wait`: wait for a signal
+- `ignore`: ignore SIGTERM, and wait
+- `save`: exit with 204 on SIGTERM
+- `peer`: exit with 202 on SIGTERM, like a rank that lost another one
+- `parent`: wait, with a child that is `ready` in its place and ends two seconds later than a rank would
 
 On one node, no rank exits or dies before the waiting ranks are ready. Where HOLDFAST_TEST_HELD names a file, the parent
 of the ranks does not close their logs before that file exists.

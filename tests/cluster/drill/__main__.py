@@ -1,9 +1,9 @@
-"""`python -m tests.cluster.drill --minutes 20` on an emulated cluster; with `--namespace NAME --spec SPEC` in one of a
-real one. Ends with 1 at the first difference.
+"""`python -m tests.cluster.drill --minutes 20` on an emulated cluster. With `--namespace NAME --spec SPEC` in a
+namespace of a real one. Exits with 1 at the first difference.
 
-First the training runs undisturbed. Then the same training runs again and again while things are killed under it: each
-fault happens once, `--together` of them in a training, then several at random, until the time is over. After each run
-the digest of its last state must be that of the first, and the objects of the namespace must be those of before.
+First the training runs undisturbed. Then the same training runs repeatedly under faults until the time is over. Each
+fault happens once, `--together` of them in a training; then several happen at random. After each run the digest of its
+last state must be that of the first. The objects of the namespace must be those of before.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Drill:
             self._tell(f"{self.done}: {', '.join(faults)}: the same state, nothing left")
 
     def _disturb(self, faults: list[str]) -> None:
-        """Train through all of `faults`. The speed of a shared machine varies: faults that came too late for one
-        training go to the next one, and are timed by the speed of the last one."""
+        """Train through all of `faults`. The speed of a shared machine varies, so faults that came too late for one
+        training go to the next one. They are timed by the speed of the last one."""
         missed = faults
         for turn in range(TRIES):
             digest, missed = self._train(f"{self.done}{'-again' * turn}", missed)

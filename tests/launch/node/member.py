@@ -1,6 +1,6 @@
-"""A rank that does `DEED` while the gang has two ranks: it exits with that code (for a lost peer: after the peer has
-begun), or is `kill`ed. A rank that is alone exits with 0 if there were two before, and waits for the other one if
-not."""
+"""A rank that does `DEED` while the gang has two ranks: it exits with that code, or is `kill`ed. The code of a lost
+peer comes after the peer has begun. A rank that is alone exits with 0 if there were two before, and waits for the
+other one if not."""
 
 from __future__ import annotations
 

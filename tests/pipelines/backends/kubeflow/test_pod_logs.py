@@ -1,4 +1,4 @@
-"""The log of a step's pod, as the recorded server returns it: an error is not a log, and a live pod is found by its
+"""The log of a step's pod, as the recorded server returns it. An error is not a log, and a live pod is found by its
 name."""
 
 from __future__ import annotations
