@@ -83,8 +83,8 @@ class Committer:
         that does not come, DataError for one that is damaged. The failure is recorded for the writers that wait for the
         node."""
         for level in range(1, levels_of(self._writers) + 1):
-            number, inside = divmod(writer, FANOUT**level)
-            if inside:
+            number, position = divmod(writer, FANOUT**level)
+            if position:
                 return
             try:
                 self._write_node(step, level, number)

@@ -76,8 +76,8 @@ def confirmed_reason(
 
 def _second_reader(rank: int, nodes: Sequence[str]) -> int:
     """The next rank on another node; the next one where all are on one."""
-    others = [(rank + distance) % len(nodes) for distance in range(1, len(nodes))]
-    return next((other for other in others if nodes[other] != nodes[rank]), others[0])
+    candidates = [(rank + distance) % len(nodes) for distance in range(1, len(nodes))]
+    return next((other for other in candidates if nodes[other] != nodes[rank]), candidates[0])
 
 
 def _another_attempt(
@@ -90,10 +90,10 @@ def _another_attempt(
     for info in store.list(folder):
         if info.key == own:
             continue
-        for former in _recorded(store, info.key):
+        for report in _recorded(store, info.key):
             for suspect in suspects.values():
-                is_same_place = (former.key, former.start) == (suspect.key, suspect.start)
-                if is_same_place and (alone or former.node != suspect.node):
+                is_same_place = (report.key, report.start) == (suspect.key, suspect.start)
+                if is_same_place and (alone or report.node != suspect.node):
                     return suspect.reason
     store.put(own, json.dumps([asdict(suspect) for suspect in suspects.values()]).encode())
     return ""

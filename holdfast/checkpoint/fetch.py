@@ -62,8 +62,8 @@ class Fetch:
         in_parts: list[Use] = []
         for (pack, run), group in of_run.items():
             size = run.height * sum(group[0].form.widths)
-            needed = {(use.place.length, band): use for use in group for band in use.bands}
-            if sum(use.form.height * use.form.widths[band] for (_, band), use in needed.items()) < WHOLE * size:
+            tiles = {(use.place.length, band): use for use in group for band in use.bands}
+            if sum(use.form.height * use.form.widths[band] for (_, band), use in tiles.items()) < WHOLE * size:
                 in_parts += group
             else:
                 wants[pack].append(_Want(run.start, size, group[0], partial(_take_run, group)))
@@ -126,8 +126,8 @@ class Fetch:
             if (base := use.place.base) is not None:
                 of_base = replace(use, place=base)
                 packs[base.pack][base] = _Want(base.start, base.length, of_base, partial(_take_base, of_base, bases))
-        for pack, needed in packs.items():
-            for group in _neighbours(list(needed.values()), self._read_bytes):
+        for pack, wants in packs.items():
+            for group in _neighbours(list(wants.values()), self._read_bytes):
                 self._read_alone(layout.pack(self._run_id, str(pack)), group)
         return bases
 

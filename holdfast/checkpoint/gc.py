@@ -191,12 +191,12 @@ class Collector:
         deleted += self._delete([layout.damaged(run_id, step) for step in sorted(released)])
         doubted = tuple(layout.doubts(run_id, step) for step in kept)
         deleted += self._delete([key for key in self._keys(layout.doubts(run_id)) if not key.startswith(doubted)])
-        needed = self._needed(committed)  # of what exists now: a later mark finds its checkpoint gone
-        if needed is not None:
+        needed_keys = self._needed(committed)  # of what exists now: a later mark finds its checkpoint gone
+        if needed_keys is not None:
             newest = (self.attempt.number, committed)
             for pattern, folder in ((_INDEX, layout.indexes(run_id)), (_PACK, layout.packs(run_id))):
                 deleted += self._delete(
-                    [key for key in self._keys(folder) if key not in needed and _is_old(pattern, key, newest)]
+                    [key for key in self._keys(folder) if key not in needed_keys and _is_old(pattern, key, newest)]
                 )
         self._end_abandoned()
         self._fold_telemetry()
@@ -262,23 +262,23 @@ class Collector:
         """Roots by key and version, without those deleted since. Raises DataError."""
         roots = {}
         for info in infos:
-            known = f"{info.key} {info.version}"
-            if known in self._roots:
-                roots[known] = self._roots[known]
+            identity = f"{info.key} {info.version}"
+            if identity in self._roots:
+                roots[identity] = self._roots[identity]
             elif (data := self._found(info.key)) is not None:
-                roots[known] = Manifest.from_bytes(data, info.key)
+                roots[identity] = Manifest.from_bytes(data, info.key)
         return roots
 
     def _read_pins(self) -> list[Manifest]:
         """The roots in all pins. Raises DataError for a pin that cannot be read: it may need anything."""
         pins = {}
         for info in self.store.list(layout.pins(self.attempt.run_id)):
-            known = f"{info.key} {info.version}"
-            if known in self._pinned:
-                pins[known] = self._pinned[known]
+            identity = f"{info.key} {info.version}"
+            if identity in self._pinned:
+                pins[identity] = self._pinned[identity]
             elif (data := self._found(info.key)) is not None:
                 record = PinRecord.from_bytes(data, info.key)
-                pins[known] = tuple(Manifest.from_bytes(root.encode(), info.key) for root in record.roots)
+                pins[identity] = tuple(Manifest.from_bytes(root.encode(), info.key) for root in record.roots)
         self._pinned = pins
         return [root for roots in pins.values() for root in roots]
 
@@ -286,10 +286,10 @@ class Collector:
         """The keys that one checkpoint needs; for a damaged one, as far as it can be read. Of a writer's index in a
         large tree only the name is needed: the node above it has its packs."""
         borrowed = root.holder != self.attempt.run_id  # what it needs is pinned in the run that holds it
-        needed, waiting = set[str](), [(entry, False) for entry in root.indexes if not borrowed]
+        keys, waiting = set[str](), [(entry, False) for entry in root.indexes if not borrowed]
         while waiting:
             entry, packs_known = waiting.pop()
-            needed.add(layout.index(root.holder, entry.name))
+            keys.add(layout.index(root.holder, entry.name))
             if packs_known and not entry.is_node:
                 continue
             if (needs := self._needs.get(entry.digest)) is None:
@@ -302,9 +302,9 @@ class Collector:
                         raise
                     continue  # lost objects need nothing more, and block no collection
                 self._needs[entry.digest] = needs
-            needed |= needs.keys
+            keys |= needs.keys
             waiting += [(entry_below, True) for entry_below in needs.below]
-        return needed
+        return keys
 
     def _read_needs(self, run_id: str, entry: Entry) -> _Needs:
         child = fetch_child(self.store, layout.index(run_id, entry.name), entry)

@@ -65,8 +65,8 @@ def load_newest(
                 )
             return None
         checkpoint, suspect = _load(store, run_id, step, boxes)
-        gathered = gang.all_gather(suspect, DamageReport | None)
-        suspects = {rank: report for rank, report in enumerate(gathered) if report is not None}
+        reports = gang.all_gather(suspect, DamageReport | None)
+        suspects = {rank: report for rank, report in enumerate(reports) if report is not None}
         if not suspects and checkpoint is not None:
             return checkpoint
         reason = confirmed_reason(store, run_id, step, suspects, gang, attempt, partial(_fails, store, run_id, step))

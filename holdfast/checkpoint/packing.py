@@ -61,12 +61,12 @@ class Laid:
 def hashed(number: int, box: TensorBox) -> list[Piece]:
     """The pieces of a box, which is number `number` of a writer, with their digests."""
     data, ends, widths = as_bytes(box.data), cuts_of(box), _widths(box)
-    pieces, after = [], False
+    pieces, was_inside = [], False
     for low, high in zip([0, *ends[:-1]], ends, strict=True):
         part, form = data[low:high], Form((high - low) // sum(widths), widths)
-        first, inside = _edges_in(box, low // sum(widths), form)
-        pieces.append(Piece(number, low, part, (b"", box.dtype_name), form, apart=first or inside or after))
-        after = inside
+        first, is_inside = _edges_in(box, low // sum(widths), form)
+        pieces.append(Piece(number, low, part, (b"", box.dtype_name), form, apart=first or is_inside or was_inside))
+        was_inside = is_inside
     return [piece for run in _runs(pieces) for piece in _digested(run)]
 
 

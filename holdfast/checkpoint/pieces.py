@@ -95,10 +95,10 @@ def read_piece(store: Store, run_id: str, place: Place, dtype: str, form: Form) 
     """The raw bytes of one piece; None when they fail their checksum. Raises DataError or MissingError."""
     key = layout.pack(run_id, str(place.pack))
     if place.run is not None:
-        stored, to = memoryview(bytearray(form.size)), 0
+        stored, position = memoryview(bytearray(form.size)), 0
         for start, length in tile_ranges(place, form):
-            store.read_into(key, start, stored[to : to + length])
-            to += length
+            store.read_into(key, start, stored[position : position + length])
+            position += length
         table = store.get(key, place.start, form.table)
         return decode(place, stored, dtype, form) if digest_of_tiles(table, form) == place.digest else None
     stored = memoryview(bytearray(place.length))

@@ -120,13 +120,13 @@ class Checkpoint:
         by_name: dict[str, list[TensorBox]] = defaultdict(list)
         for box in non_empty:
             by_name[box.name].append(box)
-        needed = [use for key, index in self.leaves(non_empty) for use in uses_of(key, index, by_name)]
-        covered = sum(prod(meeting_shape(use)) for use in needed)
+        uses = [use for key, index in self.leaves(non_empty) for use in uses_of(key, index, by_name)]
+        covered = sum(prod(meeting_shape(use)) for use in uses)
         requested = sum(box.data.numel() for box in non_empty)
         if covered != requested:
             reason = f"{self._root}: its indexes hold {covered} of the {requested} elements that are asked for"
             raise DamageError(DamageReport(reason, self._root))
-        return needed
+        return uses
 
     def tensor(self, name: str) -> torch.Tensor:
         """One whole tensor, verified, on the CPU."""
@@ -200,9 +200,9 @@ class Checkpoint:
     def _leaves(
         self, entries: Iterable[Entry], catalogue: Catalogue, boxes: Sequence[TensorBox] | None
     ) -> Iterator[tuple[str, Index]]:
-        wanted = None if boxes is None else Wanted.of(boxes, catalogue)
+        wanted_boxes = None if boxes is None else Wanted.of(boxes, catalogue)
         for entry in entries:
-            if wanted is not None and not wanted.may_meet(entry.reach):
+            if wanted_boxes is not None and not wanted_boxes.may_meet(entry.reach):
                 continue
             child = self.child(entry)
             if isinstance(child, Node):

@@ -173,7 +173,7 @@ def _pin(
         roots = dict.fromkeys([*before, data.decode()])
         record = PinRecord(reason=reason, created=time.time(), roots=tuple(roots))
         try:
-            written = store.compare_and_swap(key, record.model_dump_json().encode(), version)
+            new_version = store.compare_and_swap(key, record.model_dump_json().encode(), version)
         except ConflictError:
             continue
         try:
@@ -182,9 +182,9 @@ def _pin(
                 require_counting(store, root)
                 return root, data
         except MissingError:
-            _undo(store, key, written, before, record)
+            _undo(store, key, new_version, before, record)
             raise
-        _undo(store, key, written, before, record)
+        _undo(store, key, new_version, before, record)
     raise MissingError(
         f"run {run_id}: other attempts wrote the checkpoint at step {step} anew {TRIES} times while it was pinned; "
         "try again once the run has gone on"
@@ -227,9 +227,9 @@ def _undo(store: Store, key: str, version: str, before: tuple[str, ...], record:
         if _stored(store, key)[1] == version:
             store.delete(key)
         return
-    former = record.model_copy(update={"roots": before})
+    restored = record.model_copy(update={"roots": before})
     try:
-        store.compare_and_swap(key, former.model_dump_json().encode(), version)
+        store.compare_and_swap(key, restored.model_dump_json().encode(), version)
     except ConflictError:
         return
 

@@ -86,8 +86,8 @@ class ShardWriter:
         run_id, number = self._attempt.run_id, self._attempt.number
         own = f"/{writer_name(self._writer)}.idx"
         try:
-            listed = self._store.list(layout.run(run_id, f"indexes/{number:06d}-"))
-            if keys := sorted(info.key for info in listed if info.key.endswith(own)):
+            infos = self._store.list(layout.run(run_id, f"indexes/{number:06d}-"))
+            if keys := sorted(info.key for info in infos if info.key.endswith(own)):
                 self.adopt([Index.from_bytes(self._store.get(keys[-1]), keys[-1])])
             elif start and (began := open_checkpoint(self._store, run_id, start)).manifest.holder == run_id:
                 self.adopt(index for _, index in began.leaves(boxes))
@@ -160,7 +160,7 @@ class ShardWriter:
             self._compression.begin()
         looked = {each.pack for place in places.values() for each in (place, place.base) if each}
         self._require_packs(step, looked)
-        written = 0
+        bytes_written = 0
         for group in groups_of(list(fresh.values())):
             laid = self._laid(boxes, group)
             stored = [each.stored for each in laid]
@@ -172,9 +172,9 @@ class ShardWriter:
             pack = PackName(self._attempt.number, step, contents, len(tables) + sum(len(each.data) for each in stored))
             self._store.put(layout.pack(self._attempt.run_id, str(pack)), [tables, *(each.data for each in stored)])
             places.update(places_in(pack, len(tables), group, laid))
-            written += pack.size
+            bytes_written += pack.size
         self._remember(boxes, fresh.values(), places)
-        return places, written
+        return places, bytes_written
 
     def _laid(self, boxes: Sequence[TensorBox], pieces: Sequence[Piece]) -> list[Laid]:
         if self._compression is not None:

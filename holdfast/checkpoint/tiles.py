@@ -64,8 +64,8 @@ def edges(size: int, ways: int) -> tuple[int, ...]:
 @lru_cache(maxsize=1 << 14)
 def widths_of(low: int, columns: int, size: int, ways: int, bytes_each: int) -> tuple[int, ...]:
     """The widths of the bands of a box that has the columns [low, low + columns) of `size`, in bytes."""
-    inside = [edge for edge in edges(size, ways) if low < edge < low + columns]
-    cut = [low, *inside, low + columns]
+    inner = [edge for edge in edges(size, ways) if low < edge < low + columns]
+    cut = [low, *inner, low + columns]
     return tuple((end - start) * bytes_each for start, end in pairwise(cut))
 
 

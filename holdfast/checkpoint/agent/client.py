@@ -62,8 +62,8 @@ class AgentClient:
         """Allocate memory for a buffer, shared with this agent and its replacements. Raises NoSpaceError."""
         memory = SharedMemory.create(size)
         with self._lock:
-            if (former := self._memory.get(buffer)) is not None:
-                former.close()
+            if (previous := self._memory.get(buffer)) is not None:
+                previous.close()
             self._memory[buffer] = memory
             self._say(Memory(buffer=buffer, size=size), memory.descriptor)
         return memory.bytes

@@ -197,8 +197,8 @@ class Connection:
             raise ProtocolError(f"a {message.kind} of {len(data)} bytes is larger than {MAX_MESSAGE}")
         with self._sending:
             head = _LENGTH.pack(len(data))
-            sent = socket.send_fds(self._socket, [head], list(descriptors)) if descriptors else 0
-            self._socket.sendall(head[sent:] + data)
+            count = socket.send_fds(self._socket, [head], list(descriptors)) if descriptors else 0
+            self._socket.sendall(head[count:] + data)
 
     def offer(self, message: Message) -> None:
         """Send a small message without waiting. Drop it if the other end is slow to read."""

@@ -214,8 +214,8 @@ class _Rank:
             raise ProtocolError(f"a {message.kind} was not expected")
 
     def _attach(self, memory: Memory, descriptor: int) -> None:
-        if (former := self._memory.pop(memory.buffer, None)) is not None:
-            former.close()
+        if (previous := self._memory.pop(memory.buffer, None)) is not None:
+            previous.close()
         self._memory[memory.buffer] = SharedMemory(descriptor, memory.size)
 
     def _save(self, save: Save) -> None:

@@ -174,13 +174,13 @@ class SaveWorker:
     def _commit_all(self) -> None:
         while (copy := self._commits.get()) is not None:
             try:
-                written = self._work.commit(copy.request)
+                size = self._work.commit(copy.request)
             except BaseException as error:  # noqa: BLE001 - passed to the caller that waits, and raised there
                 self._end(copy.step, as_failure(copy.step, error))
                 continue
             with self._changed:
                 self._untidy += 1
-            self._end(copy.step, written=written)
+            self._end(copy.step, written=size)
             self._done.put(copy.step)
         self._done.put(None)
 

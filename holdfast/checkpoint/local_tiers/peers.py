@@ -102,7 +102,7 @@ class _Unproven:
             self._ends.pop(end, None)
 
     def _end_oldest(self, address: str) -> None:
-        oldest = next(end for end, of in self._ends.items() if of == address)
+        oldest = next(end for end, end_address in self._ends.items() if end_address == address)
         del self._ends[oldest]
         with suppress(OSError):
             oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes, and closes it

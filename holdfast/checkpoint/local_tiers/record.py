@@ -45,8 +45,8 @@ class Record(BaseModel):
     @classmethod
     def from_bytes(cls, data: bytes, source: str) -> Record:
         """Read a stored record. Raises DataError for anything but an intact one."""
-        claimed, _, body = data.partition(b"\n")
-        if claimed != content_digest(body).encode():
+        stored_digest, _, body = data.partition(b"\n")
+        if stored_digest != content_digest(body).encode():
             raise DataError(f"{source}: the record does not match its digest")
         try:
             return cls.model_validate(parse_json_object(body, source))

@@ -69,8 +69,8 @@ def life_of(store: Store, run_id: str) -> str:
 def memory_base() -> Path:
     """The folder in memory that all runs of this user share on this node. Raises PermissionError where another user
     made it."""
-    if named := os.environ.get(VARIABLE):
-        return Path(named)
+    if folder := os.environ.get(VARIABLE):
+        return Path(folder)
     return make_folder(Path("/dev/shm"), f"holdfast-{os.getuid()}")  # noqa: S108 - checked
 
 

@@ -285,11 +285,11 @@ class TierLoader:
             own.append(Part(writer, name, children.entries(catalogue)[0], children.totals))
         by_writer: dict[int, list[tuple[int, Part]]] = {}
         by_rank = self._gang.all_gather(own, list[Part])
-        gathered = [(rank, part) for rank, parts in enumerate(by_rank) for part in parts]
-        for rank, part in sorted(gathered, key=lambda each: self._names.index(each[1].tier)):
-            others = by_writer.setdefault(part.writer, [])
-            if not others or others[0][1].entry.digest == part.entry.digest:
-                others.append((rank, part))
+        all_parts = [(rank, part) for rank, parts in enumerate(by_rank) for part in parts]
+        for rank, part in sorted(all_parts, key=lambda each: self._names.index(each[1].tier)):
+            copies = by_writer.setdefault(part.writer, [])
+            if not copies or copies[0][1].entry.digest == part.entry.digest:
+                copies.append((rank, part))
         return by_writer
 
     def _tree(

@@ -44,8 +44,8 @@ class _Bystander(Attempt):
 
     def check(self, store: Store) -> None:
         """See Attempt."""
-        if (claimed := _newest_claim(store, self.run_id)) > self.known:
-            raise FencedError(f"attempt {claimed} has claimed the run meanwhile and may go on from any checkpoint")
+        if (newest_claim := _newest_claim(store, self.run_id)) > self.known:
+            raise FencedError(f"attempt {newest_claim} has claimed the run meanwhile and may go on from any checkpoint")
 
 
 def collect_now(store: Store, run_id: str, retention: Retention, *, dry_run: bool = False) -> Collected:

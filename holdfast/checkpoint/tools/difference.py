@@ -182,8 +182,8 @@ class _Found:
             return
         self.elements += len(differing)
         at = int(differing[0])
-        inside = torch.unravel_index(torch.tensor(at), one.data.shape) if one.data.dim() else ()
-        index = tuple(low + int(coordinate) for low, coordinate in zip(one.offset, inside, strict=True))
+        local_index = torch.unravel_index(torch.tensor(at), one.data.shape) if one.data.dim() else ()
+        index = tuple(low + int(coordinate) for low, coordinate in zip(one.offset, local_index, strict=True))
         distances = _ulps(mine[differing], theirs[differing]) if one.data.is_floating_point() else None
         if distances is not None:
             self._most = max(self._most, int(distances.max()))
