@@ -50,7 +50,7 @@ def _mirror(spec: Spec, made: Comparison, store: Store) -> None:
 
     best = made.best
     figures = {"best/loss": best.loss, "best/perplexity": best.perplexity, "best/training_loss": best.training_loss}
-    shown = SweepRun(
+    sweep = SweepRun(
         sweep_id=made.sweep_id,
         name=made.name,
         runs=[*(row.run_id for row in made.rows), *(trial.run_id for trial in made.failed)],
@@ -64,7 +64,7 @@ def _mirror(spec: Spec, made: Comparison, store: Store) -> None:
         files={"comparison.md": made.markdown, "comparison.json": made.model_dump_json(indent=1)},
     )
     try:
-        mirror_sweep(spec, shown, store)
+        mirror_sweep(spec, sweep, store)
     except TrackingUnavailable as error:
         log.warning("the comparison is not in MLflow for now, it is safe in the store: %s", error)
 

@@ -36,8 +36,8 @@ class NoTrialEndedError(HoldfastError):
         super().__init__(
             "\n".join(["no trial of the sweep came to a verdict:", *(f"  {trial.text}" for trial in failed)])
         )
-        known = next((trial.exit_code for trial in failed if trial.exit_code), ExitCode.NOT_FOUND)
-        self.exit_code = ExitCode(known) if known in set(ExitCode) else ExitCode.UNEXPECTED
+        code = next((trial.exit_code for trial in failed if trial.exit_code), ExitCode.NOT_FOUND)
+        self.exit_code = ExitCode(code) if code in set(ExitCode) else ExitCode.UNEXPECTED
 
 
 def compare(

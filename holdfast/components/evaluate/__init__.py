@@ -19,8 +19,8 @@ def run(spec: Spec, run_id: str, store: Store) -> Verdict:
     from holdfast.store import layout
     from holdfast.telemetry import recorded_step
 
-    known = run_id if store.stat(layout.result(run_id)) is not None else ""  # an unknown run id leaves no trace
-    with recorded_step(store, known, "evaluate") as ended:
+    known_id = run_id if store.stat(layout.result(run_id)) is not None else ""  # an unknown run id leaves no trace
+    with recorded_step(store, known_id, "evaluate") as ended:
         verdict = evaluate(spec, run_id, store)
         ended(verdict.word)
     return verdict

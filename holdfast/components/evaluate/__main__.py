@@ -21,8 +21,8 @@ def body(spec: Spec, url: str, *, run_id: str) -> StepResult:
     verdict = run(spec, run_id, store)
     summary = {"run_id": run_id, "verdict": verdict.word, "reasons": list(verdict.reasons)}
     report = store.get(layout.verdict(run_id, verdict.key, "html")).decode()
-    shown = {"metrics": Artifact(metadata={**verdict.metrics, **summary}), "report": Artifact(report)}
-    return StepResult(verdict.model_dump(mode="json"), shown)
+    artifacts = {"metrics": Artifact(metadata={**verdict.metrics, **summary}), "report": Artifact(report)}
+    return StepResult(verdict.model_dump(mode="json"), artifacts)
 
 
 if __name__ == "__main__":

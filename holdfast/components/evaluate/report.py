@@ -215,10 +215,10 @@ class _Attempt:
 
 def _attempts(store: Store, run_id: str, history: Sequence[Row]) -> list[_Attempt]:
     claims = [
-        (attempt, written, _json(store, record_key(layout.attempts(run_id), attempt)) or {})
-        for attempt, written in list_attempts(store, run_id)
+        (attempt, moment, _json(store, record_key(layout.attempts(run_id), attempt)) or {})
+        for attempt, moment in list_attempts(store, run_id)
     ]
-    starts = [float(claim.get("claimed", written)) for _, written, claim in claims]
+    starts = [float(claim.get("claimed", moment)) for _, moment, claim in claims]
     ends = [*starts[1:], math.inf][: len(starts)]
     attempts = []
     for (attempt, _, claim), start, end in zip(claims, starts, ends, strict=True):
@@ -238,8 +238,8 @@ def _duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     parts = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
-    shown = [f"{value} {unit}" for value, unit in parts if value][:2]
-    return " ".join(shown) or "0 s"
+    texts = [f"{value} {unit}" for value, unit in parts if value][:2]
+    return " ".join(texts) or "0 s"
 
 
 def _instant(seconds: float) -> str:

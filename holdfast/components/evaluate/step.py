@@ -53,14 +53,16 @@ def checks(settings: Evaluation, measured: Measured, champion: Opponent | None) 
             else f"The held-out loss is {measured.loss}, perplexity {measured.perplexity}: not finite numbers.",
         )
     ]
-    for name, words, value, bound in (
+    for name, description, value, bound in (
         ("max_loss", "held-out loss", measured.loss, settings.max_loss),
         ("max_perplexity", "perplexity", measured.perplexity, settings.max_perplexity),
         ("max_bits_per_byte", "bits per byte", measured.bits_per_byte, settings.max_bits_per_byte),
     ):
         if bound is not None:
             passed = value < bound  # False for NaN
-            sentence = f"{words.capitalize()} {value:.4f} is {'below' if passed else 'not below'} the bound {bound:g}."
+            sentence = (
+                f"{description.capitalize()} {value:.4f} is {'below' if passed else 'not below'} the bound {bound:g}."
+            )
             checks_made.append(Check(name=name, value=value, bound=bound, passed=passed, sentence=sentence))
     for task, score in zip(settings.tasks, measured.tasks, strict=True):
         checks_made.extend(_of_task(task, score, champion))
@@ -81,9 +83,13 @@ def _of_task(task: Task, score: TaskScore, champion: Opponent | None) -> Iterato
     sign = 1 if score.higher_is_better else -1
     if task.bound is not None:
         passed = sign * score.value >= sign * task.bound  # False for NaN
-        words = "reaches" if passed else "does not reach"
+        relation = "reaches" if passed else "does not reach"
         yield Check(
-            name=name, value=score.value, bound=task.bound, passed=passed, sentence=f"{subject} {words} {task.bound:g}."
+            name=name,
+            value=score.value,
+            bound=task.bound,
+            passed=passed,
+            sentence=f"{subject} {relation} {task.bound:g}.",
         )
     if task.champion_tolerance is None or champion is None or champion.measured is None:
         return
@@ -119,11 +125,11 @@ def _versus(settings: Evaluation, value: float, champion: Opponent) -> Check:
     better = settings.versus_champion == "better"
     bound = theirs if better else theirs * (1 + settings.champion_tolerance)
     passed = value < bound if better else value <= bound
-    needed = "below" if better else "at most"
+    relation = "below" if better else "at most"
     allowed = f" (with {settings.champion_tolerance:.2%} tolerance)" if bound != theirs else ""
     sentence = (
         f"{value:.4f} bits per byte against {theirs:.4f} of the {opponent} on the same text: "
-        f"{'' if passed else 'not '}{needed} {bound:.4f}{allowed}."
+        f"{'' if passed else 'not '}{relation} {bound:.4f}{allowed}."
     )
     return Check(name="versus_champion", value=value, bound=bound, passed=passed, sentence=sentence)
 
@@ -162,10 +168,10 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
         return earlier
     key = key_against(spec, champion)
     tasks = [find_task(task) for task in spec.evaluation.tasks]
-    if (known := _known(store, trained, key, champion, tasks)) is not None:
-        log.info("run %s: %s, as found before", run_id, known.word)
-        _mirror(spec, known, store)  # its writer may have died before this
-        return known
+    if (existing := _known(store, trained, key, champion, tasks)) is not None:
+        log.info("run %s: %s, as found before", run_id, existing.word)
+        _mirror(spec, existing, store)  # its writer may have died before this
+        return existing
 
     dataset = Dataset.open(store, trained.dataset_id, cache_dir())
     devices = scoring_devices(spec.cluster)
