@@ -173,8 +173,8 @@ def as_exit_code(status: int) -> int:
 def root_cause(codes: Iterable[int]) -> int:
     """The code that explains the rest: a permanent code first, then one that is not a consequence of another rank's
     end."""
-    failed = [code for code in codes if code != ExitCode.OK]
-    if not failed:
+    failures = [code for code in codes if code != ExitCode.OK]
+    if not failures:
         return ExitCode.OK
     consequences = (ExitCode.LOST_PEER, ExitCode.TERMINATED)
-    return min(failed, key=lambda code: (code >= 128, code in consequences, code))
+    return min(failures, key=lambda code: (code >= 128, code in consequences, code))

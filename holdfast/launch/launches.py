@@ -102,8 +102,8 @@ def _ended(store: Store, run_id: str, last: int) -> list[int]:
     """The numbers of those of the `last` launches that have ended, in ascending order."""
     folder = layout.launches(run_id)
     before = max(0, newest(store, folder) - last)
-    listed = store.list(folder, record_key(folder, before) if before else "")
-    matches = (re.search(r"/(\d{6,})\.ending\.json$", info.key) for info in listed)
+    infos = store.list(folder, record_key(folder, before) if before else "")
+    matches = (re.search(r"/(\d{6,})\.ending\.json$", info.key) for info in infos)
     return sorted(number for match in matches if match and (number := int(match[1])) > before)[-last:]
 
 
@@ -136,12 +136,12 @@ def avoided_nodes(store: Store, run_id: str, cluster: Cluster) -> frozenset[str]
     if cluster.stragglers != "exclude":
         return bad
     since = time.time() - SLOW_SECONDS
-    named = [
+    slow_events = [
         event
         for event in reversed(read_events(store, run_id, since, [StragglerDetected]))
         if isinstance(event, StragglerDetected)
     ]
-    slow = dict.fromkeys(event.host for event in named if event.host not in bad)
+    slow = dict.fromkeys(event.host for event in slow_events if event.host not in bad)
     room = max(0, nodes.max - nodes.min - len(bad)) if nodes.min < nodes.max else max(1, cluster.spares)
     return bad.union(islice(slow, room))
 

@@ -205,10 +205,10 @@ class _Serving:
 
     def _tell(self) -> None:
         for pid, status in self._running.items():
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is None or status in self._selector.get_map():
+            info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if info is None or status in self._selector.get_map():
                 continue
-            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
             with suppress(OSError):  # the maker no longer waits
                 status.send(_STATUS.pack(code))
             self._selector.register(status, selectors.EVENT_READ, pid)
@@ -296,8 +296,8 @@ def _present(command: Sequence[str], environment: Mapping[str, str]) -> None:
 def _show(words: Sequence[str], first: int) -> None:
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     start, end = int(fields[first]), int(fields[first + 1])  # addresses in memory: proc_pid_stat(5)
-    shown = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - start - 1]
-    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
+    encoded = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - start - 1]
+    ctypes.memmove(start, encoded.ljust(end - start, b"\0"), end - start)
 
 
 def _leave_after(body: Callable[[], object]) -> NoReturn:

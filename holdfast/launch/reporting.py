@@ -52,9 +52,9 @@ class LaunchLog:
         """Append one or more lines."""
         data = memoryview(text.encode("utf-8", "replace"))
         while data:  # an unbuffered file may take only a part
-            written = self._file.write(data)
-            self._size += written
-            data = data[written:]
+            count = self._file.write(data)
+            self._size += count
+            data = data[count:]
         if self._size > FULL_BYTES:
             self._cut()
 
@@ -73,8 +73,8 @@ class LaunchLog:
                 if not old.peek(1):  # it was the only line
                     old.seek(-len(line), os.SEEK_CUR)
                 cut += old.tell() - start
-                ended = b"" if head.endswith(b"\n") else b"\n"
-                new.write(head + ended + b"[holdfast: %d bytes of this log were cut here]\n" % cut)
+                line_end = b"" if head.endswith(b"\n") else b"\n"
+                new.write(head + line_end + b"[holdfast: %d bytes of this log were cut here]\n" % cut)
                 shutil.copyfileobj(old, new)
             shorter.replace(self._path)
         except BaseException:
@@ -99,11 +99,13 @@ class WaitReport:
             return
         self._current, now = reason, self._clock()
         self._recorded = {
-            recorded: (at, n) for recorded, (at, n) in self._recorded.items() if n or now - at < AGAIN_SECONDS
+            recorded: (moment, n)
+            for recorded, (moment, n) in self._recorded.items()
+            if n or now - moment < AGAIN_SECONDS
         }
-        at, count = self._recorded.get(reason, (now - AGAIN_SECONDS, 0))
-        if now - at < AGAIN_SECONDS:
-            self._recorded[reason] = (at, count + 1)
+        moment, count = self._recorded.get(reason, (now - AGAIN_SECONDS, 0))
+        if now - moment < AGAIN_SECONDS:
+            self._recorded[reason] = (moment, count + 1)
             return
         self._recorded[reason] = (now, 0)
         log.warning("waiting: %s", reason)

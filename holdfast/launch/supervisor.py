@@ -88,9 +88,9 @@ class Supervisor:
             except AWAY as error:
                 log.warning("how launch %d ended is written down when the store is back: %s", job.launch, error)
             ending, wait = self._decide(job, ending)
-            ended = LaunchEnded(launch=job.launch, code=ending.code, detail=ending.detail, restart_in=wait)
-            log.log(logging.INFO if ending.code == ExitCode.OK else logging.WARNING, "%s", ended.text)
-            emit(ended)
+            event = LaunchEnded(launch=job.launch, code=ending.code, detail=ending.detail, restart_in=wait)
+            log.log(logging.INFO if ending.code == ExitCode.OK else logging.WARNING, "%s", event.text)
+            emit(event)
             if wait is None or self.stopping.wait(wait):
                 return ending
 
@@ -107,8 +107,8 @@ class Supervisor:
 
     def _decide(self, job: Job, ending: Ending) -> tuple[Ending, float | None]:
         """The ending, with the reason if the run is given up, and the seconds until the next launch; None for none."""
-        refused = ending.code == ExitCode.UNHEALTHY_NODE and not ending.elsewhere
-        if not ending.retryable or ending.code in NOT_HERE or refused or self.stopping.is_set():
+        is_unhealthy = ending.code == ExitCode.UNHEALTHY_NODE and not ending.elsewhere
+        if not ending.retryable or ending.code in NOT_HERE or is_unhealthy or self.stopping.is_set():
             return ending, None
         restarts = self.restarts
         missing = self._progress.is_missing()
@@ -169,12 +169,12 @@ def _pause(recent: deque[float], restarts: Restarts, now: float) -> float | None
 def _patiently(prepare: Callable[[], Job], stopping: threading.Event, clock: Callable[[], float]) -> Job:
     """The result of `prepare`. Retries for at most PATIENCE seconds while the store or the cluster is unavailable, then
     raises its error. Raises TerminatedError if `stopping` is set meanwhile."""
-    begun, pause = clock(), 1.0
+    start, pause = clock(), 1.0
     while True:
         try:
             return prepare()
         except AWAY as error:
-            if clock() - begun + pause > PATIENCE:
+            if clock() - start + pause > PATIENCE:
                 raise
             log.warning("the next launch waits %.0f s and tries again: %s", pause, error)
             if stopping.wait(pause):

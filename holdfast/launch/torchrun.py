@@ -154,8 +154,12 @@ class _End:
     def come(self, codes: Sequence[int], detail: str) -> int:
         """Write the exit report after the ranks have ended. Returns the code that their records and `codes` explain."""
         if hang := self.watchdog.close():
-            known = any(rank.code is not None for rank in read_ranks(self.folder))
-            codes, detail, self.hung = [] if known else [ExitCode.LOST_PEER], hang, True  # a full disk keeps no record
+            has_codes = any(rank.code is not None for rank in read_ranks(self.folder))
+            codes, detail, self.hung = (
+                [] if has_codes else [ExitCode.LOST_PEER],
+                hang,
+                True,
+            )  # a full disk keeps no record
         ending = node_exit_of(read_ranks(self.folder), codes, detail, reclaimed=self.reclaim.words)
         write_exit_report(ending)
         if self.keeper is not None:

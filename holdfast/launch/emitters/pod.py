@@ -357,8 +357,8 @@ def _check_store(job: Job) -> None:
     if not root.startswith("file://"):
         return
     path = root.removeprefix("file://").rstrip("/") + "/"
-    shared = [volume.path.rstrip("/") + "/" for volume in job.cluster.volumes if not volume.read_only]
-    if not any(path.startswith(folder) for folder in shared):
+    folders = [volume.path.rstrip("/") + "/" for volume in job.cluster.volumes if not volume.read_only]
+    if not any(path.startswith(folder) for folder in folders):
         raise SpecError(
             [
                 Problem(

@@ -61,12 +61,12 @@ def emit(job: Job, owner: Owner | None = None, restarts: int = 0) -> dict[str, A
 
 def _policies(restarts: int, pending: str) -> list[dict[str, Any]]:
     """Volcano's policies for a failed or pending pod; the first match counts."""
-    waiting = {"event": "PodPending", "action": "TerminateJob", "timeout": pending}
+    on_pending = {"event": "PodPending", "action": "TerminateJob", "timeout": pending}
     if not restarts:
-        return [{"events": ["PodFailed", "PodEvicted"], "action": "TerminateJob"}, waiting]
+        return [{"events": ["PodFailed", "PodEvicted"], "action": "TerminateJob"}, on_pending]
     permanent = [
         {"exitCode": int(code), "action": "TerminateJob"}
         for code in ExitCode
         if code is not ExitCode.OK and not code.retryable
     ]
-    return [*permanent, {"events": ["PodFailed", "PodEvicted"], "action": "RestartJob"}, waiting]
+    return [*permanent, {"events": ["PodFailed", "PodEvicted"], "action": "RestartJob"}, on_pending]

@@ -96,39 +96,41 @@ def _terminated(state: Object, disruption: Object, symptom: Callable[..., Sympto
     if reason == "ContainerStatusUnknown":
         return symptom(ExitCode.KILLED, "nobody knows how its container ended; its node was away", True)
     report = parse_exit_report(state.get("message") or "")  # written by torchrun, unless it was killed
-    words = _in_words(code) + _after(report.detail if report is not None else "")
+    description = _in_words(code) + _after(report.detail if report is not None else "")
     cause = report.cause if report is not None else None
     if report is not None and report.blames_node:
-        return replace(symptom(code, f"{words}, and blames its node", True), process=cause)
+        return replace(symptom(code, f"{description}, and blames its node", True), process=cause)
     if disruption:
-        words += f", told to leave by the cluster ({disruption.get('reason')}){_after(_message(disruption))}"
-    ended = symptom(code, words, code in _BAD_NODE_CODES and not disruption)
-    return replace(ended, process=cause, reclaimed=report is not None and report.reclaimed)
+        description += f", told to leave by the cluster ({disruption.get('reason')}){_after(_message(disruption))}"
+    result = symptom(code, description, code in _BAD_NODE_CODES and not disruption)
+    return replace(result, process=cause, reclaimed=report is not None and report.reclaimed)
 
 
 def obstacle_of(pod: Object, container: str, rank: int, pending_seconds: float) -> Obstacle | None:
     """Why the pod does not start; None if nothing blocks it."""
     name, node = pod["metadata"]["name"], pod.get("spec", {}).get("nodeName", "")
-    held_up, waiting = _waiting(pod)
-    reason, message = waiting.get("reason", ""), waiting.get("message", "")
+    held_up, waiting_state = _waiting(pod)
+    reason, message = waiting_state.get("reason", ""), waiting_state.get("message", "")
     whose = "its" if held_up in ("", container) else f"container {held_up}'s"
     if reason in _IMAGE:
         denied = any(word in message.lower() for word in ("unauthorized", "denied", "forbidden"))
         code = ExitCode.ACCESS_DENIED if denied else ExitCode.NOT_FOUND
-        words = f"{whose} image cannot be pulled ({reason}){_after(message)}; check cluster.image and the pull secrets"
+        description = (
+            f"{whose} image cannot be pulled ({reason}){_after(message)}; check cluster.image and the pull secrets"
+        )
         patience = 0.0 if reason == "InvalidImageName" else 180.0
-        return Obstacle(Symptom(name, node, rank, code, words), patience)
+        return Obstacle(Symptom(name, node, rank, code, description), patience)
     if reason in _CONFIG:
         container_name = "its container" if held_up in ("", container) else f"its container {held_up}"
-        words = (
+        description = (
             f"{container_name} cannot be made ({reason}){_after(message)}; check cluster.secrets and cluster.volumes"
         )
-        return Obstacle(Symptom(name, node, rank, ExitCode.NOT_FOUND, words), 60.0)
+        return Obstacle(Symptom(name, node, rank, ExitCode.NOT_FOUND, description), 60.0)
     scheduled = _condition(pod, "PodScheduled", "False")
     if scheduled:
         limit = f"cluster.pending_timeout_minutes: {pending_seconds / 60:g}"
-        words = f"cannot be scheduled{_after(_message(scheduled))}; {limit}"
-        return Obstacle(Symptom(name, node, rank, ExitCode.UNSCHEDULABLE, words), pending_seconds)
+        description = f"cannot be scheduled{_after(_message(scheduled))}; {limit}"
+        return Obstacle(Symptom(name, node, rank, ExitCode.UNSCHEDULABLE, description), pending_seconds)
     return None
 
 
@@ -161,8 +163,8 @@ def blamed_nodes(cause: Symptom, symptoms: Sequence[Symptom]) -> frozenset[str]:
     """The nodes to blame for an ending: the node of its cause, and for two codes the nodes of all suspects. Where
     replicas of the state differ, any suspect may compute wrong. After a health check, all nodes that failed it are
     blamed."""
-    together = (ExitCode.WRONG_ARITHMETIC, ExitCode.UNHEALTHY_NODE)
-    suspects = [symptom for symptom in symptoms if symptom.code == cause.code and symptom.code in together]
+    shared_codes = (ExitCode.WRONG_ARITHMETIC, ExitCode.UNHEALTHY_NODE)
+    suspects = [symptom for symptom in symptoms if symptom.code == cause.code and symptom.code in shared_codes]
     return frozenset(symptom.node for symptom in (cause, *suspects) if symptom.blames_node and symptom.node)
 
 
@@ -195,9 +197,9 @@ def _waiting(pod: Object) -> tuple[str, Object]:
 def _failed_before(pod: Object) -> tuple[str, Object] | None:
     """The container that failed before the ranks could start."""
     for container in pod.get("status", {}).get("initContainerStatuses") or []:
-        ended: Object = (container.get("state") or {}).get("terminated") or {}
-        if ended.get("exitCode", 0) != 0:
-            return container["name"], ended
+        ended_state: Object = (container.get("state") or {}).get("terminated") or {}
+        if ended_state.get("exitCode", 0) != 0:
+            return container["name"], ended_state
     return None
 
 

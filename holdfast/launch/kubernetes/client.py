@@ -218,8 +218,8 @@ class Api:
             return _object_in(data, f"{method} {path}")
 
         def note(attempt: int, error: BaseException) -> None:
-            words = getattr(error, "by", SERVER).words
-            log.log(logging.INFO if attempt == 4 else logging.DEBUG, "%s: %s", words, error)
+            description = getattr(error, "by", SERVER).words
+            log.log(logging.INFO if attempt == 4 else logging.DEBUG, "%s: %s", description, error)
 
         try:
             return retried(
@@ -248,7 +248,7 @@ class Api:
     ) -> urllib3.BaseHTTPResponse:
         """One try. The response's body is not read yet. Raises TransientError and errors with an exit code."""
         client = self._client
-        sent = _TYPES.get(method, "application/json")
+        content_type = _TYPES.get(method, "application/json")
         try:
             response: urllib3.BaseHTTPResponse = client.call_api(
                 path,
@@ -256,7 +256,7 @@ class Api:
                 query_params=list(query.items()),
                 body=body,
                 auth_settings=["BearerToken"],
-                header_params={"Accept": "application/json, */*", "Content-Type": sent},
+                header_params={"Accept": "application/json, */*", "Content-Type": content_type},
                 _preload_content=False,
                 _return_http_data_only=True,
                 _request_timeout=(CONNECT_SECONDS, read),

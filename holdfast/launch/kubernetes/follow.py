@@ -211,19 +211,19 @@ class Follower:
 
     def _left(self) -> set[str]:
         """The uids of counted pods that are gone, or about to be. The caller holds `changed`."""
-        leaving = [
+        leaving_uids = [
             uid
             for uid, pod in self._pods.objects.items()
             if "deletionTimestamp" in pod["metadata"] or classify.has_ended(pod, self._kind.container)
         ]
-        return {*self._pods.gone, *leaving} - self._aside
+        return {*self._pods.gone, *leaving_uids} - self._aside
 
     def _settled(self, symptoms: list[classify.Symptom]) -> bool:
         """Whether the cause is among the symptoms, or will not appear any more."""
         codes = {symptom.code for symptom in symptoms}
         pods = list(self._pods.objects.values())
-        every = [*pods, *self._pods.gone.values()]
-        if any(pod.get("status", {}).get("phase") == "Succeeded" for pod in every) and codes <= _TOLD_TO_LEAVE:
+        all_pods = [*pods, *self._pods.gone.values()]
+        if any(pod.get("status", {}).get("phase") == "Succeeded" for pod in all_pods) and codes <= _TOLD_TO_LEAVE:
             return self._waited(SETTLE_SECONDS)  # the job has succeeded, and its object is about to show it
         if not codes <= _CONSEQUENCES | {ExitCode.WRONG_ARITHMETIC}:  # wrong arithmetic has several suspects
             return True
@@ -321,21 +321,21 @@ class Follower:
         if not self._waits:
             self._report.end()
             return None
-        waited, words, detail = now - self._since[_ABSENT], self._complaints.words, self._missing()
-        if not obstacles and (words or waited > QUIET_SECONDS):
+        waited, event_text, detail = now - self._since[_ABSENT], self._complaints.words, self._missing()
+        if not obstacles and (event_text or waited > QUIET_SECONDS):
             self._report.record(detail)
         if waited >= pending_seconds:
             if obstacles:  # it was seen a little after the wait began, and says more
                 symptom = next(iter(obstacles.values())).symptom
                 return _Verdict(symptom.code, str(symptom), symptom)
-            code, _ = pod_events.classify_message(words)
+            code, _ = pod_events.classify_message(event_text)
             return _Verdict(code, f"{detail} (cluster.pending_timeout_minutes: {pending_seconds / 60:g})")
         return None
 
     def _missing(self) -> str:
         """How many pods have not started, and why."""
-        started, words = sum(map(self._runs, self._pods.objects.values())), self._complaints.words
-        reason = f"{words}; {pod_events.classify_message(words)[1]}" if words else ""
+        started, event_text = sum(map(self._runs, self._pods.objects.values())), self._complaints.words
+        reason = f"{event_text}; {pod_events.classify_message(event_text)[1]}" if event_text else ""
         detail = f"{started} of {self._nodes} pods of job {self._name} have started: "
         return detail + (reason or "no event says why; does the controller of its kind run?")
 
@@ -353,8 +353,8 @@ class Follower:
             return self._deleted([verdict.cause])
         generation = job["metadata"].get("generation", 0)
         with self._changed:
-            former = any(self._generations.get(pod_uid, generation) != generation for pod_uid in self._left())
-            if former or self._kind.status(job).state == "suspended":
+            is_former = any(self._generations.get(pod_uid, generation) != generation for pod_uid in self._left())
+            if is_former or self._kind.status(job).state == "suspended":
                 self._put_aside()
                 return None
         return _Verdict(ExitCode.OK) if self._kind.status(job).state == "succeeded" else verdict
@@ -372,11 +372,11 @@ class Follower:
 
 def _in_words(symptoms: Sequence[classify.Symptom]) -> str:
     """Why pods do not start: a single pod by its name, several with the same reason by their number."""
-    alike = Counter(symptom.words for symptom in symptoms)
+    counts = Counter(symptom.words for symptom in symptoms)
     reasons = []
-    for words, count in sorted(alike.items()):
+    for text, count in sorted(counts.items()):
         if count == 1:
-            reasons += [str(symptom) for symptom in symptoms if symptom.words == words]
+            reasons += [str(symptom) for symptom in symptoms if symptom.words == text]
         else:
-            reasons.append(f"{count} pods {words}" if words.startswith("cannot ") else f"{count} pods: {words}")
+            reasons.append(f"{count} pods {text}" if text.startswith("cannot ") else f"{count} pods: {text}")
     return "; ".join(reasons)

@@ -57,7 +57,7 @@ def _from_conditions(job: Object, words: Mapping[str, State], finished: bool) ->
 
 
 def _pytorchjob(job: Object) -> Status:
-    words: dict[str, State] = {
+    states: dict[str, State] = {
         "Failed": "failed",
         "Succeeded": "succeeded",
         "Suspended": "suspended",
@@ -68,28 +68,28 @@ def _pytorchjob(job: Object) -> Status:
     finished = (
         bool(job.get("status", {}).get("completionTime")) and "ttlSecondsAfterFinished" in job["spec"]["runPolicy"]
     )
-    return _from_conditions(job, words, finished=finished)
+    return _from_conditions(job, states, finished=finished)
 
 
 def _trainjob(job: Object) -> Status:
-    words: dict[str, State] = {"Failed": "failed", "Complete": "succeeded", "Suspended": "suspended"}
+    states: dict[str, State] = {"Failed": "failed", "Complete": "succeeded", "Suspended": "suspended"}
     if is_held(job) and not {"Failed", "Complete"} & _true_conditions(job).keys():
         return Status("suspended")
-    return _from_conditions(job, words, finished=False)  # its emitter gives it no time to live
+    return _from_conditions(job, states, finished=False)  # its emitter gives it no time to live
 
 
 def _volcano(job: Object) -> Status:
     state = job.get("status", {}).get("state", {})
-    words: dict[str, State] = {
+    states: dict[str, State] = {
         "Running": "running",
         "Completing": "running",
         "Completed": "succeeded",
         **dict.fromkeys(("Aborting", "Aborted", "Terminating", "Terminated", "Failed"), "failed"),
     }
     word = state.get("phase", "Pending")
-    ended = word in ("Completed", "Terminated", "Failed")
-    finished = ended and "ttlSecondsAfterFinished" in job["spec"]
-    return Status(words.get(word, "waiting"), state.get("reason", ""), state.get("message", ""), finished)
+    has_ended = word in ("Completed", "Terminated", "Failed")
+    finished = has_ended and "ttlSecondsAfterFinished" in job["spec"]
+    return Status(states.get(word, "waiting"), state.get("reason", ""), state.get("message", ""), finished)
 
 
 def _pytorchjob_rank(pod: Object) -> int:

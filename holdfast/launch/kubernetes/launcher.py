@@ -80,8 +80,8 @@ class KubernetesLauncher:
                 live = True
                 continue
             log.info("deleting job %s: nobody follows it", metadata["name"])
-            with Follower(self._api, self._kind, metadata["name"], run_id, number, self._changed) as former:
-                self._delete(metadata["name"], metadata["uid"], former, grace=60.0)
+            with Follower(self._api, self._kind, metadata["name"], run_id, number, self._changed) as follower:
+                self._delete(metadata["name"], metadata["uid"], follower, grace=60.0)
         for resource in self._kind.helpers:  # of a launcher that died between two creations
             for obj in self._api.list(resource, f"{RUN_LABEL}={run_id}")[0]:
                 if not live or obj["metadata"]["labels"].get(LAUNCH_LABEL) != str(launch):
@@ -96,9 +96,9 @@ class KubernetesLauncher:
         uid = self._create(job)
         with Follower(self._api, self._kind, job.name, job.run_id, job.launch, self._changed) as follower:
             try:
-                pending, nodes = job.cluster.pending_timeout_minutes * 60, job.cluster.nodes
+                pending_seconds, nodes = job.cluster.pending_timeout_minutes * 60, job.cluster.nodes
                 replaceable = job.cluster.restarts.budget if changes_members(job.cluster) else 0
-                ending = follower.follow(uid, pending, self._interrupted, nodes.min, replaceable)
+                ending = follower.follow(uid, pending_seconds, self._interrupted, nodes.min, replaceable)
             except (AccessDeniedError, MissingError):  # it cannot be followed: no job is better than an unattended one
                 self._api.delete(self._kind.resource, job.name, uid)
                 raise
@@ -139,8 +139,10 @@ class KubernetesLauncher:
         if self._pipeline is not None:
             return Ending(ExitCode.CANCELLED, follower.tail, "the pipeline run was ended")
         symptoms = follower.symptoms()
-        saved = bool(symptoms) and all(symptom.code == ExitCode.PREEMPTED for symptom in symptoms)
-        return Ending(ExitCode.PREEMPTED if saved else ExitCode.TERMINATED, follower.tail, "the launcher was stopped")
+        have_saved = bool(symptoms) and all(symptom.code == ExitCode.PREEMPTED for symptom in symptoms)
+        return Ending(
+            ExitCode.PREEMPTED if have_saved else ExitCode.TERMINATED, follower.tail, "the launcher was stopped"
+        )
 
     def _jobs(self, run_id: str) -> list[Object]:
         try:
@@ -196,11 +198,11 @@ class KubernetesLauncher:
                 raise self._unknown(error) from error
             except ConflictError as error:
                 conflict = error
-                known = self._api.get(resource, job.name)
-            if known is None:  # gone in between
+                existing = self._api.get(resource, job.name)
+            if existing is None:  # gone in between
                 time.sleep(MAKING_PAUSE)
                 continue
-            labels = known["metadata"].get("labels", {})
+            labels = existing["metadata"].get("labels", {})
             if (labels.get(RUN_LABEL), labels.get(LAUNCH_LABEL)) != (job.run_id, str(job.launch)):
                 problem = Problem(
                     "cluster.namespace",
@@ -209,7 +211,7 @@ class KubernetesLauncher:
                     "delete that one, or use another namespace",
                 )
                 raise SpecError([problem]) from conflict
-            return known
+            return existing
         raise ClusterUnreachableError(
             f"{resource} {job.name} in {self._api.namespace} could not be made in {MAKING_TRIES} tries: each was "
             f"refused as a conflict, and there was no such object ({conflict}); the same command tries it again"

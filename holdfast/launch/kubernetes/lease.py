@@ -80,7 +80,7 @@ class RunLease:
                 log.warning("the lease of run %s was not given back, it runs out by itself: %s", self._run_id, error)
 
     def _acquire(self) -> None:
-        begun = since = time.monotonic()
+        start = since = time.monotonic()
         last_version, logged = "", False
         while True:
             lease = self._api.get(LEASES, self._name)
@@ -95,7 +95,7 @@ class RunLease:
                         awaited = "the lease that is being deleted" if dying else f"the launcher {holder}"
                         log.info("run %s: waiting for %s", self._run_id, awaited)
                     logged = True
-                    if time.monotonic() - begun > self._patience:
+                    if time.monotonic() - start > self._patience:
                         raise HeldError(f"{holder} has the lease {self._name}")
                     time.sleep(POLL)
                     continue

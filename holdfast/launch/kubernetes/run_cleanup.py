@@ -27,11 +27,11 @@ def end_jobs_of_run(spec: str, overrides: Sequence[str], run_id: str) -> tuple[l
         cluster = parse_spec(spec, overrides).cluster
         home = Api.of_this_process(patience=API_PATIENCE)
         jobs = home.within(cluster.namespace or home.namespace)
-        ended = end_orphaned_jobs(jobs, run_id, cluster.job, find_own_pod(home, os.environ.get(POD_VARIABLE)))
+        ended_jobs = end_orphaned_jobs(jobs, run_id, cluster.job, find_own_pod(home, os.environ.get(POD_VARIABLE)))
     except HeldError as error:
         log.info("the job of run %s is left to its launcher: %s", run_id, error)
         return [], []
     except HoldfastError as error:
         log.warning("whether run %s left a job is not known: %s", run_id, redact(str(error)))
         return [], [f"whether a job of the run is left: {redact(str(error))}"]
-    return [f"job {name} was ended: no launcher followed it any more" for name in ended], []
+    return [f"job {name} was ended: no launcher followed it any more" for name in ended_jobs], []

@@ -40,7 +40,7 @@ class Mirror:
     def _follow(self) -> None:
         version, failures = None, 0
         while not self._closing.is_set():
-            begun = time.monotonic()
+            start = time.monotonic()
             try:
                 if version is None:
                     version = self._list()
@@ -51,7 +51,7 @@ class Mirror:
                         return
                     if kind != "BOOKMARK":
                         self._note(obj, deleted=kind == "DELETED")
-                failures = 0 if time.monotonic() - begun > 1 else failures + 1  # repeatedly closed immediately?
+                failures = 0 if time.monotonic() - start > 1 else failures + 1  # repeatedly closed immediately?
             except GoneError:
                 version, failures = None, failures + 1
             except (TransientError, ClusterUnreachableError) as error:

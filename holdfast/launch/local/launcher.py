@@ -227,9 +227,9 @@ def _keep(output: TextIO, path: Path, tail: deque[str]) -> None:
     redactor = StreamRedactor()
     with _naming(path), LaunchLog(path) as printed:
         for line in output:
-            if words := redactor.line(line):
-                printed.write(words)
-                tail.append(words.rstrip("\n"))
+            if text := redactor.line(line):
+                printed.write(text)
+                tail.append(text.rstrip("\n"))
 
 
 @contextmanager

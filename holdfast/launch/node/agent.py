@@ -74,10 +74,10 @@ class AgentKeeper:
         """
         with self._lock:
             self._ending = True
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             connection = self._connected()
-            given = max(0.0, min(seconds, latest() - begun))
+            given = max(0.0, min(seconds, latest() - start))
             connection.send(Drain(seconds=given))
             while not isinstance(message := connection.receive()[0], Drained) and time.monotonic() < latest():
                 pass
@@ -85,7 +85,7 @@ class AgentKeeper:
                 log.warning("this node has to go: what was in flight is saved by the next attempt")
             elif message.left:
                 log.warning("not saved within %g s: %s", given, "; ".join(message.left))
-            elif (duration := time.monotonic() - begun) > 1.0:
+            elif (duration := time.monotonic() - start) > 1.0:
                 log.info("the checkpoint agent had %.1f s of work left", duration)
         except (EOFError, OSError) as error:
             log.warning("the checkpoint agent is gone (%s): what was in flight is saved by the next attempt", error)
@@ -106,7 +106,7 @@ class AgentKeeper:
         """Follow the agent and its replacements until the launch ends."""
         pause = _PAUSE
         while True:
-            begun = time.monotonic()
+            start = time.monotonic()
             reason = self._followed()
             with self._lock:
                 ending = self._ending
@@ -115,7 +115,7 @@ class AgentKeeper:
                 return
             self._kill()
             log.warning("the checkpoint agent %s: another one takes over", reason)
-            pause = _PAUSE if time.monotonic() - begun > _LONGEST_PAUSE else min(_LONGEST_PAUSE, 2 * pause)
+            pause = _PAUSE if time.monotonic() - start > _LONGEST_PAUSE else min(_LONGEST_PAUSE, 2 * pause)
             time.sleep(pause)
             with self._lock:
                 if self._ending:

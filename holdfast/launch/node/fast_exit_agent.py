@@ -96,13 +96,13 @@ def end_survivors(
     have ended, except those that the kernel does not release. None of them counts as the cause.
     """
     is_saving = is_saving or _is_saving
-    begun, killed = time.monotonic(), set[int]()
+    start, killed = time.monotonic(), set[int]()
     for rank in _running(ranks):
         mark_as_left(rank.pid)
         log.warning("process %d is told to leave (SIGTERM): another rank was killed", rank.pid)
         _signal(rank, signal.SIGTERM)
     while running := _running(ranks):
-        passed = time.monotonic() - begun
+        passed = time.monotonic() - start
         late = [process for process in running if passed > (saving_seconds if is_saving(process.pid) else seconds)]
         new = [process for process in late if process.pid not in killed]
         _tell_where(new)
@@ -153,20 +153,20 @@ def _is_saving(pid: int) -> bool:
 @contextmanager
 def _ends(processes: Sequence[Started]) -> Iterator[Callable[[float], object]]:
     """A function that waits, in seconds, for the first of these processes to end."""
-    poll, opened, blind = select.poll(), list[int](), False
+    poll, descriptors, blind = select.poll(), list[int](), False
     try:
         for process in processes:
             fileno = getattr(process, "fileno", None)
             if fileno is not None:  # the process that forked it reports there, a moment after the kernel knows
                 poll.register(fileno(), select.POLLIN)
             elif (pidfd := _pidfd(process)) is not None:
-                opened.append(pidfd)
+                descriptors.append(pidfd)
                 poll.register(pidfd, select.POLLIN)
             else:
                 blind = True
         yield time.sleep if blind else (lambda seconds: poll.poll(seconds * 1000))
     finally:
-        for descriptor in opened:
+        for descriptor in descriptors:
             os.close(descriptor)
 
 

@@ -68,12 +68,12 @@ class HangConsensus:
         self._told += 1
         own = {"told": self._told, "node": node_name(), "ranks": [_packed(rank) for rank in mine]}
         self._store.set(f"{self._key}/{self._node}", self._sealed(str(self._node), json.dumps(own)))
-        others = [node for node in range(self._nodes) if node != self._node]
-        keys = [f"{self._key}/{node}" for node in others]
+        peers = [node for node in range(self._nodes) if node != self._node]
+        keys = [f"{self._key}/{node}" for node in peers]
         states = [(node_name(), rank) for rank in mine]
         if not self._store.check(keys):  # some have not started
             return states
-        for node, sealed in zip(others, self._store.multi_get(keys), strict=True):
+        for node, sealed in zip(peers, self._store.multi_get(keys), strict=True):
             try:
                 message = json.loads(self._opened(str(node), sealed))
             except ValueError as error:

@@ -106,8 +106,8 @@ class Hang:
         else:
             activity = "it sleeps" if first.idle else "it computes without an end"
         subject = f"ranks {ranks} hang" if len(self.suspects) > 1 else f"rank {ranks} hangs"
-        waiting = f"; {self.others} more wait" if self.others else ""
-        return f"{subject} on {node}, {place}, since {self.seconds:.1f} s: {activity}{waiting}"
+        more = f"; {self.others} more wait" if self.others else ""
+        return f"{subject} on {node}, {place}, since {self.seconds:.1f} s: {activity}{more}"
 
 
 def judge(ranks: Sequence[Watched], more: float = 0.0) -> Hang | None:

@@ -155,13 +155,13 @@ class RankOutput:
                 log.warning("the last lines of the ranks did not reach the store in %g s", seconds)
 
     def _pass_on(self) -> None:
-        begun: set[_Pipe] = set()  # pipes with an incomplete line
+        unfinished: set[_Pipe] = set()  # pipes with an incomplete line
         while True:
-            ready = self._selector.select(LINE_SECONDS if begun else None)
-            for pipe in () if ready else begun:
+            ready = self._selector.select(LINE_SECONDS if unfinished else None)
+            for pipe in () if ready else unfinished:
                 _pass(pipe, pipe.redactor.rest().encode())
             if not ready:
-                begun.clear()
+                unfinished.clear()
             for key, _ in ready:
                 if key.fd == self._woken:
                     with suppress(BlockingIOError):
@@ -169,9 +169,9 @@ class RankOutput:
                     continue
                 pipe, data = key.data, _read(key.fd)
                 _pass(pipe, pipe.take(data))
-                begun.discard(pipe)
+                unfinished.discard(pipe)
                 if data:
-                    begun |= {pipe} if pipe.redactor.waiting else set()
+                    unfinished |= {pipe} if pipe.redactor.waiting else set()
                     continue
                 self._selector.unregister(key.fd)
                 os.close(key.fd)
@@ -193,10 +193,10 @@ class RankOutput:
             for rank in ranks:
                 last = rank.at_end
                 self._look_at(rank, last)
-                written = rank.log.flush(last=last)
-                rank.kept = last and written
+                is_written = rank.log.flush(last=last)
+                rank.kept = last and is_written
                 rank.done = rank.kept and (closing or rank.log.stream.code is not None)
-                unwritten |= not written
+                unwritten |= not is_written
             if closing and not unwritten:
                 return
             if unwritten:  # the rest of a closed rank is retried like everything else

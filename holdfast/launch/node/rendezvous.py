@@ -213,7 +213,9 @@ class _State(BaseModel):
         state.participants = {_NodeDesc(*node): rank for node, rank in self.participants}
         state.wait_list = {_NodeDesc(*node) for node in self.wait_list}
         state.redundancy_list = {_NodeDesc(*node) for node in self.redundancy_list}
-        state.last_heartbeats = {_NodeDesc(*node): datetime.fromtimestamp(at, UTC) for node, at in self.last_heartbeats}
+        state.last_heartbeats = {
+            _NodeDesc(*node): datetime.fromtimestamp(moment, UTC) for node, moment in self.last_heartbeats
+        }
         return state
 
 

@@ -163,8 +163,8 @@ class Azure:
         for event in events.get("Events", []):
             if event["EventType"] in _GOES and self._name in event.get("Resources", []):
                 begins = event.get("NotBefore") or ""  # empty once it has begun
-                words = f"Azure has an event of kind {event['EventType']} for it"
-                return Notice(words, _until(parsedate_to_datetime(begins)) if begins else 0.0)
+                description = f"Azure has an event of kind {event['EventType']} for it"
+                return Notice(description, _until(parsedate_to_datetime(begins)) if begins else 0.0)
         return None
 
     def _read(self, path: str) -> str:

@@ -29,16 +29,16 @@ def stacks_of(
     always = {pid: blocking(pid, STACK_SIGNAL) for pid in files}
     for pid in files:
         asked[pid](STACK_SIGNAL)
-    begun = time.monotonic()
-    while late := [pid for pid, file in files.items() if not _has_written(pid, file, always[pid])]:
-        starved = any(next(states_of(pid), "") == "R" for pid in late)
-        if time.monotonic() - begun >= (starved_seconds if starved else STACK_SECONDS):
+    start = time.monotonic()
+    while pending := [pid for pid, file in files.items() if not _has_written(pid, file, always[pid])]:
+        starved = any(next(states_of(pid), "") == "R" for pid in pending)
+        if time.monotonic() - start >= (starved_seconds if starved else STACK_SECONDS):
             break
         time.sleep(0.05)
     stacks = dict[int, bytes]()
     for pid, file in files.items():
-        with suppress(OSError), file.open("rb") as written:
-            stacks[pid] = written.read(MAX_STACKS)
+        with suppress(OSError), file.open("rb") as stack_file:
+            stacks[pid] = stack_file.read(MAX_STACKS)
     return stacks
 
 

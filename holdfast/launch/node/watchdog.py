@@ -146,15 +146,15 @@ class Watchdog:
 
     def _verdict(self, seen: Sequence[Watched], environment: Mapping[str, str], now: float) -> HangDecision | None:
         """The verdict on a hang, here or on another node; None without one."""
-        known = [(node_name(), rank) for rank in seen]
+        states = [(node_name(), rank) for rank in seen]
         if seen and HangConsensus.is_for(environment):
             try:
-                return self._agreed(known, environment, now)
+                return self._agreed(states, environment, now)
             except RuntimeError as error:  # raised by torch's store
                 log.debug("the watchdogs of the other nodes cannot be asked: %s", error)
                 self._consensus, self._asked_at = None, now + ALONE_SECONDS
         hang = judge(seen)
-        return None if hang is None else _decision_of(hang, known)
+        return None if hang is None else _decision_of(hang, states)
 
     def _agreed(
         self, known: Sequence[tuple[str, Watched]], environment: Mapping[str, str], now: float

@@ -126,15 +126,15 @@ class RayLauncher:
             self.stop()
         make_folder(self._logs)
         path = self._logs / f"launch-{job.launch:06d}.log"
-        ended: queue.SimpleQueue[tuple[int, tuple[int, str]]] = queue.SimpleQueue()
+        results: queue.SimpleQueue[tuple[int, tuple[int, str]]] = queue.SimpleQueue()
         key = sealing.new_key()
         with _Log(path) as printed:
             for rank, node in enumerate(nodes):
                 environment = _environment(job, count, addresses[0][0], addresses[0][1], rank, key)
                 environment[NODE_NAME] = addresses[rank][2]
                 stream = node.run.options(num_returns="streaming").remote(_torchrun(job), environment)
-                threading.Thread(target=_follow, args=(rank, stream, printed, ended), daemon=True).start()
-            outcomes = self._wait(nodes, ended)
+                threading.Thread(target=_follow, args=(rank, stream, printed, results), daemon=True).start()
+            outcomes = self._wait(nodes, results)
         return _ending(outcomes, [place[2] for place in addresses], printed.tail, path)
 
     def _wait(self, nodes: Sequence[Any], ended: queue.SimpleQueue[tuple[int, tuple[int, str]]]) -> dict[int, Any]:

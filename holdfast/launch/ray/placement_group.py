@@ -121,11 +121,11 @@ def shortfall(name: str, bundle: Amounts, count: int, nodes: Sequence[Amounts]) 
 
 def format_resources(amounts: Amounts) -> str:
     """Amounts in readable form: `2 CPU, 4 GiB memory, 1 GPU`."""
-    words = [
+    texts = [
         f"{value / 2**30:.4g} GiB {name}" if name in BYTES else f"{value:g} {name}"
         for name, value in sorted(amounts.items(), key=lambda item: (item[0] not in ("CPU", "memory"), item[0]))
     ]
-    return ", ".join(words) or "nothing"
+    return ", ".join(texts) or "nothing"
 
 
 def _named_resources(bundle: Amounts, node: Amounts) -> list[str]:
@@ -135,6 +135,10 @@ def _named_resources(bundle: Amounts, node: Amounts) -> list[str]:
 
 def options_of(bundle: Amounts) -> dict[str, Any]:
     """A bundle as the options of a task or an actor that takes all of it."""
-    others = dict(bundle)
-    known = {"num_cpus": others.pop("CPU", 0), "memory": others.pop("memory", 0), "num_gpus": others.pop("GPU", 0)}
-    return {**known, "resources": others}
+    remaining = dict(bundle)
+    named = {
+        "num_cpus": remaining.pop("CPU", 0),
+        "memory": remaining.pop("memory", 0),
+        "num_gpus": remaining.pop("GPU", 0),
+    }
+    return {**named, "resources": remaining}

@@ -133,8 +133,8 @@ def closed(node: dict[str, Any]) -> dict[str, Any]:
     if "properties" in node:
         schema["properties"] = {name: closed(inner) for name, inner in node["properties"].items()}
     if node.get("type") == "object" or "properties" in node:
-        others = node.get("additionalProperties", node.get("x-kubernetes-preserve-unknown-fields", False))
-        schema["additionalProperties"] = closed(others) if isinstance(others, dict) else others
+        extra = node.get("additionalProperties", node.get("x-kubernetes-preserve-unknown-fields", False))
+        schema["additionalProperties"] = closed(extra) if isinstance(extra, dict) else extra
     if node.get("nullable") and "type" in schema:
         schema["type"] = [schema["type"], "null"]
     if node.get("x-kubernetes-list-type") == "set":
