@@ -49,12 +49,12 @@ def check_health(store: Store, spec: Assignment, device: torch.device, gang: Gan
 
 def _tell(store: Store, folder: str, report: Report, launch: int) -> None:
     number = take_next(store, folder, {"launch": launch, "report": report.model_dump(mode="json")})
-    words = {
+    texts = {
         severity: "; ".join(finding.words for finding in report.findings if finding.severity == severity)
         for severity in ("failed", "warned")
     }
     event = HealthChecked(
-        ranks=len(report.measured), seconds=report.seconds, reason=report.why, key=record_key(folder, number), **words
+        ranks=len(report.measured), seconds=report.seconds, reason=report.why, key=record_key(folder, number), **texts
     )
     log.log(logging.WARNING if event.is_news else logging.INFO, "%s", event.text)
     emit(event)

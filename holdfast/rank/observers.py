@@ -161,10 +161,10 @@ class History:
 
 def _phases_of(laps: Sequence[Lap]) -> dict[str, float]:
     """Mean seconds of each phase over some steps, as fields of a row."""
-    spent: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for lap in laps:
-        spent.update(lap.seconds)
-    return {f"{PHASE_SECONDS}{name}": seconds / len(laps) for name, seconds in spent.items()}
+        totals.update(lap.seconds)
+    return {f"{PHASE_SECONDS}{name}": seconds / len(laps) for name, seconds in totals.items()}
 
 
 class Progress:

@@ -46,17 +46,17 @@ def require_one_plan(plans: Sequence[Plan], determinism: str) -> None:
     """Refuse a gang whose ranks do not compute alike, because after a restart ranks may change places. `plans` are
     in rank order. Raises PlanChangedError with each odd rank and its differences. Under determinism `off` it only
     logs a warning."""
-    odd = {
+    odd_ranks = {
         rank: differences
         for rank, plan in enumerate(plans)
         if (differences := plans[0].differences(plan, "on rank 0", "here"))
     }
-    if not odd:
+    if not odd_ranks:
         return
     differing = "; ".join(
-        f"rank {rank}: {', '.join(differences)}" for rank, differences in list(odd.items())[:ODD_RANKS_SHOWN]
+        f"rank {rank}: {', '.join(differences)}" for rank, differences in list(odd_ranks.items())[:ODD_RANKS_SHOWN]
     )
-    message = f"{len(odd)} of {len(plans)} ranks compute in another way than rank 0 ({differing})"
+    message = f"{len(odd_ranks)} of {len(plans)} ranks compute in another way than rank 0 ({differing})"
     if determinism != "off":
         raise PlanChangedError(
             f"{message}, and training.determinism: {determinism} promises bits. Make the nodes alike, for instance by "

@@ -49,12 +49,12 @@ def require_equal_replicas(engine: Engine, gang: Gang, step: int) -> None:
     copies = gang.all_gather(_Copy(socket.gethostname(), names, digests.get(key, [])), _Copy)
     ranks = groups[key]
     suspects = [ranks[index] for index in suspected([copies[rank].digests for rank in ranks])]
-    words = (
+    message = (
         f"step {step}: {_described({rank: copies[rank] for rank in ranks}, suspects)}. Nothing of this step was saved"
     )
     if gang.rank in suspects:
-        raise WrongArithmeticError(words)
-    raise LostPeerError(words)
+        raise WrongArithmeticError(message)
+    raise LostPeerError(message)
 
 
 def suspected(held: Sequence[object]) -> list[int]:

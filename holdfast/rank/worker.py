@@ -229,8 +229,8 @@ def upload_rate(spec: Assignment) -> float | None:
 def near_tiers(store: Store, attempt: Attempt, gang: Gang, spec: Assignment) -> TierSet | None:
     """The local checkpoint tiers of this gang, or None if the spec has none. A collective call."""
     memory, disk = spec.checkpoint.memory, spec.checkpoint.disk
-    every = {"memory": memory.every_steps, "disk": disk.every_steps}
-    due = {name: steps for name, steps in every.items() if steps is not None}
+    intervals = {"memory": memory.every_steps, "disk": disk.every_steps}
+    due = {name: steps for name, steps in intervals.items() if steps is not None}
     return TierSet(store, attempt, gang, due, disk.path, memory.peers) if due else None
 
 

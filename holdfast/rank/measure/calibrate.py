@@ -91,11 +91,11 @@ def _seconds(device: torch.device, body: Callable[[], object], count: int) -> fl
     """The median seconds of `count` calls, after two uncounted ones."""
     times = []
     for _ in range(count + 2):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         body()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start)
     return statistics.median(times[2:])
 
 

@@ -66,12 +66,12 @@ class PhaseTimeReporter:
         self._tell(last=True, failed=error is not None and not isinstance(error, PreemptedError))
 
     def _tell(self, *, last: bool = False, failed: bool = False) -> None:
-        spent: Counter[str] = Counter()
+        totals: Counter[str] = Counter()
         for lap in self._laps:
             # After a failure a device may block forever in a collective with lost peers, so it is not waited for.
-            spent.update(lap.host if failed else lap.seconds)
+            totals.update(lap.host if failed else lap.seconds)
         self._laps, self._last_report = [], time.monotonic()
-        seconds = {name: round(value, 6) for name, value in spent.items() if value > 0}
+        seconds = {name: round(value, 6) for name, value in totals.items() if value > 0}
         read = self._meter.read().model_dump(exclude_none=True)
         if not self._metered:
             read.pop("joules", None)  # time before the first report is longer than the meter's measurement

@@ -107,8 +107,8 @@ class Profiler:
             return
         self._found = None
         if step > window.first:
-            words = f"steps {window.first} to {window.last} are not profiled: step {step} is the next one"
-            emit(WarningIssued(message=f"{words}; ask for later ones, or for the next ten with --steps 10"))
+            message = f"steps {window.first} to {window.last} are not profiled: step {step} is the next one"
+            emit(WarningIssued(message=f"{message}; ask for later ones, or for the next ten with --steps 10"))
             self._forget()
             return
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])

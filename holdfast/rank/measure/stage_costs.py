@@ -89,11 +89,11 @@ def _median_seconds(device: torch.device, forward: Callable[[], Tensor], repetit
 
     times, settle = [], settle_on(device)
     for _ in range(NOT_COUNTED + repetitions):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         result = forward()
         result.backward(torch.ones_like(result))
         settle()
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start)
     return statistics.median(times[NOT_COUNTED:])
 
 

@@ -186,8 +186,8 @@ class Stragglers:
         if finished.step % WINDOW == 0:
             now = [heartbeat.here.own(PHASES.index(phase)) for phase in WORK]
             if self._before is not None:  # the first steps compile
-                spent = [(end - begin) / WINDOW / self._work for begin, end in zip(self._before, now, strict=True)]
-                self._pending = self._gang.gather_later(spent)
+                durations = [(end - begin) / WINDOW / self._work for begin, end in zip(self._before, now, strict=True)]
+                self._pending = self._gang.gather_later(durations)
             self._before = now
 
     def on_save(self, step: int) -> Mapping[str, str]:  # noqa: ARG002

@@ -55,9 +55,9 @@ def _peak(spec: Assignment, device: str) -> tuple[float | None, str]:
     if spec.telemetry.peak_tflops is not None:
         return spec.telemetry.peak_tflops * 1e12, ""
     remedy = "telemetry.peak_tflops says it"
-    if (known := by_device(device)) is None:
+    if (accelerator := by_device(device)) is None:
         return None, f"the peak of {device} is in no table, and is not guessed; {remedy}"
     try:
-        return known.peak(spec.training.precision), ""
+        return accelerator.peak(spec.training.precision), ""
     except SpecError:
-        return None, f"the peak of {known.name} at {spec.training.precision} is in no table; {remedy}"
+        return None, f"the peak of {accelerator.name} at {spec.training.precision} is in no table; {remedy}"
