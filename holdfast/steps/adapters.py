@@ -210,8 +210,8 @@ def _store_of(spec: str | Mapping[str, Any], overrides: Sequence[str]) -> str:
     them if they are refused. Else it is HOLDFAST_STORE, or empty."""
     for changes in (overrides, ()):
         with suppress(SpecError):
-            if spec and (named := parse_spec(spec, changes).store):
-                return named
+            if spec and (store := parse_spec(spec, changes).store):
+                return store
     return os.environ.get("HOLDFAST_STORE", "")
 
 

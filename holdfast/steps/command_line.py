@@ -48,12 +48,12 @@ def spec_and_store(arguments: argparse.Namespace, changes: Sequence[str] = ()) -
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
     """The overrides of --overrides, then those of --set. Raises SpecError."""
     try:
-        listed = parse_json(arguments.overrides or "[]", list[str], "--overrides")
+        overrides = parse_json(arguments.overrides or "[]", list[str], "--overrides")
     except DataError:
         remedy = 'write it as ["training.steps=50", "name=other"]'
         problem = Problem("--overrides", arguments.overrides, "is not a JSON list of key=value", remedy)
         raise SpecError([problem], "overrides") from None
-    return [*listed, *arguments.set]
+    return [*overrides, *arguments.set]
 
 
 def report_progress(done: int, total: int) -> None:

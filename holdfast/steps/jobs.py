@@ -44,8 +44,8 @@ def recorder(job: str) -> Callable[[str, Outcome], None] | None:
             if not interrupted:
                 before = outcome_of(store, job, outcome.name)
                 interrupted.append(before.interrupted + 1 if before is not None and before.was_interrupted else 0)
-            counted = replace(outcome, interrupted=interrupted[0])
-            store.put(layout.job(job, outcome.name), counted.as_json())
+            updated = replace(outcome, interrupted=interrupted[0])
+            store.put(layout.job(job, outcome.name), updated.as_json())
         except (HoldfastError, OSError) as error:
             log.warning("the outcome of %s is not kept for the summary: %s", outcome.step, error)
 

@@ -95,11 +95,11 @@ def run_step(
 
 def _close(step_log: StepLog, code: ExitCode) -> None:
     """Store the end of the log. The outcome is already recorded: a signal must not change it."""
-    former = signal.signal(signal.SIGTERM, lambda *_: None)
+    handler = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         step_log.close(int(code))
     finally:
-        signal.signal(signal.SIGTERM, former or signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
 
 
 def _run(
@@ -109,7 +109,7 @@ def _run(
     part: str,
     step_log: StepLog | None,
 ) -> tuple[T | None, ExitCode]:
-    former = signal.signal(signal.SIGTERM, _terminated)
+    handler = signal.signal(signal.SIGTERM, _terminated)
     keeper = _Kept(outcomes_folder(), record)
     outcome = Outcome(step, os.getpid(), time.time(), pod=os.environ.get(POD, ""), part=part)
     keeper.save(outcome)  # before the test for the stop file: its writer looks for a process afterwards
@@ -133,8 +133,8 @@ def _run(
             outcome.result = results[0].summary
         except BaseException as error:
             meant = missing_package(error) or error
-            known = isinstance(meant, HoldfastError) and str(meant)
-            outcome.reason = str(meant) if known else f"{type(error).__name__}: {error}"
+            is_known = isinstance(meant, HoldfastError) and str(meant)
+            outcome.reason = str(meant) if is_known else f"{type(error).__name__}: {error}"
             raise
         finally:  # the rest records how it ended: a signal must not replace it
             signal.signal(signal.SIGTERM, lambda *_: None)
@@ -148,7 +148,7 @@ def _run(
         code = exit_code_of(guarded)
     outcome.exit_code, outcome.ended = int(code), time.time()
     keeper.save(outcome, last=True)
-    signal.signal(signal.SIGTERM, former or signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
     return (results[0] if results else None), code
 
 

@@ -120,8 +120,8 @@ class ShippedLog:
 
     def close(self, code: int) -> None:
         """See StepLog."""
-        ended = {"ended": time.time(), "code": code}
-        self._writer.describe(self._writer.stream.model_copy(update=ended))
+        update = {"ended": time.time(), "code": code}
+        self._writer.describe(self._writer.stream.model_copy(update=update))
         if self._thread is None:
             with suppress(Exception):  # a refused spec names no store, and a log must not fail its step
                 self.open(self._fallback())
@@ -236,8 +236,8 @@ def _collect(store: Store, job: str, since: float) -> bool:
         ids.add(match[1])
     if any(_shows(store, key, job) for key in _records_of(ids)):
         return False
-    failed = any(outcome.exit_code != 0 for outcome in recorded)
-    removed = [*logs] if failed else [*logs, *outcomes, *store.list(layout.named(job))]
+    has_failed = any(outcome.exit_code != 0 for outcome in recorded)
+    removed = [*logs] if has_failed else [*logs, *outcomes, *store.list(layout.named(job))]
     for batch in _batches(removed):
         store.delete_many([info.key for info in batch])
     return bool(removed)
