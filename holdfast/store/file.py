@@ -197,14 +197,14 @@ class FileStore:
 
     def _sweep(self, older_than: float) -> int:
         oldest = time.time() - older_than
-        ended = 0
+        count = 0
         with contextlib.suppress(OSError):
             for leftover in (self.root / HIDDEN / "unfinished").iterdir():
                 with contextlib.suppress(FileNotFoundError):
                     if leftover.stat().st_mtime < oldest:
                         leftover.unlink()
-                        ended += 1
-        return ended
+                        count += 1
+        return count
 
     def put_stream(self, key: str, size: int, content: Content) -> None:
         """Write an object while its bytes are produced."""
@@ -376,10 +376,10 @@ class FileStore:
         with self._speaking("list", prefix):
             try:
                 with os.scandir(folder) as entries:
-                    named = sorted((f"{e.name}/" if e.is_dir() else e.name, e) for e in entries)
+                    by_name = sorted((f"{e.name}/" if e.is_dir() else e.name, e) for e in entries)
             except (FileNotFoundError, NotADirectoryError):
                 return
-            for name, entry in named:
+            for name, entry in by_name:
                 key = parent + name
                 if name.startswith(".") or not (key.startswith(prefix) or prefix.startswith(key)):
                     continue

@@ -178,19 +178,19 @@ class StreamReader:
 
     def new_lines(self, objects: Sequence[ObjectInfo] | None = None) -> Iterator[str]:
         """The lines since the last call; the last one only once it is whole. `objects`: of its folder, if listed."""
-        listed = self._store.list(self._folder) if objects is None else objects
-        pieces = ((int(match[1]), info) for info in listed if (match := _PIECE.search(info.key)))
+        infos = self._store.list(self._folder) if objects is None else objects
+        pieces = ((int(match[1]), info) for info in infos if (match := _PIECE.search(info.key)))
         for number, info in sorted(pieces, key=lambda piece: piece[0]):
-            begun = self._read.get(number, 0)
-            if info.size <= begun or number < max(self._read, default=0):
+            start = self._read.get(number, 0)
+            if info.size <= start or number < max(self._read, default=0):
                 continue
             if number > max(self._read, default=-1) + 1:
                 yield from self._lines(b"\n[holdfast: what was printed here is not kept; see docs/logs.md]\n")
             try:
-                data = self._store.get(info.key, begun)
+                data = self._store.get(info.key, start)
             except MissingError:  # no longer kept
                 continue
-            self._read[number] = begun + len(data)
+            self._read[number] = start + len(data)
             yield from self._lines(data)
 
     def rest(self) -> Iterator[str]:

@@ -31,8 +31,8 @@ def open_store(url: str, *, deadline: float = 60.0) -> Store:
     elif parts.scheme == "s3" and not parts.netloc:
         problem = ("names no bucket", "write s3://bucket/prefix")
     if problem is not None:
-        shown = f"{parts.scheme}://(hidden)" if "@" in url or parts.query else url
-        raise SpecError([Problem("store", shown, *problem)], "store")
+        location = f"{parts.scheme}://(hidden)" if "@" in url or parts.query else url
+        raise SpecError([Problem("store", location, *problem)], "store")
     if parts.scheme == "file":
         from holdfast.store.file import FileStore
 
@@ -58,8 +58,8 @@ def local_folder(
     Raises DataError for an object whose key is no path below the folder.
     """
     prefix = f"{prefix.rstrip('/')}/" if prefix else ""
-    listed = (info for info in store.list(prefix) if not info.key.endswith("/"))  # consoles mark folders this way
-    infos = [info for info in listed if wanted(info.key.removeprefix(prefix))]
+    objects = (info for info in store.list(prefix) if not info.key.endswith("/"))  # consoles mark folders this way
+    infos = [info for info in objects if wanted(info.key.removeprefix(prefix))]
     if not infos:
         return None
     for info in infos:

@@ -33,28 +33,28 @@ def record_key(folder: str, number: int) -> str:
 def records(store: Store, folder: str, after: int = 0) -> list[tuple[int, float]]:
     """The taken numbers above `after` and the time of each (Unix seconds by the store's clock), lowest first. While
     `after` has at most five digits, keys below it are not listed."""
-    listed = store.list(folder, record_key(folder, after)) if 0 < after < FIVE_DIGITS else store.list(folder)
-    numbered = ((number, info.modified) for info in listed if (number := _number_of(info)))  # other objects are ignored
+    infos = store.list(folder, record_key(folder, after)) if 0 < after < FIVE_DIGITS else store.list(folder)
+    numbered = ((number, info.modified) for info in infos if (number := _number_of(info)))  # other objects are ignored
     return sorted(record for record in numbered if record[0] > after)
 
 
 def newest(store: Store, folder: str) -> int:
     """The highest number that is taken; 0 if none is. It lists few of many records: it searches ahead by steps that
     double while records are found, then halves the rest."""
-    known, step, beyond = 0, 0, FIVE_DIGITS  # no record is at `beyond` or above it
-    while known + step < FIVE_DIGITS:
-        page = list(islice(store.list(folder, record_key(folder, known + step)), PAGE))
+    lowest, step, beyond = 0, 0, FIVE_DIGITS  # no record is at `beyond` or above it
+    while lowest + step < FIVE_DIGITS:
+        page = list(islice(store.list(folder, record_key(folder, lowest + step)), PAGE))
         highest = max(filter(None, map(_number_of, page)), default=0)
         if len(page) < PAGE and (highest or not step):
-            return max(known, highest)
-        if len(page) == PAGE and highest <= known:
+            return max(lowest, highest)
+        if len(page) == PAGE and highest <= lowest:
             break  # other objects than records: the position of the next record is unknown
         if not highest:
-            beyond = known + step
-        known = max(known, highest)
-        step = max(PAGE, 2 * step) if known + step < beyond else step
-        if known + step >= beyond:
-            step = (beyond - known) // 2 if beyond - known > PAGE else 0
+            beyond = lowest + step
+        lowest = max(lowest, highest)
+        step = max(PAGE, 2 * step) if lowest + step < beyond else step
+        if lowest + step >= beyond:
+            step = (beyond - lowest) // 2 if beyond - lowest > PAGE else 0
     return max((number for number, _ in records(store, folder)), default=0)
 
 

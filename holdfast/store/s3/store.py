@@ -180,8 +180,8 @@ class S3Store:
                 block = memoryview(bytearray(min(parts.PART_BYTES, size - start)))
                 self._reads.fill("download", key, start, block, version)
                 while block.nbytes:
-                    written = os.pwrite(descriptor, block, start)
-                    start, block = start + written, block[written:]
+                    count = os.pwrite(descriptor, block, start)
+                    start, block = start + count, block[count:]
 
             in_parallel(fetch, range(0, size, parts.PART_BYTES))
 

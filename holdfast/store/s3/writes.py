@@ -201,7 +201,7 @@ class Writes:
 
         def complete(s3: S3Client) -> None:
             try:
-                s3.complete_multipart_upload(**name, MultipartUpload={"Parts": sent})
+                s3.complete_multipart_upload(**name, MultipartUpload={"Parts": parts_sent})
             except ClientError as error:
                 if reply_meaning(error) is not Meaning.UPLOAD_LOST and status_of(error) not in (404, 409):
                     raise
@@ -211,7 +211,7 @@ class Writes:
                     raise UploadLostError from None
 
         try:
-            sent = in_parallel(send, range(0, job.size, length))
+            parts_sent = in_parallel(send, range(0, job.size, length))
             self._request(f"{job.operation} (last step)", job.key, complete)
         except BaseException:
             with contextlib.suppress(HoldfastError):
@@ -268,7 +268,7 @@ class Writes:
         invisible and paid for. Returns the number. Looks at a few pages; the rest, and any failure, is left for later.
         """
         oldest = datetime.now(UTC) - timedelta(seconds=older_than)
-        ended = 0
+        count = 0
         place: dict[str, str] = {}
         with contextlib.suppress(HoldfastError):
             for _ in range(UPLOAD_PAGES):
@@ -277,11 +277,11 @@ class Writes:
                     if upload["Initiated"] < oldest and upload["Key"].startswith(self._prefix + folder):
                         name = {"Bucket": self._bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
                         self._abort(name)
-                        ended += 1
+                        count += 1
                 if not page.get("IsTruncated"):
                     break
                 place = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
-        return ended
+        return count
 
     def _uploads(self, folder: str, place: Mapping[str, str], s3: S3Client) -> Any:
         return s3.list_multipart_uploads(Bucket=self._bucket, Prefix=self._prefix + folder, **place)
