@@ -74,7 +74,7 @@ class Cost:
 
     def figures(self) -> dict[str, float]:
         """The known values, as metrics: `cost/…`."""
-        known = {
+        values = {
             "accelerator_hours": self.hours,
             "kilowatt_hours": self.kilowatt_hours,
             "utilisation": self.utilisation,
@@ -82,7 +82,7 @@ class Cost:
             "price_per_million_tokens": self.price_per_million_tokens,
             "carbon_grams": self.carbon,
         }
-        return {f"cost/{name}": value for name, value in known.items() if value is not None}
+        return {f"cost/{name}": value for name, value in values.items() if value is not None}
 
     def as_json(self) -> dict[str, object]:
         """For `--json`."""
@@ -107,18 +107,20 @@ def cost(spec: Spec, events: Sequence[Event], account: Ledger) -> Cost:
     """The cost of a run whose `events` have the ledger `account`, by the prices of its spec."""
     sizes = BatchSizes.of(spec.training)
     began = [event for event in events if isinstance(event, AttemptBegan)]
-    saved = [event.step for event in events if isinstance(event, SaveCommitted)]
+    saved_steps = [event.step for event in events if isinstance(event, SaveCommitted)]
     reports = [event for event in events if isinstance(event, TimeSpent)]
-    measured = [event for event in reports if event.joules is not None]
+    energy_reports = [event for event in reports if event.joules is not None]
     utilised = [event.utilisation for event in reports if event.utilisation is not None]
     seconds = account.total - account.seconds.get("queue", 0.0)
-    metered = sum(sum(event.seconds.values()) for event in measured)
+    metered = sum(sum(event.seconds.values()) for event in energy_reports)
     return Cost(
         accelerator=next((event.accelerator for event in reversed(began) if event.accelerator), ""),
         accelerators=len(account.ranks),
         hours=seconds / HOUR,
-        tokens=(sizes.before(saved[-1]) - sizes.before(began[0].step)) * spec.model.context if saved and began else 0,
-        kilowatt_hours=sum(event.joules or 0.0 for event in measured) / JOULES if measured else None,
+        tokens=(sizes.before(saved_steps[-1]) - sizes.before(began[0].step)) * spec.model.context
+        if saved_steps and began
+        else 0,
+        kilowatt_hours=sum(event.joules or 0.0 for event in energy_reports) / JOULES if energy_reports else None,
         metered=min(1.0, metered / seconds) if seconds else 0.0,
         utilisation=sum(utilised) / len(utilised) if utilised else None,
         prices=spec.cluster.prices,

@@ -66,8 +66,8 @@ def _merged(one: Event, other: Event) -> Event | None:
     if one.last or one.failed or not metered:
         return None
     seconds = dict(one.seconds)
-    for name, spent in other.seconds.items():
-        seconds[name] = seconds.get(name, 0.0) + spent
+    for name, duration in other.seconds.items():
+        seconds[name] = seconds.get(name, 0.0) + duration
     update: dict[str, object] = {"seconds": seconds, "peak_memory": max(one.peak_memory, other.peak_memory)}
     if one.joules is not None and other.joules is not None:
         update["joules"] = one.joules + other.joules
@@ -98,8 +98,8 @@ def is_fold(key: str) -> bool:
 def fold_events(store: Store, run_id: str, check: Callable[[], None] = lambda: None) -> int:
     """Fold the event objects of a run where FOLD of them are small. `check` is called before each deletion, and raises
     when the caller may not delete any more. Returns the number of deleted objects."""
-    listed = list(store.list(layout.run(run_id, "events/")))
-    return sum(_fold(store, run_id, chain, check) for chain in _chains(listed) if _is_worth_it(chain))
+    infos = list(store.list(layout.run(run_id, "events/")))
+    return sum(_fold(store, run_id, chain, check) for chain in _chains(infos) if _is_worth_it(chain))
 
 
 def _is_worth_it(chain: Sequence[ObjectInfo]) -> bool:

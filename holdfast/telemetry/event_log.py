@@ -82,8 +82,8 @@ class EventWriter:
                 self._urgent, last = False, self._closing
                 batch = self._batch()
                 self._flying = len(batch)
-            written = not batch or self._put(batch)
-            if last and (not written or not self._waiting):
+            is_written = not batch or self._put(batch)
+            if last and (not is_written or not self._waiting):
                 return
 
     def _batch(self) -> list[bytes]:
@@ -235,10 +235,10 @@ class StoreEvents:
         events: list[Event] = []
         fresh: list[Event] = []
         read, once = dict(self._read), _Once(self._once.seen)  # copies: after a store error, the next call reads again
-        listed = list(self._store.list(layout.run(self._run_id, "events/")))
-        for infos in self._batches(listed, read):
-            begun = [(info.key, read.get(info.key, 0)) for info in infos]
-            for (key, start), data in zip(begun, in_parallel(lambda one: self._store.get(*one), begun), strict=True):
+        all_infos = list(self._store.list(layout.run(self._run_id, "events/")))
+        for infos in self._batches(all_infos, read):
+            starts = [(info.key, read.get(info.key, 0)) for info in infos]
+            for (key, start), data in zip(starts, in_parallel(lambda one: self._store.get(*one), starts), strict=True):
                 read[key] = start + len(data)
                 fresh += events_in(self._wanted(data.splitlines()))
             if len(events) + len(fresh) > MOST:
@@ -246,7 +246,7 @@ class StoreEvents:
                 while len(events) > MOST and len(fewer := condense(events)) < len(events):
                     events = fewer
         fresh = once.of(fresh)
-        self._read, self._once = {info.key: read[info.key] for info in listed if info.key in read}, once
+        self._read, self._once = {info.key: read[info.key] for info in all_infos if info.key in read}, once
         return sorted([*events, *fresh], key=_order) if events else fresh
 
     def _batches(self, listed: Iterable[ObjectInfo], read: Mapping[str, int]) -> Iterator[list[ObjectInfo]]:
@@ -279,8 +279,8 @@ def _mark_of(kind: type[Event]) -> bytes:
 def newest_objects(store: Store, run_id: str) -> Iterator[list[Event]]:
     """The events of each object of a run, the object that changed last first. Folds, whose processes have ended, come
     last."""
-    listed = store.list(layout.run(run_id, "events/"))
-    for info in sorted(listed, key=lambda info: (not is_fold(info.key), info.modified, info.key), reverse=True):
+    infos = store.list(layout.run(run_id, "events/"))
+    for info in sorted(infos, key=lambda info: (not is_fold(info.key), info.modified, info.key), reverse=True):
         with suppress(MissingError):  # it was folded since it was listed
             yield list(events_in(store.get(info.key).splitlines()))
 

@@ -104,8 +104,8 @@ class LaunchEnded(_Event):
     @property
     def text(self) -> str:
         """See _Event."""
-        after = "" if self.restart_in is None else f"; starting the next in {self.restart_in:.0f} s"
-        return _joined(f"launch {self.launch} ended ({in_words(self.code)}){after}", self.detail)
+        next_launch = "" if self.restart_in is None else f"; starting the next in {self.restart_in:.0f} s"
+        return _joined(f"launch {self.launch} ended ({in_words(self.code)}){next_launch}", self.detail)
 
     @property
     def is_news(self) -> bool:
@@ -201,8 +201,8 @@ class TimeSpent(Figures, _Event):
     @property
     def text(self) -> str:
         """See _Event."""
-        spent = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.seconds.items())
-        return f"rank {self.rank} by step {self.step}: {spent}"
+        phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.seconds.items())
+        return f"rank {self.rank} by step {self.step}: {phases}"
 
 
 class ProfileSaved(_Event):
@@ -231,8 +231,8 @@ class SaveCommitted(_Event):
     @property
     def text(self) -> str:
         """See _Event."""
-        written = "" if self.bytes is None else f", {self.bytes:,} bytes"
-        return f"saved step {self.step} in {self.seconds:.1f} s{written}; training waited {self.stall_seconds:.2f} s"
+        size = "" if self.bytes is None else f", {self.bytes:,} bytes"
+        return f"saved step {self.step} in {self.seconds:.1f} s{size}; training waited {self.stall_seconds:.2f} s"
 
 
 class SaveFailed(_Event):

@@ -120,19 +120,19 @@ def _rows_of(store: Store, run_id: str, spans: Sequence[tuple[int, int, int]], a
         by_attempt = defaultdict[int, list[MetricSegment]](list)
         for segment in segments_of(store, run_id):
             by_attempt[segment.attempt].append(segment)
-        waiting = deque(
+        reads = deque(
             (segment_read, begin, end)
             for begin, end, attempt in spans
             if end > done
             for segment_read in cover(by_attempt[attempt], max(begin, done), end)
         )
         try:
-            while waiting:
-                batch = [waiting.popleft()]
+            while reads:
+                batch = [reads.popleft()]
                 size = batch[0][0].size
-                while waiting and size + waiting[0][0].size <= READ_BYTES:
-                    size += waiting[0][0].size
-                    batch.append(waiting.popleft())
+                while reads and size + reads[0][0].size <= READ_BYTES:
+                    size += reads[0][0].size
+                    batch.append(reads.popleft())
                 read = in_parallel(lambda one: store.get(one[0].key), batch)
                 for (segment_read, begin, end), data in zip(batch, read, strict=True):
                     for row in _parse(data, segment_read.key):
@@ -263,12 +263,12 @@ def _chains(segments: Sequence[MetricSegment]) -> Iterator[list[MetricSegment]]:
     chain: list[MetricSegment] = []
     end, size = -1, 0
     for segment in sorted(segments, key=lambda one: (one.after, -one.upto)):
-        inside = chain and segment.upto <= end
-        if not inside and (segment.after != end or size >= FULL_BYTES):
+        is_inside = chain and segment.upto <= end
+        if not is_inside and (segment.after != end or size >= FULL_BYTES):
             yield chain
             chain, size = [], 0
         chain.append(segment)
-        end, size = max(end, segment.upto), size + (0 if inside else segment.size)
+        end, size = max(end, segment.upto), size + (0 if is_inside else segment.size)
     yield chain
 
 

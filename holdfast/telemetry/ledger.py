@@ -76,7 +76,7 @@ class Ledger:
     @property
     def seconds(self) -> dict[Class, float]:
         """Of all ranks together, in the order of CLASSES."""
-        totals = {name: sum(spent.get(name, 0.0) for spent in self.ranks.values()) for name in CLASSES}
+        totals = {name: sum(classes.get(name, 0.0) for classes in self.ranks.values()) for name in CLASSES}
         return {name: seconds for name, seconds in totals.items() if seconds > 0}
 
     @property
@@ -95,7 +95,7 @@ class Ledger:
 
     def as_json(self) -> dict[str, object]:
         """For `--json`."""
-        ranks = {str(rank): dict(spent) for rank, spent in sorted(self.ranks.items())}
+        ranks = {str(rank): dict(classes) for rank, classes in sorted(self.ranks.items())}
         return {
             "wall_seconds": self.wall,
             "rank_seconds": self.total,
@@ -112,9 +112,9 @@ def ledger(events: Iterable[Event], until: float | None = None) -> Ledger:
     for span in _spans(list(events), until):
         wall += span.end - span.begin
         for rank in range(max((launch.ranks for launch in span.launches), default=0)):
-            spent = ranks.setdefault(rank, {})
+            classes = ranks.setdefault(rank, {})
             for name, seconds in _spent(rank, span).items():
-                spent[name] = spent.get(name, 0.0) + seconds
+                classes[name] = classes.get(name, 0.0) + seconds
     return Ledger(ranks, wall)
 
 
@@ -214,9 +214,9 @@ class _Reader:
 
     def _launch_began(self, event: LaunchBegan) -> None:
         if event.adopted and event.launch in self._launches:
-            launch, former = self._launches[event.launch]
-            if self._continues(launch, former):  # its ranks worked while no launcher followed it
-                launch.ended, launch.code, former.end = math.inf, None, math.inf
+            launch, former_span = self._launches[event.launch]
+            if self._continues(launch, former_span):  # its ranks worked while no launcher followed it
+                launch.ended, launch.code, former_span.end = math.inf, None, math.inf
                 return
         span = self._open(event.time)
         if span.launches:
@@ -297,9 +297,9 @@ def _spans(events: Sequence[Event], until: float | None) -> list[_Span]:
     for span in spans:
         span.end = min(span.end, last if until is None else until)
     attempts = [each for span in spans for launch in span.launches for each in launch.attempts.values()]
-    begun = [attempt for attempt in sorted(attempts, key=lambda each: each.number) if attempt.began is not None]
-    for index, attempt in enumerate(begun):
-        if later := begun[index + 1 :]:
+    started = [attempt for attempt in sorted(attempts, key=lambda each: each.number) if attempt.began is not None]
+    for index, attempt in enumerate(started):
+        if later := started[index + 1 :]:
             kept = min(each.step for each in later)
             attempt.lost_from = -math.inf if kept < attempt.step else attempt.time_of(kept)
     return spans
@@ -337,20 +337,20 @@ def _spent(rank: int, span: _Span) -> Mapping[Class, float]:
         attempts = sorted(launch.attempts.values(), key=lambda each: each.number)
         for index, attempt in enumerate(attempts):
             following = attempts[index + 1] if index + 1 < len(attempts) else None
-            ended = min(launch.ended, span.end) if following is None else _first_sign(following, rank)
+            end_time = min(launch.ended, span.end) if following is None else _first_sign(following, rank)
             reports = attempt.told.get(rank, [])
-            wait(min(_first_sign(attempt, rank), ended), launch)
+            wait(min(_first_sign(attempt, rank), end_time), launch)
             for event in reports:
                 begin = event.time - sum(event.seconds.values())
-                work(min(begin, ended), attempt.usual(), attempt.lost_from)
-                work(min(event.time, ended), event.seconds, attempt.lost_from)
-            failed = min(attempt.failed, ended) if following or launch.code != ExitCode.OK else ended
+                work(min(begin, end_time), attempt.usual(), attempt.lost_from)
+                work(min(event.time, end_time), event.seconds, attempt.lost_from)
+            failure_time = min(attempt.failed, end_time) if following or launch.code != ExitCode.OK else end_time
             if not (reports and reports[-1].last):
-                work(failed, attempt.usual(), attempt.lost_from)
+                work(failure_time, attempt.usual(), attempt.lost_from)
             if following is not None:
-                wait(ended, launch)
+                wait(end_time, launch)
             elif launch.code is not None:
-                fill(ended, "end" if launch.code in (ExitCode.OK, ExitCode.PREEMPTED) else "detect")
+                fill(end_time, "end" if launch.code in (ExitCode.OK, ExitCode.PREEMPTED) else "detect")
         wait(launch.ended, launch)
     fill(span.end, "schedule")
     return spent
@@ -371,9 +371,9 @@ def _classes(begin: float, end: float, shares: Mapping[str, float], lost_from: f
     steps = begin + length * sum(share for name, share in shares.items() if name in _BEFORE_STEPS)
     repeated = (end - max(steps, min(lost_from, end))) / (end - steps) if end > steps else 0.0  # a share of the steps
     for name, share in shares.items():
-        known = _CLASS_OF.get(name, "check")
-        if name in _BEFORE_STEPS or known in _NEVER_LOST:
-            yield known, length * share
+        class_name = _CLASS_OF.get(name, "check")
+        if name in _BEFORE_STEPS or class_name in _NEVER_LOST:
+            yield class_name, length * share
         else:
-            kinds: tuple[tuple[Class, float], ...] = ((known, 1 - repeated), ("lost", repeated))
+            kinds: tuple[tuple[Class, float], ...] = ((class_name, 1 - repeated), ("lost", repeated))
             yield from ((kind, length * share * part) for kind, part in kinds if part > 0)

@@ -84,10 +84,10 @@ class Lap:
         if len(self.stamps) < 2:
             return self.host
         self.stamps[-1][1].synchronize()
-        spent: dict[Phase, float] = {}
+        totals: dict[Phase, float] = {}
         for (phase, begin), (_, end) in zip(self.stamps, self.stamps[1:], strict=False):
-            spent[phase] = spent.get(phase, 0.0) + begin.elapsed_time(end) / 1000
-        return spent
+            totals[phase] = totals.get(phase, 0.0) + begin.elapsed_time(end) / 1000
+        return totals
 
 
 class PhaseClock:

@@ -92,8 +92,8 @@ def rank_lines(
         for stream in fitting:
             reader = StreamReader(store, layout.rank_log(run_id, rank, stream.name))
             yield from following.setdefault(stream.name, reader).new_lines()
-        ended = attempt is not None and bool(fitting) and all(stream.ended is not None for stream in fitting)
-        if not goes_on or ended:
+        has_ended = attempt is not None and bool(fitting) and all(stream.ended is not None for stream in fitting)
+        if not goes_on or has_ended:
             break
         time.sleep(poll_seconds)
     if not following:

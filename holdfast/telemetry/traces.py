@@ -121,14 +121,19 @@ class Spans:
                 self._attempt, self._attempt, self._launch or RUN, event.time, attributes=attributes
             )
         elif isinstance(event, SaveCommitted):
-            saved = {
+            save_attributes = {
                 "holdfast.step": event.step,
                 "holdfast.bytes": event.bytes or 0,
                 "holdfast.stall_seconds": event.stall_seconds,
             }
             parent = f"attempt {event.attempt}"
             yield Span(
-                "save", f"save {event.attempt} {event.step}", parent, event.time - event.seconds, event.time, {**saved}
+                "save",
+                f"save {event.attempt} {event.step}",
+                parent,
+                event.time - event.seconds,
+                event.time,
+                {**save_attributes},
             )
         elif isinstance(event, TimeSpent):
             if event.last and event.rank == 0:
@@ -137,8 +142,8 @@ class Spans:
             error = "" if event.status == "succeeded" else f"{event.status}: {event.reason}"
             began = event.time if self._began is None else self._began
             yield Span("run", RUN, "", began, event.time, {"holdfast.status": event.status}, error)
-        if isinstance(event, NOTED) and (within := self._open.get(self._attempt) or self._open.get(self._launch)):
-            within.notes.append((event.time, event.kind, event.text))
+        if isinstance(event, NOTED) and (span := self._open.get(self._attempt) or self._open.get(self._launch)):
+            span.notes.append((event.time, event.kind, event.text))
 
     def _close(
         self, key: str, when: float, error: str = "", attributes: dict[str, Value] | None = None
@@ -198,7 +203,7 @@ class Traces:
 
     def _send(self, span: Span) -> None:
         self._ids.next = span_id(self._run_id, span.key)
-        within = None
+        context = None
         if span.parent:
             parent = SpanContext(
                 trace_id(self._run_id),
@@ -206,9 +211,9 @@ class Traces:
                 is_remote=True,
                 trace_flags=TraceFlags(TraceFlags.SAMPLED),
             )
-            within = set_span_in_context(NonRecordingSpan(parent))
+            context = set_span_in_context(NonRecordingSpan(parent))
         span_sent = self._tracer.start_span(
-            span.name, within, attributes=span.attributes, start_time=_nanoseconds(span.begin)
+            span.name, context, attributes=span.attributes, start_time=_nanoseconds(span.begin)
         )
         for moment, name, text in span.notes:
             span_sent.add_event(name, {"message": text}, _nanoseconds(moment))
