@@ -41,10 +41,10 @@ class _Claim:
 def claimed_run(client: MlflowClient, spec: Spec, run_id: str, store: Store, uri: str) -> str | None:
     """The MLflow run for `run_id`; None where there is none."""
     try:
-        claimed = read_json(store, _key(spec, run_id, uri), _Claim).mlflow_run_id
+        mlflow_run_id = read_json(store, _key(spec, run_id, uri), _Claim).mlflow_run_id
     except (MissingError, DataError):
         return None
-    return claimed if _is_active(client, claimed) else None
+    return mlflow_run_id if _is_active(client, mlflow_run_id) else None
 
 
 def _key(spec: Spec, run_id: str, uri: str) -> str:
@@ -64,9 +64,9 @@ def claim(
             version = None
         else:
             with contextlib.suppress(DataError):  # a damaged claim is replaced
-                claimed = parse_json(data, _Claim, f"{store.url}/{key}").mlflow_run_id
-                if _is_active(client, claimed):
-                    return claimed
+                mlflow_run_id = parse_json(data, _Claim, f"{store.url}/{key}").mlflow_run_id
+                if _is_active(client, mlflow_run_id):
+                    return mlflow_run_id
         candidate = _tagged_run(client, experiment_id, tag, value)
         created = candidate is None
         if candidate is None:

@@ -190,8 +190,8 @@ def _alone(uri: str) -> Iterator[None]:
             raise HungError(f"{file.name}: another process has held it for {LOCK_SECONDS:g} s; end that one")
         if not database.exists():
             _create(database)
-        with closing(sqlite3.connect(database, timeout=BUSY_SECONDS)) as opened:  # MLflow would retry for minutes
-            opened.execute("PRAGMA schema_version")
+        with closing(sqlite3.connect(database, timeout=BUSY_SECONDS)) as connection:  # MLflow would retry for minutes
+            connection.execute("PRAGMA schema_version")
         yield
 
 
@@ -232,8 +232,8 @@ def _create(database: Path) -> None:
     unfinished = database.with_name(f"{database.name}.unfinished")
     try:
         unfinished.unlink(missing_ok=True)
-        with closing(sqlite3.connect(unfinished)) as opened:
-            opened.execute("PRAGMA schema_version")
+        with closing(sqlite3.connect(unfinished)) as connection:
+            connection.execute("PRAGMA schema_version")
         MlflowClient(tracking_uri=f"{_SQLITE}{unfinished}", registry_uri=f"{_SQLITE}{unfinished}").search_experiments()
         unfinished.replace(database)
     finally:

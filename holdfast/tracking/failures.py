@@ -110,7 +110,7 @@ def meaning(error: BaseException) -> tuple[ExitCode, str]:
             return ExitCode.NO_SPACE, "free some space"
         if isinstance(cause, PermissionError) or names & CREDENTIALS or codes & DENIED_CODES:
             return ExitCode.ACCESS_DENIED, NEEDS_CREDENTIALS
-        if any(words in text for words in DENIED_WORDS):
+        if any(pattern in text for pattern in DENIED_WORDS):
             return ExitCode.ACCESS_DENIED, "check user and password in MLFLOW_TRACKING_URI"
         if names & NO_PLUGIN:
             return (

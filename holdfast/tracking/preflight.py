@@ -83,8 +83,8 @@ def _in_sqlite(database: Path, experiment: str) -> tuple[str, str] | None:
     if not database.exists():
         return None
     try:
-        with closing(sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True, timeout=SECONDS)) as opened:
-            row = opened.execute(
+        with closing(sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True, timeout=SECONDS)) as connection:
+            row = connection.execute(
                 "SELECT experiment_id, lifecycle_stage FROM experiments WHERE name = ?", (experiment,)
             ).fetchone()
     except sqlite3.Error:

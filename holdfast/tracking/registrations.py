@@ -77,8 +77,8 @@ def content_digest(data: bytes) -> str:
 
 def trusted_stores(spec: Spec, store: Store) -> tuple[Store, ...]:
     """The stores whose registrations count: the one in use, and those that the spec names."""
-    others = (open_store(url) for url in spec.registration.trusted_stores)
-    return (store, *(other for other in others if other.url != store.url))
+    extra = (open_store(url) for url in spec.registration.trusted_stores)
+    return (store, *(other for other in extra if other.url != store.url))
 
 
 def read_registration(store: Store, key: str) -> Registration | None:

@@ -103,7 +103,10 @@ def registered(stores: Stores, uri: str | None = None) -> list[tuple[Champion, t
         }
     described = _described(all_of_store, trusted, uri)
     return [
-        (version, tuple(sorted(name for name, of in aliases[version.model].items() if int(of) == version.version)))
+        (
+            version,
+            tuple(sorted(name for name, number in aliases[version.model].items() if int(number) == version.version)),
+        )
         for version in sorted(described, key=lambda version: (version.model, -version.version))
     ]
 
@@ -129,13 +132,13 @@ def rollback(model: str, stores: Stores, uri: str | None = None) -> Champion:
     client = connect(uri)
     with translated(uri):
         current = version_by_alias(client, model, CHAMPION)
-        former = None if current is None else current.tags.get(REPLACED_TAG, "")
-        if former is None or not former.isdecimal():
+        previous = None if current is None else current.tags.get(REPLACED_TAG, "")
+        if previous is None or not previous.isdecimal():
             raise MissingError(
                 f"registered model {model!r} has no earlier champion; promote one: `holdfast models list` lists them"
             )
-        target = _named(client, uri, model, int(former), trusted)
-        set_alias(client, model, CHAMPION, int(former))
+        target = _named(client, uri, model, int(previous), trusted)
+        set_alias(client, model, CHAMPION, int(previous))
     return target
 
 
