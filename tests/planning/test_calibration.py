@@ -19,7 +19,7 @@ SIZES = (2**12, 2**16, 2**20, 2**24)
 
 
 def measured(**machine: object) -> Calibration:
-    """A machine whose collectives lie on one line, and which takes twice as long to gather at 1 MiB."""
+    """A machine whose collectives lie on one line, except that a gather of 1 MiB takes twice as long."""
 
     def seconds(collective: str, ranks: int, size: int) -> float:
         rounds, amount = cost(collective, size, ranks)

@@ -136,7 +136,7 @@ def _child(parent: psutil.Process) -> psutil.Process:
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and parent.is_running() and parent.status() != psutil.STATUS_ZOMBIE:
         for child in parent.children():
-            with suppress(psutil.NoSuchProcess):  # a short-lived child of the command
+            with suppress(psutil.NoSuchProcess):  # one that the command starts briefly
                 if STAGES in " ".join(child.cmdline()):
                     return child
         time.sleep(0.05)

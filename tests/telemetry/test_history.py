@@ -147,7 +147,7 @@ def test_a_fold_that_dies_anywhere_loses_no_row_and_is_finished_by_the_next(stor
 
 
 def test_two_that_fold_at_once_and_a_reader_beside_them_see_every_row_once(store: Store) -> None:
-    """Another fold, or the commits and a fold after them, alternate before each operation."""
+    """In each round, commits and another fold come before one operation of a fold or of a reader."""
     for position in range(30):
         for info in list(store.list(layout.run(RUN))):
             store.delete(info.key)

@@ -92,7 +92,7 @@ for name in sys.stdin:
 
 @pytest.fixture(params=["as root", "as a user"])
 def rights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root tests user namespaces too."""
+    """As root, user namespaces are tested too."""
     if request.param == "as root" and disk._tried() != ((), ""):
         pytest.skip("not root")
     if request.param == "as a user":

@@ -107,7 +107,7 @@ def test_a_model_that_is_not_blessed_is_not_registered_and_nothing_is_trained_tw
     assert workflow.nodes["register"].phase == "Skipped"
     assert "not blessed" in workflow.nodes["onExit"].artifacts["summary"].read_text()
     assert len(objects(folder, "runs/*/registrations/*.json")) == 1
-    assert len(objects(folder, "runs/*/attempts/??????.json")) == 1  # another bound evaluates the same run
+    assert len(objects(folder, "runs/*/attempts/??????.json")) == 1  # the same run is evaluated again
 
 
 def test_a_bad_spec_is_not_tried_again_and_the_exit_handler_says_why(first: Workflow, folder: Path) -> None:
