@@ -19,17 +19,17 @@ REPLIES = {
 @contextlib.contextmanager
 def dripping(reply: bytes) -> Iterator[str]:
     """The address of a server that sends `reply`, and then one byte ten times per second."""
-    stopped = threading.Event()
+    stop = threading.Event()
 
     def serve(connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
             connection.recv(65536)
             connection.sendall(reply)
-            while not stopped.wait(0.1):
+            while not stop.wait(0.1):
                 connection.sendall(b"1")
 
     def accept() -> None:
-        while not stopped.is_set():
+        while not stop.is_set():
             with contextlib.suppress(OSError):
                 threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
 
@@ -40,5 +40,5 @@ def dripping(reply: bytes) -> Iterator[str]:
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
-            stopped.set()
+            stop.set()
             thread.join()

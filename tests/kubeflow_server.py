@@ -410,8 +410,8 @@ def _handler_of(server: KubeflowServer) -> type[BaseHTTPRequestHandler]:
                 query = {key: values[0] for key, values in parse_qs(parts.query).items()}
                 result = server.answer(self.command, parts.path, query, body, self.headers.get("Content-Type", ""))
                 answer = result if isinstance(result, bytes) else json.dumps(result).encode()
-            except RefusedError as refused:
-                status, answer = refused.status, json.dumps({"code": refused.status, "message": str(refused)}).encode()
+            except RefusedError as error:
+                status, answer = error.status, json.dumps({"code": error.status, "message": str(error)}).encode()
             if fault == "lose":
                 self.close_connection = True
                 return

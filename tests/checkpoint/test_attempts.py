@@ -282,9 +282,9 @@ def test_a_bug_in_a_save_is_called_a_bug(folder_store: Store) -> None:
             raise ZeroDivisionError
 
     writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), max_lag_steps=100)  # type: ignore[arg-type]
-    with pytest.raises(HoldfastError, match=r"(?s)step 3: .*Traceback.*ZeroDivisionError") as raised:
+    with pytest.raises(HoldfastError, match=r"(?s)step 3: .*Traceback.*ZeroDivisionError") as error:
         save(writer, 3)
-    assert raised.value.exit_code == ExitCode.UNEXPECTED
+    assert error.value.exit_code == ExitCode.UNEXPECTED
 
 
 def test_no_pack_goes_while_a_manifest_lies_there_that_cannot_be_read(folder_store: Store) -> None:

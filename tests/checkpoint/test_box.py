@@ -40,17 +40,17 @@ def filled(whole: tuple[int, ...], box: Rectangle) -> np.ndarray:
 def test_an_overlap_is_exactly_the_elements_that_both_boxes_hold(
     case: tuple[tuple[int, ...], Rectangle, Rectangle],
 ) -> None:
-    whole, one, other = case
+    whole, first, second = case
     index = np.arange(prod(whole)).reshape(whole)
-    mine = index[tuple(slice(low, low + size) for low, size in zip(*one, strict=True))]
-    theirs = index[tuple(slice(low, low + size) for low, size in zip(*other, strict=True))]
-    common = filled(whole, one) & filled(whole, other)
-    met = overlap(*one, *other)
+    first_ids = index[tuple(slice(low, low + size) for low, size in zip(*first, strict=True))]
+    second_ids = index[tuple(slice(low, low + size) for low, size in zip(*second, strict=True))]
+    common = filled(whole, first) & filled(whole, second)
+    met = overlap(*first, *second)
     if met is None:
         assert not common.any()
     else:
-        assert np.array_equal(mine[met[0]], theirs[met[1]])
-        assert np.array_equal(np.sort(mine[met[0]].ravel()), index[common])
+        assert np.array_equal(first_ids[met[0]], second_ids[met[1]])
+        assert np.array_equal(np.sort(first_ids[met[0]].ravel()), index[common])
 
 
 @given(

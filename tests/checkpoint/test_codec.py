@@ -38,9 +38,9 @@ def test_what_decays_and_grows_is_expected_to_have_decayed() -> None:
     choice = choose(now.tobytes(), "float32", before.tobytes())
     assert choice.codec == Codec.DIFFERENCES
     assert 0.95 <= choice.scale < 0.96
-    stored = encode(now.tobytes(), "float32", before.tobytes(), choice.scale)
-    assert len(stored) < len(encode(now.tobytes(), "float32", before.tobytes()))
-    assert decoded(stored, Codec.DIFFERENCES, "float32", now.nbytes, before.tobytes()) == now.tobytes()
+    encoded = encode(now.tobytes(), "float32", before.tobytes(), choice.scale)
+    assert len(encoded) < len(encode(now.tobytes(), "float32", before.tobytes()))
+    assert decoded(encoded, Codec.DIFFERENCES, "float32", now.nbytes, before.tobytes()) == now.tobytes()
 
 
 def test_special_floats_keep_their_payload() -> None:
@@ -76,9 +76,9 @@ def test_what_is_measured_decides() -> None:
 )
 def test_what_nobody_encoded_is_refused(damage: object) -> None:
     assert callable(damage)
-    stored = damage(encode(weights(1).tobytes(), "float32"))
+    encoded = damage(encode(weights(1).tobytes(), "float32"))
     with pytest.raises(DataError):
-        decoded(stored, Codec.NUMBERS, "float32", 80_000)
+        decoded(encoded, Codec.NUMBERS, "float32", 80_000)
 
 
 def test_a_base_goes_with_differences_and_raw_bytes_have_their_length() -> None:

@@ -126,9 +126,9 @@ def test_a_part_that_failed_ends_every_wait_above_it_with_its_reason(folder_stor
 @pytest.mark.parametrize("torn", [b"", b"{", b"[]", b'{"error": "os.system", "message": "x"}'])
 def test_a_reason_that_cannot_be_read_still_ends_the_wait(folder_store: Store, torn: bytes) -> None:
     folder_store.put(f"{layout.indexes(RUN, 1, 3)}00000.failed", torn)
-    with pytest.raises(Exception, match=r"^x$|its reason cannot be read") as raised:
+    with pytest.raises(Exception, match=r"^x$|its reason cannot be read") as error:
         committer(folder_store, 1).commit(3, DESCRIBE, {})
-    assert type(raised.value).__module__.endswith("spec.errors")
+    assert type(error.value).__module__.endswith("spec.errors")
 
 
 def test_a_wait_that_runs_out_fails_the_save_and_names_who_is_missing(folder_store: Store) -> None:
@@ -219,6 +219,6 @@ def test_a_damaged_index_is_noticed_by_those_who_need_it_and_only_by_them(
     undamaged = [TensorBox("frozen", (10,), (0,), torch.empty(4))]
     checkpoint.fill(undamaged)
     assert torch.equal(undamaged[0].data, state(3)["frozen"][:4])
-    with pytest.raises(DamageError) as raised:
+    with pytest.raises(DamageError) as error:
         Checkpoint(folder_store, checkpoint.manifest).fill(blank(whole(state(3))))
-    assert raised.value.suspect.key == key
+    assert error.value.suspect.key == key

@@ -38,10 +38,10 @@ def test_no_changed_byte_of_a_manifest_passes(two_steps: Store) -> None:
             damaged = bytearray(intact)
             damaged[place] ^= change
             try:
-                passed = Manifest.from_bytes(bytes(damaged), "m")
+                parsed = Manifest.from_bytes(bytes(damaged), "m")
             except DataError:
                 continue
-            assert passed == manifest  # another spelling of the same number
+            assert parsed == manifest  # another spelling of the same number
 
 
 def test_no_shortened_manifest_passes(two_steps: Store) -> None:

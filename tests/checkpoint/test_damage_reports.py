@@ -69,9 +69,9 @@ def test_what_reads_well_the_second_time_is_loaded(two_steps: Store, caplog: pyt
 
 
 def test_a_single_rank_alone_sets_nothing_aside_and_the_next_attempt_that_reads_well_loads_it(two_steps: Store) -> None:
-    with pytest.raises(BadReaderError, match=r"step 6: .*fail their checksum; only node .* says so") as raised:
+    with pytest.raises(BadReaderError, match=r"step 6: .*fail their checksum; only node .* says so") as error:
         load_newest(BadReader(two_steps), RUN, blank(whole(state(0))), Gang(), 1)  # type: ignore[arg-type]
-    assert raised.value.here
+    assert error.value.here
     assert checkpoint_steps(two_steps, RUN) == [3, 6]
     boxes = blank(whole(state(0)))
     assert load_newest(two_steps, RUN, boxes, Gang(), 2) is not None

@@ -97,13 +97,13 @@ def test_zeros_of_either_sign_and_every_nan_are_bits_like_others() -> None:
 
 def test_names_shapes_types_and_places_count() -> None:
     tensor = random_bits([4, 6], torch.float32, 1)
-    moved = TensorBox("w", (8, 6), (4, 0), tensor)
+    shifted_box = TensorBox("w", (8, 6), (4, 0), tensor)
     others = [
         digest(tensor, "v"),
         digest(tensor.view(6, 4)),
         digest(tensor.view(torch.int32)),
         digest(tensor.T.contiguous().T.roll(1, 0)),
-        str(digest_of([moved])),
+        str(digest_of([shifted_box])),
         str(digest_of([TensorBox("w", (8, 6), (0, 0), tensor)])),
         str(digest_of([])),
     ]

@@ -117,8 +117,8 @@ class EntityTags(BreakingStore):
     """A store whose versions depend on the content alone, as a bucket's entity tags do."""
 
     def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
-        listed = self._store.list(prefix, after)
-        return [replace(info, version=self._store.get_versioned(info.key)[1]) for info in listed]
+        infos = self._store.list(prefix, after)
+        return [replace(info, version=self._store.get_versioned(info.key)[1]) for info in infos]
 
 
 def test_a_sign_of_life_counts_where_the_same_bytes_have_the_same_version(folder_store: Store) -> None:
@@ -238,8 +238,8 @@ def test_two_collectors_take_turns_and_one_that_is_silent_is_followed_by_another
 def test_a_newer_attempt_does_not_wait_for_the_lease_of_an_older_one(folder_store: Store) -> None:
     for step in (3, 6):
         commit(folder_store, step)
-    stopped = collector(folder_store)
-    assert stopped._lease.take()
+    older = collector(folder_store)
+    assert older._lease.take()
     assert collector(folder_store, attempt=2).collect(6) == 3
 
 

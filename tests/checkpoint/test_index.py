@@ -53,9 +53,9 @@ def test_no_changed_byte_of_an_index_passes(index: Index) -> None:
     for place in range(len(intact)):
         damaged = bytearray(intact)
         damaged[place] ^= 1 << place % 8
-        with pytest.raises(DataError) as raised:
+        with pytest.raises(DataError) as error:
             Index.from_bytes(bytes(damaged), "the-key")
-        assert not isinstance(raised.value, UnfitError)
+        assert not isinstance(error.value, UnfitError)
 
 
 def test_no_shortened_index_passes(index: Index) -> None:

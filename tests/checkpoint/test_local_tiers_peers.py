@@ -311,8 +311,8 @@ def test_a_token_alone_opens_nothing_where_the_launch_has_a_key(
     endpoint, _ = served
     assert endpoint.keyed() == endpoint
     monkeypatch.setenv("HOLDFAST_NEAR_KEY", "k" * 64)
-    keyed = endpoint.keyed()
-    assert keyed.token not in (endpoint.token, "k" * 64)
-    assert keyed == endpoint.keyed()
+    keyed_endpoint = endpoint.keyed()
+    assert keyed_endpoint.token not in (endpoint.token, "k" * 64)
+    assert keyed_endpoint == endpoint.keyed()
     monkeypatch.setenv("HOLDFAST_NEAR_KEY", "l" * 64)
-    assert endpoint.keyed().token != keyed.token
+    assert endpoint.keyed().token != keyed_endpoint.token

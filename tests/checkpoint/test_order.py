@@ -156,9 +156,9 @@ def test_an_attempt_that_is_replaced_before_its_fence_leaves_the_checkpoint_of_i
         shutil.copytree(doubted, folder := tmp_path / str(number))
         store = open_store(f"file://{folder}")
 
-        seen = [0]
+        calls = [0]
 
-        def replace(*_: str, store: Store = store, at: int = number, seen: list[int] = seen) -> None:
+        def replace(*_: str, store: Store = store, at: int = number, seen: list[int] = calls) -> None:
             if seen[0] == at:
                 claim_attempt(store, RUN)
                 for key, data in successor.items():
@@ -231,7 +231,7 @@ def test_a_neighbour_that_loses_its_sender_at_any_moment_has_a_whole_step(
     endpoint, peer = served
     (tmp_path / "here").mkdir()
     tier = Tier(name="memory", folder=str(tmp_path / "here"), every=1)
-    sent: list[str] = []
+    sent_keys: list[str] = []
     original_put, remaining = Remote.put, [10**9]
 
     def counted(remote: Remote, key: str, data: bytes) -> None:
@@ -239,19 +239,19 @@ def test_a_neighbour_that_loses_its_sender_at_any_moment_has_a_whole_step(
             raise StoreUnreachableError("the sender dies")
         remaining[0] -= 1
         original_put(remote, key, data)
-        sent.append(key)
+        sent_keys.append(key)
         if whole_steps(peer.store(0), RUN, 0):
             require_whole_near(peer.store(0), [1, 2, 3, 4, 5, 6, 7, 8])
 
     monkeypatch.setattr(Remote, "put", counted)
     for step, objects in ((1, 10**9), (2, 10**9), (3, 1), (4, 2), (5, 10**9), (6, 1), (7, 10**9)):
-        remaining[0], before = objects, len(sent)
+        remaining[0], before = objects, len(sent_keys)
         neighbour = Neighbour(endpoint, tier, RUN, 0)
         TierWriter(tier, Attempt(RUN, 1), 0, neighbour.send).keep(step, whole(state(step)), None, record_of(step))
         require_whole_near(peer.store(0), list(range(1, step + 1)))
         if objects > 2:
-            assert [key.rpartition(".")[2] for key in sent[before:]][-1] == "idx"
-            assert len(sent) - before == 3
+            assert [key.rpartition(".")[2] for key in sent_keys[before:]][-1] == "idx"
+            assert len(sent_keys) - before == 3
 
 
 def weight(step: int) -> list[TensorBox]:
@@ -269,8 +269,8 @@ def test_no_index_is_written_that_refers_to_a_pack_or_a_base_that_is_not_whole(
     for step in (1, 2):
         share.write(step, weight(step))
     packs = [info.key for info in folder_store.list(layout.packs(RUN))]
-    known = dict(share._known)
-    refused = 0
+    known_pieces = dict(share._known)
+    refusals = 0
     for number, key in enumerate(packs):
         data = folder_store.get(key)
         if harm == "gone":
@@ -281,13 +281,15 @@ def test_no_index_is_written_that_refers_to_a_pack_or_a_base_that_is_not_whole(
             try:
                 index = share.write(saved_step, weight(content))
             except StoreUnreachableError:
-                refused += 1
+                refusals += 1
                 assert folder_store.stat(f"{layout.indexes(RUN, 1, saved_step)}00000.idx") is None
             else:
                 assert key not in {layout.pack(RUN, str(name)) for name in index.pack_names}
-            share._known = dict(known)
+            share._known = dict(known_pieces)
         folder_store.put(key, data)
-    assert refused >= (2 if compress else 1)
-    of_bases = {layout.pack(RUN, str(place.base.pack)) for place in known.values() if place.base}
+    assert refusals >= (2 if compress else 1)
+    of_bases = {layout.pack(RUN, str(place.base.pack)) for place in known_pieces.values() if place.base}
     assert len(of_bases) == compress
-    assert not of_bases & {layout.pack(RUN, str(place.pack)) for place in known.values()}  # nothing else needs it
+    assert not of_bases & {
+        layout.pack(RUN, str(place.pack)) for place in known_pieces.values()
+    }  # nothing else needs it

@@ -65,9 +65,9 @@ def test_a_trial_that_failed_is_named_with_its_cause_and_costs_the_others_nothin
 def test_a_sweep_without_any_verdict_ends_with_the_code_of_the_first_trial_and_names_them_all(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
     outcomes = [Outcome("train", 1, 1.0, 2.0, int(ExitCode.DIVERGED), "loss is NaN", part="1")]
-    with pytest.raises(NoTrialEndedError, match=r"seed=1: train failed .*\n.*seed=2.*nothing says why") as raised:
+    with pytest.raises(NoTrialEndedError, match=r"seed=1: train failed .*\n.*seed=2.*nothing says why") as error:
         compare(SPEC, "d", TRIALS[:2], store, outcomes=outcomes)
-    assert raised.value.exit_code is ExitCode.DIVERGED
+    assert error.value.exit_code is ExitCode.DIVERGED
 
 
 def test_a_value_is_text_in_the_table(tmp_path: Path) -> None:

@@ -262,6 +262,6 @@ def test_pairs_keep_the_order_of_tools_too() -> None:
 def test_marks_inside_what_a_filter_changes_are_refused() -> None:
     inside = "{% filter upper %}{% generation %}{{ messages[1].content }}{% endgeneration %}{% endfilter %}"
     assert len(encoded("none", inside, CONVERSATIONS[0])) > 0
-    cut = "{% set x %}{% generation %}{{ ' ' + messages[1].content }}{% endgeneration %}{% endset %}{{ x | trim }}"
+    template = "{% set x %}{% generation %}{{ ' ' + messages[1].content }}{% endgeneration %}{% endset %}{{ x | trim }}"
     with pytest.raises(ConversationError, match="changes text after"):
-        encoded("none", cut, CONVERSATIONS[0])
+        encoded("none", template, CONVERSATIONS[0])

@@ -82,7 +82,7 @@ def test_of_a_damaged_file_only_errors_that_name_it_come_out(
 ) -> None:
     monkeypatch.setattr(units, "SPLIT_PARQUET_BYTES", 0)  # planning reads the file
     raw, random_ = WHOLE[name](tmp_path / "whole"), random.Random(name)
-    path, counted, refused = tmp_path / name, 0, 0
+    path, flaws, refusals = tmp_path / name, 0, 0
     chat = {"kind": "chat", "document_masks": True} if name == "talk.jsonl" else {}
     for number in range(120):
         path.write_bytes(damaged(raw, random_))
@@ -90,13 +90,13 @@ def test_of_a_damaged_file_only_errors_that_name_it_come_out(
         data = Data.model_validate({"sources": [{"uri": str(path)}], "cleaning": {"on_bad_record": policy}, **chat})
         try:
             for piece in plan(resolve(data), data.kind):
-                counted += sum(isinstance(document, units.Flaw) for *_, document in documents(piece, data.cleaning))
+                flaws += sum(isinstance(document, units.Flaw) for *_, document in documents(piece, data.cleaning))
                 before(piece.files[0], piece.range)
         except HoldfastError as error:
-            refused += 1
+            refusals += 1
             assert name in str(error)
-    assert counted or name == "a.txt"
-    assert refused
+    assert flaws or name == "a.txt"
+    assert refusals
 
 
 def spoiled(raw: bytes, at: int) -> bytes:

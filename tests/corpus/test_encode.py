@@ -40,7 +40,7 @@ def test_fast_and_slow_give_the_same_tokens(text: str) -> None:
 @given(WORDY)
 @settings(max_examples=500)
 def test_pieces_are_the_text_cut_only_where_words_are(text: str) -> None:
-    cuts = {cut.start() for cut in CUT.finditer(text)}
+    cuts = {match.start() for match in CUT.finditer(text)}
     at = 0
     for piece in pieces(text):
         assert piece

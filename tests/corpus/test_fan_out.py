@@ -98,8 +98,8 @@ def test_what_was_tokenised_before_is_not_tokenised_again(
     reused = sum(result.units_reused for result in results)
     assert 0 < reused < plan.units
     prepare(spec, store, division=replan.division)
-    listed = tree(store, f"datasets/_units/division-{plan.division}/")
-    assert tree(store, "datasets/") == tree(alone, "datasets/") | listed
+    division = tree(store, f"datasets/_units/division-{plan.division}/")
+    assert tree(store, "datasets/") == tree(alone, "datasets/") | division
 
 
 def test_a_dataset_that_is_there_leaves_nothing_to_do(spec: Spec, alone: Store) -> None:

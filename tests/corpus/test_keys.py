@@ -56,8 +56,8 @@ def test_the_key_of_a_unit_follows_every_field_of_its_job_and_its_piece() -> Non
     places: dict[str, Any] = {"name": "b", "kind": "s3", "root": "b", "path": "b", "size": 6, "stamp": "2"}
     assert {field.name for field in fields(SourceFile)} == file.keys() | places.keys()
     for name, value in (file | places).items():
-        moved = replace(PIECE, files=(replace(PIECE.files[0], **{name: value}),))
-        assert (moved.key(JOB.settings) == PIECE.key(JOB.settings)) == (name in places), name
+        changed_piece = replace(PIECE, files=(replace(PIECE.files[0], **{name: value}),))
+        assert (changed_piece.key(JOB.settings) == PIECE.key(JOB.settings)) == (name in places), name
     assert {field.name for field in fields(Piece)} == parts.keys() | {"source"}  # equal content is one unit
     keys += [replace(PIECE, **{name: value}).key(JOB.settings) for name, value in parts.items()]
     assert len({*keys, PIECE.key(JOB.settings)}) == len(keys) + 1

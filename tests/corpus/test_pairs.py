@@ -72,8 +72,12 @@ def test_a_prompt_of_several_turns_is_all_that_both_answers_begin_with() -> None
     talk = [{"role": "system", "content": "Add."}, USER, {**GOOD, "content": "3"}, {"role": "user", "content": "No."}]
     pair = json.loads(pair_text({"prompt": "2+2?", "chosen": [*talk, GOOD], "rejected": [*talk, BAD, USER]}) or "")
     assert (pair["prompt"], pair["chosen"], pair["rejected"]) == (talk, [GOOD], [BAD, USER])
-    stated = {"prompt": [USER], "chosen": [USER], "rejected": [USER, BAD]}  # a separate answer, not a repetition
-    assert json.loads(pair_text(stated) or "")["chosen"] == [USER]
+    record_with_prompt = {
+        "prompt": [USER],
+        "chosen": [USER],
+        "rejected": [USER, BAD],
+    }  # a separate answer, not a repetition
+    assert json.loads(pair_text(record_with_prompt) or "")["chosen"] == [USER]
 
 
 @pytest.mark.parametrize(

@@ -133,8 +133,8 @@ def test_dropout_of_a_tokenizer_makes_no_dataset_random(bring: Any, tmp_path: Pa
         prepared = run(spec, target)
         shards.append(tree(target, f"datasets/{prepared.dataset_id}/"))
     assert shards[0] == shards[1]
-    stored = next(raw for name, raw in shards[0].items() if name.endswith("tokenizer.json"))
-    assert json.loads(stored) == json.loads(plain)
+    tokenizer_bytes = next(raw for name, raw in shards[0].items() if name.endswith("tokenizer.json"))
+    assert json.loads(tokenizer_bytes) == json.loads(plain)
     random_id = identify(spec)
     (tmp_path / "tokenizer.json").write_text(plain)
     assert identify(spec) != random_id or json.dumps(tokenizer, ensure_ascii=False) == plain

@@ -35,9 +35,9 @@ def flip(path: Path, at: int) -> None:
 
 
 def test_a_dataset_that_does_not_exist_says_to_run_preprocess(store: Store, tmp_path: Path) -> None:
-    with pytest.raises(MissingError, match="run preprocess") as caught:
+    with pytest.raises(MissingError, match="run preprocess") as error:
         Dataset.open(store, DATASET_ID, tmp_path)
-    assert caught.value.exit_code == ExitCode.NOT_FOUND
+    assert error.value.exit_code == ExitCode.NOT_FOUND
 
 
 @pytest.mark.parametrize("change", [-1, -40, 8])

@@ -78,7 +78,7 @@ def test_processes_of_a_machine_fetch_a_piece_once(
     meter = Meter(proxy)
     readers = [Dataset.open(bucket, DATASET_ID, tmp_path).training(CONTEXT, 128, seed=0) for _ in range(6)]
     batches: list[np.ndarray] = []
-    threads = [threading.Thread(target=lambda one=one: batches.append(one.batch(1))) for one in readers]
+    threads = [threading.Thread(target=lambda one=reader: batches.append(one.batch(1))) for reader in readers]
     for thread in threads:
         thread.start()
     for thread in threads:

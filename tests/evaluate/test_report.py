@@ -170,10 +170,10 @@ def test_thinning_keeps_ends_and_spikes() -> None:
     points = [(float(step), 1.0) for step in range(10_000)]
     points[7_777] = (7_777.0, 99.0)
     points[5_001] = (5_001.0, -99.0)
-    kept = thin(points, 100)
-    assert len(kept) <= 100
-    assert {points[0], points[-1], points[7_777], points[5_001]} <= set(kept)
-    assert kept == sorted(kept)
+    thinned = thin(points, 100)
+    assert len(thinned) <= 100
+    assert {points[0], points[-1], points[7_777], points[5_001]} <= set(thinned)
+    assert thinned == sorted(thinned)
     assert thin(points[:50], 100) == points[:50]
 
 

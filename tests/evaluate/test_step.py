@@ -62,9 +62,9 @@ def test_a_verdict_shows_in_mlflow_whether_it_blesses_or_not(store: Store, model
     settings = spec(model, "evaluation.max_loss=0.0001")
     verdict = run(settings, world.RUN, store)
     tracker = RunTracker.open(settings, world.RUN, verdict.dataset_id, store)
-    logged = connect(tracker.uri).get_run(tracker.mlflow_run_id).data
-    assert (verdict.word, logged.tags["holdfast.verdict"]) == ("not_blessed", "not_blessed")
-    assert logged.metrics["evaluation/loss"] == verdict.metrics["loss"]
+    mlflow_data = connect(tracker.uri).get_run(tracker.mlflow_run_id).data
+    assert (verdict.word, mlflow_data.tags["holdfast.verdict"]) == ("not_blessed", "not_blessed")
+    assert mlflow_data.metrics["evaluation/loss"] == verdict.metrics["loss"]
 
 
 def test_a_verdict_whose_writer_died_before_mlflow_knew_shows_there_after_the_next_call(
@@ -151,10 +151,10 @@ def test_a_champion_that_cannot_be_scored_keeps_the_gate_closed_unless_the_spec_
         store.delete(weights)
     else:
         flip(store, weights)
-    with pytest.raises(UnscorableChampionError, match=r"model.safetensors.*unscorable_champion: ignore") as raised:
+    with pytest.raises(UnscorableChampionError, match=r"model.safetensors.*unscorable_champion: ignore") as error:
         run(spec(model), world.RUN, store)
-    assert raised.value.exit_code == ExitCode.UNSCORABLE_CHAMPION
-    assert not raised.value.exit_code.retryable
+    assert error.value.exit_code == ExitCode.UNSCORABLE_CHAMPION
+    assert not error.value.exit_code.retryable
     assert records(store) == []
     verdict = run(spec(model, "evaluation.unscorable_champion=ignore"), world.RUN, store)
     assert verdict.blessed
@@ -248,9 +248,9 @@ def test_a_store_that_was_moved_has_its_champion_still(store: Store, crown: Crow
     crown(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
     first = run(spec(model), world.RUN, store)
     (tmp_path / "store").rename(tmp_path / "moved")
-    moved = open_store(f"file://{tmp_path / 'moved'}")
-    assert run(spec(model), world.RUN, moved) == first
-    strict = run(spec(model, "evaluation.max_loss=100"), world.RUN, moved)
+    moved_store = open_store(f"file://{tmp_path / 'moved'}")
+    assert run(spec(model), world.RUN, moved_store) == first
+    strict = run(spec(model, "evaluation.max_loss=100"), world.RUN, moved_store)
     assert strict.champion is not None and strict.champion.measured is not None
 
 
@@ -267,19 +267,19 @@ def test_a_model_that_became_champion_keeps_the_verdict_that_made_it(store: Stor
 def test_version_1_of_another_mlflow_is_another_champion(
     store: Store, crown: Crown, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, elsewhere = os.environ["MLFLOW_TRACKING_URI"], f"sqlite:///{tmp_path / 'elsewhere.db'}"
+    own_uri, other_uri = os.environ["MLFLOW_TRACKING_URI"], f"sqlite:///{tmp_path / 'elsewhere.db'}"
     world.finish(store, world.trained(store, 20))
     crown(model, world.CHAMPION, world.finish(store, world.trained(store, 5), world.CHAMPION))
     better = "00000000000000cc"
-    crown(model, better, world.finish(store, world.trained(store, 60), better), uri=elsewhere)
+    crown(model, better, world.finish(store, world.trained(store, 60), better), uri=other_uri)
     first = run(spec(model), world.RUN, store)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", elsewhere)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", other_uri)
     second = run(spec(model), world.RUN, store)
     assert (first.word, second.word) == ("blessed", "not_blessed")
     assert first.champion is not None and second.champion is not None
     assert (first.champion.version, second.champion.version) == (1, 1)
     assert (first.champion.registry, second.champion.registry) == ("sqlite:///mlflow.db", "sqlite:///elsewhere.db")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", here)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", own_uri)
     assert run(spec(model), world.RUN, store) == first
 
 

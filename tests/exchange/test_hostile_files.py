@@ -262,7 +262,7 @@ def test_whatever_is_changed_in_a_checkpoint_only_our_own_errors_come_out(saved:
 
     (part,) = saved.glob("*.distcp")
     metadata, parts = (saved / ".metadata").read_bytes(), part.read_bytes()
-    refused = 0
+    refusals = 0
     for number in range(240):
         target = number % 3
         (tmp_path / ".metadata").write_bytes(mutated(metadata) if target != 1 else metadata)
@@ -273,5 +273,5 @@ def test_whatever_is_changed_in_a_checkpoint_only_our_own_errors_come_out(saved:
                 if source.shape(name) is not None:
                     list(source.boxes(name))
         except HoldfastError:
-            refused += 1
-    assert 50 < refused < 240
+            refusals += 1
+    assert 50 < refusals < 240

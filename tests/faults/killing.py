@@ -89,12 +89,12 @@ def wait_for_victim(launcher: psutil.Process, name: str) -> psutil.Process:
 
 def wait_until_idle(process: psutil.Process) -> None:
     """Wait until a process that has used the CPU has been idle for a second."""
-    deadline, used, since = time.monotonic() + 180, 0.0, time.monotonic()
+    deadline, cpu_seconds, since = time.monotonic() + 180, 0.0, time.monotonic()
     while time.monotonic() < deadline:
         times = process.cpu_times()
-        if times.user + times.system != used:
-            used, since = times.user + times.system, time.monotonic()
-        if used > 0 and time.monotonic() - since >= 1:
+        if times.user + times.system != cpu_seconds:
+            cpu_seconds, since = times.user + times.system, time.monotonic()
+        if cpu_seconds > 0 and time.monotonic() - since >= 1:
             return
         time.sleep(0.1)
     raise AssertionError("it computes on and on")
@@ -139,9 +139,9 @@ def followed(process: subprocess.Popen[str], output: Output) -> Iterator[threadi
 
 def held_at(steps: int, spec: Spec, store: Store, home: Path) -> Held:
     """A training at `home`, of HELD_TRAINING, that computes up to this step and no further."""
-    held = Held(store, run_id(spec, DATASET_ID), home.with_name(f"{home.name}.holds"), lambda: True)
-    held.hold(steps)
-    return held
+    gate = Held(store, run_id(spec, DATASET_ID), home.with_name(f"{home.name}.holds"), lambda: True)
+    gate.hold(steps)
+    return gate
 
 
 def train_through(
@@ -152,11 +152,11 @@ def train_through(
     """
     diary: list[str] = []
     waiting = list(deeds)
-    held = held_at(spec.training.steps - 1, spec, store, home)
+    gate = held_at(spec.training.steps - 1, spec, store, home)
     deadline = time.monotonic() + PATIENCE
     for _ in range(len(deeds) + 2):
         process = start_training(
-            spec, store.url, home, environment={**held.variables, **(environment or {})}, module=HELD_TRAINING
+            spec, store.url, home, environment={**gate.variables, **(environment or {})}, module=HELD_TRAINING
         )
         output = Output(PipeEvents(home / PIPE_FILE))
         with followed(process, output) as reader:
@@ -176,7 +176,7 @@ def train_through(
                 diary.append(f"{deed} at step {output.step}: pid {victim.pid}")
                 waiting.pop(0)
                 if not waiting:
-                    held.hold(spec.training.steps)
+                    gate.hold(spec.training.steps)
                 try:
                     victim.kill()
                 except psutil.NoSuchProcess:

@@ -56,19 +56,19 @@ def run_node(store: Store, spec: Spec, number: int, home: Path, module: str, **v
     with warm.popen(
         command, {**environment, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        printed, _ = process.communicate(timeout=300)
-    return process.returncode, printed
+        output, _ = process.communicate(timeout=300)
+    return process.returncode, output
 
 
 def test_the_copy_of_a_rank_that_is_killed_right_after_it_is_committed_and_the_next_gang_goes_on_from_it(
     tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:
     spec, store = tiny_spec(*OVERRIDES), new_store(tmp_path / "store")
-    code, printed = run_node(
+    code, output = run_node(
         store, spec, launch(store, spec), tmp_path, "tests.faults.dying_worker", HOLDFAST_TEST_DIES="0:7"
     )
-    assert code == ExitCode.KILLED, printed
-    assert checkpoint_steps(store, run_id(spec, DATASET_ID))[-1] == 7, printed
+    assert code == ExitCode.KILLED, output
+    assert checkpoint_steps(store, run_id(spec, DATASET_ID))[-1] == 7, output
     train_once(spec, store.url, tmp_path / "home")
     attempts = [event for event in read_events(store, run_id(spec, DATASET_ID)) if isinstance(event, AttemptBegan)]
     assert [event.step for event in attempts] == [0, 7]
@@ -89,14 +89,14 @@ def test_an_agent_that_is_stopped_holds_training_up_and_no_bit_changes(
     tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:
     spec, store = tiny_spec(*OVERRIDES), new_store(tmp_path / "store")
-    held = held_at(5, spec, store, tmp_path / "home")
-    process = start_training(spec, store.url, tmp_path / "home", environment=held.variables, module=HELD_TRAINING)
+    gate = held_at(5, spec, store, tmp_path / "home")
+    process = start_training(spec, store.url, tmp_path / "home", environment=gate.variables, module=HELD_TRAINING)
     output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
     with followed(process, output) as reader:
         output.wait_for_step(3)
         agent = wait_for_victim(psutil.Process(process.pid), "agent")
         agent.suspend()
-        held.hold(STEPS)
+        gate.hold(STEPS)
         assert _step_it_stays_at(output) < STEPS
         with suppress(psutil.NoSuchProcess):  # its supervisor has replaced it
             agent.resume()

@@ -64,21 +64,21 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on_by_itself_to_the_same_bits(
     tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:
     spec, store = tiny_spec(*COMMON), new_store(tmp_path / "store")
-    held = Held(store, run_id(spec, DATASET_ID), tmp_path / "holds", lambda: process.poll() is None)
+    gate = Held(store, run_id(spec, DATASET_ID), tmp_path / "holds", lambda: process.poll() is None)
     process = start_training(
-        spec, store.url, tmp_path / "home", environment=held.variables, module="tests.faults.held_training"
+        spec, store.url, tmp_path / "home", environment=gate.variables, module="tests.faults.held_training"
     )
     try:
-        held.let(8)
+        gate.let(8)
         (victim,) = [rank for rank in held_ranks(process.pid) if rank.environ()["RANK"] == "1"]
         stop_time = time.time()
         victim.suspend()
-        held.hold(STEPS)
-        printed, _ = process.communicate(timeout=300)
+        gate.hold(STEPS)
+        output, _ = process.communicate(timeout=300)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == ExitCode.OK, printed
+    assert process.returncode == ExitCode.OK, output
     hang = hang_detected(store, spec)
     print(f"named {hang.time - stop_time:.2f} s after it was stopped")  # limit F3
     assert (hang.rank, hang.launch) == (1, 1)
@@ -100,8 +100,8 @@ def test_a_hang_is_named_with_the_phase_and_ends_the_gang_with_201(
     """For other hangs of a rank, see tests/launch/node/test_hangs.py."""
     spec, store = tiny_spec(*COMMON, "parallel.strategy=fsdp"), new_store(tmp_path / "store")
     number, hangs = launch(store, spec), "1:12:collective"
-    code, printed = run_node(store, spec, number, tmp_path, "tests.faults.hanging_worker", HOLDFAST_TEST_HANGS=hangs)
-    assert code == ExitCode.HUNG, printed
+    code, output = run_node(store, spec, number, tmp_path, "tests.faults.hanging_worker", HOLDFAST_TEST_HANGS=hangs)
+    assert code == ExitCode.HUNG, output
     words = "in the phase data of step 13, since [^:]*: it waits for other ranks there; 1 more wait"
     assert re.match(f"rank 1 hangs on .*, {words}", hang_detected(store, spec).message)
     assert "barrier" in log_of(store, spec, 1)
@@ -122,9 +122,9 @@ def test_of_several_nodes_one_that_is_stopped_is_named_by_the_others(
         for node in range(2)
     ]  # fmt: skip
     try:
-        printed = nodes[0].communicate(timeout=300)[0]
-        assert re.search(r"rank 1 hangs on .*: nothing is heard of.*; 1 more wait", printed), printed
-        assert nodes[0].returncode == ExitCode.LOST_PEER, printed
+        output = nodes[0].communicate(timeout=300)[0]
+        assert re.search(r"rank 1 hangs on .*: nothing is heard of.*; 1 more wait", output), output
+        assert nodes[0].returncode == ExitCode.LOST_PEER, output
     finally:
         for node in nodes:
             with suppress(ProcessLookupError):  # stopped processes too

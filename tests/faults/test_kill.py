@@ -78,14 +78,14 @@ def test_a_rank_that_dies_before_the_ranks_have_met_leaves_no_other_waiting(
     tmp_path: Path, undisturbed: dict[str, dict[str, object]]
 ) -> None:
     spec, store = tiny_spec(*COMMON, "parallel.strategy=ddp"), new_store(tmp_path / "store")
-    held = held_at(BEFORE_THEY_MEET, spec, store, tmp_path / "home")
-    process = start_training(spec, store.url, tmp_path / "home", environment=held.variables, module=HELD_TRAINING)
+    gate = held_at(BEFORE_THEY_MEET, spec, store, tmp_path / "home")
+    process = start_training(spec, store.url, tmp_path / "home", environment=gate.variables, module=HELD_TRAINING)
     output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
     with followed(process, output) as reader:
         ranks = [wait_for_victim(psutil.Process(process.pid), name) for name in ("rank0", "rank1")]
         wait_until_idle(ranks[0])
         ranks[1].kill()
-        held.hold(STEPS)
+        gate.hold(STEPS)
         assert process.wait(PATIENCE) == 0
         reader.join()
     (log,) = (tmp_path / "home").glob("logs/*/launch-000001.log")
@@ -97,8 +97,8 @@ def test_a_rank_that_dies_before_the_ranks_have_met_leaves_no_other_waiting(
 @pytest.mark.slow
 def test_asked_to_leave_before_the_ranks_have_met_it_does_not_say_that_it_saved(tmp_path: Path) -> None:
     spec, store = tiny_spec(*COMMON), new_store(tmp_path / "store")
-    held = held_at(BEFORE_THEY_MEET, spec, store, tmp_path / "home")
-    process = start_training(spec, store.url, tmp_path / "home", environment=held.variables, module=HELD_TRAINING)
+    gate = held_at(BEFORE_THEY_MEET, spec, store, tmp_path / "home")
+    process = start_training(spec, store.url, tmp_path / "home", environment=gate.variables, module=HELD_TRAINING)
     output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
     with followed(process, output) as reader:
         wait_for_victim(psutil.Process(process.pid), "rank0")
@@ -112,13 +112,13 @@ def test_asked_to_leave_before_the_ranks_have_met_it_does_not_say_that_it_saved(
 @pytest.mark.slow
 def test_a_killed_launcher_leaves_events_that_the_next_one_goes_on_with(tmp_path: Path) -> None:
     spec, store = tiny_spec(*COMMON, "parallel.strategy=ddp"), new_store(tmp_path / "store")
-    held = held_at(10, spec, store, tmp_path / "home")
-    process = start_training(spec, store.url, tmp_path / "home", environment=held.variables, module=HELD_TRAINING)
+    gate = held_at(10, spec, store, tmp_path / "home")
+    process = start_training(spec, store.url, tmp_path / "home", environment=gate.variables, module=HELD_TRAINING)
     output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
     with followed(process, output) as reader:
         output.wait_for_step(8)
         expected_kinds = {"step_began", "launch_began", "attempt_began"}
-        held.wait(
+        gate.wait(
             lambda: expected_kinds <= {event.kind for event in read_events(store, run_id(spec, DATASET_ID))},
             "what began so far",
         )

@@ -23,8 +23,8 @@ def test_a_flipped_bit_ends_the_gang_at_the_next_digest_and_the_run_goes_on_from
     knobs = ("training.steps=30", "parallel.processes=2", "checkpoint.every_steps=10", "checkpoint.digest_every=4")
     spec, store, calm = tiny_spec(*knobs), new_store(tmp_path / "store"), new_store(tmp_path / "calm")
     identity, number = run_id(spec, DATASET_ID), launch(store, spec)
-    code, printed = run_node(store, spec, number, tmp_path, "tests.faults.lying_worker", HOLDFAST_TEST_LIES="1:13")
-    assert code == ExitCode.WRONG_ARITHMETIC, printed
+    code, output = run_node(store, spec, number, tmp_path, "tests.faults.lying_worker", HOLDFAST_TEST_LIES="1:13")
+    assert code == ExitCode.WRONG_ARITHMETIC, output
     rank_ends = [event for event in read_events(store, identity) if isinstance(event, RankEnded)]
     # The flip is at step 13, and every fourth step has a digest.
     assert all(event.reason.startswith("step 16: ") for event in rank_ends), rank_ends

@@ -54,11 +54,11 @@ def begun(store: Store) -> list[int]:
 
 def die_at(step: int, store: Store, home: Path) -> str:
     """Train until a rank is killed right after its copy of `step` is complete. Returns the output."""
-    code, printed = run_node(
+    code, output = run_node(
         store, SPEC, launch(store, SPEC), home, "tests.faults.dying_worker", HOLDFAST_TEST_DIES=f"1:{step}"
     )
-    assert code == ExitCode.KILLED, printed
-    return printed
+    assert code == ExitCode.KILLED, output
+    return output
 
 
 def test_the_next_gang_goes_on_from_the_copy_in_memory_and_not_from_the_older_checkpoint(
@@ -119,13 +119,13 @@ def test_a_node_that_is_killed_with_all_its_memory_costs_no_step_that_its_neighb
     spec = tiny_spec(*NODES, "checkpoint.memory.every_steps=1", "checkpoint.memory.peers=1")
     run = run_id(spec, DATASET_ID)
     (tmp_path / "other").mkdir()
-    held = Held(store, run, tmp_path / "holds", lambda: True)
-    held.hold(spec.training.steps)
-    with two_nodes(tiny_spec(*NODES), calm, tmp_path / "other", held) as nodes:
+    gate = Held(store, run, tmp_path / "holds", lambda: True)
+    gate.hold(spec.training.steps)
+    with two_nodes(tiny_spec(*NODES), calm, tmp_path / "other", gate) as nodes:
         assert [node.wait(240) for node in nodes] == [0, 0], (tmp_path / "other" / "node-0.log").read_text()
-    held.hold(HELD_AT)
+    gate.hold(HELD_AT)
     memories = [tmp_path / "memory-0", tmp_path / "memory-1"]
-    with two_nodes(spec, store, tmp_path, held) as nodes:
+    with two_nodes(spec, store, tmp_path, gate) as nodes:
         deadline = time.monotonic() + 180
         # Wait until all ranks are held: a copy that is two steps old would be useless, and here it may be.
         while min(kept(memory, writer, run) for memory in memories for writer in range(2)) < HELD_AT:
@@ -133,10 +133,10 @@ def test_a_node_that_is_killed_with_all_its_memory_costs_no_step_that_its_neighb
             time.sleep(0.01)
         kill_family(nodes[1])
         shutil.rmtree(memories[1])
-        held.hold(spec.training.steps)
+        gate.hold(spec.training.steps)
         assert nodes[0].wait(240) != 0
     assert checkpoint_steps(store, run) == []
-    with two_nodes(spec, store, tmp_path, held) as nodes:
+    with two_nodes(spec, store, tmp_path, gate) as nodes:
         assert [node.wait(240) for node in nodes] == [0, 0], (tmp_path / "node-0.log").read_text()
     start_steps = [event.step for event in read_events(store, run) if isinstance(event, AttemptBegan)]
     assert start_steps == [0, HELD_AT]

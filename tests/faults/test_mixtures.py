@@ -53,14 +53,14 @@ def through(spec: Spec, store: Store, home: Path, faults: list[str], seed: int, 
     path = home / "spec.yaml"
     path.write_text(dump_spec(spec))
     command = [sys.executable, "-m", "tests.faults.held_training", "--spec", str(path), "--dataset-id", DATASET_ID]
-    held = Held(store, run_id(spec, DATASET_ID), home / "holds", lambda: True)
-    held.hold(AHEAD)
+    gate = Held(store, run_id(spec, DATASET_ID), home / "holds", lambda: True)
+    gate.hold(AHEAD)
     environment = {
-        "OMP_NUM_THREADS": "1", **held.variables, **({} if proxy is None else {"AWS_ENDPOINT_URL": proxy.url}),
+        "OMP_NUM_THREADS": "1", **gate.variables, **({} if proxy is None else {"AWS_ENDPOINT_URL": proxy.url}),
     }  # fmt: skip
     run = Run([*command, "--store", store.url], home / "disk", environment, home / "log.txt", start=warm.popen)
     planned = schedule(faults, spec.training.steps, seed)
-    survived = run.go(planned, proxy, seed, lambda told: held.hold(told + AHEAD) if isinstance(told, int) else None)
+    survived = run.go(planned, proxy, seed, lambda told: gate.hold(told + AHEAD) if isinstance(told, int) else None)
     assert [event.fault for event in survived] == [event.fault for event in planned], "over before all could happen"
 
 
@@ -109,10 +109,10 @@ def test_a_clock_that_jumps_changes_no_bit(calm: Store, tmp_path: Path, monkeypa
 
         def jump(self, seconds: float) -> None:
             if (self._folder / "jumped").exists() and seconds == 0.0 and not events:
-                held = Held(stormy, run_id(spec, DATASET_ID), tmp_path / "home" / "holds", lambda: True)
-                held.let(45)
+                gate = Held(stormy, run_id(spec, DATASET_ID), tmp_path / "home" / "holds", lambda: True)
+                gate.let(45)
                 ranks_of(psutil.Process())[1].kill()
-                held.let(65)
+                gate.let(65)
                 events.extend(read_events(stormy, run_id(spec, DATASET_ID)))
             super().jump(seconds)
             (self._folder / "jumped").touch()
@@ -129,7 +129,7 @@ def test_a_training_without_a_byte_of_disk_says_so_and_the_command_given_again_c
     calm: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, stormy = tiny_spec(*KNOBS, *TWO, "training.steps=100"), new_store(tmp_path / "stormy")
-    held = Held(stormy, run_id(spec, DATASET_ID), tmp_path / "unused", lambda: True)
+    gate = Held(stormy, run_id(spec, DATASET_ID), tmp_path / "unused", lambda: True)
 
     def ended() -> list[StepEnded]:
         return [event for event in read_events(stormy, run_id(spec, DATASET_ID)) if isinstance(event, StepEnded)]
@@ -141,7 +141,7 @@ def test_a_training_without_a_byte_of_disk_says_so_and_the_command_given_again_c
         def full(self) -> Iterator[None]:
             with super().full():
                 yield
-                held.wait(lambda: bool(ended()), "the end of the train step")
+                gate.wait(lambda: bool(ended()), "the end of the train step")
 
     monkeypatch.setattr(fault_run, "Disk", Waits)
     through(spec, stormy, tmp_path / "home", ["disk-full"], 5, None)
@@ -171,16 +171,16 @@ def test_a_gang_that_stood_still_while_another_machine_took_its_run_over_ends_an
     calm: Store, tmp_path: Path
 ) -> None:
     spec, store = tiny_spec(*KNOBS, *TWO, "training.steps=100"), new_store(tmp_path / "store")
-    held = held_at(12, spec, store, tmp_path / "one")
-    frozen = start_training(spec, store.url, tmp_path / "one", environment=held.variables, module=HELD_TRAINING)
+    gate = held_at(12, spec, store, tmp_path / "one")
+    frozen = start_training(spec, store.url, tmp_path / "one", environment=gate.variables, module=HELD_TRAINING)
     try:
-        held.let(12)
+        gate.let(12)
         with standing_still(psutil.Process(frozen.pid)):
             train_once(spec, store.url, tmp_path / "another")  # another machine: a different home, and no shared lock
             digest = outcome(store, spec)[1]
-            held.hold(spec.training.steps)
-        printed, _ = frozen.communicate(timeout=300)
-        assert frozen.returncode in (ExitCode.OK, ExitCode.FENCED), printed
+            gate.hold(spec.training.steps)
+        output, _ = frozen.communicate(timeout=300)
+        assert frozen.returncode in (ExitCode.OK, ExitCode.FENCED), output
     finally:
         with suppress(ProcessLookupError):
             os.killpg(frozen.pid, signal.SIGKILL)

@@ -30,25 +30,25 @@ def test_a_reclaimed_gang_saves_leaves_and_goes_on_to_the_bits_of_a_calm_one_at_
         return [event for event in read_events(store, identity) if isinstance(event, NodeReclaimed)]
 
     with Metadata() as cloud:
-        held = Held(store, identity, home / "holds", lambda: process.poll() is None)
+        gate = Held(store, identity, home / "holds", lambda: process.poll() is None)
         process = start_training(
             tiny_spec(*settings, "cluster.spot=gcp"),
             store.url,
             home,
-            environment={**held.variables, "HOLDFAST_METADATA_URL": cloud.url},
+            environment={**gate.variables, "HOLDFAST_METADATA_URL": cloud.url},
             module="tests.faults.held_training",
         )
-        held.let(5)
-        held.wait(cloud.waited.is_set, "a question to the cloud")
+        gate.let(5)
+        gate.wait(cloud.waited.is_set, "a question to the cloud")
         cloud.preempt()
-        held.wait(lambda: bool(notices()), "the notice")
+        gate.wait(lambda: bool(notices()), "the notice")
         (log,) = (home / "logs" / identity).glob("*.log")
         message = "closing signal SIGTERM"  # torch reports this for each rank; steps without a hold take only moments
-        held.wait(lambda: log.read_text().count(message) == 2, "what asks the ranks to leave")
-        held.hold(100)
-        printed, _ = process.communicate(timeout=300)
-    assert process.returncode == ExitCode.OK, printed
-    assert [attempt.step >= 5 for attempt in held.began()] == [False, True], "what it had computed was lost"
+        gate.wait(lambda: log.read_text().count(message) == 2, "what asks the ranks to leave")
+        gate.hold(100)
+        output, _ = process.communicate(timeout=300)
+    assert process.returncode == ExitCode.OK, output
+    assert [attempt.step >= 5 for attempt in gate.began()] == [False, True], "what it had computed was lost"
     assert {number: ending.code for number, ending in read_exits(store, identity).items()} == {
         1: ExitCode.PREEMPTED,
         2: ExitCode.OK,

@@ -43,11 +43,11 @@ def test_an_old_rank_0_inside_a_collection_deletes_nothing_that_the_new_gang_com
             time.sleep(0.02)
         number = launch(store, spec)
         new = start(store, spec, number, tmp_path / "home", **variables)
-        _, logged = new.communicate(timeout=300)
-        assert new.returncode == ExitCode.OK, logged
+        _, log = new.communicate(timeout=300)
+        assert new.returncode == ExitCode.OK, log
         (tmp_path / "go").touch()
-        _, logged = old.communicate(timeout=300)
-    assert old.returncode == ExitCode.FENCED, logged
+        _, log = old.communicate(timeout=300)
+    assert old.returncode == ExitCode.FENCED, log
     assert [number for number, _ in list_attempts(store, identity)] == [1, 2]
     assert [read_attempt(store, identity, attempt)["launch"] for attempt in (1, 2)] == [first, number]
     checkpoint = open_checkpoint(store, identity, spec.training.steps)
@@ -73,9 +73,9 @@ def test_a_run_on_one_machine_gets_past_a_damaged_checkpoint_by_itself(tmp_path:
     store, spec = new_store(tmp_path / "store"), tiny_spec()
     assert train_in_ranks(1, store.url, tmp_path / "ranks", [((), "undisturbed", None)]) == [""]
     launch_number = launch(store, spec)
-    with start(store, spec, launch_number, tmp_path / "home", "leaves-at-6", OPENBLAS_NUM_THREADS="1") as stopped:
-        _, log = stopped.communicate(timeout=300)
-    assert stopped.returncode == ExitCode.PREEMPTED, log
+    with start(store, spec, launch_number, tmp_path / "home", "leaves-at-6", OPENBLAS_NUM_THREADS="1") as rank:
+        _, log = rank.communicate(timeout=300)
+    assert rank.returncode == ExitCode.PREEMPTED, log
     identity = run_id(spec, DATASET_ID)
     newest = checkpoint_steps(store, identity)[-1]
     older = checkpoint_steps(store, identity)[-2]
@@ -83,8 +83,8 @@ def test_a_run_on_one_machine_gets_past_a_damaged_checkpoint_by_itself(tmp_path:
     key = layout.pack(identity, str(name))
     store.put(key, bytes(len(store.get(key))))
     process = start_training(spec, store.url, tmp_path / "home")
-    printed = process.communicate(timeout=300)[0]
-    assert process.returncode == ExitCode.OK, printed
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == ExitCode.OK, output
     assert trained(store, spec) == trained(store, spec, "undisturbed")
     # The second attempt reported damage, the third confirmed it.
     assert [number for number, _ in list_attempts(store, identity)] == [1, 2, 3]

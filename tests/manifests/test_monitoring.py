@@ -169,6 +169,6 @@ def test_the_port_has_a_name_and_the_policy_opens_it_in_those_pods_alone() -> No
 def test_figures_that_no_prometheus_would_reach_in_a_pod_are_refused(host: str) -> None:
     spec = tiny_spec("store=s3://bucket/x", "telemetry.metrics_port=9400", f"telemetry.metrics_host={host}")
     for refuses in (check_for_cluster, partial(render, target="pytorchjob")):
-        with pytest.raises(SpecError, match=r"telemetry\.metrics_host: is inside the pod") as refused:
+        with pytest.raises(SpecError, match=r"telemetry\.metrics_host: is inside the pod") as error:
             refuses(spec)
-        assert "use 0.0.0.0, or remove telemetry.metrics_port" in str(refused.value)
+        assert "use 0.0.0.0, or remove telemetry.metrics_port" in str(error.value)

@@ -88,8 +88,8 @@ def test_only_accounts_with_a_role_get_a_token(objects: list[dict[str, Any]]) ->
     }
     assert {name for name, token in accounts.items() if token} == bound
     assert "holdfast-train" in set(accounts) - bound
-    used = {spec["serviceAccountName"] for _, _, spec in pods(objects) if "serviceAccountName" in spec}
-    assert used <= set(accounts)
+    used_accounts = {spec["serviceAccountName"] for _, _, spec in pods(objects) if "serviceAccountName" in spec}
+    assert used_accounts <= set(accounts)
 
 
 def test_there_is_no_secret_and_nothing_that_looks_like_one(objects: list[dict[str, Any]]) -> None:
@@ -208,8 +208,8 @@ def test_every_reference_to_an_object_leads_somewhere(objects: list[dict[str, An
             for variable in container.get("env", []):
                 if reference := variable.get("valueFrom", {}).get("secretKeyRef"):
                     assert reference["name"] in documented, owner
-            mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
-            assert mounted <= {volume["name"] for volume in spec.get("volumes", [])}, owner
+            mounts = {mount["name"] for mount in container.get("volumeMounts", [])}
+            assert mounts <= {volume["name"] for volume in spec.get("volumes", [])}, owner
         for volume in spec.get("volumes", []):
             if claim := volume.get("persistentVolumeClaim"):
                 assert f"PersistentVolumeClaim/{claim['claimName']}" in names, owner

@@ -43,13 +43,13 @@ def problems(thing: dict[str, Any]) -> list[str]:
 
 def _check(value: Any, expected: str, where: str, found: list[str]) -> None:
     """Compare a value with a type in the notation of the client's models."""
-    if listed := re.fullmatch(r"list\[(.+)\]", expected):
+    if list_type := re.fullmatch(r"list\[(.+)\]", expected):
         if not isinstance(value, list):
             found.append(f"{where}: {value!r} is not a list")
             return
         for index, item in enumerate(value):
-            _check(item, listed[1], f"{where}[{index}]", found)
-    elif mapped := re.fullmatch(r"dict\(str, (.+)\)", expected):
+            _check(item, list_type[1], f"{where}[{index}]", found)
+    elif dict_type := re.fullmatch(r"dict\(str, (.+)\)", expected):
         if not isinstance(value, dict):
             found.append(f"{where}: {value!r} is not a mapping")
             return
@@ -57,7 +57,7 @@ def _check(value: Any, expected: str, where: str, found: list[str]) -> None:
             # A quantity is a string or a number. Other texts are strings.
             quantity = where.rsplit(".", 1)[-1] in _QUANTITIES and isinstance(item, int)
             if not quantity:
-                _check(item, mapped[1], f"{where}.{key}", found)
+                _check(item, dict_type[1], f"{where}.{key}", found)
     elif expected in _SCALARS:
         if not isinstance(value, _SCALARS[expected]) or (expected != "bool" and isinstance(value, bool)):
             found.append(f"{where}: {value!r} is not of type {expected}")

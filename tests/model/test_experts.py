@@ -151,9 +151,9 @@ def test_every_row_is_published_once_and_read_back_in_any_part(tmp_path: Path, f
 
 def test_other_experts_than_the_weights_have_are_refused_by_field(tmp_path: Path) -> None:
     export(tmp_path, decoder(mixture("qwen3_moe")))
-    with pytest.raises(SpecError) as refused:
+    with pytest.raises(SpecError) as error:
         require_fit(read_hugging_face(tmp_path), mixture("qwen3_moe", top_k=2, normalise=False), 300)
-    assert {problem.field: problem.remedy for problem in refused.value.problems} == {
+    assert {problem.field: problem.remedy for problem in error.value.problems} == {
         "model.routing.top_k": "write top_k: 3",
         "model.routing.normalise": "write normalise: True",
     }

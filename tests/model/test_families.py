@@ -197,9 +197,9 @@ def test_a_window_hides_what_lies_before_it_with_documents_and_in_generation() -
 
 def test_weights_of_another_family_are_refused_with_every_field_of_it(tmp_path: Path) -> None:
     export(tmp_path, built("llama 3"))
-    with pytest.raises(SpecError) as refused:
+    with pytest.raises(SpecError) as error:
         require_fit(read_hugging_face(tmp_path), ours_of("qwen3"), VOCABULARY)
-    remedies = {problem.field: problem.remedy for problem in refused.value.problems}
+    remedies = {problem.field: problem.remedy for problem in error.value.problems}
     assert remedies == {
         "model.family": "write family: llama",
         "model.hidden": "write hidden: 32",

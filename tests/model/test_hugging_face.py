@@ -207,9 +207,9 @@ def test_weights_of_another_shape_than_the_spec_are_refused_with_every_field(tmp
     export(tmp_path, decoder(shape()))
     weights = open_weights(str(tmp_path), tmp_path / "cache")
     require_fit(weights, shape(context=8, init_std=1.0), 300)  # neither is a property of the weights
-    with pytest.raises(SpecError) as refused:
+    with pytest.raises(SpecError) as error:
         require_fit(weights, shape(layers=3, kv_heads=1), 301)
-    fields = {problem.field: problem.remedy for problem in refused.value.problems}
+    fields = {problem.field: problem.remedy for problem in error.value.problems}
     assert fields.keys() == {"model.layers", "model.kv_heads", "data.tokenizer"}
     assert fields["model.layers"] == "write layers: 2"
 

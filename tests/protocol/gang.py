@@ -41,8 +41,10 @@ class SimulatedGang(Gang):
         values[self.rank] = value
 
         def lost() -> list[int]:
-            departed = [rank for rank, process in enumerate(meeting.processes) if process.dead or rank in meeting.left]
-            return [rank for rank in departed if rank not in values]
+            ended_ranks = [
+                rank for rank, process in enumerate(meeting.processes) if process.dead or rank in meeting.left
+            ]
+            return [rank for rank in ended_ranks if rank not in values]
 
         meeting.world.wait(lambda: len(values) == self.size or bool(lost()))
         if len(values) < self.size:

@@ -105,12 +105,12 @@ class Condition:
 
     def _away(self, condition: Callable[[], bool], timeout: float | None) -> bool:
         depth, self._depth, self._owner = self._depth, 0, None
-        held = self._world.wait(
+        is_true = self._world.wait(
             lambda: self._owner is None and condition(), float("inf") if timeout is None else timeout
         )
         self._world.wait(lambda: self._owner is None)
         self._owner, self._depth = self._world.actor, depth
-        return held
+        return is_true
 
 
 class Event:
@@ -161,7 +161,7 @@ class Executor:
                 number, item = waiting.pop(0)
                 try:
                     results[number] = (work(item), None)
-                except Exception as failure:  # noqa: BLE001 - raised where its result is asked for
+                except Exception as failure:  # noqa: BLE001 - raised when its result is requested
                     results[number] = (None, failure)
 
         threads = [Thread(work_off, name=f"{self._name} {number}") for number in range(min(self._workers, count))]

@@ -88,12 +88,12 @@ class Oracle:
 
     def damage(self, root: str, key: str, data: bytes) -> None:
         """Change an object without the store's knowledge."""
-        stored = self._bucket.objects[key]
-        self._bucket.objects[key] = Stored(data, stored.modified, stored.version)
+        current = self._bucket.objects[key]
+        self._bucket.objects[key] = Stored(data, current.modified, current.version)
         self.damaged.add(key)
-        for root_key, needed in self.needs.items():
+        for root_key, needed_keys in self.needs.items():
             match = ROOT.match(root_key)
-            if match and (root_key == key or key in needed):
+            if match and (root_key == key or key in needed_keys):
                 self._forgive(int(match[2]))
 
     def _forgive(self, step: int) -> None:
@@ -117,11 +117,13 @@ class Oracle:
     def finished(self, last: int) -> None:
         """At the end, the last step exists, and no object that no checkpoint needs."""
         self.require(last in self.visible(), f"the last step is {last}, and there are {self.visible()}")
-        needed = frozenset().union(*self.needs.values()) | self.needs.keys()
-        if self._unknown or any(key in self._bucket.objects and "/packs/" not in key for key in self.damaged & needed):
+        needed_keys = frozenset().union(*self.needs.values()) | self.needs.keys()
+        if self._unknown or any(
+            key in self._bucket.objects and "/packs/" not in key for key in self.damaged & needed_keys
+        ):
             return  # an unreadable root or index may need any object
         prefixes = tuple(f"runs/{RUN}/{folder}/" for folder in ("packs", "indexes", "checkpoints/step-"))
-        leftovers = [key for key in self._bucket.keys if key.startswith(prefixes) and key not in needed]
+        leftovers = [key for key in self._bucket.keys if key.startswith(prefixes) and key not in needed_keys]
         self.require(not leftovers, f"left over: {leftovers}")
 
     def _changed(self, key: str, before: Stored | None, after: Stored | None) -> None:
@@ -137,8 +139,8 @@ class Oracle:
             self._whole[match[1]] = self._world.now
         if before is None or (after is not None and after.data == before.data):
             return
-        for root, needed in self.needs.items():
-            if key in needed:
+        for root, needed_keys in self.needs.items():
+            if key in needed_keys:
                 raise ViolationError(f"{key} was {'changed' if after else 'deleted'}, and {root} needs it")
 
     def _appeared(self, key: str, step: int, aside: bool, stored: Stored) -> None:
@@ -146,11 +148,11 @@ class Oracle:
             former = layout.checkpoint(RUN, step)
             void = (self._writer.get(former), step) in self._void
             self.require(step in self.forgiven or void, f"step {step} was set aside, and nothing was wrong with it")
-            needed = self.needs.get(former, frozenset())
-            known = all("/packs/" in needed_key for needed_key in self.damaged & (needed | {former}))
-            self._unknown |= not known
+            needed_keys = self.needs.get(former, frozenset())
+            is_known = all("/packs/" in needed_key for needed_key in self.damaged & (needed_keys | {former}))
+            self._unknown |= not is_known
             self.needs[key] = frozenset(
-                needed_key for needed_key in needed if known and needed_key in self._bucket.objects
+                needed_key for needed_key in needed_keys if is_known and needed_key in self._bucket.objects
             )
             return
         attempt = Manifest.from_bytes(stored.data, key).attempt

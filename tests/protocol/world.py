@@ -177,7 +177,7 @@ class World:
                 function()
         except Killed:
             pass
-        except BaseException as error:  # noqa: BLE001 - carried to whoever runs the world
+        except BaseException as error:  # noqa: BLE001 - passed to the code that runs the world
             if self.failure is None:
                 self.failure = error
         actor.done = True

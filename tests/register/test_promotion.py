@@ -42,8 +42,8 @@ def die_after_the_claim(store: Store, version: int, monkeypatch: pytest.MonkeyPa
     def dying(*_: object) -> None:
         raise Killed
 
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(registration, "promote", dying)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(registration, "promote", dying)
         crowned(store, version)
 
 
@@ -98,9 +98,9 @@ def test_killed_at_any_write_to_mlflow_there_is_a_champion_to_go_back_to(
 
             return act
 
-        with monkeypatch.context() as patched:
+        with monkeypatch.context() as patch:
             for name in writes:
-                patched.setattr(MlflowClient, name, watched(getattr(MlflowClient, name)))
+                patch.setattr(MlflowClient, name, watched(getattr(MlflowClient, name)))
             with suppress(Killed):
                 act()
         current = champion(MODEL, store)

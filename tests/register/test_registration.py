@@ -155,10 +155,10 @@ def test_a_version_that_this_store_has_not_registered_is_foreign_and_never_used(
     assert result.exit_code == 0
     assert "foreign, not used: version 2 of 'story'" in " ".join(result.output.split())
     for name in ("story@champion", f"story/{number}", "story"):
-        refused = CliRunner().invoke(
+        rollback_result = CliRunner().invoke(
             app, ["models", "generate", name, "x", "--store", store.url], catch_exceptions=True
         )
-        assert isinstance(refused.exception, ForeignVersionError)
+        assert isinstance(rollback_result.exception, ForeignVersionError)
     finish(OTHER)
     with pytest.raises(ForeignVersionError):
         run(made.spec(), OTHER, store)
@@ -307,9 +307,9 @@ def test_what_is_not_blessed_or_not_whole_is_not_registered(
     result: dict, verdict: dict, code: ExitCode, words: str, home: Path, store: Store, finish: Finish
 ) -> None:
     finish(result=result, verdict=verdict)
-    with pytest.raises(HoldfastError, match=words) as raised:
+    with pytest.raises(HoldfastError, match=words) as error:
         run(made.spec(), made.RUN_ID, store)
-    assert raised.value.exit_code == code
+    assert error.value.exit_code == code
     assert versions("story", store) == []
 
 
@@ -355,8 +355,8 @@ def test_killed_at_any_call_and_repeated_there_is_one_version(
         original(*arguments, **named)
         raise Killed  # before the call: the same as after the previous one
 
-    with monkeypatch.context() as patched:
-        patched.setattr(MlflowClient, call, dying)
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, call, dying)
         with pytest.raises(Killed):
             run(made.spec(), made.RUN_ID, store)
     registration = run(made.spec(), made.RUN_ID, store)
@@ -430,12 +430,12 @@ def test_killed_while_a_folder_is_sent_to_a_server_and_repeated_there_is_one_ver
     store: Store, finish: Finish, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish()
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patch:
 
         def dying(*_: object, **__: object) -> None:
             raise Killed
 
-        patched.setattr(MlflowClient, "log_artifacts", dying)
+        patch.setattr(MlflowClient, "log_artifacts", dying)
         with pytest.raises(Killed):
             run(made.spec(), made.RUN_ID, store)
     registration = run(made.spec(), made.RUN_ID, store)

@@ -41,9 +41,9 @@ TOO_LARGE = {
 
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_a_template_that_makes_gigabytes_is_refused_by_its_name(name: str) -> None:
-    with pytest.raises(TemplateLimitError, match=r"chat template evil\.jinja: .* takes more than") as caught:
+    with pytest.raises(TemplateLimitError, match=r"chat template evil\.jinja: .* takes more than") as error:
         ChatTemplate(TOO_LARGE[name], {}, name="evil.jinja").rendered(RECORD)
-    assert caught.value.exit_code == ExitCode.BAD_DATA
+    assert error.value.exit_code == ExitCode.BAD_DATA
     assert ChatTemplate(HONEST, {}).rendered(RECORD)[0][0] == "user: hi\nassistant: yes\n"  # the next template renders
 
 
@@ -80,9 +80,9 @@ def test_a_renderer_that_is_killed_from_outside_is_named_and_replaced() -> None:
     pid = process.renderer_pid()
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(RendererDiedError) as caught:
+    with pytest.raises(RendererDiedError) as error:
         template.rendered(RECORD)
-    assert caught.value.exit_code.retryable
+    assert error.value.exit_code.retryable
     assert template.rendered(RECORD)
 
 

@@ -184,8 +184,8 @@ def test_errors_logs_outcomes_and_prints_hold_no_secret(capsys: pytest.CaptureFi
     url = f"postgresql://ann:p/{SECRET}@db/x"
     assert SECRET not in str(HoldfastError(f"{url}: no answer"))
     problem = Problem("data.sources.0.repo", f"https://ann:p/{SECRET * 20}@h/x", "is no repository", "name one")
-    refused = SpecError([problem, Problem("model", {"password": SECRET}, "is not allowed", "remove it")])
-    assert "S3CR3T" not in f"{refused}{problem.value}{refused.problems}"
+    spec_error = SpecError([problem, Problem("model", {"password": SECRET}, "is not allowed", "remove it")])
+    assert "S3CR3T" not in f"{spec_error}{problem.value}{spec_error.problems}"
     outcome = Outcome("train", 1, 0.0, reason=f"OperationalError: {url}")
     assert SECRET.encode() not in outcome.as_json()
     root = logging.getLogger()

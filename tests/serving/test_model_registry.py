@@ -96,9 +96,9 @@ def test_a_registry_that_is_away_for_a_moment_is_waited_for(registry: Registry) 
 
 def test_a_registry_that_stays_away_is_an_error_that_may_pass(registry: Registry) -> None:
     registry.failing = [503] * 100
-    with pytest.raises(ClusterUnreachableError, match=r"does not answer.*run the same command again") as caught:
+    with pytest.raises(ClusterUnreachableError, match=r"does not answer.*run the same command again") as error:
         enter(registry)
-    assert caught.value.exit_code >= 128
+    assert error.value.exit_code >= 128
 
 
 def test_the_token_comes_from_the_environment_and_is_never_shown(
@@ -113,9 +113,9 @@ def test_the_token_comes_from_the_environment_and_is_never_shown(
     monkeypatch.setenv(model_registry.TOKEN_FOR, registry.url)
     enter(registry)
     registry.token = "another"
-    with pytest.raises(AccessDeniedError) as caught:
+    with pytest.raises(AccessDeniedError) as error:
         enter(registry)
-    assert "hunter2" not in str(caught.value)
+    assert "hunter2" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,9 @@ def test_the_token_goes_to_the_server_that_it_is_for_and_not_over_plain_http_to_
 
 
 def test_what_the_registry_refuses_is_said_in_its_words(registry: Registry) -> None:
-    with pytest.raises(RefusedError, match=r"POST .*status 400.*required field") as caught:
+    with pytest.raises(RefusedError, match=r"POST .*status 400.*required field") as error:
         ModelRegistry(registry.url, "me")._ask("POST", "model_versions", {"name": "3"})
-    assert caught.value.exit_code < 128
+    assert error.value.exit_code < 128
 
 
 def test_the_server_of_these_tests_is_strict() -> None:

@@ -48,8 +48,8 @@ def test_a_policy_is_written_for_an_engine_beside_its_expected_effect(tmp_path: 
     assert set(effect["expected"]) == {"fifo", "priority"}
     assert f"mean wait {effect['expected']['priority']['wait_mean']:.0f} s" in (folder / "kueue.yaml").read_text()
     assert "Kueue evicts the lowest priority first" in " ".join(process.stdout.split())
-    refused = simulate(CLUSTER, "synthetic:300", "-p", "easy", "--emit", "volcano", "--to", str(tmp_path / "none"))
-    assert refused.returncode == 10
-    assert "no engine asks for an estimate" in " ".join(refused.stderr.split())
+    refusal = simulate(CLUSTER, "synthetic:300", "-p", "easy", "--emit", "volcano", "--to", str(tmp_path / "none"))
+    assert refusal.returncode == 10
+    assert "no engine asks for an estimate" in " ".join(refusal.stderr.split())
     assert not (tmp_path / "none").exists()
     assert simulate(CLUSTER, "synthetic:300", "--emit", "kueue").returncode == 2

@@ -54,10 +54,10 @@ def test_what_an_engine_cannot_express_is_refused_by_name_with_a_reason_and_what
     for policy in sorted(set(POLICIES) - EXPRESSED[engine]):
         with pytest.raises(
             SpecError, match=f"{policy}.*cannot be said to {engine}|cannot be said to {engine}"
-        ) as refused:
+        ) as error:
             configuration(engine, policy, ONE, JOBS)
-        assert policy in str(refused.value)
-        assert "use backfill" in str(refused.value) or "use fifo, backfill" in str(refused.value)
+        assert policy in str(error.value)
+        assert "use backfill" in str(error.value) or "use fifo, backfill" in str(error.value)
     with pytest.raises(SpecError, match="shares of each group"):
         configuration(engine, "drf", TWO, JOBS)
 

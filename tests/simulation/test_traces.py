@@ -94,9 +94,9 @@ def test_synthetic_jobs_ask_for_the_load_that_is_asked_for() -> None:
 
 
 def test_a_cluster_is_refused_with_every_problem(tmp_path: Path) -> None:
-    with pytest.raises(SpecError) as refused:
+    with pytest.raises(SpecError) as error:
         load_cluster(written(tmp_path, "groups: [{name: a, nodes: 0, gpu: 8}]\n"))
-    assert {problem.field for problem in refused.value.problems} == {"groups.0.nodes", "groups.0.gpu"}
+    assert {problem.field for problem in error.value.problems} == {"groups.0.nodes", "groups.0.gpu"}
 
 
 def test_the_example_cluster_runs_under_the_policies_that_look_at_what_it_has() -> None:

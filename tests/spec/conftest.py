@@ -36,12 +36,12 @@ def refused() -> Callable[..., list[Problem]]:
     """The problems for which a spec is refused."""
 
     def refuse(text: str | None = None, overrides: tuple[str, ...] = (), **changes: object) -> list[Problem]:
-        with pytest.raises(SpecError) as caught:
+        with pytest.raises(SpecError) as error:
             parse_spec(text_with(**changes) if text is None else text, overrides)
-        for problem in caught.value.problems:
-            assert f"{problem.field}: {problem.message}" in str(caught.value)
-            assert problem.remedy in str(caught.value)
-        return caught.value.problems
+        for problem in error.value.problems:
+            assert f"{problem.field}: {problem.message}" in str(error.value)
+            assert problem.remedy in str(error.value)
+        return error.value.problems
 
     return refuse
 

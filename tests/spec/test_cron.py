@@ -74,9 +74,9 @@ def test_a_schedule_is_the_same_numbers_on_argo_and_on_kubeflow(cron: str, expan
     ],
 )
 def test_what_engines_read_differently_or_not_at_all_is_refused(cron: str, message: str, remedy: str) -> None:
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(SpecError) as error:
         parse_spec("{name: a, data: {sources: [{uri: x}]}}", [f"schedule.cron='{cron}'"])
-    (problem,) = caught.value.problems
+    (problem,) = error.value.problems
     assert problem.field == "schedule.cron"
     assert message in problem.message
     assert remedy in problem.remedy

@@ -78,8 +78,8 @@ def test_every_example_is_a_spec(path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_with_what_is_allowed(refused, field: str, value, message: str, remedy) -> None:
-    needed = {"cluster.tolerations.0.key": "a", "cluster.volumes.0.claim": "a"}
-    others = {path: text for path, text in needed.items() if field.startswith(path.rpartition(".")[0])}
+    required_fields = {"cluster.tolerations.0.key": "a", "cluster.volumes.0.claim": "a"}
+    others = {path: text for path, text in required_fields.items() if field.startswith(path.rpartition(".")[0])}
     (problem,) = refused(**others, **{field: value})
     assert problem.field in (field, f"{field}.0", f"{field}.1", f"{field}.[key]")
     assert str(problem.value) in (str(value), "3", "Wrong_Name", "a b")
@@ -211,9 +211,9 @@ def test_every_problem_says_where_it_stands_in_the_file(tmp_path: Path) -> None:
         "  schedule: {warmup_steps: 10}}\n"
         "model: {layers: 0, heads: 3}\n"
     )
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(SpecError) as error:
         load_spec(path, ["model.hidden=64", "training.optimizer={beta1: 7}", "evaluation.prompts=3"])
-    places = {problem.field: problem.place for problem in caught.value.problems}
+    places = {problem.field: problem.place for problem in error.value.problems}
     assert places == {
         "data.sources.1.wieght": f"{path}:6:7",
         "data.validation_fraction": f"{path}:7:3",
@@ -226,8 +226,8 @@ def test_every_problem_says_where_it_stands_in_the_file(tmp_path: Path) -> None:
         "training.schedule.warmup_steps": f"{path}:12:14",
         "model.hidden": "--set",
     }
-    for problem in caught.value.problems:
-        assert f"\n  {problem.place}: {problem.field}: {problem.message}" in str(caught.value)
+    for problem in error.value.problems:
+        assert f"\n  {problem.place}: {problem.field}: {problem.message}" in str(error.value)
 
 
 def test_a_field_that_nobody_gave_has_no_place_but_its_group(refused) -> None:
@@ -277,9 +277,9 @@ def test_yaml_has_none_of_its_old_surprises() -> None:
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "nothing.yaml", tmp_path):
-        with pytest.raises(MissingError, match=str(path)) as caught:
+        with pytest.raises(MissingError, match=str(path)) as error:
             load_spec(path)
-        assert caught.value.exit_code == ExitCode.NOT_FOUND
+        assert error.value.exit_code == ExitCode.NOT_FOUND
 
 
 @pytest.mark.parametrize(
@@ -289,10 +289,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_file_that_is_no_spec_is_named_with_the_reason(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_bytes(content)
-    with pytest.raises(SpecError, match=says) as caught:
+    with pytest.raises(SpecError, match=says) as error:
         load_spec(path)
-    assert str(path) in str(caught.value)
-    assert caught.value.exit_code == ExitCode.BAD_SPEC
+    assert str(path) in str(error.value)
+    assert error.value.exit_code == ExitCode.BAD_SPEC
 
 
 @pytest.mark.parametrize(
@@ -412,8 +412,8 @@ def test_any_text_in_a_field_survives_the_round_trip(text: str) -> None:
 def test_overrides_of_a_spec_are_checked_like_those_of_its_file() -> None:
     spec = load_spec(QUICKSTART, ["training.steps=60"])
     assert spec.with_overrides(["training.steps=60"]) == spec.with_overrides({"training.steps": 60}) == spec
-    with pytest.raises(SpecError, match=r"(?s)training\.steps.*parallel\.tensor") as caught:
+    with pytest.raises(SpecError, match=r"(?s)training\.steps.*parallel\.tensor") as error:
         spec.with_overrides({"training.steps": -1, "parallel.tensor": 0})
-    assert len(caught.value.problems) == 2
+    assert len(error.value.problems) == 2
     with pytest.raises(SpecError, match="global_batch"):  # a rule between fields
         spec.with_overrides(["training.micro_batch=3"])

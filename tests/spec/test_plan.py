@@ -110,10 +110,10 @@ def test_a_change_is_a_segment_from_its_step_and_the_same_plan_is_none() -> None
 def test_a_run_that_promises_bits_refuses_another_plan_in_words(determinism: str) -> None:
     segments, now = continued((), 30, 1, plan_of()), plan_of("parallel.processes=2", device="H100")
     message = r"since step 30.*parallel.processes: 1 before, 2 now; device: not set before, H100 now.*use --replan"
-    with pytest.raises(PlanChangedError, match=message) as caught:
+    with pytest.raises(PlanChangedError, match=message) as error:
         require_plan(segments, now, determinism, replan=False)
-    assert caught.value.exit_code == ExitCode.PLAN_CHANGED
-    assert not caught.value.exit_code.retryable
+    assert error.value.exit_code == ExitCode.PLAN_CHANGED
+    assert not error.value.exit_code.retryable
 
 
 @pytest.mark.parametrize(("determinism", "replan"), [("off", False), ("exact", True)])

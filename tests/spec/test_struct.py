@@ -113,7 +113,7 @@ def test_what_was_not_written_is_not_shown_and_what_was_is_in_order() -> None:
     ],
 )
 def test_a_dictionary_is_checked_as_a_text_is_and_no_line_is_named(given_spec: dict[str, Any], says: str) -> None:
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(SpecError) as error:
         parse_spec(from_struct(given_spec))
-    assert says in str(caught.value)
-    assert not any(problem.place for problem in caught.value.problems)
+    assert says in str(error.value)
+    assert not any(problem.place for problem in error.value.problems)

@@ -342,8 +342,8 @@ def test_on_a_cluster_the_summary_names_the_run_the_failed_step_and_its_own_word
 def test_a_trial_that_fails_alone_leaves_its_cause_and_ends_nothing(
     tmp_path: Path, body: str, code: int, said: str
 ) -> None:
-    ended_with, printed = ended(component(tmp_path, body, trial="2"))
-    assert (ended_with, said in printed) == (code, True)
+    ended_with, output = ended(component(tmp_path, body, trial="2"))
+    assert (ended_with, said in output) == (code, True)
     (outcome,) = read_outcomes(tmp_path)
     assert (tmp_path / "train-2.json").exists()
     assert (outcome.name, outcome.part, outcome.exit_code) == ("train-2", "2", code or 11)

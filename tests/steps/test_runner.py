@@ -66,9 +66,9 @@ def test_a_known_failure_is_said_without_a_traceback_and_a_bug_with_one(caplog: 
         exit_code_of(raising(errors.DataError("shard 3 is broken")))
         exit_code_of(raising(RuntimeError("bug")))
         exit_code_of(raising(OSError(errno.ENOSPC, "full", "/disk/file")))
-    known, bug, full = caplog.records
-    assert known.getMessage() == "shard 3 is broken"
-    assert known.exc_info is None
+    known_failure, bug, full = caplog.records
+    assert known_failure.getMessage() == "shard 3 is broken"
+    assert known_failure.exc_info is None
     assert bug.exc_info is not None
     assert "/disk/file" in full.getMessage()
     assert "free some" in full.getMessage()

@@ -68,16 +68,16 @@ def test_many_reads_fill_their_targets_and_each_is_used_when_it_is_there(store: 
     content = {f"k{number}": os.urandom(1000 + number) for number in range(5)}
     for key, data in content.items():
         store.put(key, data)
-    used: list[tuple[str, int, bytes]] = []
+    reads: list[tuple[str, int, bytes]] = []
 
     def wanted() -> Iterator[Read]:
         for key in content:
             for start in range(0, 900, 90):
                 target = memoryview(bytearray(100))
-                yield Read(key, start, target, lambda k=key, s=start, t=target: used.append((k, s, bytes(t))))
+                yield Read(key, start, target, lambda k=key, s=start, t=target: reads.append((k, s, bytes(t))))
 
     store.read_many(wanted())
-    assert sorted(used) == [
+    assert sorted(reads) == [
         (key, start, content[key][start : start + 100]) for key in content for start in range(0, 900, 90)
     ]
     store.read_many([])
@@ -85,24 +85,24 @@ def test_many_reads_fill_their_targets_and_each_is_used_when_it_is_there(store: 
 
 def test_many_reads_draw_only_what_they_have_room_for(store: Store) -> None:
     store.put("k", bytes(100))
-    drawn = used = most = 0
+    drawn_reads = used_reads = most = 0
     count = threading.Lock()
 
     def use() -> None:
-        nonlocal used
+        nonlocal used_reads
         with count:
-            used += 1
+            used_reads += 1
 
     def wanted() -> Iterator[Read]:
-        nonlocal drawn, most
+        nonlocal drawn_reads, most
         for start in range(100):
             with count:
-                drawn += 1
-                most = max(most, drawn - used)
+                drawn_reads += 1
+                most = max(most, drawn_reads - used_reads)
             yield Read("k", start, memoryview(bytearray(1)), use)
 
     store.read_many(wanted())
-    assert used == 100
+    assert used_reads == 100
     assert most <= parallel.THREADS + 1
 
 

@@ -46,6 +46,6 @@ def test_what_names_no_store_is_refused_with_the_remedy(url: str, remedy: str) -
 
 @pytest.mark.parametrize("url", ["s3://key:hunter2@bucket/x", "gs://key:hunter2@bucket", "s3://b/x?X-Sig=hunter2"])
 def test_credentials_in_a_url_are_refused_and_not_shown(url: str) -> None:
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(SpecError) as error:
         open_store(url)
-    assert "hunter2" not in str(caught.value)
+    assert "hunter2" not in str(error.value)

@@ -59,17 +59,17 @@ def test_a_swap_whose_reply_was_lost_is_known_by_its_writer_not_its_content(
     version = store.compare_and_swap("counter", b"2", version)
     assert store.get_versioned("counter") == (b"2", version)
     # Another writer makes the same increment while our request is in flight. Theirs counts, and ours must report it.
-    released = threading.Event()
+    release = threading.Event()
     other = open_store(s3_url, deadline=DEADLINE)
 
     def meanwhile() -> None:
         fault.hit.wait()
         proxy.heal()
         other.compare_and_swap("counter", b"3", version)
-        released.set()
+        release.set()
 
     def held_then_reset(request, forward):
-        released.wait()
+        release.wait()
         return reset()(request, forward)
 
     fault = proxy.inject(held_then_reset, method="PUT", path="counter")
@@ -106,14 +106,14 @@ def test_a_large_claim_is_one_request_and_survives_a_fault(
 
 
 def test_two_large_claims_have_one_winner(store: Store, proxy: FaultyProxy, large: bytes, s3_url: str) -> None:
-    released = threading.Event()
-    late = proxy.inject(hold(released), method="PUT", path="claim")
+    release = threading.Event()
+    late = proxy.inject(hold(release), method="PUT", path="claim")
     outcome: list[bool] = []
     thread = threading.Thread(target=lambda: outcome.append(store.put_if_absent("claim", large)))
     thread.start()
     assert late.hit.wait(180)
     assert open_store(s3_url).put_if_absent("claim", b"the other was faster")
-    released.set()
+    release.set()
     thread.join()
     assert outcome == [False]
     assert store.get("claim") == b"the other was faster"
@@ -142,10 +142,10 @@ def test_a_server_that_ignores_a_condition_is_refused_with_a_permanent_code(
         lambda: store.put_if_absent("claim", b"mine"),
         lambda: store.compare_and_swap("k", b"1", None),
     ):
-        with pytest.raises(StoreRefusedError, match=f"of 16 writers that {kind}.* at once, 16 won") as caught:
+        with pytest.raises(StoreRefusedError, match=f"of 16 writers that {kind}.* at once, 16 won") as error:
             write()
-        assert not caught.value.exit_code.retryable
-        assert caught.value.exit_code != ExitCode.UNEXPECTED
+        assert not error.value.exit_code.retryable
+        assert error.value.exit_code != ExitCode.UNEXPECTED
     assert store.stat("claim") is None
 
 
@@ -173,9 +173,9 @@ def test_a_server_without_conditional_writes_is_refused_in_its_own_words(proxy: 
         return forward(request)
 
     proxy.inject(unknown, method="PUT", times=None)
-    with pytest.raises(StoreRefusedError, match=r"501 NotImplemented: no such header here; this S3 lacks") as caught:
+    with pytest.raises(StoreRefusedError, match=r"501 NotImplemented: no such header here; this S3 lacks") as error:
         open_store(s3_url).put_if_absent("claim", b"mine")
-    assert caught.value.exit_code == ExitCode.STORE_REFUSED
+    assert error.value.exit_code == ExitCode.STORE_REFUSED
 
 
 def test_a_server_that_passed_is_remembered_by_what_it_calls_itself(

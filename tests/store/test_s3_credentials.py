@@ -69,10 +69,10 @@ def test_credentials_that_are_replaced_are_read_again_by_every_operation(
     )
     for number, operation in enumerate(every[:operations]):
         proxy.heal()
-        refused = refuse(proxy, "AKIAOLD" if not number else f"AKIANEW{number}X", status, code)
+        refused_methods = refuse(proxy, "AKIAOLD" if not number else f"AKIANEW{number}X", status, code)
         write(file, f"AKIANEW{number + 1}X")
         operation()
-        assert refused
+        assert refused_methods
     assert store.get("k") == b"1"
 
 
@@ -101,15 +101,15 @@ def test_expired_credentials_are_waited_for_until_the_deadline(file: Path, s3_ur
     store, patient = open_store(s3_url, deadline=2), open_store(s3_url, deadline=30)
     store.put("k", b"0")
     patient.put("k", b"0")
-    refused = refuse(proxy, "AKIAOLD", 400, "ExpiredToken")
+    refused_methods = refuse(proxy, "AKIAOLD", 400, "ExpiredToken")
     operations = (lambda: store.put("k", b"1"), lambda: store.stat("k"))  # a HEAD has no code
     for operation in operations:
         with pytest.raises(
             StoreUnreachableError, match=r"credentials have expired .*ExpiredToken.*renew them"
-        ) as caught:
+        ) as error:
             operation()
-        assert "endpoint is up" not in str(caught.value)
-    assert len(refused) > 2
+        assert "endpoint is up" not in str(error.value)
+    assert len(refused_methods) > 2
 
     def renewed(request, forward):
         write(file, "AKIANEW")  # while the operation waits
@@ -150,10 +150,10 @@ def test_a_new_key_that_the_server_does_not_know_yet_is_tried_again(
     store = open_store(s3_url, deadline=20)
     store.put("k", b"0")
     proxy.inject(answer(400, "ExpiredToken"), method="PUT")
-    refused = refuse(proxy, "AKIANEW", 403, "InvalidAccessKeyId", times=3)
+    refused_methods = refuse(proxy, "AKIANEW", 403, "InvalidAccessKeyId", times=3)
     write(file, "AKIANEW")
     store.put("k", b"1")
-    assert len(refused) == 3
+    assert len(refused_methods) == 3
 
 
 @pytest.mark.parametrize(
@@ -170,10 +170,10 @@ def test_what_new_credentials_do_not_change_is_said_immediately(
     proxy.inject(answer(status, code), times=None)
     for operation in (lambda: proxied.put("k", b"1"), lambda: proxied.get("k"), lambda: proxied.stat("k")):
         before = len(proxy.requests)
-        with pytest.raises(AccessDeniedError, match=says) as caught:
+        with pytest.raises(AccessDeniedError, match=says) as error:
             operation()
-        assert code in str(caught.value)
-        assert ("usual AWS way" in str(caught.value)) == (code != "RequestTimeTooSkewed")
+        assert code in str(error.value)
+        assert ("usual AWS way" in str(error.value)) == (code != "RequestTimeTooSkewed")
         assert len(proxy.requests) - before <= 3  # a HEAD is followed by a request whose reply has a code
 
 
@@ -198,7 +198,7 @@ def test_a_line_break_in_a_credential_is_named_and_the_credential_is_not(
     s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA\nHUNTER2")
-    with pytest.raises(HoldfastError, match="line break") as caught:
+    with pytest.raises(HoldfastError, match="line break") as error:
         open_store(s3_url).put("k", b"1")
-    assert isinstance(caught.value, AccessDeniedError)
-    assert "HUNTER2" not in str(caught.value)
+    assert isinstance(error.value, AccessDeniedError)
+    assert "HUNTER2" not in str(error.value)

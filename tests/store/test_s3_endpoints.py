@@ -41,9 +41,9 @@ def test_an_endpoint_that_redirects_is_named_with_the_address_to_use(
     store = open_store(s3_url)
     for name, operation in OPERATIONS.items():
         before = len(proxy.requests)
-        with pytest.raises(StoreRefusedError, match="AWS_ENDPOINT_URL") as caught:
+        with pytest.raises(StoreRefusedError, match="AWS_ENDPOINT_URL") as error:
             operation(store)
-        assert "https://minio.example:" in str(caught.value), name
+        assert "https://minio.example:" in str(error.value), name
         assert len(proxy.requests) - before == 1, name
 
 
@@ -90,9 +90,9 @@ def test_an_endpoint_that_is_no_address_is_refused_by_every_operation(
 def test_a_region_that_is_no_name_is_refused(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "us east\n1")
     for name in ("put", "put_if_absent", "stat"):
-        with pytest.raises(HoldfastError) as caught:
+        with pytest.raises(HoldfastError) as error:
             OPERATIONS[name](open_store(s3_url, deadline=60))
-        assert not caught.value.exit_code.retryable
+        assert not error.value.exit_code.retryable
 
 
 def test_tls_that_cannot_work_is_refused_and_not_waited_for(

@@ -91,10 +91,10 @@ def test_what_passes_is_ridden_out_by_every_operation(store: Store, proxy: Fault
 
 def test_a_silent_server_costs_an_attempt_not_the_operation(s3_url: str, proxy: FaultyProxy) -> None:
     store = open_store(s3_url, deadline=15)  # an attempt waits five seconds
-    released = threading.Event()
-    proxy.inject(hold(released), method="PUT")
+    release = threading.Event()
+    proxy.inject(hold(release), method="PUT")
     store.put("k", b"1")
-    released.set()
+    release.set()
     assert store.get("k") == b"1"
 
 
@@ -105,9 +105,9 @@ def test_the_deadline_ends_an_operation_that_never_succeeds(
     store = open_store(s3_url, deadline=DEADLINE)
     proxy.inject(answer(503, "SlowDown"), times=2)
     proxy.inject(answer(503, "SlowDown", retry_after=3600), times=None)  # longer than the remaining time
-    with pytest.raises(StoreUnreachableError) as caught:
+    with pytest.raises(StoreUnreachableError) as error:
         store.put("some/key", b"1")
-    message = str(caught.value)
+    message = str(error.value)
     assert "put some/key" in message
     assert f"within {DEADLINE:g} s" in message
     assert len(proxy.requests) == 3
@@ -118,9 +118,9 @@ def test_the_deadline_ends_an_operation_that_never_succeeds(
 
 def test_a_server_that_is_not_there_is_unreachable(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:hunter2@127.0.0.1:9")
-    with pytest.raises(StoreUnreachableError, match=r"within 0\.5 s") as caught:
+    with pytest.raises(StoreUnreachableError, match=r"within 0\.5 s") as error:
         open_store(s3_url, deadline=0.5).get("k")
-    assert "hunter2" not in str(caught.value)
+    assert "hunter2" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -179,11 +179,11 @@ def test_without_credentials_the_remedy_is_given_and_nothing_is_sent(
 
 def test_no_message_or_name_shows_a_credential(store: Store, proxy: FaultyProxy) -> None:
     proxy.inject(answer(403, "SignatureDoesNotMatch"), times=None)
-    with pytest.raises(AccessDeniedError) as caught:
+    with pytest.raises(AccessDeniedError) as error:
         store.get("k")
-    texts = f"{caught.value} {caught.value!r} {store!r} {store.url} {vars(store)}"
+    texts = f"{error.value} {error.value!r} {store!r} {store.url} {vars(store)}"
     assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in texts
-    assert caught.value.__cause__ is None
+    assert error.value.__cause__ is None
 
 
 @pytest.mark.parametrize(

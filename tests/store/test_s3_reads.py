@@ -103,10 +103,10 @@ def test_a_listing_of_many_pages_is_whole(store: Store, proxy: FaultyProxy, monk
 def test_a_body_that_stops_in_the_middle_is_read_again(s3_url: str, proxy: FaultyProxy, large: bytes) -> None:
     store = open_store(s3_url, deadline=15)
     store.put("big", large)
-    released = threading.Event()
-    faults = [proxy.inject(stall(1000, released), method="GET") for _ in range(2)]
+    release = threading.Event()
+    faults = [proxy.inject(stall(1000, release), method="GET") for _ in range(2)]
     assert store.get("big") == large
-    released.set()
+    release.set()
     assert [fault.hits for fault in faults] == [1, 1]
 
 
@@ -115,8 +115,8 @@ def test_ranges_that_come_from_two_versions_are_not_mixed(
 ) -> None:
     """All parts are requested concurrently, before any reply names its version."""
     store.put("big", large)
-    released = threading.Event()
-    late = proxy.inject(hold(released), method="GET", skip=1)
+    release = threading.Event()
+    late = proxy.inject(hold(release), method="GET", skip=1)
     errors: list[HoldfastError] = []
 
     def read() -> None:
@@ -129,6 +129,6 @@ def test_ranges_that_come_from_two_versions_are_not_mixed(
     reading.start()
     assert late.hit.wait(180)
     open_store(s3_url).put("big", bytes(len(large)))
-    released.set()
+    release.set()
     reading.join()
     assert "replaced while it was read" in str(errors[0])

@@ -196,10 +196,10 @@ def test_a_large_upload_ends_what_dead_writers_left_beside_it(store: Store, larg
 
 def test_an_upload_that_nobody_reads_is_given_up_and_sent_again(s3_url: str, proxy: FaultyProxy, large: bytes) -> None:
     store = open_store(s3_url, deadline=15)
-    released = threading.Event()
-    fault = proxy.inject(deaf(released), method="PUT", path="partNumber=2")
+    release = threading.Event()
+    fault = proxy.inject(deaf(release), method="PUT", path="partNumber=2")
     store.put("big", large)
-    released.set()
+    release.set()
     assert fault.hits == 1
     assert store.get("big") == large
 

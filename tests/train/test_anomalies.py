@@ -156,12 +156,12 @@ def test_steps_are_held_back_alike_under_elastic_determinism_and_in_half_precisi
 
 def judged(settings: Settings, losses: list[float], norms: list[float] | None = None) -> list[int]:
     """The steps whose updates are held back, for given losses and norms."""
-    anomalies, held = Anomalies(settings, torch.device("cpu")), []
+    anomalies, held_steps = Anomalies(settings, torch.device("cpu")), []
     for step, (loss, norm) in enumerate(zip(losses, norms or [1.0] * len(losses), strict=True)):
         anomalies.begin_step(step)
         answer = anomalies.judge(torch.tensor(loss), torch.tensor(norm))
-        held += [step] if answer is not None and answer.item() else []
-    return held
+        held_steps += [step] if answer is not None and answer.item() else []
+    return held_steps
 
 
 def test_a_spike_is_what_lies_above_the_running_mean_once_the_window_is_full() -> None:
@@ -243,9 +243,9 @@ def test_a_rewind_goes_back_to_the_newest_multiple_before_what_was_computed_sinc
     )
     for step in range(8):
         anomalies.begin_step(step)
-        held = anomalies.judge(torch.tensor(math.nan if step == 6 else 1.0), torch.tensor(1.0))
-        assert held is not None
-        assert bool(held) == (step >= 6)  # the next step starts from a state that the rewind discards
+        is_held = anomalies.judge(torch.tensor(math.nan if step == 6 else 1.0), torch.tensor(1.0))
+        assert is_held is not None
+        assert bool(is_held) == (step >= 6)  # the next step starts from a state that the rewind discards
         assert anomalies.resolve(before=step) == (step == 7)
     assert rewinds == [4]
     assert [anomalies.saves(saved_step) for saved_step in (3, 4, 5)] == [False, True, False]

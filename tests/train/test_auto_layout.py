@@ -118,9 +118,9 @@ def test_ranks_that_run_out_of_memory_end_with_a_code_and_the_plan_that_follows(
     # The matrices exceed any address space, so the attempt fills no machine's memory.
     wide = ("model.hidden=1000000", "model.ffn=10000000", "model.heads=1000", "model.kv_heads=1000", "model.layers=4")
     spec = tiny_spec(*wide, "parallel.processes=2", "training.micro_batch=4")
-    with pytest.raises(HoldfastError, match=r"next plan that fits .*add to the command: --set .* --replan") as caught:
+    with pytest.raises(HoldfastError, match=r"next plan that fits .*add to the command: --set .* --replan") as error:
         run(spec, DATASET_ID, store)
-    assert caught.value.exit_code == ExitCode.OUT_OF_MEMORY
+    assert error.value.exit_code == ExitCode.OUT_OF_MEMORY
     (ending,) = read_exits(store, run_id(spec, DATASET_ID)).values()
     assert ending.code == ExitCode.OUT_OF_MEMORY
     next_spec = tiny_spec(

@@ -71,11 +71,13 @@ def test_more_ranks_than_grains_are_refused() -> None:
 
 
 def test_an_exchange_keeps_one_copy_of_the_gradients_each_aligned_as_one_of_its_own(tmp_path: Path) -> None:
-    for rank, (equal, aligned, met, kept) in enumerate(in_ranks(3, _exchange, tmp_path / "meeting", seconds=300)):
-        assert equal, rank
-        assert aligned, rank
-        assert met < 1.4, rank  # this rank's partial sums are a third of one copy
-        assert kept < 1.05, rank
+    for rank, (is_equal, is_aligned, copies_met, copies_kept) in enumerate(
+        in_ranks(3, _exchange, tmp_path / "meeting", seconds=300)
+    ):
+        assert is_equal, rank
+        assert is_aligned, rank
+        assert copies_met < 1.4, rank  # this rank's partial sums are a third of one copy
+        assert copies_kept < 1.05, rank
 
 
 SIZES = (5001, 5003, 10, 4997, 5005, 4999, 3)  # some buckets have several parameters

@@ -135,10 +135,12 @@ def test_a_rank_tells_the_energy_of_the_seconds_that_it_tells(
     monkeypatch.setenv(PIPE, str(tmp_path / "events"))
     with PhaseTimeReporter(0, 1, 0, torch.device("cpu"), Meter(GPU)):
         driver.tell(millijoules=1_007_000, reasons=0x24)
-    spent = [event for event in PipeEvents(tmp_path / "events").new() if isinstance(event, TimeSpent)]
-    assert [event.joules for event in spent] == [None, 7.0]  # the first seconds are from before the meter
-    assert [(event.utilisation, event.watts, event.memory_used) for event in spent] == [(0.9, 512.0, 60 << 30)] * 2
-    assert [event.slowed for event in spent] == ["", "hot"]  # a power cap is no fault
+    time_events = [event for event in PipeEvents(tmp_path / "events").new() if isinstance(event, TimeSpent)]
+    assert [event.joules for event in time_events] == [None, 7.0]  # the first seconds are from before the meter
+    assert [(event.utilisation, event.watts, event.memory_used) for event in time_events] == [
+        (0.9, 512.0, 60 << 30)
+    ] * 2
+    assert [event.slowed for event in time_events] == ["", "hot"]  # a power cap is no fault
 
 
 def test_the_history_has_the_figures_of_rank_0_and_the_driver_is_not_asked_all_the_time(driver: Driver) -> None:

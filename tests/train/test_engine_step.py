@@ -55,9 +55,9 @@ def test_a_step_that_is_held_back_changes_no_bit_of_the_state_and_none_of_what_f
     def train(steps: tuple[tuple[int, bool], ...]) -> tuple[Engine, list[dict[str, torch.Tensor]]]:
         engine = started(tiny_assignment(*overrides), END)
         states = []
-        for step, held in steps:
+        for step, is_held in steps:
             torch.manual_seed(step)
-            engine.step(global_batch(step), RATE, judge=lambda *_, held=held: torch.tensor(float(held)))
+            engine.step(global_batch(step), RATE, judge=lambda *_, held=is_held: torch.tensor(float(held)))
             states.append(bits(engine))
         return engine, states
 

@@ -322,7 +322,7 @@ def test_experts_with_too_much_to_do_are_preferred_less_whatever_computes_a_laye
     ],
 )  # fmt: skip
 def test_what_experts_do_not_go_with_is_refused_by_its_field(overrides: tuple[str, ...], field: str) -> None:
-    with pytest.raises(SpecError) as refused:
+    with pytest.raises(SpecError) as error:
         tiny_spec(*overrides)
-    assert [problem.field for problem in refused.value.problems] == [field]
-    assert refused.value.problems[0].remedy
+    assert [problem.field for problem in error.value.problems] == [field]
+    assert error.value.problems[0].remedy

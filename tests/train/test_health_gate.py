@@ -38,8 +38,8 @@ def finished(store: Store, folder: Path, sick: str, *overrides: str, salt: str =
     process = start_training(
         spec, store.url, folder, salt, {"HOLDFAST_TEST_SICK": sick}, module="tests.health.sick_train"
     )
-    printed = process.communicate(timeout=300)[0]
-    return process.returncode, printed
+    output = process.communicate(timeout=300)[0]
+    return process.returncode, output
 
 
 def reports(store: Store, identity: str) -> list[Report]:
@@ -57,9 +57,9 @@ def test_a_run_does_not_start_on_a_node_that_failed_and_starts_when_it_is_well_w
     store, home = new_store(tmp_path / "store"), tmp_path / "home"
     spec = tiny_spec(*GANG)
     identity = run_id(spec, DATASET_ID)
-    code, printed = finished(store, home, "1:slow", "cluster.health.before=always")
-    assert code == ExitCode.UNHEALTHY_NODE, printed
-    assert "The run does not start here" in printed
+    code, output = finished(store, home, "1:slow", "cluster.health.before=always")
+    assert code == ExitCode.UNHEALTHY_NODE, output
+    assert "The run does not start here" in output
     events = read_events(store, identity)
     assert not any(isinstance(event, AttemptBegan) for event in events)  # no attempt was claimed
     assert not list(store.list(layout.attempts(identity)))
@@ -67,12 +67,12 @@ def test_a_run_does_not_start_on_a_node_that_failed_and_starts_when_it_is_well_w
     assert "rank 1 on" in event.failed and event.is_news
     assert [event.restart_in for event in events if isinstance(event, LaunchEnded)] == [None]
     # The same command with `auto`: the node was blamed, so it is tested again, and passes.
-    code, printed = finished(store, home, "-")
-    assert code == ExitCode.OK, printed
+    code, output = finished(store, home, "-")
+    assert code == ExitCode.OK, output
     first, second = reports(store, identity)
     assert (first.failures != (), second.findings) == (True, ())
     assert "blames" in second.why
-    code, printed = finished(store, home, "-", salt="calm")  # no health check is requested
-    assert code == ExitCode.OK, printed
+    code, output = finished(store, home, "-", salt="calm")  # no health check is requested
+    assert code == ExitCode.OK, output
     assert reports(store, run_id(spec, DATASET_ID, "calm")) == []
     assert trained(store, spec) == trained(store, spec, "calm")

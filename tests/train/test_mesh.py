@@ -153,11 +153,11 @@ def test_stages_that_are_given_are_dealt_as_they_stand() -> None:
 
 def test_stages_that_nobody_gave_are_in_no_plan_and_others_are() -> None:
     """Plans of runs from before the field existed keep their fingerprint."""
-    even, given = (settings_of(spec.training, spec.parallel, "cpu", 1) for spec in (
+    even, uneven = (settings_of(spec.training, spec.parallel, "cpu", 1) for spec in (
         tiny_spec(*asked(*STAGES)), tiny_spec(*asked(*STAGES, "model.layers=4", "parallel.stages=[1, 3]"))
     ))  # fmt: skip
     assert "parallel.stages" not in even and stages_of(even) is None
-    assert (given["parallel.stages"], stages_of(given)) == ("1, 3", (1, 3))
+    assert (uneven["parallel.stages"], stages_of(uneven)) == ("1, 3", (1, 3))
 
 
 @pytest.mark.slow

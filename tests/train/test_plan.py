@@ -45,8 +45,8 @@ def test_the_plan_follows_each_variable_that_changes_bits_and_no_other(monkeypat
     expected = {"device", "image", "CPU capability", "version of Python", "version of torch"}
     assert {name for name in base.surroundings if not name.startswith("variable ")} == expected
     for name in (*CHANGING, IMAGE_VARIABLE, "MKL_VERBOSE", "NCCL_DEBUG", "HOLDFAST_HOME"):
-        with monkeypatch.context() as patched:
-            patched.setenv(name, "other")
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "other")
             changed = plan_here(assignment, device).fingerprint != base.fingerprint
         assert changed is (name in CHANGING or name == IMAGE_VARIABLE), name
 
@@ -72,20 +72,20 @@ def test_an_exact_run_refuses_another_environment_by_name_and_takes_it_when_told
     runs: Runs = [(("training.steps=4",), "", 1)]
     assert train_in_ranks(1, store.url, tmp_path / "ranks", runs) == ["PreemptedError"]
     environment = {"ATEN_CPU_CAPABILITY": "default"}
-    refused = start_training(spec, store.url, tmp_path / "home", environment=environment)
-    printed, _ = refused.communicate(timeout=300)
-    assert refused.returncode == ExitCode.PLAN_CHANGED, printed
-    assert "variable ATEN_CPU_CAPABILITY: not set before, default now" in printed
-    assert "CPU capability: " in printed
+    process = start_training(spec, store.url, tmp_path / "home", environment=environment)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == ExitCode.PLAN_CHANGED, output
+    assert "variable ATEN_CPU_CAPABILITY: not set before, default now" in output
+    assert "CPU capability: " in output
     assert [ending.code for ending in read_exits(store, identity).values()] == [ExitCode.PLAN_CHANGED]
     assert [number for number, _ in list_attempts(store, identity)] == [1]  # no attempt was fenced
     allowed = start_training(spec, store.url, tmp_path / "home", environment=environment, replan=True)
-    printed, _ = allowed.communicate(timeout=300)
-    assert allowed.returncode == 0, printed
+    output, _ = allowed.communicate(timeout=300)
+    assert allowed.returncode == 0, output
     result = read_result(store, identity)
     assert result is not None
     assert [segment.from_step for segment in result.segments] == [0, 2]
-    assert json.loads(printed.splitlines()[-1])["segments"] == [
+    assert json.loads(output.splitlines()[-1])["segments"] == [
         segment.model_dump(mode="json") for segment in result.segments
     ]
 

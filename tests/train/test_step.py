@@ -43,8 +43,8 @@ def test_two_commands_at_once_train_once_and_a_third_answers_at_once(tmp_path: P
 def test_a_command_that_is_asked_to_leave_says_preempted_and_goes_on_when_it_is_repeated(tmp_path: Path) -> None:
     patient = ("training.steps=20", "checkpoint.every_steps=20", "checkpoint.grace_seconds=300")
     store, spec = new_store(tmp_path / "store"), tiny_spec(*patient)
-    held = held_at(10, spec, store, tmp_path / "home")
-    process = start_training(spec, store.url, tmp_path / "home", environment=held.variables, module=HELD_TRAINING)
+    gate = held_at(10, spec, store, tmp_path / "home")
+    process = start_training(spec, store.url, tmp_path / "home", environment=gate.variables, module=HELD_TRAINING)
     output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
     with followed(process, output) as reader:
         output.wait_for_step(1)
@@ -80,9 +80,9 @@ def test_progress_is_the_same_whatever_the_log_looks_like_and_whatever_ranks_pri
         store, argo = new_store(tmp_path / name / "store"), tmp_path / name / "progress"
         environment = {"ARGO_PROGRESS_FILE": str(argo), **(noisy if name == "noisy" else {})}
         process = start_training(spec, store.url, tmp_path / name, environment=environment)
-        printed = process.communicate(timeout=300)[0]
-        assert process.returncode == 0, printed
-        assert name == "plain" or "999/1000" in printed
+        output = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, output
+        assert name == "plain" or "999/1000" in output
         events = PipeEvents(tmp_path / name / PIPE_FILE).new()
         assert read_events(store, run_id(spec, DATASET_ID)) == events
         curves.append([(event.step, event.loss) for event in events if isinstance(event, Progress)])

@@ -213,8 +213,8 @@ class Disk:
         return 0
 
     def wait(self) -> int:
-        done, self.done = self.done, 0
-        return done
+        finished, self.done = self.done, 0
+        return finished
 
 
 def test_what_a_disk_did_not_keep_is_noticed(tmp_path: Path) -> None:
@@ -283,9 +283,9 @@ def test_what_a_disk_answers_is_no_fault_of_the_spec_where_the_disk_is_full_or_b
 
     monkeypatch.setattr(os, "open", answer)
     monkeypatch.setattr(swap, "_is_mounted", lambda _: mounted)
-    with pytest.raises((OSError, HoldfastError)) as caught:
+    with pytest.raises((OSError, HoldfastError)) as error:
         SwapFiles(str(tmp_path), "run")
-    assert code_of(caught.value) == code
+    assert code_of(error.value) == code
     assert left(tmp_path) == []
 
 

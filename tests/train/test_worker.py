@@ -47,19 +47,19 @@ def start(store: Store, identity: str, number: int, home: Path) -> subprocess.Po
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     """The exit code and the complete log."""
-    _, logged = process.communicate(timeout=300)
-    return process.returncode, logged
+    _, log = process.communicate(timeout=300)
+    return process.returncode, log
 
 
 def test_a_run_that_diverges_ends_for_good_and_keeps_the_checkpoint_before_it(tmp_path: Path) -> None:
     store = new_store(tmp_path / "store")
     spec = tiny_spec("training.optimizer.learning_rate=1e9", "training.log_every=1000", "checkpoint.every_steps=1")
     for attempt in (1, 2):
-        code, logged = finish(start(store, identity_of(spec), launch(store, spec), tmp_path))
-        assert code == ExitCode.DIVERGED, logged
-        assert f"attempt {attempt}: {'starting' if attempt == 1 else 'resuming'}" in logged
-        assert "step 2: loss" in logged
-        assert "the last checkpoint is kept. Lower training.optimizer.learning_rate" in logged
+        code, log = finish(start(store, identity_of(spec), launch(store, spec), tmp_path))
+        assert code == ExitCode.DIVERGED, log
+        assert f"attempt {attempt}: {'starting' if attempt == 1 else 'resuming'}" in log
+        assert "step 2: loss" in log
+        assert "the last checkpoint is kept. Lower training.optimizer.learning_rate" in log
         assert checkpoint_steps(store, run_id(spec, DATASET_ID)) == [1]
     checkpoint = open_checkpoint(store, run_id(spec, DATASET_ID), 1)
     assert all(checkpoint.tensor(name).isfinite().all() for name in checkpoint.tensors)
@@ -87,14 +87,14 @@ def test_a_full_disk_ends_the_attempt_and_the_next_goes_on_when_there_is_space(
     filler = small_disk / "filler"
     free = shutil.disk_usage(small_disk).free
     filler.write_bytes(b"x" * (free - 700_000))  # room for one checkpoint, but not for a second one
-    code, logged = finish(start(store, identity_of(spec), launch(store, spec), tmp_path / "home"))
-    assert code == ExitCode.NO_SPACE, logged
-    assert "No space left on device" in logged
+    code, log = finish(start(store, identity_of(spec), launch(store, spec), tmp_path / "home"))
+    assert code == ExitCode.NO_SPACE, log
+    assert "No space left on device" in log
     assert checkpoint_steps(store, run_id(spec, DATASET_ID)) == [3]
     filler.unlink()
-    code, logged = finish(start(store, identity_of(spec), launch(store, spec), tmp_path / "home"))
-    assert code == ExitCode.OK, logged
-    assert "resuming from step 3" in logged
+    code, log = finish(start(store, identity_of(spec), launch(store, spec), tmp_path / "home"))
+    assert code == ExitCode.OK, log
+    assert "resuming from step 3" in log
     assert trained(store, spec) == trained(reference, tiny_spec())
 
 
@@ -117,16 +117,16 @@ def test_weights_that_change_between_the_launch_and_the_ranks_are_refused(tmp_pa
     spec = tiny_spec(f"model.init_from={folder}", "checkpoint.every_steps=1")
     number, identity = launch(store, spec), identity_of(spec)
     write_weights(folder, store, seed=98)
-    code, logged = finish(start(store, identity, number, tmp_path))
-    assert code == ExitCode.BAD_DATA, logged
-    assert f"model.init_from: {folder} holds other weights" in logged
+    code, log = finish(start(store, identity, number, tmp_path))
+    assert code == ExitCode.BAD_DATA, log
+    assert f"model.init_from: {folder} holds other weights" in log
     assert checkpoint_steps(store, identity) == []
     write_weights(folder, store, seed=99)
-    code, logged = finish(start(store, identity, number, tmp_path))
-    assert code == ExitCode.OK, logged
+    code, log = finish(start(store, identity, number, tmp_path))
+    assert code == ExitCode.OK, log
     write_weights(folder, store, seed=98)  # from here on, only the checkpoint counts
-    code, logged = finish(start(store, identity, number, tmp_path))
-    assert code == ExitCode.OK, logged
+    code, log = finish(start(store, identity, number, tmp_path))
+    assert code == ExitCode.OK, log
 
 
 SUSPECT = """

@@ -45,11 +45,11 @@ def test_no_flipped_bit_of_a_pack_or_an_index_passes(saved: Store) -> None:
         for name in names(saved, folder):
             key = f"runs/{RUN}/{folder}/{name}"
             intact = saved.get(key)
-            needed = key in {*open_checkpoint(saved, RUN, 6).indexes()} or folder == "packs"
+            is_needed = key in {*open_checkpoint(saved, RUN, 6).indexes()} or folder == "packs"
             for place in range(0, len(intact), 7):
                 spoil(saved, key, place)
                 damages = [damage for step in (3, 6) for damage in verify(saved, RUN, step).damages]
-                assert {damage.key for damage in damages} == {key} or not needed, (key, place)
+                assert {damage.key for damage in damages} == {key} or not is_needed, (key, place)
                 assert damages
                 saved.put(key, intact)
 
