@@ -160,14 +160,14 @@ class _Connection:
 
     def _post(self, path: str, query: dict[str, str]) -> None:
         bucket, _, key = path[1:].partition("/")
-        named = f"<Bucket>{bucket}</Bucket><Key>{key}</Key>"
+        result = f"<Bucket>{bucket}</Bucket><Key>{key}</Key>"
         if "uploads" in query:
-            named = f"{named}<UploadId>{self._objects.begin()}</UploadId>"
-            self._reply(200, [], f"<InitiateMultipartUploadResult>{named}</InitiateMultipartUploadResult>".encode())
+            result = f"{result}<UploadId>{self._objects.begin()}</UploadId>"
+            self._reply(200, [], f"<InitiateMultipartUploadResult>{result}</InitiateMultipartUploadResult>".encode())
         elif "uploadId" in query:
             version = self._objects.complete(path, query["uploadId"]).replace('"', "&quot;")
-            named = f"{named}<ETag>{version}</ETag>"
-            self._reply(200, [], f"<CompleteMultipartUploadResult>{named}</CompleteMultipartUploadResult>".encode())
+            result = f"{result}<ETag>{version}</ETag>"
+            self._reply(200, [], f"<CompleteMultipartUploadResult>{result}</CompleteMultipartUploadResult>".encode())
         else:
             self._reply(501, [])
 
@@ -177,12 +177,12 @@ class _Connection:
             self._reply(404, [], b"<Error><Code>NoSuchKey</Code><Message>no</Message></Error>" if sent else b"")
             return
         size, version = found
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", headers.get("range", ""))
-        if wanted is None:
+        range_ = re.fullmatch(r"bytes=(\d+)-(\d*)", headers.get("range", ""))
+        if range_ is None:
             self._reply(200, _about(version), length=size)
             self._send(0, size if sent else 0)
             return
-        first, last = int(wanted[1]), min(int(wanted[2] or size - 1), size - 1)
+        first, last = int(range_[1]), min(int(range_[2] or size - 1), size - 1)
         if first >= size:
             self._reply(416, [], b"<Error><Code>InvalidRange</Code><Message>no</Message></Error>")
             return
@@ -193,8 +193,8 @@ class _Connection:
     def _send(self, start: int, length: int) -> None:
         while length:
             at = start % PATTERN_BYTES
-            sent = os.sendfile(self._socket.fileno(), self._pattern, at, min(length, PATTERN_BYTES - at))
-            start, length = start + sent, length - sent
+            count = os.sendfile(self._socket.fileno(), self._pattern, at, min(length, PATTERN_BYTES - at))
+            start, length = start + count, length - count
 
     def _reply(self, status: int, headers: list[tuple[str, str]], body: bytes = b"", length: int | None = None) -> None:
         fields = [

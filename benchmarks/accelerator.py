@@ -402,8 +402,8 @@ def stall(request: Request) -> None:
     steps(2)
     calm = steps(following)
     state = engine.saved()
-    saved = sum(box.data.numel() * box.data.element_size() for box in state)
-    found |= {"state_bytes": saved, "step_s": calm / following, "saves": []}
+    state_bytes = sum(box.data.numel() * box.data.element_size() for box in state)
+    found |= {"state_bytes": state_bytes, "step_s": calm / following, "saves": []}
     for number in range(3):
         if number and time.perf_counter() + 1.5 * found["saves"][-1]["commit_s"] > ends - 10:
             break

@@ -69,9 +69,9 @@ def dense_mask(document: Tensor, window: int | None) -> Tensor:
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """SDPA with a mask. Keys and values are repeated: with a mask, torch's CUDA kernels take no groups of heads."""
-    shared = q.shape[1] // k.shape[1]
+    group_size = q.shape[1] // k.shape[1]
     return F.scaled_dot_product_attention(
-        q, k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1), attn_mask=mask
+        q, k.repeat_interleave(group_size, 1), v.repeat_interleave(group_size, 1), attn_mask=mask
     )
 
 
@@ -155,8 +155,8 @@ def measure(rows: dict[str, Callable[[], None]], rounds: int, device: str) -> No
             if turn:
                 seconds.setdefault(name, []).append(end - start)
     first = statistics.median(next(iter(seconds.values())))
-    for name, measured in seconds.items():
-        median = statistics.median(measured)
+    for name, times in seconds.items():
+        median = statistics.median(times)
         memory = f", peak {peaks[name] / 2**20:7.0f} MiB" if name in peaks else ""
         print(f"  {name:48} {median * 1e3:8.1f} ms, {median / first:6.2f}x the time of the first{memory}")
 

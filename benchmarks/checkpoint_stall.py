@@ -152,9 +152,9 @@ def main() -> None:
             f"--windows={arguments.windows}",
         ]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", PARENT: str(os.getpid())}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if ended.returncode != 0:
-            sys.exit(ended.stdout + ended.stderr)
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if process.returncode != 0:
+            sys.exit(process.stdout + process.stderr)
         ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     with_saves, without = ranks[0]["with"], ranks[0]["without"]
     ratios = sorted(saving / other for saving, other in zip(with_saves, without, strict=True))

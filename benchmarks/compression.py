@@ -85,8 +85,8 @@ def written(store: Store, save: Callable[[], object]) -> tuple[int, float]:
 def report(what: str, raw: int, found: tuple[int, float], bar: float | None) -> None:
     """Print one line of figures."""
     size, seconds = found
-    wanted = "" if bar is None else f" (bar {bar:.2f})"
-    print(f"{what:>16}: {size / raw:.3f}x of the raw bytes{wanted}, {raw / seconds / 1e6:.0f} MB/s, digests and all")
+    bar_text = "" if bar is None else f" (bar {bar:.2f})"
+    print(f"{what:>16}: {size / raw:.3f}x of the raw bytes{bar_text}, {raw / seconds / 1e6:.0f} MB/s, digests and all")
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def main() -> None:
     options = parser.parse_args()
     memory = [f"checkpoint.memory.every_steps={options.memory}"] if options.memory else []
     costs: dict[str, float] = {}
-    shares_by_interval: dict[float, list[float]] = {every: [] for every in options.every}
+    shares_by_interval: dict[float, list[float]] = {interval: [] for interval in options.every}
     calm: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         events = Path(folder) / "events"
@@ -109,13 +109,15 @@ def main() -> None:
                 for _ in range(options.rounds):
                     calm.append(pace.of_window(60 * options.minutes, None, options.ranks))
                     print(f"calm: {calm[-1]:.2f} steps a second", file=sys.stderr, flush=True)
-                    for every, shares in shares_by_interval.items():
-                        seconds = every * max(1, math.ceil(60 * options.minutes / every))
-                        shares.append(pace.of_window(seconds, every, options.ranks) / calm[-1])
-                        print(f"a kill every {every:g} s: {100 * shares[-1]:.1f} %", file=sys.stderr, flush=True)
+                    for interval, shares in shares_by_interval.items():
+                        seconds = interval * max(1, math.ceil(60 * options.minutes / interval))
+                        shares.append(pace.of_window(seconds, interval, options.ranks) / calm[-1])
+                        print(f"a kill every {interval:g} s: {100 * shares[-1]:.1f} %", file=sys.stderr, flush=True)
                 account = ledger(read_events(open_store(store_url), run_id)).seconds
-                spent = {name: account.get(name, 0.0) - before.get(name, 0.0) for name in COSTS}
-                costs.update({name: seconds / options.ranks / max(1, pace.kills) for name, seconds in spent.items()})
+                costs_of_kills = {name: account.get(name, 0.0) - before.get(name, 0.0) for name in COSTS}
+                costs.update(
+                    {name: seconds / options.ranks / max(1, pace.kills) for name, seconds in costs_of_kills.items()}
+                )
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -123,9 +125,9 @@ def main() -> None:
     if not all(len(shares) == options.rounds for shares in shares_by_interval.values()):
         sys.exit("goodput: the training ended before the last window did")
     figures = ", ".join(
-        f"{100 * statistics.median(shares):.1f} % at a kill every {every:g} s (worst {100 * min(shares):.1f}"
-        + (f"; bar {100 * BARS[every]:.0f})" if every in BARS else ")")
-        for every, shares in shares_by_interval.items()
+        f"{100 * statistics.median(shares):.1f} % at a kill every {interval:g} s (worst {100 * min(shares):.1f}"
+        + (f"; bar {100 * BARS[interval]:.0f})" if interval in BARS else ")")
+        for interval, shares in shares_by_interval.items()
     )
     pace_seconds = 1 / statistics.median(calm)
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in costs.items())

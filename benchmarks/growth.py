@@ -192,12 +192,12 @@ def _submit(store: Store, folder: Path, run_id: str) -> None:
 
 def _command(*arguments: str) -> Callable[[Store, Path, int], None]:
     def call(store: Store, folder: Path, many: int) -> None:  # noqa: ARG001
-        filled = [argument.replace("FOLDER", str(folder)) for argument in arguments]
+        command = [argument.replace("FOLDER", str(folder)) for argument in arguments]
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), contextlib.suppress(SystemExit):
-            app([*filled, "--store", store.url], standalone_mode=False)
+            app([*command, "--store", store.url], standalone_mode=False)
         if not printed.getvalue():
-            raise RuntimeError(f"{filled}: printed nothing")
+            raise RuntimeError(f"{command}: printed nothing")
 
     return call
 
@@ -265,10 +265,10 @@ class Counter:
                      "delete_many"):  # fmt: skip
             self._wrap(FileStore, name)
         self._wrap(URLLib3Session, "send")
-        listed = FileStore.list
+        original_list = FileStore.list
 
         def paged(store: FileStore, prefix: str, after: str = "") -> Iterator[Any]:
-            for number, info in enumerate(listed(store, prefix, after)):
+            for number, info in enumerate(original_list(store, prefix, after)):
                 if number % 1000 == 0:
                     self._add(1)
                 yield info
@@ -310,9 +310,9 @@ def _measured(answer: Any, name: str, url: str, folder: Path, many: int) -> None
     torch.set_num_threads(1)
     counter.requests = 0
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before, begun = _memory("VmRSS"), time.perf_counter()
+    before, start = _memory("VmRSS"), time.perf_counter()
     READINGS[name](store, folder, many)
-    answer.send((counter.requests, time.perf_counter() - begun, _memory("VmHWM") - before))
+    answer.send((counter.requests, time.perf_counter() - start, _memory("VmHWM") - before))
 
 
 def _in_a_process(work: Callable[..., None], *arguments: Any) -> Any:
@@ -350,19 +350,19 @@ def main() -> None:
         importlib.import_module(name)  # once, so that no reading includes it
     sizes = [size for size in _sizes(arguments.most) if size >= arguments.least]
     results: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
-    shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    memory_folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
     os.environ.update(
         AWS_ACCESS_KEY_ID="x", AWS_SECRET_ACCESS_KEY="x", AWS_REGION="us-east-1", AWS_EC2_METADATA_DISABLED="true"
     )
     for count in sizes:
-        with tempfile.TemporaryDirectory(dir=shared, prefix="growth-") as name:
+        with tempfile.TemporaryDirectory(dir=memory_folder, prefix="growth-") as name:
             folder = Path(name)
             os.environ["HOLDFAST_HOME"] = str(folder / "home")
             os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
-            begun = time.perf_counter()
+            start = time.perf_counter()
             _in_a_process(_make, folder, count)
             _in_a_process(lambda answer: answer.send(connect() and None))
-            print(f"{count}: made in {time.perf_counter() - begun:.0f} s", flush=True)
+            print(f"{count}: made in {time.perf_counter() - start:.0f} s", flush=True)
             for kind in sorted(arguments.stores, reverse=True):  # the folder comes last: the collector changes it
                 with FilledS3(folder / "store") if kind == "s3" else contextlib.nullcontext("") as endpoint:
                     os.environ["AWS_ENDPOINT_URL"] = endpoint or "http://127.0.0.1:1"

@@ -143,24 +143,24 @@ def main() -> None:
         for number in range(arguments.rounds):
             began = events.until(lambda: events.first(AttemptBegan, since))  # noqa: B023
             events.until(lambda: events.step >= began.step + SETTLE_STEPS)  # noqa: B023
-            usual, victim = events.step_seconds(began.time), number % arguments.ranks
+            usual_seconds, victim = events.step_seconds(began.time), number % arguments.ranks
             since = time.time()
             os.kill(ranks_of(os.getpid())[str(victim)].pid, signal.SIGSTOP)
-            named = events.until(lambda: events.first(HangDetected, since))  # noqa: B023
-            beyond.append(named.time - since - 3 * usual)
-            wrong.extend([named.rank] if named.rank != victim else [])
-            print(f"rank {victim} named after {named.time - since:.2f} s", file=sys.stderr, flush=True)
+            hang = events.until(lambda: events.first(HangDetected, since))  # noqa: B023
+            beyond.append(hang.time - since - 3 * usual_seconds)
+            wrong.extend([hang.rank] if hang.rank != victim else [])
+            print(f"rank {victim} named after {hang.time - since:.2f} s", file=sys.stderr, flush=True)
 
     def stragglers(events: Events) -> None:
         events.until(lambda: events.step >= SETTLE_STEPS)
         for number in range(arguments.rounds):
             victim, since, step = number % arguments.ranks, time.time(), events.step
             with slowed(ranks_of(os.getpid())[str(victim)].pid):
-                named = events.until(lambda: events.first(StragglerDetected, since))  # noqa: B023
-            slow.append(named.step - step)
-            wrong.extend([named.rank] if named.rank != victim else [])
-            print(f"{named.text}: {slow[-1]} steps", file=sys.stderr, flush=True)
-            events.until(lambda: events.step >= named.step + SETTLE_STEPS)  # noqa: B023
+                event = events.until(lambda: events.first(StragglerDetected, since))  # noqa: B023
+            slow.append(event.step - step)
+            wrong.extend([event.rank] if event.rank != victim else [])
+            print(f"{event.text}: {slow[-1]} steps", file=sys.stderr, flush=True)
+            events.until(lambda: events.step >= event.step + SETTLE_STEPS)  # noqa: B023
 
     trained(SPEC, arguments.ranks, alarms_and_hangs)
     trained(LONGER, arguments.ranks, stragglers)

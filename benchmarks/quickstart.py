@@ -35,21 +35,21 @@ def main() -> None:
     """Entry point."""
     with tempfile.TemporaryDirectory() as home:
         environment = {**os.environ, "HOLDFAST_HOME": home, "NO_COLOR": "1"}
-        begun, most = time.perf_counter(), 0
+        start, most = time.perf_counter(), 0
         with (Path(home) / "output").open("w+") as output:
             running = subprocess.Popen(COMMAND, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True)
             tree = psutil.Process(running.pid)
             while running.poll() is None:
                 most = max(most, memory(tree))
                 time.sleep(0.5)
-            first = time.perf_counter() - begun
+            first = time.perf_counter() - start
             output.seek(0)
             printed = output.read()
         if running.returncode:
             sys.exit(printed)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         subprocess.run(COMMAND, env=environment, check=True, capture_output=True)
-        second_call = time.perf_counter() - begun
+        second_call = time.perf_counter() - start
     steps = ", ".join(
         f"{name} {duration}" for name, duration in re.findall(r"✓ (\w+) +((?:\d+ min )?[\d.]+ s)", printed)
     )

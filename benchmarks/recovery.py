@@ -76,18 +76,18 @@ def killed(rounds: int, ranks: int, told: list[list[float]]) -> None:
             events.clear()
             since = time.time()
             os.kill(victim.pid, signal.SIGKILL)
-            ended = wait_for(lambda event: isinstance(event, LaunchEnded))
+            launch_end = wait_for(lambda event: isinstance(event, LaunchEnded))
             next_attempt = wait_for(lambda event: isinstance(event, AttemptBegan))
             step = wait_for(lambda event, then=next_attempt.time: isinstance(event, Progress) and event.time > then)
-            begun = wait_for(lambda event: isinstance(event, LaunchBegan))
-            spent = wait_for(
-                lambda event, launch=begun.launch: (
+            launch_begin = wait_for(lambda event: isinstance(event, LaunchBegan))
+            time_spent = wait_for(
+                lambda event, launch=launch_begin.launch: (
                     isinstance(event, TimeSpent) and event.rank == 0 and event.launch == launch
                 )
             )
-            times = [since, ended.time, begun.time, next_attempt.time, step.time]
+            times = [since, launch_end.time, launch_begin.time, next_attempt.time, step.time]
             detect, launch, restart, first = (after - before for before, after in pairwise(times))
-            phases = [spent.seconds.get(phase, 0.0) for phase in PHASES]
+            phases = [time_spent.seconds.get(phase, 0.0) for phase in PHASES]
             told.append([detect, launch, restart - sum(phases), *phases, first])
             print(f"recovery: {step.time - since:.3f} s", file=sys.stderr, flush=True)
     finally:

@@ -90,10 +90,10 @@ def job_seconds(count: int) -> float:
         environment = {**os.environ, "HOLDFAST_HOME": str(folder / "home")}
         environment.pop("MLFLOW_TRACKING_URI", None)
         for _ in range(count):
-            begun = time.monotonic()
+            start = time.monotonic()
             command = [sys.executable, "-m", "holdfast.pipelines.cli", "run", str(folder / "spec.yaml"), "--fresh"]
             subprocess.run(command, env=environment, check=True, capture_output=True)
-            times.append(time.monotonic() - begun)
+            times.append(time.monotonic() - start)
     return statistics.median(times)
 
 

@@ -27,9 +27,9 @@ def main() -> None:
     print(f"bound: utilisation {least.utilisation:.3f}, wait {least.wait_mean:.0f} s, makespan {least.makespan:.0f} s")
     worst = 0.0
     for name in arguments.policy or POLICIES:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         outcome = simulate(model, jobs, POLICIES[name]())
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         worst = max(worst, seconds)
         print(
             f"{name:<15} {seconds:6.1f} s  used {outcome.utilisation:.3f}  wait {outcome.wait_mean:7.0f} s  "

@@ -31,9 +31,9 @@ SHORT += ["--set", "evaluation.max_perplexity=null", "--set", "evaluation.prompt
 def seconds(arguments: list[str], home: Path, expected: int) -> float:
     """Seconds of `holdfast ARGUMENTS`, interpreter included."""
     command = [sys.executable, "-m", "holdfast.pipelines.cli", *arguments]
-    begun = time.perf_counter()
+    start = time.perf_counter()
     done = subprocess.run(command, env={**os.environ, "HOLDFAST_HOME": str(home)}, capture_output=True, check=False)
-    duration = time.perf_counter() - begun
+    duration = time.perf_counter() - start
     if done.returncode != expected:
         sys.exit(done.stderr.decode())
     return duration

@@ -225,10 +225,10 @@ def main() -> None:
             report(size, measure(calls(endpoint, size, Path(folder)), size, rounds))
         us = psutil.Process()
         own = sum(sum(process.cpu_times()[:2]) for process in (us, *us.children()))
-    spent, now = time.monotonic() - began, psutil.cpu_times()
+    duration, now = time.monotonic() - began, psutil.cpu_times()
     busy = sum(now[:3]) + now.softirq - sum(cpu[:3]) - cpu.softirq
     cores = psutil.cpu_count() or 1
-    print(f"{cores} cores; other processes used about {max(0.0, busy - own) / (spent * cores):.0%} of them")
+    print(f"{cores} cores; other processes used about {max(0.0, busy - own) / (duration * cores):.0%} of them")
 
 
 if __name__ == "__main__":
