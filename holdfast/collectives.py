@@ -39,8 +39,8 @@ def is_lost_peer(error: BaseException) -> bool:
     """Whether an exception of a collective means that another rank is gone, and not that this rank is wrong."""
     if _MISUSE.search(str(error)):
         return False
-    known = isinstance(error, (dist.DistNetworkError, dist.DistStoreError, dist.DistBackendError))
-    return known or (type(error) is RuntimeError and _GLOO.search(str(error)) is not None)
+    is_torch_error = isinstance(error, (dist.DistNetworkError, dist.DistStoreError, dist.DistBackendError))
+    return is_torch_error or (type(error) is RuntimeError and _GLOO.search(str(error)) is not None)
 
 
 @contextmanager
@@ -125,10 +125,10 @@ class Gang:
         try:
             dist.monitored_barrier(group=self._group, timeout=timedelta(seconds=seconds), wait_all_ranks=True)
         except RuntimeError as error:
-            words = " ".join(str(error).split())[:300]
+            text = " ".join(str(error).split())[:300]
             if self.rank == 0:
-                raise HungError(f"{where}, ranks did not come within {seconds:g} s: {words}") from error
-            raise LostPeerError(f"{where}, another rank did not come within {seconds:g} s: {words}") from error
+                raise HungError(f"{where}, ranks did not come within {seconds:g} s: {text}") from error
+            raise LostPeerError(f"{where}, another rank did not come within {seconds:g} s: {text}") from error
 
     def any_later(self, flag: bool) -> PendingFlag:
         """Start to reduce whether `flag` holds on any rank. The result is ready when `result()` is called a step
