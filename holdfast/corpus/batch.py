@@ -70,11 +70,11 @@ def documents(spec: Spec, dataset_id: str, spans: Sequence[Span], store: Store) 
         ]
         positions = sorted({int(at) for _, meeting in overlaps for at in meeting})
         if positions:
-            named = {
+            documents_by_position = {
                 at: Document(int(starts[at]), int(ends[at]), _place(piece, index[numbers[at]])) for at in positions
             }
             for span, meeting in overlaps:
-                of_spans[span] += [named[int(at)] for at in meeting]
+                of_spans[span] += [documents_by_position[int(at)] for at in meeting]
     return of_spans
 
 
@@ -88,8 +88,8 @@ def _document_positions(
     left: dict[int, int] = defaultdict(lambda: packed)
     with first_occurrences(units.digests()) if cleaning.deduplicate else nullcontext() as first:
         for _, parts in groupby(units.indexes(), key=lambda part: id(part[0])):
-            together = list(parts)
-            piece, index = together[0][0], np.concatenate([part_index for _, part_index in together])
+            unit_parts = list(parts)
+            piece, index = unit_parts[0][0], np.concatenate([part_index for _, part_index in unit_parts])
             numbers = np.flatnonzero(choose(index, first, spec.data.validation_fraction, packed).train)
             sizes, starts = index["tokens"][numbers].astype(np.int64), np.empty(len(numbers), dtype=np.int64)
             if not packed:
@@ -193,8 +193,8 @@ def _passages(found: list[Document], start: int, length: int) -> tuple[Passage, 
     passages = []
     for document in found:
         first, last = max(document.start, start), min(document.end, start + length)
-        of = (first - document.start, last - document.start)
-        passages.append(Passage((first - start, last - start), document.where, of))
+        token_range = (first - document.start, last - document.start)
+        passages.append(Passage((first - start, last - start), document.where, token_range))
     return tuple(passages)
 
 

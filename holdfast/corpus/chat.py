@@ -123,15 +123,15 @@ class ChatEncoder:
             require_same(rendered, self.decode(encoding.ids), strict=False)
         tokens = np.array([*encoding.ids, *more], dtype="<u4")
         begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-        counted = np.ones(len(tokens), dtype=bool)
-        counted[: len(begins)] = False
+        is_counted = np.ones(len(tokens), dtype=bool)
+        is_counted[: len(begins)] = False
         for first, last in spans:
             if first < last:
-                counted[: len(begins)] |= (ends > first) & (begins < last)
-        counted[:1] = False
-        if not counted.any():
+                is_counted[: len(begins)] |= (ends > first) & (begins < last)
+        is_counted[:1] = False
+        if not is_counted.any():
             raise ConversationError("the assistant says nothing in it")
-        tokens[~counted] |= np.uint32(UNCOUNTED)
+        tokens[~is_counted] |= np.uint32(UNCOUNTED)
         tokens[-1] |= np.uint32(ENDS)
         return tokens.tobytes()
 
@@ -213,28 +213,28 @@ def read_template(data: Data) -> ChatTemplate:
     """The template of a spec: the one in `data.chat.template`, or the one next to the tokenizer. Raises MissingError
     or DataError that names the field."""
     folder = (data.tokenizer.path or "").rpartition("/")[0]
-    named = data.chat.template
+    given = data.chat.template
     place = f"{folder}/" if folder else ""
     settings = read_settings(f"{place}tokenizer_config.json", "data.tokenizer.path")
-    if named is not None:
-        raw = read_user_file(named, "data.chat.template", MAX_CONFIG_BYTES)
+    if given is not None:
+        raw = read_user_file(given, "data.chat.template", MAX_CONFIG_BYTES)
         assert raw is not None
-        templates = _of_config(_json(raw, named)) if named.endswith(".json") else {"default": _utf8(raw, named)}
+        templates = _of_config(_json(raw, given)) if given.endswith(".json") else {"default": _utf8(raw, given)}
     else:
         templates = templates_beside(place, settings)
     text = templates.pop("default", None)
-    others = {name: text_of_name for name, text_of_name in templates.items() if name in TEMPLATE_NAMES}
-    if text is None and (others or (data.kind == "preferences" and named is None)):
+    named_templates = {name: text_of_name for name, text_of_name in templates.items() if name in TEMPLATE_NAMES}
+    if text is None and (named_templates or (data.kind == "preferences" and given is None)):
         text = ""  # plain texts need none, and those with tools use another one
     if text is None:
         raise DataError(
-            f"data.chat.template: there is no chat template in {named or place or 'the working directory'}; name a "
+            f"data.chat.template: there is no chat template in {given or place or 'the working directory'}; name a "
             "Jinja file, or bring the chat_template.jinja or tokenizer_config.json of the tokenizer"
         )
-    if (size := max(map(len, (text, *others.values())))) > MAX_TEMPLATE_BYTES:
+    if (size := max(map(len, (text, *named_templates.values())))) > MAX_TEMPLATE_BYTES:
         raise DataError(f"data.chat.template: {size} characters are too many for a chat template")
     specials = {key: value for key in SPECIALS if (value := _special(settings.get(key))) is not None}
-    template = ChatTemplate(text, specials, others, template_name(data))
+    template = ChatTemplate(text, specials, named_templates, template_name(data))
     try:
         template.compile()
     except TemplateRefusedError as error:

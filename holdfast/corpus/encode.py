@@ -169,8 +169,8 @@ def is_lossless(tokenizer: dict[str, Any]) -> bool:
     for each byte, without changes to text. For other tokenizers each document is compared."""
     from tokenizers import pre_tokenizers
 
-    model, words = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
-    steps = words.get("pretokenizers", []) if words.get("type") == "Sequence" else [words]
+    model, pre_tokenizer = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
+    steps = pre_tokenizer.get("pretokenizers", []) if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
     return (
         model.get("type") == "BPE"
         and not any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"))
@@ -190,13 +190,13 @@ def is_lossless(tokenizer: dict[str, Any]) -> bool:
 
 def is_plain_byte_level(tokenizer: dict[str, Any]) -> bool:
     """Whether the words of `WORDS` are the tokenizer's words, and a word's tokens depend only on the word."""
-    model, words = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
+    model, pre_tokenizer = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
     return (
         model.get("type") == "BPE"
         and not any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
         and not tokenizer.get("normalizer")
-        and words.get("type") == "ByteLevel"
-        and words.get("use_regex", True)
-        and not words.get("add_prefix_space", True)
+        and pre_tokenizer.get("type") == "ByteLevel"
+        and pre_tokenizer.get("use_regex", True)
+        and not pre_tokenizer.get("add_prefix_space", True)
         and all(token.get("special") for token in tokenizer.get("added_tokens", []))
     )

@@ -78,8 +78,8 @@ def list_files(uri: str, root: Path, field: str) -> Listing:
         prefix = path.as_posix() if pattern.startswith("/") else path.relative_to(root).as_posix()
         _Walk(listing).expand("" if prefix == "." else f"{prefix}/", path, (RECURSIVE, "*"))
         if not listing.files:
-            others = _in_words(listing)
-            raise MissingError(f"{field}: the folder {uri!r} has no files ({location}){others}; put text into it")
+            left_out = _in_words(listing)
+            raise MissingError(f"{field}: the folder {uri!r} has no files ({location}){left_out}; put text into it")
     elif kind == NO_TARGET:
         raise MissingError(f"{field}: {uri!r} is a link to {path.readlink()}, which does not exist; check the link")
     elif kind:
@@ -184,13 +184,13 @@ class _Walk:
             entries = _entries(path)
             yield name, path, entries
             for entry in entries:
-                inside = (f"{name}{entry.name}/", path / entry.name)
+                child = (f"{name}{entry.name}/", path / entry.name)
                 if entry.name.startswith("."):
                     continue
                 if entry.is_dir(follow_symlinks=False):
-                    waiting.append(inside)
-                elif entry.is_symlink() and kind_of(inside[1]) == "folder":
-                    links.append(inside)
+                    waiting.append(child)
+                elif entry.is_symlink() and kind_of(child[1]) == "folder":
+                    links.append(child)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -52,11 +52,11 @@ def tokenise_all(pieces: Sequence[Piece], job: Job, store: Store, workers: int) 
 
 def _submitted(pool: ProcessPoolExecutor, pieces: Sequence[Piece], workers: int) -> Iterator[Outcome]:
     pending: set[Future[Outcome]] = set()
-    waiting = iter(pieces)
+    remaining = iter(pieces)
     exhausted = False
     while pending or not exhausted:
         while not exhausted and len(pending) < AHEAD * workers:
-            piece = next(waiting, None)
+            piece = next(remaining, None)
             if piece is None:
                 exhausted = True
             else:

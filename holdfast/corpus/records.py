@@ -118,8 +118,8 @@ def row_groups(file: SourceFile) -> int:
 
 def excerpt(text: str) -> str:
     """The beginning of a text, for people: on one line, and without secrets."""
-    shown = redact(text[: 4 * EXCERPT]).encode(errors="replace").decode()
-    return "".join(char if char.isprintable() else " " for char in shown[:EXCERPT]).strip()
+    redacted = redact(text[: 4 * EXCERPT]).encode(errors="replace").decode()
+    return "".join(char if char.isprintable() else " " for char in redacted[:EXCERPT]).strip()
 
 
 def _text(file: SourceFile, max_characters: int) -> Iterator[tuple[int, Record]]:
@@ -208,9 +208,9 @@ def _json_record(raw: bytes, text_field: str, kind: Kind) -> Record:
     except UnicodeDecodeError as error:
         return Flaw("undecodable", _undecodable(error))
     except (ValueError, RecursionError) as error:
-        refused = isinstance(error, ConversationError)
-        detail = str(error) if refused else f"is not JSON ({error})"
-        return Flaw("bad_conversation" if refused else "not_json", detail, _shown(raw))
+        is_conversation_error = isinstance(error, ConversationError)
+        detail = str(error) if is_conversation_error else f"is not JSON ({error})"
+        return Flaw("bad_conversation" if is_conversation_error else "not_json", detail, _shown(raw))
     if kind == "text":
         return _text_of(record.get(text_field) if isinstance(record, dict) else None, text_field, raw)
     if value is None:
@@ -288,8 +288,8 @@ def _require_text(file: SourceFile, schema: Any, text_field: str) -> None:
 
     names = list(schema.names)
     if text_field not in names:
-        shown = ", ".join(names[:20])
-        raise DataError(f"{file.name}: has no column {text_field!r}; set `text_field` to one of: {shown}")
+        columns = ", ".join(names[:20])
+        raise DataError(f"{file.name}: has no column {text_field!r}; set `text_field` to one of: {columns}")
     if (count := names.count(text_field)) > 1:
         raise DataError(f"{file.name}: has {count} columns {text_field!r}; rename all but one")
     kind = schema.field(text_field).type

@@ -87,7 +87,7 @@ def plan_shards(data: Data, dataset_id: str, sources: Sequence[ResolvedSource], 
 
 def save(division: ShardPlan, data: Data, store: Store, packed: int = 0) -> str:
     """Write the division into the store. Returns its name."""
-    listed = [_dumped(chunk) for chunk in _chunks(division.pieces)]
+    chunks = [_dumped(chunk) for chunk in _chunks(division.pieces)]
     tokenizer = asdict(division.tokenizer)
     text = tokenizer.pop("json")
     head = json.dumps(
@@ -100,13 +100,13 @@ def save(division: ShardPlan, data: Data, store: Store, packed: int = 0) -> str:
             "bytes": sum(piece.bytes for piece in division.pieces),
             "chunks": [
                 {"digest": _digest(raw), "pieces": len(chunk), "bytes": sum(piece.bytes for piece in chunk)}
-                for raw, chunk in zip(listed, _chunks(division.pieces), strict=True)
+                for raw, chunk in zip(chunks, _chunks(division.pieces), strict=True)
             ],
         }
     ).encode()
     name = _digest(head)[:32]
     store.put(_key(name, "tokenizer.json"), text.encode())
-    for number, raw in enumerate(listed):
+    for number, raw in enumerate(chunks):
         store.put(_key(name, _chunk_name(number)), raw)
     store.put(_key(name, "division.json"), head)
     return name

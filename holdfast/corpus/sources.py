@@ -152,9 +152,9 @@ def _s3(source: Source, field: str) -> list[SourceFile]:
     with _naming(field):
         check_prefix(prefix)
     for info in bucket_store(bucket).list(prefix):
-        inside = not pattern or info.key == pattern or info.key.startswith(pattern.rstrip("/") + "/")
+        is_inside = not pattern or info.key == pattern or info.key.startswith(pattern.rstrip("/") + "/")
         hidden = any(part.startswith(".") for part in info.key.split("/"))  # left out, as in a folder
-        if hidden or info.key.endswith("/") or not (matches(info.key) if magic else inside):
+        if hidden or info.key.endswith("/") or not (matches(info.key) if magic else is_inside):
             continue
         with _naming(field):
             check_key(info.key)

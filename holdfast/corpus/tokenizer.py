@@ -175,18 +175,18 @@ def require_end_of_turns(data: Data, tokenizer_json: str, template: ChatTemplate
     warning. Raises DataError."""
     from holdfast.corpus.chat import ending_of_turns
 
-    named = data.tokenizer.end_of_text
+    end_token = data.tokenizer.end_of_text
     ending = ending_of_turns(tokenizer_json, template) if data.kind == "chat" else None
     if ending is not None and load_tokenizer(tokenizer_json).token_to_id(ending) != end_of_text:
         raise DataError(
-            f"data.tokenizer.end_of_text: is {named!r}, but the chat template ends the assistant's turns with "
+            f"data.tokenizer.end_of_text: is {end_token!r}, but the chat template ends the assistant's turns with "
             f"{ending!r}: the tuned model would not stop; set it to {ending!r}"
         )
     eos = template.specials.get("eos_token")
-    if ending is None and eos is not None and eos != named:
+    if ending is None and eos is not None and eos != end_token:
         log.warning(
             "data.tokenizer.end_of_text: is %r, and the eos_token beside the tokenizer is %r; set it to what ends the "
             "assistant's turns, so that the tuned model stops",
-            named,
+            end_token,
             eos,
         )

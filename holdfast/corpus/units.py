@@ -145,8 +145,8 @@ class Piece:
         """The name of the unit. `settings` are the other values that determine the tokens."""
         content = [file.content for file in self.files]
         decisive = [UNIT_VERSION, content, self.kind, self.text_field, self.range, settings]
-        described = json.dumps(decisive, sort_keys=True)
-        return blake3(described.encode()).hexdigest()[:32]
+        text = json.dumps(decisive, sort_keys=True)
+        return blake3(text.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
