@@ -65,11 +65,11 @@ class WindowShuffle:
 
     def __call__(self, places: Indices) -> Indices:
         """The sample at each of `places` (int64 [n]). Int64 [n]."""
-        epoch, within = np.divmod(places, self._count)
-        result = np.empty_like(within)
+        epoch, position = np.divmod(places, self._count)
+        result = np.empty_like(position)
         for number in np.unique(epoch).tolist():
             chosen = epoch == number
-            result[chosen] = self._epoch(number, within[chosen])
+            result[chosen] = self._epoch(number, position[chosen])
         return result
 
     def _epoch(self, epoch: int, within: Indices) -> Indices:
@@ -90,15 +90,15 @@ class WindowShuffle:
         size = min(self._window, self._each - first) * self._block
         mixed = self._permutation(size, "window", epoch, window)(position - first * self._block)
         mixed = (mixed + row * (size // self._rows | 1)) % size  # so that rows are not synchronized
-        turn, inside = np.divmod(mixed, self._block)
-        return self._shuffled(epoch, (first + turn) * self._rows + row) * self._block + inside
+        turn, offset = np.divmod(mixed, self._block)
+        return self._shuffled(epoch, (first + turn) * self._rows + row) * self._block + offset
 
     def _of_rest(self, epoch: int, place: Indices) -> Indices:
         index = self._permutation(self._count - self._dealt, "rest", epoch)(place) + self._dealt
-        block, inside = np.divmod(index, self._block)
+        block, offset = np.divmod(index, self._block)
         is_shuffled = block < self._blocks
         block[is_shuffled] = self._shuffled(epoch, block[is_shuffled])
-        return block * self._block + inside
+        return block * self._block + offset
 
     def _shuffled(self, epoch: int, block: Indices) -> Indices:
         return self._permutation(self._blocks, "blocks", epoch)(block) if self._blocks else block

@@ -66,13 +66,13 @@ class WeightedOrder:
     def __call__(self, places: Indices) -> tuple[Indices, Indices]:
         """The source and the sample within it at each of `places` (int64 [n]). Two int64 [n]."""
         position, row = np.divmod(places, self._rows)
-        block, within = np.divmod(position, self.block)
-        within = (within + row * (self.block // self._rows | 1)) % self.block  # rows alternate between the sources
+        block, offset = np.divmod(position, self.block)
+        offset = (offset + row * (self.block // self._rows | 1)) % self.block  # rows alternate between the sources
         source, ordinal = np.empty_like(places), np.empty_like(places)
         for number in np.unique(block).tolist():
             chosen = block == number
             sources, ordinals = self._layout(number)
-            source[chosen], ordinal[chosen] = sources[within[chosen]], ordinals[within[chosen]]
+            source[chosen], ordinal[chosen] = sources[offset[chosen]], ordinals[offset[chosen]]
         ordinal = ordinal * self._rows + row
         sample = np.empty_like(ordinal)
         for index in np.unique(source).tolist():
@@ -121,12 +121,12 @@ class _EpochShuffle:
         self._permutation = permutation
 
     def __call__(self, places: Indices) -> Indices:
-        epoch, within = np.divmod(places, self._count)
+        epoch, offset = np.divmod(places, self._count)
         first, last = int(epoch.min()), int(epoch.max())
         if first == last:
-            return self._permutation(first)(within)
-        result = np.empty_like(within)
+            return self._permutation(first)(offset)
+        result = np.empty_like(offset)
         for number in np.unique(epoch).tolist():
             chosen = epoch == number
-            result[chosen] = self._permutation(number)(within[chosen])
+            result[chosen] = self._permutation(number)(offset[chosen])
         return result
