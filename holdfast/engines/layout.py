@@ -126,11 +126,11 @@ def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple
         return
     row = prod(shape[1:])
     while start < stop:
-        index, into = divmod(start, row)
-        if into or stop - start < row:  # a part of one row
+        index, column = divmod(start, row)
+        if column or stop - start < row:  # a part of one row
             end = min(stop, (index + 1) * row)
-            inside = _rectangles(shape[1:], into, end - index * row)
-            yield from (((index, *offset), (1, *size)) for offset, size in inside)
+            rectangles = _rectangles(shape[1:], column, end - index * row)
+            yield from (((index, *offset), (1, *size)) for offset, size in rectangles)
         else:
             rows = (stop - start) // row
             end = start + rows * row
@@ -143,11 +143,11 @@ def share_out(held: Iterable[tuple[TensorLayout, TensorBox]]) -> list[TensorBox]
     parts are assigned largest first, each to the rank with the fewest elements to write."""
     loads: dict[Hashable, list[int]] = {}
     own = []
-    for lying, box in sorted(held, key=lambda each: (-each[1].data.numel(), each[1].name)):
-        load = loads.setdefault(lying.copied, [0] * lying.copies)
+    for layout, box in sorted(held, key=lambda each: (-each[1].data.numel(), each[1].name)):
+        load = loads.setdefault(layout.copied, [0] * layout.copies)
         owner = load.index(min(load))
         load[owner] += box.data.numel()
-        if owner == lying.copy:
+        if owner == layout.copy:
             own.append(box)
     return own
 

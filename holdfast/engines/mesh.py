@@ -88,10 +88,15 @@ class Mesh:
         """The dimensions of the mesh for experts. Each rank along `expert` holds other experts. These ranks are
         neighbors within a replica, or within several replicas if one has too few ranks. All ranks have other tokens:
         the ranks of a tensor-parallel group have other parts of the sequences, so they are shards for experts."""
-        replicas, inside = self.replicas, self.shards * self.tensor
-        if inside % self.expert:
-            replicas, inside = replicas * inside // self.expert, self.expert
-        return {"pipeline": self.pipeline, "replicas": replicas, "shards": inside // self.expert, "expert": self.expert}
+        replicas, ranks_inside = self.replicas, self.shards * self.tensor
+        if ranks_inside % self.expert:
+            replicas, ranks_inside = replicas * ranks_inside // self.expert, self.expert
+        return {
+            "pipeline": self.pipeline,
+            "replicas": replicas,
+            "shards": ranks_inside // self.expert,
+            "expert": self.expert,
+        }
 
     @property
     def spread(self) -> dict[str, int]:

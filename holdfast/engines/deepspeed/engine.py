@@ -113,8 +113,8 @@ class DeepSpeedEngine:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         rows = rows.to(self._device, non_blocking=True)
-        counted = count_terms(self._objective, rows)
-        share = self._world / counted  # DeepSpeed averages gradients over the ranks
+        count = count_terms(self._objective, rows)
+        share = self._world / count  # DeepSpeed averages gradients over the ranks
         total = torch.zeros((), device=self._device)
         for batch in micro_batches(rows, self._spec.training.micro_batch, self._end_of_text):
             phases.enter("forward")
@@ -129,7 +129,7 @@ class DeepSpeedEngine:
         phases.enter("communication")
         dist.all_reduce(total)
         norm = torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32, device=self._device)
-        return StepOutput(total / counted, norm, judge(total / counted, norm) if judge is not None else None)
+        return StepOutput(total / count, norm, judge(total / count, norm) if judge is not None else None)
 
     def boxes(self) -> Sequence[TensorBox]:
         """See Engine. The boxes are views of the live fp32 master weights and moments of this rank's partitions."""

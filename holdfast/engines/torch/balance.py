@@ -55,13 +55,15 @@ class Balance:
     def step(self, held: torch.Tensor | None = None) -> None:
         """Add one bias step to experts with less than their share of the global batch, and subtract one from those
         with more. Nothing changes if the update of the weights was held back (1.0). A collective call."""
-        counted = {layer: router.tokens_E for layer, router in self._routers.items() if router.tokens_E is not None}
-        if counted and self._routing.balance == "bias":
-            counts_of_one = next(iter(counted.values()))
+        counts_by_layer = {
+            layer: router.tokens_E for layer, router in self._routers.items() if router.tokens_E is not None
+        }
+        if counts_by_layer and self._routing.balance == "bias":
+            counts_of_one = next(iter(counts_by_layer.values()))
             tokens = counts_of_one.new_zeros(
                 self._layers, len(counts_of_one)
             )  # of the whole model: pipeline stages fill different rows
-            for layer, counts in counted.items():
+            for layer, counts in counts_by_layer.items():
                 tokens[layer] = counts
             if dist.is_initialized():
                 dist.all_reduce(tokens)

@@ -157,8 +157,12 @@ class TorchEngine:
 
     def frozen(self) -> list[TensorBox]:
         """See Engine."""
-        named = chain.from_iterable(part.named_parameters() for part in (*self._parts, self._reference) if part)
-        return [TensorLayout.of(name, part).box(part) for name, part in named if not part.requires_grad]
+        parameters = chain.from_iterable(part.named_parameters() for part in (*self._parts, self._reference) if part)
+        return [
+            TensorLayout.of(name, parameter).box(parameter)
+            for name, parameter in parameters
+            if not parameter.requires_grad
+        ]
 
     def restored(self, step: int, scalars: Scalars = MappingProxyType({})) -> None:
         """See Engine."""
@@ -256,8 +260,8 @@ class TorchEngine:
     def _forward_backward(self, rows: torch.Tensor) -> torch.Tensor:
         """Accumulate the gradient of the mean loss over all counted terms of the global batch. Returns that loss."""
         rows = rows.to(self._device, non_blocking=True)
-        counted = count_terms(self._objective, rows, self._mesh.counts(self._rank))
-        return self._accumulation.run(rows, counted)
+        count = count_terms(self._objective, rows, self._mesh.counts(self._rank))
+        return self._accumulation.run(rows, count)
 
     def _norm_and_held(self, loss: torch.Tensor, judge: Judge | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Clip the gradients. Returns their norm before clipping, and whether the update is held back."""

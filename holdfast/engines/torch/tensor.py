@@ -137,10 +137,10 @@ class _WholeSequence(SequenceParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
-        gathered = PrepareModuleOutput(
+        style = PrepareModuleOutput(
             output_layouts=(SEQUENCE,), desired_output_layouts=(Replicate(),), use_local_output=False
         )
-        return gathered._apply(module, device_mesh)
+        return style._apply(module, device_mesh)
 
 
 def _cut(module: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
