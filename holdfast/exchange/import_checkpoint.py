@@ -100,11 +100,11 @@ def import_checkpoint(
             raise DataError(f"run {identity} has another state at step {step}; please report it")
         return ImportedCheckpoint(identity, salt, step, digest, total // 2, moments, again=True)
     attempt = claim_attempt(store, identity)
-    writers, written = 0, scalars_digest(scalars)
+    writers, written_digest = 0, scalars_digest(scalars)
     for group in _groups(boxes()):
-        written += ShardWriter(store, attempt, writers).write(step, group).header.totals.digest
+        written_digest += ShardWriter(store, attempt, writers).write(step, group).header.totals.digest
         writers += 1
-    if str(written) != digest:
+    if str(written_digest) != digest:
         raise DataError(f"{source.where} changed while it was read; import it again once nobody writes it")
     committer = Committer(store, attempt, writers)
     for writer in reversed(range(writers)):  # a node waits for its children, which later writers lead
@@ -181,8 +181,8 @@ class UniversalCheckpoint:
         """Open the folder of one step, or a folder whose `latest_universal` names it. Raises MissingError."""
         latest = folder / "latest_universal"
         if latest.is_file() and not (folder / "zero").is_dir():
-            named = read_file_bounded(latest, 4096).decode("utf-8", "replace").strip()
-            folder = file_inside(folder, named)
+            folder_name = read_file_bounded(latest, 4096).decode("utf-8", "replace").strip()
+            folder = file_inside(folder, folder_name)
         if not (folder / "zero").is_dir():
             raise MissingError(
                 f"{folder}: has no folder `zero`; convert a DeepSpeed checkpoint first: "

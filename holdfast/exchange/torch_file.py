@@ -271,8 +271,8 @@ def _tensor(value: Any, archive: _Archive, path: Path) -> StoredTensor | None:
         raise ValueError("a tensor does not say where its numbers lie")
     dtype = _STORAGES.get(location[1].text)
     if value.kind == f"{_TENSOR}_v3" and location[1].text in _RAW and len(value.arguments) > 6:
-        named = value.arguments[6]
-        dtype = DTYPES.get(named.text) if isinstance(named, Name) else None
+        dtype_name = value.arguments[6]
+        dtype = DTYPES.get(dtype_name.text) if isinstance(dtype_name, Name) else None
     if dtype is None or not dtype.is_floating_point:
         return None
     return _placed(
