@@ -32,14 +32,14 @@ def best_rate(work: Callable[[], object], amount: float, seconds: float, settle:
     `seconds`."""
     work()
     settle()
-    begun, best = clock(), 0.0
+    first, best = clock(), 0.0
     while True:
         start = clock()
         work()
         settle()
         end = clock()
         best = max(best, amount / max(end - start, 1e-9))
-        if end - begun >= seconds:
+        if end - first >= seconds:
             return best
 
 
@@ -138,8 +138,8 @@ def pair_links(gang: Gang, device: torch.device) -> tuple[Link, ...]:
 def ring_rate(gang: Gang, device: torch.device) -> float:
     """Bytes per second of the slowest rank while each sends to the next one and receives from the one before."""
     sent, received = _buffers(device)
-    after, before = (gang.rank + 1) % gang.size, (gang.rank - 1) % gang.size
-    return min(gang.all_gather(_exchange(sent, after, received, before, device), float))
+    successor, predecessor = (gang.rank + 1) % gang.size, (gang.rank - 1) % gang.size
+    return min(gang.all_gather(_exchange(sent, successor, received, predecessor, device), float))
 
 
 def _buffers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,12 +151,12 @@ def _exchange(sent: torch.Tensor, target: int, received: torch.Tensor, source: i
     """Bytes per second of the best repetition, after one that synchronizes the two ends."""
     settle, best = settle_on(device), 0.0
     for repetition in range(1 + REPETITIONS):
-        begun = clock()
+        start = clock()
         operations = [dist.P2POp(dist.isend, sent, target), dist.P2POp(dist.irecv, received, source)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         settle()
-        seconds = clock() - begun
+        seconds = clock() - start
         if repetition:
             best = max(best, sent.numel() * sent.element_size() / max(seconds, 1e-9))
     return best

@@ -38,7 +38,7 @@ def examine(
     probes that run for a given time. If ranks do not reach a probe, raises HungError on rank 0, which names them, and
     LostPeerError on other ranks.
     """
-    began, begun = time.time(), time.monotonic()
+    began, start = time.time(), time.monotonic()
     patience = seconds + PATIENCE
 
     def together(probe: str) -> None:
@@ -74,7 +74,7 @@ def examine(
     _release(device)
     report = Report(
         began=began,
-        seconds=time.monotonic() - begun,
+        seconds=time.monotonic() - start,
         measured=tuple(measured),
         links=links,
         ring=ring,
@@ -89,12 +89,12 @@ def require_health(report: Report, rank: int) -> None:
     wrong, and LostPeerError on other ranks. Raises nothing if no rank failed."""
     if not report.failures:
         return
-    words = f"the health check found: {'; '.join(finding.words for finding in report.failures)}"
+    message = f"the health check found: {'; '.join(finding.words for finding in report.failures)}"
     own = [finding for finding in report.failures if rank in finding.ranks]
     if not own:
-        raise LostPeerError(words)
+        raise LostPeerError(message)
     kind = UnhealthyNodeError if any(finding.sure for finding in own) else WrongArithmeticError
-    raise kind(f"{words}. The run does not start here: mend or replace the node")
+    raise kind(f"{message}. The run does not start here: mend or replace the node")
 
 
 def first_of_node() -> bool:
@@ -107,14 +107,16 @@ def _identified(gang: Gang, device: torch.device) -> Measured:
     name, notes = device_name(device), []
     capability = torch.backends.cpu.get_cpu_capability()
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    counted, versions, more_notes = machine.counters(device.type, uuid)
+    counters, versions, more_notes = machine.counters(device.type, uuid)
     notes += more_notes
     versions |= {"torch": torch.__version__, "device": name}
     if device.type == "cuda":
         versions |= {"CUDA": torch.version.cuda or f"ROCm {torch.version.hip}"}
         versions |= {"NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
         versions |= {"cuDNN": str(torch.backends.cudnn.version())}
-    alike = " | ".join((name, platform.machine(), capability, str(torch.get_num_threads()), *sorted(versions.values())))
+    same_kind = " | ".join(
+        (name, platform.machine(), capability, str(torch.get_num_threads()), *sorted(versions.values()))
+    )
     return Measured(
         rank=gang.rank,
         node=node_name(),
@@ -122,8 +124,8 @@ def _identified(gang: Gang, device: torch.device) -> Measured:
         kind=device.type,
         right=exact_product_is_right(device),
         bits=product_bits(device),
-        alike=alike,
-        counters=counted,
+        alike=same_kind,
+        counters=counters,
         versions=versions if first_of_node() else {},
         notes=tuple(notes),
     )

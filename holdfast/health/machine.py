@@ -62,13 +62,13 @@ def disk_and_store(
         return node
     key = f"{prefix}probe-{uuid.uuid4().hex}"
     try:
-        begun, now = clock(), time.time()
+        start, now = clock(), time.time()
         store.put(key, os.urandom(STORE_BYTES))
-        took = clock() - begun
-        written = store.stat(key)
-        begun = clock()
+        took = clock() - start
+        probe = store.stat(key)
+        start = clock()
         store.get(key)
-        took += clock() - begun
+        took += clock() - start
     except HoldfastError as error:  # an unavailable store says nothing about the node
         node.notes.append(f"store: {error}")
         return node
@@ -76,9 +76,9 @@ def disk_and_store(
         with suppress(HoldfastError):
             store.delete(key)
     node.rates["store"] = 2 * STORE_BYTES / max(took, 1e-9)
-    if written is not None:
+    if probe is not None:
         half = (time.time() - now) / 2
-        node.clock_ahead, node.clock_error = now + half - written.modified, half + STORE_CLOCK
+        node.clock_ahead, node.clock_error = now + half - probe.modified, half + STORE_CLOCK
     return node
 
 
@@ -86,13 +86,13 @@ def disk_rate(folder: Path, clock: Callable[[], float] = time.perf_counter) -> f
     """Bytes per second that reach the disk of a folder. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     path, block = folder / f"health-{uuid.uuid4().hex}", os.urandom(1 << 20)
-    begun = clock()
+    start = clock()
     try:
         with path.open("wb", buffering=0) as file:
             for _ in range(DISK_BYTES // len(block)):
                 file.write(block)
             os.fsync(file.fileno())
-        return DISK_BYTES / max(clock() - begun, 1e-9)
+        return DISK_BYTES / max(clock() - start, 1e-9)
     finally:
         path.unlink(missing_ok=True)
 

@@ -157,18 +157,18 @@ def _arithmetic(ranks: Ranks) -> Iterator[Finding]:
             )
     groups = _groups((one for one in ranks.values() if one.bits), lambda one: one.alike)
     for peers in groups:
-        counted = Counter(one.bits for one in peers)
-        if len(counted) == 1:
+        counts = Counter(one.bits for one in peers)
+        if len(counts) == 1:
             continue
-        (most, count), *_ = counted.most_common()
+        (most, count), *_ = counts.most_common()
         majority = 2 * count > len(peers)
         odd = [one.rank for one in peers if not majority or one.bits != most]
         if any(not ranks[rank].right for rank in odd):  # that rank is known; nothing is known of the rest
             odd = [rank for rank in odd if majority and ranks[rank].right]
         difference = f"from the majority of {len(peers)}" if majority else "and none is in the majority"
         for rank in odd:
-            words = f"the bits of a fixed product differ {difference}"
-            yield _finding(ranks, [rank], "arithmetic", "failed", words, sure=majority)
+            text = f"the bits of a fixed product differ {difference}"
+            yield _finding(ranks, [rank], "arithmetic", "failed", text, sure=majority)
 
 
 def _rates(ranks: Ranks) -> Iterator[Finding]:
@@ -183,8 +183,8 @@ def _rates(ranks: Ranks) -> Iterator[Finding]:
             limit = {"disk": _DISK, "store": _STORE}.get(probe, _CPU if peers[0].kind == "cpu" else _ACCELERATOR)
             values = {one.rank: one.rates[probe] for one in peers}
             for rank, severity, usual in outliers(values, limit):
-                words = f"{shown_rate(values[rank], probe)}, and its {len(peers) - 1} peers {shown_rate(usual, probe)}"
-                yield _finding(ranks, [rank], probe, severity, words)
+                text = f"{shown_rate(values[rank], probe)}, and its {len(peers) - 1} peers {shown_rate(usual, probe)}"
+                yield _finding(ranks, [rank], probe, severity, text)
 
 
 def outliers(values: Mapping[int, float], limit: Limit) -> Iterator[tuple[int, Severity, float]]:
@@ -200,14 +200,14 @@ def outliers(values: Mapping[int, float], limit: Limit) -> Iterator[tuple[int, S
 
 def _peaks(ranks: Ranks) -> Iterator[Finding]:
     for rank in ranks.values():
-        known, rate = by_device(rank.device), rank.rates.get("compute")
-        if known is None or rate is None:
+        board, rate = by_device(rank.device), rank.rates.get("compute")
+        if board is None or rate is None:
             continue
-        usual = known.reach * known.bf16
+        usual = board.reach * board.bf16
         if severity := _OF_USUAL_PEAK.severity(rate / usual):
             usual_text = shown_rate(usual, "compute")
-            words = f"{shown_rate(rate, 'compute')}, where large products reach {usual_text} on such a board"
-            yield _finding(ranks, [rank.rank], "compute", severity, words)
+            text = f"{shown_rate(rate, 'compute')}, where large products reach {usual_text} on such a board"
+            yield _finding(ranks, [rank.rank], "compute", severity, text)
 
 
 def _links(ranks: Ranks, links: Sequence[Link]) -> Iterator[Finding]:
@@ -227,15 +227,15 @@ def _links(ranks: Ranks, links: Sequence[Link]) -> Iterator[Finding]:
             ):
                 slow.add(rank)
                 rate_text, usual_text = shown_rate(best[rank], "link"), shown_rate(usual, "link")
-                words = f"its best link {scope} carries {rate_text}, and those of others {usual_text}"
-                yield _finding(ranks, [rank], "link", severity, words)
+                text = f"its best link {scope} carries {rate_text}, and those of others {usual_text}"
+                yield _finding(ranks, [rank], "link", severity, text)
         for link in links_of_scope:
             usual = min(best[link.first], best[link.second])
             limit = _limit_of_links([ranks[link.first], ranks[link.second]])
             if usual and link.rate < limit.fails * usual and not slow & {link.first, link.second}:
                 rate_text, usual_text = shown_rate(link.rate, "link"), shown_rate(usual, "link")
-                words = f"the link between them carries {rate_text}, and others of theirs {usual_text}"
-                yield _finding(ranks, [link.first, link.second], "link", "warned", words)
+                text = f"the link between them carries {rate_text}, and others of theirs {usual_text}"
+                yield _finding(ranks, [link.first, link.second], "link", "warned", text)
 
 
 def _limit_of_links(ends: Iterable[Measured]) -> Limit:
@@ -254,9 +254,9 @@ def _clocks(ranks: Ranks) -> Iterator[Finding]:
         least = abs(ahead) - error
         if least >= CLOCK_WARNS:
             direction = "ahead of" if ahead > 0 else "behind"
-            words = f"its clock is at least {least:.1f} s {direction} the store's: set one of them by NTP"
+            text = f"its clock is at least {least:.1f} s {direction} the store's: set one of them by NTP"
             alone = len(told) > 2 and abs(ahead - usual) - error >= CLOCK_FAILS  # else the store's clock may be wrong
-            yield _finding(ranks, [rank], "clock", "failed" if alone else "warned", words)
+            yield _finding(ranks, [rank], "clock", "failed" if alone else "warned", text)
 
 
 def _counters(ranks: Ranks) -> Iterator[Finding]:
@@ -272,13 +272,13 @@ def _versions(ranks: Ranks) -> Iterator[Finding]:
     having = [measured for measured in ranks.values() if measured.versions]
     for name in sorted({name for measured in having for name in measured.versions}):
         values = {measured.rank: measured.versions.get(name, "missing") for measured in having}
-        counted = Counter(values.values()).most_common()
-        if len(counted) == 1:
+        counts = Counter(values.values()).most_common()
+        if len(counts) == 1:
             continue
-        usual = counted[0][0]
+        usual = counts[0][0]
         odd = [rank for rank, value in values.items() if value != usual]
-        shown = ", ".join(sorted({values[rank] for rank in odd})[:4])
-        yield _finding(ranks, odd, "versions", "warned", f"{name} is {shown}, and {usual} elsewhere")
+        odd_values = ", ".join(sorted({values[rank] for rank in odd})[:4])
+        yield _finding(ranks, odd, "versions", "warned", f"{name} is {odd_values}, and {usual} elsewhere")
 
 
 def _finding(
