@@ -50,8 +50,11 @@ class Base:
             "model_max_length": settings["max_position_embeddings"],
             "tokenizer_class": "PreTrainedTokenizerFast",
         }
-        named = _kept(self.special_tokens_map)
-        tokens = {"eos_token": end_of_text, **{key: token for key, token in named.items() if key.endswith("_token")}}
+        special_tokens = _kept(self.special_tokens_map)
+        tokens = {
+            "eos_token": end_of_text,
+            **{key: token for key, token in special_tokens.items() if key.endswith("_token")},
+        }
         if not self.tokenizer_config and not self.config:
             tokens = {"bos_token": end_of_text, **tokens}
         settings_kept = {key: value for key, value in _kept(self.tokenizer_config).items() if key != "chat_template"}
@@ -61,8 +64,8 @@ class Base:
         if len(self.templates) > 1 or (self.templates and "default" not in self.templates):
             several = [{"name": name, "template": text} for name, text in sorted(self.templates.items())]
             documents["tokenizer_config.json"]["chat_template"] = several
-        if named:
-            documents["special_tokens_map.json"] = named
+        if special_tokens:
+            documents["special_tokens_map.json"] = special_tokens
         return documents
 
     def _config(self, config: dict[str, Any], end_id: int) -> dict[str, Any]:
@@ -87,10 +90,10 @@ class Base:
 
 def _with_end(ends: Any, end_id: int) -> Any:
     """The end tokens of a base with that of the run: unchanged if they contain it, otherwise with it first."""
-    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if end_id in listed:
+    end_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if end_id in end_ids:
         return ends
-    return [end_id, *listed] if listed else end_id
+    return [end_id, *end_ids] if end_ids else end_id
 
 
 def _kept(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -311,9 +314,9 @@ def read_config(path: str, settings: Mapping[str, Any]) -> ReadConfig:
     for section in ("rope_scaling", "rope_parameters"):
         _require_types(f"{path}: {section}", settings.get(section) or {}, _ROPE_TYPES)
     name, family = _family(path, settings)
-    for key, needed in {"hidden_act": "silu", **family.fixed}.items():
-        if settings.get(key) not in (needed, None):
-            raise DataError(f"{path}: {key} is {shown(settings[key])}; only {needed!r} can be read")
+    for key, required in {"hidden_act": "silu", **family.fixed}.items():
+        if settings.get(key) not in (required, None):
+            raise DataError(f"{path}: {key} is {shown(settings[key])}; only {required!r} can be read")
     if set(settings.get("layer_types") or ["full_attention"]) != {"full_attention"}:
         raise DataError(f"{path}: layer_types is {shown(settings['layer_types'])}; only 'full_attention' can be read")
     count = {
@@ -387,15 +390,15 @@ def _of_mixture(shape: Model, family: _Family) -> dict[str, Any]:
 
 
 def _family(path: str, settings: Mapping[str, Any]) -> tuple[str, _Family]:
-    known = {family.architecture: name for name, family in _FAMILIES.items()}
+    names = {family.architecture: name for name, family in _FAMILIES.items()}
     name = settings.get("model_type", "llama")
     if name not in _FAMILIES:
         raise DataError(f"{path}: model_type is {shown(name)}; only {', '.join(_FAMILIES)} can be read")
     family = _FAMILIES[name]
     architectures = settings.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
-        others = [known[entry] for entry in architectures if entry in known]
-        remedy = f"; that is of model_type {others[0]}" if others else f", and {', '.join(known)} can be read"
+        kinds = [names[entry] for entry in architectures if entry in names]
+        remedy = f"; that is of model_type {kinds[0]}" if kinds else f", and {', '.join(names)} can be read"
         raise DataError(
             f"{path}: architectures is {shown(architectures)}, not ['{family.architecture}'] of {name}{remedy}"
         )
@@ -469,16 +472,16 @@ def _read_rope(path: str, settings: Mapping[str, Any]) -> tuple[Any, dict[str, A
         older.setdefault("rope_type", older["type"])
     rope = {**(settings.get("rope_parameters") or {}), **older}
     theta = rope.get("rope_theta", settings.get("rope_theta", 10_000.0))
-    named = rope.get("rope_type", rope.get("type", "default"))
-    kind = "none" if named == "default" else named
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    kind = "none" if rope_type == "default" else rope_type
     if kind not in ROPE_FIELDS:
-        raise DataError(f"{path}: rope_type is {shown(named)}; only default, linear and llama3 can be read")
+        raise DataError(f"{path}: rope_type is {shown(rope_type)}; only default, linear and llama3 can be read")
     if rope.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1)) not in (None, 1):
         raise DataError(f"{path}: partial_rotary_factor is not 1; only heads that are rotated whole can be read")
-    needed = {field: _ROPE_KEYS[field] for field in ROPE_FIELDS[kind]}
-    if missing := [key for key in needed.values() if key not in rope]:
-        raise DataError(f"{path}: rope_type {shown(named)} without {missing[0]}; add it")
-    return theta, {"kind": kind, **{field: rope[key] for field, key in needed.items()}}
+    required = {field: _ROPE_KEYS[field] for field in ROPE_FIELDS[kind]}
+    if missing := [key for key in required.values() if key not in rope]:
+        raise DataError(f"{path}: rope_type {shown(rope_type)} without {missing[0]}; add it")
+    return theta, {"kind": kind, **{field: rope[key] for field, key in required.items()}}
 
 
 def _rope(scaling: RopeScaling) -> dict[str, Any]:

@@ -178,9 +178,11 @@ class Mixture(nn.Module):
         super().__init__()
         self.gate = Router(shape)
         self.experts = Experts(shape)
-        shared = FeedForward(shape.hidden, shape.routing.shared * shape.ffn_width) if shape.routing.shared else None
-        self.shared_experts = shared if shape.family == "dots1" else None
-        self.shared_expert = shared if shape.family == "qwen2_moe" else None
+        shared_experts = (
+            FeedForward(shape.hidden, shape.routing.shared * shape.ffn_width) if shape.routing.shared else None
+        )
+        self.shared_experts = shared_experts if shape.family == "dots1" else None
+        self.shared_expert = shared_experts if shape.family == "qwen2_moe" else None
         self.shared_expert_gate = Linear(shape.hidden, 1, bias=False) if self.shared_expert is not None else None
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Load]:

@@ -61,9 +61,9 @@ def export_files(
     shards = _plan(shapes, max_shard_bytes)
 
     def read(name: str) -> Iterator[Tensor]:
-        tensor, first, lying = weights[name]
+        tensor, first, shape = weights[name]
         # For a tensor published whole, request all its rows, so that surplus rows are detected.
-        return rows(tensor) if name == tensor else rows(tensor, first, first + lying[0])
+        return rows(tensor) if name == tensor else rows(tensor, first, first + shape[0])
 
     files = []
     placed: dict[str, str] = {}
@@ -103,14 +103,14 @@ def token_id(tokenizer_json: str, token: str) -> int:
 def _plan(shapes: Mapping[str, tuple[int, ...]], max_bytes: int) -> list[list[str]]:
     """The names in each shard, filled in order. A tensor above the limit has a separate shard."""
     shards: list[list[str]] = [[]]
-    filled = 0
+    shard_bytes = 0
     for name, shape in shapes.items():
         size = math.prod(shape) * ITEM_BYTES
-        if shards[-1] and filled + size > max_bytes:
+        if shards[-1] and shard_bytes + size > max_bytes:
             shards.append([])
-            filled = 0
+            shard_bytes = 0
         shards[-1].append(name)
-        filled += size
+        shard_bytes += size
     return shards
 
 

@@ -83,13 +83,13 @@ class Weights(NamedTuple):
         if len(self.places[name]) == 1:
             return read_part(self.files, name, self.places[name][0][1], place)
         first, last, _ = place[0].indices(self.shapes[name][0]) if place else (0, self.shapes[name][0], 1)
-        inside = [
+        overlaps = [
             (max(first - start, 0), min(last - start, piece.shape[0]), piece) for start, piece in self.places[name]
         ]
         return torch.cat(
             [
                 read_part(self.files, name, piece, (slice(low, high), *place[1:]))
-                for low, high, piece in inside
+                for low, high, piece in overlaps
                 if low < high
             ]
             or [torch.empty(0, *self.shapes[name][1:])[(slice(None), *place[1:])]]
@@ -291,5 +291,5 @@ def _read_json(files: Files, name: str, most: int = SMALL_BYTES) -> dict[str, An
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return shown + (" are" if len(names) > 1 else " is")
+    text = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return text + (" are" if len(names) > 1 else " is")

@@ -483,13 +483,13 @@ def _deterministic() -> Iterator[None]:
     if enabled and not warns:
         yield
         return
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    previous = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        torch.utils.deterministic.fill_uninitialized_memory = previous  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(enabled, warn_only=warns)
 
 
@@ -529,8 +529,8 @@ def _refuse_unsupported(
     (batch, heads, length, k_width), (_, groups, keys, _) = q.shape, k.shape
     agree = heads % groups == 0 and k.shape == (batch, groups, keys, k_width) and v.shape[:3] == k.shape[:3]
     if not agree or q.dtype != k.dtype or q.dtype != v.dtype or (sinks is not None and sinks.shape != (heads,)):
-        shown = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (q, k, v))
-        raise ValueError(f"q, k and v do not fit together: {shown}; give one dtype, and whole groups of heads")
+        shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (q, k, v))
+        raise ValueError(f"q, k and v do not fit together: {shapes}; give one dtype, and whole groups of heads")
     if segments.queries[-1] != batch * length or segments.keys[-1] != batch * keys:
         bounds = segments.queries[-1], segments.keys[-1]
         raise ValueError(
