@@ -197,13 +197,13 @@ def _hovers(frame: _Frame, series: Sequence[Series]) -> list[dict[str, Any]]:
     values = [(one, dict(one.points)) for one in series]
     hovers = []
     for step, _ in chosen:
-        shown = [(one, at[step]) for one, at in values if step in at]
+        points = [(one, at[step]) for one, at in values if step in at]
         hovers.append(
             {
                 "x": frame.x(step) - width / 2,
                 "width": width,
-                "dots": [(one.kind, frame.x(step), frame.y(y)) for one, y in shown],
-                "text": f"step {step:,.0f}" + "".join(f"\n{one.name}: {number(y)}" for one, y in shown),
+                "dots": [(one.kind, frame.x(step), frame.y(y)) for one, y in points],
+                "text": f"step {step:,.0f}" + "".join(f"\n{one.name}: {number(y)}" for one, y in points),
             }
         )
     return hovers

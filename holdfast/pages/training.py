@@ -36,7 +36,7 @@ def draw_time(account: Ledger) -> Markup:
     """Time spent by each rank, by class; above MOST_RANKS ranks, one bar for all."""
     bars: list[tuple[str, Mapping[Class, float]]] = [("all ranks", account.seconds)]
     if len(account.ranks) <= MOST_RANKS:
-        bars = [(f"rank {rank}", spent) for rank, spent in sorted(account.ranks.items())]
+        bars = [(f"rank {rank}", seconds) for rank, seconds in sorted(account.ranks.items())]
     return draw_shares(bars, CLASSES, "s")
 
 
