@@ -121,13 +121,15 @@ def accelerator_of(spec: Spec, *, here: bool) -> Accelerator:
     """
     if spec.cluster.product is not None:
         return accelerator(spec.cluster.product)
-    named = {by_name.name: by_name for label in spec.cluster.node_selector.values() if (by_name := by_label(label))}
-    if len(named) == 1:
-        return next(iter(named.values()))
+    accelerators = {
+        candidate.name: candidate for label in spec.cluster.node_selector.values() if (candidate := by_label(label))
+    }
+    if len(accelerators) == 1:
+        return next(iter(accelerators.values()))
     if here and default_path().exists():
-        measured = read(default_path())
-        if measured.machine.kind == spec.cluster.accelerator:
-            return measured.accelerator()
+        calibration = read(default_path())
+        if calibration.machine.kind == spec.cluster.accelerator:
+            return calibration.accelerator()
     remedy = f"write cluster.product: {', '.join(ACCELERATORS)}"
     if here:
         remedy += f"; or measure this machine: holdfast calibrate{_kind(spec)}"
@@ -180,12 +182,12 @@ def layout_fields(task: Task, layout: Layout) -> dict[str, Any]:
 
 def best(spec: Spec, vocabulary: int | None, *, here: bool) -> Candidate:
     """The layout for `parallel: auto`. `vocabulary` overrides the spec's. Raises SpecError without any layout."""
-    known = vocabulary or vocabulary_of(spec) or UNKNOWN_VOCABULARY
+    size = vocabulary or vocabulary_of(spec) or UNKNOWN_VOCABULARY
     found_here = accelerator_of(spec, here=here)
     if found_here.kind != spec.cluster.accelerator:
         problem = f"is of the kind {found_here.kind}, and cluster.accelerator says {spec.cluster.accelerator}"
         raise SpecError([Problem("cluster.product", found_here.name, problem, "make the two agree")])
-    return _best(spec, declared_task(spec, found_here, known))
+    return _best(spec, declared_task(spec, found_here, size))
 
 
 def _best(spec: Spec, task: Task, below: float | None = None) -> Candidate:

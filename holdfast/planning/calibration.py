@@ -106,10 +106,10 @@ class Calibration(Section):
         Unmeasured figures come from the table if it has the device. For another device, such as a CPU, a node is this
         machine, and its network counts as fast as its links.
         """
-        rates, known = self.rates, by_device(self.machine.device)
+        rates, table_entry = self.rates, by_device(self.machine.device)
         ring = [line for line in self.lines() if line.collective == "point_to_point"]
         link = ring[0].beta if ring else rates.bandwidth
-        if known is None:
+        if table_entry is None:
             return Accelerator(
                 name=self.machine.device,
                 kind=self.machine.kind,
@@ -131,14 +131,14 @@ class Calibration(Section):
                 lines=self.lines(),
                 source=f"measured {self.made}",
             )
-        return known.model_copy(
+        return table_entry.model_copy(
             update={
-                "reach": _share(rates.bf16, known.bf16),
-                "attention_reach": _share(rates.attention, known.bf16),
-                "bandwidth_reach": _share(rates.bandwidth, known.bandwidth),
+                "reach": _share(rates.bf16, table_entry.bf16),
+                "attention_reach": _share(rates.attention, table_entry.bf16),
+                "bandwidth_reach": _share(rates.bandwidth, table_entry.bandwidth),
                 "kernel_seconds": rates.kernel_seconds,
                 "lines": self.lines(),
-                "source": f"{known.source}; measured {self.made}",
+                "source": f"{table_entry.source}; measured {self.made}",
             }
         )
 

@@ -268,16 +268,16 @@ def accelerator(name: str, **figures: float) -> Accelerator:
     A file may have `like: NAME` and only the differences. Raises SpecError for an unknown accelerator, and MissingError
     for an unreadable file.
     """
-    described: dict[str, object] = {}
+    fields: dict[str, object] = {}
     if name.endswith(FILES):
-        described = _read(Path(name))
-        base = str(described.pop("like", ""))
-        described.setdefault("name", Path(name).stem)
+        fields = _read(Path(name))
+        base = str(fields.pop("like", ""))
+        fields.setdefault("name", Path(name).stem)
     else:
         base = name
-    known = {known_name.lower(): known_name for known_name in ACCELERATORS}
+    names = {known_name.lower(): known_name for known_name in ACCELERATORS}
     if base:
-        if base.lower() not in known:
+        if base.lower() not in names:
             raise SpecError(
                 [
                     Problem(
@@ -288,9 +288,9 @@ def accelerator(name: str, **figures: float) -> Accelerator:
                     )
                 ]
             )
-        described = ACCELERATORS[known[base.lower()]].model_dump() | described
+        fields = ACCELERATORS[names[base.lower()]].model_dump() | fields
     try:
-        return Accelerator.model_validate(described | figures)
+        return Accelerator.model_validate(fields | figures)
     except ValidationError as error:
         raise SpecError(
             [
@@ -313,8 +313,8 @@ def by_label(value: str) -> Accelerator | None:
     """
     called = value.casefold().replace("-", " ")
     names = _BOARDS | _LABELS | {name: name for name in ACCELERATORS}
-    known = {name.casefold().replace("-", " "): ACCELERATORS[chip] for name, chip in names.items()}
-    return known.get(called)
+    accelerators = {name.casefold().replace("-", " "): ACCELERATORS[chip] for name, chip in names.items()}
+    return accelerators.get(called)
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -243,23 +243,23 @@ def _stage(
         gathered = (2 * size + 4) * experts / layers
 
     before = gradients if micro_batches > 1 or full else 0.0
-    inside = flight * layers * kept + ids
+    activations = flight * layers * kept + ids
     moments = {
         "loss": {
             "gradients": before,
-            "activations": inside,
+            "activations": activations,
             "logits and loss": ends_kept + forward,
             "buffers": copies + gathered,
         },
         "gradient of the loss": {
             "gradients": before,
-            "activations": inside,
+            "activations": activations,
             "logits and loss": ends_kept + backward,
             "buffers": held_copies + gathered,
         },
         "backward, last layer": {
             "gradients": before,
-            "activations": inside,
+            "activations": activations,
             "working set": working,
             "buffers": held_copies + gathered,
         },

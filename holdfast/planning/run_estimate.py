@@ -93,5 +93,5 @@ def estimate_run(chosen: Candidate, rank_seconds_per_failure: float = RANK_SECON
 def stall_of(chosen: Candidate) -> float:
     """Seconds that a save delays steps. They wait only for the copy to the host."""
     state = chosen.practice.state
-    saved = chosen.task.shape.parameters * (state.weights + state.optimizer) / chosen.task.gpus
-    return LEAST_STALL + saved / HOST_LINK
+    state_bytes = chosen.task.shape.parameters * (state.weights + state.optimizer) / chosen.task.gpus
+    return LEAST_STALL + state_bytes / HOST_LINK

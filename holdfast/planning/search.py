@@ -180,8 +180,8 @@ def _cut_sequences(task: Task, context: int, ranks: int) -> bool:
 
 
 def _of_degrees(task: Task, layout: Layout) -> Iterator[Layout]:
-    others = layout.data * layout.context * layout.tensor  # ranks with different tokens
-    experts = [1] if task.shape.experts == 1 else [n for n in _divisors(others) if task.shape.experts % n == 0]
+    ranks = layout.data * layout.context * layout.tensor  # ranks with different tokens
+    experts = [1] if task.shape.experts == 1 else [n for n in _divisors(ranks) if task.shape.experts % n == 0]
     for expert in experts:
         for sharding, shard in _shardings(task, layout):
             if sharding == "full" and shard * layout.context * layout.tensor % expert:
@@ -208,9 +208,14 @@ def _shardings(task: Task, layout: Layout) -> Iterator[tuple[Sharding, int]]:
         return
     yield "optimizer", layout.data
     yield "full", layout.data
-    inside = task.accelerator.node // layout.tensor
-    if 1 < inside < layout.data and layout.data % inside == 0 and layout.pipeline == 1 and layout.context == 1:
-        yield "full", inside
+    ranks_in_node = task.accelerator.node // layout.tensor
+    if (
+        1 < ranks_in_node < layout.data
+        and layout.data % ranks_in_node == 0
+        and layout.pipeline == 1
+        and layout.context == 1
+    ):
+        yield "full", ranks_in_node
 
 
 def _schedules(task: Task, layout: Layout, micro_batches: int) -> Iterator[Layout]:

@@ -209,8 +209,10 @@ def _between_stages(
     if layout.pipeline == 1:
         return 0.0
     across = Group(2, 1 if layout.tensor * layout.context * layout.pipeline > here.node else 2, here)
-    sent = layout.micro_batch * shape.context / layout.context * shape.hidden * BYTES[precision] / layout.tensor
-    return 2 * micro_batches * layout.chunks * point_to_point(sent, across)
+    message_bytes = (
+        layout.micro_batch * shape.context / layout.context * shape.hidden * BYTES[precision] / layout.tensor
+    )
+    return 2 * micro_batches * layout.chunks * point_to_point(message_bytes, across)
 
 
 def _data(
@@ -253,8 +255,8 @@ def _data(
             total += max(0.0, all_reduce(gradients * elements / shards.size, copies) - backward)
         return total
     if layout.sharding == "optimizer":
-        sent = reduce_scatter(gradients * elements, everyone)
-        return max(0.0, sent - backward) + all_gather(practice.state.weights * elements, everyone)
+        scatter_seconds = reduce_scatter(gradients * elements, everyone)
+        return max(0.0, scatter_seconds - backward) + all_gather(practice.state.weights * elements, everyone)
     return max(0.0, all_reduce(gradients * elements, everyone) - backward)
 
 

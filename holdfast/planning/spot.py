@@ -63,8 +63,8 @@ def spot(chosen: Candidate, *, notice: bool, limit: float | None = None) -> Spot
     best = min(within, key=lambda one: (one.cost, one.spot), default=None)
     if best is not None and math.isinf(best.seconds):
         best = None
-    shown = sorted({round(nodes * part / SHOWN) for part in range(SHOWN + 1)})
-    return Spot(notice, limit, best, tuple(every[count] for count in shown), break_even(chosen, notice=notice))
+    counts = sorted({round(nodes * part / SHOWN) for part in range(SHOWN + 1)})
+    return Spot(notice, limit, best, tuple(every[count] for count in counts), break_even(chosen, notice=notice))
 
 
 def nodes_of(chosen: Candidate) -> int:
