@@ -66,10 +66,10 @@ class Template:
         if status == REFUSED:
             raise TemplateRefusedError(reply.decode())
         if status == MEMORY:
-            spent = f"more than {limits.allowed_memory(len(payload)) / 2**20:,.0f} MiB of memory"
+            usage = f"more than {limits.allowed_memory(len(payload)) / 2**20:,.0f} MiB of memory"
         else:
-            spent = f"more than {limits.allowed_characters(len(payload)):,} characters"
-        raise _exceeded(self.name, payload, spent)
+            usage = f"more than {limits.allowed_characters(len(payload)):,} characters"
+        raise _exceeded(self.name, payload, usage)
 
 
 def _exceeded(name: str, payload: bytes, spent: str) -> TemplateLimitError:
