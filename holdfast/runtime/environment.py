@@ -46,8 +46,8 @@ def give_home() -> None:
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:
-        if named := os.environ.get("HOLDFAST_HOME"):
-            os.environ["HOME"] = str(Path(named).absolute())
+        if folder := os.environ.get("HOLDFAST_HOME"):
+            os.environ["HOME"] = str(Path(folder).absolute())
         else:
             os.environ.pop("HOME", None)  # an empty one would name the root of the file system
 
@@ -112,12 +112,12 @@ def require_shared_store(spec: Spec, url: str) -> None:
     if not in_step_pod() or not url.startswith("file:"):
         return
     folder = url.removeprefix("file://").rstrip("/") + "/"
-    shared = [volume.path.rstrip("/") + "/" for volume in spec.cluster.volumes if not volume.read_only]
-    if any(folder.startswith(path) for path in shared):
+    shared_folders = [volume.path.rstrip("/") + "/" for volume in spec.cluster.volumes if not volume.read_only]
+    if any(folder.startswith(path) for path in shared_folders):
         return
-    named = spec.cluster.settings or SETTINGS
+    name = spec.cluster.settings or SETTINGS
     remedy = (
-        f"set HOLDFAST_STORE=s3://bucket/prefix in the ConfigMap {named}, or put the folder on one of cluster.volumes"
+        f"set HOLDFAST_STORE=s3://bucket/prefix in the ConfigMap {name}, or put the folder on one of cluster.volumes"
     )
     problem = Problem("store", url, "is a folder of this pod, and goes with it", remedy)
     raise SpecError([problem], "environment")
@@ -129,8 +129,8 @@ def require_tracking_server(spec: Spec) -> None:
     uri = tracking_uri()
     scheme = uri.partition(":")[0].partition("+")[0].lower() if ":" in uri else ""
     if in_step_pod() and scheme in ("", "file", "sqlite"):
-        named = spec.cluster.settings or SETTINGS
-        remedy = f"set MLFLOW_TRACKING_URI=http://mlflow:5000, or your server, in the ConfigMap {named}"
+        config_map = spec.cluster.settings or SETTINGS
+        remedy = f"set MLFLOW_TRACKING_URI=http://mlflow:5000, or your server, in the ConfigMap {config_map}"
         problem = Problem("MLFLOW_TRACKING_URI", redact(uri), "is a file of this pod, and goes with it", remedy)
         raise SpecError([problem], "environment")
 

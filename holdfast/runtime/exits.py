@@ -25,10 +25,10 @@ def code_of(error: BaseException) -> ExitCode:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed: Python's, torch's on an accelerator, torch's on a CPU (a plain RuntimeError), or
     the kernel's. A process that the kernel kills for memory reports nothing, but its launcher may know."""
-    named = any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)  # without importing torch
+    is_torch_oom = any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)  # without importing torch
     on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
-    refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or named or on_cpu or refused
+    is_enomem = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or is_torch_oom or on_cpu or is_enomem
 
 
 def code_in(message: str) -> int | None:
