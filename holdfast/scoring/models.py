@@ -61,14 +61,14 @@ def score_model(
     Raises DataError without held-out text.
     """
     rows = _held_out(dataset, model.decoder.shape.context, max_tokens, "score")
-    measured = score(
+    scores = score(
         model.decoder,
         rows,
         dataset.token_bytes(),
         document_masks=document_masks,
         prepended_bytes=dataset.prepended_bytes(),
     )
-    return measured.model_copy(update={"tasks": score_tasks(model.decoder, model.tokenizer, tasks)})
+    return scores.model_copy(update={"tasks": score_tasks(model.decoder, model.tokenizer, tasks)})
 
 
 def score_champion(
@@ -91,14 +91,14 @@ def score_champion(
     context = context or model.decoder.shape.context
     rows, note = _same_text(dataset, max_tokens, context, model)
     size = max(model.decoder.vocabulary, vocabulary_size(model.tokenizer_json))
-    measured = score(
+    scores = score(
         model.decoder,
         rows,
         bytes_of_tokens(model.tokenizer_json, size),
         document_masks=_document_masks(store, champion),
         prepended_bytes=prepended_bytes(model.tokenizer_json, size),
     )
-    return measured.model_copy(update={"tasks": score_tasks(model.decoder, model.tokenizer, tasks)}), note
+    return scores.model_copy(update={"tasks": score_tasks(model.decoder, model.tokenizer, tasks)}), note
 
 
 def _same_text(dataset: Dataset, max_tokens: int, context: int, model: ExportedModel) -> tuple[Iterator[Tokens], str]:

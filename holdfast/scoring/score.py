@@ -52,7 +52,7 @@ def score(
     nats, tokens, text_bytes = 0.0, 0, 0
     for row in (part for batch in rows for part in _affordable(batch, decoder)):
         marked = bool((row > ID).any())
-        counted = (row[:, 1:] & UNCOUNTED) == 0
+        is_counted = (row[:, 1:] & UNCOUNTED) == 0
         inputs, targets = (
             torch.from_numpy(np.ascontiguousarray(part & ID)).to(device) for part in (row[:, :-1], row[:, 1:])
         )
@@ -62,11 +62,11 @@ def score(
         elif document_masks and decoder.end_of_text is not None:
             masks = document_ids(inputs, decoder.end_of_text)
         losses = _losses(decoder, inputs, targets, masks).double().cpu()
-        nats += float(losses[torch.from_numpy(counted).flatten()].sum())
-        tokens += int(counted.sum())
-        text_bytes += int(token_bytes[(row[:, 1:] & ID)[counted]].sum())
+        nats += float(losses[torch.from_numpy(is_counted).flatten()].sum())
+        tokens += int(is_counted.sum())
+        text_bytes += int(token_bytes[(row[:, 1:] & ID)[is_counted]].sum())
         if prepended_bytes is not None and decoder.end_of_text is not None and not marked:
-            begins = counted & (row[:, :-1] == decoder.end_of_text)
+            begins = is_counted & (row[:, :-1] == decoder.end_of_text)
             text_bytes -= int(prepended_bytes[row[:, 1:][begins]].sum())
     if not tokens:
         raise DataError("nothing is left of the held-out text in this model's tokens; hold out more of it")

@@ -121,8 +121,8 @@ def find_task(task: Task) -> TaskFiles:
     contents = {
         name: Content(size, _digest_of(_chunks(described.store, name, size))) for name, size in described.sizes.items()
     }
-    known = {name: [described_file.size, described_file.digest] for name, described_file in contents.items()}
-    content = digest({"file": described.text, "data": known})
+    data = {name: [described_file.size, described_file.digest] for name, described_file in contents.items()}
+    content = digest({"file": described.text, "data": data})
     return TaskFiles(task, described.config, described.store, described.files, contents, content)
 
 
@@ -253,8 +253,8 @@ def _score(decoder: Decoder, tokenizer: Tokenizer, found: TaskFiles) -> TaskScor
     assert results is not None  # the library returns None only on ranks other than 0
     figures = {key.partition(",")[0]: value for key, value in results["results"][name].items()}
     if not isinstance(figures.get(task.metric), int | float):
-        known = ", ".join(sorted(key for key, value in figures.items() if isinstance(value, float)))
-        raise DataError(f"evaluation.tasks: {task.uri} has no metric {task.metric!r}; it has {known}")
+        metrics = ", ".join(sorted(key for key, value in figures.items() if isinstance(value, float)))
+        raise DataError(f"evaluation.tasks: {task.uri} has no metric {task.metric!r}; it has {metrics}")
     return TaskScore(
         task=name,
         digest=found.digest,
