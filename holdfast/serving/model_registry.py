@@ -178,8 +178,8 @@ def is_for(url: str) -> bool:
     The spec names the server, and the owner of the token names the server that may receive it. Plain http is allowed
     only to this machine and to a Service of the cluster.
     """
-    named = os.environ.get(TOKEN_FOR, "")
-    return bool(named) and _origin(named) == _origin(url) and _is_private(url)
+    token_url = os.environ.get(TOKEN_FOR, "")
+    return bool(token_url) and _origin(token_url) == _origin(url) and _is_private(url)
 
 
 def _origin(url: str) -> tuple[str, str, int | None]:
@@ -194,8 +194,8 @@ def _origin(url: str) -> tuple[str, str, int | None]:
 
 def _is_private(url: str) -> bool:
     scheme, host, _ = _origin(url)
-    inside = host in ("localhost", "127.0.0.1", "::1") or host.endswith((".svc", ".svc.cluster.local"))
-    return scheme == "https" or (scheme == "http" and inside)
+    is_internal = host in ("localhost", "127.0.0.1", "::1") or host.endswith((".svc", ".svc.cluster.local"))
+    return scheme == "https" or (scheme == "http" and is_internal)
 
 
 def _properties(values: Mapping[str, str | float]) -> Entry:

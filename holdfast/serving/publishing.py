@@ -93,8 +93,8 @@ def _require_servable(version: Champion) -> None:
 
 def _namespace(spec: Spec) -> str | None:
     """The namespace of the service; None for the namespace of this pod."""
-    named = (spec.serving.kserve and spec.serving.kserve.namespace) or spec.cluster.namespace
-    if not named and not os.environ.get("KUBERNETES_SERVICE_HOST"):
+    namespace = (spec.serving.kserve and spec.serving.kserve.namespace) or spec.cluster.namespace
+    if not namespace and not os.environ.get("KUBERNETES_SERVICE_HOST"):
         problem = Problem(
             "serving.kserve.namespace",
             None,
@@ -102,7 +102,7 @@ def _namespace(spec: Spec) -> str | None:
             "name it: --set serving.kserve.namespace=NAME",
         )
         raise SpecError([problem])
-    return named
+    return namespace
 
 
 def _source(version: Champion) -> str:
