@@ -134,7 +134,7 @@ class Evictor:
             if task.job.group and pool.group.name != task.job.group:
                 continue
             nodes, rest = divmod(task.job.gpus, size)
-            needed = nodes + (rest > 0)
+            nodes_needed = nodes + (rest > 0)
             for node, count in victim.placement:
                 gain[node] += count
                 on_node[node].append(victim)
@@ -143,8 +143,8 @@ class Evictor:
                 if had < need <= had + count:
                     cleared.append(node)
             idle = pool.whole if nodes else 0
-            if len(cleared) + idle >= needed:
-                chosen = {victim: None for node in cleared[: needed - idle] for victim in on_node[node]}
+            if len(cleared) + idle >= nodes_needed:
+                chosen = {victim: None for node in cleared[: nodes_needed - idle] for victim in on_node[node]}
                 self._candidates = [other for other in self._candidates if other not in chosen]
                 return list(chosen)
         return None

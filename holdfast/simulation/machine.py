@@ -127,9 +127,9 @@ class Pool:
         nodes, rest = divmod(gpus, self._size)
         placement: Placement = []
         if same_rack and nodes > 1:
-            needed = nodes + (rest > 0)
-            rack = min((rack for rack in self._racks if len(rack) >= needed), key=len)
-            chosen = list(rack)[:needed]
+            nodes_needed = nodes + (rest > 0)
+            rack = min((rack for rack in self._racks if len(rack) >= nodes_needed), key=len)
+            chosen = list(rack)[:nodes_needed]
             placement = [(self._first + node, self._size) for node in chosen[:nodes]]
             if rest:
                 placement.append((self._first + chosen[nodes], rest))
@@ -189,7 +189,7 @@ class Pool:
 
     def _change(self, index: int, by: int) -> None:
         before = self._free[index]
-        after = self._free[index] = before + by
+        now_free = self._free[index] = before + by
         self.free += by
         rack = self._racks[index // self.group.rack]
         if before == self._size:
@@ -197,8 +197,8 @@ class Pool:
             self.whole -= 1
         elif before:
             del self._partly[before][index]
-        if after == self._size:
+        if now_free == self._size:
             rack[index] = None
             self.whole += 1
-        elif after:
-            self._partly[after][index] = None
+        elif now_free:
+            self._partly[now_free][index] = None

@@ -39,7 +39,7 @@ def load_trace(path: str | Path) -> list[Job]:
     path = Path(path)
     text = _text(path)
     rows, read = _recognised(path, text)
-    jobs, refused = [], 0
+    jobs, skipped = [], 0
     for index, row in enumerate(rows):
         try:
             job = read(row, index)
@@ -53,17 +53,17 @@ def load_trace(path: str | Path) -> list[Job]:
                 f"(submitted at {job.submit}, {job.seconds} s, {job.gpus} accelerators); correct or remove it"
             )
         if job is None or job.gpus < 1 or job.seconds <= 0:
-            refused += 1
+            skipped += 1
         else:
             jobs.append(job)
     if not jobs:
-        raise DataError(f"{path}: none of its {refused} lines is a job with accelerators and an end; is it a trace?")
-    if refused:
+        raise DataError(f"{path}: none of its {skipped} lines is a job with accelerators and an end; is it a trace?")
+    if skipped:
         log.warning(
             "%s: %d of %d lines are left out: no accelerators, no end, or not readable",
             path,
-            refused,
-            refused + len(jobs),
+            skipped,
+            skipped + len(jobs),
         )
     first = min(job.submit for job in jobs) // DAY * DAY
     return sorted((replace(job, submit=job.submit - first) for job in jobs), key=lambda job: job.submit)
@@ -101,13 +101,13 @@ def _recognised(path: Path, text: str) -> tuple[Iterator[Mapping[str, Any]], Rea
         names = set(table.fieldnames or ())
     except csv.Error as error:
         raise DataError(f"{path}, line 1: is no table: {error}") from None
-    for needed, reader in (
+    for columns, reader in (
         ({"submit", "gpus", "seconds"}, _own),
         ({"gpu_num", "submit_time", "duration"}, _helios),
         ({"gpu_milli", "creation_time", "deletion_time"}, _alibaba_pods),
         ({"plan_gpu", "start_time", "end_time", "inst_num"}, _alibaba_pai),
     ):
-        if needed <= names:
+        if columns <= names:
             return _rows(path, table), reader
     raise DataError(f"{path}: its columns {sorted(names)[:12]} are those of no known trace; see docs/simulator.md")
 
@@ -139,11 +139,11 @@ def _philly(row: Mapping[str, Any], _: int) -> Job | None:
 
     The seconds of all ended attempts add up; the last ended one gives the accelerators.
     """
-    ended = [attempt for attempt in row["attempts"] if attempt.get("end_time") and attempt["end_time"] != "None"]
-    if not ended:
+    attempts = [attempt for attempt in row["attempts"] if attempt.get("end_time") and attempt["end_time"] != "None"]
+    if not attempts:
         return None
-    seconds = sum(_moment(attempt["end_time"]) - _moment(attempt["start_time"]) for attempt in ended)
-    gpus = sum(len(server["gpus"]) for server in ended[-1]["detail"])
+    seconds = sum(_moment(attempt["end_time"]) - _moment(attempt["start_time"]) for attempt in attempts)
+    gpus = sum(len(server["gpus"]) for server in attempts[-1]["detail"])
     return Job(row["jobid"], _moment(row["submitted_time"]), gpus, seconds, tenant=row["vc"])
 
 
