@@ -77,16 +77,16 @@ def expand(cron: str) -> str:
     values = [_values(field, text) for field, text in zip(FIELDS, texts, strict=True)]
     values[4] = sorted({value % 7 for value in values[4]})
     full = [set(range(field.least, field.most + 1)) for field in FIELDS[:4]] + [set(range(7))]
-    written = [
-        "*" if set(numbers) == every else ",".join(map(str, numbers))
-        for numbers, every in zip(values, full, strict=True)
+    fields = [
+        "*" if set(numbers) == all_numbers else ",".join(map(str, numbers))
+        for numbers, all_numbers in zip(values, full, strict=True)
     ]
     stars = [any(part in ("*", "*/1") for part in texts[index].split(",")) for index in (2, 4)]
-    if not any(stars) and "*" in (written[2], written[4]):  # either field may match, and one always does
-        written[2] = written[4] = "*"
-    if written[4] == "*" and all(min(values[2]) > _LONGEST[month - 1] for month in values[3]):
+    if not any(stars) and "*" in (fields[2], fields[4]):  # either field may match, and one always does
+        fields[2] = fields[4] = "*"
+    if fields[4] == "*" and all(min(values[2]) > _LONGEST[month - 1] for month in values[3]):
         raise CronError("never fires, because no such month has that day", "use a day that the month has")
-    return " ".join(written)
+    return " ".join(fields)
 
 
 def _values(field: _Field, text: str) -> list[int]:

@@ -140,17 +140,17 @@ class Problem:
         object.__setattr__(self, "value", _without_secrets(self.value))
 
     def __str__(self) -> str:
-        named = f"{self.place}: {self.field}" if self.place else self.field
+        location = f"{self.place}: {self.field}" if self.place else self.field
         if self.value is None:  # no value was given, and the message says so
-            return f"{named}: {self.message}\n    remedy: {self.remedy}"
-        return f"{named}: {self.message} (value: {shown(self.value)})\n    remedy: {self.remedy}"
+            return f"{location}: {self.message}\n    remedy: {self.remedy}"
+        return f"{location}: {self.message} (value: {shown(self.value)})\n    remedy: {self.remedy}"
 
 
 def _without_secrets(value: object) -> object:
     """A value for messages. It is redacted before it is shortened, because a secret that is cut is not recognized."""
     if isinstance(value, str):
-        shown = redact(value)
-        return HIDDEN if shown == value and "://" in value and carries_secret(value) else shown
+        redacted = redact(value)
+        return HIDDEN if redacted == value and "://" in value and carries_secret(value) else redacted
     if isinstance(value, dict):
         return {key: HIDDEN if names_secret(str(key)) else _without_secrets(item) for key, item in value.items()}
     return [_without_secrets(item) for item in value] if isinstance(value, list) else value

@@ -139,12 +139,12 @@ def _one(kind: Any, limits: dict[str, Any]) -> str:
         return "a whole number" + _range(_whole(limits))
     if kind is float:
         return "a number" + _range(limits)
-    words = "text"
+    text = "text"
     if limits.get("min_length"):
-        words = "text that is not empty"
+        text = "text that is not empty"
     if pattern := limits.get("pattern"):
-        words = f"text of the form `{pattern}`"
-    return words
+        text = f"text of the form `{pattern}`"
+    return text
 
 
 def _whole(limits: dict[str, Any]) -> dict[str, Any]:
@@ -160,6 +160,6 @@ def _whole(limits: dict[str, Any]) -> dict[str, Any]:
 def _range(limits: dict[str, Any]) -> str:
     if "ge" in limits and "le" in limits:
         return f" from {limits['ge']} to {limits['le']}"
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    bounds = " and ".join(f"{words[name]} {limits[name]}" for name in words if name in limits)
+    phrases = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    bounds = " and ".join(f"{phrases[name]} {limits[name]}" for name in phrases if name in limits)
     return f" of {bounds}" if bounds.startswith("at ") else f" {bounds}" if bounds else ""

@@ -161,8 +161,8 @@ def _in_file(source: str, place: strict_yaml.Place) -> str:
 
 def _note(places: Places, path: strict_yaml.Path) -> None:
     """From now on the field at `path`, and what is below it, comes from the command line."""
-    for known in [known for known in places if known[: len(path)] == path]:
-        del places[known]
+    for place in [place for place in places if place[: len(path)] == path]:
+        del places[place]
     for length in range(len(path), 0, -1):
         places.setdefault(path[:length], "--set")
 

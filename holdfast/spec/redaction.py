@@ -78,13 +78,15 @@ _IN_QUERY = frozenset(("key", "code", "auth", "pass", "pw"))  # names in the que
 @lru_cache(4096)
 def _strength(name: str) -> int:
     """How likely a name is that of a secret: 2 certain, 1 likely, 0 not."""
-    words = _STAGE.sub("", _SPLIT.sub("_", name[-200:]).strip("_").lower())
-    if words in ("pwd", "oldpwd"):  # in shells: the current folder
+    normalised = _STAGE.sub("", _SPLIT.sub("_", name[-200:]).strip("_").lower())
+    if normalised in ("pwd", "oldpwd"):  # in shells: the current folder
         return 0 if name.isupper() else 1
-    about = _ABOUT.search(words) is not None
-    if _ALWAYS.search(words) or (not about and _STRONG.search(words)):
+    about = _ABOUT.search(normalised) is not None
+    if _ALWAYS.search(normalised) or (not about and _STRONG.search(normalised)):
         return 2
-    return int(not about and _WEAK.search(words) is not None and _is_likely(name, *("", *words.split("_"))[-2:]))
+    return int(
+        not about and _WEAK.search(normalised) is not None and _is_likely(name, *("", *normalised.split("_"))[-2:])
+    )
 
 
 def _is_likely(name: str, before: str, last: str) -> bool:
@@ -342,18 +344,18 @@ def _strength_here(text: str, found: re.Match[str]) -> int:
 
 def _is_pair(text: str, found: re.Match[str]) -> bool:
     """Whether a name and the text after its comma are a pair (a header or an option), and not items of a list."""
-    opened = _OPENS.match(text, found.end())
-    if not found[2] or not opened or text[found.start() - 1 : found.start()] != found[2][-1]:
+    quote = _OPENS.match(text, found.end())
+    if not found[2] or not quote or text[found.start() - 1 : found.start()] != found[2][-1]:
         return False
     header = _HEADERS.search(found[1].lower()) or found[1].startswith(("--", "x-", "X-"))
-    return bool(header) or _looks_random(text[opened.end() : opened.end() + 64])
+    return bool(header) or _looks_random(text[quote.end() : quote.end() + 64])
 
 
 def _quoted(text: str, at: int, named: _Named) -> _Hidden | None:
     """A value in quotes. None if it needs no hiding."""
-    opened = _OPENS.match(text, at)
-    assert opened is not None
-    start, end = opened.end(), _closing(text, opened.end(), len(opened[1]), opened[2])
+    quote = _OPENS.match(text, at)
+    assert quote is not None
+    start, end = quote.end(), _closing(text, quote.end(), len(quote[1]), quote[2])
     value = text[start:end]
     word = named.strength == 1 and named.separator == ":" and not named.mark and not _looks_random(value)
     return None if word or _NOTHING.match(value) or _REFERENCE.match(value) else (start, end, HIDDEN)

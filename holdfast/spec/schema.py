@@ -93,10 +93,10 @@ def _about(path: str, section: type[Section]) -> str:
 
 def _row(leaf: Leaf) -> str:
     value = default(leaf.info)
-    shown = "*required*" if value is PydanticUndefined else f"`{json.dumps(value, ensure_ascii=False)}`"
+    default_text = "*required*" if value is PydanticUndefined else f"`{json.dumps(value, ensure_ascii=False)}`"
     identity = {"yes": "**yes**", "no": "no", "plan": "*plan*"}.get(identity_of(leaf), "*dataset*")
     meaning = leaf.info.description or ""
-    cells = (f"`{leaf.name}`", allowed(leaf.info), shown, identity, meaning)
+    cells = (f"`{leaf.name}`", allowed(leaf.info), default_text, identity, meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -77,16 +77,16 @@ def check_elastic_nodes(spec: Spec) -> Iterator[Problem]:
         return  # micro-batches fit any number of ranks; with auto the planner repeats this check for its layout
     parallel = spec.parallel
     sequence = parallel.tensor * parallel.context  # ranks with different tokens of the same samples
-    together, dealt = sequence * parallel.pipeline, parallel.replicas * parallel.expert
+    group_size, copies = sequence * parallel.pipeline, parallel.replicas * parallel.expert
     for size in range(nodes.min, nodes.max):
-        groups, rest = divmod(parallel.processes * size, together)
-        if rest or groups % parallel.replicas or groups * sequence % dealt:
+        groups, rest = divmod(parallel.processes * size, group_size)
+        if rest or groups % parallel.replicas or groups * sequence % copies:
             yield Problem(
                 "cluster.nodes.min",
                 nodes.min,
                 f"allows {size} nodes, and the layout of `parallel` does not fit {parallel.processes * size} ranks",
                 f"use {nodes.max}, or make parallel.processes a multiple of "
-                f"{lcm(together * parallel.replicas, parallel.pipeline * dealt)}",
+                f"{lcm(group_size * parallel.replicas, parallel.pipeline * copies)}",
             )
             return
         if training.global_batch % (unit := training.micro_batch * groups):

@@ -49,8 +49,8 @@ def check_evaluation(spec: Spec) -> Iterator[Problem]:
 def check_store(spec: Spec) -> Iterator[Problem]:
     """The store has a supported scheme."""
     if spec.store is not None and not re.match(r"file:///|s3://[^/]", spec.store):
-        shown = "(hidden)" if carries_secret(spec.store) else spec.store
-        yield Problem("store", shown, "is neither file:/// nor s3://", "use file:///path or s3://bucket/prefix")
+        location = "(hidden)" if carries_secret(spec.store) else spec.store
+        yield Problem("store", location, "is neither file:/// nor s3://", "use file:///path or s3://bucket/prefix")
 
 
 def check_serving(spec: Spec) -> Iterator[Problem]:
