@@ -38,7 +38,7 @@ def written(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
 @pytest.mark.parametrize("unit_bytes", [units.UNIT_BYTES, 700])
 def test_every_format_gives_the_same_tokens(
-    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, unit_bytes
+    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, unit_bytes: int
 ) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", unit_bytes)
     monkeypatch.setattr(units, "SPLIT_PARQUET_BYTES", unit_bytes)
@@ -82,9 +82,9 @@ def test_a_bad_record_stops_or_is_counted(
     make_spec: MakeSpec,
     tmp_path: Path,
     name: str,
-    content,
+    content: bytes,
     message: str,
-    reason,
+    reason: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     good = write_jsonl(tmp_path / "good.jsonl", TEXTS)

@@ -103,7 +103,7 @@ def _head(folder: Path, revision: str = "HEAD") -> str:
 
 
 def test_a_dvc_path_at_a_revision_is_read_from_there_and_recorded(
-    repository, store: Store, make_spec: MakeSpec, tmp_path: Path
+    repository: Path, store: Store, make_spec: MakeSpec, tmp_path: Path
 ) -> None:
     def at(path: str, revision: str | None) -> dict:
         return {"uri": f"dvc:{path}", "repo": str(repository), "revision": revision}
@@ -124,7 +124,7 @@ def test_a_dvc_path_at_a_revision_is_read_from_there_and_recorded(
 
 
 def test_only_a_commit_that_changes_the_data_is_another_dataset(
-    repository, make_spec: MakeSpec, tmp_path: Path
+    repository: Path, make_spec: MakeSpec, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(repository, tmp_path / "repository", symlinks=True)
     source = {"uri": "dvc:data", "repo": str(folder), "revision": "main"}
@@ -145,7 +145,7 @@ def test_only_a_commit_that_changes_the_data_is_another_dataset(
         ({"repo": "/proc"}, "/proc at main: .*check `repo`"),
     ],
 )
-def test_what_dvc_does_not_have_is_named(repository, make_spec: MakeSpec, change, message: str) -> None:
+def test_what_dvc_does_not_have_is_named(repository: Path, make_spec: MakeSpec, change, message: str) -> None:
     source = {"uri": "dvc:data", "repo": str(repository), "revision": "main", **change}
     with pytest.raises(MissingError, match=message):
         identify(make_spec(source))

@@ -39,7 +39,7 @@ def sample_numbers(batches: Batches, places: int) -> list[int]:
 
 @pytest.mark.parametrize("shard_tokens", [CONTEXT - 3, 100, 10**6])
 def test_every_sample_comes_once_in_each_epoch_and_epochs_differ(
-    store: Store, write: Write, tmp_path: Path, shard_tokens
+    store: Store, write: Write, tmp_path: Path, shard_tokens: int
 ) -> None:
     write([counted(101)], shard_tokens=shard_tokens)
     batches = opened(store, tmp_path).training(CONTEXT, 7, seed=3)

@@ -43,7 +43,7 @@ def policies(overlay: str) -> Policies:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_ranks_reach_each_other_on_any_port_and_steps_reach_what_they_need(overlay) -> None:
+def test_ranks_reach_each_other_on_any_port_and_steps_reach_what_they_need(overlay: str) -> None:
     world = policies(overlay)
     for port in (29400, 29500, 41001, 65000):  # rendezvous, and the ports that gloo and NCCL choose
         assert world.allow(RANK, PEER, port)
@@ -56,7 +56,7 @@ def test_ranks_reach_each_other_on_any_port_and_steps_reach_what_they_need(overl
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_service_of_the_overlay_takes_the_steps_and_its_own_clients_get_out(overlay) -> None:
+def test_every_service_of_the_overlay_takes_the_steps_and_its_own_clients_get_out(overlay: str) -> None:
     """Each service of the overlay that steps or ranks use, at the port of its container."""
     world, objects = policies(overlay), render(overlay)
     for service in (document for document in objects if document["kind"] == "Service"):
@@ -81,7 +81,7 @@ def test_every_service_of_the_overlay_takes_the_steps_and_its_own_clients_get_ou
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_nobody_reaches_a_rank_and_a_rank_reaches_nobody_else(overlay) -> None:
+def test_nobody_reaches_a_rank_and_a_rank_reaches_nobody_else(overlay: str) -> None:
     world = policies(overlay)
     others = (STRANGER, NEIGHBOUR, *STEPS.values())
     for other, port in itertools.product(others, (22, 29400, 41001)):
@@ -157,7 +157,7 @@ def profile_clients() -> dict[str, object]:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_no_other_namespace_reaches_mlflow_or_the_store_until_an_overlay_names_it(overlay) -> None:
+def test_no_other_namespace_reaches_mlflow_or_the_store_until_an_overlay_names_it(overlay: str) -> None:
     closed = policies(overlay)
     opened = Policies([*(item for item in render(overlay) if item["kind"] == "NetworkPolicy"), profile_clients()],
                       NAMESPACES)  # fmt: skip
@@ -172,7 +172,7 @@ def test_no_other_namespace_reaches_mlflow_or_the_store_until_an_overlay_names_i
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_in_a_profile_steps_reach_kubeflow_and_mlflow_beyond_it_and_ranks_only_each_other(overlay) -> None:
+def test_in_a_profile_steps_reach_kubeflow_and_mlflow_beyond_it_and_ranks_only_each_other(overlay: str) -> None:
     documents = [document for document in [*render(PROFILE), *render(overlay)] if document["kind"] == "NetworkPolicy"]
     world = Policies([*documents, profile_clients()], NAMESPACES)
     steps = {name: replace(pod, namespace=PROFILE_NAMESPACE) for name, pod in STEPS.items()}

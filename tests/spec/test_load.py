@@ -77,7 +77,9 @@ def test_every_example_is_a_spec(path: Path) -> None:
         ("version", 0, "not one of the choices", "use `1`"),
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_refused_with_what_is_allowed(refused, field: str, value, message: str, remedy) -> None:
+def test_a_wrong_value_is_refused_with_what_is_allowed(
+    refused, field: str, value: object, message: str, remedy: str
+) -> None:
     required_fields = {"cluster.tolerations.0.key": "a", "cluster.volumes.0.claim": "a"}
     others = {path: text for path, text in required_fields.items() if field.startswith(path.rpartition(".")[0])}
     (problem,) = refused(**others, **{field: value})

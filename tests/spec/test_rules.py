@@ -320,7 +320,9 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
 @pytest.mark.parametrize(
     ("changes", "field", "value", "remedy"), [case[1:] for case in BY_RULE], ids=[c[0] for c in BY_RULE]
 )
-def test_a_combination_that_cannot_work_is_refused_with_the_remedy(refused, changes, field: str, value, remedy) -> None:
+def test_a_combination_that_cannot_work_is_refused_with_the_remedy(
+    refused, changes: dict[str, object], field: str, value: object, remedy: str
+) -> None:
     problems = [problem for problem in refused(**changes) if problem.field == field and remedy in problem.remedy]
     assert [problem.value for problem in problems] == [value]
     assert "hunter2" not in "".join(map(str, refused(**changes)))
@@ -334,7 +336,7 @@ def test_a_combination_that_cannot_work_is_refused_with_the_remedy(refused, chan
         if case[0] in ("batch", "batch of ranks", "width", "nearest width", "odd heads", "kv heads", "warm-up")
     ],
 )
-def test_the_number_that_a_remedy_names_is_accepted(refused, changes) -> None:
+def test_the_number_that_a_remedy_names_is_accepted(refused, changes: dict[str, object]) -> None:
     (problem,) = refused(**changes)
     number = int("".join(c if c.isdigit() else " " for c in problem.remedy).split()[0])
     parse_spec(text_with(**{**changes, problem.field: number}))

@@ -109,7 +109,9 @@ def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., subpr
     return run
 
 
-def test_a_step_publishes_its_result_and_ends_with_its_code(step, tmp_path: Path) -> None:
+def test_a_step_publishes_its_result_and_ends_with_its_code(
+    step: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
     spec, output = str(tmp_path / "spec.yaml"), tmp_path / "made" / "result.json"
     process = step("--spec", spec, "--set", "training.steps=7", "--output", str(output))
     assert process.returncode == 0
@@ -128,7 +130,9 @@ def test_a_step_publishes_its_result_and_ends_with_its_code(step, tmp_path: Path
     assert step().returncode == ExitCode.USAGE
 
 
-def test_on_a_cluster_the_log_is_json(step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cluster_the_log_is_json(
+    step: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOLDFAST_LOG", "json")
     (line,) = step("--spec", str(tmp_path / "spec.yaml"), "--set", "training.seed=1").stderr.splitlines()
     entry = json.loads(line)

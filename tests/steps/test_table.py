@@ -22,12 +22,8 @@ def test_an_input_is_a_parameter_of_the_dag_or_an_output_of_an_earlier_step(edge
     before: set[str] = set()
     for name in steps_from(SCHEDULED_START, edges):
         step = STEPS[name]
-        for input_name in step.inputs:
-            assert (
-                input_name in PARAMETERS
-                or producer_of(input_name) in before
-                or input_name in (step.item, *step.optional)
-            )
+        for item in step.inputs:
+            assert item in PARAMETERS or producer_of(item) in before or item in (step.item, *step.optional)
         before.add(name)
 
 
