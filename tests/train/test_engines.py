@@ -182,7 +182,7 @@ def _places(rank: int, size: int, folder: Path) -> tuple[object, ...]:
 
     join(folder, rank, size, always=True)
     places: list[object] = []
-    pinned: list[torch.Tensor] = []  # no accelerator is there to pin memory
+    pinned: list[torch.Tensor] = []  # without an accelerator, torch cannot pin memory
     torch.Tensor.pin_memory = lambda tensor, *_: pinned.append(tensor) or tensor  # type: ignore[assignment]
     for offload in ("none", "parameters"):
         spec = tiny_spec(*overrides("fsdp", processes=size), f"parallel.offload={offload}")
