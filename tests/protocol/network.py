@@ -1,8 +1,8 @@
 """The network to the store in a simulated world: slow, lossy and sometimes late.
 
 A request can be lost, or be refused for a moment (503, 409). It can be applied and lose its reply, or be applied long
-after its sender gave up. Only the write of a root is never applied after its sender gave up, because that could restore a
-collected checkpoint. Like real stores, a connection retries until its deadline. It checks whether an earlier try of a
+after its sender gave up. Only the write of a root is never applied after its sender gave up, because that could restore
+a collected checkpoint. Like real stores, a connection retries until its deadline. It checks whether an earlier try of a
 conditional write was applied. Then it raises StoreUnreachableError.
 """
 
