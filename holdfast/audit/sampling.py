@@ -97,13 +97,13 @@ def stretches(store: Store, run_id: str, longest: int) -> list[Stretch]:
     if (newest := newest_step(store, run_id)) is None:
         return []
     history = read_manifest(store, run_id, newest).history
-    stretches_found = []
+    all_stretches = []
     for start, end in itertools.pairwise([0, *counted_steps(store, run_id)]):
         last = min(end, start + longest)
         owners = [attempt for after, attempt in history if after < last]
-        stretches_found.append(Stretch(start, last, owners[-1] if owners else 0))
+        all_stretches.append(Stretch(start, last, owners[-1] if owners else 0))
     known = audited_stretches(store, run_id)
-    return [stretch for stretch in stretches_found if stretch not in known]
+    return [stretch for stretch in all_stretches if stretch not in known]
 
 
 def _tell(store: Store, done: AuditResult, seed: int) -> None:
