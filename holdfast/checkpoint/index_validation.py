@@ -59,15 +59,15 @@ def _require_bounded(index: Index, infos: Sequence[TensorInfo]) -> None:
     """Raises ValueError for pieces that are too large, or more pieces than places. Products use floating-point numbers,
     which do not wrap around as int64 does."""
     table, size, low = index.boxes.table, index.boxes.shape.astype(np.float64), index.boxes.offset.astype(np.float64)
-    axis, rows, box = table["axis"].astype(np.int64), table["rows"].astype(np.float64), np.arange(len(table))
+    axis, rows, numbers = table["axis"].astype(np.int64), table["rows"].astype(np.float64), np.arange(len(table))
     item = np.array([info.itemsize for info in infos], dtype=np.float64)[table["tensor"]]
     column = np.arange(size.shape[1])[None, :]
     with np.errstate(over="ignore"):
         inner = np.where(column > axis[:, None], size, 1).prod(axis=1) * item
         outer = np.where(column < axis[:, None], size, 1).prod(axis=1)
-        first, last = low[box, axis], low[box, axis] + size[box, axis]
+        first, last = low[numbers, axis], low[numbers, axis] + size[numbers, axis]
         count = (outer * (np.ceil(last / rows) - np.floor(first / rows))).sum()
-    if (np.minimum(rows, size[box, axis]) * inner > MOST_PIECE_BYTES).any():
+    if (np.minimum(rows, size[numbers, axis]) * inner > MOST_PIECE_BYTES).any():
         raise ValueError(f"a piece of more than {MOST_PIECE_BYTES} bytes")
     if count > 2.0 * len(index.places) + 1:  # the exact number is compared next
         raise ValueError(f"{len(index.places)} places for about {count:.0f} pieces")

@@ -100,12 +100,12 @@ def untiled(tiles: Sequence[memoryview], form: Form) -> memoryview:
 
 def tiles_of(tiles: memoryview, height: int, row: int, form: Form) -> list[memoryview]:
     """The tiles of a piece whose first row is `row`, from `height` rows that are stored band after band."""
-    tiles_found, at = [], 0
+    parts, at = [], 0
     for width in form.widths:
         start = at + row * width
-        tiles_found.append(tiles[start : start + form.height * width])
+        parts.append(tiles[start : start + form.height * width])
         at += height * width
-    return tiles_found
+    return parts
 
 
 def tile_digests(tiles: Sequence[memoryview]) -> bytes:
