@@ -161,19 +161,19 @@ def batch_of(store: Store, spec: Spec, dataset_id: str, step: int, micro_batch: 
     weights = [source.weight for source in spec.data.sources]
     batches = dataset.training(spec.model.context, sizes, training.seed, weights, spec.data.shuffle)
     rows = batches.batch(step - 1, chosen)
-    sources, starts = (passages_of_rows.tolist() for passages_of_rows in batches.origins(step - 1, chosen))
+    sources, starts = (array.tolist() for array in batches.origins(step - 1, chosen))
     spans = [(source, start, start + rows.shape[1]) for source, start in zip(sources, starts, strict=True)]
     try:
-        passages_of_rows, note = documents(spec, dataset_id, spans, store), ""
+        documents_of_rows, note = documents(spec, dataset_id, spans, store), ""
     except HoldfastError as error:
-        passages_of_rows, note = None, str(error)
+        documents_of_rows, note = None, str(error)
     tokenizer = load_tokenizer(dataset.tokenizer_json())
     numbers = range(sizes.size(step - 1))[chosen]
     batch_rows = []
     for at, (number, row, (source, start, _)) in enumerate(zip(numbers, rows, spans, strict=True)):
         ids = [int(token) for token in row & ID]
         ends = (row & ENDS) != 0 if dataset.manifest.chat is not None else row == dataset.end_of_text
-        passages = _unnamed(ends) if passages_of_rows is None else _passages(passages_of_rows[at], start, len(ids))
+        passages = _unnamed(ends) if documents_of_rows is None else _passages(documents_of_rows[at], start, len(ids))
         batch_rows.append(
             Row(
                 number,
