@@ -232,7 +232,7 @@ def _tensor(fields: Mapping[str, Any]) -> _Tensor:
         record = record_of(chunk, f"{_METADATA}.ChunkStorageMetadata") or {}
         offset, size = numbers(record.get("offsets")), numbers(record.get("sizes"))
         if not len(offset) == len(size) == len(shape) or any(
-            begin + length > total for begin, length, total in zip(offset, size, shape, strict=True)
+            begin + length > extent for begin, length, extent in zip(offset, size, shape, strict=True)
         ):
             raise ValueError(f"a part of {list(size)} at {list(offset)} is not inside of {list(shape)}")
         remaining -= prod(size)
