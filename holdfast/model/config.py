@@ -57,10 +57,10 @@ class Base:
         }
         if not self.tokenizer_config and not self.config:
             tokens = {"bos_token": end_of_text, **tokens}
-        settings_kept = {key: value for key, value in _kept(self.tokenizer_config).items() if key != "chat_template"}
-        if settings_kept.get("eos_token") is None:
-            settings_kept.pop("eos_token", None)
-        documents["tokenizer_config.json"] = {**own, **tokens, **settings_kept}
+        tokenizer_fields = {key: value for key, value in _kept(self.tokenizer_config).items() if key != "chat_template"}
+        if tokenizer_fields.get("eos_token") is None:
+            tokenizer_fields.pop("eos_token", None)
+        documents["tokenizer_config.json"] = {**own, **tokens, **tokenizer_fields}
         if len(self.templates) > 1 or (self.templates and "default" not in self.templates):
             several = [{"name": name, "template": text} for name, text in sorted(self.templates.items())]
             documents["tokenizer_config.json"]["chat_template"] = several
@@ -383,10 +383,10 @@ def _of_mixture(shape: Model, family: _Family) -> dict[str, Any]:
         "routing.normalise": routing.normalise,
         "routing.shared": routing.shared,
     }
-    settings_found = {key: values[field] for field, key in family.mixture.items()}
+    config = {key: values[field] for field, key in family.mixture.items()}
     if shape.family == "qwen2_moe":
-        settings_found["shared_expert_intermediate_size"] = routing.shared * shape.ffn_width
-    return settings_found
+        config["shared_expert_intermediate_size"] = routing.shared * shape.ffn_width
+    return config
 
 
 def _family(path: str, settings: Mapping[str, Any]) -> tuple[str, _Family]:

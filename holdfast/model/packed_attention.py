@@ -161,8 +161,8 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """See `attention_backward`."""
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        gradients_found = attention_backward(gradients[0], q, k, v, sinks, out, lse, ctx.pattern)
-        return (*gradients_found, None)
+        input_gradients = attention_backward(gradients[0], q, k, v, sinks, out, lse, ctx.pattern)
+        return (*input_gradients, None)
 
 
 def attention_forward(
@@ -412,7 +412,7 @@ def _flash_backward(
                 result[1][k_start : k_start + k_count] = 0
                 result[2][k_start : k_start + k_count] = 0
         parts.append(result)
-    d_q, d_k, d_v = (tensor[0] if len(tensor) == 1 else torch.cat(tensor) for tensor in zip(*parts, strict=True))
+    d_q, d_k, d_v = (pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in zip(*parts, strict=True))
     d_k, d_v = (tensor.unflatten(0, (batch, keys)).transpose(1, 2) for tensor in (d_k, d_v))
     return d_q.unflatten(0, (batch, length)).transpose(1, 2), d_k, d_v
 
