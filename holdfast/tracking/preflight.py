@@ -128,8 +128,8 @@ def _on_server(uri: str, experiment: str) -> tuple[str, str] | None:
             "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         )
     try:
-        experiment_found = parse_json_object(data, f"MLflow at {redact(root)}")["experiment"]
-        return str(experiment_found["experiment_id"]), str(experiment_found["lifecycle_stage"])
+        fields = parse_json_object(data, f"MLflow at {redact(root)}")["experiment"]
+        return str(fields["experiment_id"]), str(fields["lifecycle_stage"])
     except (DataError, KeyError, TypeError):
         return None
 

@@ -87,8 +87,8 @@ def versions(model: str, stores: Stores, uri: str | None = None) -> list[Champio
     uri, trusted = uri or tracking_uri(), _listed(stores)
     client = connect(uri)
     with translated(uri):
-        all_of_model = all_versions(client, model)
-    return _described(all_of_model, trusted, uri)
+        registered_versions = all_versions(client, model)
+    return _described(registered_versions, trusted, uri)
 
 
 def registered(stores: Stores, uri: str | None = None) -> list[tuple[Champion, tuple[str, ...]]]:
@@ -97,11 +97,12 @@ def registered(stores: Stores, uri: str | None = None) -> list[tuple[Champion, t
     uri, trusted = uri or tracking_uri(), _listed(stores)
     client = connect(uri)
     with translated(uri):
-        all_of_store = all_versions(client)
+        registered_versions = all_versions(client)
         aliases = {
-            model: client.get_registered_model(model).aliases for model in {version.name for version in all_of_store}
+            model: client.get_registered_model(model).aliases
+            for model in {version.name for version in registered_versions}
         }
-    described = _described(all_of_store, trusted, uri)
+    described = _described(registered_versions, trusted, uri)
     return [
         (
             version,
@@ -177,13 +178,13 @@ def version_by_alias(client: MlflowClient, model: str, alias: str) -> ModelVersi
 def all_versions(client: MlflowClient, model: str | None = None) -> list[ModelVersion]:
     """All versions of a registered model, or of all of them, oldest first."""
     quoted = None if model is None else model.replace("'", "\\'")
-    versions_found: list[ModelVersion] = []
+    collected: list[ModelVersion] = []
     token = None
     while True:
         page = client.search_model_versions(quoted and f"name = '{quoted}'", page_token=token)
-        versions_found += page
+        collected += page
         if not (token := page.token):
-            return sorted(versions_found, key=lambda version: int(version.version))
+            return sorted(collected, key=lambda version: int(version.version))
 
 
 def _last_crowned(client: MlflowClient, model: str, store: Store, uri: str) -> ModelVersion | None:
