@@ -172,11 +172,11 @@ class _Connection:
             self._reply(501, [])
 
     def _get(self, path: str, headers: dict[str, str], sent: bool) -> None:
-        found = self._objects.get(path)
-        if found is None:
+        entry = self._objects.get(path)
+        if entry is None:
             self._reply(404, [], b"<Error><Code>NoSuchKey</Code><Message>no</Message></Error>" if sent else b"")
             return
-        size, version = found
+        size, version = entry
         range_ = re.fullmatch(r"bytes=(\d+)-(\d*)", headers.get("range", ""))
         if range_ is None:
             self._reply(200, _about(version), length=size)

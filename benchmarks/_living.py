@@ -23,16 +23,16 @@ class Living(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor):
-                self._note(each)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf)
         if self._total > self.peak:  # includes what was freed since the last count
             self.peak = max(self.peak, self.now())
         return result
 
     def now(self) -> int:
         """Bytes that live now."""
-        self._live = {key: each for key, each in self._live.items() if not each[0].expired()}
+        self._live = {key: reference for key, reference in self._live.items() if not reference[0].expired()}
         self._total = sum(size for _, size in self._live.values())
         return self._total
 

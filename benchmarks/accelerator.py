@@ -100,13 +100,13 @@ def spec_for(size: str, accelerator: str, **training: object) -> Any:
     """The spec of a size; `masks` keeps attention inside documents."""
     from holdfast.spec import parse_spec
 
-    model, _, micro, whole = shapes(size)
+    model, _, micro, global_batch = shapes(size)
     masks = bool(training.pop("masks", False))
     document = {
         "name": "accelerator",
         "data": {"sources": [{"uri": "none"}], "document_masks": masks},
         "model": model,
-        "training": {"steps": 100, "global_batch": whole, "micro_batch": micro, **training},
+        "training": {"steps": 100, "global_batch": global_batch, "micro_batch": micro, **training},
         "parallel": {"processes": 1},
         "cluster": {"accelerator": accelerator},
     }
@@ -155,11 +155,11 @@ def digest(boxes: Iterable[Any]) -> str:
     """BLAKE3 of names and bytes of the state."""
     from blake3 import blake3
 
-    whole = blake3()
+    hasher = blake3()
     for box in sorted(boxes, key=lambda each: each.name):
-        whole.update(box.name.encode())
-        whole.update(box.data.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return whole.hexdigest()
+        hasher.update(box.name.encode())
+        hasher.update(box.data.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def train_exactly(request: Request) -> None:
@@ -170,7 +170,7 @@ def train_exactly(request: Request) -> None:
     from holdfast.store import open_store
 
     size = "tiny" if request.tiny else "small"
-    model, vocabulary, _, whole = shapes(size)
+    model, vocabulary, _, global_batch = shapes(size)
     spec = spec_for(size, request.accelerator, determinism="exact", precision="bf16")
     device, times = local_device(request.accelerator), {"start": time.time()}
     join_gang(device, always=True)
@@ -187,7 +187,7 @@ def train_exactly(request: Request) -> None:
     times["state"] = time.time()
     losses = []
     for step in range(began + 1, EXACT_STEPS + 1):
-        out = engine.step(rows_for(step, whole, model["context"], vocabulary), 1e-3, saver.wait_for_staging)
+        out = engine.step(rows_for(step, global_batch, model["context"], vocabulary), 1e-3, saver.wait_for_staging)
         losses.append(out.loss.item())
         times.setdefault("first_step", time.time())
         if request.kill and step == KILL_AFTER:
@@ -216,23 +216,23 @@ def kernels(request: Request) -> None:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    size, device, found = "tiny" if request.tiny else "small", local_device(request.accelerator), {}
-    model, vocabulary, _, whole = shapes(size)
+    size, device, results = "tiny" if request.tiny else "small", local_device(request.accelerator), {}
+    model, vocabulary, _, global_batch = shapes(size)
     for masks in (False, True):
         spec = spec_for(size, request.accelerator, determinism="exact", precision="bf16", masks=masks)
         engine = engine_for(spec, vocabulary)
         fill(engine)
-        rows = rows_for(1, whole, model["context"], vocabulary)
+        rows = rows_for(1, global_batch, model["context"], vocabulary)
         engine.step(rows, 1e-3)
         cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-        with profile(activities=[ProfilerActivity.CPU, *cuda]) as taken:
+        with profile(activities=[ProfilerActivity.CPU, *cuda]) as profiler:
             engine.step(rows, 1e-3)
             settle(device)
-        events = taken.key_averages()
+        events = profiler.key_averages()
         on_device = [event for event in events if event.device_type == DeviceType.CUDA]
         on_device.sort(key=lambda event: -event.self_device_time_total)
         operations = sorted({e.key for e in events if "dot_product" in e.key or "_attention" in e.key})
-        found["document masks" if masks else "plain"] = {
+        results["document masks" if masks else "plain"] = {
             "attention": operations,
             "attention_kernels": [
                 event.key[:200] for event in on_device
@@ -244,7 +244,7 @@ def kernels(request: Request) -> None:
                 for event in on_device[:20]
             ],
         }  # fmt: skip
-        request.write(found)
+        request.write(results)
 
 
 def planned_bytes(spec: Any, vocabulary: int, device: torch.device) -> dict[str, float]:
@@ -270,10 +270,10 @@ def memory_of(request: Request) -> None:
     """Peak bytes of a step against the plan, for several shapes."""
     from benchmarks._living import Living
 
-    device, found = local_device(request.accelerator), {}
+    device, results = local_device(request.accelerator), {}
     cases = [("small", "none"), ("small", "selective"), ("small", "full"), ("large", "none")]
     for size, checkpointing in [("tiny", "none"), ("tiny", "full")] if request.tiny else cases:
-        model, vocabulary, _, whole = shapes(size)
+        model, vocabulary, _, global_batch = shapes(size)
         spec = spec_for(size, request.accelerator, precision="bf16", activation_checkpointing=checkpointing)
         terms = planned_bytes(spec, vocabulary, device)
         cuda = device.type == "cuda"
@@ -283,7 +283,7 @@ def memory_of(request: Request) -> None:
         before = torch.cuda.memory_allocated() if cuda else 0
         engine = engine_for(spec, vocabulary)
         fill(engine)
-        rows = rows_for(1, whole, model["context"], vocabulary)
+        rows = rows_for(1, global_batch, model["context"], vocabulary)
         if cuda:
             engine.step(rows, 1e-4)
             settle(device)
@@ -296,11 +296,11 @@ def memory_of(request: Request) -> None:
                 engine.step(rows, 1e-4)
             peak, extra = living.peak, {}
         plan = sum(size for name, size in terms.items() if name != "fragmentation" and "driver" not in name)
-        found[f"{size} {checkpointing}"] = {
+        results[f"{size} {checkpointing}"] = {
             "peak": peak, "planned": plan, "planned_over_peak": plan / peak, "planned_whole": sum(terms.values()),
             **extra, "terms": terms,
         }  # fmt: skip
-        request.write(found)
+        request.write(results)
         del engine
         gc.collect()
 
@@ -311,7 +311,7 @@ def mfu(request: Request) -> None:
     from holdfast.rank.measure.throughput import Throughput
 
     size = "tiny" if request.tiny else "large"
-    model, vocabulary, micro, whole = shapes(size)
+    model, vocabulary, micro, global_batch = shapes(size)
     level, _, compiled = request.variant.partition("-")
     device = local_device(request.accelerator)
     training = {"determinism": "exact" if level == "exact" else "off", "precision": "bf16", "compile": bool(compiled)}
@@ -324,23 +324,23 @@ def mfu(request: Request) -> None:
         engine = engine_for(spec, vocabulary)
         fill(engine)
         step = lambda rows: engine.step(rows, 1e-4)  # noqa: E731
-    batches = [rows_for(number, whole, model["context"], vocabulary) for number in range(request.steps + 2)]
+    batches = [rows_for(number, global_batch, model["context"], vocabulary) for number in range(request.steps + 2)]
     for rows in batches[:2]:
         step(rows)
     settle(device)
     work = Throughput.of(Assignment.of(spec, "accelerator", "none"), vocabulary, 1, device_name(device))
-    built, taken = time.perf_counter() - began, list[float]()
+    built, times = time.perf_counter() - began, list[float]()
     for rows in batches[2:]:
         start = time.perf_counter()
         step(rows)
         settle(device)
-        taken.append(time.perf_counter() - start)
-        seconds = statistics.median(taken)
+        times.append(time.perf_counter() - start)
+        seconds = statistics.median(times)
         request.write(
             {
-                "step_s": seconds, "worst_s": max(taken), "tokens_per_s": work.tokens / seconds,
+                "step_s": seconds, "worst_s": max(times), "tokens_per_s": work.tokens / seconds,
                 "mfu": work.mfu(seconds), "tflops": work.flops / seconds / 1e12, "build_s": built,
-                "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0, "steps": len(taken),
+                "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0, "steps": len(times),
             }
         )  # fmt: skip
 
@@ -377,9 +377,9 @@ def stall(request: Request) -> None:
 
     ends = time.perf_counter() + request.seconds
     size, device = "tiny" if request.tiny else "large", local_device(request.accelerator)
-    found: dict[str, Any] = {"copies": copy_rates(device, 2**20 if request.tiny else 2**30)}
-    request.write(found)
-    model, vocabulary, _, whole = shapes(size)
+    results: dict[str, Any] = {"copies": copy_rates(device, 2**20 if request.tiny else 2**30)}
+    request.write(results)
+    model, vocabulary, _, global_batch = shapes(size)
     engine = engine_for(spec_for(size, request.accelerator, precision="bf16"), vocabulary)
     fill(engine)
     folder, store = Path(request.store), open_store(f"file://{request.store}/store")
@@ -394,7 +394,7 @@ def stall(request: Request) -> None:
         start = time.perf_counter()
         for _ in range(count):
             done += 1
-            engine.step(rows_for(done, whole, model["context"], vocabulary), 1e-4, saver.wait_for_staging)
+            engine.step(rows_for(done, global_batch, model["context"], vocabulary), 1e-4, saver.wait_for_staging)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # not the stream of a copy
         return time.perf_counter() - start
@@ -403,9 +403,9 @@ def stall(request: Request) -> None:
     calm = steps(following)
     state = engine.saved()
     state_bytes = sum(box.data.numel() * box.data.element_size() for box in state)
-    found |= {"state_bytes": state_bytes, "step_s": calm / following, "saves": []}
+    results |= {"state_bytes": state_bytes, "step_s": calm / following, "saves": []}
     for number in range(3):
-        if number and time.perf_counter() + 1.5 * found["saves"][-1]["commit_s"] > ends - 10:
+        if number and time.perf_counter() + 1.5 * results["saves"][-1]["commit_s"] > ends - 10:
             break
         before, start = saver.stall_seconds, time.perf_counter()
         saver.save(done, engine.saved(), engine.scalars(done))
@@ -413,43 +413,43 @@ def stall(request: Request) -> None:
         took = time.perf_counter() - start
         waited = saver.stall_seconds - before
         saver.wait()
-        found["saves"].append(
+        results["saves"].append(
             {
                 "host_stall_s": waited, "slower_s": took - calm, "commit_s": time.perf_counter() - start,
                 "bytes_in_store": sum(each.stat().st_size for each in folder.rglob("*") if each.is_file()),
             }
         )  # fmt: skip
-        request.write(found)
+        request.write(results)
     saver.close()
     shutil.rmtree(folder / "store")
     tensors = {box.name: box.data.detach() for box in state}
-    last = found["saves"][-1]["commit_s"]
+    last = results["saves"][-1]["commit_s"]
     if time.perf_counter() + 1.5 * last < ends:
         start = time.perf_counter()
         with (folder / "state.pt").open("wb") as file:
             torch.save(tensors, file)
-            found["torch_save_s"] = time.perf_counter() - start
+            results["torch_save_s"] = time.perf_counter() - start
             file.flush()
             os.fsync(file.fileno())
-            found["torch_save_and_fsync_s"] = time.perf_counter() - start
+            results["torch_save_and_fsync_s"] = time.perf_counter() - start
         (folder / "state.pt").unlink()
-        request.write(found)
+        request.write(results)
     if time.perf_counter() + 5 < ends:
         import torch.distributed.checkpoint as dcp
 
         start = time.perf_counter()
         pending: Any = dcp.async_save(tensors, checkpoint_id=folder / "dcp")
-        found["dcp_async_save_call_s"] = time.perf_counter() - start
-        request.write(found)
+        results["dcp_async_save_call_s"] = time.perf_counter() - start
+        request.write(results)
         pending.result()
-        found["dcp_async_save_s"] = time.perf_counter() - start
-        request.write(found)
+        results["dcp_async_save_s"] = time.perf_counter() - start
+        request.write(results)
 
 
 def copy_rates(device: torch.device, size: int) -> dict[str, Any]:
     """Rates of copies from the device to pageable and to pinned memory."""
     source = torch.ones(size // 4, device=device)
-    found: dict[str, Any] = {"bytes": size}
+    rates_by_name: dict[str, Any] = {"bytes": size}
     for name, pinned in (("pageable", False), ("pinned", True)):
         if pinned and device.type != "cuda":
             continue
@@ -460,8 +460,8 @@ def copy_rates(device: torch.device, size: int) -> dict[str, Any]:
             target.copy_(source, non_blocking=pinned)
             settle(device)
             rates.append(size / (time.perf_counter() - start) / 1e9)
-        found[f"{name}_gb_per_s"] = statistics.median(rates)
-    return found
+        rates_by_name[f"{name}_gb_per_s"] = statistics.median(rates)
+    return rates_by_name
 
 
 def health(request: Request) -> None:
@@ -561,15 +561,15 @@ class Bench:
         if cut:
             os.waitpid(child, 0)
         self._ended = time.time()
-        found = json.loads(result.read_text()) if result.exists() else {}
-        found |= {"wall_s": round(time.monotonic() - began, 2), "exit": code}
+        outcome = json.loads(result.read_text()) if result.exists() else {}
+        outcome |= {"wall_s": round(time.monotonic() - began, 2), "exit": code}
         if cut:
-            found["error"] = f"cut after {seconds:.0f} s"
+            outcome["error"] = f"cut after {seconds:.0f} s"
         elif code != (-signal.SIGKILL if request.kill else 0):
-            found["error"] = f"exit code {code}"
-        if "error" in found:
-            found["output"] = output.read_text(errors="replace")[-TAIL:]
-        return found
+            outcome["error"] = f"exit code {code}"
+        if "error" in outcome:
+            outcome["output"] = output.read_text(errors="replace")[-TAIL:]
+        return outcome
 
     def _killed_and_resumed(self, section: str) -> dict[str, Any]:
         """A run that is killed and resumed in a new process; returns the times of the recovery."""
@@ -591,9 +591,9 @@ class Bench:
         store = f"file://{self._folder / 'store'}"
         calm = self.measure("exactness", "uninterrupted", "train", store=store, run_id="uninterrupted")
         self._recovery = self._killed_and_resumed("exactness")
-        found = self.found["exactness"]
-        found["same_digest"] = "digest" in calm and calm["digest"] == found["resumed"].get("digest")
-        found["resumed_from_step"] = found["resumed"].get("from_step", 0)
+        outcome = self.found["exactness"]
+        outcome["same_digest"] = "digest" in calm and calm["digest"] == outcome["resumed"].get("digest")
+        outcome["resumed_from_step"] = outcome["resumed"].get("from_step", 0)
 
     def run(self, section: str) -> None:
         """Run all measurements of a section."""

@@ -35,12 +35,12 @@ def main() -> None:
     """Entry point."""
     with tempfile.TemporaryDirectory() as home:
         environment = {**os.environ, "HOLDFAST_HOME": home, "NO_COLOR": "1"}
-        start, most = time.perf_counter(), 0
+        start, peak = time.perf_counter(), 0
         with (Path(home) / "output").open("w+") as output:
             running = subprocess.Popen(COMMAND, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True)
             tree = psutil.Process(running.pid)
             while running.poll() is None:
-                most = max(most, memory(tree))
+                peak = max(peak, memory(tree))
                 time.sleep(0.5)
             first = time.perf_counter() - start
             output.seek(0)
@@ -53,7 +53,7 @@ def main() -> None:
     steps = ", ".join(
         f"{name} {duration}" for name, duration in re.findall(r"✓ (\w+) +((?:\d+ min )?[\d.]+ s)", printed)
     )
-    print(f"quickstart: {first:.0f} s ({steps}), {most / 2**20:.0f} MiB at most; second call {second_call:.2f} s")
+    print(f"quickstart: {first:.0f} s ({steps}), {peak / 2**20:.0f} MiB at most; second call {second_call:.2f} s")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,10 @@ def measured(sizes: list[int], kills: int) -> list[float]:
     print("ranks      step  efficiency  bound  sum of gradients  predicted/measured  recovery")
     for ranks in sizes:
         calibration = calibrate(ranks)
-        step = max((each for each in calibration.steps if each.strategy == "ddp"), key=lambda each: each.micro_batch)
+        step = max(
+            (candidate for candidate in calibration.steps if candidate.strategy == "ddp"),
+            key=lambda each: each.micro_batch,
+        )
         base = base or step.seconds
         ratio = calibration.step(step).seconds / step.seconds
         errors.append(ratio)
