@@ -70,7 +70,7 @@ class Retention:
             if step in committed:
                 reasons.setdefault(step, []).append("pinned")
         if self.rewind_steps is not None:
-            for step in {kept // self.rewind_steps * self.rewind_steps for kept in reasons} & set(steps):
+            for step in {kept_step // self.rewind_steps * self.rewind_steps for kept_step in reasons} & set(steps):
                 reasons.setdefault(step, []).append("a rewind would go back to it")
         return {step: tuple(texts) for step, texts in reasons.items()}
 

@@ -175,7 +175,7 @@ class TierLoader:
         steps = {(attempt, step) for inventory in self._held for _, attempt, step in inventory}
         if newest is not None:
             steps = {(attempt, step) for attempt, step in steps if step > newest[1] and attempt >= newest[0]}
-        steps = {each for each in steps if each[0] < self._attempt}
+        steps = {pair for pair in steps if pair[0] < self._attempt}
         if not steps:
             return []
         oldest = min(attempt for attempt, _ in steps)

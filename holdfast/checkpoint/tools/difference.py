@@ -208,9 +208,9 @@ class _Found:
 
 def _ulps(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     """The distance of two floats in floating-point steps, from their bits: int64, at most 2^63 - 1."""
-    one, other = (_ordered(bits) for bits in (mine, theirs))
-    distance = one - other
-    overflown = ((one ^ other) & (one ^ distance)) < 0
+    own, other = (_ordered(bits) for bits in (mine, theirs))
+    distance = own - other
+    overflown = ((own ^ other) & (own ^ distance)) < 0
     return torch.where(overflown, torch.full_like(distance, _LARGEST), distance.abs())
 
 
