@@ -183,9 +183,9 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
         compared = [task for task in tasks if task.task.champion_tolerance is not None]
         opponent = _oppose(spec, champion, trained, dataset, devices, compared, context=model.decoder.shape.context)
     checklist = checks(spec.evaluation, measured, opponent)
-    word, reasons = decide(checklist)
+    decision, reasons = decide(checklist)
     verdict = Verdict(
-        word=word,
+        word=decision,
         reasons=reasons,
         checks=checklist,
         metrics=measured.figures,
