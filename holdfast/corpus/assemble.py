@@ -59,8 +59,8 @@ class UnitReader:
 
     def indexes(self) -> Iterator[tuple[Piece, NDArray[Any]]]:
         """The index of every part, with its piece, without reading the tokens."""
-        for piece, found, _ in self._all(read_index, lambda found: found[1]):
-            yield piece, found[0]
+        for piece, unit_data, _ in self._all(read_index, lambda found: found[1]):
+            yield piece, unit_data[0]
 
     def parts(self) -> Iterator[tuple[Piece, Part, bool]]:
         """Every part, with its piece, and whether it is the piece's last part."""
