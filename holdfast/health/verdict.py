@@ -133,7 +133,7 @@ SUSPICIOUS = {
 
 def judge(measured: Sequence[Measured], links: Sequence[Link] = ()) -> tuple[Finding, ...]:
     """The findings, the worst first. `measured` has every rank once."""
-    ranks = {one.rank: one for one in sorted(measured, key=lambda one: one.rank)}
+    ranks = {rank.rank: rank for rank in sorted(measured, key=lambda one: one.rank)}
     findings = [
         *_arithmetic(ranks),
         *_rates(ranks),
@@ -150,19 +150,23 @@ Ranks = Mapping[int, Measured]
 
 
 def _arithmetic(ranks: Ranks) -> Iterator[Finding]:
-    for one in ranks.values():
-        if not one.right:
+    for measured in ranks.values():
+        if not measured.right:
             yield _finding(
-                ranks, [one.rank], "arithmetic", "failed", "a product of matrices whose sums are exact came out wrong"
+                ranks,
+                [measured.rank],
+                "arithmetic",
+                "failed",
+                "a product of matrices whose sums are exact came out wrong",
             )
-    groups = _groups((one for one in ranks.values() if one.bits), lambda one: one.alike)
+    groups = _groups((measured for measured in ranks.values() if measured.bits), lambda one: one.alike)
     for peers in groups:
-        counts = Counter(one.bits for one in peers)
+        counts = Counter(measured.bits for measured in peers)
         if len(counts) == 1:
             continue
         (most, count), *_ = counts.most_common()
         majority = 2 * count > len(peers)
-        odd = [one.rank for one in peers if not majority or one.bits != most]
+        odd = [measured.rank for measured in peers if not majority or measured.bits != most]
         if any(not ranks[rank].right for rank in odd):  # that rank is known; nothing is known of the rest
             odd = [rank for rank in odd if majority and ranks[rank].right]
         difference = f"from the majority of {len(peers)}" if majority else "and none is in the majority"
