@@ -338,8 +338,8 @@ def _kueue_topology(job: Job) -> dict[str, str]:
     topology = job.cluster.topology
     if job.cluster.scheduler != "kueue" or topology.placement == "any":
         return {}
-    word = {"prefer": "preferred", "require": "required"}[topology.placement]
-    return {f"kueue.x-k8s.io/podset-{word}-topology": topology.level}
+    mode = {"prefer": "preferred", "require": "required"}[topology.placement]
+    return {f"kueue.x-k8s.io/podset-{mode}-topology": topology.level}
 
 
 def volcano_topology(job: Job) -> dict[str, Any] | None:

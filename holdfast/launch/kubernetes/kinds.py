@@ -86,10 +86,10 @@ def _volcano(job: Object) -> Status:
         "Completed": "succeeded",
         **dict.fromkeys(("Aborting", "Aborted", "Terminating", "Terminated", "Failed"), "failed"),
     }
-    word = state.get("phase", "Pending")
-    has_ended = word in ("Completed", "Terminated", "Failed")
+    phase = state.get("phase", "Pending")
+    has_ended = phase in ("Completed", "Terminated", "Failed")
     finished = has_ended and "ttlSecondsAfterFinished" in job["spec"]
-    return Status(states.get(word, "waiting"), state.get("reason", ""), state.get("message", ""), finished)
+    return Status(states.get(phase, "waiting"), state.get("reason", ""), state.get("message", ""), finished)
 
 
 def _pytorchjob_rank(pod: Object) -> int:
