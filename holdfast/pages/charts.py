@@ -194,16 +194,16 @@ def _hovers(frame: _Frame, series: Sequence[Series]) -> list[dict[str, Any]]:
     stride = max(1, math.ceil(len(longest) / MAX_HOVERS))
     chosen = longest[stride // 2 :: stride]
     width = max(2.0, (frame.end - frame.left) / max(1, len(chosen)))
-    values = [(one, dict(one.points)) for one in series]
+    values = [(drawn, dict(drawn.points)) for drawn in series]
     hovers = []
     for step, _ in chosen:
-        points = [(one, at[step]) for one, at in values if step in at]
+        points = [(drawn, at[step]) for drawn, at in values if step in at]
         hovers.append(
             {
                 "x": frame.x(step) - width / 2,
                 "width": width,
-                "dots": [(one.kind, frame.x(step), frame.y(y)) for one, y in points],
-                "text": f"step {step:,.0f}" + "".join(f"\n{one.name}: {number(y)}" for one, y in points),
+                "dots": [(drawn.kind, frame.x(step), frame.y(y)) for drawn, y in points],
+                "text": f"step {step:,.0f}" + "".join(f"\n{drawn.name}: {number(y)}" for drawn, y in points),
             }
         )
     return hovers
