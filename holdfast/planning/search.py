@@ -149,10 +149,10 @@ def search(
         )
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting and offload:  # the last resort
-        fitting = [each for candidate in candidates for each in _offloaded(candidate) if each.fits]
+        fitting = [option for candidate in candidates for option in _offloaded(candidate) if option.fits]
     ordered = sorted(fitting, key=lambda each: each.order)
     best = _distinct(ordered, count)
-    today = next((each for each in ordered if runs_today(each.layout)), None)
+    today = next((option for option in ordered if runs_today(option.layout)), None)
     smallest = min(candidates, key=lambda each: each.memory.total)
     return Found(tuple(best), today, len(candidates), len(fitting), smallest)
 
