@@ -93,7 +93,7 @@ def _own_addresses(host: str) -> Iterator[str]:
         infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return
-    local_addresses = {each.address for all_ in psutil.net_if_addrs().values() for each in all_}
+    local_addresses = {entry.address for all_ in psutil.net_if_addrs().values() for entry in all_}
     for *_, target in sorted(infos, key=lambda each: each[0] != socket.AF_INET):
         address = str(target[0])
         loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
