@@ -241,7 +241,7 @@ class Dataset:
                 "model.context"
             )
         count = min(total, max(1, max_tokens // context))
-        bounds = np.cumsum([0, *counts]) * count // total  # whole samples, `wanted` together
+        bounds = np.cumsum([0, *counts]) * count // total  # whole samples, `count` together
         samples = self._validation(streams, np.diff(bounds).tolist(), context, rows)
         return map(only_chosen, samples) if self.pairs else samples
 
