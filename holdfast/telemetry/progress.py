@@ -33,8 +33,8 @@ class ConsoleProgress:
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         """Report that `done` of `total` is done."""
-        phase_told, told_at = self._told
-        if phase != phase_told or done >= total or self._clock() - told_at >= EVENT_SECONDS:
+        last_phase, last_time = self._told
+        if phase != last_phase or done >= total or self._clock() - last_time >= EVENT_SECONDS:
             self._told = (phase, self._clock())
             event = PhaseProgress(phase=phase, done=done, total=total)
             emit(event)
