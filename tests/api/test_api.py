@@ -49,7 +49,7 @@ def test_importing_it_imports_nothing_heavy() -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_a_name_that_is_not_there_is_said_to_be_missing() -> None:
+def test_an_unknown_attribute_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'runn'"):
         holdfast.runn  # type: ignore[attr-defined]  # noqa: B018
     assert set(holdfast.__all__) <= set(dir(holdfast))
@@ -71,7 +71,7 @@ def test_a_run_answers_what_the_command_shows(trained: holdfast.Run) -> None:
     assert any("train" in line for line in trained.logs())
 
 
-def test_what_a_rank_printed_is_there_after_its_end_in_python_and_on_the_command_line(
+def test_logs_of_an_ended_rank_are_readable_in_python_and_on_the_command_line(
     trained: holdfast.Run,
 ) -> None:
     lines = list(trained.logs(rank=0, attempt=1))
@@ -88,12 +88,12 @@ def test_what_happened_can_be_read(trained: holdfast.Run) -> None:
     assert trained.events()
 
 
-def test_the_model_goes_on_with_a_text_the_same_way_twice(trained: holdfast.Run) -> None:
+def test_generation_with_the_same_seed_is_reproducible(trained: holdfast.Run) -> None:
     first, two = (trained.generate("the sea", tokens=5, seed=3) for _ in range(2))
     assert first == two
 
 
-def test_the_same_call_again_gives_the_same_run_at_once(trained: holdfast.Run) -> None:
+def test_a_repeated_call_returns_the_existing_run(trained: holdfast.Run) -> None:
     before = trained.checkpoints()
     second = holdfast.run(holdfast.load_spec("spec.yaml", {"training.steps": 6}))
     assert (second.id, second.checkpoints()) == (trained.id, before)

@@ -23,7 +23,7 @@ __all__ = ["launches_of_one_server"]
 
 
 @pytest.mark.usefixtures("launches_of_one_server")
-def test_a_sample_takes_each_stretch_once_tells_a_difference_and_no_other_machine(
+def test_an_audit_replays_each_stretch_once_reports_differences_and_refuses_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, spec = new_store(tmp_path / "store"), tiny_spec("checkpoint.keep_last=9", "checkpoint.every_steps=4")

@@ -82,7 +82,7 @@ def test_one_that_wakes_up_after_its_successor_committed_the_step_is_fenced(fold
     assert same(load(folder_store)[1], whole(state(9)))
 
 
-def test_a_manifest_of_a_replaced_attempt_whose_packs_are_gone_is_mended_by_its_successor(folder_store: Store) -> None:
+def test_the_next_attempt_repairs_a_manifest_of_a_fenced_attempt_whose_packs_are_deleted(folder_store: Store) -> None:
     frozen = _replaced_at_the_manifest(folder_store, lambda: _newer_attempt(folder_store, 7))
     old = checkpointer(frozen, claim_attempt(folder_store, RUN).number)  # type: ignore[arg-type]
     save(old, 6)
@@ -178,7 +178,7 @@ def _one_fails(rank: int, size: int, url: str, meetings: Path) -> str:
         return ""
 
 
-def test_a_rank_that_dies_in_a_load_frees_the_others_at_once(tmp_path: Path) -> None:
+def test_a_rank_that_dies_during_a_load_does_not_block_its_peers(tmp_path: Path) -> None:
     errors = in_ranks(2, _one_dies, f"file://{tmp_path / 'store'}", tmp_path)
     assert errors == ["LostPeerError", None]
 
@@ -213,7 +213,7 @@ def test_an_attempt_that_was_replaced_before_it_looks_at_its_packs_learns_that_a
         save(old, 6, whole(state(3)))
 
 
-def test_a_gang_of_an_older_launch_that_forms_late_replaces_nobody(store: Store) -> None:
+def test_a_late_gang_of_an_older_launch_does_not_fence_the_current_attempt(store: Store) -> None:
     for _ in range(2):
         claim_launch(store, RUN, {})
     current = claim_attempt(store, RUN, launch=2)
@@ -261,7 +261,7 @@ def test_a_store_that_takes_no_checkpoint_for_a_while_costs_no_training_within_t
     assert checkpoint_steps(folder_store, RUN) == [3, 9]
 
 
-def test_a_sweep_that_the_store_refuses_is_said_and_the_commit_stands(
+def test_a_failed_garbage_collection_is_logged_and_the_commit_stands(
     folder_store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     def before(operation: str, key: str) -> None:
@@ -276,7 +276,7 @@ def test_a_sweep_that_the_store_refuses_is_said_and_the_commit_stands(
     assert checkpoint_steps(folder_store, RUN) == [12]
 
 
-def test_a_bug_in_a_save_is_called_a_bug(folder_store: Store) -> None:
+def test_an_unexpected_exception_in_a_save_is_reported_with_its_traceback(folder_store: Store) -> None:
     def before(operation: str, key: str) -> None:
         if operation == "put_if_absent" and RUN in key:
             raise ZeroDivisionError

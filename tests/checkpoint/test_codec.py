@@ -74,7 +74,7 @@ def test_what_is_measured_decides() -> None:
     ],
     ids=["short", "half", "nothing", "other", "too few", "too many", "another type"],
 )
-def test_what_nobody_encoded_is_refused(damage: object) -> None:
+def test_damaged_encoded_bytes_are_refused(damage: object) -> None:
     assert callable(damage)
     encoded = damage(encode(weights(1).tobytes(), "float32"))
     with pytest.raises(DataError):

@@ -167,7 +167,7 @@ def test_an_index_under_another_name_is_not_committed(folder_store: Store, other
         committer(folder_store, 2).commit(3, DESCRIBE, {})
 
 
-def test_an_attempt_that_lost_its_memory_goes_on_with_the_index_it_wrote(folder_store: Store) -> None:
+def test_a_restarted_writer_reuses_the_index_that_it_wrote(folder_store: Store) -> None:
     first = ShardWriter(folder_store, Attempt(RUN, 1), 0)
     first.write(3, whole(state(3)))
     index = first.write(6, whole(state(6)))

@@ -127,7 +127,7 @@ def test_what_one_writer_wrote_twice_has_two_names_unless_it_is_equal(store: Sto
     assert len(list(store.list(layout.run(RUN, "packs/")))) > len(packs)
 
 
-def test_threads_encode_the_same_bytes_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_encoding_gives_the_same_bytes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     by: Counter[str] = Counter()
     encode = compress_module.encode
 

@@ -69,7 +69,9 @@ def test_a_manifest_under_another_step_is_noticed(two_steps: Store) -> None:
     assert names(two_steps, "checkpoints/damaged") == ["step-000000009.json"]
 
 
-def test_damage_is_said_set_aside_and_healed_by_training_on(two_steps: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_checkpoint_is_reported_quarantined_and_replaced_by_resumed_training(
+    two_steps: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     pack = pack_of(two_steps, 6)[0]
     two_steps.put(pack, b"rubbish" * 100)
     with caplog.at_level(logging.ERROR, "holdfast.checkpoint"):

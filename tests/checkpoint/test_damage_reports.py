@@ -78,7 +78,7 @@ def test_a_single_rank_alone_sets_nothing_aside_and_the_next_attempt_that_reads_
     assert same(boxes, whole(state(6)))
 
 
-def test_two_attempts_that_agree_set_it_aside_and_its_packs_stay_until_newer_checkpoints_are_there(
+def test_two_agreeing_attempts_quarantine_a_checkpoint_and_its_packs_stay_until_newer_ones_exist(
     two_steps: Store,
 ) -> None:
     key = damage(two_steps, 6)

@@ -134,7 +134,7 @@ def test_tensors_of_many_chunks_and_beyond_the_table_of_keys_have_the_same_diges
     assert digest(tensor) == expected
 
 
-def test_the_digest_is_what_its_definition_says_and_stays_so() -> None:
+def test_the_digest_matches_its_definition_and_never_changes() -> None:
     """Stored digests are compared with new ones, so this number must never change."""
     tensors = {str(dtype): (torch.arange(70).view(7, 10) % 256).to(dtype) for dtype in DTYPES.values()}
     total = str(digest_of(whole(tensors)))

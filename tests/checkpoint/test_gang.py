@@ -38,7 +38,7 @@ from tests.checkpoint.ranks import in_ranks, process_group
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
-def test_only_what_a_lost_rank_causes_is_called_a_lost_rank(error: Exception, lost: bool) -> None:
+def test_only_errors_of_a_lost_rank_count_as_a_lost_peer(error: Exception, lost: bool) -> None:
     assert is_lost_peer(error) is lost
 
 

@@ -70,7 +70,7 @@ def test_an_index_that_its_parent_does_not_know_is_refused(index: Index) -> None
         Index.from_bytes(index.to_bytes(), "i", "0" * 32)
 
 
-def test_an_index_of_a_newer_format_asks_for_an_upgrade(index: Index) -> None:
+def test_an_index_of_a_newer_format_requires_an_upgrade(index: Index) -> None:
     rest = index.to_bytes()[32:]
     newer = MAGIC + _digest(FORMAT_VERSION + 1, 1, rest) + (FORMAT_VERSION + 1).to_bytes(4, "little")
     with pytest.raises(UnfitError, match="format version 3 is newer than 2; upgrade"):
@@ -185,7 +185,7 @@ def test_sizes_that_an_index_claims_are_compared_before_a_buffer_is_made(data: b
         Index.from_bytes(data, "the-key")
 
 
-def test_an_index_that_is_larger_than_its_entry_says_is_not_read(folder_store: Store) -> None:
+def test_an_index_larger_than_its_entry_is_not_read(folder_store: Store) -> None:
     entry = Entry(
         name="000001-000000001/00000.idx", size=100, digest="0" * 32, fresh=0, reach=Reach(tensors="00", spans=())
     )

@@ -76,7 +76,7 @@ def test_attempt_2_takes_the_lease_of_an_older_attempt_immediately_and_no_other(
 
 
 @pytest.mark.parametrize("torn", [b"", b"{", b"{}", b'{"owner": "a", "attempt": 1}', b'{"held": "x"}'])
-def test_a_torn_record_keeps_nobody_out(folder_store: Store, torn: bytes) -> None:
+def test_a_torn_lease_record_does_not_block_a_new_holder(folder_store: Store, torn: bytes) -> None:
     folder_store.put(KEY, torn)
     assert lease(folder_store, Hurry()).take()
 

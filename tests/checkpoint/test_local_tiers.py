@@ -65,7 +65,7 @@ def near_store(memory: Path) -> FileStore:
     return FileStore(folder / "w00000")
 
 
-def test_a_near_step_above_the_newest_checkpoint_is_what_the_next_gang_goes_on_from(folder_store: Store) -> None:
+def test_the_next_gang_resumes_from_a_local_copy_newer_than_the_newest_checkpoint(folder_store: Store) -> None:
     ranks = gang(folder_store)
     assert begin(ranks)[0] == 0
     save(ranks, 1)
@@ -193,7 +193,7 @@ def test_what_was_computed_under_another_plan_is_not_gone_on_from(folder_store: 
     assert begin(gang(folder_store, plan=plan_of()))[0] == 4
 
 
-def test_a_tier_without_room_says_so_and_training_goes_on(
+def test_a_full_tier_is_logged_and_training_continues(
     folder_store: Store, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     saver = gang(folder_store)
@@ -207,7 +207,7 @@ def test_a_tier_without_room_says_so_and_training_goes_on(
     assert checkpoint_steps(folder_store, RUN) == [3]
 
 
-def test_a_disk_is_a_tier_of_its_own_cadence_and_one_that_refuses_is_none(folder_store: Store, tmp_path: Path) -> None:
+def test_a_disk_tier_has_a_separate_cadence_and_an_unusable_one_is_ignored(folder_store: Store, tmp_path: Path) -> None:
     ranks = gang(folder_store, {"memory": 1, "disk": 2}, tmp_path / "disk")
     begin(ranks)
     for step in (1, 2, 3):
@@ -224,7 +224,7 @@ def test_a_disk_is_a_tier_of_its_own_cadence_and_one_that_refuses_is_none(folder
     assert checkpoint_steps(folder_store, RUN) == [2]
 
 
-def test_copies_of_runs_that_nobody_trains_are_removed_and_those_in_use_stay(tmp_path: Path) -> None:
+def test_local_copies_of_inactive_runs_are_removed_and_locked_ones_stay(tmp_path: Path) -> None:
     for name in ("left", "held", "new", "own"):
         hold = TierLock(tier.make_folder(tmp_path, name))
         if name != "held":

@@ -208,7 +208,7 @@ def test_who_answers_with_another_proof_is_left(at: int, served: tuple[Endpoint,
     end.close()
 
 
-def test_a_listener_that_does_not_know_the_token_is_told_nothing() -> None:
+def test_a_listener_without_the_token_receives_no_request() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         received: list[bytes] = []
 
@@ -286,7 +286,7 @@ def test_a_bit_that_is_changed_on_the_way_is_noticed(at: int, side: str, served:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_a_peer_says_ends_its_connection_at_most(
+def test_a_malformed_request_of_a_peer_ends_only_its_connection(
     seed: int, served: tuple[Endpoint, Tier], caplog: pytest.LogCaptureFixture
 ) -> None:
     endpoint, _ = served

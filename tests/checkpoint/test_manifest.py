@@ -54,7 +54,7 @@ def test_a_changed_field_is_refused(body: dict[str, Any]) -> None:
         Manifest.from_bytes(json.dumps(body | {"step": 4}).encode(), "m")
 
 
-def test_a_newer_format_asks_for_an_upgrade_and_is_no_damage(body: dict[str, Any]) -> None:
+def test_a_newer_manifest_format_requires_an_upgrade_and_is_not_damage(body: dict[str, Any]) -> None:
     with pytest.raises(UnfitError, match="format version 3 is newer than 2; upgrade"):
         Manifest.from_bytes(sealed(body | {"version": 3, "another": "field"}), "m")
 

@@ -172,7 +172,7 @@ def test_an_attempt_that_is_replaced_before_its_fence_leaves_the_checkpoint_of_i
         assert store.get(ROOT_6) == successor[ROOT_6], operations[number]
 
 
-def test_at_every_moment_of_a_collection_what_is_there_can_be_loaded(
+def test_checkpoints_stay_loadable_at_every_operation_of_a_collection(
     folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Roots are deleted before the objects that they need, also with pins and shared packs."""
@@ -206,7 +206,7 @@ def require_whole_near(store: Store, steps: list[int]) -> None:
     assert {step for _, step in whole} & set(steps), "the last whole copy is gone"
 
 
-def test_at_every_moment_of_keeping_a_step_near_a_whole_one_is_there(
+def test_a_complete_local_copy_exists_at_every_operation_of_a_local_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = Tier(name="memory", folder=str(tmp_path), every=1)

@@ -108,7 +108,7 @@ def test_a_pin_of_other_bits_than_those_that_are_meant_is_refused(folder_store: 
     pin(folder_store, RUN, 3, state_digest=open_checkpoint(folder_store, RUN, 3).manifest.state_digest)
 
 
-def test_nothing_is_deleted_beside_a_pin_that_says_nothing(folder_store: Store) -> None:
+def test_a_pin_with_a_damaged_record_protects_its_checkpoint(folder_store: Store) -> None:
     for step in (3, 6, 9):
         commit(folder_store, step)
     folder_store.put(layout.pin(RUN, 6, "paper"), b"[" * 100_000)
@@ -122,7 +122,7 @@ def test_nothing_is_deleted_beside_a_pin_that_says_nothing(folder_store: Store) 
     assert len(list(folder_store.list(layout.packs(RUN)))) == 1
 
 
-def test_whatever_comes_between_two_operations_of_who_borrows_the_bytes_are_there(tmp_path: Path) -> None:
+def test_a_fork_stays_loadable_with_a_collection_before_any_of_its_operations(tmp_path: Path) -> None:
     """The other attempt commits and immediately collects. The test repeats this before each operation."""
     outcomes = set()
     for at in range(100):
@@ -147,7 +147,7 @@ def test_whatever_comes_between_two_operations_of_who_borrows_the_bytes_are_ther
     assert outcomes == {"000001", "000002"}, "it borrows the old root or the new one"
 
 
-def test_whatever_a_borrower_comes_between_the_bytes_are_there(tmp_path: Path) -> None:
+def test_a_fork_stays_loadable_if_it_runs_before_any_operation_of_a_collection(tmp_path: Path) -> None:
     """The borrower runs before each operation of the other attempt."""
     for at in range(200):
         store = open_store(f"file://{tmp_path / str(at)}")

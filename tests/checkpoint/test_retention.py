@@ -19,7 +19,7 @@ def daily(*steps: int) -> dict[int, float]:
     return {step: 1e9 + DAY_SECONDS * day for day, step in enumerate(steps)}
 
 
-def test_the_newest_stay_whatever_their_order_in_the_listing() -> None:
+def test_the_newest_checkpoints_are_kept_in_any_listing_order() -> None:
     assert Retention(1).kept({3: 0.0, 9: 0.0, 6: 0.0}) == [9]
     assert Retention(3, 4, 1).kept({}) == []
 
@@ -33,7 +33,7 @@ def test_the_young_stay_by_the_clock_of_the_store_alone() -> None:
     assert Retention(1, None, 0.5).kept(daily(1, 2, 3)) == [3]
 
 
-def test_each_reason_is_said_in_words() -> None:
+def test_each_retention_reason_is_a_readable_text() -> None:
     reasons = Retention(1, 5, 1).reasons(daily(5, 6, 7, 8), pinned=[6, 99])
     assert reasons == {
         5: ("the first at or after a multiple of 5",),
@@ -77,7 +77,7 @@ def test_a_sweep_keeps_what_is_young_by_the_store(folder_store: Store) -> None:
     assert list(checkpoint_times(folder_store, RUN)) == [2, 3]
 
 
-def test_pinning_what_is_not_there_says_what_is(folder_store: Store) -> None:
+def test_pinning_a_missing_checkpoint_lists_the_existing_ones(folder_store: Store) -> None:
     save(checkpointer(folder_store), 3)
     with pytest.raises(MissingError, match=r"no checkpoint at step 4 .*it has: 3"):
         pin(folder_store, RUN, 4)

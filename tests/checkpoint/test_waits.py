@@ -43,7 +43,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return let_go
 
 
-def test_a_copy_that_nobody_makes_ends_the_rank_and_says_which(
+def test_a_stuck_staging_copy_ends_the_rank_and_names_the_step(
     folder_store: Store, stuck: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     saving = checkpointer(folder_store)
@@ -102,7 +102,7 @@ def test_a_table_of_boxes_that_no_message_holds_is_refused_before_the_first_step
     assert checkpointer(folder_store).restore(blank(whole(state(0))), FIRST) == 0
 
 
-def test_a_save_that_says_too_much_fails_with_these_words_and_not_as_an_agent_that_is_away(
+def test_a_save_message_over_the_limit_fails_as_a_spec_error_and_not_as_a_lost_agent(
     folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "no-agent"))

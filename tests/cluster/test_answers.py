@@ -65,7 +65,7 @@ def test_what_an_admission_refuses_is_no_matter_of_rights(cluster) -> None:
 
 @needs_assets
 @pytest.mark.slow
-def test_a_real_server_names_an_unknown_field_at_once_and_a_webhook_that_is_away(
+def test_a_real_server_names_an_unknown_field_and_an_unreachable_webhook(
     control_plane: ControlPlane,
 ) -> None:
     api = Api(lambda: control_plane.configuration(ADMIN), NAMESPACE, patience=3.0)

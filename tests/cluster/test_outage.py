@@ -12,7 +12,7 @@ from tests.cluster.emulation import Emulation
 from tests.cluster.objects import StatusError
 
 
-def test_a_server_that_begins_and_knows_no_roles_yet_is_asked_again(tmp_path) -> None:
+def test_a_request_denied_by_a_starting_server_is_retried(tmp_path) -> None:
     with Emulation(tmp_path / "cluster") as cluster:
         api = cluster.api()
         faults = [StatusError(403, "cannot get leases") for _ in range(3)]

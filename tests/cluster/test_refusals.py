@@ -87,7 +87,7 @@ def test_a_worker_s_init_container_gives_up_on_a_master_that_does_not_come(clust
     assert worker["status"]["initContainerStatuses"][0]["state"]["terminated"]["exitCode"] == 1
 
 
-def test_a_quota_refuses_the_pods_that_are_beyond_it_with_what_was_asked_used_and_allowed(cluster: Emulation) -> None:
+def test_a_quota_refuses_excess_pods_with_requested_used_and_limited(cluster: Emulation) -> None:
     cluster.kubelet.program = serve
     cluster.set_quota({"pods": "1"})
     cluster.objects.create("pytorchjobs", emitted())
@@ -108,7 +108,7 @@ def test_an_account_that_is_not_there_is_named(cluster: Emulation) -> None:
     assert phases(cluster) == {}
 
 
-def test_a_container_beyond_its_memory_is_killed_as_a_whole_and_the_pod_says_why(cluster: Emulation) -> None:
+def test_a_container_over_its_memory_limit_is_killed_whole_with_reason_oomkilled(cluster: Emulation) -> None:
     greedy = "import time; kept = bytearray(2**28); time.sleep(600)"
     start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{greedy}'])"
     cluster.kubelet.program = lambda pod: [sys.executable, "-c", start]

@@ -29,7 +29,7 @@ def judged(store: Store, trial: list[str], loss: float, word: str) -> str:
     return run
 
 
-def test_the_best_is_the_lowest_loss_among_the_blessed_whatever_the_order(tmp_path: Path) -> None:
+def test_the_best_trial_is_the_blessed_one_with_the_lowest_loss_in_any_order(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
     words = ("not_blessed", "blessed", "blessed")
     runs = [judged(store, trial, loss, word) for trial, loss, word in zip(TRIALS, (1.0, 3.0, 2.0), words, strict=True)]
@@ -40,7 +40,7 @@ def test_the_best_is_the_lowest_loss_among_the_blessed_whatever_the_order(tmp_pa
     assert comparison.markdown.count("\n") == 5
 
 
-def test_a_trial_that_failed_is_named_with_its_cause_and_costs_the_others_nothing(tmp_path: Path) -> None:
+def test_a_failed_trial_is_listed_with_its_cause_and_the_rest_is_compared(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
     judged(store, TRIALS[0], 1.0, "blessed")
     outcomes = [

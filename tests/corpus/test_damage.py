@@ -212,7 +212,7 @@ def test_columns_of_words_are_read_and_two_of_one_name_refused(store, make_spec:
         run(make_spec(path), store)
 
 
-def test_a_line_that_is_too_long_is_said_to_be_one(store, make_spec: MakeSpec, tmp_path: Path) -> None:
+def test_an_overlong_line_is_dropped_as_too_long(store, make_spec: MakeSpec, tmp_path: Path) -> None:
     other_keys = json.dumps({"text": "short", "more": "x" * 2**21})
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([json.dumps({"text": prose(number)}) for number in range(9)] + [other_keys]))

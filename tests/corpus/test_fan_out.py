@@ -102,7 +102,7 @@ def test_what_was_tokenised_before_is_not_tokenised_again(
     assert tree(store, "datasets/") == tree(alone, "datasets/") | division
 
 
-def test_a_dataset_that_is_there_leaves_nothing_to_do(spec: Spec, alone: Store) -> None:
+def test_an_existing_dataset_needs_no_preprocessing(spec: Spec, alone: Store) -> None:
     plan = divide(spec, alone, 3)
     assert (plan.division, plan.shares) == ("finished", ["0/1"])
     assert tokenise(spec, alone, plan.division, "0/1").units == 0

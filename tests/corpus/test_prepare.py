@@ -62,7 +62,7 @@ def test_every_document_comes_out_as_it_went_in(
     assert lengths[rows].sum() == prepared.text_bytes["train"]
 
 
-def test_a_second_run_returns_what_is_there(store: Store, corpus: Path, make_spec: MakeSpec) -> None:
+def test_a_second_run_returns_the_existing_dataset(store: Store, corpus: Path, make_spec: MakeSpec) -> None:
     spec = make_spec(corpus)
     first, second = run(spec, store), run(spec, store)
     assert first.created
@@ -71,7 +71,7 @@ def test_a_second_run_returns_what_is_there(store: Store, corpus: Path, make_spe
     assert second.tokens == first.tokens
 
 
-def test_at_every_moment_of_a_preprocess_a_dataset_that_is_there_is_whole(
+def test_a_committed_dataset_is_complete_at_every_operation_of_preprocess(
     store: Store, corpus: Path, make_spec: MakeSpec
 ) -> None:
     """Readers begin with dataset.json. Therefore it is written last."""
@@ -195,7 +195,7 @@ def test_of_duplicates_the_first_in_the_order_of_the_sources_stays(
     assert (of_second.splits["train"].documents, of_second.dropped) == (1, {"duplicate": 30})
 
 
-def test_damaged_shards_and_manifests_are_said_and_built_again(
+def test_damaged_shards_and_manifests_are_reported_and_rebuilt(
     store: Store, corpus: Path, make_spec: MakeSpec, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = make_spec(corpus, shard_tokens=5000)
@@ -215,7 +215,7 @@ def test_damaged_shards_and_manifests_are_said_and_built_again(
         assert tree(store, f"datasets/{prepared.dataset_id}/") == whole
 
 
-def test_a_long_stream_is_kept_in_parts_and_goes_on_after_the_last(
+def test_a_long_stream_is_stored_in_parts_and_resumes_after_the_last_one(
     store: Store, corpus: Path, make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(units, "PART_BYTES", 5000)

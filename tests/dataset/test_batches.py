@@ -127,7 +127,7 @@ def test_a_source_shorter_than_one_sample_is_named_with_the_remedy(store: Store,
         opened(store, tmp_path).training(CONTEXT, 4, seed=0)
 
 
-def test_a_source_that_is_larger_than_its_share_of_a_block_goes_on_in_the_next_block() -> None:
+def test_a_source_larger_than_its_block_quota_continues_in_the_next_block() -> None:
     order = WeightedOrder([5000, 5000], [1, 1], seed=0)
     source, sample = order(np.arange(2 * order.block))
     assert order.quotas == (2048, 2048)
@@ -135,7 +135,7 @@ def test_a_source_that_is_larger_than_its_share_of_a_block_goes_on_in_the_next_b
         assert len(set(sample[source == index].tolist())) == 2 * 2048  # no sample repeats within an epoch
 
 
-def test_every_block_of_a_mixture_has_an_order_of_its_own_in_each_row_and_seed() -> None:
+def test_every_block_of_a_mixture_has_a_different_order_in_each_row_and_seed() -> None:
     def blocks(seed: int, rows: int = 1) -> set[bytes]:
         order = WeightedOrder([9000, 9000, 9000], [1, 1, 2], seed, rows=rows)
         sources = order(np.arange(4 * order.block * rows))[0].reshape(4, order.block, rows)

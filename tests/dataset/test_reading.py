@@ -34,7 +34,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def test_a_dataset_that_does_not_exist_says_to_run_preprocess(store: Store, tmp_path: Path) -> None:
+def test_a_missing_dataset_error_names_preprocess_as_the_remedy(store: Store, tmp_path: Path) -> None:
     with pytest.raises(MissingError, match="run preprocess") as error:
         Dataset.open(store, DATASET_ID, tmp_path)
     assert error.value.exit_code == ExitCode.NOT_FOUND

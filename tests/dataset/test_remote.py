@@ -155,7 +155,7 @@ def test_a_limit_that_is_no_size_is_refused(
         Dataset.open(store, DATASET_ID, tmp_path)
 
 
-def test_a_disk_that_takes_nothing_costs_speed_and_is_said_once(
+def test_an_unwritable_block_cache_is_logged_once_and_reads_continue(
     bucket: Store, proxy: FaultyProxy, write: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write([np.arange(5000)], to=bucket)
@@ -186,7 +186,7 @@ def test_a_full_disk_makes_room_and_leaves_no_torn_piece(tmp_path: Path) -> None
     assert cache.read("big/0") == bytes(5000)
 
 
-def test_a_child_that_was_forked_while_a_block_was_fetched_keeps_nobody_from_fetching_it(tmp_path: Path) -> None:
+def test_a_child_forked_during_a_fetch_does_not_hold_the_lock_of_the_block(tmp_path: Path) -> None:
     cache = BlockCache(tmp_path / "blocks", 2**20)
     with cache.fetching("a"):
         child = os.fork()

@@ -89,7 +89,7 @@ def test_every_kind_of_rank_passes_the_restricted_standard(looked: ControlPlane,
     assert outcomes(findings(kind)["pod admission"]) == {"ok"}
 
 
-def test_a_rank_that_asks_for_more_than_the_standard_allows_is_refused_by_the_server(looked: ControlPlane) -> None:
+def test_a_rank_beyond_the_pod_security_standard_is_refused_by_the_server(looked: ControlPlane) -> None:
     admission = findings("cluster.capabilities=[IPC_LOCK]")["pod admission"]
     assert [finding.outcome for finding in admission] == ["fail", "ok"]
     assert 'violates PodSecurity "restricted' in admission[0].message
@@ -103,7 +103,7 @@ def test_a_rank_that_asks_for_more_than_the_standard_allows_is_refused_by_the_se
         looked.kubectl("label", "namespace", "holdfast", f"{ENFORCE}=restricted", "--overwrite")
 
 
-def test_an_account_without_its_role_is_named_although_whoever_asks_may_everything(looked: ControlPlane) -> None:
+def test_a_missing_role_of_the_service_account_is_reported_to_an_admin(looked: ControlPlane) -> None:
     binding = looked.kubectl("get", "rolebinding", "holdfast-launcher", "-n", "holdfast", "-o", "yaml")
     looked.kubectl("delete", "rolebinding", "holdfast-launcher", "-n", "holdfast")
     try:
@@ -117,7 +117,7 @@ def test_an_account_without_its_role_is_named_although_whoever_asks_may_everythi
     assert "create pytorchjobs" in finding.message
 
 
-def test_what_a_profile_gets_is_taken_in_a_namespace_that_is_there(looked: ControlPlane, tmp_path: Path) -> None:
+def test_manifests_of_a_profile_apply_in_an_existing_namespace(looked: ControlPlane, tmp_path: Path) -> None:
     from tests.manifests.rendering import PROFILE, render_in
 
     looked.kubectl("create", "namespace", "ann")
@@ -128,7 +128,7 @@ def test_what_a_profile_gets_is_taken_in_a_namespace_that_is_there(looked: Contr
     assert looked.kubectl(*command).strip() == "yes"
 
 
-def test_a_dry_run_is_asked_of_the_server_itself(looked: ControlPlane) -> None:
+def test_validation_uses_a_dry_run_of_the_api_server(looked: ControlPlane) -> None:
     job = objects_for(training_job(spec(), "run", 1, "s3://b"))
     validation = validate(job, "holdfast")
     assert (validation.by, validation.problems, validation.unseen) == (f"the API server {looked.url}", [], [])

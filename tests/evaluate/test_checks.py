@@ -66,7 +66,7 @@ def test_what_is_not_finite_never_blesses(bad: float, field: str, settings: dict
         ({"versus_champion": "better"}, math.nan, "blessed"),
     ],
 )
-def test_the_champion_is_met_as_the_settings_say(settings: dict, theirs: float, word: str) -> None:
+def test_the_comparison_with_the_champion_follows_the_settings(settings: dict, theirs: float, word: str) -> None:
     assert judged(opponent(theirs), **settings)[0] == word
 
 

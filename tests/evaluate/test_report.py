@@ -155,7 +155,7 @@ def test_a_long_run_makes_a_page_of_bounded_size(store: Store) -> None:
     assert len(html) < 300_000
 
 
-def test_every_chart_is_well_formed_and_says_in_words_what_it_shows() -> None:
+def test_every_chart_is_well_formed_with_a_text_description() -> None:
     series = [Series("loss", [(step, 5 / step) for step in range(1, 1000)])]
     svg = draw_chart(Chart("Loss", series, level=("held-out", 0.5), marks=[(500, "<resumed>")]))
     root = ElementTree.fromstring(svg)
@@ -182,7 +182,7 @@ def test_smoothing_keeps_a_straight_line_and_both_ends() -> None:
     assert all(abs(after[1] - before[1]) < 1e-9 for before, after in zip(line, smooth(line), strict=True))
 
 
-def test_what_lies_beside_the_claims_is_no_attempt(store: Store) -> None:
+def test_other_files_in_the_attempts_folder_are_not_attempts(store: Store) -> None:
     world.write_history(store, 40, attempts=2)
     from holdfast.components.evaluate.report import _attempts
 

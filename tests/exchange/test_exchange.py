@@ -186,7 +186,7 @@ def test_what_is_not_of_the_model_is_refused_with_the_tensor(folder_store: Store
 
 
 @pytest.mark.slow
-def test_training_goes_on_from_imported_weights_as_from_init_from(tmp_path: Path) -> None:
+def test_training_from_imported_weights_matches_training_with_init_from(tmp_path: Path) -> None:
     spec = tiny_spec()
     folder = tmp_path / "llama"
     options = {"tokenizer_json": _tokenizer().decode(), "end_of_text": END_OF_TEXT}
@@ -224,7 +224,7 @@ def _deepspeed_saves(rank: int, size: int, folder: Path) -> tuple[StateDigest, i
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_each_file_of_a_universal_checkpoint_is_taken_as_what_its_name_says(tmp_path: Path, prefix: str) -> None:
+def test_each_file_of_a_universal_checkpoint_is_read_by_its_name(tmp_path: Path, prefix: str) -> None:
     name = "model.norm.weight"
     files = {"": "fp32.pt", "optimizer.exp_avg.": "exp_avg.pt", "optimizer.exp_avg_sq.": "exp_avg_sq.pt"}
     folder = tmp_path / "universal" / "zero" / f"{prefix}{name}"

@@ -181,7 +181,7 @@ def changed_metadata(saved: Path, folder: Path, change: Callable[[dcp.metadata.M
     return folder
 
 
-def test_a_part_that_is_said_to_lie_elsewhere_is_not_read(saved: Path, tmp_path: Path) -> None:
+def test_a_file_path_outside_of_the_checkpoint_folder_is_refused(saved: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.pt"
     torch.save(torch.zeros(3, 4), secret)
     for number, place in enumerate(("../secret.pt", str(secret), "..", "", "a\\b", "a\0b", "linked")):
@@ -226,7 +226,7 @@ def test_parts_of_a_tensor_lie_in_it_and_are_no_more_than_it(saved: Path, tmp_pa
             list(DistributedCheckpoint(folder).boxes(NAME))
 
 
-def test_whatever_is_changed_in_a_checkpoint_only_our_own_errors_come_out(saved: Path, tmp_path: Path) -> None:
+def test_a_mutated_checkpoint_raises_only_holdfast_errors(saved: Path, tmp_path: Path) -> None:
     rng = random.Random(7)
     tokens = [
         b"2",

@@ -60,7 +60,7 @@ def run_node(store: Store, spec: Spec, number: int, home: Path, module: str, **v
     return process.returncode, output
 
 
-def test_the_copy_of_a_rank_that_is_killed_right_after_it_is_committed_and_the_next_gang_goes_on_from_it(
+def test_the_agent_commits_the_copy_of_a_killed_rank_and_the_next_gang_resumes_from_it(
     tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:
     spec, store = tiny_spec(*OVERRIDES), new_store(tmp_path / "store")

@@ -60,7 +60,7 @@ def held_ranks(root: int) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_named_and_the_run_goes_on_by_itself_to_the_same_bits(
+def test_a_stopped_rank_is_detected_and_the_run_restarts_to_the_same_bits(
     tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:
     spec, store = tiny_spec(*COMMON), new_store(tmp_path / "store")
@@ -110,9 +110,7 @@ def test_a_hang_is_named_with_the_phase_and_ends_the_gang_with_201(
 
 
 @pytest.mark.drill
-def test_of_several_nodes_one_that_is_stopped_is_named_by_the_others(
-    tmp_path: Path, undisturbed: dict[str, object]
-) -> None:
+def test_a_stopped_node_is_detected_by_its_peers(tmp_path: Path, undisturbed: dict[str, object]) -> None:
     spec, store, port = tiny_spec(*COMMON), new_store(tmp_path / "store"), free_port()
     number = launch(store, spec)
     nodes = [

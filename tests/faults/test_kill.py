@@ -95,7 +95,7 @@ def test_a_rank_that_dies_before_the_ranks_have_met_leaves_no_other_waiting(
 
 
 @pytest.mark.slow
-def test_asked_to_leave_before_the_ranks_have_met_it_does_not_say_that_it_saved(tmp_path: Path) -> None:
+def test_a_sigterm_before_the_rendezvous_ends_as_terminated_without_a_checkpoint(tmp_path: Path) -> None:
     spec, store = tiny_spec(*COMMON), new_store(tmp_path / "store")
     gate = held_at(BEFORE_THEY_MEET, spec, store, tmp_path / "home")
     process = start_training(spec, store.url, tmp_path / "home", environment=gate.variables, module=HELD_TRAINING)
@@ -110,7 +110,7 @@ def test_asked_to_leave_before_the_ranks_have_met_it_does_not_say_that_it_saved(
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_leaves_events_that_the_next_one_goes_on_with(tmp_path: Path) -> None:
+def test_the_next_launcher_continues_the_events_of_a_killed_one(tmp_path: Path) -> None:
     spec, store = tiny_spec(*COMMON, "parallel.strategy=ddp"), new_store(tmp_path / "store")
     gate = held_at(10, spec, store, tmp_path / "home")
     process = start_training(spec, store.url, tmp_path / "home", environment=gate.variables, module=HELD_TRAINING)

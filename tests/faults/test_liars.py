@@ -17,7 +17,7 @@ from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec, train_once
 
 
 @pytest.mark.drill
-def test_a_flipped_bit_ends_the_gang_at_the_next_digest_and_the_run_goes_on_from_what_all_agreed_on(
+def test_a_flipped_bit_ends_the_gang_at_the_next_digest_and_the_run_resumes_from_the_agreed_state(
     tmp_path: Path,
 ) -> None:
     knobs = ("training.steps=30", "parallel.processes=2", "checkpoint.every_steps=10", "checkpoint.digest_every=4")

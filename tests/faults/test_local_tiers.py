@@ -61,7 +61,7 @@ def die_at(step: int, store: Store, home: Path) -> str:
     return output
 
 
-def test_the_next_gang_goes_on_from_the_copy_in_memory_and_not_from_the_older_checkpoint(
+def test_the_next_gang_resumes_from_the_memory_copy_and_not_the_older_checkpoint(
     tmp_path: Path, memory: Path, undisturbed: dict[str, object]
 ) -> None:
     store = new_store(tmp_path / "store")

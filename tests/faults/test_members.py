@@ -88,7 +88,7 @@ def test_four_nodes_become_two_then_three_then_four_and_end_with_the_bits_of_one
 
 
 @pytest.mark.drill
-def test_a_node_that_says_nothing_any_more_is_left_behind_and_taken_in_when_it_speaks_again(tmp_path: Path) -> None:
+def test_a_silent_node_is_dropped_and_readmitted_when_it_responds(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path / 'store'}")
     write_dataset(store)
     spec = tiny_spec(*asked("ddp"))

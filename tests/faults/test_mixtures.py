@@ -125,7 +125,7 @@ def test_a_clock_that_jumps_changes_no_bit(calm: Store, tmp_path: Path, monkeypa
 
 
 @pytest.mark.skipif(bool(disk.refused()), reason=disk.refused())
-def test_a_training_without_a_byte_of_disk_says_so_and_the_command_given_again_changes_no_bit(
+def test_a_training_on_a_full_disk_ends_with_no_space_and_resumes_to_the_same_bits(
     calm: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, stormy = tiny_spec(*KNOBS, *TWO, "training.steps=100"), new_store(tmp_path / "stormy")

@@ -19,7 +19,7 @@ from tests.train.tiny_run import new_store, start_training, tiny_spec, train_onc
 
 
 @pytest.mark.drill
-def test_a_reclaimed_gang_saves_leaves_and_goes_on_to_the_bits_of_a_calm_one_at_no_cost(tmp_path: Path) -> None:
+def test_a_reclaimed_gang_saves_and_resumes_to_the_undisturbed_bits_without_using_its_budget(tmp_path: Path) -> None:
     settings = ("parallel.processes=2", "checkpoint.every_steps=100", "cluster.restarts.budget=0")
     calm, store, spec = new_store(tmp_path / "calm"), new_store(tmp_path / "store"), tiny_spec(*settings)
     train_once(spec, calm.url, tmp_path / "calm-home")

@@ -57,7 +57,7 @@ def test_an_old_rank_0_inside_a_collection_deletes_nothing_that_the_new_gang_com
     assert trained(store, spec) == trained(store, spec, "undisturbed")
 
 
-def test_a_rank_that_is_told_to_leave_while_it_loads_computes_no_step(tmp_path: Path) -> None:
+def test_a_rank_that_receives_sigterm_during_a_load_computes_no_step(tmp_path: Path) -> None:
     store, spec = new_store(tmp_path / "store"), tiny_spec()
     assert train_in_ranks(1, store.url, tmp_path / "ranks", [((), "", 5)]) == ["PreemptedError"]
     steps = checkpoint_steps(store, run_id(spec, DATASET_ID))

@@ -74,7 +74,7 @@ def test_the_same_runs_end_with_the_bits_of_the_commits_before(tmp_path: Path) -
         assert not wrong, wrong
 
 
-def test_other_bits_under_the_same_version_are_told_in_words() -> None:
+def test_a_changed_digest_under_the_same_version_is_explained() -> None:
     golden: Golden = {"here": {"data_plane_version": 1, "digests": {"ddp": "a", "fsdp": "b"}}}
     assert complaint(golden, "here", 1, {"ddp": "a", "fsdp": "b"}) == ""
     message = complaint(golden, "here", 1, {"ddp": "a", "fsdp": "c"})

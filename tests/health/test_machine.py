@@ -33,7 +33,7 @@ def test_rates_are_what_went_there_and_back_in_the_time_that_it_took(tmp_path: P
     assert node.rates == {"disk": machine.DISK_BYTES, "store": machine.STORE_BYTES}
 
 
-def test_a_clock_that_is_wrong_shows_beside_the_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_clock_differs_from_the_clock_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, true = open_store(f"file://{tmp_path / 'store'}"), time.time
     monkeypatch.setattr(machine, "time", type("Late", (), {"time": lambda: true() - 3600}))
     node = machine.disk_and_store(tmp_path / "disk", store, "health/", time.perf_counter)
@@ -92,9 +92,7 @@ def tool(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(machine, "COMMAND_SECONDS", 120.0)
 
 
-def test_a_driver_that_is_not_there_refuses_or_says_nothing_is_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_refusing_or_silent_driver_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert machine.counters("cuda", "x")[2] == ["counters: nvidia-smi cannot be run here: No such file or directory"]
     tool(tmp_path, monkeypatch, "import sys; sys.exit('NVML: no permission')")
@@ -104,7 +102,7 @@ def test_a_driver_that_is_not_there_refuses_or_says_nothing_is_a_note(
     assert machine.counters("cuda", "x")[2] == ["counters: nvidia-smi did not answer in 0.1 s"]
 
 
-def test_the_driver_is_asked_for_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_are_read_for_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = f"import sys; assert sys.argv[-1] == '--id=GPU-1234', sys.argv; print({FAULTY!r})"
     tool(tmp_path, monkeypatch, script)
     monkeypatch.setattr(machine, "KERNEL_LOG", tmp_path / "no such log")

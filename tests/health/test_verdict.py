@@ -109,7 +109,7 @@ def test_a_clock_counts_only_as_far_as_it_is_surely_wrong() -> None:
     assert "at least 89.0 s behind the store's" in findings[0].words
 
 
-def test_a_clock_fails_a_node_only_beside_those_of_others_because_it_may_be_the_stores() -> None:
+def test_a_clock_fails_a_node_only_against_several_peers_and_else_warns() -> None:
     def with_clocks(*ahead: float) -> list[str]:
         ranks = [rank(number, clock_ahead=seconds, clock_error=1.0) for number, seconds in enumerate(ahead)]
         return [finding.severity for finding in judge(ranks)]
@@ -134,26 +134,26 @@ def test_a_disk_that_takes_nothing_fails_its_node_also_where_it_is_alone() -> No
     assert told(judge([rank(0, rates={"disk": 0.0}), *peers])) == [("failed", "disk", (0,))]  # reported once
 
 
-def test_counters_of_faults_fail_a_device_and_signs_of_them_are_told() -> None:
+def test_fault_counters_fail_a_device_and_early_signs_warn() -> None:
     assert told(judge([rank(0, counters={"xid 79": 1, "corrected ECC errors": 7})])) == [("failed", "counters", (0,))]
     assert told(judge([rank(0, counters={"pending row remaps": 1})])) == [("warned", "counters", (0,))]
     assert judge([rank(0, counters=dict.fromkeys(FATAL, 0))]) == ()
 
 
-def test_versions_that_differ_are_told_of_the_nodes_that_have_the_rarer_ones() -> None:
+def test_nodes_with_a_rarer_version_get_a_warning() -> None:
     ranks = [rank(number, versions={"driver": "2" if number == 1 else "1"}) for number in range(3)]
     findings = judge([*ranks, rank(3)])  # not the first rank of its node
     assert told(findings) == [("warned", "versions", (1,))]
     assert findings[0].words == "rank 1 on node-1: versions: driver is 2, and 1 elsewhere"
 
 
-def test_the_spread_of_the_peers_decides_beside_the_share() -> None:
+def test_an_outlier_must_exceed_both_the_share_and_the_spread_of_its_peers() -> None:
     limit = Limit(0.9, 0.5)
     assert [rank for rank, *_ in outliers({0: 100, 1: 100, 2: 100, 3: 40}, limit)] == [3]
     assert [rank for rank, *_ in outliers({0: 100, 1: 70, 2: 130, 3: 40}, limit)] == []
 
 
-def test_who_is_sick_who_may_be_and_who_is_not_are_told_apart() -> None:
+def test_unhealthy_suspect_and_healthy_ranks_end_with_different_errors() -> None:
     three = [rank(number, bits="same", alike="here") for number in range(2)] + [rank(2, bits="odd", alike="here")]
     two = [rank(0, bits="one", alike="here"), rank(1, bits="other", alike="here"), rank(2)]
     for ranks, endings in (

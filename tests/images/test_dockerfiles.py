@@ -66,7 +66,7 @@ def test_settings_of_the_package_manager_are_a_secret_of_one_command(dockerfile:
             assert not re.search(r"PASSWORD|SECRET|TOKEN|INDEX_URL|ACCESS_KEY|PROXY", rest.upper()), rest
 
 
-def test_it_says_what_it_is_and_checks_itself(dockerfile: Path) -> None:
+def test_an_image_has_its_labels_and_runs_its_self_check(dockerfile: Path) -> None:
     stage = final_stage(dockerfile)
     labels = " ".join(rest for word, rest in stage if word == "LABEL")
     for name in ("title", "version", "revision", "source", "licenses"):
@@ -105,7 +105,7 @@ def test_the_image_of_a_ray_is_built_as_such(tmp_path: Path) -> None:
     assert f"holdfast-ray-cpu:{version('holdfast')}" in words
 
 
-def test_the_builder_installs_nothing_without_its_hash_but_a_torch_that_nobody_has_locked() -> None:
+def test_the_builder_installs_everything_by_hash_except_an_unlocked_torch() -> None:
     script = (IMAGES / "install.sh").read_text()
     open_ = []
     for line in (line.strip() for line in script.splitlines()):

@@ -32,7 +32,7 @@ def everything(store: Store) -> dict[str, str]:
     return {info.key: info.version for info in store.list("")}
 
 
-def test_a_rehearsal_says_exactly_what_a_collection_then_takes(five: Store) -> None:
+def test_a_dry_run_lists_exactly_the_objects_that_a_collection_deletes(five: Store) -> None:
     before = everything(five)
     rehearsal = collect_now(five, RUN, Retention(2), dry_run=True)
     assert everything(five) == before
@@ -86,7 +86,9 @@ class Claiming:
 
 
 @pytest.mark.parametrize("folder", [layout.pins(RUN), layout.readers(RUN), layout.indexes(RUN), layout.packs(RUN)])
-def test_an_attempt_that_claims_meanwhile_finds_all_that_it_then_goes_on_from(folder_store: Store, folder: str) -> None:
+def test_an_attempt_that_claims_during_a_collection_finds_a_complete_checkpoint(
+    folder_store: Store, folder: str
+) -> None:
     writer = checkpointer(folder_store, claim_attempt(folder_store, RUN).number)
     for step in (1, 2):
         save(writer, step)
@@ -107,7 +109,7 @@ def test_an_attempt_that_claims_meanwhile_finds_all_that_it_then_goes_on_from(fo
     assert verify(folder_store, RUN, step + 1).intact
 
 
-def test_a_collection_beside_another_one_says_so(five: Store) -> None:
+def test_a_concurrent_collection_is_held_back_with_the_reason(five: Store) -> None:
     other = Lease(five, layout.collector(RUN), 1, time)
     assert other.take()
     collection = collect_now(five, RUN, Retention(1))

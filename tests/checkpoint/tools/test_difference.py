@@ -40,7 +40,7 @@ def test_equal_states_are_equal_by_their_digests_however_they_were_cut(folder_st
 
 
 @pytest.mark.parametrize("cuts", [1, 2])
-def test_the_first_differing_element_is_told_with_its_values_and_its_distance(folder_store: Store, cuts: int) -> None:
+def test_the_first_differing_element_is_reported_with_values_and_distance(folder_store: Store, cuts: int) -> None:
     changed = state(1)
     changed["matrix"] = changed["matrix"].clone()
     changed["matrix"][3, 4] = math.nextafter(changed["matrix"][3, 4].item(), math.inf)  # rounds to fp32 exactly
@@ -66,7 +66,7 @@ def test_only_pieces_that_may_differ_are_read(folder_store: Store) -> None:
     assert 0 < difference.read <= 2**20
 
 
-def test_every_kind_of_difference_is_told(folder_store: Store) -> None:
+def test_every_kind_of_difference_is_reported(folder_store: Store) -> None:
     left, right = state(1), state(1)
     right["count"] = torch.tensor(5)
     right["scalar"] = -left["scalar"]

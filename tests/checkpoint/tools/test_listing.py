@@ -12,7 +12,7 @@ from holdfast.store import Store, layout
 from tests.checkpoint.saving import RUN, checkpointer, save, state
 
 
-def test_it_tells_when_how_large_what_was_new_and_why_it_is_kept(folder_store: Store) -> None:
+def test_the_listing_has_time_size_new_bytes_and_retention_reason(folder_store: Store) -> None:
     writer = checkpointer(folder_store)
     for step in (5, 6, 7):
         save(writer, step)

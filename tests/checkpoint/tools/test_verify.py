@@ -83,7 +83,7 @@ def test_intact_parts_of_another_state_are_found_by_the_digest_of_the_whole(save
     assert Manifest.from_bytes(saved.get(layout.checkpoint(RUN, 6)), "m").state_digest == six.state_digest
 
 
-def test_what_is_collected_meanwhile_is_said_and_no_damage(saved: Store) -> None:
+def test_a_checkpoint_collected_during_verification_is_not_damage(saved: Store) -> None:
     key = pack_of(saved, 3)[0]
 
     def collect(operation: str, name: str) -> None:

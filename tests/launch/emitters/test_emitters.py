@@ -172,7 +172,7 @@ def test_a_pytorchjob_has_no_limit_of_restarts_at_which_its_operator_would_delet
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_proxy_of_a_service_mesh_is_put_beside_a_rank(kind: str) -> None:
+def test_a_rank_gets_no_service_mesh_sidecar(kind: str) -> None:
     for template in pods(kind):
         for place in ("labels", "annotations"):
             assert template["metadata"][place]["sidecar.istio.io/inject"] == "false"
@@ -233,7 +233,7 @@ def test_kueue_lets_a_suspended_job_go_and_places_all_its_pods_together(kind: st
         assert "affinity" not in template["spec"]
 
 
-def test_the_default_scheduler_is_told_by_affinity() -> None:
+def test_placement_for_the_default_scheduler_is_pod_affinity() -> None:
     for placement in ("require", "prefer", "any"):
         for template in pods("pytorchjob", f"cluster.topology={{placement: {placement}, level: rack}}"):
             affinity = template["spec"]["affinity"]["podAffinity"]
@@ -243,7 +243,7 @@ def test_the_default_scheduler_is_told_by_affinity() -> None:
             assert keys == ["rack", "kubernetes.io/hostname"][placement != "prefer" :]
 
 
-def test_volcano_keeps_the_topology_of_its_own_job_and_of_a_trainjob() -> None:
+def test_volcano_gets_the_topology_of_its_jobs_and_of_trainjobs() -> None:
     overrides = ("cluster.scheduler=volcano", "cluster.topology={placement: require, tier: 2}", "cluster.queue=q")
     manifest = only("cluster.job=volcano", *overrides)
     assert manifest["spec"]["networkTopology"] == {"mode": "hard", "highestTierAllowed": 2}
@@ -259,7 +259,7 @@ def test_a_volcano_job_that_is_followed_ends_whole_at_the_first_failure() -> Non
     assert waiting["action"] == "TerminateJob"
 
 
-def test_a_volcano_job_that_nobody_follows_restarts_whole_unless_a_code_is_permanent() -> None:
+def test_an_unfollowed_volcano_job_restarts_whole_except_after_a_permanent_exit_code() -> None:
     spec = volcano.emit(job(*KINDS["volcano"]), restarts=4)["spec"]
     assert spec["maxRetry"] == 4
     *codes, failed, _ = spec["policies"]

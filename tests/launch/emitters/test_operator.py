@@ -94,9 +94,7 @@ def test_the_containers_meet_and_end_with_a_code_of_the_table(
 
 
 @pytest.mark.parametrize(("most", "node"), [(2, 0), (2, 1), (3, 1)], ids=["the first", "another", "elastic"])
-def test_a_node_that_waits_for_one_that_never_comes_ends_in_time_and_says_so(
-    tmp_path: Path, most: int, node: int
-) -> None:
+def test_a_node_whose_peer_never_joins_ends_with_a_rendezvous_timeout(tmp_path: Path, most: int, node: int) -> None:
     spec = parse_spec(
         SPEC % 2, [f"cluster.nodes.max={most}", "cluster.nodes.rendezvous_seconds=3", "training.global_batch=48"]
     )

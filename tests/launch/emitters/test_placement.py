@@ -26,7 +26,7 @@ def variables(template: dict) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_devices_of_a_fabric_are_asked_for_and_given(kind: str) -> None:
+def test_fabric_devices_are_requested_with_their_capability(kind: str) -> None:
     for template in pods(kind, *FABRIC):
         (container,) = template["spec"]["containers"]
         for resource in container["resources"].values():
@@ -78,7 +78,7 @@ def test_a_network_that_was_named_is_used_or_the_job_fails(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_cache_of_the_datasets_fits_on_the_disk_that_is_asked_for(kind: str) -> None:
+def test_the_dataset_cache_fits_the_requested_ephemeral_storage(kind: str) -> None:
     for template in pods(kind, "cluster.resources.ephemeral_storage=100Gi"):
         (container,) = template["spec"]["containers"]
         assert container["resources"]["requests"]["ephemeral-storage"] == "100Gi"
@@ -88,7 +88,7 @@ def test_the_cache_of_the_datasets_fits_on_the_disk_that_is_asked_for(kind: str)
         assert variables(template)["HOLDFAST_CACHE_GIB"] == "3"
 
 
-def test_kueue_is_not_asked_for_disk_of_which_no_queue_has_a_quota() -> None:
+def test_a_kueue_job_requests_no_ephemeral_storage() -> None:
     """Otherwise Kueue refuses the whole job: resource ephemeral-storage unavailable in ClusterQueue."""
     for template in pods("pytorchjob", "cluster.scheduler=kueue", "cluster.queue=q"):
         (container,) = template["spec"]["containers"]
@@ -135,7 +135,7 @@ def test_a_tpu_is_a_word_that_the_emitters_know() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_autoscalers_leave_a_rank_where_it_is_unless_the_spec_says_otherwise(kind: str) -> None:
+def test_autoscalers_do_not_evict_a_rank_unless_the_spec_allows_it(kind: str) -> None:
     key = "cluster-autoscaler.kubernetes.io/safe-to-evict"
     for template in pods(kind):
         assert template["metadata"]["annotations"][key] == "false"
@@ -145,7 +145,7 @@ def test_autoscalers_leave_a_rank_where_it_is_unless_the_spec_says_otherwise(kin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_node_is_told_which_cloud_may_take_it_back(kind: str) -> None:
+def test_the_spot_cloud_of_the_spec_is_in_every_pods_environment(kind: str) -> None:
     for template in pods(kind, "cluster.spot=aws"):
         assert variables(template)["HOLDFAST_SPOT"] == "aws"
     assert all("HOLDFAST_SPOT" not in variables(template) for template in pods(kind))

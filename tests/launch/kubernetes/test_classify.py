@@ -110,7 +110,7 @@ def test_a_container_before_the_ranks_that_has_no_image_or_fails_is_named() -> N
     assert "its container fetch, which runs before the ranks, ended with 3: no route" in str(symptom)
 
 
-def test_a_pod_without_a_place_is_waited_for_as_long_as_the_spec_says() -> None:
+def test_an_unschedulable_pod_waits_for_the_pending_timeout_of_the_spec() -> None:
     conditions = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}]
     obstacle = obstacle_of(pod(phase="Pending", conditions=conditions), "pytorch", 0, 600.0)
     assert obstacle is not None and obstacle.patience == 600.0

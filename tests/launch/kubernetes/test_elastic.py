@@ -28,9 +28,7 @@ COMMON = ("training.determinism=elastic", f"training.steps={STEPS}", "checkpoint
 
 @pytest.mark.drill
 @pytest.mark.parametrize(("node", "launches"), [(1, 1), (0, 2)], ids=["another", "the first"])
-def test_those_that_are_left_go_on_and_take_the_lost_node_in_when_it_is_back(
-    node: int, launches: int, tmp_path: Path
-) -> None:
+def test_the_remaining_nodes_continue_and_readmit_a_lost_node(node: int, launches: int, tmp_path: Path) -> None:
     """When the first node, which hosts the rendezvous, is lost, the launcher starts the rest again."""
     store = new_store(tmp_path / "store")
     volume = f'[{{claim: store, path: "{tmp_path / "store"}"}}]'

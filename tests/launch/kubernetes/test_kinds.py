@@ -31,7 +31,7 @@ def conditions(*words: str, spec: Object | None = None, **status: object) -> Obj
         (conditions("Failed"), "failed", False),  # without an end time, its time to live never runs out
     ],
 )
-def test_a_pytorchjob_tells_by_conditions_in_any_order(job, state: str, finished: bool) -> None:
+def test_the_status_of_a_pytorchjob_is_read_from_its_conditions_in_any_order(job, state: str, finished: bool) -> None:
     status = KINDS["pytorchjob"].status(job)
     assert (status.state, status.finished) == (state, finished)
 
@@ -40,7 +40,7 @@ def test_a_pytorchjob_tells_by_conditions_in_any_order(job, state: str, finished
     ("words", "state"),
     [((), "waiting"), (("Suspended",), "suspended"), (("Complete",), "succeeded"), (("Failed",), "failed")],
 )
-def test_a_trainjob_tells_by_conditions_and_is_never_cleared_away_by_itself(words, state: str) -> None:
+def test_the_status_of_a_trainjob_is_read_from_its_conditions_without_a_ttl(words, state: str) -> None:
     status = KINDS["trainjob"].status(conditions(*words, spec={}))
     assert (status.state, status.finished) == (state, False)
 
@@ -58,7 +58,7 @@ def test_a_trainjob_tells_by_conditions_and_is_never_cleared_away_by_itself(word
         ("Aborted", "failed", False),
     ],
 )
-def test_a_volcano_job_tells_by_its_phase(phase: str, state: str, finished: bool) -> None:
+def test_the_status_of_a_volcano_job_is_its_phase(phase: str, state: str, finished: bool) -> None:
     job = {"spec": {"ttlSecondsAfterFinished": 60}, "status": {"state": {"phase": phase}}}
     status = KINDS["volcano"].status(job)
     assert (status.state, status.finished) == (state, finished)
@@ -83,5 +83,5 @@ def replica(index: int) -> Object:
         ("volcano", pod({}, **{"volcano.sh/task-index": "3"}), 3),
     ],
 )
-def test_a_pod_says_which_node_of_the_job_it_is(kind: str, found, rank: int) -> None:
+def test_the_node_rank_is_read_from_the_pod(kind: str, found, rank: int) -> None:
     assert KINDS[kind].rank(found) == rank

@@ -58,7 +58,7 @@ def left(cluster) -> set[str]:
     return names - {"pipeline", "launcher-1", "launcher-2"}
 
 
-def test_success_is_told_with_the_last_lines_of_rank_0_and_the_job_is_kept_for_its_time(cluster) -> None:
+def test_a_successful_launch_returns_the_log_tail_of_rank_0_and_keeps_the_job(cluster) -> None:
     cluster.kubelet.program = each("[print('line', n) for n in range(500)]", DONE)
     running = Running(launcher(cluster), job())
     ending = running.end()
@@ -122,7 +122,7 @@ def container(**state: object) -> dict[str, object]:
     ],
     ids=["evicted", "node lost", "out of memory", "image"],
 )  # fmt: skip
-def test_what_the_cluster_does_to_a_pod_is_told_and_the_node_blamed_where_it_is_to(
+def test_a_pod_failure_of_the_cluster_is_reported_and_blames_the_node_where_due(
     cluster, found, code: int, words: str, blamed
 ) -> None:
     cluster.kubelet.program = lambda pod: found if rank_of(pod) else python(SERVE)
@@ -158,7 +158,7 @@ def test_a_job_without_a_place_is_given_up_with_the_scheduler_s_words(
     assert left(cluster) == set()
 
 
-def test_a_job_that_ran_too_long_is_ended_for_good(cluster) -> None:
+def test_a_job_past_its_deadline_ends_permanently(cluster) -> None:
     cluster.kubelet.program = each(SERVE, SERVE)
     ending = Running(launcher(cluster), job(deadline_hours=0.0003)).end()
     assert ending.code == ExitCode.CANCELLED
@@ -166,7 +166,7 @@ def test_a_job_that_ran_too_long_is_ended_for_good(cluster) -> None:
 
 
 @pytest.mark.parametrize("what", ["job", "pod"])
-def test_what_is_deleted_behind_its_back_is_told_and_retryable(cluster, what: str) -> None:
+def test_an_externally_deleted_job_or_pod_is_a_retryable_failure(cluster, what: str) -> None:
     cluster.kubelet.program = each(SERVE, SERVE)
     running = Running(launcher(cluster), job())
     running.wait_for("ready")
@@ -188,7 +188,7 @@ def test_excluded_nodes_are_not_used_again(cluster) -> None:
     assert {pod["spec"]["nodeName"] for pod in cluster.objects.all("pods")} <= {"node-b", "node-c"}
 
 
-def test_a_job_that_is_there_is_adopted_and_not_made_again(cluster) -> None:
+def test_an_existing_job_is_adopted_and_not_recreated(cluster) -> None:
     cluster.kubelet.program = each(SERVE, SERVE)
     first = launcher(cluster)
     Running(first, job()).wait_for("ready")  # this launcher keeps running until the test ends, like one that hangs
@@ -204,7 +204,7 @@ def test_a_job_that_is_there_is_adopted_and_not_made_again(cluster) -> None:
     assert left(cluster) == set()
 
 
-def test_a_launcher_that_was_asked_to_stop_before_it_follows_does_not_leave_a_job_that_is_there_to_itself(
+def test_a_launcher_stopped_before_it_follows_ends_the_adopted_job(
     cluster,
 ) -> None:
     cluster.kubelet.program = each(SERVE, SERVE)
@@ -300,7 +300,7 @@ def test_two_launchers_of_a_run_take_turns(cluster) -> None:
     assert left(cluster) == set()
 
 
-def test_a_launcher_whose_pod_is_gone_is_replaced_at_once_and_learns_it(cluster) -> None:
+def test_a_launcher_whose_pod_failed_is_replaced_immediately_and_ends_as_preempted(cluster) -> None:
     cluster.start_workflow()
     cluster.kubelet.program = each(SERVE, SERVE)
     dead = launcher(cluster, "launcher-1")
@@ -326,7 +326,7 @@ def test_a_launcher_whose_lease_is_deleted_leaves_the_job_to_others(cluster) -> 
     assert cluster.jobs() == [FIRST]
 
 
-def test_a_lease_says_which_pod_of_which_namespace_holds_it_and_a_new_pod_of_that_name_does_not(cluster) -> None:
+def test_the_lease_holder_is_identified_by_namespace_pod_name_and_uid(cluster) -> None:
     cluster.start_workflow()
     with launcher(cluster, "launcher-1").only_one(RUN):
         (lease,) = cluster.objects.all("leases")
@@ -435,7 +435,7 @@ def test_a_role_that_allows_too_little_is_named_with_the_remedy(cluster) -> None
         assert cluster.objects.changed.wait_for(lambda: not left(cluster), PATIENCE), left(cluster)
 
 
-def test_a_name_that_is_taken_and_not_there_is_tried_a_few_times_and_then_told(
+def test_a_persistent_name_conflict_fails_with_a_retryable_error_after_ten_tries(
     cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("holdfast.launch.kubernetes.launcher.MAKING_PAUSE", 0.0)
@@ -454,7 +454,7 @@ def test_a_name_that_is_taken_and_not_there_is_tried_a_few_times_and_then_told(
 
 
 @pytest.mark.parametrize("allowed", [True, False], ids=["allowed", "refused"])
-def test_a_node_that_failed_its_health_check_is_labelled_where_that_is_permitted_and_else_it_is_said(
+def test_a_node_that_fails_its_health_check_is_labelled_or_a_remedy_is_logged(
     cluster, caplog: pytest.LogCaptureFixture, allowed: bool
 ) -> None:
     cluster.server.may_patch_nodes = allowed
@@ -478,9 +478,7 @@ def test_no_node_is_labelled_by_default_or_for_an_ending_that_is_no_failed_check
     assert not [label for label in labels if "holdfast/health" in label]
 
 
-def test_pods_avoid_excluded_nodes_prefer_others_to_leaving_ones_and_go_to_no_labelled_one_where_that_is_asked() -> (
-    None
-):
+def test_pods_avoid_excluded_and_labelled_nodes_and_prefer_nodes_that_are_not_leaving() -> None:
     def avoided(mark: str) -> list[dict[str, object]]:
         exclusions = {"excluded_nodes": frozenset({"node-a"}), "leaving_nodes": frozenset({"node-b"})}
         launch = replace(job(health={"on_failure": mark}), **exclusions)

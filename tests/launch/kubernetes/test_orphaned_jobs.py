@@ -102,7 +102,7 @@ def test_a_pipeline_that_was_ended_in_another_namespace_leaves_nothing(
         assert abroad.objects.changed.wait_for(lambda: not left(abroad), PATIENCE), left(abroad)
 
 
-def test_a_launcher_whose_death_nobody_can_read_is_taken_for_dead_when_its_lease_has_run_out(abroad) -> None:
+def test_an_unreadable_launcher_counts_as_dead_when_its_lease_expires(abroad) -> None:
     killed(abroad, phase="Running")
     assert end_orphaned_jobs(abroad.api(), RUN, "pytorchjob", duration=1.0, patience=PATIENCE) == [FIRST]
     with abroad.objects.changed:
@@ -160,7 +160,7 @@ def test_a_job_that_ended_well_is_kept_for_its_time(abroad) -> None:
     assert abroad.jobs() == [FIRST]
 
 
-def test_a_missing_right_is_told_and_not_raised(abroad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_permission_is_logged_and_not_raised(abroad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed(abroad)
     monkeypatch.setattr("tests.launch.kubernetes.test_orphaned_jobs.rights", lambda: {"pods": {"get"}})
     output = as_exit_handler(abroad, tmp_path, monkeypatch)

@@ -80,7 +80,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_killed_at_every_stage_or_evicted_is_followed_by_one_that_goes_on(
+def test_a_launcher_killed_at_any_stage_or_evicted_is_replaced_by_one_that_adopts_its_job(
     world: World, undisturbed
 ) -> None:
     cluster = world.cluster

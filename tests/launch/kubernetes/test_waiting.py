@@ -51,7 +51,7 @@ def wait_for_words(caplog: pytest.LogCaptureFixture, words: str) -> None:
     ],
     ids=["quota", "account", "pod security"],
 )  # fmt: skip
-def test_what_refuses_the_pods_is_told_at_once_and_ends_the_job_after_its_time(
+def test_a_refusal_of_pods_is_logged_immediately_and_ends_the_job_after_the_timeout(
     cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, refuse, more, words: str, code: ExitCode
 ) -> None:
     caplog.set_level(logging.WARNING, "holdfast.launch")
@@ -72,7 +72,7 @@ def test_a_job_whose_operator_is_away_is_given_up_too(cluster) -> None:
     assert "0 of 2 pods" in ending.detail and "does the controller of its kind run?" in ending.detail
 
 
-def test_a_full_queue_of_volcano_is_told_in_its_words(
+def test_a_full_volcano_queue_is_reported_with_the_message_of_volcano(
     cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Volcano emits an event of type Normal about the PodGroup (volcano-sh/volcano: pkg/scheduler/plugins/capacity)."""
@@ -91,9 +91,7 @@ def test_a_full_queue_of_volcano_is_told_in_its_words(
     assert f"0 of 2 pods of job {FIRST} have started: Unschedulable: {message}" in ending.detail
 
 
-def test_nodes_that_wait_in_vain_for_others_say_what_keeps_those_away(
-    cluster, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rendezvous_timeout_names_what_blocks_the_missing_pods(cluster, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "holdfast.launch")
     cluster.set_quota({"pods": "1"})
     marker = cluster.token.parent / "told"
@@ -120,7 +118,7 @@ def pods(cluster) -> set[str]:
     return {pod["metadata"]["uid"] for pod in cluster.objects.all("pods")}
 
 
-def test_a_job_in_a_queue_waits_as_long_as_it_takes_and_says_so(
+def test_a_queued_job_waits_without_a_timeout_and_logs_it_once(
     cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offset = [0.0]
@@ -138,9 +136,7 @@ def test_a_job_in_a_queue_waits_as_long_as_it_takes_and_says_so(
 
 
 @pytest.mark.parametrize("when", ["later", "before anybody looks", "before anybody sees the pods go"])
-def test_a_job_that_its_queue_takes_back_goes_on_as_the_same_job_when_it_lets_it_go(
-    cluster, tmp_path, when: str
-) -> None:
+def test_a_job_that_its_queue_suspends_resumes_as_the_same_job(cluster, tmp_path, when: str) -> None:
     marker = tmp_path / "told"
     cluster.kubelet.program = each(SERVE, SERVE)
     running = Running(launcher(cluster), job(scheduler="kueue", queue="q"))
@@ -186,7 +182,7 @@ def look(running: Running, seconds: float = 2.0) -> None:
     assert running.ending is None and running.error is None
 
 
-def test_a_rank_that_dies_after_the_queue_has_let_the_job_go_again_is_told_as_ever(cluster) -> None:
+def test_a_rank_that_dies_after_a_job_is_readmitted_is_reported_normally(cluster) -> None:
     cluster.kubelet.program = each(SERVE, SERVE)
     running = Running(launcher(cluster), job(scheduler="kueue", queue="q"))
     until(cluster, cluster.jobs)
