@@ -32,17 +32,17 @@ def test_a_node_that_hung_is_avoided_after_the_second_time(tmp_path: Path) -> No
     assert bad_nodes(store, "run") == {"a"}
 
 
-def test_a_node_that_computes_wrong_is_avoided_at_once_where_it_alone_can_be_it(tmp_path: Path) -> None:
+def test_a_node_with_wrong_arithmetic_is_avoided_if_it_is_the_only_suspect(tmp_path: Path) -> None:
     store = ended(tmp_path, (ExitCode.WRONG_ARITHMETIC, ["a"]), (ExitCode.WRONG_ARITHMETIC, ["b", "c"]))
     assert bad_nodes(store, "run") == {"a"}
 
 
-def test_a_node_that_failed_the_health_check_is_avoided_at_once_and_so_is_each_of_several(tmp_path: Path) -> None:
+def test_every_node_that_failed_a_health_check_is_avoided(tmp_path: Path) -> None:
     store = ended(tmp_path, (ExitCode.HUNG, ["c"]), (ExitCode.UNHEALTHY_NODE, ["a", "b"]))
     assert bad_nodes(store, "run") == {"a", "b"}
 
 
-def test_a_failed_health_check_is_forgotten_after_a_day_because_nodes_are_mended(tmp_path: Path) -> None:
+def test_a_failed_health_check_expires_after_a_day(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}")
     for number, age in enumerate((60.0, UNHEALTHY_SECONDS + 60.0), 1):
         exit_record = {"code": ExitCode.UNHEALTHY_NODE, "blamed_nodes": [f"node-{number}"], "ended": time.time() - age}

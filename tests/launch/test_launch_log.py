@@ -21,7 +21,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporting, "TAIL_BYTES", 1500)
 
 
-def test_what_a_rank_prints_keeps_its_beginning_and_its_end_and_says_what_was_cut(tmp_path: Path) -> None:
+def test_a_launch_log_keeps_its_head_and_tail_and_states_the_bytes_cut(tmp_path: Path) -> None:
     path, sizes = tmp_path / "launch-000001.log", list[int]()
     lines = [f"line {number} of a rank: ä\n" for number in range(3000)]
 

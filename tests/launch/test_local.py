@@ -88,7 +88,7 @@ def test_a_launch_ends_only_when_what_started_its_ranks_has_ended(tmp_path: Path
     assert log.read_text().endswith("what started the ranks goes on\n")
 
 
-def test_what_a_cloud_says_of_the_node_is_recorded_before_the_launch_ends(tmp_path: Path) -> None:
+def test_a_reclaim_notice_is_recorded_before_the_launch_ends(tmp_path: Path) -> None:
     launcher = LocalLauncher(tmp_path / "logs")
 
     def let() -> None:
@@ -166,12 +166,12 @@ def stopped(folder: Path, *deeds: str, grace: float = 20.0) -> tuple[Ending, lis
     return ending, pids
 
 
-def test_a_gang_that_is_asked_to_stop_says_how_it_left(tmp_path: Path) -> None:
+def test_a_stopped_gang_returns_how_its_ranks_ended(tmp_path: Path) -> None:
     assert stopped(tmp_path / "one", "save", "save")[0].code == 204
     assert stopped(tmp_path / "other", "wait", "wait")[0].code == 143
 
 
-def test_a_rank_that_was_killed_is_the_cause_also_when_torchrun_is_told_to_stop_before_it_looks(tmp_path: Path) -> None:
+def test_a_killed_rank_is_the_cause_even_if_torchrun_gets_sigterm_before_its_check(tmp_path: Path) -> None:
     def kill_one() -> None:
         victim = ready(tmp_path, 2)[0]
         torchrun = psutil.Process(victim).parent()
@@ -205,7 +205,7 @@ sys.exit(code)
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "while the interpreter is taken down"])
-def test_a_gang_that_has_ended_keeps_its_code_when_it_is_told_to_stop_too_late(at_once: bool) -> None:
+def test_an_ended_gang_keeps_its_exit_code_after_a_late_sigterm(at_once: bool) -> None:
     program = TORCHRUN.format(at_once=at_once)
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 12
 

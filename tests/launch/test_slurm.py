@@ -24,7 +24,7 @@ def ended(code: int, **told: NodeExit | None) -> Ending:
     return _ending(code, told, ("last",), Path("log"))
 
 
-def test_the_rank_that_explains_the_others_is_named_with_its_node_and_attempt() -> None:
+def test_the_root_cause_rank_is_reported_with_its_node_and_attempt() -> None:
     reports = {
         "n9": said("n9", ExitCode.LOST_PEER, 1),
         "n1": said("n1", ExitCode.WRONG_ARITHMETIC, 2, blames_node=True),
@@ -34,19 +34,19 @@ def test_the_rank_that_explains_the_others_is_named_with_its_node_and_attempt() 
     assert ending.blamed_nodes == {"n1"}
 
 
-def test_a_node_that_said_nothing_explains_those_that_lost_it() -> None:
+def test_a_node_without_an_exit_report_explains_the_lost_peers() -> None:
     ending = ended(1, n1=said("n1", ExitCode.LOST_PEER, 0), n2=None)
     assert (ending.code, ending.rank, ending.node) == (ExitCode.KILLED, None, 1)
     assert ending.detail == "n2 did not say how it ended. The log is log"
 
 
 @pytest.mark.parametrize("told", [{"n1": None, "n2": None}, {"n1": said("n1", 0, 0), "n2": None}])
-def test_a_launch_that_ended_well_blames_nobody(told: dict[str, NodeExit | None]) -> None:
+def test_a_successful_launch_blames_no_node(told: dict[str, NodeExit | None]) -> None:
     ending = ended(0, **told)
     assert (ending.code, ending.rank, ending.node, ending.blamed_nodes) == (0, None, None, frozenset())
 
 
-def test_what_srun_itself_says_is_the_reason_where_no_node_says_one() -> None:
+def test_an_error_of_srun_is_the_reason_if_no_node_has_an_exit_report() -> None:
     output = (
         "holdfast",
         "srun: fatal: Failed to parse --cpu-bind= values",
@@ -58,7 +58,9 @@ def test_what_srun_itself_says_is_the_reason_where_no_node_says_one() -> None:
     )
 
 
-def test_the_ranks_are_told_the_network_that_the_spec_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_network_of_the_spec_is_in_the_environment_of_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho NodeName=n1 NodeAddr=127.0.0.1\n")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -75,7 +77,7 @@ def test_the_ranks_are_told_the_network_that_the_spec_names(tmp_path: Path, monk
         ({"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}, "7"),  # another task, or one of another job
     ],
 )
-def test_a_job_is_called_so_that_no_other_job_is_meant(array: dict[str, str], called: str) -> None:
+def test_the_id_of_the_current_job_is_unique_in_an_array(array: dict[str, str], called: str) -> None:
     assert own_job({"SLURM_JOB_ID": "7", **array}) == called
 
 

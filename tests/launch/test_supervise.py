@@ -80,7 +80,7 @@ def test_what_may_succeed_is_started_again(code: int) -> None:
 
 
 @pytest.mark.parametrize("code", [ExitCode.NO_SPACE, ExitCode.UNSCHEDULABLE])
-def test_what_only_somebody_else_can_mend_is_not_repeated_here(code: ExitCode) -> None:
+def test_a_failure_that_needs_another_party_is_not_restarted(code: ExitCode) -> None:
     launcher = Scripted([code])
     assert supervised(launcher, Waits()).code == code
     assert launcher.jobs == 1
@@ -95,7 +95,7 @@ def test_what_would_be_again_on_a_node_that_failed_its_health_check_is_not_start
     assert launcher.jobs == launches
 
 
-def test_the_first_restart_comes_at_once_and_later_waits_double_up_to_a_minute() -> None:
+def test_the_first_restart_is_immediate_and_later_waits_double_up_to_a_minute() -> None:
     waits = Waits()
     supervised(Scripted([137] * 9 + [0]), waits, budget=20, backoff_seconds=1)
     assert waits.seconds == [0, 1, 2, 4, 8, 16, 32, 60, 60]
@@ -195,7 +195,7 @@ class Away(Scripted):
         )
 
 
-def test_a_store_that_is_away_between_two_launches_is_waited_for_and_told_what_it_missed() -> None:
+def test_an_unreachable_store_between_launches_is_waited_for_and_gets_the_missed_exits() -> None:
     launcher = Away([137, 0])
     launcher.refuse_after[1] = 3
     assert launcher.supervised(Waits()).code == 0
@@ -203,7 +203,7 @@ def test_a_store_that_is_away_between_two_launches_is_waited_for_and_told_what_i
     assert launcher.jobs == 2
 
 
-def test_a_store_that_stays_away_ends_it_after_a_stated_time_and_a_stop_at_once() -> None:
+def test_an_unreachable_store_ends_the_supervisor_after_the_timeout_and_a_stop_immediately() -> None:
     waits = Waits()
     with pytest.raises(StoreUnreachableError):
         Away([0], 10**6).supervised(waits)

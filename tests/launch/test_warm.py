@@ -86,7 +86,7 @@ def test_several_threads_that_wait_for_it_all_learn_how_it_ended(server: WarmSer
     assert codes == [-signal.SIGTERM] * len(threads)
 
 
-def test_the_group_of_its_process_id_is_there_the_moment_that_is_known(server: WarmServer) -> None:
+def test_the_process_group_exists_as_soon_as_its_id_is_known(server: WarmServer) -> None:
     """torchrun ends the other ranks this way when one fails, maybe before the last of them has done anything."""
     for _ in range(40):
         process = server.start(CHILD, ["wait"], os.environ)
@@ -127,7 +127,7 @@ server.start({CHILD!r}, ["wait"], os.environ).wait()
 """
 
 
-def test_it_dies_with_whoever_made_the_server() -> None:
+def test_a_forked_process_dies_with_the_creator_of_its_server() -> None:
     with subprocess.Popen([sys.executable, "-c", MAKER], stdout=subprocess.PIPE, text=True) as maker:
         assert maker.stdout is not None
         child = psutil.Process(int(maker.stdout.readline().split()[0]))
@@ -135,7 +135,7 @@ def test_it_dies_with_whoever_made_the_server() -> None:
         child.wait(PATIENCE)
 
 
-def test_a_server_that_was_killed_takes_its_processes_along_and_says_so() -> None:
+def test_a_killed_server_ends_its_processes_and_refuses_new_ones() -> None:
     server = WarmServer.spawn([CHILD])
     process = server.start(CHILD, ["wait"], os.environ)
     os.kill(server.pid, signal.SIGKILL)
@@ -144,7 +144,7 @@ def test_a_server_that_was_killed_takes_its_processes_along_and_says_so() -> Non
         server.start(CHILD, ["wait"], os.environ)
 
 
-def test_nothing_is_forked_beside_a_thread(tmp_path: Path) -> None:
+def test_a_server_with_threads_refuses_to_fork(tmp_path: Path) -> None:
     (tmp_path / "threaded.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )

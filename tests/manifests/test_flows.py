@@ -81,7 +81,7 @@ def test_every_service_of_the_overlay_takes_the_steps_and_its_own_clients_get_ou
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_nobody_reaches_a_rank_and_a_rank_reaches_nobody_else(overlay: str) -> None:
+def test_ranks_accept_no_other_pods_and_reach_no_other_pods(overlay: str) -> None:
     world = policies(overlay)
     others = (STRANGER, NEIGHBOUR, *STEPS.values())
     for other, port in itertools.product(others, (22, 29400, 41001)):

@@ -48,7 +48,7 @@ def test_the_dashboard_shows_all_that_is_exported_and_nothing_else() -> None:
     assert NAME.findall(run["query"]) == ["holdfast_step"]
 
 
-def test_alerts_ask_for_what_is_exported_and_say_what_to_do() -> None:
+def test_alerts_use_exported_metrics_and_have_an_action() -> None:
     for rule in RULES["groups"][0]["rules"]:
         assert set(NAME.findall(rule["expr"])) <= set(METRICS), rule["alert"]
         assert rule["annotations"]["action"]
@@ -147,7 +147,7 @@ def labels_of(*overrides: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("index", [INDEX_LABEL, "batch.kubernetes.io/job-completion-index", "volcano.sh/task-index"])
-def test_of_the_pods_of_a_job_that_shows_figures_the_one_with_rank_0_is_asked(index: str) -> None:
+def test_the_rank_0_pod_of_a_job_with_metrics_is_scraped(index: str) -> None:
     shows, elastic = "telemetry.metrics_port=9400", ("training.determinism=elastic", "cluster.nodes.max=11")
     pods = [{index: str(number)} for number in (0, 1, 2, 10)]
     assert targets([{**labels_of(shows, "cluster.nodes.max=11", "cluster.nodes.min=11"), **pod} for pod in pods]) == [0]

@@ -105,7 +105,7 @@ def test_there_is_no_secret_and_nothing_that_looks_like_one(objects: list[dict[s
                 assert not re.search(r"://[^/\s]*:[^/\s]*@", value), f"{name_of(document)}: {key} carries a password"
 
 
-def test_mlflow_asks_for_a_password_that_comes_from_the_secret(objects: list[dict[str, Any]]) -> None:
+def test_mlflow_requires_a_password_from_the_secret(objects: list[dict[str, Any]]) -> None:
     servers = [spec for name, _, spec in pods(objects) if name == "Deployment/mlflow"]
     assert servers
     for spec in servers:

@@ -55,7 +55,7 @@ def test_an_unknown_field_of_a_custom_object_is_found(kind: str) -> None:
     assert any("wieght" in problem for problem in problems(document))
 
 
-def test_nodes_are_asked_for_where_a_copy_adds_the_component(tmp_path: Path) -> None:
+def test_an_overlay_with_kueue_provisioning_requests_nodes(tmp_path: Path) -> None:
     """The component needs an autoscaler, so no overlay has it."""
     copy = tmp_path / "manifests"
     shutil.copytree(MANIFESTS / "components", copy / "components")
@@ -89,7 +89,7 @@ def test_the_example_of_a_network_topology_fits_its_schema() -> None:
             assert member["type"] == "Node" or match["name"] in names
 
 
-def test_whoever_serves_a_champion_may_write_its_service_and_nothing_else() -> None:
+def test_the_serving_account_may_write_inference_services_and_nothing_else() -> None:
     """The component is in no overlay, because not every cluster has KServe."""
     folder = MANIFESTS / "components" / "kserve"
     files = (folder / "service-account.yaml", folder / "rbac.yaml")

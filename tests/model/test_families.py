@@ -136,7 +136,7 @@ def test_an_export_has_the_logits_of_transformers_to_the_bit(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_transformers_saves_is_read_as_the_spec_says_it_to_the_bit(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_of_transformers_gives_the_same_bits_under_the_spec(tmp_path: Path, name: str) -> None:
     theirs = theirs_of(name)
     theirs.save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text(tokenizer_json())

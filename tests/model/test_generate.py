@@ -56,7 +56,7 @@ def test_a_prompt_longer_than_the_context_is_cut_from_the_left() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 16, 31, 32])
-def test_when_the_context_is_full_the_text_goes_on_from_its_later_half(length: int) -> None:
+def test_generation_continues_from_the_later_half_of_a_full_context(length: int) -> None:
     built = decoder(shape())
     prompt = torch.randint(1, 30, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 

@@ -66,7 +66,7 @@ def test_more_experts_than_a_model_has_are_refused() -> None:
         read_config("config.json", huge)
 
 
-def test_what_the_reader_of_the_bytes_says_is_said_as_it_is(tmp_path: Path) -> None:
+def test_an_error_of_the_byte_reader_is_passed_on_unchanged(tmp_path: Path) -> None:
     """A damaged export has a different remedy: downloading the file does not help."""
 
     class Damaged(Folder):

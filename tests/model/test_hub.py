@@ -108,7 +108,7 @@ def test_weights_of_the_hub_are_identified_without_fetching_them_and_then_read(h
         require_weights("hf://tiny/llama", digest)
 
 
-def test_a_file_of_the_hub_is_fetched_or_told_to_be_missing(hub: Hub) -> None:
+def test_a_hub_file_is_fetched_or_reported_missing(hub: Hub) -> None:
     file = hub_file("hf://tiny/llama/tokenizer.json")
     assert file is not None
     assert file.read_bytes() == (hub.folder / "tokenizer.json").read_bytes()

@@ -111,11 +111,11 @@ def test_a_workflow_that_was_stopped_is_cancelled() -> None:
         ("failed", {"registered": True}, "failed"),
     ],
 )
-def test_the_headline_says_what_became_of_it(ending: Ending, more: dict[str, Any], headline: str) -> None:
+def test_the_headline_states_the_outcome(ending: Ending, more: dict[str, Any], headline: str) -> None:
     assert headline_of(ending, **more) == headline
 
 
-def test_a_training_whose_every_try_is_reclaimed_has_failed_and_one_that_is_asked_to_leave_once_is_cancelled(
+def test_a_training_preempted_in_every_try_has_failed_and_one_preempted_once_is_cancelled(
     store: Store,
 ) -> None:
     """Engines report FAILED for both, and no person cancels a run four times."""

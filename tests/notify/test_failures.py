@@ -15,7 +15,7 @@ NODES = [
 
 
 @pytest.mark.parametrize("text", [json.dumps(NODES), json.dumps(json.dumps(NODES))])
-def test_the_node_that_failed_first_is_named_with_what_was_said(text: str) -> None:
+def test_the_first_failed_node_is_reported_with_its_message(text: str) -> None:
     assert first_failed_node(text) == ("train", "pod deleted")
 
 

@@ -126,7 +126,7 @@ def test_a_registered_run_is_summarised_with_figures_and_the_next_command(home: 
     assert record["text"] == summary.text
 
 
-def test_a_run_that_failed_says_how_far_it_came_and_what_happened_on_the_way(store: Store) -> None:
+def test_the_summary_of_a_failed_run_has_its_progress_and_events(store: Store) -> None:
     with recording(store, RUN_ID, "rank 0", attempt=2):
         emit(Progress(step=40, steps=300, loss=2.25, grad_norm=1, tokens_per_second=1, seconds_left=1))
         for step in range(12):
@@ -142,9 +142,7 @@ def test_a_run_that_failed_says_how_far_it_came_and_what_happened_on_the_way(sto
 @pytest.mark.parametrize(("status", "said", "code"), [
     ("SUCCEEDED", None, 0), ("FAILED", 18, 18), ("FAILED", None, None), ("CANCELLED", 204, 204),
 ])  # fmt: skip
-def test_the_summary_tells_programs_the_exit_code(
-    store: Store, status: str, said: int | None, code: int | None
-) -> None:
+def test_the_summary_record_has_the_exit_code(store: Store, status: str, said: int | None, code: int | None) -> None:
     before = time.time()
     run(status, SPEC, run_id=RUN_ID, exit_code=said)
     record = json.loads(store.get(layout.run(RUN_ID, "summary.json")))
@@ -152,7 +150,7 @@ def test_the_summary_tells_programs_the_exit_code(
     assert before <= record["ended"] <= time.time()
 
 
-def test_only_the_verdict_under_the_settings_of_the_spec_is_told(store: Store) -> None:
+def test_the_summary_has_only_the_verdict_under_the_settings_of_the_spec(store: Store) -> None:
     write_finished_run(store, "not_blessed", "mine-none")
     write_finished_run(store, "blessed", "other-none", "evaluation.max_perplexity=9")
     summary = run("SUCCEEDED", SPEC, run_id=RUN_ID)
@@ -166,7 +164,7 @@ def test_only_the_verdict_under_the_settings_of_the_spec_is_told(store: Store) -
 LEFT_ALONE = (ExitCode.CHAMPION_CHANGED, ExitCode.FENCED, ExitCode.CANCELLED)
 
 
-def test_after_a_permanent_failure_it_says_what_to_mend_and_after_one_that_can_pass_to_run_it_again() -> None:
+def test_the_next_command_is_a_fix_after_a_permanent_failure_and_a_retry_after_a_temporary_one() -> None:
     for code in (*(code for code in ExitCode if 5 < code < 128 and code not in LEFT_ALONE), 1, 99):
         next_command = run("FAILED", SPEC, message="why", exit_code=code).next_command
         assert next_command and "run the same command again" not in next_command, code
@@ -175,7 +173,7 @@ def test_after_a_permanent_failure_it_says_what_to_mend_and_after_one_that_can_p
         assert run("FAILED", SPEC, exit_code=code).next_command.startswith("run the same command again"), code
 
 
-def test_in_markdown_what_a_step_said_is_text_and_nothing_else() -> None:
+def test_the_message_of_a_step_is_escaped_in_markdown() -> None:
     message = "*.txt: <script>alert(1)</script> [x](http://y) `rm`\n_a_ learning_rate __b__"
     message += "\n\n# no heading\n- no item\n1. no list\n==="
     summary = run("FAILED", SPEC, message=message)
@@ -196,7 +194,7 @@ def test_in_markdown_what_a_step_said_is_text_and_nothing_else() -> None:
         assert line in visible_text
 
 
-def test_a_failure_before_anything_was_produced_says_step_reason_and_log() -> None:
+def test_the_summary_of_an_early_failure_has_step_reason_and_log() -> None:
     summary = run(
         "FAILED", SPEC, failed_step="preprocess", message="corpus/*.txt: no file matches", log_place="https://kfp/run/1"
     )
@@ -223,7 +221,7 @@ def test_a_spec_that_no_step_could_read_is_the_reason_of_the_failure() -> None:
 
 
 @pytest.mark.parametrize(("status", "posted"), [("FAILED", 1), ("SUCCEEDED", 1), ("CANCELED", 0)])
-def test_a_cancelled_run_is_recorded_and_pages_nobody(
+def test_a_cancelled_run_is_recorded_and_posts_no_alert(
     store: Store, monkeypatch: pytest.MonkeyPatch, status: str, posted: int
 ) -> None:
     with listening(200) as hook:
@@ -233,7 +231,7 @@ def test_a_cancelled_run_is_recorded_and_pages_nobody(
     assert store.get(layout.run(RUN_ID, "summary.json"))
 
 
-def test_a_store_that_cannot_be_used_is_said() -> None:
+def test_an_unusable_store_is_in_the_summary() -> None:
     summary = run("CANCELED", SPEC, "ftp://nowhere", RUN_ID)
     assert summary.status == "cancelled"
     assert "ftp://nowhere" in summary.unknown[0]
@@ -245,7 +243,7 @@ def test_a_store_that_cannot_be_written_is_logged(caplog: pytest.LogCaptureFixtu
     assert "summary:" in caplog.text
 
 
-def test_damaged_records_are_said_and_the_rest_is_kept(store: Store) -> None:
+def test_damaged_records_are_reported_and_the_rest_is_summarized(store: Store) -> None:
     write_finished_run(store, "blessed")
     store.put(layout.verdict(RUN_ID, "k-none"), b"{torn")
     summary = run("SUCCEEDED", SPEC, run_id=RUN_ID)
@@ -310,7 +308,7 @@ def test_the_reason_carries_no_credentials() -> None:
     assert "hunter2" not in run("FAILED", SPEC, message="cannot reach https://me:hunter2@host/x").text
 
 
-def test_the_command_ends_with_zero_whatever_it_finds(tmp_path: Path) -> None:
+def test_the_notify_command_always_exits_with_zero(tmp_path: Path) -> None:
     broken = tmp_path / "spec.yaml"
     broken.write_bytes(b"\xff: [")
     command = [sys.executable, "-m", "holdfast.components.notify", "--status", "failed", "--spec", str(broken)]

@@ -81,7 +81,7 @@ def test_a_sweep_whose_trials_were_all_compared_succeeded(store: Store) -> None:
     assert str(summary["text"]).startswith(f"**story-sweep (sweep {sweep_id(RUNS)}): registered as models:/story/3**")
 
 
-def test_a_sweep_that_ended_before_its_comparison_says_where(store: Store) -> None:
+def test_the_summary_of_a_sweep_without_comparison_names_the_failed_step(store: Store) -> None:
     judged(store, TRIALS[0], RUNS[0])
     compare(parse_spec(TEXT), "d", TRIALS, store)  # of an earlier execution
     left(store, Outcome("train", 1, 2.0, part="1"))

@@ -86,7 +86,7 @@ def bits(number: int, step: int) -> bytes:
     return content(number, step).numpy().tobytes()
 
 
-def test_copies_of_all_ranks_are_committed_in_order_and_each_rank_hears_of_its_own(node: Node) -> None:
+def test_copies_of_all_ranks_are_committed_in_order_and_each_rank_gets_its_results(node: Node) -> None:
     for number in range(2):
         node.rank(number, 2, 3, 6)
     node.wait_for(0, "6 done 65536")
@@ -102,7 +102,7 @@ def test_copies_of_all_ranks_are_committed_in_order_and_each_rank_hears_of_its_o
     wait_until((node.store / "collected-6").exists)
 
 
-def test_a_failure_is_told_with_its_words_and_fails_that_save_alone(node: Node) -> None:
+def test_a_failed_save_is_reported_with_its_message_and_later_saves_succeed(node: Node) -> None:
     (node.store / "refuse-3").touch()
     node.rank(0, 1, 3, 6)
     node.wait_for(0, "6 done 65536")
@@ -124,7 +124,7 @@ def test_ranks_that_are_killed_right_after_their_copies_take_none_with_them(node
     assert [node.part(number, 3) for number in range(2)] == [bits(number, 3) for number in range(2)]
 
 
-def test_nobody_waits_for_the_copy_of_a_rank_that_died_before_it_was_made(node: Node) -> None:
+def test_a_save_fails_when_a_rank_dies_before_its_copy_is_made(node: Node) -> None:
     node.rank(1, 2, 1)
     node.wait_for(1, "1 done None")  # the agent knows it
     node.rank(0, 2, 3)
@@ -135,7 +135,7 @@ def test_nobody_waits_for_the_copy_of_a_rank_that_died_before_it_was_made(node: 
     assert not (node.store / "step-3").exists()
 
 
-def test_a_save_after_the_death_of_another_rank_fails_at_once(node: Node) -> None:
+def test_a_save_after_the_death_of_another_rank_fails_immediately(node: Node) -> None:
     node.rank(1, 2, 3)
     node.wait_for(1, "3 done None")
     node.ranks[1].send_signal(signal.SIGKILL)
@@ -171,7 +171,7 @@ def test_what_is_durable_is_committed_by_the_next_agent_without_its_copy(node: N
     assert not (node.store / "begun-0-3").exists()
 
 
-def test_an_agent_that_is_stopped_and_goes_on_loses_nothing(node: Node) -> None:
+def test_an_agent_that_is_suspended_and_resumed_loses_nothing(node: Node) -> None:
     (node.store / "hold").touch()
     node.rank(0, 1, 3, 6)
     node.wait_for(0, "handed over")
@@ -182,7 +182,7 @@ def test_an_agent_that_is_stopped_and_goes_on_loses_nothing(node: Node) -> None:
     assert node.part(0, 6) == bits(0, 6)
 
 
-def test_an_agent_that_says_nothing_any_more_is_replaced(server: WarmServer, tmp_path: Path) -> None:
+def test_a_silent_agent_is_replaced(server: WarmServer, tmp_path: Path) -> None:
     node = Node(server, tmp_path, silence=2.0)
     (node.store / "hold").touch()
     node.rank(0, 1, 3)
@@ -194,7 +194,7 @@ def test_an_agent_that_says_nothing_any_more_is_replaced(server: WarmServer, tmp
     node.end()
 
 
-def test_what_is_not_done_in_time_is_said_and_left(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_not_done_in_time_is_logged_and_abandoned(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     (node.store / "hold").touch()
     node.rank(0, 1, 3)
     wait_until((node.store / "begun-0-3").exists)
@@ -203,7 +203,7 @@ def test_what_is_not_done_in_time_is_said_and_left(node: Node, caplog: pytest.Lo
     wait_until(lambda: not psutil.pid_exists(node.keeper.pid))  # killed, and soon reaped by its parent
 
 
-def test_a_node_that_is_told_to_go_meanwhile_waits_no_longer(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reclaimed_node_stops_waiting_for_its_saves(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     (node.store / "hold").touch()
     process = node.rank(0, 1, 3)
     wait_until((node.store / "begun-0-3").exists)
@@ -215,9 +215,7 @@ def test_a_node_that_is_told_to_go_meanwhile_waits_no_longer(node: Node, caplog:
     wait_until(lambda: not psutil.pid_exists(node.keeper.pid))
 
 
-def test_whatever_says_something_else_than_a_message_starts_the_agent_anew_and_the_ranks_notice_nothing(
-    node: Node, tmp_path: Path
-) -> None:
+def test_an_invalid_message_restarts_the_agent_and_the_saves_of_the_ranks_succeed(node: Node, tmp_path: Path) -> None:
     (node.store / "hold").touch()
     node.rank(0, 1, 3)
     node.wait_for(0, "handed over")
@@ -230,7 +228,7 @@ def test_whatever_says_something_else_than_a_message_starts_the_agent_anew_and_t
     node.wait_for(0, "3 done 65536")
 
 
-def test_the_agent_dies_with_whatever_it_is_forked_from_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_agent_and_the_ranks_die_with_their_fork_server(tmp_path: Path) -> None:
     server = WarmServer.spawn([MODULE])
     node = Node(server, tmp_path)
     node.rank(0, 2, 3)

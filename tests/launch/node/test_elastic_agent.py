@@ -40,7 +40,7 @@ def node(folder: Path, port: int, deed: str, host: bool) -> subprocess.Popen[str
     ("kill", ExitCode.KILLED, ExitCode.OK),  # another machine may succeed: the other node forms a gang alone
     ("11", ExitCode.BAD_DATA, ExitCode.LOST_PEER),  # no machine would succeed: none continues
 ], ids=["what may pass", "what will not pass"])  # fmt: skip
-def test_the_node_that_is_the_cause_ends_and_the_other_goes_on_if_that_may_help(
+def test_the_failing_node_ends_and_its_peer_continues_if_a_restart_may_help(
     deed: str, itself: int, the_other: int, tmp_path: Path
 ) -> None:
     port = free_port()

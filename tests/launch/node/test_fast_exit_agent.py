@@ -136,7 +136,7 @@ def test_survivors_that_do_not_leave_are_killed_soon_and_one_that_saves_later(
         assert ending.code == ExitCode.LOST_PEER, "it is not the cause"
 
 
-def test_all_that_do_not_leave_are_asked_for_their_stacks_at_once(tmp_path: Path, monkeypatch) -> None:
+def test_stacks_of_all_stuck_ranks_are_requested_together(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     requests: list[set[int]] = []
     monkeypatch.setattr(fast_exit_agent, "stacks_of", lambda _, who, **__: requests.append(set(who)) or {})
@@ -157,7 +157,7 @@ def seconds_in(line: str) -> float:
     return float(line.split(" did not leave in ")[1].split(maxsplit=1)[0])
 
 
-def test_a_survivor_that_hears_is_only_told_to_leave() -> None:
+def test_a_responsive_survivor_gets_only_sigterm() -> None:
     with deaf(1) as ranks, subprocess.Popen(["/bin/sleep", "600"], start_new_session=True) as listener:
         ranks[0].kill()
         ranks[0].wait()

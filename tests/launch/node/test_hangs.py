@@ -41,12 +41,12 @@ def suspects(*ranks: Watched) -> list[int]:
     return [] if decision is None else [suspect.seen.rank for suspect in decision.suspects]
 
 
-def test_a_rank_that_sleeps_while_the_others_wait_is_named_within_three_steps_and_a_second() -> None:
+def test_a_rank_that_sleeps_while_its_peers_wait_is_a_suspect_within_three_steps_and_a_second() -> None:
     assert suspects(rank(1, quiet=SOON - 0.1), *waiters(SOON - 0.2, 0, 2)) == [1]
     assert suspects(rank(1, quiet=SOON - 0.8), *waiters(SOON - 0.8, 0, 2)) == []
 
 
-def test_a_rank_that_waits_somewhere_else_than_the_others_is_named() -> None:
+def test_a_rank_that_waits_in_another_phase_than_its_peers_is_a_suspect() -> None:
     assert suspects(rank(1, "forward", quiet=SOON, waiting=True), *waiters(SOON, 0, 2)) == [1]
 
 
@@ -68,24 +68,24 @@ def test_a_stopped_rank_is_named_wherever_it_is() -> None:
     assert suspects(early, *waiters(11.0, 0, 2, steps=())) == [1]
 
 
-def test_a_gang_that_somebody_has_stopped_as_a_whole_has_ten_minutes_and_one_of_one_rank_has_ten_seconds() -> None:
+def test_a_stopped_gang_is_suspect_after_ten_minutes_and_a_single_rank_after_ten_seconds() -> None:
     assert suspects(*(rank(number, quiet=590.0, stopped=590.0) for number in range(3))) == []
     assert suspects(*(rank(number, quiet=601.0, stopped=601.0) for number in range(3))) == [0, 1, 2]
     assert suspects(rank(0, quiet=9.0, stopped=9.0, world=1)) == []
     assert suspects(rank(0, quiet=11.0, stopped=11.0, world=1)) == [0]
 
 
-def test_nobody_is_named_while_the_rank_behind_computes_or_waits_for_a_core() -> None:
+def test_a_rank_that_computes_or_waits_for_a_core_is_no_suspect_for_two_minutes() -> None:
     assert suspects(rank(1, "backward", quiet=100.0, idle=0.5), *waiters(100.0, 0, 2)) == []
     assert suspects(rank(1, "backward", quiet=121.0, idle=0.5), *waiters(121.0, 0, 2)) == [1]
 
 
-def test_ranks_that_nobody_waits_for_have_two_minutes() -> None:
+def test_ranks_without_waiting_peers_are_suspects_after_two_minutes() -> None:
     assert suspects(*(rank(number, quiet=110.0) for number in range(3))) == []
     assert suspects(*(rank(number, quiet=121.0) for number in range(3))) == [0, 1, 2]
 
 
-def test_nobody_is_named_while_another_rank_goes_on() -> None:
+def test_there_is_no_suspect_while_another_rank_progresses() -> None:
     assert suspects(rank(1, quiet=SOON), rank(0, "forward", quiet=0.1), *waiters(SOON, 2)) == []
 
 
@@ -141,7 +141,7 @@ def unheard(number: int, seconds: float, steps: tuple[float, ...] = USUAL) -> Wa
     return Watched(state, seconds, seconds, seconds, unheard=True)
 
 
-def test_a_node_that_cannot_tell_for_a_while_hangs_nobody_and_one_that_is_silent_for_a_minute_does() -> None:
+def test_a_node_silent_for_a_minute_counts_as_hung_and_not_before() -> None:
     quiet = waiters(59.0, 0, 2)
     assert judge([unheard(1, 59.0), *quiet], hangs.ACROSS_NODES) is None
     decision = judge([unheard(1, 60.0), *quiet], hangs.ACROSS_NODES)
@@ -151,6 +151,6 @@ def test_a_node_that_cannot_tell_for_a_while_hangs_nobody_and_one_that_is_silent
     assert judge([unheard(1, 59.0, steps=()), *starting], hangs.ACROSS_NODES) is None
 
 
-def test_nobody_is_said_to_hang_on_a_silent_node_while_the_ranks_that_wait_for_it_go_on() -> None:
+def test_a_silent_node_is_not_hung_while_its_peers_progress() -> None:
     assert judge([unheard(1, 300.0), *waiters(0.1, 0, 2)], hangs.ACROSS_NODES) is None
     assert judge([unheard(1, 300.0), *waiters(0.1, 0), *waiters(300.0, 2)], hangs.ACROSS_NODES) is None

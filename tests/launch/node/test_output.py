@@ -64,7 +64,7 @@ def test_a_traceback_is_kept_whole(tmp_path: Path, store: Store) -> None:
     assert lines[-1] == "RuntimeError: a bug"
 
 
-def test_a_log_is_there_while_the_rank_goes_on(tmp_path: Path, store: Store) -> None:
+def test_a_log_is_readable_while_the_rank_runs(tmp_path: Path, store: Store) -> None:
     launcher, endings = LocalLauncher(tmp_path / "logs"), []
     thread = threading.Thread(target=lambda: endings.append(launcher.run(job(store.url, "save", "save"))))
     thread.start()
@@ -105,7 +105,7 @@ def test_a_store_that_is_away_neither_fails_nor_holds_up_a_gang(
     assert "the last lines of the ranks did not reach the store" in log
 
 
-def test_a_rank_that_was_killed_while_its_peers_still_save_keeps_nobody_busy(
+def test_the_output_of_a_killed_rank_is_not_polled_in_a_busy_loop(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[bool] = []
@@ -172,7 +172,7 @@ def test_ranks_that_start_cold_are_kept_too(tmp_path: Path, monkeypatch: pytest.
     assert "every rank imports torch itself" in (tmp_path / "logs" / "launch-000001.log").read_text()
 
 
-def test_the_ending_tells_the_command_that_shows_the_log_of_the_rank_to_blame(tmp_path: Path, store: Store) -> None:
+def test_the_exit_detail_has_the_command_for_the_log_of_the_failed_rank(tmp_path: Path, store: Store) -> None:
     jobs = deque([job(store.url, "peer", "12")])
     endings: list[Ending] = []
     ending = Supervisor(

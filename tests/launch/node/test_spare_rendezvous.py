@@ -103,7 +103,7 @@ def test_one_of_two_spares_takes_the_seat_of_a_lost_node_which_stands_by_when_it
 
 
 @pytest.mark.slow
-def test_a_spare_that_is_lost_or_told_to_go_costs_nothing_and_one_that_was_not_needed_ends_well(gang: Gang) -> None:
+def test_a_lost_or_stopped_spare_does_not_disturb_the_gang_and_an_unused_one_exits_with_zero(gang: Gang) -> None:
     gang.begin("spare", "another")
     kill_family(gang.processes.pop("spare"))
     gang.processes["another"].terminate()

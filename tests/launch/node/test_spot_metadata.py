@@ -27,7 +27,7 @@ def in_two_minutes() -> datetime:
     return datetime.now(UTC) + timedelta(seconds=120)
 
 
-def test_aws_is_asked_with_a_token_and_says_when_and_what(metadata: Metadata) -> None:
+def test_aws_is_polled_with_a_token_and_returns_action_and_time(metadata: Metadata) -> None:
     cloud = Aws(metadata.url)
     assert cloud.ask() is None
     metadata.action = {"action": "terminate", "time": in_two_minutes().strftime("%Y-%m-%dT%H:%M:%SZ")}
@@ -54,7 +54,7 @@ def test_that_aws_may_reclaim_a_machine_is_not_certain(metadata: Metadata) -> No
     assert not notice.certain
 
 
-def test_gcp_is_asked_to_tell_at_once_what_changes_after_its_last_answer(metadata: Metadata) -> None:
+def test_gcp_is_polled_with_the_etag_of_its_last_reply(metadata: Metadata) -> None:
     cloud = Gcp(metadata.url)
     assert cloud.ask() is None
     metadata.preempt()  # between two requests: the second one must not wait for another change
@@ -83,14 +83,16 @@ def test_a_machine_of_azure_looks_for_itself_among_those_that_an_event_names(met
 
 
 @pytest.mark.parametrize("cloud", [Aws, Gcp, Azure])
-def test_no_proxy_is_asked(metadata: Metadata, cloud: type[Aws | Gcp | Azure], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_requests_use_no_proxy(
+    metadata: Metadata, cloud: type[Aws | Gcp | Azure], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
     assert cloud(metadata.url).ask() is None
 
 
 @pytest.mark.parametrize("cloud", [Aws, Gcp, Azure])
-def test_a_service_that_is_busy_says_nothing_of_the_machine(metadata: Metadata, cloud: type[Aws | Gcp | Azure]) -> None:
+def test_a_busy_metadata_service_raises_an_os_error(metadata: Metadata, cloud: type[Aws | Gcp | Azure]) -> None:
     metadata.broken = 1
     with pytest.raises(OSError, match="status 503"):
         cloud(metadata.url).ask()

@@ -79,7 +79,7 @@ def test_a_notice_is_a_sigterm_and_an_event_of_the_launch(
     assert (ending.reclaimed, ending.detail) == (True, message)
 
 
-def test_a_service_that_does_not_answer_is_said_once_and_asked_again(
+def test_an_unavailable_metadata_service_is_logged_once_and_polled_again(
     metadata: Metadata, told: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("holdfast.launch.node.spot_notice.AFTER_FAILURE", 0.01)
@@ -89,7 +89,7 @@ def test_a_service_that_does_not_answer_is_said_once_and_asked_again(
     assert len([line for line in caplog.messages if "does not say whether" in line]) == 1
 
 
-def test_nobody_is_asked_unless_the_spec_names_a_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_metadata_service_is_polled_unless_the_spec_names_a_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CLOUD, raising=False)
     before = set(threading.enumerate())  # some of them may end meanwhile
     with NodeEvents() as events, SpotNoticeWatch(events):

@@ -62,7 +62,7 @@ def of(rank: int, **more: str) -> dict[str, str]:
     return {"RANK": str(rank), **more}
 
 
-def test_a_gang_that_goes_on_in_place_after_a_hang_is_watched_like_the_first(
+def test_a_gang_restarted_in_place_after_a_hang_is_watched_again(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stacks, "STACK_SECONDS", 0.1)
@@ -81,7 +81,7 @@ def test_a_gang_that_goes_on_in_place_after_a_hang_is_watched_like_the_first(
     assert watchdog.close() == "", "the hangs before are not how this attempt ended"
 
 
-def test_the_ranks_of_a_node_that_have_ended_are_not_missed_by_the_others(
+def test_exited_ranks_of_a_node_are_no_longer_reported_to_its_peers(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hang_consensus, "SECONDS", PATIENCE)

@@ -17,7 +17,7 @@ LARGE = {"CPU": 64.0, "memory": 256 * GIB, "GPU": 8.0, "accelerator_type:H100": 
 GANG = {"CPU": 16.0, "memory": 64 * GIB, "GPU": 8.0}
 
 
-def test_who_wants_what_and_what_the_nodes_have_is_said() -> None:
+def test_a_shortfall_names_the_request_and_the_nodes() -> None:
     assert shortfall("train", GANG, 2, [SMALL, LARGE, SMALL]) == (
         "train wants 2 nodes with 16 CPU, 64 GiB memory, 8 GPU each, and 1 of Ray's 3 nodes is large enough; there are "
         "2 with 2 CPU, 4 GiB memory; 1 with 64 CPU, 256 GiB memory, 8 GPU"
@@ -30,7 +30,7 @@ def test_who_wants_what_and_what_the_nodes_have_is_said() -> None:
     )
 
 
-def test_a_node_fits_that_has_all_of_it_whoever_uses_it() -> None:
+def test_a_node_fits_by_its_total_resources() -> None:
     assert fits(GANG, LARGE)
     assert not fits({**GANG, "memory": 257 * GIB}, LARGE)
     assert not fits({"NPU": 1.0}, LARGE)
@@ -62,7 +62,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     return FakeRay(monkeypatch)
 
 
-def test_it_is_said_within_seconds_and_given_up_after_the_patience(
+def test_a_shortfall_is_logged_within_seconds_and_expires_after_the_timeout(
     fake: FakeRay, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -101,7 +101,7 @@ def test_who_only_waits_for_others_of_its_kind_is_not_given_up(fake: FakeRay, ca
     assert not caplog.records
 
 
-def test_a_change_of_what_there_is_is_said_at_once(
+def test_a_changed_shortfall_is_logged_immediately(
     fake: FakeRay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)

@@ -157,7 +157,7 @@ def test_a_run_is_found_by_its_id_and_its_name_and_shown_step_by_step(failed: st
     assert (train.state, train.error, train.pods) == ("FAILED", "code 12", ("pod-wf-4", "pod-wf-5"))
 
 
-def test_why_a_step_failed_and_why_another_is_skipped_is_told_by_the_records_in_the_store(
+def test_failure_and_skip_reasons_of_steps_come_from_the_records_in_the_store(
     server: ApiServer, argo: Argo, tmp_path: Path
 ) -> None:
     """Argo knows at most an exit code. The Workflow comes from a schedule: all its parameters are its template's."""
@@ -198,7 +198,7 @@ def test_why_a_step_failed_and_why_another_is_skipped_is_told_by_the_records_in_
     assert (register.name, register.state, register.error) == ("register", "SKIPPED", "perplexity 228 is not below 200")
 
 
-def test_a_step_whose_pod_has_no_place_is_pending_and_says_why(server: ApiServer, argo: Argo) -> None:
+def test_a_step_with_an_unschedulable_pod_is_pending_with_the_reason(server: ApiServer, argo: Argo) -> None:
     """Argo reports the node of all tries as running from its creation."""
     name, why = argo.submit(ORDER)[0].id, "Unschedulable: 0/1 nodes are available: 1 Insufficient cpu."
     times = {"startedAt": "2026-11-20T10:00:00Z", "finishedAt": None}
@@ -215,7 +215,7 @@ def test_a_step_whose_pod_has_no_place_is_pending_and_says_why(server: ApiServer
     assert (evaluate.state, evaluate.error) == ("RUNNING", "")
 
 
-def test_a_step_that_is_not_tried_again_says_why_its_last_try_failed(server: ApiServer, argo: Argo) -> None:
+def test_a_step_without_further_retries_has_the_error_of_its_last_try(server: ApiServer, argo: Argo) -> None:
     name, times = argo.submit(ORDER)[0].id, {"finishedAt": "2026-11-20T10:02:00Z"}
     step = {"templateName": "train", "phase": "Failed", **times}
     nodes = {
@@ -254,7 +254,7 @@ def test_the_listing_has_only_what_holdfast_made_the_newest_first(server: ApiSer
     assert {run.id for run in argo.list()} == set(names)
 
 
-def test_a_run_that_is_not_there_is_said_with_the_command_that_lists(argo: Argo) -> None:
+def test_an_unknown_run_is_reported_with_the_command_that_lists_runs(argo: Argo) -> None:
     with pytest.raises(MissingError, match="holdfast runs --backend argo"):
         argo.status("nothing")
 

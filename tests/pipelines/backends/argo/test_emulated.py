@@ -110,7 +110,7 @@ def test_a_model_that_is_not_blessed_is_not_registered_and_nothing_is_trained_tw
     assert len(objects(folder, "runs/*/attempts/??????.json")) == 1  # the same run is evaluated again
 
 
-def test_a_bad_spec_is_not_tried_again_and_the_exit_handler_says_why(first: Workflow, folder: Path) -> None:
+def test_a_bad_spec_is_not_retried_and_the_exit_handler_reports_it(first: Workflow, folder: Path) -> None:
     workflow = submit(argo(folder), overrides='["training.steps=0"]')
     assert workflow.phase == "Failed"
     assert workflow.nodes["preprocess"].codes == [10]
@@ -120,7 +120,7 @@ def test_a_bad_spec_is_not_tried_again_and_the_exit_handler_says_why(first: Work
     assert "training.steps" in summary
 
 
-def test_what_the_step_itself_said_reaches_the_exit_handler(first: Workflow, folder: Path) -> None:
+def test_the_message_of_a_failed_step_reaches_the_exit_handler(first: Workflow, folder: Path) -> None:
     failed = submit(argo(folder), overrides=json.dumps([f"data.sources.0.uri={folder}/nothing/*.txt"]))
     assert failed.nodes["preprocess"].codes == [15]
     summary = failed.nodes["onExit"].artifacts["summary"].read_text()
@@ -170,7 +170,7 @@ def test_a_file_that_is_added_retrains_the_next_time(first: Workflow, folder: Pa
 
 
 @pytest.mark.drill
-def test_a_trial_that_fails_is_named_and_the_others_are_compared_and_registered(tmp_path: Path) -> None:
+def test_a_failed_trial_is_listed_and_the_rest_is_compared_and_registered(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     write_spec(tmp_path)
     base = argo(tmp_path)

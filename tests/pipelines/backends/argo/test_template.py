@@ -218,11 +218,11 @@ def test_a_stock_argo_has_no_artifact_repository_so_nothing_is_put_there() -> No
     [(1, "* * * * *"), (15, "*/15 * * * *"), (60, "0 * * * *"), (180, "0 */3 * * *"), (1440, "0 0 * * *"),
      (7, "@every 7m"), (90, "@every 90m"), (300, "@every 300m"), (10080, "@every 10080m")],
 )  # fmt: skip
-def test_an_interval_is_cron_where_cron_can_say_it(minutes: int, expected: str) -> None:
+def test_an_interval_becomes_cron_schedules(minutes: int, expected: str) -> None:
     assert schedules(spec(f"schedule.every_minutes={minutes}")) == [expected]
 
 
-def test_the_schedule_asks_first_and_never_overtakes_itself() -> None:
+def test_a_scheduled_workflow_evaluates_the_trigger_first_and_never_overlaps() -> None:
     template, cron = argo_objects(
         spec("schedule.cron=0 3 * * 1", "schedule.timezone=Europe/Berlin", "schedule.starting_deadline_seconds=30"),
         namespace="n",
@@ -253,7 +253,7 @@ def test_names_fit_argo_and_stay_apart() -> None:
     assert template_name(spec()) == "holdfast-a"
 
 
-def test_the_sensor_starts_a_way_in_that_is_there() -> None:
+def test_the_sensor_starts_an_existing_entrypoint() -> None:
     sensor = yaml.safe_load((ROOT / "manifests/components/argo-events/sensor.yaml").read_text(encoding="utf-8"))
     (trigger,) = sensor["spec"]["triggers"]
     workflow = trigger["template"]["k8s"]["source"]["resource"]

@@ -134,7 +134,7 @@ def test_a_dry_run_needs_no_server_and_prints_yaml(spec: Path, command: str) -> 
     assert documents[0]["path"] == "/apis/v2beta1/pipelines"
 
 
-def test_a_dry_run_with_a_server_says_what_would_change_there(there: KubeflowServer, spec: Path) -> None:
+def test_a_dry_run_with_a_server_lists_the_changes_and_makes_none(there: KubeflowServer, spec: Path) -> None:
     holdfast("run", spec, "--backend", "kubeflow")
     holdfast("schedule", spec)
     changes = list(there.changes)

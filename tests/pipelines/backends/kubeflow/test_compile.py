@@ -89,9 +89,7 @@ def test_the_spec_is_a_dictionary_with_what_a_person_wrote_in_its_order(ir: dict
     assert list(shown["defaultValue"])[:2] == ["name", "data"]  # in the order of docs/spec.md, not of the alphabet
 
 
-def test_the_executor_of_kfp_prints_no_parameters_before_a_step_says_anything(
-    ir: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_kfp_executor_prints_no_parameters(ir: dict[str, Any], tmp_path: Path) -> None:
     container = ir["deploymentSpec"]["executors"]["exec-artifacts"]["container"]
     command = [sys.executable, "-m", "kfp.dsl.executor_main", "--function_to_execute", "artifacts"]
     (tmp_path / "component.py").write_text(container["command"][-1])
@@ -174,7 +172,7 @@ def test_what_a_person_looks_at_while_it_trains_is_an_artifact_of_a_step_before(
     assert "preprocess" in train["dependentTasks"]
 
 
-def test_notify_runs_whatever_happened(ir: dict[str, Any]) -> None:
+def test_notify_runs_after_success_and_failure(ir: dict[str, Any]) -> None:
     notify = ir["root"]["dag"]["tasks"]["notify"]
     assert notify["triggerPolicy"] == {"strategy": "ALL_UPSTREAM_TASKS_COMPLETED"}
     assert "taskFinalStatus" in notify["inputs"]["parameters"]["status"]
@@ -256,7 +254,7 @@ def test_a_pod_knows_itself_and_the_workflow_that_owns_it(placed: tuple[dict, di
         }
 
 
-def test_what_the_spec_says_of_the_environment_is_in_every_step(placed: tuple[dict, dict]) -> None:
+def test_the_environment_of_the_spec_is_in_every_step(placed: tuple[dict, dict]) -> None:
     containers, _ = placed
     for step in STEPS:
         variables = {entry["name"]: entry["value"] for entry in containers[step]["env"]}
@@ -299,7 +297,7 @@ def _all_tasks(ir: dict[str, Any]) -> dict[str, Any]:
     return {name: task for dag in dags for name, task in dag.get("dag", {}).get("tasks", {}).items()}
 
 
-def test_a_scheduled_pipeline_asks_first_and_does_nothing_unless_a_retraining_is_due(tmp_path: Path) -> None:
+def test_a_scheduled_pipeline_runs_its_steps_only_if_the_trigger_is_due(tmp_path: Path) -> None:
     spec = load_spec(EXAMPLES[0])
     plain, scheduled = (pipeline_ir(spec, scheduled=scheduled)[0] for scheduled in (False, True))
     (guarded,) = scheduled["components"]["comp-exit-handler-1"]["dag"]["tasks"].keys() - {"trigger"}

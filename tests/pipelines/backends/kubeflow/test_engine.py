@@ -35,7 +35,7 @@ def test_the_policy_is_the_controllers_default_and_on_failure_without_one(
     assert engine_retries(data) == expected
 
 
-def test_it_says_which_ends_are_not_tried_again_and_what_to_do() -> None:
+def test_the_retry_report_lists_failures_without_retry_and_the_remedy() -> None:
     on_error = engine_retries({"workflowDefaults": DEFAULTS + "      retryPolicy: OnError\n"}).text
     assert "does not try again a step that failed, was evicted or ran out of memory." in on_error
     assert "cluster.retries" in on_error
@@ -45,6 +45,6 @@ def test_it_says_which_ends_are_not_tried_again_and_what_to_do() -> None:
     assert engine_retries(always).text.endswith("failed steps and lost pods are tried again")
 
 
-def test_what_is_no_yaml_is_said() -> None:
+def test_an_invalid_controller_configuration_is_reported() -> None:
     with pytest.raises(ValueError, match="workflow-controller-configmap"):
         engine_retries({"workflowDefaults": "a: [b"})

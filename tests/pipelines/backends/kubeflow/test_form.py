@@ -147,7 +147,7 @@ def test_what_was_typed_into_the_form_arrives_as_it_was_meant(
     assert step_spec == spec(*changes)
 
 
-def test_a_salt_with_the_time_in_it_makes_each_firing_a_run_of_its_own(
+def test_a_salt_with_the_scheduled_time_gives_each_firing_a_separate_run(
     kubeflow: KubeflowServer, server: Server
 ) -> None:
     version = upload(server, spec())
@@ -160,7 +160,7 @@ def test_a_salt_with_the_time_in_it_makes_each_firing_a_run_of_its_own(
     assert salts == ["1970-01-01", "1970-01-08", "1970-01-08"]
 
 
-def test_one_at_a_time_when_the_form_says_so(kubeflow: KubeflowServer, server: Server) -> None:
+def test_max_concurrency_of_the_form_limits_runs_to_one(kubeflow: KubeflowServer, server: Server) -> None:
     version = upload(server, spec())
     recurring_run = recurring(
         server, version, form(definitions(kubeflow, version)), max_concurrency="1", no_catchup=True
@@ -171,7 +171,7 @@ def test_one_at_a_time_when_the_form_says_so(kubeflow: KubeflowServer, server: S
     assert kubeflow.fire(recurring_run.recurring_run_id)
 
 
-def test_always_the_latest_version_still_takes_what_the_form_had_said(kubeflow: KubeflowServer, server: Server) -> None:
+def test_parameters_of_the_form_apply_to_a_newer_pipeline_version(kubeflow: KubeflowServer, server: Server) -> None:
     version = upload(server, spec())
     latest = {"pipeline_id": version.pipeline_id}
     parameters = form(definitions(kubeflow, version), steps="12")

@@ -90,7 +90,7 @@ def test_the_emulated_server_answers_as_a_real_one_does(kubeflow: KubeflowServer
     assert tasks.pods("notify") == (workflow.executor("notify"),)
 
 
-def test_an_answer_that_says_that_there_is_no_log_is_no_log() -> None:
+def test_a_missing_log_reply_is_not_a_log() -> None:
     assert error_in(json.dumps(missing_log()).encode())
     assert not error_in(b'{"error_message": "of a step", "time": 1}')
     assert not error_in(b'{"error_message"')

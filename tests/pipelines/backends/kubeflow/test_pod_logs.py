@@ -41,7 +41,7 @@ def test_an_answer_that_is_an_error_is_one_and_no_log(kubeflow: KubeflowServer, 
         assert error.value.exit_code == 15
 
 
-def test_a_live_pod_is_read_by_the_name_that_its_step_has_told(tmp_path: Path) -> None:
+def test_a_live_pod_is_read_by_the_name_in_the_record_of_its_step(tmp_path: Path) -> None:
     with KubeflowServer(multi_user=True) as kubeflow:
         access = Access(endpoint=kubeflow.endpoint, namespace="team")
         run = trains(kubeflow, Server(access))
@@ -97,7 +97,7 @@ def test_the_pod_of_a_step_that_begins_while_the_log_is_followed_is_found(
             assert source.read(workflow.executor(step)) == f"{step}\n".encode()
 
 
-def test_following_reads_pods_whose_names_their_steps_tell_later() -> None:
+def test_following_reads_pods_whose_names_become_known_later() -> None:
     with KubeflowServer(multi_user=True) as kubeflow:
         server = Server(Access(endpoint=kubeflow.endpoint, namespace="team"))
         run = trains(kubeflow, server)

@@ -29,7 +29,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedules, "pipeline_digest", lambda _: "digest")
 
 
-def test_a_schedule_says_when_and_what(kubeflow: KubeflowServer, server: Server) -> None:
+def test_a_schedule_has_its_trigger_and_pipeline(kubeflow: KubeflowServer, server: Server) -> None:
     recurring_run = schedule(server, WEEKLY)
     (schedule_entry,) = kubeflow.recurring.values()
     assert schedule_entry["trigger"] == {"cron_schedule": {"cron": "0 0 3 * * 1"}}
@@ -67,7 +67,7 @@ def test_a_changed_schedule_replaces_the_former_one(kubeflow: KubeflowServer, se
     assert kubeflow.most_enabled == 1
 
 
-def test_a_run_of_the_former_schedule_goes_on_and_the_next_call_tidies_up(
+def test_a_run_of_the_former_schedule_continues_and_the_next_call_deletes_the_schedule(
     kubeflow: KubeflowServer, server: Server
 ) -> None:
     first = schedule(server, WEEKLY)
@@ -215,7 +215,7 @@ def test_what_kfp_cannot_keep_is_refused(changes: tuple[str, ...], field: str) -
         trigger_of(spec(*changes))
 
 
-def test_the_time_zone_of_kfps_scheduler_is_one_that_can_be_said() -> None:
+def test_the_time_zone_of_the_kfp_scheduler_is_configurable() -> None:
     zoned_spec = spec("schedule.cron=0 3 * * 1", "schedule.timezone=Europe/Berlin")
     assert trigger_of(zoned_spec, "Europe/Berlin").cron_schedule.cron == "0 0 3 * * 1"
     assert schedules.trigger_of(spec("schedule.cron=0 3 * * 1", "schedule.timezone=Etc/UTC"))

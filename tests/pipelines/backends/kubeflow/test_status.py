@@ -72,7 +72,7 @@ def test_each_step_of_a_run_that_ended_well_is_one_row_in_the_order_of_the_dag(
     assert [step.seconds for step in run_status.steps] == [20, 64, 21, 22, 20]
 
 
-def test_a_step_that_was_skipped_says_why(kubeflow: KubeflowServer, store: Store) -> None:
+def test_a_skipped_step_has_the_reason(kubeflow: KubeflowServer, store: Store) -> None:
     run = kubeflow.recorded("succeeded-not-blessed")
     left(store, run, *TRAINED, step("evaluate", "not_blessed"))
     verdict = {"word": "not_blessed", "reasons": ["Perplexity 228 is not below 200."]}
@@ -114,7 +114,7 @@ def test_a_failed_step_has_its_own_reason_and_exit_code(kubeflow: KubeflowServer
 
 
 @pytest.mark.parametrize("known", ["record", "workflow", "nothing"])
-def test_a_step_whose_pod_was_killed_says_so(
+def test_a_step_with_a_killed_pod_has_the_reason(
     kubeflow: KubeflowServer, store: Store, cluster: ApiServer, known: str
 ) -> None:
     run = kubeflow.recorded("failed-bad-parameter")
@@ -176,7 +176,7 @@ def test_trials_of_a_sweep_that_runs_have_one_row_each(kubeflow: KubeflowServer,
 
 
 @pytest.mark.parametrize("trains", [False, True])
-def test_what_a_training_waits_for_is_said_until_it_trains(
+def test_a_pending_training_shows_what_it_waits_for_until_it_trains(
     kubeflow: KubeflowServer, store: Store, trains: bool
 ) -> None:
     run = kubeflow.recorded("sweep-running")
@@ -237,7 +237,7 @@ def test_a_pod_that_has_not_begun_after_two_minutes_is_named_with_how_to_look(
     assert shown(status(kubeflow, store, run)) == [("preprocess", "PENDING", "", None)]
 
 
-def test_a_cluster_that_cannot_be_asked_is_named_once_however_often_the_status_is_read(
+def test_an_unreachable_cluster_is_logged_once_for_many_status_reads(
     kubeflow: KubeflowServer, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = stuck(kubeflow)
@@ -248,7 +248,7 @@ def test_a_cluster_that_cannot_be_asked_is_named_once_however_often_the_status_i
 
 
 @pytest.mark.parametrize("where", ["workflow", "pod"])
-def test_where_kubernetes_can_be_asked_it_says_why_a_pod_does_not_start(
+def test_the_status_explains_a_pending_pod_if_kubernetes_is_reachable(
     kubeflow: KubeflowServer, store: Store, cluster: ApiServer, where: str
 ) -> None:
     run = stuck(kubeflow)
@@ -268,7 +268,7 @@ def test_where_kubernetes_can_be_asked_it_says_why_a_pod_does_not_start(
     assert (name, state, reason in error) == ("preprocess", "PENDING", True)
 
 
-def test_a_workflow_that_failed_before_its_first_step_says_what_is_known_and_where_to_look(
+def test_a_workflow_that_fails_before_its_first_step_reports_the_cause_or_where_to_look(
     kubeflow: KubeflowServer, store: Store, cluster: ApiServer
 ) -> None:
     run = kubeflow.recorded("failed-before-any-step")

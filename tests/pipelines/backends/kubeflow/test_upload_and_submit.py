@@ -165,13 +165,13 @@ def test_a_server_that_stays_broken_is_given_up_as_unreachable(kubeflow: Kubeflo
     assert error.value.exit_code.retryable
 
 
-def test_nobody_at_the_endpoint_is_said_with_a_remedy() -> None:
+def test_an_unreachable_endpoint_is_reported_with_a_remedy() -> None:
     with pytest.raises(KubeflowUnreachableError, match="port-forward") as error:
         Server(Access(endpoint="http://127.0.0.1:9"))
     assert error.value.exit_code is ExitCode.STORE_UNREACHABLE
 
 
-def test_without_any_endpoint_one_is_asked_for() -> None:
+def test_a_missing_endpoint_is_reported() -> None:
     with pytest.raises(MissingError, match="KFP_ENDPOINT"):
         Server(Access())
 
@@ -215,7 +215,7 @@ def test_a_token_that_expires_is_read_again(kubeflow: KubeflowServer, tmp_path: 
     ],
     ids=["token", "cookie", "header"],
 )
-def test_every_way_to_say_who_asks_goes_with_every_request(
+def test_every_form_of_credentials_is_sent_with_every_request(
     kubeflow: KubeflowServer, access: dict[str, str], required: dict[str, str]
 ) -> None:
     kubeflow.required = required
@@ -230,7 +230,7 @@ def test_a_login_page_is_not_followed(kubeflow: KubeflowServer) -> None:
     assert all("/login" not in path for _, path in kubeflow.requests)
 
 
-def test_what_the_server_refuses_is_told_in_its_words(kubeflow: KubeflowServer) -> None:
+def test_a_refusal_has_the_message_of_the_server(kubeflow: KubeflowServer) -> None:
     with pytest.raises(KubeflowRefusedError, match="single-user mode"):
         submit(connect(kubeflow, namespace="somebody"), WANTED)
 
@@ -245,7 +245,7 @@ def test_several_users_keep_to_their_namespaces() -> None:
             submit(connect(kubeflow), RunRequest(spec("name=other")))
 
 
-def test_a_dry_run_sends_nothing_and_says_what_it_would(kubeflow: KubeflowServer) -> None:
+def test_a_dry_run_sends_nothing_and_lists_its_requests(kubeflow: KubeflowServer) -> None:
     for access in (Access(), Access(endpoint=kubeflow.endpoint)):
         dry = Server(access, dry=True)
         submit(dry, WANTED)

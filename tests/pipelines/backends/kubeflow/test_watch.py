@@ -119,7 +119,7 @@ def test_following_gives_every_line_once_and_whole_and_ends_with_the_run(
     assert followed == ["first", "second", "third", "last without an end"]
 
 
-def test_the_log_of_a_pod_that_is_gone_is_said_to_be_gone(kubeflow: KubeflowServer, run: str, server: Server) -> None:
+def test_the_log_of_a_deleted_pod_is_reported_missing(kubeflow: KubeflowServer, run: str, server: Server) -> None:
     kubeflow.logs.clear()
     with pytest.raises(MissingError, match="its pod is gone"):
         list(logs(server, run))

@@ -83,7 +83,7 @@ def test_a_record_of_another_version_is_no_obstacle(record: Record, local: Local
     assert [run.id for run in local.list()] == [RUN_ID]
 
 
-def test_another_process_of_the_same_number_is_never_told_to_end(
+def test_another_process_with_the_same_pid_is_never_signalled(
     record: Record, local: Local, process: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     store = open_store(f"file://{tmp_path}/store")
@@ -95,7 +95,7 @@ def test_another_process_of_the_same_number_is_never_told_to_end(
 
 
 @pytest.mark.parametrize("step", [-7200.0, 1.0, 3600.0])
-def test_a_run_goes_on_living_when_the_clock_is_set(
+def test_a_run_stays_alive_when_the_clock_is_set(
     step: float, record: Record, local: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     boot_time = psutil._pslinux.boot_time
@@ -148,9 +148,7 @@ def test_of_a_sweep_a_step_is_that_of_all_trials_or_of_one(record: Record, local
     assert {name for name, _ in local.logs("abcd", "train-1")} == {"train-1"}
 
 
-def test_the_steps_of_a_run_that_has_ended_are_still_told(
-    record: Record, local: Local, process: subprocess.Popen[str]
-) -> None:
+def test_the_steps_of_an_ended_run_are_kept(record: Record, local: Local, process: subprocess.Popen[str]) -> None:
     process.terminate()
     process.wait(300)
     assert local.status(RUN_ID).steps == ()  # killed before it could report
@@ -166,7 +164,9 @@ def test_the_steps_of_a_run_that_has_ended_are_still_told(
     ]  # fmt: skip
 
 
-def test_a_failed_run_says_why(record: Record, local: Local, process: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_the_status_of_a_failed_run_has_the_reason(
+    record: Record, local: Local, process: subprocess.Popen[str], tmp_path: Path
+) -> None:
     process.terminate()
     process.wait(300)
     store = open_store(f"file://{tmp_path}/store")
@@ -201,7 +201,7 @@ def test_a_blessed_model_is_a_success_once_it_is_registered(
     assert (status.state, status.exit_code) == (state, code)
 
 
-def test_the_record_asks_for_the_very_same_again_and_keeps_no_password(tmp_path: Path) -> None:
+def test_a_run_record_restores_the_request_and_has_no_password(tmp_path: Path) -> None:
     request = replace(ORDER, salt="s", image="i:1", replan=True, store="s3://b", service_account="a")
     store = open_store(f"file://{tmp_path}")
     record_of(request, "kubeflow", "id-1", "https://me:hunter2@kfp").write(store)

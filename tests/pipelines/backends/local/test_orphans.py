@@ -30,6 +30,6 @@ def waited_for(folder: Path, code: str, *received: int) -> int:
         return int(shell.stdout.readline())
 
 
-def test_it_is_waited_for_and_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+def test_a_run_is_waited_for_and_a_second_signal_kills_it(tmp_path: Path) -> None:
     assert waited_for(tmp_path, "import sys, time; time.sleep(1); sys.exit(204)", signal.SIGINT) == 204
     assert waited_for(tmp_path, "import time; time.sleep(600)", signal.SIGINT, signal.SIGINT) == 128 + signal.SIGKILL

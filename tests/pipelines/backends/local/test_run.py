@@ -43,7 +43,7 @@ def registered_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) 
 
 
 @pytest.mark.parametrize("given", ["", "sqlite:///{}", "sqlite:///{}?timeout=5"])
-def test_a_registration_counts_only_while_its_mlflow_is_there(
+def test_a_registration_counts_only_while_its_mlflow_exists(
     given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local_run, database = registered_run(tmp_path, monkeypatch, given)

@@ -56,7 +56,7 @@ def test_a_step_prints_behind_its_name_and_ends_with_its_code_and_its_result(
     assert capsys.readouterr().out == "[evaluate-2] evaluate name: a\n[evaluate-2] without its end\n"
 
 
-def test_a_step_whose_worker_is_killed_is_asked_to_leave(tmp_path: Path) -> None:
+def test_a_step_whose_worker_is_killed_gets_a_shutdown_request(tmp_path: Path) -> None:
     command = [sys.executable, "-c", STARTS, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
         assert starter.stdout is not None
@@ -67,7 +67,7 @@ def test_a_step_whose_worker_is_killed_is_asked_to_leave(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("asked", ["before", "by a signal", "by the end of its maker"])
-def test_a_run_that_is_asked_to_stop_runs_its_exit_handler_and_nothing_else(asked: str, tmp_path: Path) -> None:
+def test_a_stopped_run_runs_only_its_exit_handler(asked: str, tmp_path: Path) -> None:
     (outcomes := tmp_path / worker.OUTCOMES_FOLDER).mkdir()
     spec = dump_spec(parse_spec("{name: a, data: {sources: [{uri: 'file:///nowhere/*.txt'}]}}"))
     worker.Request(spec, tmp_path.as_uri()).write(tmp_path)
@@ -93,7 +93,7 @@ def test_a_run_that_is_asked_to_stop_runs_its_exit_handler_and_nothing_else(aske
     assert not (outcomes / "train.json").exists()
 
 
-def test_where_a_log_has_a_hole_it_says_so(tmp_path: Path) -> None:
+def test_a_log_states_the_bytes_lost_on_a_full_disk(tmp_path: Path) -> None:
     """Further output is written once there is space again."""
     with (tmp_path / "log").open("w") as log, Path("/dev/full").open("w") as full:
         descriptor = os.dup(log.fileno())

@@ -70,7 +70,7 @@ def wanted(run_id: str = KEY) -> RunRequest:
     return RunRequest(parse_spec(SPEC), run_id=run_id)
 
 
-def test_the_same_again_is_the_job_that_is_there_until_it_has_failed(backend: Ray) -> None:
+def test_a_repeated_submission_returns_the_existing_job_until_it_fails(backend: Ray) -> None:
     first, created = backend.submit(wanted())
     assert first.id.startswith(f"holdfast-{KEY}-")
     assert (first.id[-2:], first.state, created) == ("-1", "RUNNING", True)
@@ -83,7 +83,7 @@ def test_the_same_again_is_the_job_that_is_there_until_it_has_failed(backend: Ra
     assert [run.id for run in backend.list()] == [second.id, first.id]
 
 
-def test_of_two_submissions_at_once_one_makes_the_job(backend: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_concurrent_submissions_create_one_job(backend: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_jobs, slow = jobs(backend), RayOrder.of(wanted()).submission_id(1)
     listings = iter([[], None])
 
@@ -96,7 +96,7 @@ def test_of_two_submissions_at_once_one_makes_the_job(backend: Ray, monkeypatch:
     assert backend.submit(wanted()) == (backend.status(slow), False)
 
 
-def test_what_a_task_prints_is_told_by_step(backend: Ray) -> None:
+def test_the_output_of_tasks_is_split_by_step(backend: Ray) -> None:
     run, _ = backend.submit(wanted())
     jobs(backend).printed = "\n".join((
         "\x1b[36m(run pid=7, ip=127.0.0.1)\x1b[0m [tokenise 0/3] made (all)", "[train] a step", "something of Ray",
@@ -114,7 +114,7 @@ def test_the_same_run_in_another_store_is_another_job(backend: Ray, tmp_path: Pa
     assert backend.status(KEY).id == first.id, "the one in this store is meant"
 
 
-def test_cancelling_asks_the_job_to_stop_and_may_be_repeated(backend: Ray) -> None:
+def test_cancelling_a_job_is_idempotent(backend: Ray) -> None:
     backend.submit(wanted())
     status, running = backend.cancel(KEY[:6])
     assert (status.state, running) == ("CANCELED", True)
@@ -151,7 +151,7 @@ def test_a_spec_that_is_too_long_for_a_variable_is_refused() -> None:
         RayOrder.of(RunRequest(spec)).runtime_env()
 
 
-def test_a_cluster_that_does_not_answer_is_said_so() -> None:
+def test_an_unreachable_ray_cluster_is_reported() -> None:
     pytest.importorskip("ray")
     with pytest.raises(ClusterUnreachableError, match=r"http://127\.0\.0\.1:9"):
         Jobs("http://127.0.0.1:9").all()

@@ -43,12 +43,12 @@ def test_nodes_that_differ_are_named(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "outcome"), [("ray", "warn"), ("holdfast", "fail")])
-def test_nodes_that_are_not_as_whoever_submits_are_said(name: str, outcome: str) -> None:
+def test_nodes_with_other_versions_than_the_submitter_are_reported(name: str, outcome: str) -> None:
     finding = one(ray._versions([replace(NODE, versions={**HERE, name: "0.0.1"})]))
     assert (finding.outcome, finding.message) == (outcome, f"{name}: 0.0.1 on 10.0.0.1; here it is {HERE[name]}")
 
 
-def test_a_store_that_is_another_one_there_or_is_not_read_is_said() -> None:
+def test_a_store_that_differs_or_is_unreadable_on_a_node_is_reported() -> None:
     url = "s3://bucket/prefix"
     assert one(ray._store([NODE], url + "/", "word")).message == f"every node reads {url}"
     for node, message in (

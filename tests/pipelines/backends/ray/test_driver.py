@@ -78,9 +78,7 @@ def codes_of(steps: RaySteps) -> list[int]:
     return codes
 
 
-def test_a_share_that_waits_for_others_waits_and_is_given_up_once_there_is_nobody_to_wait_for(
-    steps: RaySteps, tmp_path: Path
-) -> None:
+def test_a_queued_share_times_out_only_after_its_peers_end(steps: RaySteps, tmp_path: Path) -> None:
     kept.add("tokenise 0/2")
     assert codes_of(steps) == [ExitCode.OK, ExitCode.UNSCHEDULABLE]
     _, waiting_task = FakeTask.made
@@ -96,7 +94,7 @@ def test_shares_that_have_all_lost_their_nodes_do_not_wait_for_each_other(steps:
     assert len(FakeTask.made[0].was_queued) < 5
 
 
-def test_a_task_that_waits_for_room_leaves_when_it_is_asked_to(steps: RaySteps) -> None:
+def test_a_pending_task_ends_on_a_stop_request(steps: RaySteps) -> None:
     handle = steps.start(Execution("evaluate"))
     FakeTask.made[0].reference = None
     handle.stop(force=False)

@@ -67,7 +67,7 @@ def test_every_example_passes_the_schema(example: Path) -> None:
     validate(made(example))
 
 
-def test_the_job_is_called_after_its_order_and_is_the_same_each_time() -> None:
+def test_the_job_name_derives_from_the_request_and_is_reproducible() -> None:
     spec = load_spec(EXAMPLES[0], (*FITTING, "cluster.scheduler=default", "cluster.queue=null"))
     assert rayjob_text(spec) == rayjob_text(spec)
     job = rayjob(RunRequest(spec, run_id="0123456789abcdef"))

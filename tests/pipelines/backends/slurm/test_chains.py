@@ -28,7 +28,7 @@ def knows(home: Path, *lines: str) -> None:
         (home / name).chmod(0o755)
 
 
-def test_a_training_goes_on_to_be_seen_after_slurm_has_forgotten_the_step_before_it(home: Path) -> None:
+def test_a_training_stays_visible_after_slurm_forgets_the_preceding_step(home: Path) -> None:
     url = (home / "store").as_uri()
     key = f"abc-{store_mark(url)}"
     others = {"train": "RUNNING", "evaluate": "PENDING", "register": "PENDING", "notify": "PENDING"}
@@ -53,7 +53,7 @@ def test_a_training_goes_on_to_be_seen_after_slurm_has_forgotten_the_step_before
     assert [run.id for run in slurm.list()] == [f"{key}-6"]
 
 
-def test_two_chains_of_one_run_are_told_apart_though_the_first_jobs_of_both_are_forgotten(home: Path) -> None:
+def test_two_chains_of_one_run_are_distinguished_without_their_first_jobs(home: Path) -> None:
     lines = [
         JOB.format(number=7, key="abc-0", step="notify", state="COMPLETED"),
         JOB.format(number=12, key="abc-0", step="train", state="RUNNING").replace("abc-0-6", "abc-0-11"),
@@ -78,7 +78,7 @@ def test_two_chains_of_one_run_are_told_apart_though_the_first_jobs_of_both_are_
     ],
     ids=["cancelled while it waited", "evaluation never began", "failed", "ended well", "nothing said"],
 )
-def test_a_run_of_which_slurm_knows_the_exit_handler_alone_has_succeeded_only_if_all_steps_said_so(
+def test_a_run_known_by_its_exit_handler_alone_succeeds_only_if_all_outcomes_do(
     home: Path, told: dict[str, int], state: str, message: str
 ) -> None:
     url = (home / "store").as_uri()
@@ -93,7 +93,7 @@ def test_a_run_of_which_slurm_knows_the_exit_handler_alone_has_succeeded_only_if
     assert [run.state for run in Slurm(url).list()] == [state]
 
 
-def test_a_listing_reads_what_the_steps_said_though_the_first_job_is_known(home: Path) -> None:
+def test_a_listing_reads_the_outcomes_of_steps_even_if_the_first_job_is_known(home: Path) -> None:
     url = (home / "store").as_uri()
     first = JOB.format(number=6, key="abc-0", step="preprocess", state="COMPLETED").replace("abc-0-6", "abc-0")
     knows(home, first, JOB.format(number=10, key="abc-0", step="notify", state="COMPLETED"))
@@ -102,7 +102,7 @@ def test_a_listing_reads_what_the_steps_said_though_the_first_job_is_known(home:
     assert [run.state for run in Slurm(url).list()] == ["SUCCEEDED"]
 
 
-def test_a_step_before_one_that_began_has_ended_well_though_nobody_knows_it(home: Path) -> None:
+def test_a_step_before_a_started_one_counts_as_succeeded(home: Path) -> None:
     lines = [
         JOB.format(number=number, key="abc-0", step=step, state="COMPLETED")
         for number, step in enumerate(("evaluate", "register", "notify"), 8)
