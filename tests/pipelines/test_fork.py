@@ -54,7 +54,7 @@ def fork(store: Store, run: str, step: int, *overrides: str) -> Result:
     return result
 
 
-def test_a_rewound_run_shares_the_past_and_goes_on_with_the_same_bits_or_as_it_is_told(
+def test_a_fork_shares_the_past_and_continues_with_the_same_bits_or_with_its_overrides(
     store: Store, tmp_path: Path
 ) -> None:
     spec = tiny_spec(KEEP)

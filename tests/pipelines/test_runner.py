@@ -261,7 +261,7 @@ def test_a_backend_that_cannot_start_a_step_still_has_the_exit_handler_run(monke
     assert steps.ending["status"] == "failed"
 
 
-def test_the_items_of_a_list_run_together_and_when_one_fails_the_rest_is_asked_to_leave() -> None:
+def test_list_items_run_concurrently_and_a_failure_stops_the_rest() -> None:
     steps = Steps(tokenise_0_3=["waits"], tokenise_1_3=[11], tokenise_2_3=["waits"])
     assert runner(steps, FAN_OUT).run() == 11
     assert steps.names == ["divide", "tokenise-0-3", "tokenise-1-3", "tokenise-2-3", "notify"]
@@ -302,7 +302,7 @@ def test_a_request_to_stop_reaches_the_running_step_and_nothing_starts_after_it_
     assert steps.ending["status"] == "cancelled"
 
 
-def test_a_step_that_a_stopped_run_did_not_start_says_so() -> None:
+def test_a_step_not_started_by_a_stopped_run_has_the_reason() -> None:
     steps = Steps()
     walker = runner(steps)
     steps.on_wait = walker.request_stop

@@ -45,7 +45,7 @@ def test_a_word_in_the_place_of_the_section_is_the_field() -> None:
     assert spec("{processes: 8}", H100, "parallel=auto").parallel.auto
 
 
-def test_what_it_chooses_may_not_be_said_as_well() -> None:
+def test_fields_chosen_by_auto_may_not_be_set() -> None:
     with pytest.raises(SpecError, match=r"(?s)parallel.strategy.*chosen by parallel: auto.*--apply.*micro_batch"):
         spec("{auto: true, processes: 8, strategy: fsdp}", H100, "training.micro_batch=2")
     fields = layout_fields(declared_task(spec(), ACCELERATORS["H100"], 32000), Layout())
@@ -82,9 +82,7 @@ def test_under_elastic_determinism_the_grain_is_kept() -> None:
     assert best(auto_spec, None, here=False).layout.micro_batch == 2
 
 
-def test_an_accelerator_is_said_or_measured_here_and_never_guessed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_accelerator_is_named_or_measured_and_never_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
     unnamed = spec(cluster="")
     with pytest.raises(SpecError, match=r"(?s)cluster.product.*guesses.*holdfast calibrate"):
@@ -119,7 +117,7 @@ def test_ranks_that_fill_no_node_of_eight_get_advice_as_well() -> None:
     assert next_plan(wide_spec, 32000, here=False) is not None
 
 
-def test_a_range_of_nodes_is_left_to_the_planner_which_asks_the_rules_of_all_of_them() -> None:
+def test_a_plan_for_a_range_of_nodes_satisfies_the_rules_for_all_counts() -> None:
     ranged = ("training.determinism=off", "training.global_batch=48", "cluster.nodes={min: 2, max: 3}")
     auto_spec = spec("{auto: true, processes: 8}", H100, *ranged)
     candidate = best(auto_spec, None, here=False)
@@ -150,7 +148,7 @@ def test_what_ran_out_of_memory_is_followed_by_a_plan_that_needs_clearly_less() 
     assert smaller.world_size == failed.world_size
 
 
-def test_a_plan_follows_on_an_accelerator_that_nobody_names_and_none_where_nothing_needs_less() -> None:
+def test_the_next_plan_needs_less_memory_without_a_named_accelerator_or_does_not_exist() -> None:
     failed = spec("{processes: 2}", "", "model.layers=2")
     proposal = next_plan(failed, 32000, here=False)
     assert proposal is not None

@@ -60,7 +60,7 @@ def test_lines_are_those_that_the_points_lie_on_and_answer_for_other_sizes_and_g
     assert all_reduce(10**6, Group(8, 1, slow_network)) > 1  # no measurement between nodes: formulas apply
 
 
-def test_no_line_says_that_a_message_takes_less_than_no_time_to_begin() -> None:
+def test_a_fitted_latency_is_never_negative() -> None:
     """Points that grow faster than their bytes, as where large messages exceed a cache."""
     points = [
         Point(collective="all_reduce", ranks=2, size=size, seconds=seconds, fitted=True)

@@ -22,7 +22,7 @@ H100 = accelerator("H100")
 MB = 1e6
 
 
-def test_a_ring_in_a_node_takes_what_the_formula_says() -> None:
+def test_a_ring_all_reduce_in_a_node_matches_the_formula() -> None:
     alpha, beta = H100.link_latency, H100.link * H100.link_reach
     assert all_reduce_by(100 * MB, group(H100, 8))["ring"] == pytest.approx(14 * alpha + 2 * 7 / 8 * 100 * MB / beta)
 
@@ -55,7 +55,7 @@ def test_what_leaves_the_node_is_slower() -> None:
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (4, 8), (8, 16)])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
-def test_the_drawn_schedule_waits_as_long_as_the_formula_says(schedule: str, stages: int, micro_batches: int) -> None:
+def test_the_idle_time_of_a_drawn_schedule_matches_the_formula(schedule: str, stages: int, micro_batches: int) -> None:
     layout = Layout(pipeline=stages, schedule=schedule)  # type: ignore[arg-type]
     rows = [line.split("|")[1] for line in timeline(layout, micro_batches, width=10_000).splitlines()[:-1]]
     computing = 3 * micro_batches

@@ -76,7 +76,7 @@ def test_the_prices_of_the_spec_come_before_the_tables_and_the_command_line_befo
     assert "a million tokens" in plan(str(spec), "--gpus", "64")
 
 
-def test_the_accelerator_is_named_by_the_nodes_labels_or_asked_for(spec: Path) -> None:
+def test_the_accelerator_comes_from_node_labels_or_is_required(spec: Path) -> None:
     assert as_json(str(spec))["accelerator"] == "H100"
     assert as_json(str(spec), "-a", "mi300x")["accelerator"] == "MI300X"
     spec.write_text(SPEC.replace("NVIDIA-H100-80GB-HBM3", "something"))
@@ -126,7 +126,7 @@ def test_a_budget_buys_the_fastest_run_that_it_pays_for(spec: Path) -> None:
         plan(str(spec), "--budget", "0.01", "--price", "3", *SMALL)
 
 
-def test_what_fits_nowhere_is_said_with_what_it_needs(spec: Path) -> None:
+def test_a_model_that_fits_nowhere_is_reported_with_its_memory_need(spec: Path) -> None:
     output = plan(str(spec), "--gpus", "1", "--set", "model.layers=160", "--set", "model.context=131072")
     assert "None fits. Least memory:" in output
     assert "optimizer" in output
@@ -192,7 +192,7 @@ def test_a_batch_that_grows_is_priced_by_what_it_reads(spec: Path) -> None:
     assert growing["cost_per_million_tokens"] == pytest.approx(whole["cost_per_million_tokens"])
 
 
-def test_ranks_that_fill_no_nodes_are_named_by_the_field_or_the_option_that_says_so(spec: Path) -> None:
+def test_a_rank_count_that_fills_no_nodes_is_reported_by_field_or_option(spec: Path) -> None:
     with pytest.raises(SpecError, match=r"--gpus: makes no whole nodes of 8 H100 \(value: 12\)"):
         plan(str(spec), "--gpus", "12")
     with pytest.raises(SpecError, match=r"(?s)parallel.processes: .*value: 12.*at most 8"):

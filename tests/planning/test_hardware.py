@@ -31,7 +31,7 @@ def test_a_file_describes_another_one_or_what_is_different(tmp_path: Path) -> No
     assert (custom.name, custom.network, custom.price, custom.memory) == ("mine", 100e9, 2, 80e9)
 
 
-def test_a_file_that_says_nonsense_is_refused_with_the_field(tmp_path: Path) -> None:
+def test_an_invalid_hardware_file_is_refused_with_the_field(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("like: H100\nnetwork: -1\nspeed: 3\n")
     with pytest.raises(SpecError, match=r"(?s)network.*speed"):

@@ -91,9 +91,7 @@ def test_the_memory_of_a_real_step_is_within_five_percent(checkpointing: str, pr
 @pytest.mark.parametrize(
     ("vocabulary", "layers"), [(512, 4), (4096, 8), (8192, 4)], ids=["a small vocabulary", "many layers", "a large one"]
 )
-def test_so_is_that_of_a_step_of_lamb_which_holds_all_updates_at_once(
-    vocabulary: int, layers: int, anomalies: str
-) -> None:
+def test_the_memory_estimate_of_a_lamb_step_includes_all_updates(vocabulary: int, layers: int, anomalies: str) -> None:
     spec = spec_of(layers, 1, context="32", optimizer="{kind: lamb}", anomalies=anomalies)
     memory = planned(spec, vocabulary)
     assert memory.moment == "update"

@@ -124,14 +124,14 @@ def test_within_a_limit_of_time_as_many_nodes_are_on_spot_as_it_allows() -> None
     assert [choice.spot for choice in limited.shown] == [0, 2, 4, 6, 8]
 
 
-def test_nothing_is_said_of_spot_nodes_without_their_price_or_their_rate() -> None:
+def test_spot_advice_requires_price_and_interruption_rate() -> None:
     for missing in ("spot_price", "spot_interruptions"):
         candidate = chosen()
         here = candidate.task.accelerator.model_copy(update={missing: None})
         assert spot(Candidate(Task(SHAPE, here, GPUS, 100, 1024), candidate.layout), notice=True) is None
 
 
-def test_the_plan_of_a_spec_with_spot_prices_says_how_many_nodes_to_take_of_either_kind(tmp_path: Path) -> None:
+def test_a_plan_with_spot_prices_recommends_the_mix_of_nodes(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     prices = "prices: {accelerator_hour: 3, spot_accelerator_hour: 1, spot_interruptions: 0.05}"
     path.write_text(SPEC + f"  {prices}\n  spot: gcp\n  deadline_hours: 1000\n")

@@ -61,7 +61,7 @@ def test_a_dear_head_and_a_dear_embedding_leave_their_stages_fewer_layers() -> N
     assert StageCosts(device="x", embedding=1, layer=1, head=2).of_stages([2, 2]) == [3, 4]
 
 
-def test_a_timeline_with_costs_shows_whom_the_others_wait_for() -> None:
+def test_a_timeline_with_costs_shows_the_slowest_stage() -> None:
     layout = Layout(pipeline=2)
     uneven, balanced = (timeline(layout, 4, costs=costs).splitlines() for costs in ([1.0, 2.0], [2.0, 2.0]))
     idle = [line.count(".") for line in uneven[:2]]
@@ -87,7 +87,7 @@ def test_a_spec_without_a_pipeline_is_refused_with_a_remedy(spec: Path) -> None:
         CliRunner().invoke(app, ["plan", str(spec), "--measure"], catch_exceptions=False)
 
 
-def test_a_pipeline_that_only_the_command_says_is_written_with_its_stages(spec: Path) -> None:
+def test_a_pipeline_set_on_the_command_line_is_written_with_its_stages(spec: Path) -> None:
     spec.write_text(PIPELINE.replace(", pipeline: 2", ""))
     command = ["plan", str(spec), "--measure", "--apply", "--json", "--set", "parallel.pipeline=2"]
     result = CliRunner().invoke(app, command, catch_exceptions=False)

@@ -50,7 +50,7 @@ def test_one_process_that_crashes_before_or_after_any_operation_loses_and_tears_
         assert happened, point
 
 
-def test_a_crash_is_where_it_was_asked_for() -> None:
+def test_a_crash_occurs_at_the_requested_operation() -> None:
     trace: list[str] = []
     crash(OF_TWO, [Crash(20, "before", gang=False), Crash(30, "after", gang=True, thaw=True)], trace)
     crashes = [

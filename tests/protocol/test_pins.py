@@ -113,7 +113,7 @@ def require(checkpoint: Checkpoint, what: str) -> None:
 
 
 @pytest.mark.parametrize("first", range(100, 200, 50))
-def test_whatever_the_order_what_is_pinned_or_borrowed_stays_whole(first: int) -> None:
+def test_pinned_and_borrowed_checkpoints_stay_complete_in_any_order_of_actions(first: int) -> None:
     actions = 0
     for seed in range(first, first + 50):
         scene = Scene(seed)

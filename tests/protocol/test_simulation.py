@@ -20,7 +20,7 @@ def require(seeds: range) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, 200, TOGETHER))
-def test_whatever_a_seed_does_to_a_run_the_promises_hold(first: int) -> None:
+def test_the_invariants_hold_for_every_seed(first: int) -> None:
     require(range(first, first + TOGETHER))
 
 
@@ -31,7 +31,7 @@ def test_seeds_that_find_what_the_first_ones_do_not() -> None:
 
 @pytest.mark.drill
 @pytest.mark.parametrize("first", range(1000, 1000 + 250 * SEEDS, 250))
-def test_whatever_thousands_of_seeds_do_to_a_run_the_promises_hold(first: int) -> None:
+def test_the_invariants_hold_for_thousands_of_seeds(first: int) -> None:
     require(range(first, first + 250))
 
 

@@ -22,7 +22,7 @@ def test_actors_run_one_at_a_time_in_the_order_of_their_clocks() -> None:
     assert events == [(name, pytest.approx(time)) for name, time in expected]
 
 
-def test_who_waits_goes_on_when_what_it_waits_for_holds_or_its_time_is_up() -> None:
+def test_a_waiting_actor_resumes_when_its_condition_holds_or_times_out() -> None:
     world, box, results = World(0), [], []
 
     def waiter() -> None:
@@ -39,7 +39,7 @@ def test_who_waits_goes_on_when_what_it_waits_for_holds_or_its_time_is_up() -> N
     assert results == [(True, 7.0), (False, 12.0)]
 
 
-def test_a_killed_process_ends_where_it_stands_and_a_frozen_one_goes_on_later() -> None:
+def test_a_killed_process_ends_immediately_and_a_frozen_one_resumes_later() -> None:
     world, events = World(0), []
     victim, frozen = Process("victim"), Process("frozen")
 
@@ -66,7 +66,7 @@ def test_a_killed_process_ends_where_it_stands_and_a_frozen_one_goes_on_later() 
     assert events == [("victim", 1.0), ("frozen", 1.0), ("victim", "killed"), ("frozen", 101.5), ("frozen", 102.5)]
 
 
-def test_an_actor_that_fails_ends_the_world_and_nobody_stays_behind() -> None:
+def test_a_failing_actor_ends_the_world_and_leaves_no_actor() -> None:
     world = World(0)
 
     def fails() -> None:
@@ -81,7 +81,7 @@ def test_an_actor_that_fails_ends_the_world_and_nobody_stays_behind() -> None:
 
 
 @pytest.mark.parametrize("how", ["waits", "is frozen", "never ends"])
-def test_a_world_in_which_nobody_gets_on_says_so(how: str) -> None:
+def test_a_world_without_progress_raises_stuck_error(how: str) -> None:
     world, process = World(0, most_moves=1000), Process("a")
 
     def actor() -> None:

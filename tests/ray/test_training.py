@@ -99,9 +99,7 @@ def test_a_killed_rank_a_killed_launcher_and_a_lost_node_cost_launches_and_no_bi
     assert last == ExitCode.OK
 
 
-def test_a_run_that_was_cancelled_and_one_whose_driver_was_killed_go_on_when_they_are_resumed(
-    ray: RayCluster, calm: Calm
-) -> None:
+def test_a_cancelled_run_and_one_with_a_killed_driver_resume(ray: RayCluster, calm: Calm) -> None:
     run = Disturbed(ray, calm, "resumed")
     before = run.goes_on()
     run.place.holdfast("stop", run.run)

@@ -72,7 +72,7 @@ def test_shares_of_a_corpus_are_tasks_and_a_lost_process_and_a_lost_node_cost_th
     assert json.loads(fan_out_place.store.get(layout.job(job, "preprocess")))["pid"] != join_process.pid
 
 
-def test_a_gang_and_a_step_that_no_node_can_hold_are_told_in_words_and_given_up(home: Path, calm: Calm) -> None:
+def test_a_gang_and_a_step_too_large_for_any_node_are_reported_and_time_out(home: Path, calm: Calm) -> None:
     place, patience = calm.place, "--set=cluster.pending_timeout_minutes=0.5"  # the other jobs have room by then
     gang = place.submit("--salt=gang", patience, "--set=cluster.resources={cpu: 64, memory: 1Gi, shared_memory: 64Mi}")
     step = place.submit("--salt=step", patience, "--set=cluster.steps.preprocess={cpu: 1, memory: 900Gi}")
@@ -94,7 +94,7 @@ def test_a_gang_and_a_step_that_no_node_can_hold_are_told_in_words_and_given_up(
     assert place.endings(gang["run_id"]) == [ExitCode.UNSCHEDULABLE]
 
 
-def test_the_doctor_finds_a_ray_that_fits_and_says_what_does_not(calm: Calm, home: Path) -> None:
+def test_the_doctor_accepts_a_fitting_ray_cluster_and_reports_misfits(calm: Calm, home: Path) -> None:
     place = calm.place
     fine = place.holdfast("doctor", str(place.spec), *place.sets, "--backend=ray")
     for finding in (
@@ -115,7 +115,7 @@ def test_the_doctor_finds_a_ray_that_fits_and_says_what_does_not(calm: Calm, hom
     assert not place.ray.processes("backends.ray.look")
 
 
-def test_the_doctor_says_that_no_ray_answers(calm: Calm) -> None:
+def test_the_doctor_reports_an_unreachable_ray_cluster(calm: Calm) -> None:
     environment = {**calm.place.environment, "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"}
     place, calm.place.environment = calm.place.environment, environment
     try:

@@ -33,6 +33,6 @@ def test_a_damaged_configuration_of_a_tokenizer_is_named(damage: bytes, tmp_path
 
 
 @pytest.mark.parametrize("rest", ["", "1}", "[" * 100_000])
-def test_a_tag_that_somebody_changed_is_named(rest: str) -> None:
+def test_a_tampered_mlflow_tag_is_a_data_error(rest: str) -> None:
     with pytest.raises(DataError, match="a tag of MLflow"):
         whole_text(cast(Any, SimpleNamespace()), '{"artifact":' + rest)

@@ -45,7 +45,7 @@ def expected(store: Store) -> list[str]:
     return [generate(decoder, tokenizer, prompt, tokens=12, temperature=0.9, seed=7) for prompt in PROMPTS]
 
 
-def test_the_registered_model_says_what_the_export_says(
+def test_the_registered_model_gives_the_same_output_as_the_export(
     home: Path, store: Store, finish: Finish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish()

@@ -121,7 +121,7 @@ def test_a_claim_that_was_carried_out_does_not_undo_what_a_person_chose_since(st
     assert crowned(store, 3) == [1]
 
 
-def test_a_claim_of_a_version_that_was_deleted_keeps_nobody_from_being_champion(
+def test_a_claim_of_a_deleted_version_does_not_block_a_promotion(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     crowned(store, 1)

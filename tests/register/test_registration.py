@@ -62,7 +62,7 @@ def test_a_blessed_model_becomes_the_champion_with_its_lineage(home: Path, store
     assert current.tags["holdfast.spec"] == dump_spec(made.spec())
 
 
-def test_the_checkpoint_of_a_registered_version_is_pinned_whatever_its_alias(
+def test_the_checkpoint_of_a_registered_version_is_pinned_without_an_alias(
     home: Path, store: Store, finish: Finish
 ) -> None:
     spec = made.spec("registration.promote=false")
@@ -271,7 +271,7 @@ def test_a_challenger_goes_by_the_verdict_against_the_champion_of_now(home: Path
         run(made.spec("registration.promote=false"), OTHER, store)
 
 
-def test_a_verdict_against_version_1_of_another_mlflow_crowns_nobody_here(
+def test_a_verdict_against_version_1_of_another_mlflow_does_not_promote(
     home: Path, store: Store, finish: Finish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish()
@@ -395,7 +395,7 @@ def test_killed_while_the_model_is_described_and_repeated_it_is_whole(home: Path
     assert store.get(f"{folder}serving.py") != b"print('changed')", "code that MLflow runs is written anew"
 
 
-def test_two_steps_at_once_register_one_version(home: Path, store: Store, finish: Finish, tmp_path: Path) -> None:
+def test_two_concurrent_steps_register_one_version(home: Path, store: Store, finish: Finish, tmp_path: Path) -> None:
     finish()
     spec = tmp_path / "spec.yaml"
     spec.write_text(dump_spec(made.spec()), encoding="utf-8")

@@ -28,7 +28,7 @@ def test_the_end_of_a_purpose_cannot_be_moved_into_the_message() -> None:
         unseal(key, "a", seal(key, "a b", b"c")[:32] + b"b c", 10)
 
 
-def test_keys_for_two_purposes_differ_and_say_nothing_of_the_key() -> None:
+def test_derived_keys_differ_by_purpose_and_from_their_key() -> None:
     key = new_key()
     derived = {derive_key(key, "near copies"), derive_key(key, "rendezvous id")}
     assert len({key, new_key(), *derived}) == 4

@@ -153,7 +153,7 @@ def test_values_of_variables_with_a_secret_name_are_hidden_verbatim(monkeypatch:
     assert secret_values({"TOKENS": "123456789", "HF_HOME": "/data/hf-home"}) == ()
 
 
-def test_a_variable_counts_from_the_moment_it_is_set_and_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_variable_is_redacted_once_set_and_examined_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every text of every event is redacted, and a run of a month has millions."""
     names: list[str] = []
 

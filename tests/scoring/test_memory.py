@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("rows", [7, 32, 1000])
-def test_logits_are_made_for_so_many_positions_at_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_computed_in_chunks_of_positions(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     built, sizes = decoder(shape()), []
     inputs, targets = torch.from_numpy(TOKENS[:, :-1]), torch.from_numpy(TOKENS[:, 1:])
     with torch.no_grad():
@@ -43,7 +43,7 @@ def test_logits_are_made_for_so_many_positions_at_once(rows: int, monkeypatch: p
         assert measured.loss == whole
 
 
-def test_no_more_rows_go_through_the_layers_at_once_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_pass_the_layers_in_batches_that_fit_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     built, shapes = decoder(shape()), []
     hidden = Decoder.hidden
 

@@ -103,7 +103,7 @@ def test_generated_and_whole_texts_are_scored_too(tmp_path: Path) -> None:
     assert score.value == 0.0
 
 
-def test_what_was_asked_is_known_by_its_content(tmp_path: Path) -> None:
+def test_the_digest_of_a_task_follows_its_content(tmp_path: Path) -> None:
     digests = {find_task(write(tmp_path, CHOICES)).digest}
     digests.add(find_task(write(tmp_path, CHOICES, ROWS[:-1])).digest)
     digests.add(find_task(write(tmp_path, {**CHOICES, "doc_to_text": "{{question}}?"})).digest)

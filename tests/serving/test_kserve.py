@@ -46,7 +46,7 @@ def test_the_service_reads_the_export_from_the_bucket() -> None:
     }
 
 
-def test_what_the_spec_says_of_the_service_is_in_it() -> None:
+def test_the_inference_service_has_the_fields_of_the_spec() -> None:
     service = inference_service(
         spec(
             "cluster.accelerator=nvidia", "cluster.namespace=training",
@@ -125,7 +125,7 @@ def test_it_is_written_by_server_side_apply(server: Server) -> None:
     assert server.asked == [("PATCH", path, "application/apply-patch+yaml", service)]
 
 
-def test_without_kserve_or_without_the_right_it_says_what_to_do(server: Server) -> None:
+def test_a_missing_kserve_or_permission_is_reported_with_a_remedy(server: Server) -> None:
     server.status = 404
     with pytest.raises(MissingError, match="is KServe installed"):
         apply(inference_service(spec(), SOURCE, {}), server.api())

@@ -72,7 +72,7 @@ def test_an_answer_that_is_lost_after_the_entry_was_made_makes_no_second_one(reg
     assert [len(entries) for entries in registry.entries.values()] == [1, 1, 1]
 
 
-def test_many_that_enter_one_version_at_once_get_one(registry: Registry) -> None:
+def test_concurrent_entries_of_one_version_create_one_version(registry: Registry) -> None:
     with ThreadPoolExecutor(8) as pool:
         version_ids = set(pool.map(lambda _: enter(registry), range(16)))
     assert len(version_ids) == 1
@@ -147,7 +147,7 @@ def test_the_token_goes_to_the_server_that_it_is_for_and_not_over_plain_http_to_
     assert model_registry.is_for(url) is sent
 
 
-def test_what_the_registry_refuses_is_said_in_its_words(registry: Registry) -> None:
+def test_a_registry_refusal_has_the_message_of_the_registry(registry: Registry) -> None:
     with pytest.raises(RefusedError, match=r"POST .*status 400.*required field") as error:
         ModelRegistry(registry.url, "me")._ask("POST", "model_versions", {"name": "3"})
     assert error.value.exit_code < 128

@@ -15,7 +15,7 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_policies_stand_side_by_side_and_beside_the_bound(tmp_path: Path) -> None:
+def test_the_comparison_lists_the_policies_and_the_bound(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     process = simulate(CLUSTER, "synthetic:300:1.2", "-p", "fifo", "-p", "easy", "--report", str(page))
     assert process.returncode == 0, process.stderr
@@ -39,7 +39,7 @@ def test_an_unknown_policy_or_trace_is_a_wrong_command_line_or_not_found() -> No
     assert simulate(CLUSTER, "nowhere.csv").returncode == 15
 
 
-def test_a_policy_is_written_for_an_engine_beside_its_expected_effect(tmp_path: Path) -> None:
+def test_emit_writes_a_policy_for_an_engine_with_its_expected_effect(tmp_path: Path) -> None:
     folder = tmp_path / "made"
     process = simulate(CLUSTER, "synthetic:300:1.2", "-p", "priority", "--emit", "kueue", "--to", str(folder))
     assert process.returncode == 0, process.stderr

@@ -68,7 +68,7 @@ def test_every_field_of_a_job_can_stand_in_our_own_columns(tmp_path: Path) -> No
     assert (job.priority, job.min_gpus, job.max_gpus, job.same_rack) == (2, 8, 32, True)
 
 
-def test_lines_that_are_no_jobs_are_counted_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trace_lines_that_are_no_jobs_are_counted_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load_trace(written(tmp_path, HELIOS))
     assert "1 of 2 lines are left out" in caplog.text
@@ -83,7 +83,7 @@ def test_a_file_that_is_no_trace_is_refused_with_what_it_has(tmp_path: Path) -> 
         load_trace(tmp_path / "missing")
 
 
-def test_synthetic_jobs_ask_for_the_load_that_is_asked_for() -> None:
+def test_synthetic_jobs_have_the_requested_load() -> None:
     jobs = synthetic_jobs(20_000, 1000, 0.8, seed=1)
     span = jobs[-1].submit - jobs[0].submit
     assert sum(job.work for job in jobs) / (1000 * span) == pytest.approx(0.8, rel=0.02)

@@ -36,9 +36,7 @@ def forgotten(cluster: SlurmCluster, run: str) -> None:
     until(lambda: [x.split()[0] for x in cluster.ask(*query).splitlines() if "Unknown" not in x] == jobs, 120)
 
 
-def test_a_run_that_the_controller_has_forgotten_is_told_by_the_accounting(
-    accounted: SlurmCluster, tmp_path: Path
-) -> None:
+def test_the_status_of_a_purged_run_comes_from_the_accounting(accounted: SlurmCluster, tmp_path: Path) -> None:
     place = Place(accounted, tmp_path, "evaluation.max_perplexity=1.0001")
     run = place.submit()["run"]["id"]
     place.wait(run)
@@ -54,9 +52,7 @@ def test_a_run_that_the_controller_has_forgotten_is_told_by_the_accounting(
     ]
 
 
-def test_a_step_that_failed_is_told_with_its_exit_code_and_what_it_said(
-    accounted: SlurmCluster, tmp_path: Path
-) -> None:
+def test_a_failed_step_is_reported_with_its_exit_code_and_message(accounted: SlurmCluster, tmp_path: Path) -> None:
     place = Place(accounted, tmp_path)
     for file in (tmp_path / "corpus").iterdir():
         file.write_text("")

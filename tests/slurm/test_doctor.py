@@ -12,7 +12,7 @@ from tests.slurm.cluster import SlurmCluster
 pytestmark = pytest.mark.drill
 
 
-def test_a_slurm_that_has_what_a_spec_asks_for_is_fine(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_the_doctor_accepts_a_slurm_cluster_that_fits_the_spec(slurm: SlurmCluster, tmp_path: Path) -> None:
     place = Place(slurm, tmp_path)
     output = place.holdfast("doctor", str(place.spec), "--backend", "slurm")
     assert "OK    slurm partition: all is up, with 2 nodes" in output
@@ -45,7 +45,7 @@ def test_a_folder_that_no_node_sees_is_named(slurm: SlurmCluster, tmp_path: Path
     assert "file system that all nodes share" in output
 
 
-def test_a_controller_that_does_not_answer_is_said(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_the_doctor_reports_an_unreachable_controller(slurm: SlurmCluster, tmp_path: Path) -> None:
     place = Place(slurm, tmp_path)
     text = (slurm.folder / "slurm.conf").read_text()
     (tmp_path / "slurm.conf").write_text("".join(

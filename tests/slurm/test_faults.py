@@ -122,7 +122,7 @@ def test_a_cancelled_step_the_time_limit_and_each_node_that_goes_down_cost_no_bi
     assert (second["created"], second["run"]["id"]) == (False, first["run"]["id"])
 
 
-def test_a_run_that_was_cancelled_or_is_past_its_deadline_has_saved_and_goes_on_when_it_is_resumed(
+def test_a_cancelled_or_overdue_run_has_saved_and_resumes(
     slurm: SlurmCluster, tmp_path: Path, calm: dict[int, str]
 ) -> None:
     place = Place(slurm, tmp_path, "cluster.deadline_hours=1", held=40 + AHEAD, **LONG)

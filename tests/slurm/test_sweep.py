@@ -83,7 +83,7 @@ def test_a_sweep_that_is_requeued_in_part_and_cancelled_and_resumed_ends_in_the_
     assert best in table
 
 
-def test_a_trial_that_fails_is_named_the_others_are_compared_and_the_same_again_tries_it_again(
+def test_a_failed_trial_is_listed_the_rest_is_compared_and_resume_retries_it(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     place = Place(slurm, tmp_path)

@@ -18,7 +18,7 @@ from tests.whole.submitting import until
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(1200)]
 
 
-def test_two_who_submit_the_same_at_once_get_one_chain(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_concurrent_identical_submissions_create_one_chain(slurm: SlurmCluster, tmp_path: Path) -> None:
     place = Place(slurm, tmp_path)
     with ThreadPoolExecutor() as pool:
         submissions = list(pool.map(lambda _: place.submit(), range(3)))

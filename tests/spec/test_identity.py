@@ -71,7 +71,7 @@ def changed(leaf: Leaf) -> Spec:
 
 
 @pytest.mark.parametrize("leaf", [leaf for leaf in leaves() if leaf.path not in ONE_VALUE], ids=lambda leaf: leaf.path)
-def test_the_run_id_follows_exactly_the_fields_that_say_which_model_is_asked_for(leaf: Leaf) -> None:
+def test_the_run_id_follows_exactly_the_identity_fields(leaf: Leaf) -> None:
     same_id = run_id(changed(leaf), "dataset") == run_id(Spec.model_validate(tree()), "dataset")
     if leaf.path.startswith("data."):
         in_the_id = leaf.path.startswith(("data.document_masks", "data.sources[].weight", "data.shuffle."))
@@ -157,7 +157,7 @@ def test_a_field_that_came_later_leaves_the_ids_of_runs_before_it(monkeypatch: p
     assert "kind" not in digested[0]["spec"]["training"]["optimizer"]
 
 
-def test_every_exit_code_has_one_number_and_says_whether_to_try_again() -> None:
+def test_every_exit_code_has_one_number_that_shows_if_it_is_retryable() -> None:
     numbers = [code.value for code in ExitCode]
     assert len(ExitCode.__members__) == len(set(numbers))  # no alias
     assert all(0 <= number <= 255 for number in numbers)
@@ -168,7 +168,7 @@ def test_every_exit_code_has_one_number_and_says_whether_to_try_again() -> None:
     assert all(code.retryable == (code.value >= 128) for code in ExitCode)
 
 
-def test_every_error_carries_a_code_of_its_own() -> None:
+def test_every_error_has_a_distinct_exit_code() -> None:
     error_types = [
         error for error in vars(errors).values() if isinstance(error, type) and issubclass(error, HoldfastError)
     ]

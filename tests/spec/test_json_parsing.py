@@ -34,12 +34,12 @@ class Record:
 
 @pytest.mark.parametrize("data", WRONG, ids=range(len(WRONG)))
 @pytest.mark.parametrize("model", [Model, Record])
-def test_whatever_is_no_such_record_is_a_data_error_that_names_its_source(data: bytes, model: type) -> None:
+def test_an_invalid_record_is_a_data_error_that_names_its_source(data: bytes, model: type) -> None:
     with pytest.raises(DataError, match=r"^runs/x/y\.json: is damaged \(.+\); delete it"):
         parse_json(data, model, "runs/x/y.json")
 
 
-def test_what_is_one_has_the_types_that_the_record_says() -> None:
+def test_a_parsed_record_has_the_types_of_its_fields() -> None:
     data = b'{"number": 2, "names": ["a"], "of a newer version": {}}'
     assert parse_json(data, Model, "x") == Model(number=2.0, names=("a",))
     assert parse_json(data, Record, "x") == Record(2.0, ("a",))

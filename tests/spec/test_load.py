@@ -115,7 +115,7 @@ def test_a_misspelt_field_is_refused_with_the_right_one_at_every_level(refused, 
     assert problem.remedy == f"did you mean {leaf.name!r}?"
 
 
-def test_whichever_field_is_refused_the_rules_judge_the_others() -> None:
+def test_an_invalid_value_in_any_field_gives_a_spec_error() -> None:
     for leaf in leaves():
         field = leaf.path.replace("[]", ".0")
         with pytest.raises(SpecError):
@@ -196,7 +196,7 @@ def test_what_is_no_spec_is_refused_with_the_place(refused, text: str, where: st
     assert says in problem.message
 
 
-def test_every_problem_says_where_it_stands_in_the_file(tmp_path: Path) -> None:
+def test_every_problem_has_its_position_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_text(
         "name: small\n"
@@ -232,13 +232,13 @@ def test_every_problem_says_where_it_stands_in_the_file(tmp_path: Path) -> None:
         assert f"\n  {problem.place}: {problem.field}: {problem.message}" in str(error.value)
 
 
-def test_a_field_that_nobody_gave_has_no_place_but_its_group(refused) -> None:
+def test_an_omitted_field_has_only_the_position_of_its_section(refused) -> None:
     assert [problem.place for problem in refused("model: {layers: 2}")] == ["", ""]
     (problem,) = refused(**{"training.micro_batch": 7})  # the default global_batch does not fit
     assert (problem.field, problem.place) == ("training.global_batch", "spec:5:1")
 
 
-def test_fields_and_rules_are_said_together_and_a_rule_without_its_fields_is_silent(refused) -> None:
+def test_fields_and_rules_are_reported_together_and_rules_on_invalid_fields_are_skipped(refused) -> None:
     problems = refused(
         name="Wrong",
         data={"sources": [], "cleaning": {"min_characters": 9, "max_characters": 3}},
@@ -256,7 +256,7 @@ def test_fields_and_rules_are_said_together_and_a_rule_without_its_fields_is_sil
 
 
 @pytest.mark.parametrize("section", ["data", "model", "training", "cluster", "evaluation", "schedule"])
-def test_a_section_that_is_no_section_holds_back_no_rule_about_the_others(refused, section: str) -> None:
+def test_an_invalid_section_does_not_suppress_rules_on_other_sections(refused, section: str) -> None:
     tree = {"data.cleaning": {"min_characters": 9, "max_characters": 3}, "store": "ftp://x"}
     fields = [
         problem.field for problem in refused(**{key: tree[key] for key in tree if section not in key}, **{section: 3})
@@ -385,7 +385,7 @@ def test_any_text_is_a_spec_or_refused(text: str, overrides: list[str]) -> None:
 
 @relaxed
 @given(st.lists(st.tuples(paths, values), max_size=4))
-def test_any_value_in_any_field_is_accepted_or_refused_and_said_the_same_twice(changes) -> None:
+def test_any_value_in_any_field_is_accepted_or_refused_reproducibly(changes) -> None:
     right = strict_yaml.write(RIGHT)
     overrides = [f"{path}={strict_yaml.write(value)}" for path, value in changes]
     first = outcome(right, overrides)

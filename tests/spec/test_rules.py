@@ -393,7 +393,7 @@ def test_globs_are_no_secret(uri: str) -> None:
     parse_spec(text_with(**{"data.sources.0.uri": uri}))
 
 
-def test_problems_come_in_the_order_of_the_rules_and_all_at_once(refused) -> None:
+def test_all_problems_are_reported_together_in_the_order_of_the_rules(refused) -> None:
     problems = refused(
         **{
             "schedule.timezone": "x",

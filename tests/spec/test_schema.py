@@ -40,7 +40,7 @@ def test_what_the_models_refuse_the_schema_refuses(validator: jsonschema.Draft20
     assert not validator.is_valid(strict_yaml.read(text))
 
 
-def test_an_editor_finds_a_description_at_every_field_and_refuses_the_others() -> None:
+def test_the_json_schema_describes_every_field_and_refuses_unknown_ones() -> None:
     schema = json_schema()
     assert schema["$schema"].endswith("2020-12/schema")
     assert schema["title"] == "Holdfast spec"

@@ -85,7 +85,7 @@ def test_arguments_of_an_engine_are_restored_and_outputs_are_escaped_again(tmp_p
     ],
     ids=["left alone", "changed", "changed twice"],
 )
-def test_a_parameter_of_its_own_counts_when_it_was_changed_and_before_the_overrides(
+def test_a_changed_step_parameter_applies_before_the_overrides(
     tmp_path: Path, overrides: list[str], given: dict[str, object], steps: int
 ) -> None:
     spec = SPEC.replace("name: some", "name: some, training: {steps: 12}")
@@ -108,7 +108,7 @@ def test_an_artifact_points_into_the_store_and_shows_no_figure_that_is_not_finit
 
 
 @pytest.mark.parametrize("key", ["runs/r/export/step-7/", "runs/r/export/step-7/config.json"])
-def test_where_an_artifact_lies_is_told_in_one_word_and_whole(tmp_path: Path, key: str) -> None:
+def test_an_artifact_output_has_the_scheme_and_the_full_address(tmp_path: Path, key: str) -> None:
     body = f"return done('r', model=Artifact(key={key!r}))"
     code, output = ended(component(tmp_path, body, store="s3://bucket/prefix/"))
     assert (code, output.splitlines()[0]) == (0, "returned ('r', 's3', 's3://bucket/prefix/runs/r/export/step-7')")
@@ -176,7 +176,7 @@ sys.exit(run_step("train", body)[1])
 """
 
 
-def test_a_step_whose_folder_is_taken_away_is_one_that_was_asked_to_stop(tmp_path: Path) -> None:
+def test_a_step_whose_folder_is_deleted_ends_as_terminated(tmp_path: Path) -> None:
     """The pipeline's runner has exited without knowing that this step was about to begin."""
     code, output = ended(component(tmp_path / "gone", "return done(1)"))
     assert (code, "returned" in output, "Traceback" in output) == (143, False, False), output

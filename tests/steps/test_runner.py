@@ -61,7 +61,7 @@ def test_success_is_zero_and_leaving_on_purpose_is_left_alone() -> None:
         exit_code_of(raising(SystemExit(3)))
 
 
-def test_a_known_failure_is_said_without_a_traceback_and_a_bug_with_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_known_failure_is_logged_without_a_traceback_and_a_bug_with_one(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         exit_code_of(raising(errors.DataError("shard 3 is broken")))
         exit_code_of(raising(RuntimeError("bug")))
@@ -163,7 +163,7 @@ def test_the_store_is_the_argument_then_the_spec_then_the_environment_then_home(
 
 
 @pytest.mark.parametrize("name", ["with space", "a#b", "percent%20", "über"])
-def test_the_store_lies_below_the_home_whatever_that_is_called(
+def test_the_default_store_is_below_the_home_for_any_folder_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.delenv("HOLDFAST_STORE", raising=False)
@@ -182,7 +182,7 @@ def test_a_home_that_mlflow_cannot_name_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("wanted", "level"), [("debug", "DEBUG"), ("loud", "INFO"), ("", "INFO")])
-def test_the_log_level_is_read_in_any_case_and_a_wrong_one_is_said(
+def test_the_log_level_is_case_insensitive_and_an_invalid_one_is_reported(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], wanted: str, level: str
 ) -> None:
     monkeypatch.setenv("HOLDFAST_LOG_LEVEL", wanted)

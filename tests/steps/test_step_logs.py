@@ -149,9 +149,7 @@ def test_a_signal_while_the_log_is_closed_does_not_change_how_the_step_ended(
     assert signals == [signal.SIGTERM]
 
 
-def test_who_is_asked_to_leave_has_its_lines_in_the_store_although_it_is_killed_next(
-    argv: list[str], tmp_path: Path
-) -> None:
+def test_a_step_flushes_its_log_on_sigterm_before_a_kill(argv: list[str], tmp_path: Path) -> None:
     program = f"""
 import os, signal, time
 from holdfast.steps.adapters import main

@@ -76,7 +76,7 @@ def test_what_may_pass_is_tried_again_in_the_step_with_waits_that_grow_to_their_
     ],
     ids=repr,
 )  # fmt: skip
-def test_what_repeats_itself_or_was_asked_for_or_was_tried_already_leaves_at_once(
+def test_a_permanent_requested_or_already_retried_failure_is_not_retried(
     error: BaseException, waits: list[float]
 ) -> None:
     action = Failing(error)
@@ -85,7 +85,7 @@ def test_what_repeats_itself_or_was_asked_for_or_was_tried_already_leaves_at_onc
     assert (action.calls, waits) == (1, [])
 
 
-def test_the_budget_is_the_specs_and_the_last_failure_is_told(waits: list[float]) -> None:
+def test_retries_follow_the_budget_of_the_spec_and_raise_the_last_failure(waits: list[float]) -> None:
     action = Failing(*(StoreUnreachableError(f"try {number}") for number in range(9)))
     with pytest.raises(StoreUnreachableError, match="try 2"):
         retry.with_retries("evaluate", action, Retries(budget=2))

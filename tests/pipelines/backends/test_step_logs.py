@@ -81,7 +81,7 @@ def test_what_steps_wrote_is_shown_long_after_the_engine_has_forgotten_the_run(s
         lines(store, Engine(gone), "evaluate")
 
 
-def test_the_engine_is_asked_only_for_steps_that_died_before_they_could_write(store: Store) -> None:
+def test_the_engine_is_queried_only_for_steps_without_logs_in_the_store(store: Store) -> None:
     wrote(store, "preprocess", "tokenised\n")
     engine = Engine(ENDED, has={"preprocess": ["a dump"] * 93, "train": ["OOMKilled"]})
     assert lines(store, engine) == ["preprocess: tokenised", "train: OOMKilled"]
@@ -142,7 +142,7 @@ def test_a_run_without_a_record_is_known_by_what_its_engine_calls_it(store: Stor
     assert local_job("") == ""
 
 
-def test_a_run_that_is_no_sweep_has_no_step_compare_whatever_became_of_it(store: Store) -> None:
+def test_a_run_that_is_no_sweep_has_no_compare_step(store: Store) -> None:
     engine, step = Engine(ENDED), "compare"
     with pytest.raises(MissingError, match="small is a run and not a sweep: only a sweep has the step compare"):
         list(step_lines(store, RECORD, lambda: (engine, "small-1"), step))

@@ -34,7 +34,7 @@ def test_the_sweep_fits_the_official_schema_of_argo() -> None:
         validate(manifest)
 
 
-def test_on_kubeflow_trials_share_the_dataset_run_at_once_and_end_in_one_comparison() -> None:
+def test_kubeflow_trials_share_the_dataset_run_concurrently_and_end_in_one_comparison() -> None:
     pipeline, _ = sweep_ir(SPEC, TRIALS)
     root = pipeline["root"]["dag"]["tasks"]
     assert root["notify"]["triggerPolicy"] == {"strategy": "ALL_UPSTREAM_TASKS_COMPLETED"}

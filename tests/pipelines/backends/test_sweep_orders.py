@@ -39,7 +39,7 @@ def node(name: str, kind: str, template: str, phase: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_argo_runs_a_sweep_as_a_workflow_and_tells_of_each_trial(server: ApiServer, argo: Argo) -> None:
+def test_argo_runs_a_sweep_as_a_workflow_with_a_status_per_trial(server: ApiServer, argo: Argo) -> None:
     assert check(argo.objects(ORDER)) == []
     run, created = argo.submit(ORDER)
     assert (created, argo.submit(ORDER)[1]) == (True, False)
@@ -69,7 +69,7 @@ def kubeflow() -> Iterator[KubeflowServer]:
         yield server
 
 
-def test_kubeflow_runs_a_sweep_as_a_pipeline_of_its_own_and_tells_of_each_trial(kubeflow: KubeflowServer) -> None:
+def test_kubeflow_runs_a_sweep_as_a_separate_pipeline_with_a_status_per_trial(kubeflow: KubeflowServer) -> None:
     backend = Kubeflow(Access(kubeflow.endpoint))
     run, created = backend.submit(ORDER)
     assert (created, backend.submit(ORDER)[1]) == (True, False)
@@ -81,7 +81,7 @@ def test_kubeflow_runs_a_sweep_as_a_pipeline_of_its_own_and_tells_of_each_trial(
     assert backend.submit(ORDER)[1] is True  # KFP does not report whether a trial failed
 
 
-def test_the_record_of_a_sweep_is_found_by_its_id_and_its_name_and_asks_for_the_same_again(tmp_path: Path) -> None:
+def test_a_sweep_record_is_found_by_id_and_name_and_restores_the_request(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
     record_of(replace(ORDER, trials=(), run_id="0" * 16), "argo", "workflow-1").write(store)
     record_of(ORDER, "argo", "workflow-2").write(store)

@@ -103,7 +103,7 @@ def rights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("rights")
-def test_a_disk_is_full_for_those_who_are_on_it_and_for_nobody_else(tmp_path: Path) -> None:
+def test_a_full_disk_affects_only_processes_on_it(tmp_path: Path) -> None:
     folder = tmp_path / "home"
     with Disk(folder) as own, child(WRITES, on=own) as process:
         assert ask(process, str(folder / "one")) == str(Path.cwd())
@@ -136,7 +136,7 @@ with Disk(Path(sys.argv[1])) as own:
 
 
 @pytest.mark.skipif(bool(disk.refused()), reason=disk.refused())
-def test_nothing_of_a_disk_is_left_when_whoever_had_it_is_killed(tmp_path: Path) -> None:
+def test_a_fault_disk_is_removed_when_its_owner_is_killed(tmp_path: Path) -> None:
     code = HAS_A_DISK.replace("sys.argv[1]", repr(str(tmp_path / "home")))
     with child(code) as owner:
         assert owner.stdout is not None
@@ -146,7 +146,7 @@ def test_nothing_of_a_disk_is_left_when_whoever_had_it_is_killed(tmp_path: Path)
     assert not survivors
 
 
-def test_a_machine_that_gives_no_disk_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_mount_rights_reports_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda _: None)
     assert "unshare and nsenter and mount of util-linux" in disk._tried.__wrapped__()[1]
     monkeypatch.undo()

@@ -82,7 +82,7 @@ def script(folder: Path, body: str) -> Run:
     return Run([sys.executable, "-c", count + body], folder / "home", {}, folder / "log.txt")
 
 
-def test_a_command_is_given_again_as_long_as_its_code_says_that_this_may_help(
+def test_a_command_is_repeated_while_its_exit_code_is_retryable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MLFLOW_TRACKING_URI", "HOLDFAST_WEBHOOK"):

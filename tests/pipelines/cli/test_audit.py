@@ -39,7 +39,7 @@ def test_diff_ends_with_0_or_6_and_names_step_tensor_and_element(tmp_path: Path)
     assert holdfast("audit", "diff", "one", "one", "--other-store", other_store.url).exit_code == ExitCode.OK
 
 
-def test_batch_prints_the_rows_of_a_step_with_their_files_and_what_they_say(tmp_path: Path) -> None:
+def test_audit_batch_prints_the_rows_of_a_step_with_files_and_text(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a text that is read again and again " * 40)
     spec = parse_spec(f"""
         name: small

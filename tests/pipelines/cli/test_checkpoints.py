@@ -73,7 +73,7 @@ def test_the_list_and_a_page_of_one(saved: Store, tmp_path: Path) -> None:
     assert as_json(saved, tmp_path, "show", RUN)["step"] == 6  # the newest
 
 
-def test_what_is_not_there_is_told_with_what_is(saved: Store, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_reported_with_the_existing_ones(saved: Store, tmp_path: Path) -> None:
     assert "it has: 3, 6" in asked(saved, tmp_path, "verify", f"{RUN}@4", code=15)
     assert f"{RUN}@6" in asked(saved, tmp_path, "show", f"{RUN}@last", code=2)
     for command in ("list", "gc"):
@@ -119,7 +119,7 @@ def test_damage_of_an_older_checkpoint_of_a_run_ends_verify_with_13(
     assert newest.exit_code == 0, newest.output
 
 
-def test_diff_ends_with_6_and_tells_the_first_differing_element(tmp_path: Path) -> None:
+def test_diff_exits_with_6_and_prints_the_first_differing_element(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path / 'store'}")
     save(checkpointer(store), 3)
     other = open_store(f"file://{tmp_path / 'other'}")
@@ -135,7 +135,7 @@ def test_diff_ends_with_6_and_tells_the_first_differing_element(tmp_path: Path) 
     assert (tensor["name"], tensor["first"], tensor["ulps"]) == ("matrix", [2, 1], 2)
 
 
-def test_what_is_exported_for_torch_is_imported_as_a_run_of_its_own(saved: Store, tmp_path: Path) -> None:
+def test_a_checkpoint_exported_for_torch_is_imported_as_a_new_run(saved: Store, tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"
     (tmp_path / "text.txt").write_text("a few words " * 100)
     spec.write_text(

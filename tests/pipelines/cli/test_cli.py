@@ -132,7 +132,7 @@ def test_what_deepspeed_is_given_is_shown(tmp_path: Path) -> None:
             assert "use zero1, zero2 or zero3" in result.stderr
 
 
-def test_a_good_spec_is_called_fine(tmp_path: Path) -> None:
+def test_validate_accepts_a_valid_spec(tmp_path: Path) -> None:
     result = holdfast(tmp_path, "validate", QUICKSTART, "--set", "training.steps=50")
     assert (result.returncode, result.stderr) == (0, "")
     assert "50 steps" in result.stdout
@@ -226,7 +226,7 @@ def test_the_schema_describes_the_examples(tmp_path: Path) -> None:
         jsonschema.validate({"name": "x", "data": {"sources": [{"uri": "a"}]}, "trainign": {}}, schema)
 
 
-def test_without_runs_the_table_says_how_to_start_one(tmp_path: Path) -> None:
+def test_an_empty_list_of_runs_has_the_command_that_starts_one(tmp_path: Path) -> None:
     result = holdfast(tmp_path, "runs")
     assert result.returncode == 0
     assert "holdfast run" in result.stdout

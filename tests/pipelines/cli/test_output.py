@@ -103,7 +103,7 @@ def test_text_of_others_is_shown_on_a_terminal_and_never_obeyed(monkeypatch: pyt
     assert piped.getvalue() == HOSTILE + "\n"  # a file gets the original text
 
 
-def test_without_a_home_the_error_says_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_home_error_names_the_variables_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def unknown(_: int) -> None:
         raise KeyError("no entry")
 

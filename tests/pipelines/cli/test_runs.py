@@ -95,7 +95,7 @@ def test_the_command_that_submit_names_finds_the_run_from_another_shell(spec: Pa
     assert command[3:] == ["--store", json.loads(spec.read_text())["store"]]
 
 
-def test_a_store_that_is_away_keeps_nobody_from_ending_a_run_whose_backend_is_named(
+def test_a_run_with_a_named_backend_can_be_stopped_while_the_store_is_unreachable(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     away = tmp_path / "away"
@@ -127,7 +127,7 @@ def test_replan_reaches_the_parameters_of_the_dag(spec: Path) -> None:
     assert "name: replan\n      value: 'true'" in output
 
 
-def test_going_on_does_not_repeat_a_replan_that_was_allowed_once(spec: Path, tmp_path: Path) -> None:
+def test_resume_does_not_repeat_an_earlier_replan(spec: Path, tmp_path: Path) -> None:
     with KubeflowServer() as kubeflow:
         submission = json.loads(
             holdfast("run", spec, "--backend", "kubeflow", "--endpoint", kubeflow.endpoint, "--replan", "--json").stdout
@@ -174,7 +174,7 @@ def test_a_submission_that_was_refused_for_its_plan_is_not_what_is_gone_on_with(
             ended(output, 203)
 
 
-def test_a_run_that_has_failed_tells_its_exit_code_and_one_that_goes_on_none(spec: Path, tmp_path: Path) -> None:
+def test_a_failed_run_has_an_exit_code_and_a_running_one_has_none(spec: Path, tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/store")
     with KubeflowServer() as kubeflow:
         submission = json.loads(
@@ -212,7 +212,7 @@ def test_no_command_of_the_control_plane_imports_torch() -> None:
     assert imports_of(commands, {"torch"}, dict(os.environ)) == {}
 
 
-def test_status_says_how_far_the_training_is_wherever_it_runs(spec: Path, tmp_path: Path) -> None:
+def test_the_status_has_the_progress_of_the_training_on_any_backend(spec: Path, tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/store")
     with KubeflowServer() as kubeflow:
         submission = json.loads(
@@ -232,7 +232,7 @@ def test_status_says_how_far_the_training_is_wherever_it_runs(spec: Path, tmp_pa
     assert "1,234 tokens/s  00:01:30 left" in output
 
 
-def test_what_is_uploaded_and_scheduled_is_told_a_script(spec: Path) -> None:
+def test_upload_and_schedule_print_json_for_scripts(spec: Path) -> None:
     every = ("--set", "schedule.every_minutes=60")
     with KubeflowServer() as kubeflow:
         options = ("--endpoint", kubeflow.endpoint, "--json")

@@ -61,7 +61,7 @@ def command(tmp_path: Path, *arguments: str, **more: str) -> subprocess.Complete
     )  # fmt: skip
 
 
-def test_without_a_cluster_the_rest_is_checked_and_said(tmp_path: Path) -> None:
+def test_the_doctor_without_a_cluster_reports_the_remaining_checks(tmp_path: Path) -> None:
     result = command(tmp_path)
     assert result.returncode == 0, result.stderr
     assert "WARN  api server: no cluster is configured" in result.stdout

@@ -44,7 +44,7 @@ def test_capabilities_that_the_namespace_refuses_are_named(cluster: Cluster) -> 
             assert "LimitMEMLOCK" in finding.remedy
 
 
-def test_the_account_that_kubeflow_runs_steps_as_is_asked_about_where_it_is_the_one(cluster: Cluster) -> None:
+def test_permissions_are_checked_for_the_kubeflow_account_if_it_runs_the_steps(cluster: Cluster) -> None:
     for name in ("holdfast-launcher", "holdfast-step", "holdfast-notify", "holdfast-train"):
         del cluster.objects[f"{ACCOUNT}/{name}"]
     cluster.objects[f"{ACCOUNT}/default-editor"] = {}
@@ -84,7 +84,7 @@ def test_the_account_that_kubeflow_gives_its_runs_must_be_in_the_namespace(
         ),
     ],
 )
-def test_what_admission_has_against_a_pod_is_said_with_the_remedy(cluster: Cluster, said: str, words: str) -> None:
+def test_an_admission_refusal_of_a_pod_is_reported_with_the_remedy(cluster: Cluster, said: str, words: str) -> None:
     assert examined(spec_with()) == {}
     cluster.refusal = said
     findings = examined(spec_with())["pod admission"]
@@ -159,7 +159,9 @@ def test_ranks_that_cannot_reach_each_other_are_named(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(("policy", "missing"), [("OnError", "failed"), ("OnFailure", "deleted")])
-def test_what_kubeflows_engine_does_not_try_again_is_said(cluster: Cluster, policy: str, missing: str) -> None:
+def test_failures_that_the_kubeflow_engine_does_not_retry_are_reported(
+    cluster: Cluster, policy: str, missing: str
+) -> None:
     cluster.objects[CONTROLLER] = {"data": {"workflowDefaults": CONTROLLER_RETRIES.format(policy)}}
     assert missing in only(examined(), "controller").message
 
@@ -182,7 +184,7 @@ def test_a_permission_that_the_launcher_needs_is_named(cluster: Cluster, right: 
     assert "holdfast-launcher" in finding.remedy
 
 
-def test_each_right_of_the_launchers_role_is_asked_for_and_missed(cluster: Cluster) -> None:
+def test_each_missing_permission_of_the_launcher_role_is_reported(cluster: Cluster) -> None:
     """The role is what a launcher needs: a permission that the doctor does not check fails in the middle of a run."""
     role = yaml.safe_load((ROOT / "manifests/components/launcher/role.yaml").read_text())
     granted = {

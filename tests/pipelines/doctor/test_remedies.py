@@ -93,7 +93,7 @@ def test_a_file_that_is_to_be_applied_makes_the_object_that_is_missing(
     assert count >= (0 if asked and "mine" in asked.values() else 2)
 
 
-def test_a_plain_run_in_a_profile_of_kubeflow_is_not_told_of_volcano_kueue_and_trainer_2(cluster: Cluster) -> None:
+def test_a_plain_run_in_a_kubeflow_profile_gets_no_warning_on_volcano_kueue_or_trainer_2(cluster: Cluster) -> None:
     """A real Kubeflow Pipelines with the training operator had six of ten warnings about these."""
     for path in list(cluster.objects):
         if any(term in path for term in ("volcano", "kueue", "trainer", "priorityclasses")) or path.startswith(ACCOUNT):

@@ -26,7 +26,7 @@ from tests.pipelines.doctor.cluster import (
 )
 
 
-def test_a_cluster_in_order_has_nothing_to_mend(cluster: Cluster) -> None:
+def test_a_healthy_cluster_has_no_failed_check(cluster: Cluster) -> None:
     findings = list(doctor.examine(everything=True))
     assert [finding for finding in findings if finding.outcome == "fail"] == []
     assert examined() == {}
@@ -56,20 +56,20 @@ def test_an_api_that_is_not_served_is_named(cluster: Cluster, missing: str, reso
     assert finding.outcome == outcome
 
 
-def test_a_version_that_is_too_old_is_named_with_what_is_there(cluster: Cluster) -> None:
+def test_an_old_version_is_reported_with_the_installed_ones(cluster: Cluster) -> None:
     del cluster.objects["/apis/kueue.x-k8s.io/v1beta2"]
     cluster.objects["/apis/kueue.x-k8s.io"] = {"versions": [{"version": "v1alpha2"}]}
     assert "only v1alpha2" in only(examined(), "localqueues.kueue.x-k8s.io").message
 
 
-def test_a_version_without_the_resource_is_not_said_to_be_missing(cluster: Cluster) -> None:
+def test_a_version_without_the_resource_is_not_reported_missing(cluster: Cluster) -> None:
     """This happens where one of an operator's definitions was deleted or never installed."""
     cluster.objects["/apis/kueue.x-k8s.io/v1beta2"] = {"resources": [{"name": "clusterqueues"}]}
     message = only(examined(), "localqueues.kueue.x-k8s.io").message
     assert message == "Kueue: kueue.x-k8s.io/v1beta2 has no localqueues"
 
 
-def test_what_the_spec_asks_for_must_be_there(cluster: Cluster) -> None:
+def test_a_resource_that_the_spec_requires_must_exist(cluster: Cluster) -> None:
     del cluster.objects["/apis/scheduling.volcano.sh/v1beta1"]
     del cluster.objects["/apis/kueue.x-k8s.io/v1beta2"]
     checks = examined(spec_with(scheduler="volcano", queue="holdfast"))
@@ -227,7 +227,7 @@ def test_nodes_that_know_no_fp8_are_named(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("scheduler", ["default", "kueue"])
-def test_a_required_place_must_be_known_to_whoever_places(cluster: Cluster, scheduler: str) -> None:
+def test_a_required_topology_level_must_be_known_to_the_scheduler(cluster: Cluster, scheduler: str) -> None:
     level = "topology.kubernetes.io/rack"
     wish = {"placement": "require", "level": level}
     spec = spec_with(scheduler=scheduler, queue="holdfast", topology=wish, image="registry.example/train:1")

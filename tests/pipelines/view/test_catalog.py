@@ -95,7 +95,7 @@ def test_a_record_of_other_types_hides_no_run(folder_store: Store, name: str, da
     assert "good" in result.stdout
 
 
-def test_the_command_says_on_one_line_what_it_cannot_read_and_how_many_runs_it_leaves_out(folder_store: Store) -> None:
+def test_runs_reports_unreadable_records_and_the_number_of_omitted_runs_in_one_line_each(folder_store: Store) -> None:
     write(folder_store, "aaaa", "good")
     write(folder_store, "bbbb", "bad", result=b"{")
     result = CliRunner().invoke(app, ["runs", "--store", folder_store.url, "--json"])
@@ -138,7 +138,7 @@ def test_of_several_runs_of_a_name_the_one_that_was_started_last_is_found(folder
             find_run(folder_store, wanted)
 
 
-def test_the_newest_runs_cost_as_many_requests_as_are_shown_whatever_there_is() -> None:
+def test_listing_the_newest_runs_costs_requests_only_for_the_runs_shown() -> None:
     store = Counted(Bucket())
     for number in range(400):
         write(store, f"{number:04x}", "tiny")

@@ -54,7 +54,7 @@ def test_what_keeps_a_run_from_training_is_shown_until_it_trains() -> None:
     assert "ImagePullBackOff" not in seen(screen, 8)
 
 
-def test_accelerators_are_shown_as_their_drivers_tell_of_them_and_who_is_held_back_is_named() -> None:
+def test_the_live_screen_shows_accelerator_metrics_and_throttled_ranks() -> None:
     screen = Screen("small", "r")
     screen.take([at(7, AttemptBegan(world=2, step=0, steps=40, missing_metrics={"celsius": "Not Supported"}), 1)])
     assert "accelerators" not in seen(screen, 8)
@@ -76,7 +76,7 @@ def test_accelerators_are_shown_as_their_drivers_tell_of_them_and_who_is_held_ba
     assert "accelerators" not in seen(screen, 14)
 
 
-def test_it_ends_with_the_run_and_a_slow_rank_has_a_mark_of_its_own() -> None:
+def test_the_live_screen_ends_with_the_run_and_marks_a_slow_rank() -> None:
     screen = Screen("small", "r")
     assert "nothing was told yet" in seen(screen, 0)
     screen.take(killed_once())

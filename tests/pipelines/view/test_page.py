@@ -68,7 +68,7 @@ def test_the_page_grows_with_the_run_and_stops_asking_when_it_has_ended(store: S
     assert fresh.path.read_bytes() == page.path.read_bytes()
 
 
-def test_every_accelerator_is_on_the_page_with_what_its_driver_tells(store: Store, tmp_path: Path) -> None:
+def test_the_page_has_every_accelerator_with_its_driver_metrics(store: Store, tmp_path: Path) -> None:
     page = TrainingPage(tiny_spec(), RUN, store, tmp_path / "run.html")
     events = killed_once()[:5]
     tell(store, events)

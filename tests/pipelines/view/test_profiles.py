@@ -30,13 +30,13 @@ def told(store: Store, *events: LaunchBegan | LaunchEnded | ProfileSaved) -> Non
 
 
 @pytest.mark.parametrize("code", [0, 13])
-def test_a_run_that_ended_before_it_was_asked_is_not_waited_for(store: Store, code: int) -> None:
+def test_a_run_that_ended_before_the_profile_request_is_not_waited_for(store: Store, code: int) -> None:
     told(store, BEGAN, LaunchEnded(launch=1, code=code))
     with pytest.raises(MissingError, match=f"run {RUN} has ended without it"):
         wait_for_trace(store, RUN, time.time() + 3600.0, silent=5.0)
 
 
-def test_a_run_that_begins_again_is_waited_for_until_its_trace_is_there(store: Store) -> None:
+def test_a_restarted_run_is_waited_for_until_its_trace_exists(store: Store) -> None:
     start = time.time()
     told(store, BEGAN, LaunchEnded(launch=1, code=13), BEGAN, LaunchEnded(launch=2, code=137, restart_in=0.0))
     later = threading.Thread(target=told, args=(store, ProfileSaved(first=1, last=2, key="k")))

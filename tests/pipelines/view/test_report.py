@@ -53,7 +53,7 @@ def shown(store: Store, capsys: pytest.CaptureFixture[str], **more: bool) -> str
     return capsys.readouterr().out
 
 
-def test_a_run_that_goes_on_shows_how_far_it_is_and_how_its_ranks_changed(
+def test_the_report_of_a_running_run_has_its_progress_and_rank_changes(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with recording(store, RUN_ID, "rank 0"):
@@ -73,7 +73,7 @@ def test_a_run_that_goes_on_shows_how_far_it_is_and_how_its_ranks_changed(
     assert "2 from step 0, 4 from step 30" in page
 
 
-def test_a_run_that_failed_says_so_and_why_until_it_is_submitted_again(
+def test_a_failed_run_shows_its_reason_until_it_is_resubmitted(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     summary = {"status": "failed", "failed_step": "train", "reason": "no text", "next_command": "mend it", "ended": 5.0}
@@ -88,7 +88,7 @@ def test_a_run_that_failed_says_so_and_why_until_it_is_submitted_again(
     assert "no text" not in page
 
 
-def test_the_spec_is_what_differs_from_the_defaults_unless_all_of_it_is_asked_for(
+def test_the_report_shows_non_default_fields_or_the_whole_spec_on_request(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = shown(store, capsys)

@@ -46,9 +46,7 @@ def get(url: str, password: str = "", method: str = "GET", body: object = None) 
         return error.code, b""
 
 
-def test_the_ui_answers_who_has_the_password_and_nobody_else_and_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ui_requires_its_password_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty_mlflow.place(tmp_path)
     database = f"sqlite:///{(tmp_path / 'mlflow.db').rename(tmp_path / 'a-secret-name.db')}"
     environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path), "MLFLOW_TRACKING_URI": database}

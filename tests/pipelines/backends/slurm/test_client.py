@@ -13,7 +13,7 @@ from holdfast.spec.errors import MissingError
 
 
 @pytest.mark.skipif(shutil.which("squeue") is None, reason="not installed (Debian: slurm-client)")
-def test_a_machine_that_knows_no_slurm_is_told_so_and_the_spec_is_not_blamed(
+def test_a_machine_without_slurm_configuration_gets_a_remedy_and_no_spec_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     configuration = tmp_path / "slurm.conf"
@@ -23,7 +23,7 @@ def test_a_machine_that_knows_no_slurm_is_told_so_and_the_spec_is_not_blamed(
         client.jobs_of()
 
 
-def test_a_machine_without_its_commands_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_without_slurm_commands_gets_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MissingError, match="such as a login node"):
         client.jobs_of()
@@ -36,7 +36,7 @@ def test_a_machine_without_its_commands_is_told_so(monkeypatch: pytest.MonkeyPat
         ("Slurm accounting storage is disabled", False),
     ],
 )
-def test_what_the_accounting_refuses_is_said_once_and_that_there_is_none_is_not(
+def test_a_refusal_of_sacct_is_logged_once_and_disabled_accounting_is_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, printed: str, told: bool
 ) -> None:
     client._say_refused.cache_clear()
@@ -50,7 +50,7 @@ def test_what_the_accounting_refuses_is_said_once_and_that_there_is_none_is_not(
 
 
 @pytest.mark.parametrize("waited_for", ["Dependency", "None"])
-def test_a_job_that_the_controller_forgets_between_two_questions_is_told_by_the_accounting(
+def test_a_job_purged_between_two_queries_is_read_from_the_accounting(
     waited_for: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     marker, job = tmp_path / "moved", f"7|holdfast-x-train|CANCELLED|{waited_for}|0:0|0|tiny x-6"
@@ -63,9 +63,7 @@ def test_a_job_that_the_controller_forgets_between_two_questions_is_told_by_the_
     assert said_of(entry) == "not begun: a step before it did not succeed"
 
 
-def test_what_the_controller_says_of_a_job_counts_more_than_the_accounting(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_controller_takes_precedence_over_the_accounting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     queue_line = "7|N/A|holdfast-x-train|RUNNING|None|0|1|0:05|tiny x-6|"  # restarted after the end in the accounting
     accounting_line = "7|holdfast-x-train|NODE_FAIL|None|0:0|9|tiny x-6"
     for name, line in (("squeue", queue_line), ("sacct", accounting_line)):

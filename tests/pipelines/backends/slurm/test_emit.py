@@ -62,7 +62,7 @@ SWEEP = {"trials": (("training.seed=1",), ("training.seed=2",))}
     ("overrides", "fields"),
     [((), {}), (("data.fan_out=4",), {}), ((), SWEEP), (("cluster.slurm.slot_minutes=30",), {})],
 )
-def test_every_job_comes_back_after_its_node_was_lost_and_goes_on_in_its_log(
+def test_every_job_is_requeued_after_a_node_loss_and_appends_to_its_log(
     overrides: tuple[str, ...], fields: dict[str, Any]
 ) -> None:
     jobs = jobs_of(*overrides, **fields)

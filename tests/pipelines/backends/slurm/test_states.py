@@ -34,12 +34,12 @@ def job(state: str, reason: str = "", code: int = 0, restarts: int = 0) -> Batch
     ],
     ids=str,
 )  # fmt: skip
-def test_a_job_is_told_in_words(found: BatchJob, state: str, said: str) -> None:
+def test_the_state_of_a_job_has_a_readable_text(found: BatchJob, state: str, said: str) -> None:
     assert state_of(found) == state
     assert said_of(found) == said
 
 
-def test_what_the_step_itself_said_follows_its_code() -> None:
+def test_the_message_of_a_step_follows_its_exit_code() -> None:
     outcome = Outcome("train", 1, 0.0, 1.0, 11, reason="the corpus is empty\nmore")
     assert said_of(job("FAILED", "NonZeroExitCode", 11), outcome).endswith(": the corpus is empty")
 
@@ -65,13 +65,13 @@ def test_a_step_whose_condition_did_not_hold_is_skipped_and_the_run_has_succeede
     assert whole_state([step_of("train", job("COMPLETED"), None), skipped]) == "SUCCEEDED"
 
 
-def test_the_exit_handler_is_told_of_the_first_step_that_did_not_succeed() -> None:
+def test_the_exit_handler_gets_the_first_step_that_did_not_succeed() -> None:
     jobs = {"train": job("NODE_FAIL"), "evaluate": job("CANCELLED", "DependencyNeverSatisfied")}
     assert ended_as(list(jobs), jobs, {}) == ("failed", "train: its node went down")
     assert ended_as(["train"], {"train": job("FAILED", "", 204)}, {})[0] == "cancelled"
 
 
-def test_what_slurm_has_forgotten_is_told_to_the_exit_handler_as_the_step_itself_said_it() -> None:
+def test_the_exit_handler_reads_the_outcomes_of_jobs_that_slurm_has_purged() -> None:
     outcomes = {
         "preprocess": Outcome("preprocess", 1, 0.0, 2.0, 0),
         "train": Outcome("train", 1, 3.0, 4.0, 11, "no text"),
@@ -100,7 +100,7 @@ def test_an_array_is_one_job_that_fails_when_a_task_does() -> None:
     assert client._one_each(map(client._from_squeue, running))[7].state == "RUNNING"
 
 
-def test_a_trial_whose_task_slurm_has_forgotten_is_as_its_outcome_says() -> None:
+def test_a_trial_whose_task_slurm_has_purged_has_the_state_of_its_outcome() -> None:
     array = BatchJob(7, "n", "RUNNING", tasks=(BatchJob(7, "n", "RUNNING", task=10),))
     outcomes = {"train-2": Outcome("train", 1, 1.0, 3.0, 11, "no text", part="2")}
     steps = list(trials_of("train", array, outcomes))
