@@ -167,7 +167,7 @@ def test_on_one_machine_the_same_command_is_the_retry(tmp_path: Path) -> None:
     assert (step.returncode, (tmp_path / "tries").read_text()) == (203, "try\n")
 
 
-def test_sigterm_between_two_tries_ends_the_step_at_once(tmp_path: Path) -> None:
+def test_sigterm_between_two_tries_ends_the_step_immediately(tmp_path: Path) -> None:
     step = started("argo", tmp_path, 9, 3600)
     assert step.stderr is not None
     assert any("tries again by itself" in line for line in step.stderr)
@@ -193,7 +193,7 @@ sys.exit(run_step("evaluate", body, record)[1])
 """
 
 
-def test_a_step_that_has_ended_keeps_its_code_when_it_is_asked_to_leave_too_late() -> None:
+def test_an_ended_step_keeps_its_exit_code_after_a_late_sigterm() -> None:
     assert subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, check=False).returncode == 0
 
 
@@ -216,7 +216,7 @@ run_step("train", body, recorder("job-8"))
 """
 
 
-def test_a_step_that_is_killed_on_its_way_out_has_said_before_that_it_was_asked_to_leave(tmp_path: Path) -> None:
+def test_a_step_records_sigterm_before_it_is_killed_during_shutdown(tmp_path: Path) -> None:
     """As under KFP's launcher, which does not wait for the step."""
     url = f"file://{tmp_path}/store"
     command = [sys.executable, "-c", SLOW, url]

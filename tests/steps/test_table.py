@@ -40,7 +40,7 @@ def test_a_condition_looks_at_a_word() -> None:
 @pytest.mark.parametrize(
     "step", [step for step in STEPS.values() if step.name != EXIT_HANDLER], ids=lambda one: one.name
 )
-def test_the_body_of_a_step_takes_what_the_table_says(step) -> None:
+def test_the_body_of_a_step_takes_the_inputs_of_the_table(step) -> None:
     body = import_module(f"holdfast.components.{step.name}.__main__").body
     assert {*inspect.signature(body).parameters} == {
         "spec",

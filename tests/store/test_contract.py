@@ -42,7 +42,7 @@ def test_every_kind_of_buffer_is_written_as_its_bytes(store: Store) -> None:
         assert [store.get(key) for key in ("put", f"absent{number}", f"swapped{number}")] == [content] * 3
 
 
-def test_a_range_is_exactly_the_bytes_asked_for_and_beyond_the_end_bad_data_that_says_the_size(store: Store) -> None:
+def test_a_range_read_is_exact_and_past_the_end_raises_data_error_with_the_size(store: Store) -> None:
     content = b"0123456789"
     store.put("k", content)
     for start, length in ((0, None), (0, 4), (3, 4), (7, None), (9, 1), (10, None), (10, 0), (0, 0), (0, 10)):
@@ -64,7 +64,7 @@ def test_read_into_fills_the_target_and_nothing_else(store: Store) -> None:
         store.read_into("k", 8, memoryview(target))
 
 
-def test_many_reads_fill_their_targets_and_each_is_used_when_it_is_there(store: Store) -> None:
+def test_read_many_fills_all_targets_and_calls_each_callback(store: Store) -> None:
     content = {f"k{number}": os.urandom(1000 + number) for number in range(5)}
     for key, data in content.items():
         store.put(key, data)
@@ -106,7 +106,7 @@ def test_many_reads_draw_only_what_they_have_room_for(store: Store) -> None:
     assert most <= parallel.THREADS + 1
 
 
-def test_of_many_reads_the_first_that_fails_is_said_and_no_more_are_begun(store: Store) -> None:
+def test_read_many_raises_the_first_failure_and_starts_no_more_reads(store: Store) -> None:
     store.put("k", bytes(100))
     endless = (Read("no/such" if number == 3 else "k", 0, memoryview(bytearray(1))) for number in itertools.count())
     with pytest.raises(MissingError, match="read_into no/such"):
@@ -285,7 +285,7 @@ def test_an_object_is_written_while_its_bytes_are_made(store: Store, small_parts
 
 
 @pytest.mark.parametrize(("size", "words"), [(7, "goes on beyond"), (9, "ends after 8"), (12 * 2**20, "ends after 8")])
-def test_an_object_that_is_not_as_long_as_said_is_not_written(
+def test_a_stream_with_another_length_than_declared_is_not_written(
     store: Store, small_parts: int, size: int, words: str
 ) -> None:
     store.put("k", b"before")

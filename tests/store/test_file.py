@@ -174,7 +174,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", disk], check=True)
 
 
-def test_a_full_disk_says_so_and_leaves_nothing_behind(small_disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_raises_no_space_error_and_leaves_no_partial_files(small_disk: Path, tmp_path: Path) -> None:
     store = open_store(f"file://{small_disk}/store")
     version = store.compare_and_swap("k", OLD, None)
     large = bytes(2**21)
@@ -211,7 +211,7 @@ def test_a_limit_on_file_size_is_no_space_either(store: Store, root: Path) -> No
     assert unfinished(root) == []
 
 
-def test_a_read_only_disk_says_so(small_disk: Path) -> None:
+def test_a_read_only_disk_raises_access_denied_error(small_disk: Path) -> None:
     store = open_store(f"file://{small_disk}/store")
     store.put("k", OLD)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)

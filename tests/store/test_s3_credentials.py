@@ -164,7 +164,7 @@ def test_a_new_key_that_the_server_does_not_know_yet_is_tried_again(
         (403, "RequestTimeTooSkewed", "set the clock"),
     ],
 )
-def test_what_new_credentials_do_not_change_is_said_immediately(
+def test_an_error_that_new_credentials_cannot_fix_is_raised_immediately(
     proxied: Store, proxy: FaultyProxy, status: int, code: str, says: str
 ) -> None:
     proxy.inject(answer(status, code), times=None)

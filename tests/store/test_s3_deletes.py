@@ -34,7 +34,7 @@ def test_many_objects_are_deleted_with_few_requests(
 
 
 @pytest.mark.parametrize(("code", "error"), [("AccessDenied", AccessDeniedError), ("InternalError", None)])
-def test_an_object_that_could_not_be_deleted_is_said_or_tried_again(
+def test_a_failed_deletion_is_reported_or_retried(
     store: Store, proxy: FaultyProxy, code: str, error: type[HoldfastError] | None
 ) -> None:
     for key in ("a", "b"):

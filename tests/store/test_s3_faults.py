@@ -132,7 +132,7 @@ def test_a_server_that_is_not_there_is_unreachable(s3_url: str, monkeypatch: pyt
         (507, "XMinioStorageFull", NoSpaceError, "free some space"),
     ],
 )
-def test_what_repeating_cannot_mend_is_said_at_once(
+def test_a_permanent_s3_error_is_raised_without_retry(
     store: Store, proxy: FaultyProxy, status: int, code: str, error: type[HoldfastError], says: str
 ) -> None:
     before = len(proxy.requests)
@@ -207,9 +207,7 @@ def test_what_a_server_repeats_of_a_request_is_not_shown(
     assert "c0ffee" not in str(caught.value)
 
 
-def test_a_server_that_asks_for_an_hour_does_not_get_it(
-    store: Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_retry_after_of_an_hour_is_capped(store: Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "LONGEST_ASKED", 0.01)
     fault = proxy.inject(answer(503, "SlowDown", retry_after=3600), method="PUT", times=3)
     store.put("k", b"1")

@@ -140,7 +140,7 @@ def test_uploads_of_writers_that_died_are_ended_and_younger_ones_are_not(
     assert sorted(uploads(s3_url)) == sorted(others)
 
 
-def test_at_the_root_of_a_bucket_nobody_elses_upload_is_ended(large: bytes, s3_url: str) -> None:
+def test_a_store_at_the_root_of_a_bucket_aborts_no_foreign_uploads(large: bytes, s3_url: str) -> None:
     """A store at the root of a bucket shares the bucket with other writers."""
     client = boto3.client("s3", region_name="us-east-1")
     bucket = s3_url.split("/")[2]
@@ -185,7 +185,7 @@ def test_uploads_of_dead_writers_are_found_on_every_page(
     assert any("key-marker=0" in request for request in proxy.requests)
 
 
-def test_a_large_upload_ends_what_dead_writers_left_beside_it(store: Store, large: bytes, s3_url: str) -> None:
+def test_a_large_upload_aborts_abandoned_uploads_in_its_folder(store: Store, large: bytes, s3_url: str) -> None:
     client = boto3.client("s3", region_name="us-east-1")
     bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
     client.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/packs/dead.pack")
@@ -194,7 +194,7 @@ def test_a_large_upload_ends_what_dead_writers_left_beside_it(store: Store, larg
     assert store.get("packs/big") == large
 
 
-def test_an_upload_that_nobody_reads_is_given_up_and_sent_again(s3_url: str, proxy: FaultyProxy, large: bytes) -> None:
+def test_a_stalled_upload_part_times_out_and_is_sent_again(s3_url: str, proxy: FaultyProxy, large: bytes) -> None:
     store = open_store(s3_url, deadline=15)
     release = threading.Event()
     fault = proxy.inject(deaf(release), method="PUT", path="partNumber=2")

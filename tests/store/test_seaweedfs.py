@@ -99,7 +99,7 @@ def endpoint(tmp_path: Path) -> Iterator[str]:
         server.wait()
 
 
-def test_of_sixteen_writers_at_once_one_wins_every_time(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_sixteen_concurrent_writers_wins_every_time(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**KEYS, "AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1"}.items():
         monkeypatch.setenv(name, value)
     client(endpoint).create_bucket(Bucket="holdfast")

@@ -45,7 +45,7 @@ def test_the_newest_of_ten_thousand_is_found_with_few_listings() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_newest_is_found_whatever_is_missing_and_whatever_else_lies_there(seed: int) -> None:
+def test_the_newest_record_is_found_with_gaps_and_other_files(seed: int) -> None:
     random_ = random.Random(seed)
     numbers = random_.sample(range(1, random_.choice((10, 2_000, 12_000, 2_000_000))), random_.choice((0, 1, 8, 5)))
     numbers += list(range(1, random_.choice((1, 600, 3_000))))
@@ -58,7 +58,7 @@ def test_the_newest_is_found_whatever_is_missing_and_whatever_else_lies_there(se
 
 
 @pytest.mark.parametrize("data", [b"[" * 100_000, b"{", b"[]", b"\xff"])
-def test_a_damaged_record_is_named_with_what_to_do_and_the_next_number_is_taken_beside_it(data: bytes) -> None:
+def test_a_damaged_record_is_reported_with_a_remedy_and_the_next_number_is_free(data: bytes) -> None:
     store = filled([1])
     store.put(record_key("f/", 2), data)
     with pytest.raises(BadReaderError, match=r"f/000002\.json: is damaged .*run the same command again"):

@@ -153,7 +153,7 @@ def test_a_file_system_without_hard_links_is_named_and_not_tried_again(
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
-def test_a_folder_that_cannot_be_synced_is_said_once_and_costs_nothing(
+def test_a_folder_without_fsync_is_logged_once_and_writes_succeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     real_fsync = os.fsync

@@ -37,7 +37,7 @@ def metered() -> list[Event]:
     return [told(event) for event in killed_once()]
 
 
-def test_hours_are_those_of_the_ledger_and_cost_what_the_spec_says() -> None:
+def test_the_cost_is_the_hours_of_the_ledger_at_the_price_of_the_spec() -> None:
     events = killed_once()
     cost = of(events, *PRICES)
     seconds = ledger(events).total
@@ -49,7 +49,7 @@ def test_hours_are_those_of_the_ledger_and_cost_what_the_spec_says() -> None:
     assert cost.figures()["cost/price"] == cost.price
 
 
-def test_what_nobody_told_or_priced_is_not_guessed_but_said() -> None:
+def test_unknown_energy_and_prices_are_reported_and_not_guessed() -> None:
     begin = at(7, AttemptBegan(world=2, step=0, steps=40, energy_unavailable="there is no accelerator"), 1)
     cost = of([*killed_once()[:3], begin])
     assert (cost.kilowatt_hours, cost.price, cost.carbon, cost.tokens) == (None, None, None, 0)
@@ -75,7 +75,7 @@ def test_energy_is_the_meters_and_has_its_price_and_its_carbon() -> None:
     assert cost.accelerator == "NVIDIA H100 80GB HBM3"
 
 
-def test_nobody_pays_for_accelerators_that_a_job_waits_for_in_a_queue() -> None:
+def test_time_in_a_queue_costs_nothing() -> None:
     events = killed_once()
     waiting = sorted([*events, at(1.5, LaunchPending(reason="queue"))], key=lambda event: event.time)
     account = ledger(waiting)

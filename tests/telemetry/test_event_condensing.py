@@ -71,7 +71,7 @@ def store(tmp_path: Path) -> Store:
     return event_store
 
 
-def test_what_is_told_all_the_time_is_merged_and_the_sums_stay(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frequent_events_are_merged_and_their_sums_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = read_events(store, RUN)
     assert len([event for event in whole if isinstance(event, TimeSpent)]) == 2 * STEPS * RANKS
     monkeypatch.setattr(event_log, "MOST", 120)
@@ -103,14 +103,14 @@ def test_a_follower_that_meets_a_long_run_gets_the_rest_event_by_event(
     assert [event.number for event in follower.new()] == [10_000]
 
 
-def test_one_kind_is_read_without_the_others(store: Store) -> None:
+def test_events_are_read_by_kind(store: Store) -> None:
     (straggler,) = read_events(store, RUN, kinds=[StragglerDetected])
     assert isinstance(straggler, StragglerDetected)
     assert (straggler.host, straggler.step) == ("slow", 7)
     assert {type(event) for event in read_events(store, RUN, kinds=[SaveCommitted])} == {SaveCommitted}
 
 
-def test_what_ends_a_process_or_says_that_it_failed_is_not_merged() -> None:
+def test_last_events_of_a_process_are_not_merged_with_later_ones() -> None:
     fields = {"writer": "w", "rank": 0, "attempt": 1, "seconds": {"forward": 1.0}}
     events = [
         TimeSpent.model_validate({**fields, "step": step, "time": float(step), "number": step, "last": step == 2})

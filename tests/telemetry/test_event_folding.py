@@ -92,7 +92,7 @@ def test_full_segments_of_a_long_run_become_few_objects(store: Store, monkeypatc
     assert texts(read_events(store, RUN)) == before
 
 
-def test_the_last_segment_of_a_writer_stays_while_it_may_go_on(store: Store) -> None:
+def test_the_open_segment_of_a_writer_is_not_folded(store: Store) -> None:
     launches(store, 0, FOLD)
     assert fold_events(store, RUN) == FOLD, "only those that are closed"
     before = texts(read_events(store, RUN))
@@ -131,7 +131,7 @@ def test_a_fold_that_dies_anywhere_loses_no_event(store: Store, clock: Clock, ki
     assert texts(read_events(store, RUN)) == before
 
 
-def test_a_reader_and_a_writer_beside_a_fold_see_and_keep_every_event(store: Store, clock: Clock) -> None:
+def test_a_concurrent_reader_and_writer_lose_no_event_during_a_fold(store: Store, clock: Clock) -> None:
     for point in ("get", "put", "list", "delete_many"):
         for key in names(store):
             store.delete(key)

@@ -89,9 +89,7 @@ def test_what_is_emitted_is_read_in_order_from_the_store_and_from_the_pipe(store
     assert read_events(store, RUN, after=events[1].time) == [event for event in events if event.time > events[1].time]
 
 
-def test_objects_of_long_ago_are_not_read_for_what_was_told_of_late(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recent_events_are_read_without_old_objects(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with recording(store, RUN, "rank 0", launch=1, attempt=2):
         emit(at(60))
     (event,), original_list = read_events(store, RUN), store.list
@@ -102,7 +100,7 @@ def test_objects_of_long_ago_are_not_read_for_what_was_told_of_late(
         assert read_events(store, RUN) == [event]
 
 
-def test_each_kind_survives_its_line_and_says_itself_in_words() -> None:
+def test_each_event_kind_round_trips_and_has_a_text() -> None:
     values: dict[str, object] = {"str": "x", "int": 3, "float": 1.5, "bool": True}
     for kind in get_args(Event):
         fields = {
@@ -167,7 +165,7 @@ def test_the_longest_beginning_of_an_attempt_fits_into_its_line() -> None:
     assert list(events_in([line_of(begin)])) == [begin]
 
 
-def test_emitting_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emitting_an_event_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARGO_PROGRESS_FILE", str(tmp_path / "nowhere" / "progress"))
     show_in_argo(at(1))
     fifo = tmp_path / "fifo"
@@ -183,7 +181,7 @@ def test_several_who_watch_see_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     assert told(PipeEvents(tmp_path / "one").new()) == told(PipeEvents(tmp_path / "two").new()) == [at(1).text]
 
 
-def test_a_fifo_passes_events_to_whoever_reads_it_and_is_given_up_when_nobody_does(
+def test_a_fifo_passes_events_to_its_reader_and_never_blocks_the_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fifo = tmp_path / "fifo"
@@ -210,7 +208,7 @@ def test_progress_goes_to_argo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (tmp_path / "progress").read_text() == "3/100\n"
 
 
-def test_a_phase_tells_its_first_its_last_and_now_and_then_one_between(pipe: Path) -> None:
+def test_a_phase_emits_its_first_last_and_some_intermediate_progress(pipe: Path) -> None:
     now = [0.0]
     with ConsoleProgress(clock=lambda: now[0]) as progress:
         for phase in ("tokenise", "pack"):
@@ -242,7 +240,7 @@ def away(store: Store) -> Iterator[Away]:
     yield Away(store)
 
 
-def test_a_store_that_is_away_loses_nothing_and_holds_nobody_up(
+def test_an_unreachable_store_loses_no_events_and_does_not_block(
     store: Store, away: Away, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = event_log.EventWriter(away, RUN, flush_seconds=0.01)  # type: ignore[arg-type]
@@ -257,7 +255,7 @@ def test_a_store_that_is_away_loses_nothing_and_holds_nobody_up(
     assert len([record for record in caplog.records if "wait in memory" in record.message]) == 1
 
 
-def test_beyond_the_bound_the_oldest_progress_is_lost_and_that_is_said(
+def test_events_over_the_memory_limit_drop_the_oldest_progress_and_report_it(
     store: Store, away: Away, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_log, "MAX_WAITING", 20_000)
@@ -330,7 +328,7 @@ def test_segments_are_closed_when_they_are_large_and_a_follower_sees_all_of_them
     assert len(list(store.list(layout.run(RUN, "events/")))) > 5
 
 
-def test_what_was_read_when_the_store_went_away_is_told_when_it_is_back(store: Store) -> None:
+def test_events_read_before_a_store_outage_are_returned_after_it(store: Store) -> None:
     for step in (1, 2):  # two processes
         with recording(store, RUN, f"rank {step}"):
             emit(at(step))
@@ -434,7 +432,7 @@ def test_the_order_is_right_when_the_clock_of_the_next_attempt_is_behind(
     ]
 
 
-def test_a_step_tells_how_it_ended(store: Store) -> None:
+def test_a_step_records_how_it_ended(store: Store) -> None:
     with recorded_step(store, RUN, "evaluate") as conclude:
         conclude("blessed")
     with pytest.raises(StoreUnreachableError), recorded_step(store, RUN, "register"):

@@ -146,7 +146,7 @@ def test_a_fold_that_dies_anywhere_loses_no_row_and_is_finished_by_the_next(stor
     assert position > 4
 
 
-def test_two_that_fold_at_once_and_a_reader_beside_them_see_every_row_once(store: Store) -> None:
+def test_concurrent_folds_and_a_reader_see_every_history_row_once(store: Store) -> None:
     """In each round, commits and another fold come before one operation of a fold or of a reader."""
     for position in range(30):
         for info in list(store.list(layout.run(RUN))):
@@ -207,7 +207,7 @@ def test_a_follower_reads_only_what_is_new_and_has_the_rows_of_a_fresh_reading(s
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_segments_there_are_the_fewest_are_read_and_every_step_is_there(seed: int) -> None:
+def test_a_cover_of_segments_includes_every_step_without_needless_reads(seed: int) -> None:
     generator = random.Random(seed)
     steps = sorted(generator.sample(range(1, 60), 12))
     parts = [(begin, end) for begin, end in zip([0, *steps], steps, strict=False)]

@@ -87,7 +87,7 @@ def test_a_killed_rank_costs_what_was_computed_again_and_the_way_back() -> None:
     assert totals.goodput == pytest.approx(12 / 51)
 
 
-def test_the_second_before_a_kill_that_a_rank_could_not_tell_is_shared_out_as_the_rest_was() -> None:
+def test_unreported_time_before_a_kill_is_divided_like_the_rest_of_the_attempt() -> None:
     events = [event for event in killed_once() if not (isinstance(event, TimeSpent) and event.time == 27)]
     assert ledger(events).total == pytest.approx(2 * 51)
     kept = [event for event in killed_once() if not (isinstance(event, AttemptBegan) and event.attempt == 2)]
@@ -127,7 +127,7 @@ def test_work_is_lost_that_any_later_attempt_did_again_however_many_there_were(
     assert totals["productive"] == pytest.approx(40)  # each step of the run once
 
 
-def test_what_a_launcher_says_that_it_waits_for_is_a_queue_from_then_on() -> None:
+def test_time_after_a_launch_pending_event_counts_as_queue() -> None:
     waiting_event = at(34, LaunchPending(reason="job j is in its queue until that lets it go"))
     totals = ledger(sorted([*killed_once(), waiting_event], key=lambda event: event.time))
     assert [(rank["queue"], rank["schedule"]) for rank in totals.ranks.values()] == [(1.0, 1 + 1 + 3 + 1)] * 2
@@ -139,7 +139,7 @@ def test_a_hang_is_detection_from_its_first_moment_on() -> None:
     assert [rank["detect"] for rank in totals.ranks.values()] == pytest.approx([30 - 25 - 3, 30 - 27])
 
 
-def test_a_time_in_which_nobody_ran_it_is_no_wall_time() -> None:
+def test_time_between_executions_is_no_wall_time() -> None:
     events = killed_once()
     later = [at(event.time + 1000, event, event.attempt and event.attempt + 2) for event in events]
     totals = ledger([*events, *later])
@@ -147,14 +147,14 @@ def test_a_time_in_which_nobody_ran_it_is_no_wall_time() -> None:
     assert totals.total == pytest.approx(4 * 51)
 
 
-def test_a_run_that_goes_on_is_accounted_for_up_to_now() -> None:
+def test_the_ledger_of_a_running_run_ends_now() -> None:
     events = [event for event in killed_once() if event.time < 20]
     totals = ledger(events, until=22)
     assert (totals.wall, totals.total) == (22, pytest.approx(44))
     assert "lost" not in totals.seconds
 
 
-def test_ranks_that_nobody_launched_are_accounted_for_from_the_beginning_of_their_processes() -> None:
+def test_the_ledger_of_ranks_without_a_launch_starts_with_their_processes() -> None:
     events = [event for event in killed_once() if isinstance(event, TimeSpent | AttemptBegan) and event.attempt == 2]
     totals = ledger(events)
     assert totals.wall == 15.0
@@ -212,7 +212,7 @@ def a_life(seed: int) -> Iterator[Event]:
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.floats(0, 1))
-def test_whatever_happened_the_classes_of_each_rank_add_up_to_the_wall_time(seed: int, cut: float) -> None:
+def test_the_ledger_classes_of_each_rank_always_sum_to_the_wall_time(seed: int, cut: float) -> None:
     events = list(a_life(seed))
     begin, end = events[0].time, events[-1].time
     for until in (None, begin + cut * (end - begin)):

@@ -78,7 +78,7 @@ STORY = [
 ]  # fmt: skip
 
 
-def test_what_is_served_is_what_the_events_told() -> None:
+def test_served_metrics_match_the_events() -> None:
     metrics, port = Metrics("r", whole=True), free_port()
     for event in STORY:
         metrics.take(event)
@@ -101,7 +101,7 @@ def test_what_is_served_is_what_the_events_told() -> None:
     assert 0 < samples['holdfast_goodput_ratio{run="r"}'] < 1
 
 
-def test_an_accelerator_is_shown_by_the_names_and_in_the_units_of_dcgm_as_long_as_it_is_told_of() -> None:
+def test_accelerator_metrics_have_dcgm_names_and_units_while_reported() -> None:
     metrics = Metrics("r")
 
     def shown(rank: int) -> dict[str, float | None]:
@@ -142,7 +142,7 @@ def test_the_lag_of_checkpoints_is_the_steps_since_the_newest_one() -> None:
     assert resumed.registry.get_sample_value("holdfast_checkpoint_lag_steps", {"run": "r"}) == 2
 
 
-def test_nothing_is_served_unless_it_was_asked_for_and_then_what_this_process_tells() -> None:
+def test_metrics_are_served_only_with_a_port_and_from_this_process() -> None:
     with showing_metrics(Telemetry(), "r") as none:
         assert none is None
     port = free_port()
@@ -166,7 +166,7 @@ def test_the_port_is_given_back_at_the_end_and_nothing_is_heard_any_more() -> No
             pass
 
 
-def test_a_port_that_is_taken_is_said_and_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_occupied_metrics_port_is_logged_and_does_not_fail(caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
     with closing(Server(Metrics("a"), "127.0.0.1", port)) as first:
         assert first.wait()

@@ -44,7 +44,7 @@ def lived(clock: Clock, here: PhaseClock, day: tuple[tuple[Phase, float], ...]) 
         clock.now += seconds
 
 
-def test_the_phases_of_a_lap_make_up_all_its_time_and_the_last_one_goes_on_in_the_next() -> None:
+def test_phases_of_a_lap_cover_its_time_and_the_last_continues_in_the_next_lap() -> None:
     clock = Clock()
     here = PhaseClock(clock, age=0.75)
     lived(clock, here, DAY)
@@ -57,7 +57,7 @@ def test_the_phases_of_a_lap_make_up_all_its_time_and_the_last_one_goes_on_in_th
     assert dict(second.seconds) == {"save": 4.0}
 
 
-def test_whoever_looks_sees_the_phase_the_step_and_since_when() -> None:
+def test_the_phase_clock_shows_phase_step_and_start_time() -> None:
     clock = Clock()
     here = PhaseClock(clock)
     here.enter("data", 7)

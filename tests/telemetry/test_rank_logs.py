@@ -114,9 +114,7 @@ def test_what_does_not_fit_while_the_store_is_away_is_lost_from_its_oldest_lines
     assert lines[3:] == [f"line {number:04d}" for number in range(100, 200)]
 
 
-def test_a_long_log_keeps_its_beginning_and_its_end_and_says_that_there_was_more(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_log_keeps_its_head_and_tail_and_marks_the_gap(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_stream, "PIECE_BYTES", 1000)
     monkeypatch.setattr(log_stream, "FIRST_PIECES", 2)
     monkeypatch.setattr(log_stream, "KEPT_PIECES", 6)
@@ -192,19 +190,19 @@ def test_an_attempt_or_a_launch_or_the_newest_process_is_shown(several: Callable
         (5, {}, "nothing that rank 5 printed is kept; there is something of ranks 0 to 1"),
     ],
 )
-def test_what_is_not_there_is_said_with_what_is(
+def test_a_missing_log_is_reported_with_the_existing_ones(
     several: Callable[..., list[str]], rank: int, which: dict[str, int], said: str
 ) -> None:
     with pytest.raises(MissingError, match=said):
         several(rank, **which)
 
 
-def test_a_run_without_logs_says_so(store: Store) -> None:
+def test_a_run_without_logs_raises_missing_error(store: Store) -> None:
     with pytest.raises(MissingError, match="no rank has printed anything yet"):
         list(rank_lines(store, RUN, 0))
 
 
-def test_following_goes_on_into_the_process_that_comes_after(store: Store) -> None:
+def test_following_continues_with_the_log_of_the_next_process(store: Store) -> None:
     printed(a_log(store, launch=1), "old\n", ended=True)
     printed(a_log(store, launch=2), "second\n", ended=True)
     looks = iter([True, True, False])

@@ -93,7 +93,7 @@ def test_a_collector_gets_steps_launches_attempts_and_saves_each_within_the_othe
     assert events == [("warning_issued", 25 * 10**9)]
 
 
-def test_the_last_spans_have_as_long_as_opentelemetry_is_told(
+def test_the_last_spans_are_sent_within_the_opentelemetry_timeout(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(traces, "CLOSE_SECONDS", 0.0)
@@ -101,7 +101,7 @@ def test_the_last_spans_have_as_long_as_opentelemetry_is_told(
     assert collector.spans
 
 
-def test_what_an_earlier_process_has_sent_is_not_sent_again_and_its_launch_goes_on(collector: Collector) -> None:
+def test_spans_of_an_earlier_process_are_not_resent_and_its_launch_continues(collector: Collector) -> None:
     events = ordered(story())
     cut = next(index for index, event in enumerate(events) if event.time > 40)
     exporter = show_traces(RUN_ID)
@@ -154,7 +154,7 @@ def test_the_steps_of_several_processes_are_one_trace(tmp_path: Path) -> None:
     assert "no model" in registered.status.message
 
 
-def test_a_process_that_nobody_asked_for_traces_does_not_import_the_library(tmp_path: Path) -> None:
+def test_a_process_without_traces_does_not_import_opentelemetry(tmp_path: Path) -> None:
     assert step(tmp_path, "evaluate") == "False"
 
 
@@ -178,7 +178,7 @@ def test_the_standard_variables_turn_it_off(off: dict[str, str], monkeypatch: py
     assert show_traces(RUN_ID) is None
 
 
-def test_the_library_that_is_missing_is_said_and_nothing_else_happens(
+def test_a_missing_opentelemetry_library_is_logged_and_ignored(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")

@@ -84,7 +84,7 @@ def test_two_that_write_every_row_at_the_same_moment_register_one_version(
     assert [dataset_input.dataset.digest for dataset_input in run.inputs.dataset_inputs] == [made.DATASET_ID]
 
 
-def test_two_that_name_a_known_dataset_at_once_both_succeed(home: Path, store: Store) -> None:
+def test_two_concurrent_writers_of_a_known_dataset_both_succeed(home: Path, store: Store) -> None:
     assert RunTracker.open(SPEC, "another", made.DATASET_ID, store).mlflow_run_id
     bare = bare_run(home, made.RUN_ID)
     assert race("describe", "SqlInput", store) == [bare, bare]
@@ -112,13 +112,13 @@ def register_two_at_once(store: Store, finish: Finish) -> str:
     return registration.tracking
 
 
-def test_of_two_models_that_are_registered_at_once_one_is_champion_and_the_other_must_be_compared_with_it(
+def test_one_of_two_concurrently_registered_models_is_champion_and_the_other_needs_comparison(
     home: Path, store: Store, finish: Finish
 ) -> None:
     register_two_at_once(store, finish)
 
 
-def test_two_promotions_at_once_remember_the_same_former_champion(home: Path, store: Store) -> None:
+def test_two_concurrent_promotions_record_the_same_former_champion(home: Path, store: Store) -> None:
     client = connect()
     for number in range(2):
         register_version(store, "story", f"run-{number}", "runs/x/export/x/", "state")
@@ -130,7 +130,7 @@ def test_two_promotions_at_once_remember_the_same_former_champion(home: Path, st
 
 
 @pytest.mark.slow
-def test_many_registrations_at_once_make_one_version(home: Path, store: Store, finish: Finish) -> None:
+def test_many_concurrent_registrations_create_one_version(home: Path, store: Store, finish: Finish) -> None:
     finish()
     assert len(set(race("register", "", store, count=4))) == 1
     assert len(versions("story", store)) == 1
@@ -139,7 +139,7 @@ def test_many_registrations_at_once_make_one_version(home: Path, store: Store, f
     assert len(client.search_runs([experiment.experiment_id])) == 1
 
 
-def test_what_is_refused_although_nobody_else_writes_is_an_outage_and_ends(home: Path) -> None:
+def test_a_refused_write_without_concurrent_writers_fails_after_five_tries(home: Path) -> None:
     tries = []
 
     def refused(missing: list[str]) -> None:

@@ -133,7 +133,7 @@ def test_an_address_that_mlflow_refuses_for_ever_is_no_outage(
         assert "secret" not in str(error.value)
 
 
-def test_a_deleted_experiment_is_said_before_the_training(home: Path, store: Store) -> None:
+def test_a_deleted_experiment_is_reported_before_the_training(home: Path, store: Store) -> None:
     client = connect()
     require_usable(made.spec())
     experiment = client.create_experiment("story")
@@ -147,7 +147,7 @@ def test_a_deleted_experiment_is_said_before_the_training(home: Path, store: Sto
     assert refused.value.exit_code == ExitCode.NOT_FOUND
 
 
-def test_a_server_is_asked_before_the_training_too(bare_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_checked_before_the_training(bare_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deleted = b'{"experiment": {"experiment_id": "7", "name": "story", "lifecycle_stage": "deleted"}}'
     for status, body, code in ((200, deleted, ExitCode.NOT_FOUND), (401, b"", ExitCode.ACCESS_DENIED)):
         with answering(status, body) as url:

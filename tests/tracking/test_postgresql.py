@@ -40,11 +40,11 @@ def mlflow(postgresql: str, bare_home: Path, monkeypatch: pytest.MonkeyPatch) ->
     return uri
 
 
-def test_two_that_open_an_empty_database_at_once_both_find_its_tables(mlflow: str, store: Store) -> None:
+def test_two_concurrent_clients_of_an_empty_database_both_find_its_tables(mlflow: str, store: Store) -> None:
     assert len(set(race("describe", "", store))) == 1
 
 
-def test_a_run_is_tracked_and_every_step_is_there_once(mlflow: str, store: Store) -> None:
+def test_a_tracked_run_has_every_step_once(mlflow: str, store: Store) -> None:
     made.write_history(store, 0, 8)
     first = RunTracker.open(SPEC, made.RUN_ID, made.DATASET_ID, store)
     assert first.sync() == 8
@@ -72,13 +72,13 @@ def test_two_that_register_one_run_at_the_same_moment_make_one_version(
     assert connect().get_run(bare).data.tags["holdfast.dataset_id"] == made.DATASET_ID
 
 
-def test_two_models_registered_at_once_get_a_version_each_and_no_champion_is_lost(
+def test_two_concurrently_registered_models_get_two_versions_and_keep_the_champion(
     mlflow: str, store: Store, finish: Finish
 ) -> None:
     assert PASSWORD not in register_two_at_once(store, finish)
 
 
-def test_two_challengers_registered_at_once_get_a_version_each(mlflow: str, store: Store, finish: Finish) -> None:
+def test_two_concurrently_registered_challengers_get_two_versions(mlflow: str, store: Store, finish: Finish) -> None:
     finish()
     finish(made.OTHER)
     got = race([f"challenge {made.RUN_ID}", f"challenge {made.OTHER}"], "SqlRegisteredModel", store)

@@ -51,7 +51,7 @@ def test_the_trials_are_children_of_one_parent_which_has_the_comparison_and_doin
     assert len(client.get_metric_history(parent, "best/loss")) == 1
 
 
-def test_what_changed_is_said_and_another_sweep_takes_the_trials(home: Path, store: Store) -> None:
+def test_a_sweep_run_is_updated_and_another_sweep_adopts_its_trials(home: Path, store: Store) -> None:
     child = trial(store, made.RUN_ID)
     parent = mirror_sweep(made.spec(), SWEEP, store)
     better = replace(SWEEP, tags={"holdfast.best_run_id": made.OTHER}, metrics={"best/loss": 1.0})
@@ -64,7 +64,7 @@ def test_what_changed_is_said_and_another_sweep_takes_the_trials(home: Path, sto
     assert client.get_run(child).data.tags[PARENT_TAG] == other
 
 
-def test_an_mlflow_that_is_away_is_said_in_a_sentence(
+def test_an_unreachable_mlflow_is_reported_with_a_remedy(
     home: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

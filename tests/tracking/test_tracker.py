@@ -65,7 +65,7 @@ def go(*processes: subprocess.Popen[str]) -> None:
         process.stdin.flush()
 
 
-def test_the_mlflow_run_says_what_the_run_is(
+def test_the_mlflow_run_has_the_parameters_tags_and_dataset_of_the_run(
     home: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -101,7 +101,7 @@ def test_syncing_again_and_from_elsewhere_copies_only_what_is_new(home: Path, st
     assert_holds_each_step_once(tracker, 410)
 
 
-def test_a_long_run_is_copied_with_a_growing_stride_and_its_last_step_is_there(
+def test_a_long_run_is_copied_with_a_growing_stride_and_its_last_step(
     home: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracker_module, "ALL_STEPS", 8)
@@ -162,7 +162,7 @@ def test_numbers_that_are_not_finite_are_copied(home: Path, store: Store) -> Non
     assert math.isnan(loss.value)
 
 
-def test_two_that_open_a_fresh_mlflow_at_once_end_with_one_run(bare_home: Path, store: Store) -> None:
+def test_concurrent_trackers_of_a_new_mlflow_share_one_run(bare_home: Path, store: Store) -> None:
     made.write_history(store, 0, 300)
     processes = [start(store), start(store), start(store)]
     go(*processes)
@@ -203,7 +203,7 @@ def count_metrics(database: Path) -> int:
         return int(connection.execute("select count(*) from metrics").fetchone()[0])
 
 
-def test_a_run_that_somebody_deleted_in_mlflow_is_made_again(home: Path, store: Store) -> None:
+def test_a_run_deleted_in_mlflow_is_recreated(home: Path, store: Store) -> None:
     made.write_history(store, 0, 5)
     first = opened(store)
     first.sync()
@@ -305,7 +305,7 @@ def test_the_commit_is_the_one_that_the_image_names(monkeypatch: pytest.MonkeyPa
     assert git_commit() == "c" * 40
 
 
-def test_a_document_too_long_for_a_tag_is_whole_beside_it(home: Path, store: Store) -> None:
+def test_a_document_too_long_for_a_tag_is_stored_as_an_artifact(home: Path, store: Store) -> None:
     tracker = opened(store)
     client, mlflow_run_id = connect(), tracker.mlflow_run_id
     long = json.dumps({str(number): "x" * 60 for number in range(100)})
@@ -317,7 +317,7 @@ def test_a_document_too_long_for_a_tag_is_whole_beside_it(home: Path, store: Sto
     assert Path(path).read_text(encoding="utf-8") == long
 
 
-def test_mlflow_is_quiet_and_reports_to_nobody(bare_home: Path) -> None:
+def test_mlflow_prints_nothing_and_sends_no_telemetry(bare_home: Path) -> None:
     code = (
         "from holdfast.runtime.logs import configure_logging; configure_logging()\n"
         "from holdfast.tracking import connect; connect()\n"
@@ -360,7 +360,7 @@ def test_a_disk_that_fills_up_while_the_database_is_made_leaves_none(bare_home: 
     assert connect().search_experiments()
 
 
-def test_a_file_that_cannot_be_opened_is_said_at_once(bare_home: Path) -> None:
+def test_an_unopenable_mlflow_database_is_reported_without_retries(bare_home: Path) -> None:
     (bare_home / "mlflow.db").mkdir()
     started = time.monotonic()
     with pytest.raises(TrackingUnavailable, match="unable to open database file"):

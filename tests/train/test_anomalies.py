@@ -198,7 +198,7 @@ def test_an_update_that_is_held_back_changes_no_bit_of_weights_moments_and_count
     assert not any(map(torch.equal, step(0.0), updated))
 
 
-def test_the_scale_of_the_loss_goes_on_where_it_was_saved() -> None:
+def test_the_loss_scale_resumes_from_its_saved_state() -> None:
     settings, cpu = LossScaling(initial_power=4, growth_interval=2), torch.device("cpu")
     original, other, scales = LossScale(settings, cpu), LossScale(settings, cpu), []
     for step, norm in enumerate([1.0, 1.0, 1.0, 1.0, math.inf]):
@@ -211,7 +211,7 @@ def test_the_scale_of_the_loss_goes_on_where_it_was_saved() -> None:
     assert original.scalars() == other.scalars()
 
 
-def test_so_many_in_a_row_end_the_run_and_one_good_step_between_them_does_not() -> None:
+def test_max_consecutive_anomalies_end_the_run_and_a_good_step_resets_the_count() -> None:
     anomalies = Anomalies(Settings(action="skip", max_consecutive=2), torch.device("cpu"))
     for step, loss in enumerate([math.nan, 1.0, math.nan, 1.0, math.inf]):
         anomalies.begin_step(step)

@@ -35,7 +35,7 @@ def _told(rank: int, size: int, folder: Path) -> list[dict[int, str]]:
     return [first, digest.flush()]
 
 
-def test_what_all_ranks_were_fed_is_told_once_for_each_step(tmp_path: Path) -> None:
+def test_the_batch_digest_of_all_ranks_is_recorded_once_per_step(tmp_path: Path) -> None:
     rows = np.arange(8 * 5).reshape(8, 5)
     expected = {step + 1: f"{samples_digest(rows + step):016x}" for step in range(6, 9)}
     first, then = {step: expected[step] for step in (7, 8)}, {9: expected[9]}

@@ -55,7 +55,7 @@ def walked(
     return saved_steps
 
 
-def test_by_steps_it_is_the_multiples_and_the_last_step_wherever_a_run_goes_on() -> None:
+def test_checkpoints_by_steps_are_at_multiples_and_the_last_step_after_any_resume() -> None:
     assert walked(Checkpoint(every_steps=4), 1, 1, 10) == [4, 8, 10]
     assert walked(Checkpoint(every_steps=4), 1, 1, 10, start=5) == [8, 10]
 
@@ -120,7 +120,7 @@ def _ranks_with_other_clocks(rank: int, size: int, folder: str) -> list[int]:
     return saved_steps
 
 
-def test_all_ranks_save_after_the_same_steps_whatever_their_own_clocks_say(tmp_path: Path) -> None:
+def test_all_ranks_save_after_the_same_steps_with_different_clocks(tmp_path: Path) -> None:
     first, second = in_ranks(2, _ranks_with_other_clocks, str(tmp_path))
     assert first == second == [6, 12, 18, 24, 30]
 

@@ -77,7 +77,7 @@ def test_what_is_left_out_of_gradients_is_part_of_the_state(tmp_path: Path) -> N
             assert (error == 0).sum(dim=(1, 2)).min() >= 0.1 * VOCABULARY * 32
 
 
-def test_what_is_left_out_stays_until_nobody_reads_it_any_more(tmp_path: Path) -> None:
+def test_compression_state_is_unchanged_until_the_step_announces_a_change(tmp_path: Path) -> None:
     for is_whole in in_ranks(2, _errors_when_told, tmp_path / "meeting", seconds=200):
         assert is_whole == {"powersgd": (True, False), "topk": (True, False)}
 

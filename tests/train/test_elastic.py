@@ -70,7 +70,7 @@ def test_more_ranks_than_grains_are_refused() -> None:
         Grid(4, 5)
 
 
-def test_an_exchange_keeps_one_copy_of_the_gradients_each_aligned_as_one_of_its_own(tmp_path: Path) -> None:
+def test_an_exchange_keeps_one_copy_of_the_gradients_with_normal_alignment(tmp_path: Path) -> None:
     for rank, (is_equal, is_aligned, copies_met, copies_kept) in enumerate(
         in_ranks(3, _exchange, tmp_path / "meeting", seconds=300)
     ):

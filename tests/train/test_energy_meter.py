@@ -45,7 +45,7 @@ def driver(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Dr
     return install(library, tmp_path / "figures", monkeypatch)
 
 
-def test_a_machine_without_an_accelerator_says_that_nothing_is_measured() -> None:
+def test_a_machine_without_an_accelerator_reports_no_energy() -> None:
     meter = Meter(torch.device("cpu"))
     assert "no accelerator" in meter.unknown
     assert meter.read() == meter.now() == Figures()
@@ -53,7 +53,7 @@ def test_a_machine_without_an_accelerator_says_that_nothing_is_measured() -> Non
 
 
 @pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="NVIDIA's driver is here")
-def test_a_machine_without_the_driver_says_what_the_library_says() -> None:
+def test_a_machine_without_the_driver_reports_the_nvml_error() -> None:
     meter = Meter(GPU)
     assert "NVML" in meter.unknown
     assert meter.read() == Figures()
@@ -68,7 +68,7 @@ def test_the_binding_finds_the_driver_where_the_loader_does(library: Path, tmp_p
 
 
 @pytest.mark.usefixtures("driver")
-def test_all_that_the_driver_tells_is_told_in_its_unit() -> None:
+def test_all_driver_metrics_are_read_in_their_units() -> None:
     meter = Meter(GPU)
     assert (meter.unknown, meter.missing_metrics) == ("", {})
     assert meter.read() == NOW
@@ -112,7 +112,7 @@ def test_a_slice_of_an_accelerator_is_not_billed_for_the_whole(driver: Driver) -
         ("mig", set()),  # a device that does not know MIG is whole
     ],
 )
-def test_what_a_driver_refuses_is_left_out_and_said_and_the_rest_is_told(
+def test_a_metric_that_the_driver_refuses_is_reported_missing_and_the_rest_is_read(
     refused: str, missing_metrics: set[str], driver: Driver
 ) -> None:
     driver.tell(**{refused: None})
@@ -129,7 +129,7 @@ def test_an_accelerator_that_is_lost_costs_nothing_but_its_figures(driver: Drive
     assert meter.read() == Figures()
 
 
-def test_a_rank_tells_the_energy_of_the_seconds_that_it_tells(
+def test_a_rank_reports_the_energy_of_its_reported_seconds(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PIPE, str(tmp_path / "events"))
@@ -143,7 +143,7 @@ def test_a_rank_tells_the_energy_of_the_seconds_that_it_tells(
     assert [event.slowed for event in time_events] == ["", "hot"]  # a power cap is no fault
 
 
-def test_the_history_has_the_figures_of_rank_0_and_the_driver_is_not_asked_all_the_time(driver: Driver) -> None:
+def test_the_history_has_the_metrics_of_rank_0_and_the_driver_is_polled_rarely(driver: Driver) -> None:
     now = [0.0]
     system = SystemMetrics(Meter(GPU), lambda: now[0])
     assert system.sample()["system.gpu_watts"] == 512.0

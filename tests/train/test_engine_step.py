@@ -72,9 +72,7 @@ def test_a_step_that_is_held_back_changes_no_bit_of_the_state_and_none_of_what_f
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_rank_waits_in_collectives_of_all_its_groups_as_long_as_the_spec_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_collectives_of_all_groups_use_the_timeout_of_the_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEETING_VARIABLE, str(tmp_path / "meeting"))
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))  # restored afterwards

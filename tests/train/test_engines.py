@@ -102,7 +102,7 @@ def test_every_engine_walks_down_the_same_loss_curve(store: Store, strategy: str
     assert reference[-1] < reference[0]
 
 
-def test_deepspeed_asks_no_compiler(tmp_path: Path) -> None:
+def test_deepspeed_runs_no_compiler(tmp_path: Path) -> None:
     """DeepSpeed's compiled extensions are not needed. A rank that is killed while it compiles would block all other
     ranks.
     """

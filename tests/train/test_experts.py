@@ -128,7 +128,7 @@ def train_all(tmp_path: Path, layouts: dict[str, tuple[tuple[str, ...], tuple[st
     return store
 
 
-def test_a_mixture_is_one_model_however_its_experts_are_dealt_and_goes_on_with_the_same_bits(
+def test_a_mixture_is_the_same_model_for_any_expert_placement_and_resumes_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = train_all(tmp_path, FAST, ["dealt to all"])
@@ -143,7 +143,7 @@ def test_a_mixture_is_one_model_however_its_experts_are_dealt_and_goes_on_with_t
 
 @pytest.mark.drill
 @pytest.mark.parametrize("first", range(0, len(SLOW), AT_ONCE))
-def test_every_layout_of_a_mixture_is_the_model_of_one_process_and_goes_on_with_the_same_bits(
+def test_every_layout_of_a_mixture_matches_one_process_and_resumes_with_the_same_bits(
     tmp_path: Path, first: int
 ) -> None:
     some = dict(list(SLOW.items())[first : first + AT_ONCE])
@@ -270,7 +270,7 @@ def _biases_were_moved(store: Store, overrides: tuple[str, ...], salt: str) -> N
         assert set(bias.tolist()) <= reachable
 
 
-def test_experts_with_too_much_to_do_are_preferred_less_whatever_computes_a_layer_twice(
+def test_overloaded_experts_get_a_lower_bias_also_with_activation_checkpointing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from holdfast.engines.recompute import recompute

@@ -94,7 +94,7 @@ def test_an_export_is_the_model_of_the_checkpoint(store: Store, tmp_path: Path) 
     assert load_exported(tmp_path)[0].vocabulary == VOCABULARY
 
 
-def test_an_export_that_dies_anywhere_goes_on_and_gives_the_same_bytes(folder_store: Store, tmp_path: Path) -> None:
+def test_an_export_that_fails_at_any_operation_resumes_with_the_same_bytes(folder_store: Store, tmp_path: Path) -> None:
     manifest = saved(folder_store)
     whole = BreakingStore(folder_store, kill=False)
     run_export(whole, manifest, tmp_path)
@@ -116,7 +116,7 @@ def test_an_export_that_dies_anywhere_goes_on_and_gives_the_same_bytes(folder_st
     assert not {"put", "put_stream"} & set(operations)
 
 
-def test_a_changed_file_is_written_anew_and_another_state_has_a_folder_of_its_own(
+def test_a_changed_export_file_is_rewritten_and_another_state_gets_another_folder(
     folder_store: Store, tmp_path: Path
 ) -> None:
     manifest = saved(folder_store, seed=1)

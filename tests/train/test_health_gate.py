@@ -19,7 +19,7 @@ from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spe
 GANG = ("parallel.processes=2", "training.steps=3", "cluster.health.seconds=0.01")
 
 
-def test_auto_examines_several_nodes_with_accelerators_and_whoever_follows_a_node_that_was_blamed() -> None:
+def test_auto_checks_multi_node_accelerator_runs_and_launches_after_a_blamed_node() -> None:
     def seconds(*overrides: str, blamed: tuple[str, ...] = ()) -> object:
         spec = tiny_spec("cluster.health.seconds=7", "training.global_batch=64", *overrides)
         return health_check_request(spec, blamed).get("health_seconds")

@@ -151,7 +151,7 @@ def test_stages_that_are_given_are_dealt_as_they_stand() -> None:
     assert given_layers([1, 2, 1, 4]) == [range(0, 1), range(1, 3), range(3, 4), range(4, 8)]
 
 
-def test_stages_that_nobody_gave_are_in_no_plan_and_others_are() -> None:
+def test_only_explicit_pipeline_stages_are_in_the_plan() -> None:
     """Plans of runs from before the field existed keep their fingerprint."""
     even, uneven = (settings_of(spec.training, spec.parallel, "cpu", 1) for spec in (
         tiny_spec(*asked(*STAGES)), tiny_spec(*asked(*STAGES, "model.layers=4", "parallel.stages=[1, 3]"))
@@ -183,7 +183,7 @@ def test_stages_of_other_sizes_are_the_same_model_and_another_plan(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_mesh_computes_what_one_process_does_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_mesh_matches_one_process_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
     store = new_store(tmp_path / "store")
     three = list(LAYOUTS.items())[:3]
     runs: Runs = [(asked(*layout), name, None) for name, layout in three]
@@ -213,9 +213,7 @@ def test_a_mesh_computes_what_one_process_does_and_goes_on_with_the_same_bits(tm
 
 @pytest.mark.drill
 @pytest.mark.parametrize("first", range(0, len(MATRIX), AT_ONCE))
-def test_every_layout_and_every_form_is_the_model_of_one_process_and_goes_on_with_the_same_bits(
-    tmp_path: Path, first: int
-) -> None:
+def test_every_layout_and_form_matches_one_process_and_resumes_with_the_same_bits(tmp_path: Path, first: int) -> None:
     store = new_store(tmp_path / "store")
     matrix = dict(list(MATRIX.items())[first : first + AT_ONCE])
     runs: Runs = []
@@ -308,7 +306,7 @@ def _first_loss(rank: int, size: int, folder: Path, overrides: tuple[str, ...]) 
 
 
 @pytest.mark.drill
-def test_a_run_goes_on_at_another_number_of_ranks_and_in_one_layout_after_another(tmp_path: Path) -> None:
+def test_a_run_resumes_with_another_number_of_ranks_and_several_layouts(tmp_path: Path) -> None:
     """Each resume uses `--replan`, and the change of the plan is a segment."""
     store, name, long = new_store(tmp_path / "store"), "moved", "training.steps=8"
     shards, cut = asked(*LAYOUTS["shards"], long), asked("parallel.tensor=2", long, processes=2)

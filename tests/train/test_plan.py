@@ -66,7 +66,7 @@ def test_another_number_of_ranks_is_another_plan_but_for_an_elastic_run(
 
 
 @pytest.mark.slow
-def test_an_exact_run_refuses_another_environment_by_name_and_takes_it_when_told_to(tmp_path: Path) -> None:
+def test_an_exact_run_refuses_a_changed_environment_and_accepts_it_with_replan(tmp_path: Path) -> None:
     store, spec = new_store(tmp_path / "store"), tiny_spec("training.steps=4", "cluster.restarts.budget=2")
     identity = identity_of(spec)
     runs: Runs = [(("training.steps=4",), "", 1)]
@@ -131,12 +131,12 @@ def test_ranks_that_do_not_compute_alike_are_refused_by_name() -> None:
     require_one_plan([alike, alike, odd], "off")
 
 
-def test_an_accelerator_is_asked_for_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_name_comes_from_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"board {device.index}")
     assert device_name(torch.device("cuda", 3)) == "board 3"
 
 
-def test_a_cpu_is_known_by_its_numbers_where_its_name_says_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_with_a_generic_name_is_identified_by_family_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
     cpuinfo = "cpu family\t: 6\nmodel\t\t: {}\nmodel name\t: Intel(R) Xeon(R) Processor\ncpu family\t: 6\n"
     names = []
     for model in (143, 207):

@@ -51,7 +51,7 @@ def told(store: Store) -> list[Event]:
 
 
 @pytest.mark.parametrize(("text", "steps"), [("3-4", (3, 4)), ("2", (3, 4))])
-def test_the_steps_that_were_asked_for_are_in_the_trace_and_the_request_is_gone(
+def test_the_requested_steps_are_in_the_trace_and_the_request_is_removed(
     store: Store, text: str, steps: tuple[int, int]
 ) -> None:
     ask(store, RUN, Window.of(text))
@@ -68,7 +68,7 @@ def test_the_steps_that_were_asked_for_are_in_the_trace_and_the_request_is_gone(
     assert pending_request(store, RUN) is None
 
 
-def test_steps_that_are_over_are_said_to_be_over(store: Store) -> None:
+def test_a_profile_request_for_past_steps_is_rejected_with_a_warning(store: Store) -> None:
     ask(store, RUN, Window.of("3-4"))
     with recording(store, RUN, "rank 0"):
         profiler = Profiler(store, Attempt(RUN, 7), active=True)
@@ -79,7 +79,7 @@ def test_steps_that_are_over_are_said_to_be_over(store: Store) -> None:
     assert pending_request(store, RUN) is None
 
 
-def test_a_rank_that_fails_or_is_told_to_leave_waits_for_no_trace(store: Store) -> None:
+def test_a_failing_or_preempted_rank_does_not_wait_for_its_trace(store: Store) -> None:
     ask(store, RUN, Window.of("3-9"))
     profiler = Profiler(store, Attempt(RUN, 7), active=True)
     with recording(store, RUN, "rank 0"), pytest.raises(PreemptedError), profiler:
@@ -103,9 +103,7 @@ def test_a_profiler_that_cannot_begin_costs_no_training(store: Store, monkeypatc
     assert pending_request(store, RUN) is None
 
 
-def test_other_ranks_and_requests_that_nobody_can_read_do_nothing(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_ranks_and_unreadable_profile_requests_are_ignored(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "LOOK_SECONDS", 0.0)
     ask(store, RUN, Window.of("3-4"))
     other = Profiler(store, Attempt(RUN, 7), active=False)

@@ -26,7 +26,7 @@ from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_trainin
 
 
 @pytest.mark.slow
-def test_two_commands_at_once_train_once_and_a_third_answers_at_once(tmp_path: Path) -> None:
+def test_two_concurrent_commands_train_once_and_a_third_returns_the_result(tmp_path: Path) -> None:
     store, spec = new_store(tmp_path / "store"), tiny_spec()
     processes = [start_training(spec, store.url, tmp_path / "home") for _ in range(2)]
     outputs = [process.communicate(timeout=300)[0] for process in processes]
@@ -40,7 +40,7 @@ def test_two_commands_at_once_train_once_and_a_third_answers_at_once(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_command_that_is_asked_to_leave_says_preempted_and_goes_on_when_it_is_repeated(tmp_path: Path) -> None:
+def test_a_command_stopped_by_a_signal_exits_as_preempted_and_resumes_when_repeated(tmp_path: Path) -> None:
     patient = ("training.steps=20", "checkpoint.every_steps=20", "checkpoint.grace_seconds=300")
     store, spec = new_store(tmp_path / "store"), tiny_spec(*patient)
     gate = held_at(10, spec, store, tmp_path / "home")
@@ -72,7 +72,7 @@ print(json.dumps({"v": 1, "kind": "progress", "writer": "w", "number": 1, "step"
 
 
 @pytest.mark.slow
-def test_progress_is_the_same_whatever_the_log_looks_like_and_whatever_ranks_print(tmp_path: Path) -> None:
+def test_progress_does_not_depend_on_the_log_format_or_the_output_of_ranks(tmp_path: Path) -> None:
     spec, curves = tiny_spec("training.log_every=1"), []
     (tmp_path / "sitecustomize.py").write_text(GARBAGE)
     noisy = {"HOLDFAST_LOG": "json", "PYTHONPATH": str(tmp_path)}
@@ -106,7 +106,7 @@ def test_a_result_that_is_damaged_is_named_with_the_remedy(tmp_path: Path, monke
             run(spec, DATASET_ID, store)
 
 
-def test_a_mirror_that_breaks_on_an_event_is_said_and_ends_no_following(
+def test_a_failing_event_mirror_is_logged_and_following_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken:

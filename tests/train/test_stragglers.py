@@ -107,9 +107,7 @@ def test_less_than_a_millisecond_a_step_is_not_worth_telling() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "rows"), [("ddp", [4, 6]), ("fsdp", [6, 6])])
-def test_a_rank_that_computes_a_grain_which_nobody_adds_has_as_much_to_do_as_the_others(
-    strategy: str, rows: list[int]
-) -> None:
+def test_computed_rows_include_a_padding_grain_of_a_rank(strategy: str, rows: list[int]) -> None:
     spec = tiny_assignment("training.determinism=elastic", f"parallel.strategy={strategy}", "training.global_batch=10")
     grid = spec.grid(2)
     assert grid is not None

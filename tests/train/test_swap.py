@@ -319,7 +319,7 @@ class Engine:
         self.closed += 1
 
 
-def test_whatever_ends_a_rank_that_has_an_engine_closes_it(tmp_path: Path) -> None:
+def test_a_rank_always_closes_its_engine(tmp_path: Path) -> None:
     assert in_ranks(1, _end_early, new_store(tmp_path / "store").url, tmp_path) == [(1, 1)]
 
 
@@ -360,6 +360,6 @@ def _fail_to_build(_rank: int, _size: int, swap: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("compiled")
-def test_what_cannot_be_compiled_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_failed_compilation_names_the_missing_package(tmp_path: Path) -> None:
     (message,) = in_ranks(1, _compile, tmp_path)
     assert "libaio-dev" in message

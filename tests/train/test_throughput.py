@@ -34,7 +34,7 @@ def finished(step: int, lap: Lap) -> FinishedStep:
 
 
 @pytest.mark.parametrize(("precision", "peak"), [("bf16", 989.4e12), ("fp32", 66.9e12)])
-def test_mfu_is_what_the_model_asks_for_over_what_all_accelerators_could(precision: str, peak: float) -> None:
+def test_mfu_is_model_flops_over_the_peak_of_all_accelerators(precision: str, peak: float) -> None:
     spec = tiny_assignment(f"training.precision={precision}")
     throughput = Throughput.of(spec, VOCABULARY, 4, H100)
     tokens = 8 * 16
@@ -43,7 +43,7 @@ def test_mfu_is_what_the_model_asks_for_over_what_all_accelerators_could(precisi
 
 
 @pytest.mark.parametrize("device", ["NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "AMD EPYC 9654", ""])
-def test_a_device_that_is_not_in_the_table_has_no_mfu_and_says_why_unless_the_spec_knows(device: str) -> None:
+def test_an_unknown_device_has_no_mfu_without_a_peak_in_the_spec(device: str) -> None:
     unknown = Throughput.of(tiny_assignment(), VOCABULARY, 2, device)
     assert unknown.mfu(1.0) is None
     assert unknown.unknown == f"the peak of {device} is in no table, and is not guessed; telemetry.peak_tflops says it"
@@ -90,7 +90,7 @@ def test_rows_have_the_time_of_each_step_and_where_it_went_since_the_rows_were_r
     assert second["system.rank0_peak_memory_bytes"] > 0
 
 
-def test_a_device_is_asked_for_the_time_of_a_step_only_where_rows_are_read() -> None:
+def test_device_timestamps_are_synchronized_only_when_a_row_is_read() -> None:
     class Mark:
         def __init__(self, at: float) -> None:
             self.at, self.waited = at, False
@@ -112,7 +112,7 @@ def test_a_device_is_asked_for_the_time_of_a_step_only_where_rows_are_read() -> 
     assert (row["step_seconds"], row["phase_seconds.data"], row["phase_seconds.forward"]) == (1.0, 0.25, 0.75)
 
 
-def test_progress_tells_the_figures_and_a_rank_accounts_for_all_its_time(
+def test_progress_has_the_metrics_and_a_rank_accounts_for_all_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PIPE, str(tmp_path / "pipe"))

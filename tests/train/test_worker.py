@@ -51,7 +51,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, log
 
 
-def test_a_run_that_diverges_ends_for_good_and_keeps_the_checkpoint_before_it(tmp_path: Path) -> None:
+def test_a_diverged_run_ends_permanently_and_keeps_the_checkpoint_before(tmp_path: Path) -> None:
     store = new_store(tmp_path / "store")
     spec = tiny_spec("training.optimizer.learning_rate=1e9", "training.log_every=1000", "checkpoint.every_steps=1")
     for attempt in (1, 2):
@@ -77,7 +77,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_ends_the_attempt_and_the_next_goes_on_when_there_is_space(
+def test_a_full_disk_ends_the_attempt_and_the_next_one_resumes_with_free_space(
     tmp_path: Path, small_disk: Path
 ) -> None:
     reference = new_store(tmp_path / "store")
@@ -147,7 +147,7 @@ def test_a_rank_that_computes_wrong_blames_its_node(tmp_path: Path) -> None:
     assert (ending.code, ending.blames_node) == (ExitCode.WRONG_ARITHMETIC, True)
 
 
-def test_of_several_ranks_the_one_that_refuses_the_weights_says_why_the_gang_ended(tmp_path: Path) -> None:
+def test_the_exit_of_a_gang_has_the_error_of_the_rank_that_refuses_the_weights(tmp_path: Path) -> None:
     folder, store = tmp_path / "weights", new_store(tmp_path / "store")
     write_weights(folder, store, seed=99)
     spec = tiny_spec(f"model.init_from={folder}", "parallel.processes=2")

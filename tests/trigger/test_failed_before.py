@@ -79,7 +79,7 @@ def test_a_retraining_that_was_repaired_by_hand_is_no_failure_any_more(spec: Spe
     assert fire(spec, store, SECOND).word == "due"
 
 
-def test_a_person_who_asks_starts_nothing_and_hides_no_failure(spec: Spec, tmp_path: Path) -> None:
+def test_a_manual_trigger_starts_nothing_and_hides_no_failure(spec: Spec, tmp_path: Path) -> None:
     store = open_store((tmp_path / "store").as_uri())
     fire(spec, store, FIRST)
     ended(store, FIRST, "train", ExitCode.BAD_DATA)

@@ -63,7 +63,7 @@ def test_it_goes_unless_it_was_there_before_or_is_what_a_retraining_begins_with(
     assert objects(asked[1], fresh) == whole  # another run uses it
 
 
-def test_while_it_goes_a_dataset_that_is_there_is_whole(asked: Asked) -> None:
+def test_a_dataset_stays_complete_while_it_is_measured(asked: Asked) -> None:
     """Another run may prepare the same dataset at this moment. It finds a complete dataset, or none."""
     spec, store, theirs = asked
     is_new: list[bool] = []

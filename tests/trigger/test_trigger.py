@@ -34,7 +34,7 @@ def names(decision: object) -> list[str]:
     return [condition.name for condition in decision.conditions if condition.due]  # type: ignore[attr-defined]
 
 
-def test_nothing_is_due_when_nothing_changed_whatever_the_conditions(ask: Ask) -> None:
+def test_nothing_is_due_without_a_change_under_any_conditions(ask: Ask) -> None:
     month = time.time() + 30 * 24 * 3600
     for decision in (ask(), ask("schedule.max_age_hours=1", "schedule.max_decay=0", now=month)):
         assert (decision.word, decision.conditions[0].name) == ("not_due", "same_model")
@@ -105,7 +105,7 @@ def test_decay_is_measured_once_and_not_at_all_when_something_cheaper_decides(
     assert ask("schedule.max_decay=0.06").decay is None
 
 
-def test_a_champion_whose_files_are_gone_cannot_decay_and_the_reason_says_so(
+def test_a_champion_without_files_cannot_decay_and_the_reason_names_them(
     ask: Ask, world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_foreign_text(world, 10)
@@ -164,7 +164,7 @@ def test_another_source_is_another_dataset_and_the_same_bytes_elsewhere_are_not(
     assert names(ask()) == ["new_data"]
 
 
-def test_the_step_and_the_command_say_the_same(world: Path, champion: Path) -> None:
+def test_the_step_and_the_command_make_the_same_decision(world: Path, champion: Path) -> None:
     home = {"HOLDFAST_HOME": str(champion / "home")}
     result = holdfast(world, "spec.yaml", command="trigger", **home)
     assert (result.returncode, result.stdout.partition(":")[0]) == (0, "not due"), result.stderr

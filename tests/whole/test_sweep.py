@@ -17,7 +17,7 @@ OVER = ("--over", "training.optimizer.learning_rate=1e-3,1e-2")
 
 
 @pytest.mark.drill
-def test_a_sweep_that_was_stopped_goes_on_registers_the_best_and_then_only_answers(tmp_path: Path) -> None:
+def test_a_stopped_sweep_resumes_registers_the_best_trial_and_then_changes_nothing(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     write_spec(tmp_path)
 
@@ -56,7 +56,7 @@ def test_a_sweep_that_was_stopped_goes_on_registers_the_best_and_then_only_answe
 
 
 @pytest.mark.drill
-def test_a_trial_that_fails_is_named_and_the_others_are_compared(tmp_path: Path) -> None:
+def test_a_failed_trial_is_listed_and_the_rest_is_compared(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     write_spec(tmp_path)
     options = ("--over", "model.context=32,4096")  # more than the held-out text has

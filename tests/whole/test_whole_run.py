@@ -73,14 +73,14 @@ def test_the_terminal_has_a_line_for_each_step_and_no_noise(
     assert first.stderr == ""
 
 
-def test_every_path_that_the_summary_names_is_there(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_every_path_in_the_summary_exists(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     _, first = done
     for label in ("model", "report", "log"):
         (line,) = [line for line in first.stdout.splitlines() if line.startswith(f"  {label} ")]
         assert Path(line.split(maxsplit=1)[1]).exists(), line
 
 
-def test_the_log_has_what_the_steps_said(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_the_run_log_has_the_output_of_the_steps(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, _ = done
     (log,) = (folder / "home/logs").glob("*/run-*.log")
     assert "step 80/80" in log.read_text()
@@ -139,7 +139,7 @@ def test_the_exit_handler_left_a_summary(done: tuple[Path, subprocess.CompletedP
     assert Path(summary["log"]).exists()
 
 
-def test_a_second_call_answers_at_once_and_imports_nothing_heavy(
+def test_a_second_call_returns_immediately_and_imports_nothing_heavy(
     done: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     folder, first = done
@@ -290,7 +290,7 @@ def test_sockets_and_temporary_files_of_a_run_are_reached_by_its_user_alone(dist
     assert {path for path in disturbed.files if open_to_others(path)} == set()
 
 
-def test_a_signal_saves_and_says_how_to_go_on(disturbed: Disturbed) -> None:
+def test_a_signal_saves_a_checkpoint_and_prints_how_to_resume(disturbed: Disturbed) -> None:
     assert disturbed.code == 204, disturbed.output
     assert "a checkpoint is saved" in disturbed.output
     salt = json.loads((disturbed.run / "run.json").read_text())["salt"]
