@@ -84,7 +84,7 @@ def test_logs_of_an_ended_rank_are_readable_in_python_and_on_the_command_line(
     assert result.exit_code == 2
 
 
-def test_what_happened_can_be_read(trained: holdfast.Run) -> None:
+def test_events_of_a_run_are_readable(trained: holdfast.Run) -> None:
     assert trained.events()
 
 
@@ -101,7 +101,7 @@ def test_a_repeated_call_returns_the_existing_run(trained: holdfast.Run) -> None
     assert holdfast.Run(trained.id[:6]).id == holdfast.Run("small").id == trained.id
 
 
-def test_what_is_wrong_is_raised_with_its_code_and_remedy(trained: holdfast.Run) -> None:
+def test_errors_of_the_api_have_a_type_and_a_remedy(trained: holdfast.Run) -> None:
     with pytest.raises(SpecError, match=r"training\.steps"):
         holdfast.load_spec("spec.yaml", {"training.steps": 0})
     with pytest.raises(MissingError, match="nothing-of-that-name"):

@@ -42,7 +42,7 @@ def test_no_two_claims_get_the_same_number(store: Store) -> None:
     assert {read_attempt(store, RUN, claim.number)["world_size"] for claim in claims} == set(range(8))
 
 
-def test_a_replaced_attempt_cannot_commit_and_learns_it(store: Store) -> None:
+def test_a_fenced_attempt_cannot_commit_and_gets_an_error(store: Store) -> None:
     old = checkpointer(store, claim_attempt(store, RUN).number)
     save(old, 3)
     claim_attempt(store, RUN)
@@ -148,7 +148,7 @@ def test_retention_keeps_exactly_these_steps(folder_store: Store) -> None:
     assert len(names(folder_store, "packs")) == 5  # one per checkpoint, and the first, which holds `frozen`
 
 
-def test_a_store_failure_of_one_rank_is_heard_by_rank_0_and_nothing_is_committed(tmp_path: Path) -> None:
+def test_a_store_failure_of_one_rank_reaches_rank_0_and_nothing_is_committed(tmp_path: Path) -> None:
     messages = in_ranks(3, _one_fails, f"file://{tmp_path / 'store'}", tmp_path)
     assert messages == ["StoreUnreachableError: put: rank 1 cannot write"] * 2 + [""]
     assert checkpoint_steps(opened(f"file://{tmp_path / 'store'}"), RUN) == [3]
@@ -197,7 +197,7 @@ def _one_dies(rank: int, size: int, url: str, meetings: Path) -> str:
         return "went on alone"
 
 
-def test_an_attempt_that_was_replaced_before_it_looks_at_its_packs_learns_that_and_not_that_they_are_gone(
+def test_an_attempt_fenced_before_it_checks_its_packs_raises_fenced_error(
     folder_store: Store,
 ) -> None:
     def replaced(operation: str, key: str) -> None:
@@ -229,7 +229,7 @@ def test_a_late_gang_of_an_older_launch_does_not_fence_the_current_attempt(store
         current.check(store)
 
 
-def test_a_store_that_takes_no_checkpoint_for_a_while_costs_no_training_within_the_lag(
+def test_training_continues_within_the_lag_while_the_store_refuses_checkpoints(
     folder_store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     away = False
@@ -287,7 +287,7 @@ def test_an_unexpected_exception_in_a_save_is_reported_with_its_traceback(folder
     assert error.value.exit_code == ExitCode.UNEXPECTED
 
 
-def test_no_pack_goes_while_a_manifest_lies_there_that_cannot_be_read(folder_store: Store) -> None:
+def test_no_pack_is_deleted_while_a_manifest_is_unreadable(folder_store: Store) -> None:
     writer = checkpointer(folder_store, keep_last=2)
     for step in (3, 6):
         save(writer, step)

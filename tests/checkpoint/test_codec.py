@@ -32,7 +32,7 @@ def test_any_bits_of_any_dtype_come_back(dtype: str, with_base: bool) -> None:
         assert decoded(encode(data, dtype, base), codec, dtype, len(data), base) == data
 
 
-def test_what_decays_and_grows_is_expected_to_have_decayed() -> None:
+def test_the_codec_predicts_the_decay_of_second_moments() -> None:
     before = np.square(weights(1, scale=1e-3))
     now = (before * np.float32(0.95) + np.float32(0.05) * np.square(weights(2, scale=1e-3))).astype(np.float32)
     choice = choose(now.tobytes(), "float32", before.tobytes())
@@ -48,7 +48,7 @@ def test_special_floats_keep_their_payload() -> None:
     assert decoded(encode(bits, "float32"), Codec.NUMBERS, "float32", len(bits)) == bits
 
 
-def test_what_is_measured_decides() -> None:
+def test_the_codec_is_chosen_by_measurement() -> None:
     before = weights(1)
     after = (before * np.float32(1 - 1e-5) + weights(2, scale=1e-5)).tobytes()
     assert choose(after, "float32", before.tobytes()) == (Codec.DIFFERENCES, 1.0)
@@ -81,7 +81,7 @@ def test_damaged_encoded_bytes_are_refused(damage: object) -> None:
         decoded(encoded, Codec.NUMBERS, "float32", 80_000)
 
 
-def test_a_base_goes_with_differences_and_raw_bytes_have_their_length() -> None:
+def test_differences_require_a_base_and_raw_bytes_their_exact_length() -> None:
     data = weights(1).tobytes()
     with pytest.raises(DataError, match="without a base"):
         decoded(encode(data, "float32", data), Codec.DIFFERENCES, "float32", len(data))

@@ -139,7 +139,7 @@ def test_a_wait_that_runs_out_fails_the_save_and_names_who_is_missing(folder_sto
     assert checkpoint_steps(folder_store, RUN) == []
 
 
-def test_who_waits_for_parts_of_a_replaced_attempt_learns_that_it_was_replaced(folder_store: Store) -> None:
+def test_a_committer_of_a_fenced_attempt_raises_fenced_error(folder_store: Store) -> None:
     for _ in range(2):
         claim_attempt(folder_store, RUN)
     with pytest.raises(FencedError):

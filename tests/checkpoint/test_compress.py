@@ -60,7 +60,7 @@ def codecs(store: Store, step: int, name: str) -> set[Codec]:
     return {Codec(piece.place.codec) for piece in open_checkpoint(store, RUN, step).pieces(name)}
 
 
-def test_what_comes_back_is_what_was_saved(store: Store, saver: Checkpointer) -> None:
+def test_a_compressed_checkpoint_restores_the_saved_state(store: Store, saver: Checkpointer) -> None:
     for step in range(1, 6):
         saved(store, saver, step)
         boxes = blank(whole(trained(step)))
@@ -68,7 +68,7 @@ def test_what_comes_back_is_what_was_saved(store: Store, saver: Checkpointer) ->
         assert same(boxes, whole(trained(step)))
 
 
-def test_it_is_measured_what_pays(store: Store, saver: Checkpointer) -> None:
+def test_the_codec_of_each_tensor_is_chosen_by_size(store: Store, saver: Checkpointer) -> None:
     raw = sum(tensor.nbytes for tensor in trained(1).values())
     first = saved(store, saver, 1)
     assert codecs(store, 1, "weight") == {Codec.NUMBERS}
@@ -92,7 +92,7 @@ def test_a_difference_is_never_taken_from_a_difference(store: Store, saver: Chec
     assert {place.base.pack.step for place in places if place.base} == {1}
 
 
-def test_when_training_has_gone_on_too_far_the_numbers_are_stored_again(store: Store, saver: Checkpointer) -> None:
+def test_tensors_that_changed_too_much_are_stored_without_differences(store: Store, saver: Checkpointer) -> None:
     saved(store, saver, 1)
     saved(store, saver, 100_000)
     assert codecs(store, 100_000, "weight") == {Codec.NUMBERS}
@@ -114,7 +114,7 @@ def test_a_damaged_base_is_named(store: Store, saver: Checkpointer) -> None:
         open_checkpoint(store, RUN, 2).fill(blank(whole(trained(2))))
 
 
-def test_what_one_writer_wrote_twice_has_two_names_unless_it_is_equal(store: Store) -> None:
+def test_a_rewritten_pack_with_other_bytes_gets_another_name(store: Store) -> None:
     """An agent that lost its memory saves a step again. A pack that an index refers to must not change."""
     attempt = claim_attempt(store, RUN)
     first = ShardWriter(store, attempt, 0, compression=Compression())
@@ -183,7 +183,7 @@ def test_no_difference_is_taken_from_a_pack_that_is_gone(store: Store) -> None:
         share.write(2, whole({"w": weight * (1 + 1e-6)}))
 
 
-def test_what_differences_are_taken_from_is_read_a_range_at_a_time(folder_store: Store) -> None:
+def test_the_base_of_differences_is_read_in_ranges(folder_store: Store) -> None:
     torch.manual_seed(0)
     weight = torch.randn(2000, 1000) * 0.02  # 31 pieces
     saver = Checkpointer(

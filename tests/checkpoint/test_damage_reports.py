@@ -59,7 +59,9 @@ def damage(store: Store, step: int) -> str:
     return key
 
 
-def test_what_reads_well_the_second_time_is_loaded(two_steps: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_that_is_intact_on_the_second_read_is_loaded(
+    two_steps: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     boxes = blank(whole(state(0)))
     manifest = load_newest(BadReader(two_steps, 1), RUN, boxes, Gang(), 1)  # type: ignore[arg-type]
     assert manifest is not None

@@ -30,7 +30,7 @@ def test_the_first_save_after_a_borrowed_checkpoint_refers_to_nothing_of_the_oth
     assert verify(store, "child", 6).intact
 
 
-def test_to_borrow_again_changes_nothing_of_a_run_that_has_gone_on_and_keeps_its_first_checkpoint_no_longer(
+def test_a_repeated_fork_changes_nothing_of_a_child_that_has_trained(
     tmp_path: Path,
 ) -> None:
     store = open_store(f"file://{tmp_path}")

@@ -41,7 +41,7 @@ def test_nothing_is_left_of_what_is_not_kept_and_all_of_what_is(folder_store: St
     assert same(load(folder_store)[1], whole(state(9)))
 
 
-def test_what_is_newer_than_the_newest_commit_stays_it_may_be_in_flight(folder_store: Store) -> None:
+def test_packs_newer_than_the_newest_commit_are_kept_as_in_flight(folder_store: Store) -> None:
     for step in (3, 6):
         commit(folder_store, step)
     ShardWriter(folder_store, Attempt(RUN, 1), 0).write(9, whole(state(9)))
@@ -96,7 +96,7 @@ def test_a_reader_that_has_marked_a_checkpoint_reads_it_to_the_end(folder_store:
     assert len(names(folder_store, "packs")) == 1
 
 
-def test_a_reader_whose_checkpoint_was_written_anew_by_another_attempt_opens_it_again(folder_store: Store) -> None:
+def test_a_reader_of_a_checkpoint_rewritten_by_another_attempt_gets_missing_error(folder_store: Store) -> None:
     commit(folder_store, 3)
     stale = open_checkpoint(folder_store, RUN, 3)
     commit(folder_store, 3, attempt=2)
@@ -174,7 +174,7 @@ def test_nothing_is_taken_while_an_index_of_a_kept_checkpoint_cannot_be_read(fol
     assert len(names(folder_store, "packs")) == 2
 
 
-def test_what_a_damaged_checkpoint_needs_stays_as_far_as_it_can_be_read(folder_store: Store) -> None:
+def test_readable_packs_of_a_damaged_checkpoint_are_kept(folder_store: Store) -> None:
     for step in (3, 6):
         commit(folder_store, step, writers=2)
     folder_store.put(layout.damaged(RUN, 3), folder_store.get(layout.checkpoint(RUN, 3)))
@@ -278,7 +278,7 @@ def test_a_replaced_attempt_collects_nothing_more(folder_store: Store, monkeypat
     assert len(names(folder_store, "packs")) == 3
 
 
-def test_what_is_in_flight_is_safe_when_the_newest_commit_has_gone(folder_store: Store) -> None:
+def test_in_flight_packs_are_kept_when_the_newest_checkpoint_is_deleted(folder_store: Store) -> None:
     for step in (3, 6):
         commit(folder_store, step)
     folder_store.delete(layout.checkpoint(RUN, 6))

@@ -81,7 +81,7 @@ def test_a_torn_lease_record_does_not_block_a_new_holder(folder_store: Store, to
     assert lease(folder_store, Hurry()).take()
 
 
-def test_of_two_that_take_the_same_record_one_does(folder_store: Store) -> None:
+def test_one_of_two_holders_of_the_same_lease_record_wins(folder_store: Store) -> None:
     clock = Hurry()
     first, second = lease(folder_store, clock), lease(folder_store, clock)
     assert first.take()

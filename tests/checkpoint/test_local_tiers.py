@@ -81,7 +81,7 @@ def test_the_next_gang_resumes_from_a_local_copy_newer_than_the_newest_checkpoin
     assert names(folder_store, "metrics") == ["000000000-000000003.000001.jsonl"]  # before the first step
 
 
-def test_what_was_gone_on_from_becomes_a_checkpoint_with_the_history_of_both_attempts(folder_store: Store) -> None:
+def test_a_resumed_local_copy_becomes_a_checkpoint_with_the_history_of_both_attempts(folder_store: Store) -> None:
     ranks = gang(folder_store)
     begin(ranks)
     keep(ranks, 2)
@@ -160,7 +160,7 @@ def test_where_nothing_near_verifies_the_checkpoint_is_loaded(folder_store: Stor
     assert same(boxes, whole(state(1)))
 
 
-def test_what_a_replaced_attempt_keeps_after_another_has_begun_is_never_gone_on_from(folder_store: Store) -> None:
+def test_a_local_copy_of_a_fenced_attempt_is_never_resumed_from(folder_store: Store) -> None:
     zombie = gang(folder_store)
     begin(zombie)
     keep(zombie, 5)
@@ -174,7 +174,7 @@ def test_what_a_replaced_attempt_keeps_after_another_has_begun_is_never_gone_on_
     assert begin(gang(folder_store))[0] == 6
 
 
-def test_a_run_that_was_deleted_and_begun_anew_finds_nothing_of_its_former_life(folder_store: Store) -> None:
+def test_a_deleted_and_restarted_run_ignores_its_old_local_copies(folder_store: Store) -> None:
     ranks = gang(folder_store)
     begin(ranks)
     keep(ranks, 4)
@@ -184,7 +184,7 @@ def test_a_run_that_was_deleted_and_begun_anew_finds_nothing_of_its_former_life(
     assert same(boxes, whole(state(0)))
 
 
-def test_what_was_computed_under_another_plan_is_not_gone_on_from(folder_store: Store) -> None:
+def test_a_local_copy_of_another_plan_is_not_resumed_from(folder_store: Store) -> None:
     ranks = gang(folder_store, plan=plan_of())
     begin(ranks)
     keep(ranks, 4)

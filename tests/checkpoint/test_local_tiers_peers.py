@@ -60,7 +60,7 @@ def begin(url: str, folder: Path, number: int, peers: int = 1, near: tuple[int, 
     return in_ranks(NODES, _gang, url, folder, peers, number, list(near), root)
 
 
-def test_what_a_node_had_in_memory_is_had_from_its_neighbour_when_the_node_is_lost(tmp_path: Path) -> None:
+def test_the_memory_copy_of_a_lost_node_is_loaded_from_its_neighbour(tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'store'}"
     begin(url, tmp_path, 1, root=1)
     assert begin(url, tmp_path, 2, near=(2, 3, 4)) == [(1, True)] * NODES
@@ -112,7 +112,7 @@ def served(tmp_path: Path) -> Any:
     listener.close()
 
 
-def test_who_has_not_the_token_gets_and_puts_nothing(served: tuple[Endpoint, Tier]) -> None:
+def test_a_client_without_the_token_cannot_get_or_put(served: tuple[Endpoint, Tier]) -> None:
     endpoint, place = served
     key = layout.pack(RUN, f"000001-000000001-{'0' * 32}")
     place.store(3).put(key, b"secret")
@@ -197,7 +197,7 @@ def test_a_handshake_ends_after_its_seconds_however_its_bytes_drip(
 
 
 @pytest.mark.parametrize("at", [0, 63])
-def test_who_answers_with_another_proof_is_left(at: int, served: tuple[Endpoint, Tier]) -> None:
+def test_a_client_with_a_wrong_proof_is_disconnected(at: int, served: tuple[Endpoint, Tier]) -> None:
     endpoint, _ = served
     end, theirs = opened(endpoint)
     ours = bytes(32)

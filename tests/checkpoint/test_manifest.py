@@ -35,7 +35,7 @@ def test_a_manifest_is_read_back_as_it_was_written(body: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"null", b"[]", b"3", b'"x"', b"{}", b"\xff\xfe", b'{"version": 1}'])
-def test_what_is_not_a_manifest_is_refused_by_name(data: bytes) -> None:
+def test_an_invalid_manifest_is_refused_with_its_key(data: bytes) -> None:
     with pytest.raises(DataError, match=r"^the-key: the manifest is torn"):
         Manifest.from_bytes(data, "the-key")
 

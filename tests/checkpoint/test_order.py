@@ -120,9 +120,7 @@ def set_aside(store: Any, raw: Store) -> int:
     return manifest.step
 
 
-def test_a_checkpoint_that_is_set_aside_is_at_one_of_its_two_places_whenever_its_rank_dies(
-    doubted: Path, tmp_path: Path
-) -> None:
+def test_a_quarantine_interrupted_at_any_operation_keeps_the_root(doubted: Path, tmp_path: Path) -> None:
     """Otherwise its packs are collected. If it was the only checkpoint, the run would silently start from the
     beginning.
     """

@@ -174,7 +174,7 @@ def test_rank_0_waits_for_a_commit_rather_than_run_further_ahead_than_is_allowed
     assert checkpoint_steps(folder_store, RUN) == [3, 6]
 
 
-def test_what_did_not_change_is_not_written_again(folder_store: Store) -> None:
+def test_unchanged_tensors_are_not_written_again(folder_store: Store) -> None:
     def bytes_kept() -> int:
         return sum(info.size for info in folder_store.list(f"runs/{RUN}/packs/"))
 
@@ -193,7 +193,7 @@ def test_what_did_not_change_is_not_written_again(folder_store: Store) -> None:
     assert bytes_kept() == 2 * first - 40
 
 
-def test_what_does_not_fit_is_refused_and_stays(folder_store: Store) -> None:
+def test_a_checkpoint_that_does_not_fit_the_model_is_refused_and_kept(folder_store: Store) -> None:
     save(checkpointer(folder_store), 3)
     for box in (TensorBox.whole("matrix", torch.empty(5, 7)), TensorBox.whole("other", torch.empty(1))):
         with pytest.raises(

@@ -78,7 +78,7 @@ def test_any_boxes_come_back_out_of_any_boxes(shape: list[int], dtype: torch.dty
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_who_needs_some_columns_or_rows_reads_no_others(folder_store: Store, readers: int, axis: int) -> None:
+def test_a_reader_of_some_rows_or_columns_reads_only_these(folder_store: Store, readers: int, axis: int) -> None:
     tensor = torch.randn(1536, 1000)
     saved(folder_store, whole({"t": tensor}))
     counting = CountingStore(folder_store)

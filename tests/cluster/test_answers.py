@@ -58,7 +58,7 @@ def test_a_quota_of_objects_is_waited_for_and_named(cluster) -> None:
     assert cluster.server.requests == [("create", "pytorchjobs")]  # the next request comes seconds later
 
 
-def test_what_an_admission_refuses_is_no_matter_of_rights(cluster) -> None:
+def test_an_admission_refusal_is_not_a_permission_error(cluster) -> None:
     with pytest.raises(AccessDeniedError, match=r'no label "team"; ask who runs the cluster$'):
         answering(cluster, 403, DENIED).create(JOBS, emitted())
 

@@ -101,7 +101,7 @@ def test_a_template_without_marks_counts_what_a_turn_of_the_assistant_adds() -> 
         ("{{ strftime_now('%d') }}", TALK, "refuses it: 'strftime_now' is undefined"),
     ],
 )
-def test_what_cannot_be_learned_from_is_refused_with_the_reason(text: str, talk: dict, message: str) -> None:
+def test_an_untrainable_conversation_is_refused_with_the_reason(text: str, talk: dict, message: str) -> None:
     with pytest.raises(ConversationError, match=message):
         encoded(text, talk)
 
@@ -179,7 +179,9 @@ def test_every_conversation_lies_whole_in_one_sample_and_only_answers_count(
         dataset.training(64, 4, seed=0)
 
 
-def test_what_is_no_conversation_or_too_long_is_named_or_counted(make_chat: Callable[..., Spec], store: Store) -> None:
+def test_an_invalid_or_overlong_conversation_is_reported_or_counted(
+    make_chat: Callable[..., Spec], store: Store
+) -> None:
     good = [question(number, 3) for number in range(40)]
     bad = [{"text": "no"}, {"messages": []}, {"messages": [{"role": "user", "content": "alone"}]}, question(77, 500)]
     with pytest.raises(DataError, match=r"talks\.jsonl:41: has no conversation under 'messages'"):

@@ -243,7 +243,7 @@ def test_json_text_is_parsed(key: str, form: str) -> None:
         ({"chat_template_kwargs": {"messages": []}}, "set 'messages', which is no option of a template"),
     ],
 )
-def test_what_a_template_cannot_be_given_is_refused(more: dict[str, Any], message: str) -> None:
+def test_invalid_template_arguments_are_refused(more: dict[str, Any], message: str) -> None:
     with pytest.raises(ConversationError, match=message):
         conversation_text(tool_talk(**more))
     with pytest.raises(ConversationError, match=message):

@@ -77,7 +77,7 @@ def damaged(raw: bytes, random_: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_of_a_damaged_file_only_errors_that_name_it_come_out(
+def test_a_damaged_file_raises_only_errors_that_name_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(units, "SPLIT_PARQUET_BYTES", 0)  # planning reads the file
@@ -115,7 +115,7 @@ def test_a_parquet_file_with_a_damaged_page_is_counted_or_refused(store, make_sp
         run(make_spec(good, path), store)
 
 
-def test_of_a_large_parquet_file_a_damaged_row_group_is_lost_and_no_other(
+def test_only_the_damaged_row_group_of_a_parquet_file_is_dropped(
     store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(units, "SPLIT_PARQUET_BYTES", 0)

@@ -87,9 +87,7 @@ def test_how_many_there_are_is_in_no_identity(spec: Spec, make_spec: MakeSpec) -
     assert run_id(many, "d" * 16, "") == run_id(spec, "d" * 16, "")
 
 
-def test_what_was_tokenised_before_is_not_tokenised_again(
-    spec: Spec, alone: Store, store: Store, tmp_path: Path
-) -> None:
+def test_tokenized_units_are_reused(spec: Spec, alone: Store, store: Store, tmp_path: Path) -> None:
     plan = divide(spec, store, 3)
     tokenise(spec, store, plan.division, "1/3")
     replan = divide(spec, store, 7)
@@ -109,7 +107,7 @@ def test_an_existing_dataset_needs_no_preprocessing(spec: Spec, alone: Store) ->
     assert not prepare(spec, alone, division=plan.division).created
 
 
-def test_what_no_worker_made_or_what_was_damaged_is_made_by_the_join(
+def test_the_join_rebuilds_missing_and_damaged_units(
     spec: Spec, alone: Store, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = divide(spec, store, 4)

@@ -70,7 +70,7 @@ def test_an_absolute_path_means_the_same_files(folder: Path) -> None:
     assert names(f"{root}/in") == names(f"{root}/in/**/*.txt") == names(f"file://{root}/i[n]/**") == expected
 
 
-def test_what_is_no_file_is_counted_and_named_in_the_log_and_in_the_dataset(
+def test_entries_that_are_no_files_are_counted_and_listed_in_log_and_dataset(
     store, make_spec: MakeSpec, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (folder / "gone.txt").symlink_to("/nowhere.txt")

@@ -45,7 +45,7 @@ def decoded(tokens: np.ndarray) -> str:
         {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
     ],
 )
-def test_of_messages_the_answers_count_and_stand_in_the_order_chosen_rejected(record: dict[str, object]) -> None:
+def test_pairs_encode_chosen_before_rejected_and_only_the_answers_count(record: dict[str, object]) -> None:
     chosen, rejected = encoded(record)
     assert decoded(chosen) == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
     assert counted_text(chosen) == ["4<|im_end|>"]
@@ -93,7 +93,7 @@ def test_a_prompt_of_several_turns_is_all_that_both_answers_begin_with() -> None
         {"prompt": [USER], "chosen": [{"content": "4"}], "rejected": [BAD]},
     ],
 )
-def test_what_is_no_pair_is_no_record(record: Any) -> None:
+def test_an_invalid_pair_is_no_record(record: Any) -> None:
     assert pair_text(record) is None
 
 

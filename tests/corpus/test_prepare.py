@@ -103,7 +103,7 @@ def test_any_number_of_workers_gives_the_same_bytes(
     assert len(tree(stores[0], "datasets/_units/")) > 10
 
 
-def test_what_does_not_decide_the_bytes_does_not_change_the_id(
+def test_settings_without_effect_on_the_bytes_keep_the_dataset_id(
     corpus: Path, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = identify(make_spec(corpus))
@@ -126,7 +126,7 @@ def test_what_does_not_decide_the_bytes_does_not_change_the_id(
         {"cleaning": {"deduplicate": False}},
     ],
 )
-def test_what_decides_the_bytes_changes_the_id(corpus: Path, make_spec: MakeSpec, change) -> None:
+def test_settings_with_effect_on_the_bytes_change_the_dataset_id(corpus: Path, make_spec: MakeSpec, change) -> None:
     assert identify(make_spec(corpus, **change)) != identify(make_spec(corpus))
 
 
@@ -183,9 +183,7 @@ def test_duplicates_are_dropped_across_sources_and_counted(
     assert sum(undeduplicated.documents.values()) == 344
 
 
-def test_of_duplicates_the_first_in_the_order_of_the_sources_stays(
-    store: Store, make_spec: MakeSpec, tmp_path: Path
-) -> None:
+def test_the_first_duplicate_in_source_order_is_kept(store: Store, make_spec: MakeSpec, tmp_path: Path) -> None:
     shared = [prose(number) for number in range(30)]
     first = write_jsonl(tmp_path / "first.jsonl", [shared[0], "only in the first", *shared])
     second = write_jsonl(tmp_path / "second.jsonl", [*reversed(shared), "only in the second"])

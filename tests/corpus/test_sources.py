@@ -145,7 +145,7 @@ def test_only_a_commit_that_changes_the_data_is_another_dataset(
         ({"repo": "/proc"}, "/proc at main: .*check `repo`"),
     ],
 )
-def test_what_dvc_does_not_have_is_named(repository: Path, make_spec: MakeSpec, change, message: str) -> None:
+def test_missing_dvc_data_is_reported(repository: Path, make_spec: MakeSpec, change, message: str) -> None:
     source = {"uri": "dvc:data", "repo": str(repository), "revision": "main", **change}
     with pytest.raises(MissingError, match=message):
         identify(make_spec(source))

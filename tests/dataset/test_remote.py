@@ -41,7 +41,9 @@ def flip_object(store: Store, at: int, name: str = "000-train-000000.tokens") ->
     store.put(key, bytes(data))
 
 
-def test_what_a_bucket_holds_reads_as_from_a_folder(bucket: Store, store: Store, write: Write, tmp_path: Path) -> None:
+def test_a_dataset_in_a_bucket_reads_like_one_in_a_folder(
+    bucket: Store, store: Store, write: Write, tmp_path: Path
+) -> None:
     tokens = [np.arange(90_000) % 45_000, np.arange(21_000)]
     held_out = [np.arange(3000), np.arange(200)]
     for place in (store, bucket):

@@ -98,7 +98,7 @@ def test_weights_keep_exact_shares_and_every_source_its_epochs(store: Store, wri
     assert len({tuple(row >= 20_000 for row in step) for step in firsts.reshape(-1, 4).tolist()}) > 4
 
 
-def test_of_an_epoch_a_node_of_two_reads_its_share(bucket: Store, proxy, write: Write, tmp_path) -> None:
+def test_one_of_two_nodes_reads_its_part_of_an_epoch(bucket: Store, proxy, write: Write, tmp_path) -> None:
     """For pieces that processes of a node fetch once, see test_remote.py."""
     tokens = 33 * 8 * PIECE_BYTES // 2
     write([np.arange(tokens) % 50_000], shard_tokens=tokens // 5, to=bucket)

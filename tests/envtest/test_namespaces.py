@@ -97,7 +97,7 @@ def test_a_dying_lease_is_waited_for(plane: ControlPlane, monkeypatch: pytest.Mo
     assert held(plane) == {}
 
 
-def test_a_holder_learns_that_its_lease_was_deleted(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_holder_detects_the_deletion_of_its_lease(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "RENEW", 0.3)
     with RunLease(plane.api(ADMIN), RUN, None, []) as mine:
         plane.kubectl("delete", "lease", f"holdfast-{RUN}", "-n", NAMESPACE)

@@ -46,7 +46,9 @@ def test_without_bounds_a_finite_loss_is_enough() -> None:
 @pytest.mark.parametrize("field", ["loss", "perplexity", "bits_per_byte"])
 @pytest.mark.parametrize("settings", [{}, {"max_loss": 9, "max_perplexity": 99, "max_bits_per_byte": 9}])
 @pytest.mark.parametrize("champion", [None, opponent(1.5), opponent(math.nan), opponent(math.inf)])
-def test_what_is_not_finite_never_blesses(bad: float, field: str, settings: dict, champion: Opponent | None) -> None:
+def test_a_metric_that_is_not_finite_is_never_blessed(
+    bad: float, field: str, settings: dict, champion: Opponent | None
+) -> None:
     results = checks(Evaluation.model_validate(settings), FINE.model_copy(update={field: bad}), champion)
     assert decide(results)[0] == "not_blessed"
     assert not any(check.passed for check in results if not math.isfinite(check.value)), "every check by itself"

@@ -140,7 +140,7 @@ def test_an_equal_champion_is_not_worse_and_not_better(store: Store, crown: Crow
 
 
 @pytest.mark.parametrize("fault", ["gone", "damaged"])
-def test_a_champion_that_cannot_be_scored_keeps_the_gate_closed_unless_the_spec_goes_without(
+def test_an_unscorable_champion_blocks_evaluation_unless_the_spec_ignores_it(
     store: Store, crown: Crown, model: str, fault: str
 ) -> None:
     world.finish(store, world.trained(store, 20))

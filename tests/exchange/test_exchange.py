@@ -170,7 +170,7 @@ def test_a_pickle_that_would_run_a_command_is_refused_and_runs_none(tmp_path: Pa
     assert not proof.exists()
 
 
-def test_what_is_not_of_the_model_is_refused_with_the_tensor(folder_store: Store, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_with_the_tensor(folder_store: Store, tmp_path: Path) -> None:
     tensors = weights(tiny_spec())
     tensors["model.norm.weight"] = torch.ones(33)
     dcp.save(tensors, checkpoint_id=tmp_path / "dcp", no_dist=True)

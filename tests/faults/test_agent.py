@@ -75,7 +75,7 @@ def test_the_agent_commits_the_copy_of_a_killed_rank_and_the_next_gang_resumes_f
     assert outcome(store, spec)[1] == undisturbed
 
 
-def test_an_agent_that_is_killed_again_and_again_in_mid_save_costs_no_training(
+def test_an_agent_killed_repeatedly_during_saves_does_not_interrupt_training(
     tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:
     spec, store = tiny_spec(*OVERRIDES), new_store(tmp_path / "store")

@@ -48,6 +48,6 @@ def test_a_sound_history_has_nothing_wrong() -> None:
         ("measured", [(1, row(3)), (3, row(3, loss=1.5))], "step 3 of attempt 3 has other bits than that of attempt 1"),
     ],
 )
-def test_what_is_wrong_is_named(part: str, value: Any, words: str) -> None:
+def test_each_problem_of_a_history_is_reported(part: str, value: Any, words: str) -> None:
     problems = wrongs(**{**SOUND, part: value})
     assert re.search(words, problems[0]), problems

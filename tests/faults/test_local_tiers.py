@@ -114,7 +114,7 @@ def kept(folder: Path, writer: int, run: str) -> int:
 
 @pytest.mark.drill
 @pytest.mark.timeout(1000)  # longer than all its waits together
-def test_a_node_that_is_killed_with_all_its_memory_costs_no_step_that_its_neighbour_has(tmp_path: Path) -> None:
+def test_a_node_killed_with_its_memory_loses_no_step_that_its_neighbour_holds(tmp_path: Path) -> None:
     calm, store = new_store(tmp_path / "calm"), new_store(tmp_path / "store")
     spec = tiny_spec(*NODES, "checkpoint.memory.every_steps=1", "checkpoint.memory.peers=1")
     run = run_id(spec, DATASET_ID)

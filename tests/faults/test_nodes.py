@@ -8,7 +8,7 @@ from tests.faults.nodes import Held
 from tests.train.tiny_run import new_store
 
 
-def test_what_came_while_the_last_process_ended_is_seen(tmp_path: Path) -> None:
+def test_an_event_during_the_end_of_the_last_process_is_seen(tmp_path: Path) -> None:
     looks: list[int] = []
 
     def there() -> bool:

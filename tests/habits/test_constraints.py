@@ -13,7 +13,7 @@ def test_constraints_are_exactly_what_the_extras_install() -> None:
     assert TOOL["differences"](TOOL["pinned"](), TOOL["wanted"]()) == []
 
 
-def test_what_is_missing_forgotten_or_another_version_is_named() -> None:
+def test_missing_unneeded_and_different_pins_are_reported() -> None:
     differences = TOOL["differences"](
         {"kept": "1", "moved": "1", "left": "1"}, {"kept": "1", "moved": "2", "brought": "1"}
     )

@@ -45,7 +45,7 @@ def exits(path: Path) -> list[str]:
     return [f"{name}:{call.lineno}" for call in call_nodes if (name := ast.unparse(call.func)) in WAYS]
 
 
-def test_what_leaves_a_process_is_redacted_or_on_the_list() -> None:
+def test_output_of_a_process_is_redacted_or_on_the_list() -> None:
     by_file: dict[str, list[str]] = {}
     for path in sorted((ROOT / "holdfast").rglob("*.py")):
         if exits_of_file := exits(path):
@@ -76,7 +76,7 @@ def test_launch_logs_hold_no_secret(tmp_path: Path) -> None:
     assert list(tail) == ["rank 0: postgresql://db/x", "loss 3.2"]
 
 
-def test_what_ray_passes_on_holds_no_secret() -> None:
+def test_output_passed_on_by_ray_has_no_secrets() -> None:
     pytest.importorskip("ray")
     from holdfast.runtime.output import printed_by
 

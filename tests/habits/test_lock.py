@@ -39,7 +39,7 @@ def test_the_images_install_the_lines_of_their_extras() -> None:
     assert "pytest" not in names(",".join(TOOL["EXTRAS"]))
 
 
-def test_of_what_the_index_names_the_wheels_for_images_are_locked_or_else_the_source() -> None:
+def test_image_wheels_of_the_index_are_locked_or_else_the_source() -> None:
     def file(name: str, digest: str) -> dict[str, Any]:
         return {"filename": name, "hashes": {"sha256": digest}}
 

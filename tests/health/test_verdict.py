@@ -100,7 +100,7 @@ def test_links_within_a_node_are_not_compared_with_those_between_nodes() -> None
     assert judge(ranks, links(pairs)) == ()
 
 
-def test_a_clock_counts_only_as_far_as_it_is_surely_wrong() -> None:
+def test_a_clock_offset_counts_only_beyond_its_error() -> None:
     for ahead, error, expected in (
         (0.5, 1.0, []), (2.5, 1.0, ["warned"]), (-2.5, 1.0, ["warned"]), (2.5, 2.0, []), (-90.0, 1.0, ["warned"]),
     ):  # fmt: skip

@@ -33,7 +33,7 @@ def dockerfile(request: pytest.FixtureRequest) -> Path:
     return IMAGES / request.param
 
 
-def test_it_ends_as_a_user_that_is_not_root_and_is_given_as_a_number(dockerfile: Path) -> None:
+def test_an_image_runs_as_a_numeric_non_root_user(dockerfile: Path) -> None:
     *_, user = (rest for word, rest in final_stage(dockerfile) if word == "USER")
     uid, gid = user.split(":")
     assert int(uid) > 0
@@ -50,7 +50,7 @@ def test_its_base_is_an_argument_with_a_version(dockerfile: Path) -> None:
     assert stages[-1] == "${BASE}"
 
 
-def test_it_takes_nothing_from_the_network_but_packages(dockerfile: Path) -> None:
+def test_an_image_build_downloads_only_packages(dockerfile: Path) -> None:
     for word, rest in instructions(dockerfile):
         assert word != "ADD"
         assert not re.search(r"https?://|\bcurl\b|\bwget\b|\bgit clone\b", rest), rest

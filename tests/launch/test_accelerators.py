@@ -56,7 +56,7 @@ def test_the_rules_know_the_networks_of_the_table() -> None:
     assert names == {name for network in NETWORKS.values() for name in network}
 
 
-def test_what_decides_between_networks_is_recorded_in_the_plan() -> None:
+def test_variables_that_select_the_network_are_in_the_plan() -> None:
     """Another network may use another algorithm, and so another order of sums."""
     deciding = {"NCCL_NET", "FI_PROVIDER"}
     for network in accelerators.NETWORKS.values():

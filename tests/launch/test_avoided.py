@@ -71,7 +71,7 @@ def test_the_node_of_a_slow_rank_is_avoided_where_the_spec_wants_it(tmp_path: Pa
     assert avoided_nodes(store, "run", Cluster(nodes=nodes, stragglers="exclude")) == {"slow"}
 
 
-def test_of_the_nodes_of_slow_ranks_the_newest_are_avoided_and_enough_are_left_to_start(tmp_path: Path) -> None:
+def test_nodes_of_the_newest_stragglers_are_avoided_while_enough_nodes_remain(tmp_path: Path) -> None:
     store = ended(tmp_path)
     with recording(store, "run", "rank 0"):
         for step, host in enumerate(("a", "b", "c", "a")):

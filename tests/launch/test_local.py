@@ -54,7 +54,7 @@ def test_the_gang_ends_with_the_code_of_the_rank_that_was_the_cause(
     assert run(tmp_path, *deeds).code == code
 
 
-def test_what_the_ranks_print_is_kept_and_appended(tmp_path: Path) -> None:
+def test_output_of_ranks_is_appended_to_the_launch_log(tmp_path: Path) -> None:
     for _ in range(2):
         ending = launched(tmp_path, job("0", "0"))
         assert ending.code == 0
@@ -223,7 +223,7 @@ def test_a_stop_between_two_launches_holds_for_the_next(tmp_path: Path) -> None:
     assert launcher.run(job("wait")).code == 143
 
 
-def test_what_goes_wrong_while_following_leaves_no_gang_behind(tmp_path: Path) -> None:
+def test_a_failure_while_following_leaves_no_gang(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "launch-000001.log"
     log.parent.mkdir()
     log.symlink_to("/dev/full")

@@ -66,14 +66,14 @@ def supervised(launcher: Scripted, waits: Waits, **restarts: float) -> Ending:
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 10, 11, 12, 13, 14, 15, 16, 17, 127])
-def test_what_repeating_cannot_change_is_not_repeated(code: int) -> None:
+def test_a_permanent_failure_is_not_restarted(code: int) -> None:
     launcher = Scripted([code])
     assert supervised(launcher, Waits()).code == code
     assert launcher.jobs == 1
 
 
 @pytest.mark.parametrize("code", [130, 137, 139, 143, 201, 202, 203, 204])
-def test_what_may_succeed_is_started_again(code: int) -> None:
+def test_a_retryable_failure_is_restarted(code: int) -> None:
     launcher = Scripted([code, code, 0])
     assert supervised(launcher, Waits()).code == 0
     assert launcher.jobs == 3
@@ -87,9 +87,7 @@ def test_a_failure_that_needs_another_party_is_not_restarted(code: ExitCode) -> 
 
 
 @pytest.mark.parametrize(("elsewhere", "launches"), [(False, 1), (True, 2)])
-def test_what_would_be_again_on_a_node_that_failed_its_health_check_is_not_started_again(
-    elsewhere: bool, launches: int
-) -> None:
+def test_a_launch_that_would_land_on_an_unhealthy_node_is_not_restarted(elsewhere: bool, launches: int) -> None:
     launcher = Scripted([ExitCode.UNHEALTHY_NODE, 0], elsewhere=elsewhere)
     assert supervised(launcher, Waits()).code == (0 if elsewhere else ExitCode.UNHEALTHY_NODE)
     assert launcher.jobs == launches
@@ -218,7 +216,7 @@ def test_a_store_that_is_away_at_the_last_ending_does_not_change_it() -> None:
     assert launcher.supervised(Waits()).code == 0
 
 
-def test_what_a_cloud_ended_costs_no_restart_and_is_not_waited_for() -> None:
+def test_a_reclaimed_launch_uses_no_restart_budget_and_restarts_without_a_wait() -> None:
     launcher, waits = Scripted([204, 204, 137, 204, 0]), Waits()
     ending = supervise(
         launcher, launcher.next_job, Restarts(budget=1, backoff_seconds=9), waits, saved_step=launcher.saved_step,

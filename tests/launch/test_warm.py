@@ -37,7 +37,7 @@ def ask(server: WarmServer, *arguments: str, **environment: str) -> tuple[int, s
     return process.wait(PATIENCE), output
 
 
-def test_it_has_its_own_environment_session_title_and_folder(
+def test_a_forked_process_has_a_separate_environment_session_title_and_folder(
     server: WarmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -59,7 +59,7 @@ def test_others_see_its_command_and_what_its_environment_adds(server: WarmServer
     assert process.wait(PATIENCE) == -signal.SIGTERM
 
 
-def test_it_ends_with_the_code_or_the_signal_and_the_traceback_of_a_spawned_one(server: WarmServer) -> None:
+def test_a_forked_process_ends_like_a_spawned_one(server: WarmServer) -> None:
     assert ask(server, "leave", "204") == (204, "")
     code, output = ask(server, "fail")
     assert code == 1
@@ -94,7 +94,7 @@ def test_the_process_group_exists_as_soon_as_its_id_is_known(server: WarmServer)
         assert process.wait(300) == -signal.SIGTERM
 
 
-def test_it_hears_a_signal_that_comes_the_moment_its_process_id_is_known(server: WarmServer) -> None:
+def test_a_forked_process_handles_a_signal_as_soon_as_its_pid_is_known(server: WarmServer) -> None:
     processes = [server.start(CHILD, ["wait"], os.environ) for _ in range(3)]
     for _ in range(40):
         processes.append(server.start(CHILD, ["wait"], os.environ))
@@ -105,7 +105,7 @@ def test_it_hears_a_signal_that_comes_the_moment_its_process_id_is_known(server:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_it_computes_the_bits_of_a_spawned_one(threads: int, server: WarmServer) -> None:
+def test_a_forked_process_computes_the_same_bits_as_a_spawned_one(threads: int, server: WarmServer) -> None:
     environment = {"OMP_NUM_THREADS": str(threads)}
     result = subprocess.run(
         [sys.executable, "-m", CHILD, "sums", str(threads)],
@@ -115,7 +115,7 @@ def test_it_computes_the_bits_of_a_spawned_one(threads: int, server: WarmServer)
     assert first == second == (0, result.stdout)
 
 
-def test_it_collects_nothing_of_what_was_imported_which_would_copy_it(server: WarmServer) -> None:
+def test_a_forked_process_does_not_garbage_collect_imported_objects(server: WarmServer) -> None:
     assert ask(server, "collect") == (0, "[true, true]\n")
 
 
@@ -172,6 +172,6 @@ print(*sorted(set(sys.modules) - before))
 """
 
 
-def test_what_every_rank_needs_of_torch_is_imported_before_ranks_are_forked() -> None:
+def test_the_server_imports_the_torch_modules_of_ranks_before_it_forks() -> None:
     result = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
     assert result.stdout.split() == []

@@ -36,7 +36,7 @@ def cron_job(objects: list[dict[str, Any]]) -> dict[str, Any]:
     return job
 
 
-def test_it_runs_alone_at_the_lowest_priority_as_a_rank_does_and_never_twice(tmp_path: Path) -> None:
+def test_the_audit_job_runs_alone_at_the_lowest_priority_without_retries(tmp_path: Path) -> None:
     objects = render_with("audit", "kind", tmp_path)
     job = cron_job(objects)
     assert problems(job) == []

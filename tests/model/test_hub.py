@@ -139,6 +139,6 @@ def test_an_address_names_a_repository_a_revision_and_a_file(location: str, plac
 
 
 @pytest.mark.parametrize("location", ["hf://a", "hf://a/b@", "hf://a/b/../c", "hf:a/b"])
-def test_what_is_no_address_is_refused(location: str) -> None:
+def test_an_invalid_hub_address_is_refused(location: str) -> None:
     with pytest.raises(DataError, match="is not hf://owner/name"):
         parse_place(location)

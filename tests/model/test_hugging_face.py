@@ -53,7 +53,7 @@ def test_an_export_has_the_logits_of_transformers(tmp_path: Path, changes: dict[
 
 
 @pytest.mark.parametrize("changes", SHAPES)
-def test_what_transformers_saves_is_read_back_to_its_logits(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_a_checkpoint_of_transformers_gives_the_same_logits(tmp_path: Path, changes: dict[str, object]) -> None:
     model = shape(**changes)
     torch.manual_seed(0)
     theirs = LlamaForCausalLM(

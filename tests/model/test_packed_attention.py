@@ -255,7 +255,7 @@ def test_no_tensor_has_two_dimensions_of_the_sequence(documents: int, window: in
         ({"window": 0}, r"attention\.window: hides every position \(value: 0\)"),
     ],
 )
-def test_what_no_kernel_computes_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+def test_an_attention_option_without_a_kernel_is_refused_by_name(options: dict[str, Any], message: str) -> None:
     q = random(1, 2, 8, 4)
     with pytest.raises(SpecError, match=message):
         packed_attention(q, q, q, of_lengths(8), **options)

@@ -103,7 +103,7 @@ def test_no_tensor_has_all_tokens_and_the_vocabulary(dtype: torch.dtype) -> None
         ({"head_VD": torch.zeros(VOCABULARY, WIDTH, dtype=torch.bfloat16)}, "give both in one dtype"),
     ],
 )
-def test_what_cannot_be_computed_is_refused(change: dict[str, Any], message: str) -> None:
+def test_invalid_logprob_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     hidden, head, targets, _ = inputs(1, 4)
     with pytest.raises(ValueError, match=message):
         token_logprobs(**{"hidden_BTD": hidden, "head_VD": head, "targets_BT": targets, **change})

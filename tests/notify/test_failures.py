@@ -22,7 +22,7 @@ def test_the_first_failed_node_is_reported_with_its_message(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "null", "[]", "{}", '"[]"', "{{workflow.failures}}", "[1, null]", '[{"phase": "Failed"}]', '"']
 )
-def test_what_is_no_list_of_nodes_names_none(text: str) -> None:
+def test_an_invalid_list_of_nodes_has_no_failed_node(text: str) -> None:
     assert first_failed_node(text) == ("", "")
 
 

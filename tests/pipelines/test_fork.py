@@ -93,7 +93,7 @@ def test_a_fork_shares_the_past_and_continues_with_the_same_bits_or_with_its_ove
     assert verify(store, child, 12).intact, "what it saved itself refers to nothing borrowed"
 
 
-def test_what_the_state_does_not_allow_is_refused_before_anything_is_written(store: Store, tmp_path: Path) -> None:
+def test_an_impossible_fork_is_refused_before_any_write(store: Store, tmp_path: Path) -> None:
     spec = tiny_spec(KEEP)
     parent = identity_of(spec)
     train(store, tmp_path / "parent", "")

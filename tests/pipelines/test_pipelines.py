@@ -36,7 +36,7 @@ def test_the_module_of_a_pipeline_compiles_what_the_commands_compile(name: str, 
     assert list(yaml.safe_load_all(file.read_text(encoding="utf-8"))) == expected
 
 
-def test_it_is_compiled_without_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pipeline_compiles_without_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "training.yaml"
     monkeypatch.setattr(sys, "argv", ["training", "-o", str(file)])
     runpy.run_module("holdfast.pipelines.training", run_name="__main__")

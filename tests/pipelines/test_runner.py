@@ -270,7 +270,7 @@ def test_list_items_run_concurrently_and_a_failure_stops_the_rest() -> None:
     assert steps.ending["status"] == "failed"
 
 
-def test_what_does_not_leave_in_time_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_does_not_stop_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stubborn(Handle):
         leave_seconds = 0.0
 
@@ -313,7 +313,7 @@ def test_a_step_not_started_by_a_stopped_run_has_the_reason() -> None:
     ]
 
 
-def test_with_one_step_at_a_time_a_sweep_goes_trial_by_trial() -> None:
+def test_a_sweep_with_one_step_at_a_time_runs_trial_by_trial() -> None:
     steps = Steps(width=1)
     assert runner(steps, SPEC, TRIALS).run() == 0
     trials = [f"{step}-{number}" for number in (1, 2, 3) for step in ("train", "evaluate")]

@@ -53,7 +53,7 @@ def test_fields_chosen_by_auto_may_not_be_set() -> None:
     assert chosen_fields == set(CHOSEN)
 
 
-def test_it_stands_for_the_fastest_layout_that_the_rules_accept_and_leaves_ranks_alone() -> None:
+def test_auto_is_the_fastest_valid_layout_with_the_given_ranks() -> None:
     auto_spec = spec()
     candidate = best(auto_spec, None, here=False)
     assert candidate == best(auto_spec, None, here=False)
@@ -124,7 +124,7 @@ def test_a_plan_for_a_range_of_nodes_satisfies_the_rules_for_all_counts() -> Non
     assert rules.problems(with_fields(auto_spec, layout_fields(candidate.task, candidate.layout))) == []
 
 
-def test_what_fits_nowhere_is_refused_with_what_it_needs() -> None:
+def test_a_model_that_fits_nowhere_is_refused_with_its_memory_need() -> None:
     with pytest.raises(SpecError, match=r"(?s)fits into 80 GB of H100: the least takes .* GB.*more ranks"):
         best(spec("auto", H100, "model.layers=160"), None, here=False)
 
@@ -139,7 +139,7 @@ def need_of(asked: Spec) -> float:
     return Candidate(declared_task(asked, ACCELERATORS["H100"], 32000), layout_of(asked)).memory.total
 
 
-def test_what_ran_out_of_memory_is_followed_by_a_plan_that_needs_clearly_less() -> None:
+def test_the_plan_after_an_out_of_memory_failure_needs_clearly_less() -> None:
     failed = spec("{processes: 8, strategy: ddp}", H100, "training.micro_batch=4")
     proposal = next_plan(failed, 32000, here=False)
     assert proposal is not None

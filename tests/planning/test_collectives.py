@@ -46,7 +46,7 @@ def test_small_messages_go_by_few_steps_and_large_ones_over_all_links() -> None:
     assert small["ring"] > 10 * min(small.values())
 
 
-def test_what_leaves_the_node_is_slower() -> None:
+def test_collectives_across_nodes_are_slower() -> None:
     inside, across_nodes = group(H100, 8), group(H100, 8, stride=8)
     assert (inside.nodes, across_nodes.nodes) == (1, 8)
     for time_of in (all_reduce, all_to_all, point_to_point):
@@ -63,7 +63,7 @@ def test_the_idle_time_of_a_drawn_schedule_matches_the_formula(schedule: str, st
     assert len(rows[0]) == computing + math.ceil(bubble(layout, micro_batches) * computing - 1e-9)
 
 
-def test_what_a_stage_holds_is_known() -> None:
+def test_the_micro_batches_in_flight_per_stage_are_known() -> None:
     assert in_flight(Layout(pipeline=4, schedule="gpipe"), 16) == 16
     assert [in_flight(Layout(pipeline=4), 16, stage) for stage in range(4)] == [4, 3, 2, 1]
     assert in_flight(Layout(pipeline=4, schedule="interleaved", chunks=3), 16) == 4 + 3 / 3

@@ -57,7 +57,7 @@ def as_json(*words: str) -> dict[str, Any]:
     return value
 
 
-def test_it_shows_layouts_with_their_limits_and_the_first_one_with_its_reasons(spec: Path) -> None:
+def test_plan_shows_layouts_with_limits_and_the_reasons_for_the_first(spec: Path) -> None:
     output = plan(str(spec), "--gpus", "64")
     for text in ("6.7 B parameters on 64 x H100", "tokens/s", "Why the first one:", "whole replicas (ddp): needs",
                  "GPU-hours", "kWh", "checkpoint.every_steps:"):  # fmt: skip
@@ -132,7 +132,7 @@ def test_a_model_that_fits_nowhere_is_reported_with_its_memory_need(spec: Path) 
     assert "optimizer" in output
 
 
-def test_what_fits_on_one_accelerator_with_its_state_in_the_hosts_memory_is_accepted(spec: Path) -> None:
+def test_a_model_that_fits_one_accelerator_with_offload_is_accepted(spec: Path) -> None:
     ten = ("--set", "model.layers=48")  # 10 B: 160 GB of state
     output = as_json(str(spec), "--gpus", "1", *ten)
     assert 9e9 < output["parameters"] < 11e9
@@ -169,7 +169,7 @@ def test_every_zero_bubble_layout_that_is_proposed_has_a_schedule_that_the_rules
     assert not any(compiled for compiled, _ in variants)
 
 
-def test_what_halves_of_a_backward_pass_keep_is_written_counted_and_not_gathered_twice(spec: Path) -> None:
+def test_zero_bubble_keeps_gathered_weights_and_counts_their_memory(spec: Path) -> None:
     task = Task(Architecture(8, 1024, 8, 8, 2816, 1024, 32000), accelerator("H100"), 8, 1000, 64)
     once = Layout(data=4, shard=4, pipeline=2, sharding="full", schedule="zero_bubble")
     twice = once.with_(schedule="1f1b")

@@ -100,7 +100,7 @@ def test_the_memory_estimate_of_a_lamb_step_includes_all_updates(vocabulary: int
 
 
 @pytest.mark.parametrize("kind", KEEPING)
-def test_what_compression_leaves_out_is_on_every_whole_replica(kind: str) -> None:
+def test_the_compression_residual_is_in_the_memory_of_every_full_replica(kind: str) -> None:
     """`tests/train/test_compression.py` says what this is: an fp32 copy of each gradient."""
     spec = spec_of(gradient_compression=kind)
     task = task_of(spec, ACCELERATORS["H100"], 4, VOCABULARY)
@@ -115,14 +115,16 @@ def test_what_compression_leaves_out_is_on_every_whole_replica(kind: str) -> Non
     [(4, 4, 4096, "false", False), (4, 4, 512, "true", True), (8, 8, 512, "false", True)],
     ids=["a large vocabulary", "masks of documents", "no accumulation"],
 )
-def test_so_is_that_of_other_shapes(layers: int, micro_batch: int, vocabulary: int, masks: str, tied: bool) -> None:
+def test_the_memory_estimate_matches_other_shapes(
+    layers: int, micro_batch: int, vocabulary: int, masks: str, tied: bool
+) -> None:
     spec = spec_of(layers, micro_batch, tied, masks=masks)
     memory = planned(spec, vocabulary)
     estimate = memory.total - memory.terms["fragmentation"]
     assert estimate == pytest.approx(measured(spec, vocabulary), rel=BAR)
 
 
-def test_what_layers_keep_is_what_autograd_saves_to_a_part_in_ten_thousand() -> None:
+def test_activation_memory_matches_autograd_to_one_in_ten_thousand() -> None:
     """The difference that two more layers make, measured by the hooks through which autograd saves."""
 
     def saved(layers: int) -> int:
@@ -176,7 +178,7 @@ def test_the_activations_of_a_gpt_layer_are_those_of_korthikanti() -> None:
     assert activations == pytest.approx([unit * (34 + 80), unit * 34, unit * 2], rel=1e-3)
 
 
-def test_what_lies_in_the_memory_of_the_host_takes_none_of_an_accelerator_and_all_of_a_cpu() -> None:
+def test_offloaded_state_uses_host_memory_and_no_accelerator_memory() -> None:
     spec = parse_spec(
         """
         name: a

@@ -85,7 +85,7 @@ def test_a_run_that_fails_as_soon_as_it_has_started_is_never_done() -> None:
 
 
 @pytest.mark.parametrize(("shared", "degrees"), [(0, {1, 2, 4, 8}), (1, {1, 2}), (4, {1, 2, 4, 8})])
-def test_of_a_mixture_only_shared_experts_are_cut_into_columns(shared: int, degrees: set[int]) -> None:
+def test_tensor_parallelism_divides_only_the_shared_experts_of_a_mixture(shared: int, degrees: set[int]) -> None:
     shape = Architecture(2, 512, 8, 8, 66, 1024, 512, experts=4, active=2, shared=shared)
     assert {layout.tensor for layout in layouts(Task(shape, accelerator("H100"), 8, 1, 64))} == degrees
 

@@ -70,7 +70,7 @@ def test_a_timeline_with_costs_shows_the_slowest_stage() -> None:
     assert balanced[-1] == timeline(layout, 4).splitlines()[-1]  # the formula assumes equal stages
 
 
-def test_what_is_measured_is_proposed_drawn_and_written(spec: Path) -> None:
+def test_measured_stages_are_proposed_drawn_and_written(spec: Path) -> None:
     result = CliRunner().invoke(app, ["plan", str(spec), "--measure", "--timeline", "--apply"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     stages = load_spec(spec).parallel.stages
@@ -119,7 +119,7 @@ def test_a_remedy_that_unsays_the_stages_loads(spec: Path) -> None:
     assert load_spec(spec, [options]).parallel.stages is None
 
 
-def test_what_measures_ends_with_the_command(spec: Path) -> None:
+def test_the_measuring_process_ends_with_the_command(spec: Path) -> None:
     long = ["--set", "model.hidden=1024", "--set", "model.context=2048", "--set", "training.micro_batch=4"]
     command = [sys.executable, "-m", "holdfast.pipelines.cli", "plan", str(spec), "--measure", *long]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)

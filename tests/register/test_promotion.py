@@ -132,7 +132,7 @@ def test_a_claim_of_a_deleted_version_does_not_block_a_promotion(
     assert "is not made champion any more" in caplog.text
 
 
-def test_who_was_slow_leaves_the_newer_champion_in_place(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_promotion_keeps_the_newer_champion(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     crowned(store, 1)
     original = registration.promote
 

@@ -262,7 +262,7 @@ def test_a_verdict_that_a_new_champion_has_overtaken_is_refused(home: Path, stor
     assert run(made.spec("registration.promote=false"), OTHER, store).alias == "challenger"
 
 
-def test_a_challenger_goes_by_the_verdict_against_the_champion_of_now(home: Path, store: Store, finish: Finish) -> None:
+def test_a_challenger_needs_a_verdict_against_the_current_champion(home: Path, store: Store, finish: Finish) -> None:
     finish()
     run(made.spec(), made.RUN_ID, store)
     finish(OTHER)  # blessed while there was no champion
@@ -303,7 +303,7 @@ def test_a_verdict_against_version_1_of_another_mlflow_does_not_promote(
         ({"state_digest": ""}, {}, ExitCode.NOT_FOUND, "state_digest missing"),
     ],
 )
-def test_what_is_not_blessed_or_not_whole_is_not_registered(
+def test_an_unblessed_or_incomplete_model_is_not_registered(
     result: dict, verdict: dict, code: ExitCode, words: str, home: Path, store: Store, finish: Finish
 ) -> None:
     finish(result=result, verdict=verdict)

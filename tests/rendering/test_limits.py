@@ -125,6 +125,6 @@ def test_a_renderer_ends_with_its_process() -> None:
     raise AssertionError("the renderer outlives its process")
 
 
-def test_what_a_template_refuses_stays_a_fault_of_the_record() -> None:
+def test_a_refusal_by_a_template_is_an_error_of_the_record() -> None:
     with pytest.raises(ConversationError, match="the chat template refuses it: no"):
         ChatTemplate("{{ raise_exception('no') }}", {}).rendered(RECORD)

@@ -9,7 +9,7 @@ import pytest
 from holdfast.runtime import node
 
 
-def test_it_is_none_that_a_connection_could_be_given_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_free_port_is_outside_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch) -> None:
     port = node.free_port()
     with socket.create_server(("", 0)) as ephemeral, socket.create_server(("", port)):
         assert port < node.PORTS.stop <= ephemeral.getsockname()[1]

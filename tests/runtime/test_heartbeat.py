@@ -83,7 +83,7 @@ def test_the_first_step_and_what_lies_between_steps_are_no_usual_steps(
     assert here.own(SAVE) == 30.0
 
 
-def test_what_a_rank_waits_for_others_is_not_its_own_time(here: HeartbeatPage, clock: Clock) -> None:
+def test_waiting_for_peers_does_not_count_as_own_time(here: HeartbeatPage, clock: Clock) -> None:
     here.enter(FORWARD, 0, clock.now)
     clock.now += 1.0
     with here.waiting():

@@ -29,7 +29,7 @@ def _hold(told: Connection) -> None:
         signal.pause()
 
 
-def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(place: Path) -> None:
+def test_temporary_folders_of_killed_processes_are_removed_and_of_live_ones_kept(place: Path) -> None:
     foreign = [place / "holdfast-other.held.not", place / "holdfast-of-an-older-version", place / "other.held"]
     for folder in foreign:
         folder.mkdir()

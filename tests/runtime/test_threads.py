@@ -10,7 +10,7 @@ import pytest
 from holdfast.runtime import shutdown
 
 
-def test_it_is_waited_for_so_long_and_no_longer_than_it_lives() -> None:
+def test_join_within_waits_for_a_thread_up_to_a_timeout() -> None:
     release = threading.Event()
     thread = threading.Thread(target=release.wait, daemon=True)
     thread.start()

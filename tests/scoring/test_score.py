@@ -131,7 +131,7 @@ def sentence_pieces(way: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("way", ["Prepend", "always", "first", "never"])
-def test_what_a_tokenizer_puts_before_a_document_is_no_byte_of_its_text(way: str) -> None:
+def test_bytes_prepended_by_a_tokenizer_do_not_count_as_text(way: str) -> None:
     tokenizer, texts = sentence_pieces(way), ["a fox", "dogs", "b  c", "a"]
     ids = [1]
     for text in texts:

@@ -127,7 +127,7 @@ def test_the_digest_of_a_task_follows_its_content(tmp_path: Path) -> None:
         ({"task": None}, "has no `task`"),
     ],
 )
-def test_what_would_fetch_or_run_something_else_is_refused(
+def test_a_task_that_fetches_or_runs_other_code_is_refused(
     tmp_path: Path, changes: dict[str, object], words: str
 ) -> None:
     with pytest.raises(DataError, match=words):
@@ -155,7 +155,7 @@ def test_a_template_reaches_neither_the_process_nor_its_memory(tmp_path: Path, t
         score_tasks(decoder(shape()), Tokenizer.from_str(tokenizer_json()), [task])
 
 
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_metric_or_file_of_a_task_is_reported(tmp_path: Path) -> None:
     task = write(tmp_path, CHOICES)
     built, tokenizer = decoder(shape()), Tokenizer.from_str(tokenizer_json())
     with pytest.raises(DataError, match="has no metric 'f1'; it has acc"):

@@ -46,7 +46,7 @@ def test_a_dry_run_lists_exactly_the_objects_that_a_collection_deletes(five: Sto
     assert collect_now(five, RUN, Retention(2)).objects == 0
 
 
-def test_what_a_save_in_flight_has_written_stays(five: Store) -> None:
+def test_objects_of_a_save_in_flight_are_kept(five: Store) -> None:
     flying = [
         f"runs/{RUN}/packs/000001-000000006-{'0' * 32}.pack",
         f"{layout.indexes(RUN, 1, 6)}00000.idx",
@@ -58,7 +58,7 @@ def test_what_a_save_in_flight_has_written_stays(five: Store) -> None:
     assert all(five.stat(key) is not None for key in flying)
 
 
-def test_while_a_later_attempt_has_not_committed_no_checkpoint_goes(five: Store) -> None:
+def test_no_checkpoint_is_deleted_before_the_first_commit_of_a_later_attempt(five: Store) -> None:
     claim_attempt(five, RUN)
     orphan = f"runs/{RUN}/packs/000001-000000001-{'0' * 32}.pack"
     five.put(orphan, b"x")

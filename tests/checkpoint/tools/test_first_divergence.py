@@ -50,7 +50,7 @@ def test_the_first_step_the_tensor_and_the_element_are_named_and_the_nearest_che
     assert (tensor.name, tensor.first, tensor.elements, tensor.ulps) == ("matrix", (2, 3), 22, 1)
 
 
-def test_equal_as_far_as_both_go_is_equal_and_states_alone_may_differ(tmp_path: Path) -> None:
+def test_runs_of_different_length_compare_up_to_the_shorter_and_states_alone_may_differ(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}")
     base, longer = write(store, "one", [3, 6, 9]), write(store, "longer", [4, 6, 9, 12])
     divergence = find_divergence(base, longer)

@@ -29,7 +29,7 @@ def test_the_listing_has_time_size_new_bytes_and_retention_reason(folder_store: 
     assert five.committed <= six.committed <= seven.committed
 
 
-def test_what_is_damaged_is_listed_as_such(folder_store: Store) -> None:
+def test_damaged_checkpoints_are_listed_as_damaged(folder_store: Store) -> None:
     writer = checkpointer(folder_store)
     save(writer, 1)
     save(writer, 2)

@@ -31,7 +31,7 @@ def spoil(store: Store, key: str, place: int) -> None:
     store.put(key, bytes(data))
 
 
-def test_an_intact_checkpoint_is_read_whole_and_called_intact(saved: Store) -> None:
+def test_verification_reads_an_intact_checkpoint_completely(saved: Store) -> None:
     progress: list[tuple[int, int]] = []
     report = verify(saved, RUN, 6, lambda done, total: progress.append((done, total)))
     size = sum(tensor.nbytes for tensor in state(6).values())

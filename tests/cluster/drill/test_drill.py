@@ -90,7 +90,7 @@ def drill(*arguments: str, **more: str) -> None:
 @pytest.mark.drill
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("assets", ["", pytest.param(os.environ.get("KUBEBUILDER_ASSETS", ""), marks=needs_assets)])
-def test_every_fault_of_the_emulated_cluster_costs_no_bit_and_leaves_nothing(assets) -> None:
+def test_no_fault_of_the_emulated_cluster_changes_bits_or_leaves_objects(assets) -> None:
     drill("--minutes", "0", "--seed", "7", "--together", "3", KUBEBUILDER_ASSETS=assets)
 
 

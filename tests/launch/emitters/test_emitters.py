@@ -121,7 +121,7 @@ def test_every_rank_sees_the_settings_of_the_place_its_secret_and_itself(kind: s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_looks_like_a_reference_in_a_value_stays_as_it_is(kind: str) -> None:
+def test_a_value_that_looks_like_a_reference_is_escaped(kind: str) -> None:
     for template in pods(kind, "cluster.environment={A: 'x $(B) $C'}"):
         (container,) = template["spec"]["containers"]
         assert {"name": "A", "value": "x $$(B) $C"} in container["env"]
@@ -293,7 +293,7 @@ def test_a_folder_store_is_refused_unless_every_pod_mounts_it(store: str, right:
             only(*overrides, store=store)
 
 
-def test_what_a_target_cannot_do_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_request_for_a_target_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOLDFAST_STORE", raising=False)
     elastic = parse_spec(SPEC, ["cluster.nodes.min=1"])
     with pytest.raises(SpecError, match="a TrainJob is not elastic"):

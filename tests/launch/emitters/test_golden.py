@@ -50,7 +50,7 @@ def test_no_golden_file_is_left_over() -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_what_a_launcher_creates_fits_the_official_schema(example: Path) -> None:
+def test_launcher_objects_match_the_official_schema(example: Path) -> None:
     spec = load_spec(example)
     job = training_job(spec, "0123456789abcdef", 12, "s3://bucket/x", frozenset({"node-b", "node-a"}))
     for manifest in objects_for(job, OWNER):

@@ -161,7 +161,7 @@ def test_an_agent_that_is_killed_in_mid_save_is_followed_by_one_that_ends_it(nod
     assert [line for line in node.said(0) if line.startswith("3 done")] == ["3 done 65536"]
 
 
-def test_what_is_durable_is_committed_by_the_next_agent_without_its_copy(node: Node) -> None:
+def test_the_next_agent_commits_a_durable_save_without_its_copy(node: Node) -> None:
     node.rank(0, 2, 3)
     node.wait_for(0, "3 durable None")
     os.kill(node.keeper.pid, signal.SIGKILL)

@@ -101,7 +101,7 @@ def test_there_is_no_suspect_while_another_rank_progresses() -> None:
     ],
     ids=lambda one: one.phase,
 )
-def test_what_takes_its_time_is_no_hang(at_work: Watched) -> None:
+def test_a_slow_phase_is_no_hang(at_work: Watched) -> None:
     assert suspects(at_work, *waiters(at_work.quiet, 0, 2, steps=at_work.seen.steps)) == []
     for_ever = Watched(at_work.seen, 10_000.0, 10_000.0)
     assert suspects(for_ever, *waiters(10_000.0, 0, 2, steps=at_work.seen.steps)) == [1]
@@ -121,7 +121,7 @@ def test_steps_of_changing_length_make_it_patient() -> None:
     assert suspects(rank(1, quiet=8.1, steps=uneven), *waiters(8.1, 0, 2, steps=uneven)) == [1]
 
 
-def test_of_a_gang_on_several_nodes_each_judges_its_own_ranks() -> None:
+def test_each_node_of_a_gang_judges_its_own_ranks() -> None:
     assert judge([rank(1, quiet=SOON, world=8), *waiters(SOON, 0, world=8)]) is not None
     assert judge(waiters(1000.0, 0, 1, world=8)) is None
     assert judge([rank(1, quiet=SOON, world=8)]) is None  # no rank is known to wait

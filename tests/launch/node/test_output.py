@@ -42,7 +42,7 @@ def has_formed(store: Store, rank: int) -> bool:
     return any(stream.attempt for stream in rank_streams(store, RUN, rank))
 
 
-def test_what_every_rank_printed_is_in_the_store_with_how_it_ended(tmp_path: Path, store: Store) -> None:
+def test_the_output_of_every_rank_is_in_the_store_with_its_exit(tmp_path: Path, store: Store) -> None:
     ending = launched(tmp_path, job(store.url, "peer", "kill"))
     assert ending.code == 137
     pid = stream_of(store, 1).pid
@@ -132,7 +132,7 @@ def test_the_output_of_a_killed_rank_is_not_polled_in_a_busy_loop(
     assert list(rank_lines(store, RUN, 0)) == ["the last words"]
 
 
-def test_what_a_rank_prints_at_its_very_end_is_taken_before_its_log_is_closed(tmp_path: Path, store: Store) -> None:
+def test_the_last_output_of_a_rank_is_stored_before_its_log_closes(tmp_path: Path, store: Store) -> None:
     output = RankOutput(Place(store.url, RUN, 1), tmp_path)
     reader, writer = output.pipe()
     output.follow(reader, 0, 4_000_000)

@@ -91,7 +91,7 @@ def sealed(body: bytes, key: str = KEY) -> str:
         pytest.param(lambda mark: SealedBackend._NULL_SENTINEL, id="as if there were no state"),
     ],
 )
-def test_what_no_node_has_written_is_not_executed_and_is_replaced_by_what_is_known(
+def test_a_forged_rendezvous_state_is_not_executed_and_is_replaced_by_the_known_one(
     written: Any, store: TCPStore, tmp_path: Path
 ) -> None:
     node, mark = SealedBackend(store, RUN, KEY), tmp_path / "executed"
@@ -112,7 +112,7 @@ def test_an_old_state_that_is_written_again_is_not_believed(store: TCPStore) -> 
     assert participants(node.get_state()) == ["a", "b"]
 
 
-def test_a_node_that_knows_no_state_yet_begins_anew_over_what_a_stranger_wrote(store: TCPStore, tmp_path: Path) -> None:
+def test_a_new_node_overwrites_a_forged_rendezvous_state(store: TCPStore, tmp_path: Path) -> None:
     store.set(STATE_KEY, base64.b64encode(pickle.dumps(Payload(tmp_path / "executed"))).decode())
     node = SealedBackend(store, RUN, KEY)
     assert node.get_state() is None

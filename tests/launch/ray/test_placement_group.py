@@ -93,7 +93,7 @@ def test_room_that_is_lost_is_waited_for_as_long_again(fake: FakeRay) -> None:
     assert not room.is_expired
 
 
-def test_who_only_waits_for_others_of_its_kind_is_not_given_up(fake: FakeRay, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_queued_request_does_not_expire(fake: FakeRay, caplog: pytest.LogCaptureFixture) -> None:
     room = fake.room(patience=60.0)
     for fake.now in range(0, 1000, 10):
         assert not room.is_ready(queued=True)

@@ -62,7 +62,7 @@ def test_a_spec_that_kubeflow_cannot_pass_in_one_argument_is_refused_with_the_nu
         assert "one pattern" in problem.remedy
 
 
-def test_a_spec_of_a_hundred_kilobytes_goes_to_every_engine() -> None:
+def test_every_engine_accepts_a_spec_of_a_hundred_kilobytes() -> None:
     fits = spec(prompts=20)
     assert argo_objects(fits)
     assert pipeline_text(fits)

@@ -72,7 +72,7 @@ STEP_1 = "1970-01-01T00:00:00Z INFO    holdfast.train: step 1"
 
 
 @pytest.mark.parametrize("gone", [MissingError("deleted"), ClusterUnreachableError("away")])
-def test_what_steps_wrote_is_shown_long_after_the_engine_has_forgotten_the_run(store: Store, gone: Exception) -> None:
+def test_logs_of_steps_are_readable_after_the_engine_deletes_the_run(store: Store, gone: Exception) -> None:
     wrote(store, "preprocess", "tokenised\n")
     wrote(store, "train", RECORDED)
     assert lines(store, Engine(gone)) == ["preprocess: tokenised", f"train: {STEP_1}"]

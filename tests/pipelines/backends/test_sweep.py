@@ -82,7 +82,7 @@ def test_on_argo_the_best_is_registered_with_what_it_changed() -> None:
         (["training.stepz=1,2"], "stepz"),
     ],
 )
-def test_what_makes_no_sweep_is_refused_in_a_sentence(over: list[str], said: str) -> None:
+def test_an_invalid_sweep_is_refused_with_a_message(over: list[str], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         grid(SPEC, over)
 

@@ -130,7 +130,7 @@ def test_the_texts_really_stand_in_every_free_field() -> None:
 
 
 @given(texts)
-def test_what_is_escaped_holds_nothing_that_an_engine_replaces_and_is_restored(text: str) -> None:
+def test_escaped_text_has_no_engine_placeholders_and_is_restored(text: str) -> None:
     for escaped in (escape(text), escape_for_ray(text)):
         assert unescape(escaped) == text
         assert not any(
@@ -177,7 +177,7 @@ def test_kfp_local_passes_the_parameters_of_a_run_to_a_step_as_they_were_written
     assert unescape_tree(json.loads(command[1])["inputs"]["parameterValues"]) == order.parameters()
 
 
-def test_what_kfp_compiles_has_the_texts_of_every_field_for_its_steps() -> None:
+def test_a_compiled_kfp_pipeline_keeps_the_texts_of_every_field() -> None:
     spec = filled(ALL)
     whole, platform = through_argo(pipeline_ir(spec), {})
     defaults = {

@@ -64,7 +64,7 @@ def test_a_field_of_a_wrong_type_or_without_a_schema_is_named(kind: str, path: s
 
 
 @pytest.mark.parametrize(("code", "said"), [(500, AWAY), (403, ROOM)], ids=["webhook", "quota"])
-def test_what_keeps_a_server_from_taking_an_object_does_not_make_it_out_of_reach(
+def test_a_server_that_refuses_an_object_counts_as_reachable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, said: str
 ) -> None:
     monkeypatch.setattr(validating, "PATIENCE", 1.0)

@@ -61,7 +61,7 @@ def test_a_seed_decides_the_order_and_the_steps_and_each_fault_happens_once() ->
         compare.known_faults("rank-kiled,store-away")
 
 
-def test_what_cannot_be_had_is_left_out_with_its_reason(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_faults_are_skipped_with_the_reason(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def left_out(*overrides: str) -> dict[str, str]:
         return compare._left_out(compare.Chaos(spec, overrides, 60, 1, 0.0, list(FAULTS)), proxied=True)
 

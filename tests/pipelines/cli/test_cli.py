@@ -97,7 +97,7 @@ def test_a_backend_that_does_not_exist_is_refused_by_every_command_that_takes_on
         assert "write one of local, kubeflow, argo, slurm" in result.stderr
 
 
-def test_what_is_printed_for_other_systems_has_no_anchors(tmp_path: Path) -> None:
+def test_compiled_yaml_has_no_anchors(tmp_path: Path) -> None:
     served = ["--set", "store=s3://bucket/prefix", "--set", "serving.kserve={}"]
     for target in ("kserve", "argo"):
         result = holdfast(tmp_path, "compile", QUICKSTART, "--target", target, "--output", "-", *served)
@@ -105,7 +105,7 @@ def test_what_is_printed_for_other_systems_has_no_anchors(tmp_path: Path) -> Non
         assert "&id001" not in result.stdout
 
 
-def test_what_deepspeed_is_given_is_shown(tmp_path: Path) -> None:
+def test_compile_shows_the_deepspeed_configuration(tmp_path: Path) -> None:
     for strategy, expected in (("zero3", 0), ("fsdp", 10)):
         options = ["--set", f"parallel.strategy={strategy}", "--set", "training.clip_norm=0.5"]
         options += ["--set", "parallel.offload=parameters"] if expected == 0 else []

@@ -60,7 +60,7 @@ def holdfast(*arguments: str | Path) -> Result:
     return result
 
 
-def test_a_run_is_found_where_it_was_submitted_and_gone_on_with_there(spec: Path, tmp_path: Path) -> None:
+def test_a_run_is_found_and_resumed_on_its_backend(spec: Path, tmp_path: Path) -> None:
     store = ("--store", f"file://{tmp_path}/store")
     with KubeflowServer() as kubeflow:
         submission = json.loads(
@@ -142,7 +142,7 @@ def test_resume_does_not_repeat_an_earlier_replan(spec: Path, tmp_path: Path) ->
     assert replans == [False, True]
 
 
-def test_a_submission_that_was_refused_for_its_plan_is_not_what_is_gone_on_with(spec: Path, tmp_path: Path) -> None:
+def test_resume_ignores_a_submission_refused_for_its_plan(spec: Path, tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/store")
     with KubeflowServer() as kubeflow:
 
@@ -195,7 +195,7 @@ def test_the_version_is_an_option() -> None:
     assert holdfast("--version").stdout == f"holdfast {version('holdfast')}\n"
 
 
-def test_what_prints_data_prints_json(spec: Path) -> None:
+def test_commands_that_print_data_print_json(spec: Path) -> None:
     assert json.loads(holdfast("validate", spec, "--json").stdout)["name"] == "small"
     assert set(json.loads(holdfast("validate", spec, "--ids", "--json").stdout)) >= {"dataset_id", "run_id"}
     assert json.loads(holdfast("models", "list", "--json").stdout) == []

@@ -209,7 +209,7 @@ def test_a_permission_for_a_kind_of_job_that_is_not_used_is_only_mentioned(clust
     assert only(examined(), "permissions").outcome == "warn"
 
 
-def test_what_one_may_not_look_at_is_a_warning_and_the_rest_is_checked(cluster: Cluster) -> None:
+def test_a_forbidden_check_is_a_warning_and_the_rest_is_checked(cluster: Cluster) -> None:
     cluster.forbidden |= {DEPLOYMENTS, ACTIONS, QUEUE}
     checks = examined()
     assert set(checks) == {"gang scheduling", "volcano actions", "volcano queue"}

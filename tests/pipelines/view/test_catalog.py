@@ -124,7 +124,7 @@ def test_an_id_and_a_name_are_found_without_a_look_at_other_runs() -> None:
         find_run(store, "name-999")
 
 
-def test_of_several_runs_of_a_name_the_one_that_was_started_last_is_found(folder_store: Store) -> None:
+def test_a_name_refers_to_its_newest_run(folder_store: Store) -> None:
     for run_id in ("cccc", "aaaa", "bbbb"):
         write(folder_store, run_id, "tiny")
         mark_name(folder_store, "tiny", run_id)
@@ -150,7 +150,7 @@ def test_listing_the_newest_runs_costs_requests_only_for_the_runs_shown() -> Non
     assert len(all_runs(store)) == 400
 
 
-def test_of_very_many_runs_of_one_name_the_newest_submission_costs_few_requests() -> None:
+def test_the_newest_of_many_submissions_is_found_with_few_requests() -> None:
     store = Counted(Bucket())
     for number in range(400):
         Record("argo", f"w{number}", f"{number:04x}", "nightly", "", 5.0 + number).write(store)

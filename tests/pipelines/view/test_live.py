@@ -46,7 +46,7 @@ def test_a_run_that_trains_is_on_one_screen() -> None:
     assert not screen.has_ended
 
 
-def test_what_keeps_a_run_from_training_is_shown_until_it_trains() -> None:
+def test_the_live_screen_shows_why_a_run_is_pending_until_it_trains() -> None:
     screen = Screen("small", "r")
     screen.backend_lines = ["preprocess: PENDING  ImagePullBackOff: no such image"]
     assert "ImagePullBackOff: no such image" in seen(screen, 8)

@@ -98,7 +98,7 @@ def test_the_report_shows_non_default_fields_or_the_whole_spec_on_request(
     assert whole == parse_spec(SPEC).model_dump(mode="json")
 
 
-def test_what_the_dataset_dropped_is_shown_with_an_example_for_each_reason(
+def test_dropped_documents_are_shown_with_an_example_per_reason(
     store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [json.dumps({"text": f"document {number}"}) for number in range(30)]

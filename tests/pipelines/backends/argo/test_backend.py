@@ -59,9 +59,7 @@ def ended(server: ApiServer, name: str, phase: str, **status: Any) -> None:
     server.objects.change("workflows", name, lambda one: one.update(status={"phase": phase, **status}))
 
 
-def test_what_is_submitted_is_what_the_dry_run_shows_and_refers_to_nothing_that_is_not_there(
-    server: ApiServer, argo: Argo
-) -> None:
+def test_submitted_objects_match_the_dry_run_and_have_no_dangling_references(server: ApiServer, argo: Argo) -> None:
     shown = argo.objects(ORDER)
     assert workflows(server) == []
     argo.submit(ORDER)

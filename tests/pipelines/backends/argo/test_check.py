@@ -90,7 +90,7 @@ BREAKS: dict[str, tuple[Callable[[Objects], object], str]] = {
 }  # fmt: skip
 
 
-def test_what_is_emitted_is_whole() -> None:
+def test_emitted_objects_have_no_dangling_references() -> None:
     assert check(RIGHT) == []
 
 
@@ -101,7 +101,7 @@ def test_a_reference_to_nothing_is_named(broken: Callable[[Objects], object], sa
     assert any(said in problem for problem in check(objects)), check(objects)
 
 
-def test_what_is_not_whole_is_not_emitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_with_dangling_references_are_not_emitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emit, "check", lambda _: ["template x: refers to y, which is not there"])
     with pytest.raises(AssertionError, match="refers to y"):
         argo_objects(parse_spec("{name: a, data: {sources: [{uri: x}]}}"))

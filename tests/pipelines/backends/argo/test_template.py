@@ -42,7 +42,7 @@ def test_no_golden_file_is_left_over() -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_what_an_example_becomes_fits_the_official_schema_and_itself(example: Path) -> None:
+def test_objects_of_an_example_match_the_official_schema_and_are_consistent(example: Path) -> None:
     for artifacts in ("true", "false"):
         manifests = argo_objects(load_spec(example, [NIGHTLY, f"cluster.argo_artifacts={artifacts}"]))
         for manifest in manifests:
@@ -167,7 +167,7 @@ def test_only_train_gets_the_launcher_and_time_to_leave() -> None:
     assert fields["HOLDFAST_NODE_NAME"] == "spec.nodeName"
 
 
-def test_a_share_of_an_accelerator_goes_to_evaluate_alone() -> None:
+def test_an_accelerator_slice_is_used_by_evaluate_only() -> None:
     (manifest,) = argo_objects(spec("cluster.accelerator=nvidia", "cluster.slice=1g.10gb"))
     sharing = {
         name for name, template in templates(manifest).items()

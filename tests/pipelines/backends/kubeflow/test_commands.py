@@ -163,7 +163,7 @@ def test_a_step_that_is_none_is_a_usage_error(there: KubeflowServer) -> None:
         ),
     ],
 )
-def test_what_goes_wrong_has_a_code_and_no_traceback(
+def test_a_command_failure_has_an_exit_code_and_no_traceback(
     tmp_path: Path, arguments: list[str], environment: dict[str, str], code: int, said: str
 ) -> None:
     result = subprocess.run(

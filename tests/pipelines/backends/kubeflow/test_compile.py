@@ -65,7 +65,7 @@ def test_kfp_reads_the_file(tmp_path: Path) -> None:
     assert set(loaded.component_spec.inputs) == {"spec", "overrides", "store", "salt", "replan", *fields}
 
 
-def test_what_people_change_is_a_typed_parameter_with_the_value_of_the_spec_and_what_it_means(
+def test_common_fields_are_typed_parameters_with_defaults_and_descriptions(
     ir: dict[str, Any],
 ) -> None:
     parameters = ir["root"]["inputDefinitions"]["parameters"]
@@ -157,7 +157,7 @@ def test_the_dataset_and_the_model_are_imported_in_a_group_that_ends_with_a_cont
     assert set(group["tasks"][last]["dependentTasks"]) == importers.keys()
 
 
-def test_what_a_person_looks_at_while_it_trains_is_an_artifact_of_a_step_before(ir: dict[str, Any]) -> None:
+def test_links_for_a_running_training_are_artifacts_of_preprocess(ir: dict[str, Any]) -> None:
     artifact_types = {
         name: {
             artifact: kind["artifactType"]["schemaTitle"]

@@ -138,7 +138,7 @@ def test_a_recurring_run_of_the_form_as_it_opens_is_the_compiled_spec(
     ],
     ids=["a whole number", "a number", "a list", "overrides go last", "emptied", "the spec", "with all defaults"],
 )
-def test_what_was_typed_into_the_form_arrives_as_it_was_meant(
+def test_values_typed_into_the_form_reach_the_steps(
     kubeflow: KubeflowServer, server: Server, typed: dict[str, str], changes: list[str]
 ) -> None:
     version = upload(server, spec())

@@ -52,7 +52,7 @@ def test_the_pods_of_a_step_are_found_by_the_hashes_of_the_names_of_their_nodes(
         ("succeeded-not-blessed", "condition-3", "SKIPPED"),
     ],
 )
-def test_of_several_rows_of_a_node_the_one_with_the_outcome_counts(
+def test_the_row_with_the_outcome_of_a_node_counts(
     kubeflow: KubeflowServer, server: Server, name: str, task: str, state: str
 ) -> None:
     row = tasks_of(kubeflow, server, name).row(task)

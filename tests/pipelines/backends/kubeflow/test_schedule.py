@@ -128,7 +128,7 @@ def test_going_back_to_a_former_schedule_enables_it_again(kubeflow: KubeflowServ
     assert [recurring_run["recurring_run_id"] for recurring_run in kubeflow.enabled()] == [first.recurring_run_id]
 
 
-def test_of_two_equal_schedules_one_is_removed(kubeflow: KubeflowServer, server: Server) -> None:
+def test_a_duplicate_schedule_is_removed(kubeflow: KubeflowServer, server: Server) -> None:
     first = schedule(server, WEEKLY)
     twin = {
         **kubeflow.recurring[first.recurring_run_id],
@@ -210,7 +210,7 @@ def test_an_interval_is_in_seconds() -> None:
         (("schedule.cron=0 3 * * 1", "schedule.timezone=Europe/Berlin"), "schedule.timezone"),
     ],
 )
-def test_what_kfp_cannot_keep_is_refused(changes: tuple[str, ...], field: str) -> None:
+def test_a_schedule_that_kfp_cannot_express_is_refused(changes: tuple[str, ...], field: str) -> None:
     with pytest.raises(SpecError, match=field):
         trigger_of(spec(*changes))
 

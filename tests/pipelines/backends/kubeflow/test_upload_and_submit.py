@@ -41,7 +41,7 @@ def test_other_content_is_another_version_of_the_same_pipeline(kubeflow: Kubeflo
     assert len(kubeflow.versions) == 2
 
 
-def test_what_is_uploaded_is_the_pipeline_and_its_platform(kubeflow: KubeflowServer, server: Server) -> None:
+def test_upload_sends_the_pipeline_and_its_platform_spec(kubeflow: KubeflowServer, server: Server) -> None:
     upload(server, spec("cluster.secrets=[bucket]"))
     (version,) = kubeflow.versions.values()
     assert set(version["pipeline_spec"]["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]) == {

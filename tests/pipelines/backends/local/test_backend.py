@@ -117,7 +117,7 @@ def test_the_log_is_followed_until_the_process_has_ended(
     assert list(lines) == [("run", "without its end")]
 
 
-def test_what_the_ranks_wrote_is_the_log_of_train(record: Record, local: Local) -> None:
+def test_the_log_of_train_is_the_output_of_the_ranks(record: Record, local: Local) -> None:
     with pytest.raises(MissingError, match="has not begun"):
         list(local.logs(RUN_ID, "train"))
     for number in (2, 1):
@@ -132,7 +132,7 @@ LOG = """[preprocess] tokenised
 """
 
 
-def test_what_one_step_wrote_is_found_in_the_log_of_the_run(record: Record, local: Local) -> None:
+def test_the_output_of_one_step_is_read_from_the_run_log(record: Record, local: Local) -> None:
     Path(record.log).write_text(LOG)
     assert list(local.logs(RUN_ID, "evaluate")) == [("evaluate", "judged"), ("evaluate", "[a list]")]
     assert [name for name, _ in local.logs(RUN_ID)] == ["preprocess", "evaluate", "evaluate", "run"]
@@ -140,7 +140,7 @@ def test_what_one_step_wrote_is_found_in_the_log_of_the_run(record: Record, loca
         list(local.logs(RUN_ID, "register"))
 
 
-def test_of_a_sweep_a_step_is_that_of_all_trials_or_of_one(record: Record, local: Local, tmp_path: Path) -> None:
+def test_logs_of_a_sweep_step_cover_all_trials_or_one(record: Record, local: Local, tmp_path: Path) -> None:
     replace(record, run_id="abcd", trials=(("training.seed=1",),)).write(open_store(f"file://{tmp_path}/store"))
     Path(record.log).write_text("[train-1] one\n[train-2] two\n")
     assert {name for name, _ in local.logs("abcd", "train")} == {"train-1", "train-2"}

@@ -25,7 +25,7 @@ def one(findings: object) -> Finding:
     return finding
 
 
-def test_nodes_that_are_alike_are_fine() -> None:
+def test_nodes_with_equal_versions_pass() -> None:
     assert set(HERE) == {"python", *PACKAGES}
     finding = one(ray._versions([NODE, replace(NODE, node="10.0.0.2")]))
     assert (finding.outcome, finding.message) == (

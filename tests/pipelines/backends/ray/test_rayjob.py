@@ -110,6 +110,6 @@ def test_its_image_is_the_one_that_is_built_for_ray_unless_the_spec_names_anothe
         ("cluster.steps.evaluate.cpu=32", "is more than a node has"),
     ],
 )
-def test_what_such_a_cluster_cannot_do_is_refused(override: str, said: str) -> None:
+def test_a_request_that_a_rayjob_cluster_does_not_support_is_refused(override: str, said: str) -> None:
     with pytest.raises(SpecError, match=said):
         made(EXAMPLES[0], override)
