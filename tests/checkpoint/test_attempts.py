@@ -124,7 +124,7 @@ def test_the_sweep_of_an_older_attempt_leaves_the_packs_of_a_newer_one(folder_st
         Collector(folder_store, old, Retention(1)).collect(3)
 
 
-def test_packs_that_go_before_the_commit_keep_it_from_happening(folder_store: Store) -> None:
+def test_packs_deleted_before_the_commit_prevent_it(folder_store: Store) -> None:
     writer = checkpointer(folder_store, max_lag_steps=9)
     save(writer, 3)
     folder_store.delete(f"runs/{RUN}/packs/{names(folder_store, 'packs')[0]}")

@@ -23,7 +23,7 @@ def decoded(stored: bytes, codec: Codec, dtype: str, size: int, base: bytes | No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_base", [False, True], ids=["alone", "differences"])
-def test_any_bits_of_any_dtype_come_back(dtype: str, with_base: bool) -> None:
+def test_any_bits_of_any_dtype_round_trip(dtype: str, with_base: bool) -> None:
     noise = np.random.default_rng(7)
     for count in (0, 1, 3, 257, 70_000):  # random bits include all kinds of NaN, both zeros, both infinities
         data = noise.bytes(count * _NUMBERS[dtype].itemsize)

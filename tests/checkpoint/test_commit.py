@@ -131,7 +131,7 @@ def test_a_reason_that_cannot_be_read_still_ends_the_wait(folder_store: Store, t
     assert type(error.value).__module__.endswith("spec.errors")
 
 
-def test_a_wait_that_runs_out_fails_the_save_and_names_who_is_missing(folder_store: Store) -> None:
+def test_a_commit_timeout_fails_the_save_and_names_the_missing_ranks(folder_store: Store) -> None:
     for writer in (0, 2):
         ShardWriter(folder_store, Attempt(RUN, 1), writer).write(3, shards(state(3), writer, 4))
     with pytest.raises(StoreUnreachableError, match=r"step 3: 00001, 00003 of 4 wrote no index within 60 s"):

@@ -196,7 +196,7 @@ def _packs_of_first_writer(store: Store) -> list[object]:
     return list(Index.from_bytes(store.get(f"{layout.indexes(RUN, 1, 3)}00000.idx"), "i").pack_names)
 
 
-def test_a_pin_that_comes_while_its_checkpoint_is_deleted_brings_it_back(folder_store: Store) -> None:
+def test_a_pin_added_during_the_deletion_of_its_checkpoint_restores_it(folder_store: Store) -> None:
     for step in (3, 6):
         commit(folder_store, step)
     pinned = False

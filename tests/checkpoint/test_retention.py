@@ -43,7 +43,7 @@ def test_each_retention_reason_is_a_readable_text() -> None:
     }
 
 
-def test_a_pinned_checkpoint_outlives_every_sweep_until_the_last_pin_is_taken_away(folder_store: Store) -> None:
+def test_a_pinned_checkpoint_survives_collections_until_its_last_pin_is_removed(folder_store: Store) -> None:
     writer = checkpointer(folder_store, keep_last=1)
     save(writer, 1)
     pin(folder_store, RUN, 1, reason="the paper's figures")

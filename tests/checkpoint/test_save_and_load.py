@@ -31,7 +31,7 @@ from tests.checkpoint.ranks import in_ranks, process_group
 from tests.checkpoint.saving import RUN, blank, checkpointer, load, names, opened, same, save, shards, state, whole
 
 
-def test_every_kind_of_tensor_comes_back_bit_for_bit(store: Store) -> None:
+def test_every_kind_of_tensor_round_trips_bit_for_bit(store: Store) -> None:
     save(checkpointer(store), 3)
     manifest, boxes = load(store)
     assert manifest is not None

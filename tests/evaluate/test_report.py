@@ -105,7 +105,7 @@ def test_nothing_is_loaded_and_nothing_runs(store: Store) -> None:
     assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in read.attributes
 
 
-def test_hostile_words_are_shown_as_words(store: Store) -> None:
+def test_hostile_text_is_escaped(store: Store) -> None:
     measured = FINE.model_copy(update={"bits_per_byte": 1.1})
     champion = opponent(model=HOSTILE, run_id=HOSTILE, measured=measured, note=HOSTILE)
     manifest = world.write_dataset(store)

@@ -118,7 +118,7 @@ def server() -> Iterator[Server]:
     http.server_close()
 
 
-def test_it_is_written_by_server_side_apply(server: Server) -> None:
+def test_the_inference_service_is_written_by_server_side_apply(server: Server) -> None:
     service = inference_service(spec(), SOURCE, {})
     apply(service, server.api())
     path = "/apis/serving.kserve.io/v1beta1/namespaces/models/inferenceservices/story?fieldManager=holdfast&force=true"

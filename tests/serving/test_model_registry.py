@@ -140,7 +140,7 @@ def test_the_token_comes_from_the_environment_and_is_never_shown(
         ("r.example", "https://r.example", False),
     ],
 )
-def test_the_token_goes_to_the_server_that_it_is_for_and_not_over_plain_http_to_another_machine(
+def test_the_token_is_sent_only_to_its_server_and_not_over_plain_http(
     named: str, url: str, sent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(model_registry.TOKEN_FOR, named)

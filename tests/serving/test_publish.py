@@ -118,7 +118,7 @@ def test_a_champion_is_served_and_a_rollback_serves_the_one_before(
 
 
 @pytest.mark.parametrize("champion", [False, True])
-def test_a_challenger_is_entered_in_the_registry_and_neither_served_nor_called_champion(
+def test_a_challenger_is_registered_but_neither_served_nor_marked_champion(
     champion: bool, cluster: Cluster, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publishing, "_require_servable", lambda _: None)  # its export does not matter here

@@ -130,7 +130,7 @@ def test_every_policy_finishes_every_job_and_its_sums_add_up(name: str) -> None:
     assert outcome.makespan >= bounds(model, jobs).makespan
 
 
-def test_what_a_failure_costs_is_the_age_of_the_checkpoint_and_the_restart() -> None:
+def test_the_cost_of_a_failure_is_the_checkpoint_age_and_the_restart() -> None:
     """One job of ten hours, checkpoints every hour, and one node that fails at known times."""
     model = ClusterModel(
         groups=(NodeGroup(name="g", nodes=1, gpus=8, mtbf_hours=4, repair_hours=1),),
@@ -209,7 +209,7 @@ def test_fair_shares_follow_the_quotas() -> None:
 
 
 @pytest.mark.parametrize("name", ["fair-share", "drf"])
-def test_of_tenants_with_equal_shares_the_first_by_name_starts_and_of_its_jobs_the_first_submitted(name: str) -> None:
+def test_equal_shares_start_tenants_by_name_and_jobs_by_submission(name: str) -> None:
     jobs = [
         Job(f"{tenant}{number}", 0.0, 1, 5000.0, tenant=tenant) for number in range(2) for tenant in ("b", "a", "c")
     ]
@@ -219,7 +219,7 @@ def test_of_tenants_with_equal_shares_the_first_by_name_starts_and_of_its_jobs_t
     assert order == ["a0", "b0", "c0", "a1", "b1", "c1"]
 
 
-def test_what_a_tenant_used_counts_half_after_a_half_life() -> None:
+def test_the_usage_of_a_tenant_halves_after_a_half_life() -> None:
     fair = POLICIES["fair-share"]()
     simulation = Simulation(cluster(4), [], fair, 0)
     task = Task(Job("x", 0.0, 2, 1000.0, tenant="a"))

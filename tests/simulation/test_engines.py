@@ -50,7 +50,7 @@ def test_every_object_fits_its_official_schema(engine: Engine, policy: str) -> N
 
 
 @pytest.mark.parametrize("engine", ["kueue", "volcano"])
-def test_what_an_engine_cannot_express_is_refused_by_name_with_a_reason_and_what_it_can(engine: Engine) -> None:
+def test_a_policy_that_an_engine_cannot_express_is_refused_with_alternatives(engine: Engine) -> None:
     for policy in sorted(set(POLICIES) - EXPRESSED[engine]):
         with pytest.raises(
             SpecError, match=f"{policy}.*cannot be said to {engine}|cannot be said to {engine}"

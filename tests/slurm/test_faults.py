@@ -74,7 +74,7 @@ def of_jobs(slurm: SlurmCluster, home: Path) -> list[psutil.Process]:
     return processes
 
 
-def test_a_cancelled_step_the_time_limit_and_each_node_that_goes_down_cost_no_bit(
+def test_a_cancelled_step_a_time_limit_and_node_losses_change_no_bit(
     slurm: SlurmCluster, tmp_path: Path, calm: dict[int, str]
 ) -> None:
     place = Place(slurm, tmp_path, "cluster.slurm={slot_minutes: 60}", "checkpoint.grace_seconds=10", held=0, **LONG)

@@ -64,5 +64,5 @@ def test_every_field_that_is_named_is_in_the_schema() -> None:
 @pytest.mark.parametrize(
     ("name", "there"), [("training.optimizer.learning_rate", True), ("training.learning_rate", False)]
 )
-def test_what_a_field_is(name: str, there: bool) -> None:
+def test_is_field_recognizes_spec_fields(name: str, there: bool) -> None:
     assert is_field(name) == there

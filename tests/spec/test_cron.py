@@ -73,7 +73,7 @@ def test_a_schedule_is_the_same_numbers_on_argo_and_on_kubeflow(cron: str, expan
         ("", "five-field", "'0 3 * * 1'"),
     ],
 )
-def test_what_engines_read_differently_or_not_at_all_is_refused(cron: str, message: str, remedy: str) -> None:
+def test_a_cron_expression_that_engines_interpret_differently_is_refused(cron: str, message: str, remedy: str) -> None:
     with pytest.raises(SpecError) as error:
         parse_spec("{name: a, data: {sources: [{uri: x}]}}", [f"schedule.cron='{cron}'"])
     (problem,) = error.value.problems

@@ -47,7 +47,7 @@ def test_a_parsed_record_has_the_types_of_its_fields() -> None:
 
 
 @pytest.mark.parametrize("data", [b"[]", b"3", DEEP, b"{", b"{}{}"], ids=range(5))
-def test_what_is_no_object_is_refused(data: bytes) -> None:
+def test_json_that_is_no_object_is_refused(data: bytes) -> None:
     with pytest.raises(DataError, match="x: is damaged"):
         parse_json_object(data, "x")
 

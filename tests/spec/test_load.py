@@ -89,7 +89,7 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(
     assert remedy in problem.remedy
 
 
-def test_a_list_is_not_called_too_short_because_its_items_were_refused(refused) -> None:
+def test_a_list_with_refused_items_is_not_reported_too_short(refused) -> None:
     assert [problem.field for problem in refused(**{"data.sources": [{"uri": ""}, {"uri": "x", "wieght": 1}]})] == [
         "data.sources.0.uri",
         "data.sources.1.wieght",
@@ -190,7 +190,7 @@ def test_a_quantity_is_a_number(quantity: str, number: int | Decimal) -> None:
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_what_is_no_spec_is_refused_with_the_place(refused, text: str, where: str, says: str) -> None:
+def test_text_that_is_no_spec_is_refused_with_its_position(refused, text: str, where: str, says: str) -> None:
     (problem,) = refused(text)
     assert problem.place == where
     assert says in problem.message

@@ -357,7 +357,7 @@ def test_the_number_that_a_remedy_names_is_accepted(refused, changes: dict[str, 
     ],
     ids=str,
 )
-def test_what_a_cluster_can_do_is_accepted(changes: dict[str, object]) -> None:
+def test_valid_cluster_settings_are_accepted(changes: dict[str, object]) -> None:
     parse_spec(text_with(**changes))
 
 
@@ -374,7 +374,7 @@ def test_what_a_cluster_can_do_is_accepted(changes: dict[str, object]) -> None:
     ],
     ids=["experts over tensor ranks at any number of nodes", "experts are not cut", "shared experts are one layer"],
 )  # fmt: skip
-def test_what_experts_allow_is_accepted(changes: dict[str, object]) -> None:
+def test_valid_expert_settings_are_accepted(changes: dict[str, object]) -> None:
     parse_spec(text_with(**changes))
 
 

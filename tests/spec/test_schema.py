@@ -33,7 +33,7 @@ def test_every_example_fits_the_schema(validator: jsonschema.Draft202012Validato
      {"data.sources": []}, {"data.sources.0": {}}, {"training.compile": 3}],
     ids=str,
 )  # fmt: skip
-def test_what_the_models_refuse_the_schema_refuses(validator: jsonschema.Draft202012Validator, changes) -> None:
+def test_the_schema_refuses_values_that_the_models_refuse(validator: jsonschema.Draft202012Validator, changes) -> None:
     text = text_with(**changes)
     with pytest.raises(SpecError):
         parse_spec(text)

@@ -94,7 +94,7 @@ def test_a_large_seed_is_exact(seed: int) -> None:
     assert parsed.training.seed == seed
 
 
-def test_what_was_not_written_is_not_shown_and_what_was_is_in_order() -> None:
+def test_a_written_spec_has_only_the_given_fields_in_order() -> None:
     spec = parse_spec("training: {steps: 100, batch_ramp: {}}\nname: x\ndata: {sources: [{uri: a}]}\nstore: null")
     expected = '{"name": "x", "store": null, "data": {"sources": [{"uri": "a"}]}, '
     assert json.dumps(written_spec(spec)) == expected + '"training": {"steps": 100, "batch_ramp": {}}}'

@@ -56,7 +56,7 @@ def test_a_result_becomes_files_and_its_word_an_outcome(argv: list[str], tmp_pat
     assert (outcome.step, outcome.exit_code, outcome.result) == ("evaluate", 0, "the word")
 
 
-def test_what_an_engine_passes_is_restored_for_the_step_and_escaped_again_in_its_outputs(
+def test_escaped_inputs_are_restored_for_a_step_and_its_outputs_are_escaped(
     argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "image: {{$.Values.image}} [[RunUUID]] $(HOME) \\u007b"
@@ -98,7 +98,7 @@ def test_a_failure_leaves_its_reason_and_no_result(argv: list[str], tmp_path: Pa
     assert (outcome.exit_code, outcome.reason) == (15, "no such run")
 
 
-def test_progress_goes_where_argo_looks_and_never_beyond_the_whole(
+def test_progress_is_written_for_argo_and_never_exceeds_the_total(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report_progress(1, 2)  # nothing listens

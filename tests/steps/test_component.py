@@ -243,9 +243,7 @@ def test_mounted_secrets_become_variables_unless_they_are_set(tmp_path: Path, mo
     assert "no-name" not in os.environ
 
 
-def test_a_mounted_secret_goes_before_a_setting_of_the_same_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mounted_secret_overrides_a_setting_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TEST_A", "before")
     monkeypatch.delenv("HF_TEST_A")
     for root, name in (("1-settings", "z-last"), ("2-secrets", "a-first")):
@@ -349,7 +347,7 @@ def test_a_trial_that_fails_alone_leaves_its_cause_and_ends_nothing(
     assert (outcome.name, outcome.part, outcome.exit_code) == ("train-2", "2", code or 11)
 
 
-def test_what_comes_after_a_trial_that_failed_is_left_out(tmp_path: Path) -> None:
+def test_steps_after_a_failed_trial_are_skipped(tmp_path: Path) -> None:
     code, output = ended(component(tmp_path, "return done('r')", trial="2", dataset_id=""))
     assert (code, "train is left out" in output) == (0, True)
     assert read_outcomes(tmp_path) == []

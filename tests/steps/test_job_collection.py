@@ -80,7 +80,7 @@ def test_a_submission_that_cannot_be_read_keeps_its_logs(store: Store) -> None:
     assert collect_jobs(store, "", LATER) == []
 
 
-def test_of_very_many_jobs_an_exit_handler_looks_at_a_few(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exit_handler_examines_a_limited_number_of_jobs(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3 * LOOKS):
         leave(store, f"job-{number}")
     assert len(collect_jobs(store, "", LATER)) == LOOKS

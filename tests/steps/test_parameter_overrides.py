@@ -28,7 +28,7 @@ def test_every_example_has_a_value_of_the_right_kind_for_each(example: Path) -> 
     }
 
 
-def test_what_was_left_alone_changes_nothing_of_the_identity() -> None:
+def test_unchanged_parameters_do_not_change_the_identity() -> None:
     assert changed_parameters(VALUES, VALUES) == []
     texts = {name: json.dumps(value) for name, value in VALUES.items()}  # as on Argo
     assert changed_parameters(texts, VALUES) == []
@@ -44,7 +44,7 @@ def test_what_was_left_alone_changes_nothing_of_the_identity() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("as_text", [False, True], ids=["KFP", "Argo"])
-def test_what_was_changed_is_the_field_and_another_run(name: str, value: object, as_text: bool) -> None:
+def test_a_changed_parameter_changes_its_field_and_the_run_id(name: str, value: object, as_text: bool) -> None:
     values = {**VALUES, name: json.dumps(value) if as_text else value}
     changed = parse_spec(dump_spec(SPEC), changed_parameters(values, VALUES))
     assert parameter_values(changed) == {**VALUES, name: value}

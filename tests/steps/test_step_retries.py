@@ -60,7 +60,7 @@ class Failing:
         return "done"
 
 
-def test_what_may_pass_is_tried_again_in_the_step_with_waits_that_grow_to_their_bound(waits: list[float]) -> None:
+def test_a_temporary_failure_is_retried_in_the_step_with_bounded_backoff(waits: list[float]) -> None:
     action = Failing(*[StoreUnreachableError("s3: away")] * 3, ClusterUnreachableError("api: away"), NoSpaceError("x"))
     assert retry.with_retries("train", action, Retries(budget=5, backoff_seconds=10, max_backoff_seconds=50)) == "done"
     assert action.calls == 6

@@ -20,7 +20,7 @@ def keys(store: Store, prefix: str = "") -> list[str]:
     return [info.key for info in store.list(prefix)]
 
 
-def test_what_is_put_is_read_back(store: Store) -> None:
+def test_a_put_object_is_read_back(store: Store) -> None:
     for content in (b"long content", b"new"):
         store.put("a/b.bin", content)
         assert store.get("a/b.bin") == content
@@ -294,9 +294,7 @@ def test_a_stream_with_another_length_than_declared_is_not_written(
     assert store.get("k") == b"before"
 
 
-def test_what_the_maker_of_an_object_raises_reaches_the_caller_and_nothing_is_written(
-    store: Store, small_parts: int
-) -> None:
+def test_an_error_of_a_stream_producer_reaches_the_caller_and_writes_nothing(store: Store, small_parts: int) -> None:
     def made() -> Iterator[bytes]:
         yield bytes(small_parts + 5)
         raise MissingError("a pack is gone")

@@ -104,7 +104,7 @@ def test_a_writer_killed_at_any_step_leaves_the_old_or_the_new_object_whole(tmp_
     assert unfinished(tmp_path / f"killed-at-{step}") == []
 
 
-def test_what_a_killed_writer_left_is_removed_once_it_is_old(store: Store, root: Path) -> None:
+def test_old_files_of_a_killed_writer_are_removed(store: Store, root: Path) -> None:
     store.put("k", b"1")
     old, young = (root / ".holdfast" / "unfinished" / name for name in ("old", "young"))
     old.write_bytes(b"half")

@@ -39,7 +39,7 @@ def test_only_what_is_wanted_is_copied(s3_url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["config.json", "a/config.json"])
-def test_what_lies_on_this_machine_is_not_copied(tmp_path: Path, first: str) -> None:
+def test_a_local_folder_is_not_copied(tmp_path: Path, first: str) -> None:
     store = open_store(f"file://{tmp_path / 'store'}")
     store.put(f"model/{first}", b"x")
     assert local_folder(store, "model", tmp_path / "copies") == tmp_path / "store/model"

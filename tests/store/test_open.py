@@ -39,7 +39,7 @@ def test_a_store_shows_its_root(url: str, shown: str) -> None:
         ("s3://bucket/a#b", "credentials come from the environment"),
     ],
 )
-def test_what_names_no_store_is_refused_with_the_remedy(url: str, remedy: str) -> None:
+def test_an_invalid_store_url_is_refused_with_the_remedy(url: str, remedy: str) -> None:
     with pytest.raises(SpecError, match=remedy):
         open_store(url)
 

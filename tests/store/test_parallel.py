@@ -49,7 +49,7 @@ def test_an_item_lives_no_longer_than_the_work_on_it(last: int) -> None:
     assert in_parallel(work, items()) == [[]] * 2 * THREADS
 
 
-def test_what_is_few_is_given_to_no_more_threads_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_tasks_use_no_more_threads_than_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks: list[object] = []
 
     class Counted(ThreadPoolExecutor):

@@ -48,7 +48,7 @@ PASSING = {
 
 
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
-def test_what_passes_is_ridden_out_by_every_operation(store: Store, proxy: FaultyProxy, fault, tmp_path: Path) -> None:
+def test_every_operation_retries_a_temporary_fault(store: Store, proxy: FaultyProxy, fault, tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"from a file")
 
     def twice(method: str) -> None:
@@ -189,7 +189,7 @@ def test_no_message_or_name_shows_a_credential(store: Store, proxy: FaultyProxy)
 @pytest.mark.parametrize(
     ("status", "error"), [(403, AccessDeniedError), (400, HoldfastError), (503, StoreUnreachableError)]
 )
-def test_what_a_server_repeats_of_a_request_is_not_shown(
+def test_secrets_echoed_by_a_server_are_not_in_the_error(
     s3_url: str, proxy: FaultyProxy, status: int, error: type[HoldfastError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(errors, "FIRST_PAUSE", 3 * DEADLINE)  # there is no time for another attempt

@@ -204,7 +204,7 @@ def test_a_stalled_upload_part_times_out_and_is_sent_again(s3_url: str, proxy: F
     assert store.get("big") == large
 
 
-def test_a_large_body_goes_in_blocks_and_small_buffers_are_joined() -> None:
+def test_a_large_body_is_read_in_blocks_and_small_buffers_are_joined() -> None:
     mib = 2**20
     content = os.urandom(5 * mib)
     cuts = [0, 1, 1, 5, 100_000, mib, 3 * mib + 7, 3 * mib + 8, 5 * mib]

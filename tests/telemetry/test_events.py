@@ -66,7 +66,7 @@ def told(found: list[Event]) -> list[str]:
     return [event.text for event in found]
 
 
-def test_what_is_emitted_is_read_in_order_from_the_store_and_from_the_pipe(store: Store, pipe: Path) -> None:
+def test_emitted_events_are_read_in_order_from_the_store_and_the_pipe(store: Store, pipe: Path) -> None:
     with recording(store, RUN, "rank 0", launch=1, attempt=2):
         emit(AttemptBegan(world=2, step=50, steps=100, host="a", device="cpu"))
         for step in (60, 70):
@@ -123,7 +123,7 @@ def test_an_event_read_twice_is_one(store: Store, pipe: Path) -> None:
     assert told(read_events(store, RUN)) == told(PipeEvents(pipe).new()) == [at(1).text, at(2).text]
 
 
-def test_what_a_later_version_writes_and_what_is_no_event_is_skipped(store: Store) -> None:
+def test_events_of_later_versions_and_invalid_lines_are_skipped(store: Store) -> None:
     known = at(1).model_copy(update={"writer": "w", "number": 5, "time": 1.0})
     entry = json.loads(line_of(known))
     lines = [
@@ -196,7 +196,7 @@ def test_a_fifo_passes_events_to_its_reader_and_never_blocks_the_writer(
     emit(at(1))
 
 
-def test_progress_goes_to_argo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_written_for_argo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARGO_PROGRESS_FILE", str(tmp_path / "progress"))
     with ConsoleProgress() as progress:
         progress("tokenise", 2, 8)

@@ -43,7 +43,7 @@ def test_each_step_is_that_of_the_attempt_whose_arithmetic_is_in_the_weights(sto
     assert read(store, after=8) == []
 
 
-def test_what_is_measured_and_not_committed_is_not_yet_history(store: Store) -> None:
+def test_uncommitted_metrics_are_not_in_the_history(store: Store) -> None:
     write(store, 1, 3, 1)
     assert read(store) == []
     commit(store, RUN, 3)

@@ -134,7 +134,7 @@ def test_who_is_killed_around_a_rewind_decides_it_again_and_alike(tmp_path: Path
 
 
 @pytest.mark.drill
-def test_steps_are_held_back_alike_under_elastic_determinism_and_in_half_precision(tmp_path: Path) -> None:
+def test_elastic_and_half_precision_runs_skip_steps_reproducibly(tmp_path: Path) -> None:
     store = new_store(tmp_path / "store")
     elastic, half = (*SKIP, *ELASTIC), (*HALF, "parallel.strategy=fsdp", *TWO)
     runs: Runs = [(elastic, "two", None), (half, "whole", None), (half, "left", 5), (half, "left", None)]
@@ -223,7 +223,7 @@ def test_max_consecutive_anomalies_end_the_run_and_a_good_step_resets_the_count(
         anomalies.resolve(before=6)
 
 
-def test_what_is_kept_of_the_steps_comes_back_from_its_scalars() -> None:
+def test_anomaly_state_is_restored_from_its_scalars() -> None:
     settings, cpu = Settings(action="skip", deviations=3, window=3), torch.device("cpu")
     original, other = Anomalies(settings, cpu), Anomalies(settings, cpu)
     for step, loss in enumerate([2.0, 2.1, math.nan, 1.95, 2.2, 7.0, 2.0]):
@@ -236,7 +236,7 @@ def test_what_is_kept_of_the_steps_comes_back_from_its_scalars() -> None:
     assert original.scalars()["anomalies.found"] == 2
 
 
-def test_a_rewind_goes_back_to_the_newest_multiple_before_what_was_computed_since_counts() -> None:
+def test_a_rewind_restores_the_newest_multiple_and_discards_later_steps() -> None:
     rewinds: list[int] = []
     anomalies = Anomalies(
         Settings(action="rewind", rewind_steps=4), torch.device("cpu"), go_back=lambda step: rewinds.append(step) or {}

@@ -54,7 +54,7 @@ def test_a_launch_that_saved_nothing_has_recorded_its_layout_and_replan_plans_an
     assert planned(spec, store, replan=True).training.activation_checkpointing == "full"
 
 
-def test_other_ranks_are_planned_anew_where_no_bits_are_promised(tmp_path: Path) -> None:
+def test_another_number_of_ranks_is_replanned_without_bit_determinism(tmp_path: Path) -> None:
     store = new_store(tmp_path / "store")
     for determinism, checkpointing in (("off", "none"), ("exact", "selective")):
         spec = tiny_spec(*AUTO, f"training.determinism={determinism}")
@@ -65,7 +65,7 @@ def test_other_ranks_are_planned_anew_where_no_bits_are_promised(tmp_path: Path)
         assert planned(two, store).training.activation_checkpointing == checkpointing
 
 
-def test_a_recorded_layout_that_goes_with_the_spec_no_more_is_refused_with_a_remedy(tmp_path: Path) -> None:
+def test_a_recorded_layout_that_no_longer_fits_the_spec_is_refused_with_a_remedy(tmp_path: Path) -> None:
     store, spec = new_store(tmp_path / "store"), tiny_spec(*AUTO)
     identity, first = run_id(spec, DATASET_ID), planned(spec, store)
     claim_launch(store, identity, Assignment.of(first, identity, DATASET_ID).model_dump(mode="json"))

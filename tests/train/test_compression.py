@@ -60,7 +60,7 @@ def one_alone(kind: str) -> Runs:
     return [((*spec_of(kind), "parallel.processes=1"), "whole", None)]
 
 
-def test_what_is_left_out_of_gradients_is_part_of_the_state(tmp_path: Path) -> None:
+def test_the_compression_error_of_gradients_is_part_of_the_state(tmp_path: Path) -> None:
     store, kinds = new_store(tmp_path / "store"), ("powersgd", "topk")
     losses = train(store, tmp_path / "ranks", kinds)
     for kind in kinds:

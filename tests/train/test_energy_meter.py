@@ -123,7 +123,7 @@ def test_a_metric_that_the_driver_refuses_is_reported_missing_and_the_rest_is_re
     assert ("Not Supported" in meter.unknown) == (refused == "millijoules")
 
 
-def test_an_accelerator_that_is_lost_costs_nothing_but_its_figures(driver: Driver) -> None:
+def test_a_lost_accelerator_loses_only_its_metrics(driver: Driver) -> None:
     meter = Meter(GPU)
     driver.tell(**dict.fromkeys(USUAL, -15))
     assert meter.read() == Figures()

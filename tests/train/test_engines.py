@@ -167,7 +167,7 @@ def test_a_state_in_the_memory_of_the_host_has_the_bits_of_one_that_is_not_but_f
     assert ulps(losses(store, spec, "zero3 stopped"), losses(store, spec, "zero3")) <= 64
 
 
-def test_what_lies_with_the_host_is_weights_and_not_what_computes_with_them(tmp_path: Path) -> None:
+def test_offloading_keeps_weights_on_the_host_and_buffers_on_the_device(tmp_path: Path) -> None:
     """Tested as far as possible on a rank without an accelerator, with tensors that have a device and no elements."""
     assert in_ranks(1, _places, tmp_path) == [({"meta"}, {"meta"}, False, {"cpu"}, {"meta"}, True)]
 
@@ -195,7 +195,7 @@ def _places(rank: int, size: int, folder: Path) -> tuple[object, ...]:
 
 
 @pytest.mark.slow
-def test_a_state_goes_from_engine_to_engine_bit_for_bit(tmp_path: Path) -> None:
+def test_a_state_transfers_between_engines_bit_for_bit(tmp_path: Path) -> None:
     for digests in in_ranks(3, _hand_on, f"file://{tmp_path / 'store'}", tmp_path, seconds=300):
         assert len(digests) >= len(STRATEGIES)
         assert len(set(digests)) == 1

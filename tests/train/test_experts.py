@@ -321,7 +321,7 @@ def test_overloaded_experts_get_a_lower_bias_also_with_activation_checkpointing(
         ),
     ],
 )  # fmt: skip
-def test_what_experts_do_not_go_with_is_refused_by_its_field(overrides: tuple[str, ...], field: str) -> None:
+def test_options_incompatible_with_experts_are_refused_by_field(overrides: tuple[str, ...], field: str) -> None:
     with pytest.raises(SpecError) as error:
         tiny_spec(*overrides)
     assert [problem.field for problem in error.value.problems] == [field]

@@ -76,7 +76,7 @@ def test_a_tensor_comes_back_from_fp8_as_it_is_by_hand(kind: torch.dtype, size: 
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_shows_in_every_product_of_it_and_zeros_are_zeros(bad: float) -> None:
+def test_fp8_products_propagate_non_finite_values_and_keep_zeros(bad: float) -> None:
     layer, x, gradient = Fp8Linear(Linear(16, 16, bias=False)), torch.zeros(16, 16), torch.ones(16, 16)
     torch.nn.init.ones_(layer.weight)
     assert not layer(x).any()

@@ -42,7 +42,7 @@ def test_the_parts_of_all_ranks_make_up_a_tensor_exactly_once(data: st.DataObjec
 
 @settings(max_examples=30)
 @given(st.data())
-def test_what_the_ranks_save_makes_up_every_tensor_exactly_once(data: st.DataObject) -> None:
+def test_saved_boxes_of_all_ranks_cover_every_tensor_exactly_once(data: st.DataObject) -> None:
     mesh = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
     shapes = data.draw(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=2), min_size=1, max_size=4))
     cuts = [tuple(data.draw(st.sampled_from([*range(len(shape)), None])) for _ in mesh) for shape in shapes]

@@ -122,7 +122,7 @@ def test_a_run_that_is_finished_is_finished_at_every_layout(tmp_path: Path, monk
     assert newest_launch(store, first.run_id) == 1
 
 
-def test_ranks_that_do_not_compute_alike_are_refused_by_name() -> None:
+def test_ranks_with_different_plans_are_refused_by_name() -> None:
     alike, odd = plan_of(device="H100"), plan_of(device="A100")
     require_one_plan([alike, alike], "exact")
     words = r"1 of 3 ranks .* \(rank 2: device: H100 on rank 0, A100 here\).*cluster.node_selector"

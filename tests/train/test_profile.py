@@ -90,7 +90,7 @@ def test_a_failing_or_preempted_rank_does_not_wait_for_its_trace(store: Store) -
     assert "the profile of steps 3 to 9 is lost: the run was left" in event.text
 
 
-def test_a_profiler_that_cannot_begin_costs_no_training(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profiler_that_fails_to_start_does_not_stop_training(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: object) -> None:
         raise RuntimeError("no tracer")
 

@@ -27,7 +27,7 @@ def recomputing(kind: str) -> tuple[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(ZERO, marks=pytest.mark.drill)], ids=["torch", "deepspeed"])
-def test_what_is_computed_again_has_the_same_bits(tmp_path: Path, layouts: list[tuple[str, str]]) -> None:
+def test_recomputed_activations_have_the_same_bits(tmp_path: Path, layouts: list[tuple[str, str]]) -> None:
     runs = [
         (
             f"parallel.strategy={strategy}",

@@ -146,7 +146,7 @@ def _lose_weights(rank: int, size: int, folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
-def test_a_state_in_several_swap_files_goes_from_engine_to_engine_bit_for_bit(tmp_path: Path) -> None:
+def test_a_state_in_several_swap_files_transfers_between_engines_bit_for_bit(tmp_path: Path) -> None:
     for digests, losses, swapped in in_ranks(2, _hand_on, f"file://{tmp_path / 'store'}", tmp_path):
         assert len(digests) == 6
         assert len(set(digests)) == 1
@@ -217,7 +217,7 @@ class Disk:
         return finished
 
 
-def test_what_a_disk_did_not_keep_is_noticed(tmp_path: Path) -> None:
+def test_bytes_that_a_swap_disk_corrupts_are_detected(tmp_path: Path) -> None:
     swap, numbers = SwapFiles(str(tmp_path), "run"), torch.arange(512, dtype=torch.float32)
     path, handle = str(swap.folder / "a"), swap.handle(Disk())
     handle.async_pwrite(numbers, path, 0)
@@ -271,7 +271,7 @@ def test_a_folder_that_cannot_hold_swap_files_is_refused(tmp_path: Path) -> None
         (errno.EACCES, True, ExitCode.BAD_SPEC),
     ],
 )  # fmt: skip
-def test_what_a_disk_answers_is_no_fault_of_the_spec_where_the_disk_is_full_or_broken(
+def test_a_full_or_broken_swap_disk_is_not_a_spec_error(
     number: int, mounted: bool, code: ExitCode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_open = os.open

@@ -48,7 +48,7 @@ def test_both_copies_are_the_same_bits_after_every_step_and_the_matrix_that_one_
 
 
 @pytest.mark.drill
-def test_so_they_are_under_every_schedule_and_in_every_mesh(tmp_path: Path) -> None:
+def test_tied_weights_stay_equal_under_every_schedule_and_mesh(tmp_path: Path) -> None:
     _require_one_matrix(tmp_path, list(LAYOUTS)[2:])
 
 

@@ -48,7 +48,7 @@ def objects(store: Store, dataset_id: str) -> int:
     return len(list(store.list(layout.dataset(dataset_id, ""))))
 
 
-def test_it_goes_unless_it_was_there_before_or_is_what_a_retraining_begins_with(asked: Asked) -> None:
+def test_a_measured_dataset_is_deleted_unless_it_existed_or_is_needed_for_retraining(asked: Asked) -> None:
     with step._in_its_tokens(*asked, keep="other") as fresh:
         whole = objects(asked[1], fresh)
     assert objects(asked[1], fresh) == 0 < whole

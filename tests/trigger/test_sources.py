@@ -48,7 +48,7 @@ def word(spec: Spec, folder: Path) -> str:
     return run(spec, open_store(f"file://{folder / 'store'}")).word
 
 
-def test_an_object_that_arrives_changes_or_goes_makes_one_due(s3_url: str, crown: Crown, tmp_path: Path) -> None:
+def test_a_new_changed_or_deleted_object_makes_a_retraining_due(s3_url: str, crown: Crown, tmp_path: Path) -> None:
     bucket = open_store(s3_url)
     bucket.put("text/0.txt", b"the sea is wide")
     spec = spec_over("bucket", f"{{uri: '{s3_url}/text'}}")
