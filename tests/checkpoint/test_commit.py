@@ -205,7 +205,7 @@ def test_writers_that_disagree_about_a_tensor_commit_nothing(folder_store: Store
 
 
 @pytest.mark.parametrize("child", ["node-1-00001", "00004"])
-def test_a_damaged_index_is_noticed_by_those_who_need_it_and_only_by_them(
+def test_a_damaged_index_is_detected_only_by_ranks_that_need_it(
     folder_store: Store, monkeypatch: pytest.MonkeyPatch, child: str
 ) -> None:
     monkeypatch.setattr(commit_module, "FANOUT", 4)

@@ -84,7 +84,7 @@ def test_the_codec_of_each_tensor_is_chosen_by_size(store: Store, saver: Checkpo
     ]
 
 
-def test_a_difference_is_never_taken_from_a_difference(store: Store, saver: Checkpointer) -> None:
+def test_a_difference_is_never_based_on_a_difference(store: Store, saver: Checkpointer) -> None:
     for step in range(1, 5):
         saved(store, saver, step)
     places = [piece.place for piece in open_checkpoint(store, RUN, 4).pieces("weight")]
@@ -101,7 +101,7 @@ def test_tensors_that_changed_too_much_are_stored_without_differences(store: Sto
     assert {place.base.pack.step for place in places if place.base} == {100_000}
 
 
-def test_a_damaged_base_is_named(store: Store, saver: Checkpointer) -> None:
+def test_a_damaged_base_is_reported(store: Store, saver: Checkpointer) -> None:
     saved(store, saver, 1)
     saved(store, saver, 2)
     place = open_checkpoint(store, RUN, 2).pieces("weight")[0].place
@@ -173,7 +173,7 @@ def test_no_difference_is_taken_from_what_the_checkpoint_before_did_not_need(
         assert same([TensorBox.whole("w", open_checkpoint(folder_store, RUN, step).tensor("w"))], whole({"w": tensor}))
 
 
-def test_no_difference_is_taken_from_a_pack_that_is_gone(store: Store) -> None:
+def test_no_difference_is_based_on_a_deleted_pack(store: Store) -> None:
     share = ShardWriter(store, claim_attempt(store, RUN), 0, compression=Compression())
     torch.manual_seed(0)
     weight = torch.randn(300, 400) * 0.02

@@ -106,7 +106,7 @@ def test_when_all_are_damaged_it_stops_and_stops_again(two_steps: Store) -> None
     assert load(two_steps)[0] is None
 
 
-def test_one_of_a_newer_format_stops_the_load_and_stays(two_steps: Store) -> None:
+def test_a_checkpoint_of_a_newer_format_stops_the_load_and_is_kept(two_steps: Store) -> None:
     body = json.loads(two_steps.get(layout.checkpoint(RUN, 6)))
     body.pop("digest")
     body["version"] = 3

@@ -70,7 +70,7 @@ def test_a_checkpoint_that_is_intact_on_the_second_read_is_loaded(
     assert "passed it when they were read again" in caplog.text
 
 
-def test_a_single_rank_alone_sets_nothing_aside_and_the_next_attempt_that_reads_well_loads_it(two_steps: Store) -> None:
+def test_a_single_rank_quarantines_nothing_and_the_next_successful_attempt_loads_it(two_steps: Store) -> None:
     with pytest.raises(BadReaderError, match=r"step 6: .*fail their checksum; only node .* says so") as error:
         load_newest(BadReader(two_steps), RUN, blank(whole(state(0))), Gang(), 1)  # type: ignore[arg-type]
     assert error.value.here

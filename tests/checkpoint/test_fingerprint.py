@@ -66,7 +66,7 @@ def test_any_cut_into_boxes_adds_up_to_the_digest_of_the_whole(cut: tuple[Tensor
 
 
 @given(tensors(), st.data())
-def test_one_flipped_bit_is_always_seen(tensor: Tensor, data: st.DataObject) -> None:
+def test_one_flipped_bit_always_changes_the_digest(tensor: Tensor, data: st.DataObject) -> None:
     changed = tensor.clone()
     raw = changed.view(-1).view(torch.uint8)
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
@@ -74,7 +74,7 @@ def test_one_flipped_bit_is_always_seen(tensor: Tensor, data: st.DataObject) -> 
 
 
 @given(tensors(), st.data())
-def test_two_elements_that_change_places_are_seen(tensor: Tensor, data: st.DataObject) -> None:
+def test_two_swapped_elements_change_the_digest(tensor: Tensor, data: st.DataObject) -> None:
     changed = tensor.clone().view(-1)
     first, second = (data.draw(st.integers(0, len(changed) - 1)) for _ in range(2))
     changed[first], changed[second] = tensor.view(-1)[second].clone(), tensor.view(-1)[first].clone()
@@ -82,7 +82,7 @@ def test_two_elements_that_change_places_are_seen(tensor: Tensor, data: st.DataO
     assert (digest(changed.view(tensor.shape)) == digest(tensor)) == same
 
 
-def test_two_signs_that_change_are_seen_in_the_widest_type_too() -> None:
+def test_two_changed_signs_change_the_digest_also_in_the_widest_type() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         tensor = random_bits([6, 5], dtype, 3)
         changed = tensor.clone()
@@ -113,7 +113,7 @@ def test_names_shapes_types_and_places_count() -> None:
     assert digest_of(whole(two)) != digest_of(whole(swapped))
 
 
-def test_a_tensor_of_zeros_that_is_missing_is_seen() -> None:
+def test_a_missing_tensor_of_zeros_changes_the_digest() -> None:
     assert digest(torch.zeros(4)) != str(digest_of([]))
     assert scalars_digest({"step": 0}) not in (
         scalars_digest({"step": 1}),

@@ -136,7 +136,7 @@ def test_nothing_but_the_objects_of_near_steps_is_served(key: str, served: tuple
         Remote(endpoint, "disk", 0).get(layout.pack(RUN, f"000001-000000001-{'0' * 32}"))
 
 
-def test_a_neighbour_that_is_away_costs_one_warning_and_no_save(
+def test_an_unreachable_neighbour_gives_one_warning_and_fails_no_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:

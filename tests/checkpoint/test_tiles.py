@@ -59,7 +59,7 @@ def cells(tensor: torch.Tensor, cuts: list[set[int]]) -> Iterator[TensorBox]:
     st.lists(st.integers(1, 14), min_size=1, max_size=3), st.sampled_from([torch.float32, torch.bfloat16]), st.data()
 )
 @settings(max_examples=60)
-def test_any_boxes_come_back_out_of_any_boxes(shape: list[int], dtype: torch.dtype, data: st.DataObject) -> None:
+def test_any_boxes_are_filled_from_any_boxes(shape: list[int], dtype: torch.dtype, data: st.DataObject) -> None:
     cuts = [[data.draw(st.sets(st.integers(1, 13), max_size=3)) for _ in shape] for _ in range(2)]
     tensor = torch.randint(0, 3, (prod(shape),)).to(dtype).view(shape)  # repeated content
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:

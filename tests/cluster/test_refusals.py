@@ -98,7 +98,7 @@ def test_a_quota_refuses_excess_pods_with_requested_used_and_limited(cluster: Em
     assert len(phases(cluster)) == 1
 
 
-def test_an_account_that_is_not_there_is_named(cluster: Emulation) -> None:
+def test_a_missing_service_account_is_reported(cluster: Emulation) -> None:
     body = emitted()
     for replica in body["spec"]["pytorchReplicaSpecs"].values():
         replica["template"]["spec"]["serviceAccountName"] = "holdfast-train"

@@ -41,7 +41,7 @@ def said(where: str) -> str:
     return str(json.loads(raw.split(b"\n")[int(line) - 1])["text"])
 
 
-def test_every_token_of_a_batch_stands_in_the_file_and_line_that_are_named(
+def test_every_token_of_a_batch_is_in_the_reported_file_and_line(
     store: Store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", 12_000)  # a file has several units, and a unit has several files

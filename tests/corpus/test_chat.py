@@ -192,7 +192,7 @@ def test_an_invalid_or_overlong_conversation_is_reported_or_counted(
     assert prepared.dropped == {"bad_conversation": 1, "no_text": 2, "over_context": 1}
 
 
-def test_a_template_that_is_missing_or_wrong_is_named(make_chat: Callable[..., Spec], tmp_path: Path) -> None:
+def test_a_missing_or_invalid_template_is_reported(make_chat: Callable[..., Spec], tmp_path: Path) -> None:
     spec = make_chat([question(1, 1)])
     (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
     with pytest.raises(DataError, match=r"there is no chat template in .*model/; name a Jinja file"):

@@ -152,7 +152,7 @@ def frame(window_log: int) -> bytes:
     return bytes(raw)
 
 
-def test_a_zstd_file_with_a_long_window_is_read_or_the_window_is_named(
+def test_a_zstd_file_with_a_long_window_is_read_or_the_window_is_reported(
     store, make_spec: MakeSpec, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.jsonl.zst"

@@ -94,7 +94,7 @@ def test_entries_that_are_no_files_are_counted_and_listed_in_log_and_dataset(
         assert identify(make_spec("in", validation_fraction=0)) == prepared.dataset_id
 
 
-def test_a_folder_that_a_pattern_matches_and_does_not_enter_is_named(folder: Path) -> None:
+def test_a_folder_that_a_pattern_matches_and_does_not_enter_is_reported(folder: Path) -> None:
     left_out = list_files("in/*", Path(), "field").left_out()
     assert [(kind, entry.count, entry.example) for kind, entry in left_out.items()] == [
         ("folder that the pattern does not enter", 2, "in/deep")
@@ -103,7 +103,7 @@ def test_a_folder_that_a_pattern_matches_and_does_not_enter_is_named(folder: Pat
 
 
 @pytest.mark.parametrize("uri", ["in", "in/**/*.txt"])
-def test_links_in_a_circle_end_and_each_file_comes_once(folder: Path, uri: str) -> None:
+def test_circular_links_end_and_each_file_is_listed_once(folder: Path, uri: str) -> None:
     for number in range(12):  # without a limit there would be 12! paths
         (folder / f"loop{number}").symlink_to(".")
         (folder.parent / "other" / f"back{number}").symlink_to("../in")
@@ -141,7 +141,7 @@ def ordinary_user() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("uri", ["", "/*/*", "/**/*.txt", "/closed/a.txt"])
-def test_a_folder_that_may_not_be_read_is_named(ordinary_user: Path, uri: str) -> None:
+def test_an_unreadable_folder_is_reported(ordinary_user: Path, uri: str) -> None:
     closed = ordinary_user / "closed"
     closed.mkdir()
     (closed / "a.txt").write_text("a")

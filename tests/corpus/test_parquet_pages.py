@@ -56,7 +56,7 @@ def test_memory_stays_bounded(texts: list[str], options: dict[str, Any], words: 
     assert int(megabytes) < 700  # instead of 1,400 or more
 
 
-def test_a_page_that_is_too_large_is_named_with_its_row_group(tmp_path: Path) -> None:
+def test_an_oversized_page_is_reported_with_its_row_group(tmp_path: Path) -> None:
     path = tmp_path / "bomb.parquet"
     texts = ["fine", "also fine", "x" * (140 * MIB)]
     pq.write_table(pa.table({"text": texts}), path, row_group_size=2, compression="zstd", write_statistics=False)

@@ -38,7 +38,7 @@ def sample_numbers(batches: Batches, places: int) -> list[int]:
 
 
 @pytest.mark.parametrize("shard_tokens", [CONTEXT - 3, 100, 10**6])
-def test_every_sample_comes_once_in_each_epoch_and_epochs_differ(
+def test_every_sample_occurs_once_per_epoch_and_epochs_differ(
     store: Store, write: Write, tmp_path: Path, shard_tokens: int
 ) -> None:
     write([counted(101)], shard_tokens=shard_tokens)
@@ -121,7 +121,9 @@ def test_quotas_are_exact_where_a_block_can_hold_them_and_never_forget_a_source(
     assert abs(quotas[0] / sum(quotas) - 1 / 1.123456790) < 1 / 8192
 
 
-def test_a_source_shorter_than_one_sample_is_named_with_the_remedy(store: Store, write: Write, tmp_path: Path) -> None:
+def test_a_source_shorter_than_one_sample_is_reported_with_the_remedy(
+    store: Store, write: Write, tmp_path: Path
+) -> None:
     write([counted(40), np.arange(CONTEXT)])
     with pytest.raises(DataError, match=r"source-1.*16 training tokens.*lower model.context"):
         opened(store, tmp_path).training(CONTEXT, 4, seed=0)

@@ -23,7 +23,7 @@ CONTEXT = 16
     count=st.integers(1, 500), rows=st.integers(1, 20), block=st.integers(1, 60), window=st.integers(1, 6),
     seed=st.integers(0, 2**32),
 )  # fmt: skip
-def test_every_sample_comes_once_in_each_epoch(count: int, rows: int, block: int, window: int, seed: int) -> None:
+def test_every_sample_occurs_once_per_epoch(count: int, rows: int, block: int, window: int, seed: int) -> None:
     shuffle = WindowShuffle(count, seed, "samples", rows=rows, block=block, window=window)
     epochs = shuffle(np.arange(3 * count)).reshape(3, count)
     np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(np.arange(count), (3, 1)))

@@ -316,7 +316,7 @@ def test_a_champion_attends_as_it_was_trained_to(
     assert verdict.champion.measured == figures(masked) != figures(not masked)
 
 
-def test_an_accelerator_that_the_spec_does_not_ask_for_is_left_alone(
+def test_an_accelerator_that_the_spec_does_not_request_is_not_used(
     store: Store, model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.finish(store, world.trained(store, 5))
@@ -381,7 +381,7 @@ def test_no_held_out_text_is_an_error_with_a_remedy(store: Store, model: str) ->
     assert records(store) == []
 
 
-def test_a_run_that_is_not_finished_is_named(store: Store, model: str) -> None:
+def test_an_unfinished_run_is_reported(store: Store, model: str) -> None:
     with pytest.raises(MissingError, match=f"train run {world.RUN} to its end"):
         run(spec(model), world.RUN, store)
     world.finish(store, world.trained(store, 0))

@@ -107,7 +107,7 @@ def test_the_model_of_a_checkpoint_becomes_a_hugging_face_folder_that_reads_back
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_distributed_checkpoint_of_torch_is_taken_in_with_its_moments(
+def test_a_distributed_checkpoint_of_torch_is_imported_with_its_moments(
     folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
 ) -> None:
     # More writers than entries of a root.
@@ -239,7 +239,7 @@ def test_each_file_of_a_universal_checkpoint_is_read_by_its_name(tmp_path: Path,
 
 
 @pytest.mark.drill
-def test_a_universal_checkpoint_of_deepspeed_is_taken_in_to_the_bit(tmp_path: Path) -> None:
+def test_a_universal_checkpoint_of_deepspeed_is_imported_to_the_bit(tmp_path: Path) -> None:
     parts = in_ranks(2, _deepspeed_saves, tmp_path, seconds=300)
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     command += ["--input_folder", str(tmp_path / "saved/two"), "--output_folder", str(tmp_path / "universal")]

@@ -94,7 +94,7 @@ def test_a_stopped_rank_is_detected_and_the_run_restarts_to_the_same_bits(
 
 
 @pytest.mark.drill
-def test_a_hang_is_named_with_the_phase_and_ends_the_gang_with_201(
+def test_a_hang_is_reported_with_the_phase_and_ends_the_gang_with_201(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """For other hangs of a rank, see tests/launch/node/test_hangs.py."""

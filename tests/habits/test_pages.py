@@ -31,7 +31,7 @@ def pieces() -> list[object]:
 
 
 @pytest.mark.parametrize("piece", pieces())
-def test_a_piece_of_a_spec_in_a_page_is_taken_by_a_spec(piece: dict[str, object]) -> None:
+def test_spec_fragments_in_pages_are_valid(piece: dict[str, object]) -> None:
     parse_spec(yaml.safe_dump(REST | piece))
 
 

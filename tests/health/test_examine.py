@@ -87,7 +87,7 @@ def _meet(rank: int, size: int, folder: Path) -> str:
         return message
 
 
-def test_a_rank_that_does_not_come_to_a_probe_is_named(tmp_path: Path) -> None:
+def test_a_rank_missing_at_a_probe_is_reported(tmp_path: Path) -> None:
     message = in_ranks(2, _meet, tmp_path)[0]
     assert message.startswith("HungError: in the health check, ranks did not come within 1 s")
     assert "Ranks 1 " in message

@@ -39,7 +39,7 @@ def computing(*rates: float, device: str = "board") -> list[Measured]:
         ([100.0, 70, 50, 130, 160, 80], []),  # the values vary so much that none stands out
     ],
 )
-def test_a_rank_that_is_far_below_its_peers_is_named(rates: list[float], expected: list[object]) -> None:
+def test_a_rank_that_is_far_below_its_peers_is_reported(rates: list[float], expected: list[object]) -> None:
     assert told(judge(computing(*rates))) == expected
 
 

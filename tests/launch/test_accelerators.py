@@ -64,7 +64,7 @@ def test_variables_that_select_the_network_are_in_the_plan() -> None:
             assert all(CHANGES_BITS.fullmatch(name) for name in deciding & set(variables))
 
 
-def test_a_spec_that_wants_to_train_on_a_tpu_is_refused_in_words() -> None:
+def test_training_on_a_tpu_is_refused_with_a_message() -> None:
     from holdfast.spec import SpecError
 
     with pytest.raises(SpecError, match=r"(?s)cluster\.accelerator.*XLA.*nvidia"):
@@ -94,7 +94,7 @@ def test_the_cpu_is_always_there() -> None:
         ("gaudi", "needs the module habana_frameworks.torch.core"),
     ],
 )
-def test_an_accelerator_that_is_not_there_is_named_with_the_remedy(kind: str, says: str) -> None:
+def test_a_missing_accelerator_is_reported_with_the_remedy(kind: str, says: str) -> None:
     with pytest.raises(MissingError, match=says) as error:
         local_device(kind)
     assert "--set cluster.accelerator=cpu" in str(error.value)

@@ -136,7 +136,7 @@ def test_a_new_checkpoint_gives_every_chance_back() -> None:
     assert launcher.jobs == 8
 
 
-def test_a_store_that_is_away_shows_no_progress() -> None:
+def test_an_unreachable_store_shows_no_progress() -> None:
     launcher = Scripted([203] * 30, minutes=25)
     looks = iter(range(3))
 
@@ -210,7 +210,7 @@ def test_an_unreachable_store_ends_the_supervisor_after_the_timeout_and_a_stop_i
         Away([0], 10**6).supervised(Waits(stop_at=2))
 
 
-def test_a_store_that_is_away_at_the_last_ending_does_not_change_it() -> None:
+def test_an_unreachable_store_at_the_last_exit_does_not_change_it() -> None:
     launcher = Away([0])
     launcher.refuse_after[1] = 1
     assert launcher.supervised(Waits()).code == 0
@@ -235,7 +235,7 @@ def test_a_machine_that_is_always_taken_back_is_given_up_when_nothing_is_saved()
     assert (ending.code, launcher.jobs, waits.seconds) == (143, 4, [15, 30, 45])
 
 
-def test_a_store_that_is_away_makes_no_reclaim_of_an_ending() -> None:
+def test_an_unreachable_store_does_not_turn_an_exit_into_a_reclaim() -> None:
     def away(_: Job) -> bool:
         raise StoreUnreachableError("away")
 

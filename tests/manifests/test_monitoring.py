@@ -77,7 +77,7 @@ def alert(name: str, minute: int, *, comes: bool, **labels: str) -> dict[str, An
     return {"alertname": name, "eval_time": f"{minute}m", "exp_alerts": expected}
 
 
-def test_an_alert_comes_when_something_is_wrong_and_not_while_all_is_well(tmp_path: Path) -> None:
+def test_an_alert_fires_on_a_fault_and_not_on_a_healthy_run(tmp_path: Path) -> None:
     # Here, time() is seconds from 0. Samples arrive every minute until minute 60, and none after that.
     in_progress = [series("holdfast_steps", "100+0x180"), series("holdfast_step", "50+0x180")]
     well = [
@@ -106,7 +106,7 @@ def test_an_alert_comes_when_something_is_wrong_and_not_while_all_is_well(tmp_pa
     promtool("test", "rules", str(tmp_path / "tests.yaml"))
 
 
-def test_an_accelerator_that_heat_or_its_hardware_holds_back_is_named_and_one_at_its_cap_of_power_is_not(
+def test_a_thermally_throttled_accelerator_raises_an_alert_and_a_power_cap_does_not(
     tmp_path: Path,
 ) -> None:
     reasons, expected = "DCGM_FI_DEV_CLOCKS_EVENT_REASONS", alert(SLOWED, 30, comes=False, rank="0")

@@ -184,7 +184,7 @@ def test_a_config_that_does_not_fit_is_refused_by_name(
         read_hugging_face(tmp_path)
 
 
-def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
+def test_damaged_and_missing_files_are_reported(tmp_path: Path) -> None:
     with pytest.raises(MissingError, match=r"config\.json: no such file"):
         read_hugging_face(tmp_path)
     export(tmp_path, decoder(shape()))

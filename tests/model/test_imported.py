@@ -48,7 +48,7 @@ def test_weights_on_s3_are_known_without_being_fetched(tmp_path: Path, s3_url: s
     assert identity(s3_url) != first
 
 
-def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_reported(tmp_path: Path) -> None:
     with pytest.raises(MissingError, match=r"init_from.*no \.safetensors"):
         weights_digest(str(tmp_path))
 

@@ -139,7 +139,7 @@ def test_a_training_preempted_in_every_try_has_failed_and_one_preempted_once_is_
 
 
 @pytest.mark.parametrize(("last", "ended"), [("blessed", "registered"), ("not_blessed", "not blessed")])
-def test_a_run_that_ended_well_on_a_kubeflow_server_is_summarised_as_such(store: Store, last: str, ended: str) -> None:
+def test_a_succeeded_kubeflow_run_is_summarized_as_succeeded(store: Store, last: str, ended: str) -> None:
     record = recorder(JOB)
     assert record
     steps = [*TRAINED, step("evaluate", last), *([step("register", "3")] if ended == "registered" else [])]

@@ -14,7 +14,7 @@ def test_each_planted_bug_still_applies() -> None:
     assert len({(bug.file, bug.old, bug.new) for bug in BUGS}) == len(BUGS) >= 60
 
 
-def test_a_bug_whose_text_is_gone_or_stands_twice_is_refused(tmp_path: Path) -> None:
+def test_a_planted_bug_with_missing_or_ambiguous_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1\nx = 1\n")
     twice, missing = (Bug("a.py", old, "", "a.py", "reason") for old in ("x = 1", "y"))
     assert misfits([twice, missing], tmp_path) == [

@@ -18,7 +18,7 @@ DEEP = b"[" * 200_000
 
 
 @pytest.mark.parametrize("damage", [b"{", DEEP, b"[]", b"\xff"])
-def test_a_damaged_record_is_named(damage: bytes, tmp_path: Path) -> None:
+def test_a_damaged_record_is_reported(damage: bytes, tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
     store.put("a.json", damage)
     with pytest.raises(DataError, match=r"a\.json: is damaged"):
@@ -26,7 +26,7 @@ def test_a_damaged_record_is_named(damage: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"{", DEEP])
-def test_a_damaged_configuration_of_a_tokenizer_is_named(damage: bytes, tmp_path: Path) -> None:
+def test_a_damaged_configuration_of_a_tokenizer_is_reported(damage: bytes, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_bytes(damage)
     with pytest.raises(DataError, match=r"tokenizer_config\.json: is damaged .*; bring another one"):
         read_settings(str(tmp_path / "tokenizer_config.json"), "data.tokenizer.path")

@@ -180,7 +180,7 @@ def test_a_rollback_to_a_version_that_this_store_has_not_registered_is_refused(
         rollback("story", store)
 
 
-def test_a_version_with_our_key_and_the_source_of_a_stranger_is_not_taken_for_ours(
+def test_a_version_with_our_key_and_a_foreign_source_is_not_accepted(
     home: Path, store: Store, finish: Finish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish()

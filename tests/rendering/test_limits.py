@@ -104,7 +104,7 @@ def test_threads_and_many_templates_get_their_own_answers() -> None:
     assert len(texts) == 8
 
 
-def test_text_that_is_no_utf8_comes_back_as_it_was() -> None:
+def test_invalid_utf8_text_is_returned_unchanged() -> None:
     record = '{"messages": [{"role": "user", "content": "\\ud800\\u0000\U0001f642"}]}'
     ((text, _, _),) = ChatTemplate(HONEST, {}).rendered(record)
     assert text == "user: \ud800\0\U0001f642\n"

@@ -88,7 +88,7 @@ def test_the_model_names_its_champion_also_after_a_rollback(registry: Registry) 
         assert model["customProperties"]["champion"]["string_value"] == version
 
 
-def test_a_registry_that_is_away_for_a_moment_is_waited_for(registry: Registry) -> None:
+def test_a_briefly_unreachable_registry_is_retried(registry: Registry) -> None:
     registry.failing = [503, 500, 429]
     enter(registry)
     assert [len(entries) for entries in registry.entries.values()] == [1, 1, 1]
@@ -101,7 +101,7 @@ def test_a_registry_that_stays_away_is_an_error_that_may_pass(registry: Registry
     assert error.value.exit_code >= 128
 
 
-def test_the_token_comes_from_the_environment_and_is_never_shown(
+def test_the_token_is_read_from_the_environment_and_never_shown(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry.token = "hunter2"

@@ -19,9 +19,7 @@ def test_the_doctor_accepts_a_slurm_cluster_that_fits_the_spec(slurm: SlurmClust
     assert f"OK    slurm store: nodes see {tmp_path}/home/store" in output
 
 
-def test_a_partition_that_is_not_there_and_nodes_that_are_too_few_are_named(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
+def test_a_missing_partition_and_too_few_nodes_are_reported(slurm: SlurmCluster, tmp_path: Path) -> None:
     place = Place(slurm, tmp_path)
     spec = str(place.spec)
     absent = place.holdfast("doctor", spec, "--backend=slurm", "--set=cluster.slurm.partition=gone", code=15)
@@ -32,7 +30,7 @@ def test_a_partition_that_is_not_there_and_nodes_that_are_too_few_are_named(
     assert "FAIL  slurm partition: all has 2 nodes, not 3" in output
 
 
-def test_a_folder_that_no_node_sees_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_a_folder_that_no_node_sees_is_reported(slurm: SlurmCluster, tmp_path: Path) -> None:
     place = Place(slurm, tmp_path)
     programs = tmp_path / "bin"
     programs.mkdir()

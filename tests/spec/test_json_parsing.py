@@ -52,7 +52,7 @@ def test_json_that_is_no_object_is_refused(data: bytes) -> None:
         parse_json_object(data, "x")
 
 
-def test_a_line_that_is_no_object_is_named() -> None:
+def test_a_line_that_is_no_object_is_reported() -> None:
     assert parse_json_lines(b'{"a":1}\n\n{"b":2}', "x") == [{"a": 1}, {"b": 2}]
     with pytest.raises(DataError, match="x, line 3: is damaged"):
         parse_json_lines(b'{"a":1}\n\n{"b":', "x")

@@ -96,7 +96,7 @@ def test_a_list_with_refused_items_is_not_reported_too_short(refused) -> None:
     ]
 
 
-def test_missing_fields_are_named_with_what_they_take(refused) -> None:
+def test_missing_fields_are_reported_with_what_they_take(refused) -> None:
     problems = refused("model: {layers: 2}")
     assert [(problem.field, problem.message) for problem in problems] == [
         ("name", "is required"),
@@ -122,7 +122,7 @@ def test_an_invalid_value_in_any_field_gives_a_spec_error() -> None:
             parse_spec(text_with(**{field: [[{"a": "b"}]]}))
 
 
-def test_a_bug_of_a_rule_is_not_taken_for_a_refused_field(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_a_rule_is_not_reported_as_a_refused_field(monkeypatch: pytest.MonkeyPatch) -> None:
     def misspelt(spec: Spec) -> Iterator[Problem]:
         yield Problem("name", spec.nmae, "", "")  # type: ignore[attr-defined]
 
@@ -277,7 +277,7 @@ def test_yaml_has_none_of_its_old_surprises() -> None:
     assert strict_yaml.read("{1: a, null: b, true: c, <<: d}") == {"1": "a", "null": "b", "true": "c", "<<": "d"}
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_spec_file_is_reported(tmp_path: Path) -> None:
     for path in (tmp_path / "nothing.yaml", tmp_path):
         with pytest.raises(MissingError, match=str(path)) as error:
             load_spec(path)
@@ -288,7 +288,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     ("content", "says"),
     [(b"name: \xff\xfe", "is not UTF-8"), (b"#" * (MAX_BYTES + 1), "is too large"), (b"{", "not valid YAML")],
 )
-def test_a_file_that_is_no_spec_is_named_with_the_reason(tmp_path: Path, content: bytes, says: str) -> None:
+def test_a_file_that_is_no_spec_is_reported_with_the_reason(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_bytes(content)
     with pytest.raises(SpecError, match=says) as error:

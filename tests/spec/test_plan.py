@@ -32,7 +32,7 @@ def test_every_field_of_the_plan_is_in_it() -> None:
     assert plan_of(*cut).settings.keys() | plan_of(*away).settings.keys() == expected
 
 
-def test_that_a_state_lies_on_a_disk_is_in_the_plan_and_where_is_not() -> None:
+def test_disk_offload_is_in_the_plan_and_its_path_is_not() -> None:
     offload = ("parallel.strategy=zero3", "parallel.offload=optimizer")
     plans = [
         plan_of(*offload, *path) for path in ((), ("parallel.offload_path=/one",), ("parallel.offload_path=/two",))
@@ -84,7 +84,7 @@ def test_equal_plans_have_one_fingerprint_and_no_differences() -> None:
     assert plan_of().differences(plan_of()) == []
 
 
-def test_differences_are_named_with_both_values() -> None:
+def test_differences_are_reported_with_both_values() -> None:
     now = plan_of("parallel.strategy=fsdp", "training.compile=true", "parallel.processes=2", device="H100")
     assert plan_of(variable="x").differences(now) == [
         "training.compile: false before, true now",
@@ -107,7 +107,7 @@ def test_a_change_is_a_segment_from_its_step_and_the_same_plan_is_none() -> None
 
 
 @pytest.mark.parametrize("determinism", ["exact", "elastic"])
-def test_a_run_that_promises_bits_refuses_another_plan_in_words(determinism: str) -> None:
+def test_a_deterministic_run_refuses_another_plan_with_a_message(determinism: str) -> None:
     segments, now = continued((), 30, 1, plan_of()), plan_of("parallel.processes=2", device="H100")
     message = r"since step 30.*parallel.processes: 1 before, 2 now; device: not set before, H100 now.*use --replan"
     with pytest.raises(PlanChangedError, match=message) as error:

@@ -112,7 +112,7 @@ def test_a_written_spec_has_only_the_given_fields_in_order() -> None:
         ({**BASE, "training": "many"}, "training: is not a group of fields"),
     ],
 )
-def test_a_dictionary_is_checked_as_a_text_is_and_no_line_is_named(given_spec: dict[str, Any], says: str) -> None:
+def test_a_dictionary_is_checked_as_a_text_is_and_no_line_is_reported(given_spec: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError) as error:
         parse_spec(from_struct(given_spec))
     assert says in str(error.value)

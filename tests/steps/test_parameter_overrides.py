@@ -59,7 +59,7 @@ def test_the_same_value_written_in_another_way_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), [("steps", "many"), ("data", "s3://bucket/text"), ("learning_rate", "1e-")])
-def test_a_value_that_cannot_be_read_is_named_with_its_field(name: str, text: str) -> None:
+def test_an_unreadable_value_is_reported_with_its_field(name: str, text: str) -> None:
     with pytest.raises(SpecError, match=FIELDS[name]) as error:
         changed_parameters({name: text}, VALUES)
     assert name in str(error.value)

@@ -115,7 +115,7 @@ def test_a_log_whose_store_cannot_be_found_out_fails_no_step() -> None:
     kept_log.close(0)
 
 
-def test_a_store_that_is_away_neither_fails_a_step_nor_holds_it_up(
+def test_an_unreachable_store_neither_fails_nor_blocks_a_step(
     argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_logs, "CLOSE_SECONDS", 0.1)

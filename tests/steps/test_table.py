@@ -33,7 +33,7 @@ def test_a_step_that_runs_for_each_item_follows_one_that_gives_a_list() -> None:
     assert [step.name for step in STEPS.values() if step.item] == ["tokenise"]
 
 
-def test_a_condition_looks_at_a_word() -> None:
+def test_a_condition_compares_an_outcome() -> None:
     assert {edge.before: edge.when for edge in EDGES if edge.when} == {"trigger": "due", "evaluate": "blessed"}
 
 

@@ -133,7 +133,7 @@ def test_an_upload_that_the_server_lost_is_sent_again(
     assert proxied.get("big") == large
 
 
-def test_a_server_without_checksums_is_named_with_the_setting(proxied: Store, proxy: FaultyProxy) -> None:
+def test_a_server_without_checksums_is_reported_with_the_setting(proxied: Store, proxy: FaultyProxy) -> None:
     proxy.inject(answer(501, "NotImplemented"), method="PUT", times=None)
     for operation in (lambda: proxied.put("k", b"1"), lambda: proxied.put_if_absent("k", b"1")):
         with pytest.raises(HoldfastError, match="AWS_REQUEST_CHECKSUM_CALCULATION=when_required"):

@@ -165,7 +165,7 @@ def test_a_server_that_holds_conditions_for_one_writer_but_not_for_several_is_re
         open_store(s3_url).put_if_absent("claim", b"mine")
 
 
-def test_a_server_without_conditional_writes_is_refused_in_its_own_words(proxy: FaultyProxy, s3_url: str) -> None:
+def test_a_server_without_conditional_writes_is_refused_with_its_message(proxy: FaultyProxy, s3_url: str) -> None:
     def unknown(request, forward):
         if "If-None-Match" in request.headers:
             body = b"<Error><Code>NotImplemented</Code><Message>no such header here</Message></Error>"
@@ -178,7 +178,7 @@ def test_a_server_without_conditional_writes_is_refused_in_its_own_words(proxy: 
     assert error.value.exit_code == ExitCode.STORE_REFUSED
 
 
-def test_a_server_that_passed_is_remembered_by_what_it_calls_itself(
+def test_a_server_that_passed_is_remembered_by_its_name(
     proxy: FaultyProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def requests_of_a_first_claim(key: str) -> int:

@@ -34,7 +34,7 @@ def redirect(status: int, content: bytes, location: str = "https://minio.example
     ("status", "content"),
     [(301, b"<html><h1>Moved</h1></html>"), (302, b"<html><br>Moved</html>"), (307, b"moved"), (308, b"")],
 )
-def test_an_endpoint_that_redirects_is_named_with_the_address_to_use(
+def test_an_endpoint_that_redirects_is_reported_with_the_address_to_use(
     s3_url: str, proxy: FaultyProxy, status: int, content: bytes
 ) -> None:
     proxy.inject(redirect(status, content), times=None)

@@ -89,7 +89,7 @@ def test_every_operation_retries_a_temporary_fault(store: Store, proxy: FaultyPr
     assert [fault.hits for fault in faults] == [2] * len(faults)
 
 
-def test_a_silent_server_costs_an_attempt_not_the_operation(s3_url: str, proxy: FaultyProxy) -> None:
+def test_a_silent_server_fails_an_attempt_and_not_the_operation(s3_url: str, proxy: FaultyProxy) -> None:
     store = open_store(s3_url, deadline=15)  # an attempt waits five seconds
     release = threading.Event()
     proxy.inject(hold(release), method="PUT")
@@ -145,7 +145,7 @@ def test_a_permanent_s3_error_is_raised_without_retry(
     assert len(proxy.requests) - before == 3
 
 
-def test_a_bucket_that_does_not_exist_is_named_by_every_operation(s3_endpoint: str, tmp_path: Path) -> None:
+def test_a_missing_bucket_is_reported_by_every_operation(s3_endpoint: str, tmp_path: Path) -> None:
     store = open_store("s3://no-such-bucket-here/prefix")
     (tmp_path / "f").write_bytes(b"1")
     for operation in (

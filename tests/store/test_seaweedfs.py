@@ -110,7 +110,7 @@ def test_one_of_sixteen_concurrent_writers_wins_every_time(endpoint: str, monkey
         assert not store.put_if_absent("claim", b"theirs")
 
 
-def test_large_objects_go_in_parts_there_and_come_back_whole(
+def test_large_objects_are_uploaded_in_parts_and_read_back(
     endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name, value in {**KEYS, "AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1"}.items():

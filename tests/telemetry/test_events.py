@@ -175,7 +175,7 @@ def test_emitting_an_event_never_raises(tmp_path: Path, monkeypatch: pytest.Monk
         emit(at(1))
 
 
-def test_several_who_watch_see_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_followers_read_the_same_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(channel.PIPE, f"{tmp_path / 'one'}:{tmp_path / 'nowhere' / 'x'}:{tmp_path / 'two'}")
     emit(at(1))
     assert told(PipeEvents(tmp_path / "one").new()) == told(PipeEvents(tmp_path / "two").new()) == [at(1).text]
@@ -279,7 +279,7 @@ def test_events_over_the_memory_limit_drop_the_oldest_progress_and_report_it(
 
 
 @pytest.mark.parametrize("notable_every", [1, 2, 5, 1000])
-def test_while_the_store_is_away_the_oldest_lines_that_matter_least_go_and_none_that_is_being_written(
+def test_an_unreachable_store_drops_the_oldest_least_important_lines_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notable_every: int
 ) -> None:
     store = open_store(f"file://{tmp_path}")
@@ -461,7 +461,7 @@ def test_a_forked_process_is_another_writer(tmp_path: Path, pipe: Path) -> None:
     assert len({event.writer for event in events}) == 2
 
 
-def test_the_words_of_an_ending_name_the_code() -> None:
+def test_the_text_of_an_exit_names_the_code() -> None:
     assert LaunchEnded(code=137, restart_in=2.0, launch=4, detail="rank 1\non b").text == (
         "launch 4 ended (killed); starting the next in 2 s: rank 1 on b"
     )

@@ -233,7 +233,7 @@ def test_figures_of_a_training_that_diverged_are_read(store: Store) -> None:
 
 
 @pytest.mark.parametrize("row", ["{", "[]", '{"loss": 1}', '{"step": "1"}', "[" * 9999])
-def test_a_damaged_segment_is_named(store: Store, row: str) -> None:
+def test_a_damaged_segment_is_reported(store: Store, row: str) -> None:
     ((key, text),) = segment(RUN, 0, rows(1, 2, 1), 1).items()
     store.put(key, f"{text}{row}\n".encode())
     commit(store, RUN, 3)

@@ -153,7 +153,7 @@ def test_metrics_are_served_only_with_a_port_and_from_this_process() -> None:
         assert scraped(port)['holdfast_step{run="r"}'] == 9
 
 
-def test_the_port_is_given_back_at_the_end_and_nothing_is_heard_any_more() -> None:
+def test_the_metrics_port_is_released_at_the_end() -> None:
     port = free_port()
     for step in (9, 10):  # the second server would find the port in use
         with showing_metrics(Telemetry(metrics_port=port), f"r{step}") as exporter:

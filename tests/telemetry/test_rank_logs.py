@@ -82,7 +82,7 @@ def test_secrets_are_hidden_wherever_the_text_was_cut(store: Store) -> None:
         assert not any(secret in store.get(info.key) for secret in (b"pass@", b"abcdef", b"xyz", b"torn"))
 
 
-def test_a_store_that_is_away_is_waited_for_and_nothing_is_lost(store: Store) -> None:
+def test_an_unreachable_store_is_waited_for_and_nothing_is_lost(store: Store) -> None:
     unreachable = Away(store)
     log = a_log(unreachable)
     printed(log, "before\n")

@@ -158,7 +158,7 @@ def test_a_process_without_traces_does_not_import_opentelemetry(tmp_path: Path) 
     assert step(tmp_path, "evaluate") == "False"
 
 
-def test_a_collector_that_is_away_fails_no_step(tmp_path: Path) -> None:
+def test_an_unreachable_trace_collector_fails_no_step(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     assert step(tmp_path, "evaluate", OTEL_EXPORTER_OTLP_ENDPOINT=url, OTEL_EXPORTER_OTLP_TIMEOUT="1") == "True"
 

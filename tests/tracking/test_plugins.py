@@ -106,7 +106,7 @@ def test_a_client_that_waits_for_credentials_is_left_after_a_bound(
     assert "did not end within 0.5 s" in caplog.text
 
 
-def test_a_mistake_of_holdfast_itself_is_not_called_an_outage_of_mlflow() -> None:
+def test_a_holdfast_bug_is_not_reported_as_an_mlflow_outage() -> None:
     scope: dict[str, object] = {"__name__": "holdfast.tracking.tracker"}
     exec("def mistaken(): return {}['missing']", scope)
     with pytest.raises(KeyError), translated("sqlite:///x"):

@@ -56,13 +56,13 @@ def test_a_run_that_has_saved_nothing_yet_has_a_file_without_steps(tmp_path: Pat
     assert read(tmp_path).Tags()["scalars"] == []
 
 
-def test_the_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     with pytest.raises(MissingError, match=r"holdfast\[tensorboard\]"):
         write(tmp_path, tiny_spec(), ROWS, [])
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MissingError, match="choose another folder"):
         write(tmp_path / "file", tiny_spec(), ROWS, [])

@@ -214,7 +214,7 @@ def test_a_run_deleted_in_mlflow_is_recreated(home: Path, store: Store) -> None:
     assert_holds_each_step_once(second, 5)
 
 
-def test_a_creator_that_died_before_its_claim_leaves_a_run_that_is_taken(home: Path, store: Store) -> None:
+def test_a_run_of_a_creator_that_died_before_its_claim_is_adopted(home: Path, store: Store) -> None:
     client = connect()
     experiment = client.create_experiment("story", artifact_location=(home / "artifacts").as_uri())
     orphan = client.create_run(experiment, tags={"holdfast.run_id": made.RUN_ID})
@@ -264,7 +264,7 @@ def test_the_figures_of_a_run_are_its_newest_ones(home: Path, store: Store) -> N
 
 
 @pytest.mark.slow
-def test_a_server_that_goes_away_and_comes_back_has_every_step_once(
+def test_a_server_that_restarts_has_every_step_once(
     tmp_path: Path, bare_home: Path, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     port = free_port()

@@ -89,7 +89,7 @@ def tensors_equal(store: Store, overrides: tuple[str, ...], one: int, other: int
     return all(torch.equal(pair[0].tensor(name), pair[1].tensor(name)) for name in pair[0].tensors)
 
 
-def test_a_bad_step_is_skipped_or_rewound_or_ends_the_run_alike_on_all_ranks(tmp_path: Path) -> None:
+def test_a_bad_step_is_skipped_rewound_or_fatal_on_all_ranks(tmp_path: Path) -> None:
     store = new_store(tmp_path / "store")
     skip, rewind = (*SKIP, *TWO, *EVERY), (*REWIND, *TWO, "checkpoint.keep_last=20")
     stop = (*SKIP, *TWO, "training.anomalies.action=stop")
@@ -118,7 +118,7 @@ def test_a_bad_step_is_skipped_or_rewound_or_ends_the_run_alike_on_all_ranks(tmp
 
 
 @pytest.mark.drill
-def test_who_is_killed_around_a_rewind_decides_it_again_and_alike(tmp_path: Path) -> None:
+def test_a_run_killed_around_a_rewind_repeats_the_same_decision(tmp_path: Path) -> None:
     store, rewind = new_store(tmp_path / "store"), (*REWIND, *TWO)
     runs: Runs = [((*rewind, *EVERY), "all", None), (rewind, "few", None)]
     assert in_ranks(2, plant, store.url, tmp_path / "whole", runs, seconds=400)[0] == ["", ""]

@@ -96,7 +96,7 @@ def test_progress_does_not_depend_on_the_log_format_or_the_output_of_ranks(tmp_p
     assert [step for step, _ in curves[0]] == list(range(1, spec.training.steps + 1))
 
 
-def test_a_result_that_is_damaged_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_result_is_reported_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
     store, spec = new_store(tmp_path / "store"), tiny_spec()
     key = layout.result(run_id(spec, DATASET_ID))

@@ -88,7 +88,7 @@ def test_one_that_gets_well_and_slow_again_is_named_again() -> None:
     ]
 
 
-def test_short_steps_are_slow_for_longer_before_they_are_named() -> None:
+def test_short_steps_are_slow_for_longer_before_they_are_reported() -> None:
     slow, comparison = [seconds(), seconds(data=0.3)], Comparison([0, 0])
     has_straggler = [bool(comparison.window(slow, LASTING / 5.5 / sum(slow[1]))) for _ in range(8)]
     assert has_straggler == [False] * 5 + [True] + [False] * 2

@@ -118,7 +118,7 @@ def test_a_concurrent_collection_is_held_back_with_the_reason(five: Store) -> No
     assert collect_now(five, RUN, Retention(1)).steps == (1, 3, 4)
 
 
-def test_a_torn_manifest_stops_it_and_is_named(five: Store) -> None:
+def test_a_torn_manifest_stops_a_collection_and_is_reported(five: Store) -> None:
     five.put(layout.checkpoint(RUN, 3), b"{")
     before = everything(five)
     with pytest.raises(DataError, match=r"step-000000003\.json.*nothing is collected"):

@@ -54,7 +54,7 @@ def test_no_flipped_bit_of_a_pack_or_an_index_passes(saved: Store) -> None:
                 saved.put(key, intact)
 
 
-def test_a_damaged_pack_is_named_with_the_tensor_that_lies_in_it(saved: Store) -> None:
+def test_a_damaged_pack_is_reported_with_its_tensor(saved: Store) -> None:
     key, start = pack_of(saved, 6)
     spoil(saved, key, start)
     report = verify(saved, RUN, 6)
@@ -66,7 +66,7 @@ def test_a_damaged_pack_is_named_with_the_tensor_that_lies_in_it(saved: Store) -
 
 
 @pytest.mark.parametrize("spoilt", [lambda data: data[:-9], lambda data: data.replace(b'"matrix"', b'"matriX"')])
-def test_a_damaged_root_is_named(saved: Store, spoilt: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_root_is_reported(saved: Store, spoilt: Callable[[bytes], bytes]) -> None:
     key = layout.checkpoint(RUN, 6)
     saved.put(key, spoilt(saved.get(key)))
     report = verify(saved, RUN, 6)

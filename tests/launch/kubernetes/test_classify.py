@@ -96,7 +96,7 @@ def test_a_pod_start_failure_is_permanent_and_names_the_remedy(found, code: Exit
     assert (obstacle.patience == 0) == ("InvalidImageName" in str(obstacle.symptom))
 
 
-def test_a_container_before_the_ranks_that_has_no_image_or_fails_is_named() -> None:
+def test_a_container_before_the_ranks_that_has_no_image_or_fails_is_reported() -> None:
     state = {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}
     main = {"name": "pytorch", "state": {"waiting": {"reason": "PodInitializing"}}}
     before = [{"name": "fetch", "state": state}]

@@ -67,7 +67,7 @@ def test_a_successful_launch_returns_the_log_tail_of_rank_0_and_keeps_the_job(cl
     assert cluster.jobs() == [FIRST]
 
 
-def test_a_job_that_is_not_to_be_kept_is_gone(cluster) -> None:
+def test_a_job_without_retention_is_deleted(cluster) -> None:
     cluster.kubelet.program = each("print('done')", DONE)
     assert Running(launcher(cluster), job(ttl_minutes=0)).end().code == 0
     with cluster.objects.changed:
@@ -147,7 +147,7 @@ def test_each_node_that_may_compute_wrong_is_blamed(
     assert left(cluster) == set()
 
 
-def test_a_job_without_a_place_is_given_up_with_the_scheduler_s_words(
+def test_an_unschedulable_job_times_out_with_the_message_of_the_scheduler(
     cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_vain(monkeypatch, lambda: "Insufficient cpu" in caplog.text)
@@ -231,7 +231,7 @@ def test_a_job_of_that_name_that_is_another_s_is_left_alone(cluster) -> None:
     assert cluster.jobs() == [FIRST]
 
 
-def test_a_success_that_its_launcher_did_not_see_is_adopted(cluster) -> None:
+def test_an_unobserved_success_is_adopted(cluster) -> None:
     cluster.kubelet.program = each("print('done')", DONE)
     assert Running(launcher(cluster), job()).end().code == 0
     second = launcher(cluster)
@@ -340,7 +340,7 @@ def test_the_lease_holder_is_identified_by_namespace_pod_name_and_uid(cluster) -
             assert new_lease["spec"]["holderIdentity"] != lease["spec"]["holderIdentity"]
 
 
-def test_a_lease_that_is_being_deleted_is_not_taken(cluster) -> None:
+def test_a_lease_under_deletion_is_not_acquired(cluster) -> None:
     cluster.start_workflow()
     taken = threading.Event()
 
@@ -424,7 +424,7 @@ def test_a_token_that_expires_is_read_again(cluster) -> None:
 NO_RIGHT = 'pods is forbidden: User "launcher" cannot list resource "pods" in API group "" in the namespace "training"'
 
 
-def test_a_role_that_allows_too_little_is_named_with_the_remedy(cluster) -> None:
+def test_an_insufficient_role_is_reported_with_the_remedy(cluster) -> None:
     cluster.server.faults.append(
         lambda verb, plural: StatusError(403, NO_RIGHT) if (verb, plural) == ("list", "pods") else None
     )

@@ -153,7 +153,7 @@ def test_a_launcher_that_comes_meanwhile_waits_and_is_alone_then(abroad) -> None
     assert inside.is_set()
 
 
-def test_a_job_that_ended_well_is_kept_for_its_time(abroad) -> None:
+def test_a_succeeded_job_is_kept_for_its_ttl(abroad) -> None:
     abroad.kubelet.program = each("print('done')", "pass")
     assert Running(launcher(abroad, "launcher-1"), job()).end().code == 0
     assert end_orphaned_jobs(abroad.api(), RUN, "pytorchjob") == []

@@ -65,7 +65,7 @@ def test_a_refusal_of_pods_is_logged_immediately_and_ends_the_job_after_the_time
     assert cluster.jobs() == []
 
 
-def test_a_job_whose_operator_is_away_is_given_up_too(cluster) -> None:
+def test_a_job_without_a_running_operator_times_out_too(cluster) -> None:
     cluster.operator.reconcile = lambda: None
     ending = Running(launcher(cluster), job(pending_timeout_minutes=SOON)).end()
     assert ending.code == ExitCode.UNSCHEDULABLE

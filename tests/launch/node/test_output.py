@@ -94,7 +94,7 @@ def test_when_torchrun_is_killed_what_was_kept_can_be_read(tmp_path: Path, store
 
 
 @pytest.mark.parametrize("store_url", ["s3"], indirect=True)
-def test_a_store_that_is_away_neither_fails_nor_holds_up_a_gang(
+def test_an_unreachable_store_neither_fails_nor_blocks_a_gang(
     tmp_path: Path, store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # no server listens there

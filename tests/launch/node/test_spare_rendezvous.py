@@ -116,7 +116,7 @@ def test_a_lost_or_stopped_spare_does_not_disturb_the_gang_and_an_unused_one_exi
 
 
 @pytest.mark.slow
-def test_a_spare_does_not_end_well_when_the_gang_did_not(tmp_path: Path) -> None:
+def test_a_spare_does_not_succeed_when_the_gang_fails(tmp_path: Path) -> None:
     """The operator treats a job as successful when one pod exited with 0."""
     with Gang(tmp_path, ends=ExitCode.BAD_DATA) as gang:
         gang.begin("spare")

@@ -47,7 +47,7 @@ def test_a_token_of_aws_that_has_run_out_is_followed_by_another_one(metadata: Me
     assert len([path for path in metadata.asked if "token" in path]) == 2
 
 
-def test_that_aws_may_reclaim_a_machine_is_not_certain(metadata: Metadata) -> None:
+def test_a_rebalance_recommendation_of_aws_is_not_certain(metadata: Metadata) -> None:
     metadata.rebalance = True
     notice = Aws(metadata.url).ask()
     assert notice is not None

@@ -71,7 +71,7 @@ def test_every_engine_accepts_a_spec_of_a_hundred_kilobytes() -> None:
 @pytest.mark.parametrize(
     "long", [RunRequest(spec(), salt="x" * 140_000), RunRequest(spec(), store="s3://b/" + "x" * 140_000)]
 )
-def test_any_other_parameter_that_is_too_long_is_named(long: RunRequest) -> None:
+def test_any_other_overlong_parameter_is_reported(long: RunRequest) -> None:
     name = "salt" if long.salt else "store"
     with pytest.raises(SpecError) as error:
         Argo(namespace="n").objects(long)

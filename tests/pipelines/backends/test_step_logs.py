@@ -117,7 +117,7 @@ def test_following_shows_each_line_once_and_ends_with_the_run(store: Store) -> N
     assert engine.asked == []
 
 
-def test_an_engine_that_is_away_ends_no_following_as_if_the_run_had_ended(store: Store) -> None:
+def test_an_unreachable_engine_does_not_end_following(store: Store) -> None:
     wrote(store, "preprocess", "tokenised\n")
     with pytest.raises(ClusterUnreachableError):
         lines(store, Engine(RUNNING, ClusterUnreachableError("away")), follow=True, pause=lambda _: None)

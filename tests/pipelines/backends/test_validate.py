@@ -50,7 +50,7 @@ def test_without_a_server_the_schemas_that_come_with_holdfast_check_every_custom
         ("InferenceService", "spec.predictor.model.storageUrl", "s3://b", "storageUrl"),
     ],
 )
-def test_a_field_of_a_wrong_type_or_without_a_schema_is_named(kind: str, path: str, value: Any, named: str) -> None:
+def test_a_field_of_a_wrong_type_or_without_a_schema_is_reported(kind: str, path: str, value: Any, named: str) -> None:
     spec = parse_spec(dump_spec(load_spec(SPEC)), ["serving.kserve.namespace=models"])
     manifests = [*objects(), inference_service(spec, "s3://b/export", {})]
     manifest = node = next(candidate for candidate in manifests if candidate["kind"] == kind)

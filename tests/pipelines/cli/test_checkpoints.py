@@ -161,7 +161,7 @@ def test_a_checkpoint_exported_for_torch_is_imported_as_a_new_run(saved: Store, 
     assert all(name.startswith("optimizer.") for name in difference["only_other"])
 
 
-def test_a_pin_holds_and_is_listed_until_it_is_taken_away(tmp_path: Path) -> None:
+def test_a_pin_protects_and_is_listed_until_it_is_removed(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path / 'store'}")
     writer = checkpointer(store, keep_last=1)
     save(writer, 1)

@@ -27,7 +27,7 @@ def test_this_machine_is_probed_and_the_report_printed(tmp_path: Path, monkeypat
     assert set(report.measured[0].rates) == {"compute", "memory", "disk", "store"}
 
 
-def test_an_accelerator_that_is_not_there_ends_with_its_code_and_words(
+def test_a_missing_accelerator_ends_with_its_exit_code_and_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))

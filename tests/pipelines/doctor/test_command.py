@@ -22,13 +22,13 @@ from tests.pipelines.doctor.cluster import (
 )
 
 
-def test_refused_credentials_are_named(cluster: Cluster) -> None:
+def test_refused_credentials_are_reported(cluster: Cluster) -> None:
     cluster.status = 401
     finding = only(examined(), "api server")
     assert (finding.outcome, int(finding.code)) == ("fail", 16)
 
 
-def test_an_api_server_that_is_away_is_named(cluster: Cluster) -> None:
+def test_an_unreachable_api_server_is_reported(cluster: Cluster) -> None:
     cluster.server.shutdown()
     cluster.server.server_close()
     finding = only(examined(), "api server")
@@ -118,7 +118,7 @@ def test_a_store_that_honours_conditional_writes_is_fine(cluster: Cluster, monke
 
 
 @pytest.mark.parametrize("condition", ["HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH"])
-def test_a_store_that_ignores_conditional_writes_is_named(
+def test_a_store_that_ignores_conditional_writes_is_reported(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, condition: str
 ) -> None:
     with _Forgetful(condition) as endpoint:
@@ -127,14 +127,14 @@ def test_a_store_that_ignores_conditional_writes_is_named(
     assert "does not hold conditional writes" in finding.message
 
 
-def test_a_bucket_that_does_not_exist_is_named(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_bucket_is_reported(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     with S3Server() as endpoint:
         finding = _store_finding(endpoint, "another", monkeypatch)
     assert (finding.outcome, int(finding.code)) == ("fail", 15)
     assert "another" in finding.message
 
 
-def test_a_tracking_server_that_is_away_is_named_without_its_password(tmp_path: Path) -> None:
+def test_an_unreachable_tracking_server_is_reported_without_its_password(tmp_path: Path) -> None:
     uri = "http://me:hidden@127.0.0.1:9"
     result = command(tmp_path, MLFLOW_TRACKING_URI=uri, MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
     assert result.returncode == 203, result.stderr

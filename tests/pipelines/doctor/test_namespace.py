@@ -30,7 +30,7 @@ from tests.pipelines.doctor.cluster import (
 ROOT = Path(__file__).parents[3]
 
 
-def test_capabilities_that_the_namespace_refuses_are_named(cluster: Cluster) -> None:
+def test_capabilities_that_the_namespace_refuses_are_reported(cluster: Cluster) -> None:
     spec = spec_with(capabilities=["IPC_LOCK"])
     for level, fine in (("restricted", False), ("baseline", False), ("privileged", True)):
         labels = {"pod-security.kubernetes.io/enforce": level}
@@ -106,7 +106,7 @@ def test_settings_and_secrets_are_looked_for_by_key_and_no_value_is_shown(cluste
     assert not [finding for finding in doctor.examine() if "hidden" in finding.message + finding.remedy]
 
 
-def test_a_quota_that_is_too_small_for_the_ranks_is_named(cluster: Cluster) -> None:
+def test_a_quota_too_small_for_the_ranks_is_reported(cluster: Cluster) -> None:
     cluster.objects[QUOTAS] = {"items": [
         {"metadata": {"name": "q"}, "spec": {"hard": {"requests.cpu": "8", "pods": "10"}},
          "status": {"used": {"requests.cpu": "2", "pods": "1"}}}]}  # fmt: skip
@@ -140,7 +140,7 @@ def test_a_claim_must_be_there_and_fit_many_pods(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("port", "blocked"), [(5000, "MLflow (TCP 5000)"), (8333, "S3 (TCP 8333)"), (53, "names (UDP 53)")]
 )
-def test_a_flow_that_no_policy_lets_through_is_named(cluster: Cluster, port: int, blocked: str) -> None:
+def test_a_flow_that_no_policy_lets_through_is_reported(cluster: Cluster, port: int, blocked: str) -> None:
     for policy in cluster.objects[POLICIES]["items"]:
         for rule in policy["spec"].get("egress", []):
             if "ports" in rule:
@@ -151,7 +151,7 @@ def test_a_flow_that_no_policy_lets_through_is_named(cluster: Cluster, port: int
     assert "API" not in finding.message
 
 
-def test_ranks_that_cannot_reach_each_other_are_named(cluster: Cluster) -> None:
+def test_ranks_that_cannot_reach_each_other_are_reported(cluster: Cluster) -> None:
     cluster.objects[POLICIES]["items"] = [
         policy for policy in cluster.objects[POLICIES]["items"] if policy["metadata"]["name"] != "holdfast-ranks"
     ]
@@ -166,7 +166,7 @@ def test_failures_that_the_kubeflow_engine_does_not_retry_are_reported(
     assert missing in only(examined(), "controller").message
 
 
-def test_images_without_a_registry_and_pull_secrets_that_are_not_there_are_named(cluster: Cluster) -> None:
+def test_images_without_a_registry_and_missing_pull_secrets_are_reported(cluster: Cluster) -> None:
     findings = examined(spec_with(image="registry.example/train:latest", pull_secrets=["pull"]), without=())["images"]
     messages = " ".join(finding.message for finding in findings)
     assert "names no registry" in messages
@@ -175,7 +175,7 @@ def test_images_without_a_registry_and_pull_secrets_that_are_not_there_are_named
 
 
 @pytest.mark.parametrize("right", ["create pytorchjobs", "delete pytorchjobs", "get pods/log", "list events"])
-def test_a_permission_that_the_launcher_needs_is_named(cluster: Cluster, right: str) -> None:
+def test_a_missing_permission_of_the_launcher_is_reported(cluster: Cluster, right: str) -> None:
     cluster.denied.add(right)
     finding = only(examined(), "permissions")
     assert finding.outcome == "fail"

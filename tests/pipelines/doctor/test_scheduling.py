@@ -50,7 +50,7 @@ def test_a_healthy_cluster_has_no_failed_check(cluster: Cluster) -> None:
         ("/apis/kueue.x-k8s.io/v1beta2", "localqueues.kueue.x-k8s.io", "warn"),
     ],
 )
-def test_an_api_that_is_not_served_is_named(cluster: Cluster, missing: str, resource: str, outcome: str) -> None:
+def test_an_unserved_api_is_reported(cluster: Cluster, missing: str, resource: str, outcome: str) -> None:
     del cluster.objects[missing]
     finding = only(examined(), resource)
     assert finding.outcome == outcome
@@ -79,7 +79,7 @@ def test_a_resource_that_the_spec_requires_must_exist(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--gang-scheduler-name=none"], ["--v=1"]])
-def test_an_operator_without_gang_scheduling_is_named(cluster: Cluster, arguments: list[str]) -> None:
+def test_an_operator_without_gang_scheduling_is_reported(cluster: Cluster, arguments: list[str]) -> None:
     cluster.objects[DEPLOYMENTS]["items"][0]["spec"]["template"]["spec"]["containers"][0]["args"] = arguments
     assert only(examined(), "gang scheduling").outcome == "warn"
     finding = only(examined(spec_with(scheduler="volcano", queue="holdfast")), "gang scheduling")
@@ -89,7 +89,7 @@ def test_an_operator_without_gang_scheduling_is_named(cluster: Cluster, argument
     assert patch["value"] in ("--gang-scheduler-name=volcano", ["--gang-scheduler-name=volcano"])
 
 
-def test_an_operator_that_is_away_is_named(cluster: Cluster) -> None:
+def test_a_stopped_operator_is_reported(cluster: Cluster) -> None:
     cluster.objects[DEPLOYMENTS] = {"items": []}
     assert "training operator" in only(examined(), "gang scheduling").remedy
 
@@ -98,7 +98,7 @@ def test_an_operator_that_is_away_is_named(cluster: Cluster) -> None:
     ("actions", "missing"),
     [("enqueue, allocate, backfill", "preempt and reclaim"), ("enqueue, allocate, preempt, backfill", "reclaim")],
 )
-def test_actions_that_cannot_preempt_are_named(cluster: Cluster, actions: str, missing: str) -> None:
+def test_actions_that_cannot_preempt_are_reported(cluster: Cluster, actions: str, missing: str) -> None:
     cluster.objects[ACTIONS]["data"]["volcano-scheduler.conf"] = f'actions: "{actions}"\ntiers: []'
     finding = only(examined(), "volcano actions")
     assert f"without {missing}" in finding.message
@@ -111,7 +111,7 @@ def test_actions_that_cannot_preempt_are_named(cluster: Cluster, actions: str, m
     [(QUEUE, "volcano queue"), (LOCAL_QUEUE, "kueue queue"), (PRIORITY, "priority class"), (ACTIONS, "volcano actions"),
      (f"{ACCOUNT}/holdfast-launcher", "service accounts")],
 )  # fmt: skip
-def test_an_object_that_is_missing_is_named(cluster: Cluster, path: str, check: str) -> None:
+def test_a_missing_object_is_reported(cluster: Cluster, path: str, check: str) -> None:
     del cluster.objects[path]
     assert only(examined(), check).outcome == "warn"
 
@@ -131,7 +131,7 @@ def test_an_object_that_the_spec_names_must_be_there(cluster: Cluster, fields: d
     assert "'mine'" in finding.message
 
 
-def test_a_device_that_no_node_has_enough_of_is_named(cluster: Cluster) -> None:
+def test_a_device_that_exceeds_every_node_is_reported(cluster: Cluster) -> None:
     spec = spec_with(accelerator="nvidia", resources={"extended": {"vpc.amazonaws.com/efa": 4}})
     node = {"status": {"allocatable": {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "4"}}}
     cluster.objects["/api/v1/nodes"] = {"items": [{"status": {"allocatable": {"cpu": "4"}}}, node]}
@@ -143,7 +143,7 @@ def test_a_device_that_no_node_has_enough_of_is_named(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(("placement", "outcome"), [("prefer", "warn"), ("require", "fail")])
-def test_neighbours_that_volcano_does_not_know_are_named(cluster: Cluster, placement: str, outcome: str) -> None:
+def test_neighbours_that_volcano_does_not_know_are_reported(cluster: Cluster, placement: str, outcome: str) -> None:
     spec = spec_with(
         scheduler="volcano", job="volcano", queue="holdfast", topology={"placement": placement, "tier": 1}
     )  # fmt: skip
@@ -154,7 +154,7 @@ def test_neighbours_that_volcano_does_not_know_are_named(cluster: Cluster, place
     assert examined(spec) == {}
 
 
-def test_a_resource_of_which_kueue_has_no_quota_is_named(cluster: Cluster) -> None:
+def test_a_resource_without_kueue_quota_is_reported(cluster: Cluster) -> None:
     spec = spec_with(scheduler="kueue", queue="holdfast", resources={"extended": {"rdma/hca": 1}})
     cluster.objects["/api/v1/nodes"] = {"items": [{"status": {"allocatable": {"rdma/hca": "1k"}}}]}
     cluster.objects["/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses/holdfast-standard"] = {"value": 1}
@@ -166,7 +166,7 @@ def test_a_resource_of_which_kueue_has_no_quota_is_named(cluster: Cluster) -> No
     assert examined(spec) == {}
 
 
-def test_a_queue_that_admits_nothing_is_named_with_its_reason(cluster: Cluster) -> None:
+def test_a_queue_that_admits_nothing_is_reported_with_its_reason(cluster: Cluster) -> None:
     (condition,) = cluster.objects[LOCAL_QUEUE]["status"]["conditions"]
     condition |= {"status": "False", "message": "Can't submit new workloads to clusterQueue"}
     assert "Can't submit" in only(examined(), "kueue queue").message
@@ -209,7 +209,7 @@ def test_a_partition_of_slurm_that_fits_exactly_is_fine(nodes: int, cores: int, 
     assert _partition("p", {"p": partition}, spec).outcome == outcome
 
 
-def test_nodes_that_know_no_fp8_are_named(cluster: Cluster) -> None:
+def test_nodes_without_fp8_support_are_reported(cluster: Cluster) -> None:
     spec = spec_with(accelerator="nvidia").model_copy(
         update={"training": spec_with().training.model_copy(update={"precision": "fp8"})}
     )

@@ -58,7 +58,9 @@ DAMAGED = [b"{", b"[" * 200_000, b"", b"\xff", b"null", b"[]", b'"x"', b'{"spec"
 
 @pytest.mark.parametrize("data", DAMAGED, ids=range(len(DAMAGED)))
 @pytest.mark.parametrize("name", ["run", "result", "summary", "backend", "parent", "evaluations/a", "registrations/a"])
-def test_a_damaged_record_of_a_run_hides_no_other_run_and_is_named(folder_store: Store, name: str, data: bytes) -> None:
+def test_a_damaged_record_of_a_run_hides_no_other_run_and_is_reported(
+    folder_store: Store, name: str, data: bytes
+) -> None:
     write(folder_store, "aaaa", "good")
     write(folder_store, "bbbb", "bad", **{name: data})
     records = {record.run_id: record for record in all_runs(folder_store)}

@@ -94,7 +94,7 @@ def test_the_ui_requires_its_password_and_leaves_no_process(tmp_path: Path, monk
     assert not alive
 
 
-def test_a_password_that_others_could_read_is_not_taken(tmp_path: Path) -> None:
+def test_a_password_file_readable_by_other_users_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "password"
     first = password_of(file)
     assert len(first) > 20
@@ -109,7 +109,7 @@ def test_a_password_that_others_could_read_is_not_taken(tmp_path: Path) -> None:
         password_of(file)
 
 
-def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+def test_an_occupied_port_is_reported(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

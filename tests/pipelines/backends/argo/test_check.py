@@ -95,7 +95,7 @@ def test_emitted_objects_have_no_dangling_references() -> None:
 
 
 @pytest.mark.parametrize(("broken", "said"), BREAKS.values(), ids=BREAKS.keys())
-def test_a_reference_to_nothing_is_named(broken: Callable[[Objects], object], said: str) -> None:
+def test_a_reference_to_nothing_is_reported(broken: Callable[[Objects], object], said: str) -> None:
     objects = copy.deepcopy(RIGHT)
     broken(objects)
     assert any(said in problem for problem in check(objects)), check(objects)

@@ -138,14 +138,14 @@ def test_infrastructure_errors_are_tried_again_with_growing_bounded_waits(first:
 
 
 @pytest.mark.parametrize("code", [1, 2, 7, 10, 11, 12, 13, 14, 15, 16, 17])
-def test_errors_that_repeat_themselves_are_not_tried_again(folder: Path, code: int) -> None:
+def test_permanent_errors_are_not_retried(folder: Path, code: int) -> None:
     namespace = argo(folder)
     namespace.instead = {"preprocess": [code], "notify": [0]}
     workflow = submit(namespace)
     assert (workflow.phase, workflow.nodes["preprocess"].codes) == ("Failed", [code])
 
 
-def test_retries_come_to_an_end(folder: Path) -> None:
+def test_retries_are_bounded(folder: Path) -> None:
     namespace = argo(folder)
     namespace.instead = {"preprocess": [203] * 100, "notify": [0]}
     workflow = submit(namespace)

@@ -62,9 +62,7 @@ def step(name: str, result: str = "", code: int | None = 0, reason: str = "") ->
 TRAINED = (step("preprocess", "d"), step("train", RUN_ID))
 
 
-def test_each_step_of_a_run_that_ended_well_is_one_row_in_the_order_of_the_dag(
-    kubeflow: KubeflowServer, store: Store
-) -> None:
+def test_each_step_of_a_succeeded_run_is_one_row_in_dag_order(kubeflow: KubeflowServer, store: Store) -> None:
     run_status = status(kubeflow, store, kubeflow.recorded("retried"))
     assert shown(run_status) == [
         (name, "SUCCEEDED", "", 0) for name in ("preprocess", "train", "evaluate", "register", "notify")
@@ -225,7 +223,7 @@ def stuck(kubeflow: KubeflowServer, name: str = "image-not-pulled-then-cancelled
     return run
 
 
-def test_a_pod_that_has_not_begun_after_two_minutes_is_named_with_how_to_look(
+def test_a_pod_that_has_not_begun_after_two_minutes_is_reported_with_how_to_look(
     kubeflow: KubeflowServer, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = stuck(kubeflow)

@@ -158,7 +158,7 @@ def test_every_request_may_fail_once_and_nothing_is_made_twice(
     assert kubeflow.terminated == []
 
 
-def test_a_server_that_stays_broken_is_given_up_as_unreachable(kubeflow: KubeflowServer) -> None:
+def test_a_server_with_persistent_errors_is_reported_unreachable(kubeflow: KubeflowServer) -> None:
     kubeflow.fault = lambda *_: 503
     with pytest.raises(KubeflowUnreachableError, match="status 503") as error:
         connect(kubeflow)

@@ -76,7 +76,7 @@ def test_a_finished_run_whose_summary_could_not_be_sent_has_succeeded_and_one_th
     ("code", "ends", "words"),
     [(204, ExitCode.PREEMPTED, "train saved a checkpoint and left"), (None, ExitCode.KILLED, "")],
 )
-def test_a_killed_process_of_the_pipeline_is_named_with_what_its_step_did(
+def test_a_killed_process_of_the_pipeline_is_reported_with_what_its_step_did(
     code: int | None, ends: ExitCode, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local_run, _ = registered_run(tmp_path, monkeypatch, "")

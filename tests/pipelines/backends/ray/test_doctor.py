@@ -35,7 +35,7 @@ def test_nodes_with_equal_versions_pass() -> None:
 
 
 @pytest.mark.parametrize("name", ["python", "torch", "ray", "holdfast"])
-def test_nodes_that_differ_are_named(name: str) -> None:
+def test_nodes_that_differ_are_reported(name: str) -> None:
     other = replace(NODE, node="10.0.0.2", versions={**HERE, name: "0.0.1"})
     finding = one(ray._versions([NODE, other]))
     assert finding.outcome == "fail"

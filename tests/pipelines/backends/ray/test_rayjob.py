@@ -84,7 +84,7 @@ def test_the_steps_read_the_very_spec_and_have_time_to_save() -> None:
     assert int(variables[STOP_SECONDS]) > 300
 
 
-def test_kueue_lets_it_go() -> None:
+def test_a_rayjob_for_kueue_starts_suspended() -> None:
     example = EXAMPLES[0]
     job = rayjob(
         RunRequest(
