@@ -156,7 +156,7 @@ def test_a_writer_takes_its_share_of_the_cores_that_ranks_leave(
     assert spare_threads(ranks) == threads
 
 
-def test_no_difference_is_taken_from_what_the_checkpoint_before_did_not_need(
+def test_no_difference_is_based_on_a_piece_that_the_previous_checkpoint_did_not_need(
     folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "PACK_BYTES", 2**18)  # no pack holds pieces of both tensors

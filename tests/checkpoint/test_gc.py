@@ -150,7 +150,7 @@ def test_the_mark_of_a_dead_reader_holds_for_its_time_by_no_clock_but_the_collec
     ("key", "keep_last"),
     [("checkpoints/step-000000003.json", 3), ("checkpoints/readers/step-000000003/torn.json", 1)],
 )
-def test_nothing_is_taken_while_something_lies_there_that_may_need_it(
+def test_nothing_is_collected_while_an_unknown_object_may_need_it(
     folder_store: Store, key: str, keep_last: int
 ) -> None:
     for step in (3, 6, 9):
@@ -161,7 +161,7 @@ def test_nothing_is_taken_while_something_lies_there_that_may_need_it(
     assert names(folder_store, "packs") == packs
 
 
-def test_nothing_is_taken_while_an_index_of_a_kept_checkpoint_cannot_be_read(folder_store: Store) -> None:
+def test_nothing_is_collected_while_an_index_of_a_kept_checkpoint_is_unreadable(folder_store: Store) -> None:
     for step in (3, 6, 9):
         commit(folder_store, step)
     key = f"{layout.indexes(RUN, 1, 6)}00000.idx"

@@ -155,7 +155,7 @@ def opened(endpoint: Endpoint) -> tuple[socket.socket, bytes]:
     return end, end.recv(32, socket.MSG_WAITALL)
 
 
-def test_strangers_who_drip_hold_no_place_of_those_who_know_the_token(
+def test_slow_clients_without_the_token_do_not_block_authenticated_ones(
     served: tuple[Endpoint, Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endpoint, _ = served

@@ -143,7 +143,7 @@ def test_every_byte_of_a_pack_of_tiles_is_checked_by_readers_of_rows_and_by_thos
 
 
 @pytest.mark.usefixtures("small")
-def test_pieces_with_the_same_tiles_in_other_rows_are_not_taken_for_each_other(folder_store: Store) -> None:
+def test_pieces_with_the_same_tiles_in_other_rows_are_not_confused(folder_store: Store) -> None:
     two_rows = torch.randn(4, 6, 2)  # in a piece of 96 bytes
     one_row = two_rows.view(2, 2, 6, 2).permute(0, 2, 1, 3).reshape(2, 6, 4)
     tensors = {"two": two_rows, "one": one_row}

@@ -77,7 +77,7 @@ def test_without_a_master_a_restricted_namespace_takes_every_pod(cluster: Emulat
     assert said(cluster) == []
 
 
-def test_a_worker_s_init_container_gives_up_on_a_master_that_does_not_come(cluster: Emulation) -> None:
+def test_the_init_container_of_a_worker_times_out_without_a_master(cluster: Emulation) -> None:
     cluster.kubelet.program = lambda pod: None if "worker" in pod["metadata"]["name"] else {"phase": "Pending"}
     cluster.kubelet.master_wait = 1.0
     cluster.objects.create("pytorchjobs", with_a_master(emitted()))
@@ -140,7 +140,7 @@ def test_a_container_whose_settings_are_not_there_waits_and_names_them(cluster: 
     assert waiting()[0]["message"] == 'configmap "holdfast-settings" not found'
 
 
-def test_an_object_whose_owner_lies_in_another_namespace_is_collected(cluster: Emulation) -> None:
+def test_an_object_with_an_owner_in_another_namespace_is_collected(cluster: Emulation) -> None:
     cluster.label_namespace({}, "kubeflow")
     owner = cluster.objects.create("configmaps", {"metadata": {"name": "owner", "namespace": "kubeflow"}})
     reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": "owner", "uid": owner["metadata"]["uid"]}

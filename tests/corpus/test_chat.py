@@ -154,7 +154,7 @@ def whole_conversations(rows: np.ndarray) -> list[str]:
     return conversations
 
 
-def test_every_conversation_lies_whole_in_one_sample_and_only_answers_count(
+def test_every_conversation_is_complete_in_one_sample_and_only_answers_count(
     make_chat: Callable[..., Spec], store: Store
 ) -> None:
     records = [question(number, number % 40) for number in range(60)]

@@ -46,9 +46,7 @@ def texts(store: Store, dataset_id: str, cache: Path) -> list[str]:
     return documents
 
 
-def test_every_document_comes_out_as_it_went_in(
-    store: Store, corpus: Path, make_spec: MakeSpec, tmp_path: Path
-) -> None:
+def test_every_document_round_trips(store: Store, corpus: Path, make_spec: MakeSpec, tmp_path: Path) -> None:
     prepared = run(make_spec(corpus), store)
     expected = [prose(number) for number in (*range(40), *range(1000, 1300))]
     assert sorted(texts(store, prepared.dataset_id, tmp_path)) == sorted(expected)

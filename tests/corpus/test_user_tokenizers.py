@@ -83,7 +83,7 @@ def test_a_text_that_gives_the_end_token_all_the_same_is_refused_or_counted(brin
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_text_that_its_tokens_do_not_stand_for_is_refused_or_counted_wherever_it_lies(
+def test_text_that_does_not_round_trip_through_tokens_is_refused_or_counted(
     late: bool, bring: Any, store: Store
 ) -> None:
     filler = [f"{chr(97 + number)} {'x' * 60_000}" for number in range(20)]

@@ -25,7 +25,7 @@ def test_huge_ranges_need_no_memory_and_stay_inside(n: int) -> None:
     assert image.max() < n
 
 
-def test_indices_may_come_in_any_shape_and_order() -> None:
+def test_indices_may_have_any_shape_and_order() -> None:
     permutation = Permutation(977, derive_key("a", 1))
     whole = permutation(np.arange(977))
     np.testing.assert_array_equal(permutation(np.array([[5, 900], [3, 5]])), whole[[[5, 900], [3, 5]]])

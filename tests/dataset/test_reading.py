@@ -180,7 +180,7 @@ def test_held_out_text_too_short_for_a_sample_names_the_remedy(store: Store, wri
         Dataset.open(store, DATASET_ID, tmp_path).validation(CONTEXT, 1000)
 
 
-def test_held_out_documents_come_whole_across_shards_and_blocks(store: Store, write: Write, tmp_path: Path) -> None:
+def test_held_out_documents_are_complete_across_shards_and_blocks(store: Store, write: Write, tmp_path: Path) -> None:
     documents = [np.arange(1, length + 1) for length in (5, 0, 1, 200, 33)]
     tokens = np.concatenate([np.append(document, 0) for document in documents])
     write([np.arange(100)], [tokens], shard_tokens=7)

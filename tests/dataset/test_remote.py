@@ -61,7 +61,7 @@ def test_a_dataset_in_a_bucket_reads_like_one_in_a_folder(
     remote.verify()
 
 
-def test_a_row_costs_its_piece_and_not_the_shard(
+def test_a_row_reads_its_piece_and_not_the_shard(
     bucket: Store, proxy: FaultyProxy, write: Write, tmp_path: Path
 ) -> None:
     write([np.arange(8 * PIECE_TOKENS) % 50_000], shard_tokens=10**7, to=bucket)

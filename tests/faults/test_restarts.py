@@ -69,7 +69,7 @@ def test_a_rank_that_receives_sigterm_during_a_load_computes_no_step(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_run_on_one_machine_gets_past_a_damaged_checkpoint_by_itself(tmp_path: Path) -> None:
+def test_a_local_run_recovers_from_a_damaged_checkpoint(tmp_path: Path) -> None:
     store, spec = new_store(tmp_path / "store"), tiny_spec()
     assert train_in_ranks(1, store.url, tmp_path / "ranks", [((), "undisturbed", None)]) == [""]
     launch_number = launch(store, spec)

@@ -71,7 +71,7 @@ def test_training_on_a_tpu_is_refused_with_a_message() -> None:
         parse_spec(SPEC % "tpu")
 
 
-def test_tensors_on_the_cpu_always_go_through_gloo() -> None:
+def test_tensors_on_the_cpu_always_use_gloo() -> None:
     assert {device: backend_of(device) for device in ("cpu", "cuda", "npu", "hpu")} == {
         "cpu": "gloo",
         "cuda": "cpu:gloo,cuda:nccl",

@@ -270,7 +270,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path, victim: str)
         launcher.wait(PATIENCE)
 
 
-def test_a_process_whose_parent_died_before_it_could_ask_dies_too() -> None:
+def test_a_process_whose_parent_died_before_its_check_dies_too() -> None:
     code = "from holdfast.launch.processes import die_with_parent; die_with_parent(); print('lives on')"
     for parent, expected in ((str(os.getpid()), 0), ("1", -signal.SIGKILL), (None, 0)):
         environment = {key: value for key, value in os.environ.items() if key != "HOLDFAST_PARENT"}

@@ -225,7 +225,7 @@ def test_a_reclaimed_launch_uses_no_restart_budget_and_restarts_without_a_wait()
     assert (ending.code, launcher.jobs, waits.seconds) == (0, 5, [0, 0, 0, 0])
 
 
-def test_a_machine_that_is_always_taken_back_is_given_up_when_nothing_is_saved() -> None:
+def test_repeated_reclaims_without_a_saved_step_end_the_supervisor() -> None:
     launcher, waits = Scripted([143] * 30), Waits()
     launcher.progress = False
     ending = supervise(

@@ -95,7 +95,7 @@ def test_ranks_accept_no_other_pods_and_reach_no_other_pods(overlay: str) -> Non
     assert not world.allow(STEPS["train"], Pod("kube-system", {}), 10250, blocks_reach_pods=True)
 
 
-def test_the_rules_of_kubernetes_hold_in_the_checker_itself() -> None:
+def test_the_network_policy_checker_follows_the_rules_of_kubernetes() -> None:
     a, b = Pod("a", {"x": "1"}), Pod("b", {"x": "2"})
     assert Policies([]).allow(a, b, 1)  # without a policy, everything is allowed
 

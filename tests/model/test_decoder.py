@@ -71,7 +71,7 @@ def test_document_masks_hide_other_documents_and_only_them() -> None:
     assert (built(tokens, document_BT=one_document) - built(tokens)).abs().max() < 1e-5, "one document is plain causal"
 
 
-def test_a_document_scores_the_same_wherever_it_stands_in_the_sequence() -> None:
+def test_a_document_scores_the_same_at_any_position_of_the_sequence() -> None:
     built = decoder(shape())
     tokens = TOKENS.clone().clamp(min=1)
     tokens[:, 11] = 0

@@ -222,7 +222,7 @@ def test_a_shard_has_the_bytes_that_the_library_writes(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
-def test_tensors_that_do_not_come_as_promised_are_refused() -> None:
+def test_tensors_that_do_not_match_the_model_are_refused() -> None:
     built = decoder(shape())
     tensors = built.state_dict()
 

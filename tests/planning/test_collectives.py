@@ -40,7 +40,7 @@ def test_an_all_reduce_is_no_slower_than_a_scatter_and_a_gather_and_no_faster_th
     assert all_reduce(size, ranks_group) <= reduce_scatter(size, ranks_group) + all_gather(size, ranks_group) + 1e-12
 
 
-def test_small_messages_go_by_few_steps_and_large_ones_over_all_links() -> None:
+def test_small_messages_use_few_steps_and_large_ones_all_links() -> None:
     small, large = all_reduce_by(1e3, group(H100, 1024)), all_reduce_by(1e9, group(H100, 8))
     assert large["ring"] < large["tree"]
     assert small["ring"] > 10 * min(small.values())

@@ -64,7 +64,7 @@ def test_plan_shows_layouts_with_limits_and_the_reasons_for_the_first(spec: Path
         assert text in output
 
 
-def test_the_prices_of_the_spec_come_before_the_tables_and_the_command_line_before_both(spec: Path) -> None:
+def test_prices_of_the_command_line_override_the_spec_and_the_spec_the_tables(spec: Path) -> None:
     priced_text = SPEC + "  prices: {accelerator_hour: 4, kilowatt_hour: 0.5, carbon_per_kilowatt_hour: 300}\n"
     spec.write_text(priced_text)
     run = as_json(str(spec), "--gpus", "64")["layouts"][0]["run"]

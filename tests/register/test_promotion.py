@@ -73,7 +73,7 @@ def test_killed_at_any_operation_and_repeated_it_is_the_champion(store: Store) -
 
 @pytest.mark.parametrize("made_by", ["promote", "promote_in_order"])
 @pytest.mark.parametrize("after", [False, True])
-def test_killed_at_any_write_to_mlflow_there_is_a_champion_to_go_back_to(
+def test_a_promotion_killed_at_any_mlflow_write_leaves_a_champion(
     store: Store, monkeypatch: pytest.MonkeyPatch, made_by: str, after: bool
 ) -> None:
     """The former champion is recorded before the alias moves. Otherwise, a crash between the two would leave no

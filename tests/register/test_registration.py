@@ -411,7 +411,7 @@ def test_two_concurrent_steps_register_one_version(home: Path, store: Store, fin
 
 
 @pytest.mark.slow
-def test_no_weights_go_through_an_mlflow_server_when_the_store_is_a_bucket(
+def test_weights_in_a_bucket_are_not_sent_through_the_mlflow_server(
     s3_url: str, finish_in: FinishIn, server: str, lasting_server: tuple[Path, str], tmp_path: Path
 ) -> None:
     store = open_store(s3_url)

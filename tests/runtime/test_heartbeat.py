@@ -62,7 +62,7 @@ def test_another_process_sees_rank_step_phase_and_wait_as_they_are_now(
         assert not page.read().waiting
 
 
-def test_the_first_step_and_what_lies_between_steps_are_no_usual_steps(
+def test_the_first_step_and_gaps_between_steps_are_not_typical_steps(
     page: HeartbeatReader, here: HeartbeatPage, clock: Clock
 ) -> None:
     def step(number: int, seconds: float, save: float = 0.0) -> None:

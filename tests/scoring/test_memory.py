@@ -60,7 +60,7 @@ def test_rows_pass_the_layers_in_batches_that_fit_the_memory_limit(monkeypatch: 
     assert score(built, [TOKENS], LENGTHS, document_masks=True) == whole
 
 
-def test_weights_go_to_their_place_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_copied_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = decoder(shape(tie_embeddings=False))
     export(tmp_path, built, max_shard_bytes=20_000)
     largest: list[int] = []

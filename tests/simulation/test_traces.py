@@ -63,7 +63,7 @@ def test_each_published_format_is_recognised(
     assert [(job.submit, job.gpus, job.seconds, job.tenant) for job in jobs] == expected
 
 
-def test_every_field_of_a_job_can_stand_in_our_own_columns(tmp_path: Path) -> None:
+def test_every_field_of_a_job_has_a_native_column(tmp_path: Path) -> None:
     (job,) = load_trace(written(tmp_path, OWN))
     assert (job.priority, job.min_gpus, job.max_gpus, job.same_rack) == (2, 8, 32, True)
 

@@ -150,7 +150,7 @@ def test_an_id_stays_what_it_is_from_version_to_version() -> None:
     assert digest({"a": [1, 2.5, "x", None]}) == "2278c8e5bcdf6734"
 
 
-def test_a_field_that_came_later_leaves_the_ids_of_runs_before_it(monkeypatch: pytest.MonkeyPatch, spec: Spec) -> None:
+def test_a_new_field_keeps_the_ids_of_earlier_runs(monkeypatch: pytest.MonkeyPatch, spec: Spec) -> None:
     digested: list[Any] = []
     monkeypatch.setattr("holdfast.spec.identity.digest", lambda value: str(digested.append(value)))
     run_id(spec, "d")

@@ -29,7 +29,7 @@ def argv(tmp_path: Path) -> list[str]:
     return [*arguments, *more, "--run-id", "r", "--artifacts", f"{tmp_path}/artifacts"]
 
 
-def test_overrides_in_one_argument_come_before_those_of_set(argv: list[str]) -> None:
+def test_overrides_in_one_argument_apply_before_those_of_set(argv: list[str]) -> None:
     assert overrides_of(parser_of("evaluate").parse_args(argv)) == ["training.steps=50", "name=b", "name=c"]
     assert overrides_of(Namespace(overrides="", set=[])) == []
 

@@ -197,7 +197,7 @@ def on_a_cluster(tmp_path: Path, body: str, job: str = JOB) -> int:
     return subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode
 
 
-def test_on_a_cluster_the_outcome_of_a_step_lies_in_the_store(tmp_path: Path) -> None:
+def test_on_a_cluster_the_outcome_of_a_step_is_in_the_store(tmp_path: Path) -> None:
     assert on_a_cluster(tmp_path, "raise DataError('a.txt: is broken; mend it')") == 11
     (outcome,) = outcomes_of(JOB, SPEC, store=f"file://{tmp_path}")
     assert (outcome.step, outcome.exit_code, outcome.pod) == ("train", 11, "quickstart-x-train-7")

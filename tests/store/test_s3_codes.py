@@ -78,7 +78,7 @@ def test_a_reply_has_the_outcome_of_its_code(
     assert says in str(failure)
 
 
-def test_each_code_stands_once_and_each_meaning_has_codes() -> None:
+def test_each_s3_code_is_listed_once_and_each_meaning_has_codes() -> None:
     assert set(CODES) == set(Meaning)
     assert sum(len(codes.split()) for codes in CODES.values()) == len(MEANINGS)
 

@@ -110,9 +110,7 @@ def test_a_body_that_stops_in_the_middle_is_read_again(s3_url: str, proxy: Fault
     assert [fault.hits for fault in faults] == [1, 1]
 
 
-def test_ranges_that_come_from_two_versions_are_not_mixed(
-    store: Store, proxy: FaultyProxy, large: bytes, s3_url: str
-) -> None:
+def test_ranges_of_two_versions_are_not_mixed(store: Store, proxy: FaultyProxy, large: bytes, s3_url: str) -> None:
     """All parts are requested concurrently, before any reply names its version."""
     store.put("big", large)
     release = threading.Event()

@@ -84,7 +84,7 @@ def test_members_of_a_group_share_a_folder_and_a_stranger_is_kept_out_by_the_uma
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become other users")
-def test_a_lock_that_another_user_has_made_under_a_strict_umask_is_taken_all_the_same(shared: Path) -> None:
+def test_a_lock_created_by_another_user_under_a_strict_umask_is_usable(shared: Path) -> None:
     def begin() -> None:
         FileStore(shared, deadline=5).compare_and_swap("a.json", b"first", None)
         for folder in (shared / ".holdfast", *(shared / ".holdfast").iterdir()):

@@ -173,7 +173,7 @@ def test_concurrent_folds_and_a_reader_see_every_history_row_once(store: Store) 
         assert read_history(store, RUN) == before
 
 
-def test_the_history_of_very_many_attempts_costs_one_listing(store: Store) -> None:
+def test_the_history_of_very_many_attempts_needs_one_listing(store: Store) -> None:
     for attempt in range(1, 31):
         write(store, attempt, attempt, attempt)
     commit(store, RUN, 30, [(attempt - 1, attempt) for attempt in range(1, 31)])

@@ -164,7 +164,7 @@ def judged(settings: Settings, losses: list[float], norms: list[float] | None = 
     return held_steps
 
 
-def test_a_spike_is_what_lies_above_the_running_mean_once_the_window_is_full() -> None:
+def test_a_spike_is_above_the_running_mean_after_the_window_is_full() -> None:
     settings = Settings(action="skip", deviations=3, window=4)
     usual = [2.0, 2.1, 1.9, 2.05]
     assert judged(settings, [2.0, 9.0, 2.1, 1.9, 2.0, 2.05]) == []  # the window is not full
@@ -264,7 +264,7 @@ def test_rewinds_are_no_longer_in_a_row_once_a_multiple_is_behind_also_where_fp1
         assert anomalies.resolve(before=step + 1) == (step in (2, 5))  # and no error, because they are not consecutive
 
 
-def test_retention_keeps_for_every_checkpoint_the_one_that_a_rewind_would_go_back_to() -> None:
+def test_retention_keeps_the_rewind_target_of_every_checkpoint() -> None:
     committed = dict.fromkeys([3, 6, 8, 9, 11], 0.0)
     assert Retention(1).kept(committed) == [11]
     assert Retention(1, rewind_steps=3).kept(committed) == [9, 11]

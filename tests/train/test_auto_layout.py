@@ -89,7 +89,7 @@ def test_a_run_records_what_was_planned_and_keeps_it(tmp_path: Path) -> None:
     assert planned(spec, store) == first
 
 
-def test_after_a_launch_that_ran_out_of_memory_the_next_plan_is_taken(tmp_path: Path) -> None:
+def test_the_next_plan_is_used_after_an_out_of_memory_launch(tmp_path: Path) -> None:
     store, spec = new_store(tmp_path / "store"), tiny_spec(*AUTO)
     identity, first = run_id(spec, DATASET_ID), planned(spec, store)
     assignment = Assignment.of(first, identity, DATASET_ID).model_dump(mode="json")

@@ -60,7 +60,7 @@ def test_checkpoints_by_steps_are_at_multiples_and_the_last_step_after_any_resum
     assert walked(Checkpoint(every_steps=4), 1, 1, 10, start=5) == [8, 10]
 
 
-def test_minutes_come_on_top_of_the_steps_and_count_from_the_last_save() -> None:
+def test_checkpoints_by_minutes_add_to_those_by_steps_and_count_from_the_last_save() -> None:
     assert walked(Checkpoint(every_steps=20, every_minutes=1), 10, 0, 40) == [6, 12, 18, 20, 26, 32, 38, 40]
     assert walked(Checkpoint(every_steps=4, every_minutes=1), 10, 0, 10) == [4, 8, 10]
 
@@ -92,7 +92,7 @@ def test_steps_that_a_save_behind_them_slows_down_are_part_of_its_cost() -> None
     assert cadence.interval() == pytest.approx(math.sqrt(2 * (0.5 + 5 * 2) * mean))
 
 
-def test_the_failures_of_a_run_are_its_attempts_that_did_not_end_well(folder_store: Store) -> None:
+def test_the_failures_of_a_run_are_its_unsuccessful_attempts(folder_store: Store) -> None:
     codes = [ExitCode.LOST_PEER, ExitCode.PREEMPTED, 137]
     for number, code in enumerate(codes, start=1):
         claim_launch(folder_store, "run", {})

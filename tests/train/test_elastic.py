@@ -158,7 +158,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_ranks_that_go_and_come_in_mid_run_leave_no_trace(calm: dict[str, Any], tmp_path: Path) -> None:
+def test_ranks_that_leave_and_join_during_a_run_change_no_bit(calm: dict[str, Any], tmp_path: Path) -> None:
     """The number of ranks leaves no trace: gangs of two, three and four ranks compute steps of every layout."""
     store = new_store(tmp_path / "store")
     for ranks, stop_after in ((4, 1), (2, 3), (3, 5), (4, None)):

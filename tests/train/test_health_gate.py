@@ -51,7 +51,7 @@ def reports(store: Store, identity: str) -> list[Report]:
 
 
 @pytest.mark.drill
-def test_a_run_does_not_start_on_a_node_that_failed_and_starts_when_it_is_well_with_the_bits_of_any_other(
+def test_a_run_does_not_start_on_an_unhealthy_node_and_gives_the_same_bits_once_it_recovers(
     tmp_path: Path,
 ) -> None:
     store, home = new_store(tmp_path / "store"), tmp_path / "home"

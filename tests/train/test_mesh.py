@@ -146,7 +146,7 @@ def test_stages_are_dealt_layers_so_that_the_dearest_costs_least() -> None:
             assert all(stages_layers) and [layer for stage in stages_layers for layer in stage] == list(range(layers))
 
 
-def test_stages_that_are_given_are_dealt_as_they_stand() -> None:
+def test_explicit_stages_are_used_unchanged() -> None:
     assert given_layers([3, 5]) == [range(0, 3), range(3, 8)]
     assert given_layers([1, 2, 1, 4]) == [range(0, 1), range(1, 3), range(3, 4), range(4, 8)]
 

@@ -96,7 +96,7 @@ def test_a_checkpoint_collected_during_verification_is_not_damage(saved: Store) 
     assert verify(saved, RUN, 3).collected
 
 
-def test_a_tensor_comes_in_parts_that_share_their_memory_and_leave_nothing_out(folder_store: Store) -> None:
+def test_a_tensor_is_read_completely_in_parts_that_share_memory(folder_store: Store) -> None:
     large = torch.arange(12 * 2**20, dtype=torch.float32).view(-1, 48)  # 48 MiB
     save(checkpointer(folder_store), 1, [TensorBox.whole("large", large), TensorBox.whole("none", torch.empty(0, 3))])
     checkpoint = open_checkpoint(folder_store, RUN, 1)

@@ -54,7 +54,7 @@ def pods_of(kind: str, objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pod_has_no_rights_and_never_comes_back_by_itself(kind: str) -> None:
+def test_a_pod_has_no_permissions_and_never_restarts(kind: str) -> None:
     for template in pods(kind):
         pod = template["spec"]
         (container,) = pod["containers"]
@@ -217,7 +217,7 @@ def test_a_gang_begins_with_its_fewest_nodes() -> None:
 
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
-def test_kueue_lets_a_suspended_job_go_and_places_all_its_pods_together(kind: str) -> None:
+def test_a_kueue_job_starts_suspended_and_places_all_pods_together(kind: str) -> None:
     overrides = (
         "cluster.scheduler=kueue", "cluster.queue=q", "cluster.priority_class=high",
         "cluster.topology={placement: require, level: example.com/rack}",
@@ -269,7 +269,7 @@ def test_an_unfollowed_volcano_job_restarts_whole_except_after_a_permanent_exit_
     assert {policy["exitCode"] for policy in codes} == permanent
 
 
-def test_a_trainjob_comes_after_the_runtime_that_it_names() -> None:
+def test_a_trainjob_follows_its_runtime() -> None:
     runtime, train_job = objects_for(job("cluster.job=trainjob"))
     assert (runtime["kind"], train_job["kind"]) == ("TrainingRuntime", "TrainJob")
     assert train_job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
@@ -304,7 +304,7 @@ def test_an_unsupported_request_for_a_target_is_refused_with_the_reason(monkeypa
         render(parse_spec(SPEC, ["store=null"]), "pytorchjob")
 
 
-def test_the_key_of_a_launch_belongs_to_its_job_and_stands_in_no_other_object_and_no_text() -> None:
+def test_the_key_of_a_launch_is_only_in_the_secret_of_its_job() -> None:
     gang_job, alone = job(), job("cluster.nodes.min=1", "cluster.nodes.max=1")
     owner = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "name": gang_job.name, "uid": "1"}
     first, second = key_secret(gang_job, owner), key_secret(gang_job, owner)

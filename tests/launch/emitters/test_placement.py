@@ -96,7 +96,7 @@ def test_a_kueue_job_requests_no_ephemeral_storage() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nodes_of_one_job_stand_on_different_machines_where_there_are_enough(kind: str) -> None:
+def test_nodes_of_one_job_prefer_different_machines(kind: str) -> None:
     for template in pods(kind):
         (preference,) = template["spec"]["affinity"]["podAntiAffinity"][
             "preferredDuringSchedulingIgnoredDuringExecution"

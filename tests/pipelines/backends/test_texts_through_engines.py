@@ -125,7 +125,7 @@ def request(text: str) -> RunRequest:
     return RunRequest(filled(text), store=f"s3://b/{text}", salt=text, run_id="0123456789abcdef")
 
 
-def test_the_texts_really_stand_in_every_free_field() -> None:
+def test_every_free_field_has_the_test_text() -> None:
     assert dump_spec(filled("%s-text")).count("%s-text") >= 20
 
 

@@ -181,7 +181,7 @@ def followed(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.drill
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("followed")
-def test_a_whole_pipeline_survives_faults_of_its_processes_and_its_store_and_comes_to_the_same_bits(
+def test_a_whole_pipeline_survives_process_and_store_faults_with_the_same_bits(
     spec: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catalogue, "AWAY_SECONDS", 1.0)

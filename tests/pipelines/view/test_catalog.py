@@ -163,7 +163,7 @@ def test_the_newest_of_many_submissions_is_found_with_few_requests() -> None:
     assert len(store.requests) <= 40
 
 
-def test_a_run_that_saved_very_often_costs_a_few_listings() -> None:
+def test_a_run_with_very_many_checkpoints_needs_few_listings() -> None:
     store = Counted(Bucket())
     write(store, "aaaa", "big")
     store.put(layout.verdict("aaaa", "key"), b'{"word": "blessed"}')

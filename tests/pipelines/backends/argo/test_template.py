@@ -50,7 +50,7 @@ def test_objects_of_an_example_match_the_official_schema_and_are_consistent(exam
         assert check(manifests) == []
 
 
-def test_every_file_of_a_step_lies_in_a_volume_that_may_be_written_to() -> None:
+def test_every_file_of_a_step_is_in_a_writable_volume() -> None:
     for template in templates(argo_objects(spec())[0]).values():
         if container := template.get("container"):
             assert container["securityContext"]["readOnlyRootFilesystem"] is True

@@ -46,9 +46,7 @@ def ended(
         ("", {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}),  # inherited from the job that submitted it
     ],
 )
-def test_a_training_that_comes_back_after_its_deadline_does_not_begin(
-    tmp_path: Path, part: str, task: dict[str, str]
-) -> None:
+def test_a_training_requeued_after_its_deadline_does_not_start(tmp_path: Path, part: str, task: dict[str, str]) -> None:
     (tmp_path / "trials.json").write_text('[["training.seed=1"], ["training.seed=2"]]')
     trials = ["--trials-file=trials.json"] if part else []
     (tmp_path / f"train-7{'_' * bool(part)}{part}.began").write_text(str(time.time() - 3600))
