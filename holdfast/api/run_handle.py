@@ -340,10 +340,11 @@ def run(
         if code not in (ExitCode.OK, ExitCode.NOT_BLESSED):
             reason = status.message or code.name.lower().replace("_", " ")
             raise RunFailedError(f"run {status.id}: {reason}. The log: {status.link}", code)
-    elif submission.record_error:
+    elif submission.record_error or not submission.store:
         raise MissingError(
-            f"{status.name} is submitted to {status.backend} ({status.link}), but {submission.store} has no record of "
-            f"it: {submission.record_error}"
+            f"{status.name} is submitted to {status.backend} ({status.link}), but "
+            f"{submission.store or 'no store that is known here'} has no record of it"
+            + (f": {submission.record_error}" if submission.record_error else "; give store=")
         )
     return Run(status.id, store_url)
 

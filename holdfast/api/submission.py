@@ -223,7 +223,11 @@ def resume(run: str, *, at: Location = AS_RECORDED, replan: bool = False, consol
     run_request = replace(last.request, replan=replan)  # a permission counts once
     target = open_recorded(at, record)
     _show_on(target, console)
-    options = ClusterOptions(endpoint=at.endpoint or record.endpoint, namespace=at.namespace or record.namespace)
+    same = at.backend in ("", record.backend)
+    options = ClusterOptions(
+        endpoint=at.endpoint or (record.endpoint if same else ""),
+        namespace=at.namespace or (record.namespace if same else ""),
+    )
     return replace(_recorded(target.resume(run_request), run_request, options), skipped_last=last is not record)
 
 

@@ -182,7 +182,7 @@ def read_events(
 ) -> list[Event]:
     """The events of a run that are later than `after` (Unix seconds), in order, each once; only those of `kinds`, if
     given. Objects whose last write, by the store's clock, was long before are not read. Of a long run, continuous kinds
-    are condensed (`event_condensing`), so that it fits into memory."""
+    are condensed (`event_folding.condense`), so that it fits into memory."""
     events = StoreEvents(store, run_id, after - WRONG_CLOCK, kinds).new()
     return [event for event in events if event.time > after]
 

@@ -1,5 +1,5 @@
 """The history of a run: one row per step, in immutable segments. A segment is written just before its checkpoint
-commits, and folded into a larger one later (`history_folding`).
+commits, and folded into a larger one later (`fold_history`).
 
 Segments carry the attempt that measured them, and a manifest maps its steps to the attempts that measured them. So the
 history is exactly that of the newest checkpoint's weights. It has every step up to it once, by the attempt whose

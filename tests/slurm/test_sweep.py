@@ -63,7 +63,7 @@ def test_a_sweep_that_is_requeued_in_part_and_cancelled_and_resumed_ends_in_the_
     slurm.ask("scontrol", "requeue", task)
     until(lambda: newest_launch(place.store, second) > 1, 400)
     assert place.step(identity, "train-2")["error"] == "requeued 1 time"
-    place.holdfast("cancel", "small-sweep")
+    place.holdfast("stop", "small-sweep")
     status = place.wait(identity)
     assert status["state"] == "CANCELED", f"{status}\n{place.logs()}"
     assert not list(tmp_path.glob("home/store/sweeps/*/comparison.json"))

@@ -160,9 +160,10 @@ class Staging:
         with nullcontext() if copy.device is None else torch.cuda.device(copy.device):
             if buffer not in self._memory or self._memory[buffer].numel() < size:
                 self._memory.pop(buffer, None)
-                self._memory[buffer] = memory = self._allocate(buffer, size)
+                memory = self._allocate(buffer, size)
                 if copy.device is not None:
                     _pin(memory)
+                self._memory[buffer] = memory
             if copy.device is not None and self._stream is None:
                 self._stream = torch.cuda.Stream()
             copy.fill(boxes_in(self._memory[buffer], slots), self._stream)

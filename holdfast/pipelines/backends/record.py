@@ -1,4 +1,4 @@
-"""Record of a submission in the store, so that `status`, `logs`, `cancel` and `resume` find the run.
+"""Record of a submission in the store, so that `show`, `logs`, `stop` and `resume` find the run.
 
 It is `runs/<run-id>/backend.json`, or `sweeps/<sweep-id>/backend.json`; the last submission counts. The submitter
 cannot read some sources of the steps (`python:stdlib`, a volume). A digest of the request then replaces the run id

@@ -121,7 +121,7 @@ def replay(
     ] = "",
     sample: Annotated[
         int,
-        typer.Option(min=1, help="Number of stretches to draw that no earlier sample computed.", show_default=False),
+        typer.Option(min=0, help="Number of stretches to draw that no earlier sample computed.", show_default=False),
     ] = 0,
     seed: Annotated[int | None, typer.Option(help="Seed of the sample.", show_default="random, and printed")] = None,
     longest: Annotated[int, typer.Option(min=1, help="Maximum number of steps in a stretch.")] = 100,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.pipelines.cli.options import AsJson, Overrides, StoreRoot, err, out
+from holdfast.pipelines.cli.options import AsJson, Overrides, StoreRoot, err, out, print_json
 
 
 def health(
@@ -56,6 +56,8 @@ def health(
     checked_spec = load_spec(spec, overrides or ()) if spec else None
     result = examine(checked_spec, ranks=processes, accelerator=accelerator, seconds=seconds, store=store)
     if result.report is None:
+        if as_json:
+            print_json({"error": {"code": result.code, "message": result.reason}})
         err(f"error: the health check did not finish: {result.reason}")
     else:
         out(result.report.model_dump_json(indent=2) if as_json else print_report(result.report))

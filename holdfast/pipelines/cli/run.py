@@ -89,7 +89,7 @@ def submit(
             f"that has not ended counts as the same ({request.unread})"
         )
     if dry_run:
-        _print_preview(request, name, cluster)
+        _print_preview(request, name, cluster, as_json)
         return
     again = shlex.join(["holdfast", *_without_salt(sys.argv[1:])]) if foreground and not over else ""
     submission = api.submit(request, backend=name, options=cluster, console=_console(as_json), again=again)
@@ -138,10 +138,12 @@ def _print_submission(made: Submission, as_json: bool) -> None:
     raise typer.Exit(status.exit_code or int(ExitCode.OK))
 
 
-def _print_preview(wanted: RunRequest, backend: str, options: api.ClusterOptions) -> None:
+def _print_preview(wanted: RunRequest, backend: str, options: api.ClusterOptions, as_json: bool) -> None:
     """Print what would be sent, and on standard error the result of its check against the cluster."""
     objects = api.preview(wanted, backend=backend, options=options)
-    if objects:
+    if as_json:
+        print_json(objects)
+    elif objects:
         print_yaml(objects)
     else:
         out("# nothing would be changed")

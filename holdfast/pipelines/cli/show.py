@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from holdfast import api
-from holdfast.pipelines.backends import BACKENDS, capabilities_of
+from holdfast.pipelines.backends import BACKENDS, WITH_ENDPOINT, capabilities_of
 from holdfast.pipelines.cli.options import AsJson, BackendOptions, RunName, err, open_chosen, out, print_json
 from holdfast.pipelines.cli.runs import note_unreadable
-from holdfast.spec.errors import MissingError
+from holdfast.spec.errors import MissingError, StoreUnreachableError
 
 if TYPE_CHECKING:
     from holdfast.pipelines.backends.interface import RunStatus
@@ -76,8 +77,12 @@ def _print_summary(run: str, where: BackendOptions, whole_spec: bool, as_json: b
     opened_store = open_chosen(where.store)
     try:
         record = find_run(opened_store, run)
-    except MissingError:
-        if _print_sweep(run, where, opened_store, as_json):
+    except (MissingError, StoreUnreachableError) as error:
+        if isinstance(error, MissingError) and _print_sweep(run, where, opened_store, as_json):
+            return
+        named = where.backend or (WITH_ENDPOINT if os.environ.get("KFP_ENDPOINT") else "")
+        if not whole_spec and named in BACKENDS and not capabilities_of(named).foreground:
+            _print_status(run, where, as_json)  # the backend may know it
             return
         raise
     note_unreadable([record])
@@ -86,9 +91,9 @@ def _print_summary(run: str, where: BackendOptions, whole_spec: bool, as_json: b
         audits = read_audits(opened_store, record.run_id)
         print_json({**record.as_json(), **parts, "audits": audits, **accounts(record, opened_store)})
         return
+    print_run(record, opened_store, whole_spec)
     if status := _waiting(record, where):
         _print_steps(status)
-    print_run(record, opened_store, whole_spec)
 
 
 def _waiting(record: RunRecord, where: BackendOptions) -> RunStatus | None:

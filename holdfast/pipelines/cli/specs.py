@@ -36,6 +36,8 @@ def validate(
     if schema == (path is not None):
         raise typer.BadParameter("give either a spec or --schema", param_hint="SPEC")
     if path is None:
+        if overrides or ids or salt:
+            raise typer.BadParameter("takes no other option", param_hint="--schema")
         from holdfast.spec.schema import json_schema
 
         out(json.dumps(json_schema(), indent=2, ensure_ascii=False))

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.corpus import prepare
 from holdfast.spec import parse_spec, run_id
-from holdfast.spec.errors import ExitCode
+from holdfast.spec.errors import ExitCode, MissingError
 from holdfast.store import layout, open_store
 from tests.checkpoint.tools.test_first_divergence import write
 from tests.pipelines.cli.test_runs import holdfast
@@ -59,3 +59,8 @@ def test_audit_batch_prints_the_rows_of_a_step_with_files_and_text(tmp_path: Pat
     assert "row 2, micro-batch 1" in page and "row 1," not in page
     assert output["rows"][3]["text"] in page
     assert "again" in output["rows"][3]["text"]
+
+
+def test_replay_takes_steps_without_a_sample() -> None:
+    with pytest.raises(MissingError, match="has no runs yet"):
+        holdfast("audit", "replay", "nope", "--steps", "1-2")

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from holdfast.pipelines.cli import app
 from holdfast.spec import parse_spec
-from holdfast.spec.errors import ExitCode, StoreUnreachableError
+from holdfast.spec.errors import ExitCode, MissingError, StoreUnreachableError
 from holdfast.store import layout, open_store
 from holdfast.telemetry import emit
 from holdfast.telemetry.event_log import recording
@@ -282,3 +282,15 @@ def test_a_result_is_all_that_json_prints(spec: Path) -> None:
     command = [sys.executable, "-m", "holdfast.pipelines.cli", "validate", str(spec), "--json"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (result.returncode, json.loads(result.stdout)["name"]) == (0, "small")
+
+
+def test_show_asks_the_backend_for_a_run_that_the_store_does_not_know(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(MissingError, match="has no runs yet"):
+        holdfast("show", "nope")
+    with KubeflowServer() as kubeflow:
+        monkeypatch.setenv("KFP_ENDPOINT", kubeflow.endpoint)
+        with pytest.raises(MissingError) as failure:
+            holdfast("show", "nope")
+    assert "has no runs yet" not in str(failure.value)
