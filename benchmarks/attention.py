@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from holdfast.model.packed_attention import Segments, packed_attention
+from holdfast.model.attention.packed import packed_attention
+from holdfast.model.attention.segments import Segments
 from holdfast.model.token_logprobs import token_logprobs
 
 DOCUMENTS = 20

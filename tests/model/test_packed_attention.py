@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from holdfast.model import packed_attention as module
-from holdfast.model.packed_attention import Segments, attention_backward, packed_attention
+from holdfast.model.attention import flash, packed, tiles
+from holdfast.model.attention.kernel import AttentionPattern, BackwardInputs
+from holdfast.model.attention.packed import attention_backward, attention_forward, packed_attention
+from holdfast.model.attention.segments import Segments
 from holdfast.spec.errors import SpecError
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -262,7 +264,7 @@ def test_an_attention_option_without_a_kernel_is_refused_by_name(options: dict[s
 
 
 def test_a_head_too_wide_for_the_flash_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "uses_flash", lambda _: True)  # as for bf16 on CUDA
+    monkeypatch.setattr(packed, "uses_flash", lambda _: True)  # as for bf16 on CUDA
     q = random(1, 2, 8, 264, dtype=torch.bfloat16)
     with pytest.raises(
         SpecError, match=r"attention\.head_width.*largest head \(256\) in torch.bfloat16 \(value: 264\)"
@@ -291,20 +293,20 @@ def test_tensors_that_do_not_fit_together_are_refused(make: Callable[[], Any], m
 @pytest.mark.parametrize("keys", [1, 13, 16, 511])
 def test_masks_have_the_layout_of_the_memory_efficient_kernel(keys: int) -> None:
     """On CUDA, the kernel refuses a bias whose shape is not [B, H, Q, K], or whose strides are not multiples of 8."""
-    mask = module._tile_mask(1, keys, keys - 1, 7, random(1, 6, 1, 8))
+    mask = tiles._tile_mask(1, keys, keys - 1, 7, random(1, 6, 1, 8))
     assert mask.shape == (1, 6, 1, keys)
     assert mask.stride(3) == 1
     assert not any(stride % 8 for stride in mask.stride()[:3])
 
 
 def test_long_documents_have_their_own_calls_of_the_flash_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LONG_DOCUMENT", 10)
-    calls = module._backward_calls(of_lengths(3, 4, 12, 2, 10, 11))
+    monkeypatch.setattr(flash, "LONG_DOCUMENT", 10)
+    calls = flash._backward_calls(of_lengths(3, 4, 12, 2, 10, 11))
     assert [(part.queries, first, end) for part, first, end, _, _ in calls] == [
         ((0, 3, 7), 0, 7), ((0, 12), 7, 19), ((0, 2), 19, 21), ((0, 10), 21, 31), ((0, 11), 31, 42),
     ]  # fmt: skip
     whole = of_lengths(3, 4, 9)
-    assert module._backward_calls(whole) == [(whole, 0, 16, 0, 16)]
+    assert flash._backward_calls(whole) == [(whole, 0, 16, 0, 16)]
 
 
 def test_bounds_on_a_device_have_empty_segments_up_to_the_slots() -> None:
@@ -316,10 +318,10 @@ def test_bounds_on_a_device_have_empty_segments_up_to_the_slots() -> None:
 
 def test_the_gradient_of_a_sink_is_part_of_the_backward() -> None:
     """torch's variable-length attention drops the gradient of lse. Training with sinks would be silently wrong."""
-    q, pattern = random(1, 1, 1, 2), module.AttentionPattern(of_lengths(1), None, 1.0)
-    out, lse = module.attention_forward(q, q, q, torch.zeros(1), pattern)
+    q, pattern = random(1, 1, 1, 2), AttentionPattern(of_lengths(1), None, 1.0)
+    out, lse = attention_forward(q, q, q, torch.zeros(1), pattern)
     weight = torch.sigmoid((q * q).sum())  # of the only key next to a sink of 0
     torch.testing.assert_close(out, weight * q)
-    *_, sink = attention_backward(torch.ones_like(q), q, q, q, torch.zeros(1), out, lse, pattern)
+    *_, sink = attention_backward(BackwardInputs(torch.ones_like(q), q, q, q, out, lse, pattern), torch.zeros(1))
     assert sink is not None
     torch.testing.assert_close(sink, (-(1 - weight) * weight * q.sum())[None])

@@ -1,0 +1,157 @@
+"""Attention inside packed documents, causal: one function for every path of training, without a T x T tensor.
+
+It covers documents, sliding windows, chunks (further borders of segments), attention sinks, grouped heads, and values
+of another width than queries. Kernels compute it without sinks: `flash` for bf16 and fp16 on CUDA, else `tiles`.
+
+A sink is one more key without a value. With lse' = log(exp(lse) + exp(sink)), the output is out * exp(lse - lse'). The
+kernel's backward, called with that output and lse', gives the exact gradients of q, k and v. torch's own backward of
+the variable-length kernel drops the gradient of lse silently, so the gradient of the sink is computed here.
+
+What no kernel computes is refused by name. The math kernel, which needs all scores, is never used.
+"""
+
+# ruff: noqa: N803, N806 - shape suffixes are upper case
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from holdfast.model.attention import flash, tiles
+from holdfast.model.attention.kernel import AttentionPattern, BackwardInputs, Kernel
+from holdfast.model.attention.segments import Segments
+from holdfast.spec.errors import Problem, SpecError
+
+
+def packed_attention(
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSV: Tensor,
+    segments: Segments,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+    scale: float | None = None,
+    **unsupported: float | None,
+) -> Tensor:
+    """Causal attention inside segments: [B, H, T, V].
+
+    A query sees itself and at most `window - 1` positions before it. `scale` is K ** -0.5 if not given. Raises
+    SpecError for what no kernel computes: a `dropout` that is not 0, and a `softcap` that is not None.
+    """
+    _refuse_unsupported(q_BHTK, k_BGSK, v_BGSV, segments, window, sinks_H, unsupported)
+    pattern = AttentionPattern(segments, window, q_BHTK.shape[-1] ** -0.5 if scale is None else scale)
+    width, value_width = q_BHTK.shape[-1], v_BGSV.shape[-1]
+    common = max(width, value_width)
+    if q_BHTK.is_cuda:
+        common = -(-common // 8) * 8
+    if common != width:
+        q_BHTK, k_BGSK = F.pad(q_BHTK, (0, common - width)), F.pad(k_BGSK, (0, common - width))
+    if common != value_width:
+        v_BGSV = F.pad(v_BGSV, (0, common - value_width))
+    out_BHTV: Tensor = _PackedAttention.apply(q_BHTK, k_BGSK, v_BGSV, sinks_H, pattern)
+    return out_BHTV[..., :value_width]
+
+
+class _PackedAttention(torch.autograd.Function):
+    """`attention_forward` and `attention_backward`, for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, pattern: AttentionPattern) -> Tensor:
+        """See `attention_forward`."""
+        out, lse = attention_forward(q, k, v, sinks, pattern)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.pattern = pattern
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """See `attention_backward`."""
+        *saved, sinks = ctx.saved_tensors
+        return (*attention_backward(BackwardInputs(gradients[0], *saved, ctx.pattern), sinks), None)
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, pattern: AttentionPattern
+) -> tuple[Tensor, Tensor]:
+    """The output and lse of `Kernel.forward`, both with the sinks."""
+    out, lse = kernel_for(q).forward(q, k, v, pattern)
+    if sinks is not None:
+        with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        out = (out * (lse - with_sink).exp_()[..., None]).to(out.dtype)
+        lse = with_sink
+    return out, lse
+
+
+def attention_backward(inputs: BackwardInputs, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k, v and the sinks, from the output and lse of `attention_forward`."""
+    d_sinks = None
+    if sinks is not None:
+        weight = (sinks.to(inputs.lse.dtype)[:, None] - inputs.lse).exp_()
+        delta = (inputs.gradient.to(inputs.lse.dtype) * inputs.out).sum(-1)
+        d_sinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
+    return (*kernel_for(inputs.q).backward(inputs), d_sinks)
+
+
+def kernel_for(q: Tensor) -> Kernel:
+    """The kernel that computes attention for these queries."""
+    return flash if uses_flash(q) else tiles
+
+
+def uses_flash(q: Tensor) -> bool:
+    """Whether the flash kernel computes it."""
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _refuse_unsupported(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments,
+    window: int | None,
+    sinks: Tensor | None,
+    unsupported: dict[str, float | None],
+) -> None:
+    """Raise SpecError for what no kernel computes, and ValueError for tensors that do not fit together."""
+    if unknown := unsupported.keys() - {"dropout", "softcap"}:
+        raise TypeError(f"packed_attention has no parameter {min(unknown)}")
+    dropout, softcap = unsupported.get("dropout"), unsupported.get("softcap")
+    problems = []
+    if dropout:
+        problems.append(Problem("attention.dropout", dropout, "is not computed by packed attention", "set it to 0"))
+    if softcap is not None:
+        problem, remedy = "is not computed by packed attention", "use a model whose attention has no softcap"
+        problems.append(Problem("attention.softcap", softcap, problem, remedy))
+    if window is not None and window < 1:
+        problems.append(Problem("attention.window", window, "hides every position", "give at least 1, or none"))
+    width = max(q.shape[-1], v.shape[-1])
+    if uses_flash(q) and width > flash.LARGEST_WIDTH:
+        problem = f"is wider than the flash kernel's largest head ({flash.LARGEST_WIDTH}) in {q.dtype}"
+        problems.append(Problem("attention.head_width", width, problem, "train this model in fp32"))
+    if q.is_cuda and q.dtype == torch.float64:
+        remedy = "use fp32, bf16 or fp16, or the CPU"
+        problems.append(Problem("attention.dtype", str(q.dtype), "has no attention kernel on CUDA", remedy))
+    if q.device.type not in ("cpu", "cuda", "meta"):
+        problem, remedy = "has no kernel for packed attention", "use CPU or CUDA"
+        problems.append(Problem("attention.device", q.device.type, problem, remedy))
+    if problems:
+        raise SpecError(problems, "attention")
+    (batch, heads, length, k_width), (_, groups, keys, _) = q.shape, k.shape
+    agree = heads % groups == 0 and k.shape == (batch, groups, keys, k_width) and v.shape[:3] == k.shape[:3]
+    if not agree or q.dtype != k.dtype or q.dtype != v.dtype or (sinks is not None and sinks.shape != (heads,)):
+        shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (q, k, v))
+        raise ValueError(f"q, k and v do not fit together: {shapes}; give one dtype, and whole groups of heads")
+    if segments.queries[-1] != batch * length or segments.keys[-1] != batch * keys:
+        bounds = segments.queries[-1], segments.keys[-1]
+        raise ValueError(
+            f"the segments end at {bounds} and the batch at {(batch * length, batch * keys)}; give those of the batch"
+        )
+    for q_start, q_count, k_start, k_count in segments.each():
+        if q_start % length + q_count > length or k_start % keys + k_count > keys:
+            raise ValueError(
+                f"the segment of {q_count} queries at {q_start} and {k_count} keys at {k_start} crosses rows of "
+                f"{length} and {keys}; end a segment where its row ends"
+            )
