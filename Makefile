@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
+BENCHMARKS := $(sort $(basename $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))) $(patsubst %/__main__.py,%,$(wildcard benchmarks/*/__main__.py)))
 # TORCH= selects another build of torch: TORCH=torch is what pip's own index has.
 export TORCH ?=
 export OMP_NUM_THREADS ?= 1
@@ -52,7 +53,9 @@ format: $(VENV)/.dev  ## Bring the code into shape
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.bench  ## Run every benchmark and print its figures
-	for file in $$(ls benchmarks/*.py | grep -v "/_"); do echo "== $$file"; $(BIN)/python "$$file"; done
+	failed=; for name in $(subst /,.,$(BENCHMARKS)); do \
+	  echo "== $$name"; $(BIN)/python -m "$$name" || failed="$$failed $$name"; \
+	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 images:  ## Build the container images (images/build.sh says how to choose)
 	images/build.sh

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import accelerator
+from benchmarks.accelerator import child
+from benchmarks.accelerator.request import Request
+from benchmarks.accelerator.runner import Bench
 from tests import warm
 
 
@@ -42,13 +44,13 @@ def test_the_plan_of_a_tiny_model_is_close_to_its_peak(found: dict[str, dict[str
 def test_a_failed_measurement_is_recorded_and_the_next_one_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: accelerator.Request) -> None:
+    def fail(_: Request) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setitem(accelerator.MEASURES, "kernels", fail)
-    monkeypatch.setattr(accelerator, "MODULES", ())
+    monkeypatch.setitem(child.MEASURES, "kernels", fail)
+    monkeypatch.setattr(child, "MODULES", ())
     arguments = argparse.Namespace(out=tmp_path, tiny=True, steps=1, seconds=100.0)
-    bench = accelerator.Bench(arguments, tmp_path)
+    bench = Bench(arguments, tmp_path)
     bench.run("kernels")
     bench.measure("again", "machine", "machine")
     report = json.loads((tmp_path / "accelerator.json").read_text())

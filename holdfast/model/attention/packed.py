@@ -70,8 +70,9 @@ class _PackedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """See `attention_backward`."""
-        *saved, sinks = ctx.saved_tensors
-        return (*attention_backward(BackwardInputs(gradients[0], *saved, ctx.pattern), sinks), None)
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        inputs = BackwardInputs(gradients[0], q, k, v, out, lse, ctx.pattern)
+        return (*attention_backward(inputs, sinks), None)
 
 
 def attention_forward(

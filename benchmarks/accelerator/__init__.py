@@ -1,0 +1,1 @@
+"""The benchmark of one accelerator: see `__main__`."""
