@@ -88,3 +88,10 @@ def test_a_command_that_does_not_exist_is_found(text: str, wrong: str, tmp_path:
     page = tmp_path / "page.md"
     page.write_text(text)
     assert (wrong in "".join(wrong_commands(page))) if wrong else wrong_commands(page) == []
+
+
+def test_make_bench_runs_every_benchmark_of_the_page() -> None:
+    named = set(re.findall(r"python -m (benchmarks\.\w+)", (ROOT / "docs/benchmarks.md").read_text()))
+    recipe = subprocess.run(["make", "-n", "bench"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert named - set(re.findall(r"benchmarks\.\w+", recipe)) == set()
+    assert "benchmarks._" not in recipe
