@@ -42,16 +42,18 @@ def difference(base: Any, other: Any) -> str:
 
 
 def _values(thing: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """Each place as a JSON Pointer, with its value as JSON. Items with distinct names appear under their names."""
+    """Each place, with its value as JSON: keys with dots between them (a dot in a key is `~1`). Items with distinct
+    names appear under their names."""
     if not isinstance(thing, dict | list) or not thing:
-        yield place or "/", json.dumps(thing, default=str)
+        yield place or ".", json.dumps(thing, default=str)
         return
     if isinstance(thing, list):
         names = [item.get("name") if isinstance(item, dict) else None for item in thing]
         if None in names or len({*names}) < len(names):
             names = [str(number) for number in range(len(thing))]
         else:
-            yield f"{place}/*", json.dumps(names)  # the order of the items
+            yield f"{place}.*", json.dumps(names)  # the order of the items
         thing = {f"[{name}]": item for name, item in zip(names, thing, strict=True)}
     for key in sorted(thing):
-        yield from _values(thing[key], f"{place}/{str(key).replace('~', '~0').replace('/', '~1')}")
+        name = str(key).replace("~", "~0").replace(".", "~1")
+        yield from _values(thing[key], f"{place}.{name}" if place else name)

@@ -96,7 +96,10 @@ def _accelerator(spec: Spec, name: str, calibration: Path | None, price: float |
         try:
             return accelerator_of(spec, here=True).model_copy(update=figures)
         except SpecError as error:
-            raise UsageError(str(error), "--accelerator") from None
+            remedy = "; ".join(problem.remedy for problem in error.problems)
+            raise UsageError(
+                "is needed: the spec names no accelerator", "--accelerator", f"give it, or {remedy}"
+            ) from None
     if name:
         raise UsageError("it says which; give one of it and --accelerator", "--calibration")
     from holdfast.planning.calibration import read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from holdfast.pipelines.backends.record import Record
     from holdfast.pipelines.backends.request import RunRequest
     from holdfast.pipelines.backends.validate import Validated
+
+log = logging.getLogger("holdfast")
 
 Overrides = Mapping[str, object] | Sequence[str]
 
@@ -223,11 +226,8 @@ def resume(run: str, *, at: Location = AS_RECORDED, replan: bool = False, consol
     run_request = replace(last.request, replan=replan)  # a permission counts once
     target = open_recorded(at, record)
     _show_on(target, console)
-    same = at.backend in ("", record.backend)
-    options = ClusterOptions(
-        endpoint=at.endpoint or (record.endpoint if same else ""),
-        namespace=at.namespace or (record.namespace if same else ""),
-    )
+    place = resolve_location(at, record)
+    options = ClusterOptions(endpoint=place.endpoint, namespace=place.namespace)
     return replace(_recorded(target.resume(run_request), run_request, options), skipped_last=last is not record)
 
 
@@ -256,9 +256,10 @@ def find_backend(run: str, at: Location = AS_RECORDED) -> tuple[Backend, str]:
     if not at.endpoint:
         try:
             record = find_record(open_store_at(at.store), run)
-        except StoreUnreachableError:
+        except StoreUnreachableError as error:
             if not at.backend:
                 raise  # only the record names the backend
+            log.warning("the record of %s cannot be read; %s is asked for this name (%s)", run, at.backend, error)
     if record is not None and at.backend in ("", record.backend):
         return open_recorded(at, record), record.id
     if at.backend or at.endpoint or os.environ.get("KFP_ENDPOINT"):
@@ -272,13 +273,19 @@ def find_backend(run: str, at: Location = AS_RECORDED) -> tuple[Backend, str]:
 
 def open_recorded(at: Location, record: Record) -> Backend:
     """The backend of a record, or `at.backend`. The places of `at` take precedence."""
-    name = at.backend or record.backend
-    same = name == record.backend  # another backend's places are not in the record
-    return open_backend(
-        name,
-        store=at.store,
-        endpoint=at.endpoint or (record.endpoint if same else ""),
-        namespace=at.namespace or (record.namespace if same else ""),
+    place = resolve_location(at, record)
+    return open_backend(place.backend, store=place.store, endpoint=place.endpoint, namespace=place.namespace)
+
+
+def resolve_location(at: Location, record: Record) -> Location:
+    """Where a recorded run is: `at`, and what it leaves open from the record, unless `at` names another backend."""
+    if at.backend not in ("", record.backend):
+        return at  # the record has the places of another backend
+    return replace(
+        at,
+        backend=record.backend,
+        endpoint=at.endpoint or record.endpoint,
+        namespace=at.namespace or record.namespace,
     )
 
 
@@ -297,6 +304,12 @@ def _require_usable(name: str, options: ClusterOptions, *, sweep: bool) -> None:
     capabilities = capabilities_of(name)
     if sweep and not capabilities.sweeps:
         raise UsageError(f"{name} runs no sweeps", "--backend", f"use one of {', '.join(backends_with('sweeps'))}")
+    if options.concurrent_trials and not capabilities.limited_trials:
+        raise UsageError(
+            f"the backend {name} cannot limit the trials that run concurrently",
+            "--at-once",
+            f"leave it out, or use one of {', '.join(backends_with('limited_trials'))}",
+        )
     needs = {
         "image": "images",
         "service_account": "images",
@@ -304,7 +317,7 @@ def _require_usable(name: str, options: ClusterOptions, *, sweep: bool) -> None:
         "namespace": "namespaces",
     }
     for field, capability in needs.items():
-        if getattr(options, field) and capabilities.foreground and not getattr(capabilities, capability):
+        if getattr(options, field) and not getattr(capabilities, capability):
             raise UsageError(
                 f"the backend {name} has no use for it",
                 f"--{field.replace('_', '-')}",

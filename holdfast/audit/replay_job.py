@@ -87,7 +87,7 @@ def replay_steps(
     start = max((step for step in counted_steps(store, run_id) if step < first), default=0)
     launch, ranks = _computed_by(store, manifest, start, last)
     segment = _segment(manifest, start, last)
-    assignment = Assignment.model_validate(read_launch(store, run_id, launch).assignment)
+    assignment = Assignment.recorded(read_launch(store, run_id, launch).assignment, f"launch {launch} of run {run_id}")
     with temporary_folder("replay") as name:
         folder = Path(name)
         results, plan = folder / "rows.jsonl", folder / "plan.json"

@@ -65,7 +65,7 @@ def replay(
     differently from `plan`, if given. Raises DataError if the checkpoint at `start` does not have `state_digest`, if
     given.
     """
-    assignment = Assignment.model_validate(read_launch(store, run_id, launch).assignment)
+    assignment = Assignment.recorded(read_launch(store, run_id, launch).assignment, f"launch {launch} of run {run_id}")
     spec = assignment.model_copy(update={"checkpoint": assignment.checkpoint.model_copy(update={"digest_every": 1})})
     make_deterministic(spec.training.determinism, spec.parallel.threads)
     device = local_device(spec.accelerator)

@@ -6,7 +6,10 @@ about schedules, gates or registries, so these cannot stop a rank.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from holdfast.engines.grid import Grid
 from holdfast.objectives.interface import ObjectiveName
@@ -14,6 +17,7 @@ from holdfast.objectives.table import OBJECTIVE_OF_DATA
 from holdfast.spec import Spec
 from holdfast.spec.cluster import COLLECTIVE_TIMEOUT_MINUTES
 from holdfast.spec.data import Shuffle
+from holdfast.spec.errors import DataError
 from holdfast.spec.model import Model
 from holdfast.spec.operations import Telemetry
 from holdfast.spec.training import Checkpoint, Parallel, Training
@@ -41,6 +45,18 @@ class Assignment(BaseModel):
     health_seconds: float | None = None  # limit of the health check before training; None: no check
     health_reason: str = ""  # why there is a health check
     first_weights: str = ""  # digest of the weights of model.init_from, as in the run id
+
+    @classmethod
+    def recorded(cls, record: Mapping[str, Any], source: str) -> Assignment:
+        """The assignment in the record `source` of a launch. Raises DataError if this version cannot read it."""
+        try:
+            return cls.model_validate(record)
+        except ValidationError as error:
+            fields = ", ".join(sorted({str(detail["loc"][0]) for detail in error.errors() if detail["loc"]}))
+            raise DataError(
+                f"{source}: its assignment cannot be read ({fields or 'not a mapping'}); another version of Holdfast "
+                "wrote it: use that version for this run"
+            ) from None
 
     @classmethod
     def of(cls, spec: Spec, run_id: str, dataset_id: str, first_weights: str = "") -> Assignment:

@@ -85,7 +85,7 @@ def work(
     the gang has formed."""
     phases.enter("start", 0)
     launched = read_launch(store, run_id, launch)
-    spec, replan = Assignment.model_validate(launched.assignment), launched.replan
+    spec, replan = Assignment.recorded(launched.assignment, f"launch {launch} of run {run_id}"), launched.replan
     make_deterministic(spec.training.determinism, spec.parallel.threads)
     dataset = Dataset.open(store, spec.dataset_id, cache_dir())
     phases.enter("meet")

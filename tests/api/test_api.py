@@ -13,7 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 import holdfast
-from holdfast.api import checkpoints, models, specs
+from holdfast.api import Location, checkpoints, models, specs
+from holdfast.api.submission import resolve_location
+from holdfast.pipelines.backends.record import Record
 from holdfast.pipelines.cli import app
 from holdfast.spec import ExitCode, SpecError
 from holdfast.spec.errors import MissingError, UsageError
@@ -147,3 +149,14 @@ def test_an_argument_that_does_not_fit_is_refused_with_what_does(home: Path) -> 
     assert (error.value.field, error.value.exit_code) == ("--target", ExitCode.USAGE)
     with pytest.raises(UsageError, match="is not MODEL/VERSION"):
         models.promote("small")
+
+
+def test_a_run_that_resumes_on_another_backend_keeps_no_address_of_the_old_one() -> None:
+    record = Record(
+        "kubeflow", "id", "run", "name", "spec", 0.0, endpoint="http://kfp.example:8888", namespace="profile"
+    )
+    assert resolve_location(Location(), record) == Location(
+        backend="kubeflow", endpoint="http://kfp.example:8888", namespace="profile"
+    )
+    moved = Location(backend="ray", endpoint="http://ray.example:8265")
+    assert resolve_location(moved, record) == moved

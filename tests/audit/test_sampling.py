@@ -10,7 +10,8 @@ import pytest
 from holdfast.audit.records import Stretch, read_audits
 from holdfast.audit.sampling import stretches
 from holdfast.checkpoint import read_manifest
-from holdfast.spec.errors import ExitCode
+from holdfast.engines.assignment import Assignment
+from holdfast.spec.errors import DataError, ExitCode
 from holdfast.store import Store, layout
 from holdfast.telemetry import read_events
 from holdfast.telemetry.events import AuditDiffers
@@ -98,3 +99,9 @@ def be_of_another_machine(store: Store, identity: str) -> None:
     plan = segment.plan.model_copy(update={"surroundings": segment.plan.surroundings | {"device": "another CPU"}})
     segments = (segment.model_copy(update={"plan": plan, "fingerprint": plan.fingerprint}),)
     store.put(layout.checkpoint(identity, 12), root.model_copy(update={"segments": segments}).to_bytes())
+
+
+def test_a_launch_of_another_version_is_refused_by_name_and_ends_no_audit_of_other_runs() -> None:
+    with pytest.raises(DataError, match=r"launch 1 of run abc: .*preferences.*another version") as failure:
+        Assignment.recorded({"run_id": "abc", "preferences": False}, "launch 1 of run abc")
+    assert not failure.value.exit_code.retryable, "sampling leaves the run out and continues"

@@ -83,6 +83,7 @@ def test_the_accelerator_comes_from_node_labels_or_is_required(spec: Path) -> No
     result = CliRunner().invoke(app, ["plan", str(spec)])
     assert result.exit_code == 2
     assert "--accelerator" in result.output
+    assert "1 problem" not in result.output, "a command line is no spec"
 
 
 def test_the_best_layout_of_today_is_written_and_comments_stay(spec: Path) -> None:

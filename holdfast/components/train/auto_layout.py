@@ -63,7 +63,9 @@ def _recorded(spec: Spec, identity: str, store: Store) -> dict[str, Any] | None:
     if segments := newest_segments(store, identity):
         settings = dict(segments[-1].plan.settings)
     elif number := newest_launch(store, identity):
-        assignment = Assignment.model_validate(read_launch(store, identity, number).assignment)
+        assignment = Assignment.recorded(
+            read_launch(store, identity, number).assignment, f"launch {number} of run {identity}"
+        )
         settings = settings_of(assignment.training, assignment.parallel, assignment.accelerator, assignment.nodes)
     else:
         return None
@@ -90,7 +92,9 @@ def _after_running_out(spec: Spec, identity: str, store: Store, *, replan: bool)
     ended = read_exit(store, identity, number)
     if ended is None or not ended.ran_out or (newest_segments(store, identity) and not replan):
         return None
-    assignment = Assignment.model_validate(read_launch(store, identity, number).assignment)
+    assignment = Assignment.recorded(
+        read_launch(store, identity, number).assignment, f"launch {number} of run {identity}"
+    )
     if (assignment.parallel.processes, assignment.nodes) != (spec.parallel.processes, spec.cluster.nodes.max):
         return None  # the proposal does not fit other ranks
     if ended.next_plan is None:

@@ -11,8 +11,6 @@ class Capabilities:
 
     sweeps: bool = False  # runs the DAG of a sweep
     limited_trials: bool = False  # limits the concurrent trials of a sweep to a number
-    schedules: bool = False  # runs a spec periodically
-    parameters: bool = False  # a person can change the spec in a form of the engine
     foreground: bool = False  # `submit` runs the steps on this machine, shows the progress, and returns at the end
     images: bool = False  # takes the image and the service account of the steps from the request
     endpoints: bool = False  # has an address that a request can name
@@ -26,16 +24,12 @@ class Capabilities:
 LOCAL = Capabilities(sweeps=True, foreground=True, shared_folders=True)
 KUBEFLOW = Capabilities(
     sweeps=True,
-    schedules=True,
-    parameters=True,
     images=True,
     endpoints=True,
     namespaces=True,
     kubernetes=True,
     own_account=True,
 )
-ARGO = Capabilities(
-    sweeps=True, limited_trials=True, schedules=True, parameters=True, images=True, namespaces=True, kubernetes=True
-)
+ARGO = Capabilities(sweeps=True, limited_trials=True, images=True, namespaces=True, kubernetes=True)
 SLURM = Capabilities(sweeps=True, limited_trials=True, shared_folders=True)
 RAY = Capabilities(endpoints=True, shared_volumes=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from holdfast import api
+from holdfast.api.submission import new_salt
 from holdfast.pipelines.backends import capabilities_of
 from holdfast.pipelines.cli.options import (
     AsJson,
@@ -50,12 +51,11 @@ def run(
     Example: holdfast run examples/quickstart.yaml --set training.steps=50
     """
     from dataclasses import replace
-    from secrets import token_hex
 
     if fresh and options.salt:
         raise typer.BadParameter("--fresh draws a new salt; give one of --fresh and --salt")
     if fresh:
-        options = replace(options, salt=token_hex(4))
+        options = replace(options, salt=new_salt())
     submit(spec, where, options, dry_run=dry_run, as_json=as_json)
 
 

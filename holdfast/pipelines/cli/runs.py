@@ -5,6 +5,7 @@ The record of a run in the store names its backend. `--backend` names it where t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from holdfast import api
-from holdfast.pipelines.backends import BACKENDS
+from holdfast.pipelines.backends import BACKENDS, VARIABLE, WITH_ENDPOINT
 from holdfast.pipelines.cli.options import (
     AsJson,
     BackendOptions,
@@ -80,7 +81,9 @@ def runs(
 
     Example: holdfast runs --store s3://bucket/prefix
     """
-    if backend or endpoint or namespace:
+    if endpoint or namespace:
+        backend = backend or os.environ.get(VARIABLE, "") or (WITH_ENDPOINT if endpoint else "")
+    if backend or namespace:
         _list_backend(BackendOptions(backend, store, endpoint, namespace), limit, as_json)
         return
     from holdfast.pipelines.view.catalog import some_runs
@@ -100,7 +103,7 @@ def runs(
 
 def _list_backend(where: BackendOptions, limit: int | None, as_json: bool) -> None:
     if not where.backend:
-        raise typer.BadParameter("--endpoint and --namespace need it", param_hint="--backend")
+        raise typer.BadParameter("--namespace needs it", param_hint="--backend")
     statuses = api.backend_runs(where.location)
     statuses = statuses[:limit] if limit else statuses
     if as_json:

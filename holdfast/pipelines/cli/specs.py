@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from holdfast.api.specs import identify
+from holdfast.api.specs import schema as schema_of_specs
 from holdfast.pipelines.cli.options import AsJson, Overrides, Salt, out, print_json
 
 
@@ -38,9 +39,7 @@ def validate(
     if path is None:
         if overrides or ids or salt:
             raise typer.BadParameter("takes no other option", param_hint="--schema")
-        from holdfast.spec.schema import json_schema
-
-        out(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+        print_json(schema_of_specs())
         return
     from holdfast.spec.load import load_spec
 
@@ -49,9 +48,7 @@ def validate(
     checked_spec = load_spec(path, overrides or ())
     identities: dict[str, Any] = {}
     if ids:
-        from holdfast.pipelines.backends.local.run import identified
-
-        local_run = identified(checked_spec, salt=salt)
+        local_run = identify(checked_spec, salt)
         identities = {"dataset_id": local_run.dataset_id, "run_id": local_run.run_id}
     if as_json:
         summary = {

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from holdfast import api
 from holdfast.pipelines.backends import BACKENDS
+from holdfast.pipelines.backends.capabilities import Capabilities
 from holdfast.spec.errors import UsageError
 
 ROOT = Path(__file__).parents[3]
@@ -63,3 +66,26 @@ def test_an_option_that_a_backend_does_not_have_is_refused(
 def test_a_sweep_on_a_backend_without_sweeps_is_refused_with_those_that_have_them() -> None:
     with pytest.raises(UsageError, match="ray runs no sweeps; use one of local, kubeflow, argo, slurm"):
         api.request(ROOT / "examples/quickstart.yaml", backend="ray", over=["training.seed=1,2"])
+
+
+@pytest.mark.parametrize(
+    ("options", "backend", "over", "words"),
+    [
+        (api.ClusterOptions(concurrent_trials=1), "local", ["training.seed=1,2"], "--at-once.*use one of argo, slurm"),
+        (api.ClusterOptions(concurrent_trials=1), "kubeflow", ["training.seed=1,2"], "cannot limit the trials"),
+        (api.ClusterOptions(namespace="x"), "slurm", [], "--namespace: the backend slurm has no use for it"),
+        (api.ClusterOptions(image="x"), "ray", [], "--image: the backend ray has no use for it"),
+    ],
+)
+def test_an_option_without_effect_is_refused_on_a_cluster_as_well(
+    options: api.ClusterOptions, backend: str, over: list[str], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        api.request(ROOT / "examples/quickstart.yaml", backend=backend, over=over, options=options)
+
+
+def test_every_capability_is_asked_for_somewhere() -> None:
+    sources = "".join(path.read_text() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    for field in fields(Capabilities):
+        uses = re.findall(rf"capabilities(?:_of\([^)]*\))?\.{field.name}\b|\"{field.name}\"", sources)
+        assert uses, f"{field.name} has no reader"

@@ -33,9 +33,10 @@ def test_a_missing_accelerator_ends_with_its_exit_code_and_message(
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     arguments = ["health", "--accelerator", "nvidia", "--processes", "1", "--store", str(tmp_path / "store")]
-    result = CliRunner().invoke(entry.app, arguments)
+    result = CliRunner().invoke(entry.app, [*arguments, "--json"])
     assert result.exit_code == 15
     assert "needs 1 devices, this machine has 0" in result.output
+    assert json.loads(result.stdout)["error"]["code"] == 15
 
 
 def test_a_report_shows_ranks_links_what_was_found_and_what_was_not_looked_at() -> None:

@@ -15,6 +15,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from holdfast.pipelines.backends.kubeflow.connection import KubeflowRefusedError
 from holdfast.pipelines.cli import app
 from holdfast.spec import parse_spec
 from holdfast.spec.errors import ExitCode, MissingError, StoreUnreachableError
@@ -294,3 +295,27 @@ def test_show_asks_the_backend_for_a_run_that_the_store_does_not_know(
         with pytest.raises(MissingError) as failure:
             holdfast("show", "nope")
     assert "has no runs yet" not in str(failure.value)
+
+
+def test_json_of_a_dry_run_is_json(spec: Path) -> None:
+    assert json.loads(holdfast("run", spec, "--dry-run", "--json").stdout)[0]["nodes"]
+
+
+def test_a_list_without_a_backend_takes_that_of_the_environment_or_of_the_endpoint(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with KubeflowServer() as kubeflow:
+        assert json.loads(holdfast("runs", "--endpoint", kubeflow.endpoint, "--json").stdout) == []
+        monkeypatch.setenv("HOLDFAST_BACKEND", "kubeflow")
+        monkeypatch.setenv("KFP_ENDPOINT", kubeflow.endpoint)
+        with pytest.raises(KubeflowRefusedError, match="In single-user mode, a namespace"):  # so it was asked
+            holdfast("runs", "--namespace", "ann")
+
+
+def test_options_that_have_no_effect_are_refused(spec: Path) -> None:
+    for arguments in (
+        ("compile", spec, "--at-once", "2"),
+        ("compile", spec, "--over", "training.seed=1,2", "--at-once", "2"),
+        ("validate", "--schema", "--ids"),
+    ):
+        assert holdfast(*arguments).exit_code == ExitCode.USAGE, arguments
