@@ -14,9 +14,8 @@ import pytest
 from holdfast.runtime.logs import configure_logging
 from holdfast.runtime.output import redacted_output
 from holdfast.runtime.secrets import HIDDEN, StreamRedactor, redact, secret_values
-from holdfast.spec import redaction
 from holdfast.spec.errors import HoldfastError, Problem, SpecError
-from holdfast.spec.redaction import carries_secret, names_secret
+from holdfast.spec.redaction import carries_secret, names_secret, variables
 from holdfast.steps.outcomes import Outcome
 
 SECRET = "S3CR3Tvalue"
@@ -161,7 +160,7 @@ def test_a_secret_variable_is_redacted_once_set_and_examined_only_once(monkeypat
         names.append(name)
         return names_secret(name)
 
-    monkeypatch.setattr(redaction, "names_secret", look)
+    monkeypatch.setattr(variables, "names_secret", look)
     for password in ("first of two", "second of two"):
         monkeypatch.setenv("MY_SERVICE_PASSWORD", password)
         assert [redact(f"{number}: {password}") for number in range(50)] == [f"{n}: {HIDDEN}" for n in range(50)]

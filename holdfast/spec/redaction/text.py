@@ -1,0 +1,132 @@
+"""Removal of secrets from whole texts and JSON values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from holdfast.spec.redaction import patterns
+from holdfast.spec.redaction.named_values import redact_named_values
+from holdfast.spec.redaction.names import PARTS, name_strength, names_secret
+from holdfast.spec.redaction.patterns import HIDDEN, MOST, looks_random
+from holdfast.spec.redaction.variables import secret_values
+
+MAX_WORD = 64  # maximum characters of a text whose redacted form is cached
+
+
+def redact(text: str, values: tuple[str, ...] | None = None) -> str:
+    """`text` without secrets:
+
+    - user names and passwords in URLs
+    - the value after the name of a secret
+    - text in the form of a known kind of key
+    - the values of this process's variables with the name of a secret, or `values` instead of these
+    """
+    for value in secret_values() if values is None else values:
+        if value in text:
+            text = _without(text, value)
+    return _redacted_word(text) if len(text) <= MAX_WORD else redact_text(text)
+
+
+def redact_record(value: Any) -> Any:
+    """A JSON value without secrets."""
+    values = secret_values()
+
+    def without(one: Any, name: str = "") -> Any:
+        if isinstance(one, str):
+            return HIDDEN if one and name and name_strength(name) == 2 else redact(one, values)
+        if isinstance(one, Mapping):
+            return {redact(str(key), values): without(item, str(key)) for key, item in one.items()}
+        return [without(item, name) for item in one] if isinstance(one, list | tuple) else one
+
+    return without(value)
+
+
+def redact_text(text: str) -> str:
+    if "PRIVATE KEY" in text:
+        text = _without_private_keys(text)
+    if "://" in text:
+        text = patterns.USER.sub("", text)
+    if "@" in text:
+        text = patterns.SCP.sub(lambda found: f"{HIDDEN}@{found[0].rpartition('@')[2]}", text)
+    lower = text.lower()
+
+    def has(*words: str) -> bool:  # a quick check, so that a line without any of them costs almost nothing
+        return any(word in lower for word in words)
+
+    if has("hook", "azure", "telegram", "googleapis"):
+        text = patterns.HOOKS.sub(rf"\g<1>{HIDDEN}", text)
+    if has("auth"):
+        text = patterns.PAIR.sub(rf"\g<1>{HIDDEN}", text)
+    if has("=", ":", ",") and has(*PARTS):
+        text = redact_named_values(text)
+    text = patterns.SHAPES.sub(HIDDEN, text)
+    if has("</"):
+        text = patterns.XML.sub(lambda found: f"<{found[1]}>{HIDDEN}" if names_secret(found[1]) else found[0], text)
+    if has("bearer"):
+        text = patterns.BEARER.sub(lambda found: found[1] + (HIDDEN if looks_random(found[2]) else found[2]), text)
+    if has("passw", "passphrase", "key", "identified"):
+        text = patterns.PHRASE.sub(lambda found: found[1] + (HIDDEN if looks_random(found[2]) else found[2]), text)
+    if has("password"):
+        text = patterns.LOGIN.sub(rf"\g<1>{HIDDEN}", text)
+    if has("-u", "-p", "--", *(f"-{part}" for part in PARTS)):
+        text = patterns.OPTION.sub(_option, text)
+        text = patterns.CURL.sub(rf"\g<1>{HIDDEN}", text)
+    return patterns.WANDB.sub(rf"\g<1>{HIDDEN}", text) if has("wandb") else text
+
+
+_redacted_word = lru_cache(maxsize=4096)(redact_text)  # sources, writers and names: few values, in every event of a run
+
+
+def _option(found: re.Match[str]) -> str:
+    dashes, name, gap, value = found.groups()
+    word = value.isalpha() and (len(value) <= 4 or value.isupper())
+    if not names_secret(name) or word or patterns.NOTHING.match(value) or patterns.REFERENCE.match(value):
+        return found[0]
+    return f"{dashes}{name}{gap}{HIDDEN}"
+
+
+def _without(text: str, value: str) -> str:
+    """`text` without `value`. A value of letters only is removed only as a whole word."""
+    if value.isalpha():
+        return re.sub(rf"(?<![A-Za-z0-9]){re.escape(value)}(?![A-Za-z0-9])", HIDDEN, text)
+    return text.replace(value, HIDDEN)
+
+
+def _without_private_keys(text: str) -> str:
+    parts, done = [], 0
+    for begin in patterns.PEM.finditer(text):
+        if begin.start() < done:
+            continue
+        end = patterns.PEM_END.search(text, begin.end(), begin.end() + 2 * MOST)
+        last = end.end() if end else begin.end() + len(patterns.PEM_BODY.match(text, begin.end())[0].rstrip())  # type: ignore[index]
+        hidden = "" if text.startswith(HIDDEN, begin.end()) else HIDDEN
+        parts += [text[done : begin.end()], hidden]
+        done = max(last, begin.end())
+    return "".join([*parts, text[done:]])
+
+
+def carries_secret(url: str) -> bool:
+    """Whether a URL or a remote location contains credentials:
+
+    - a password, or a user (the user of ssh://git@host does not count)
+    - a query or a fragment, such as a signature (a `?` in the pattern of a path does not count)
+    - text in the form of a secret
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return any(char in url for char in ":=-_.") and "\n" not in url and redact_text(url) != url
+    place, _, fragment = rest.partition("#")
+    place, question_mark, query = place.partition("?")
+    if user_match := patterns.USER.search(url):
+        user = user_match[0].rstrip("@")
+        if ":" in user or "ssh" not in scheme:
+            return True
+        url = url.replace(user_match[0], "", 1)
+    if "=" in query or "=" in fragment or (question_mark and query and scheme.startswith(("http", "ftp", "git"))):
+        return True
+    return (
+        bool(patterns.SIGNATURE.fullmatch(query) or patterns.SIGNATURE.fullmatch(fragment)) or redact_text(url) != url
+    )
