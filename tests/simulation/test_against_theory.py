@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from holdfast.simulation import POLICIES, ClusterModel, Job, bounds, simulate, synthetic_jobs
 from holdfast.simulation.cluster import NodeGroup
 from holdfast.simulation.engine import Simulation, Task
-from holdfast.simulation.policies import HALF_LIFE
+from holdfast.simulation.policies.shares import HALF_LIFE
 
 
 def cluster(nodes: int, gpus: int = 1, **fields: object) -> ClusterModel:
