@@ -29,22 +29,12 @@ MAX_CONFIG_BYTES = 64 * 2**20
 SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TEMPLATE_NAMES = ("default", "tool_use")  # the names that `apply_chat_template` chooses from
 # Arguments of `apply_chat_template` that a record must not set in `chat_template_kwargs`.
-RESERVED = (
-    "conversation",
-    "messages",
-    "tools",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-    "sanitize_control_tokens",
+RESERVED = tuple(
+    """
+    conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding
+    truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
+    sanitize_control_tokens
+    """.split()
 )
 
 

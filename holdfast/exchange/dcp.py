@@ -33,27 +33,18 @@ from holdfast.store import read_file_bounded
 PART_BYTES = 128 * 2**20  # of a tensor in one file
 _METADATA = "torch.distributed.checkpoint.metadata"
 _STORED = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_METADATA_CLASSES = tuple(
+    """
+    Metadata MetadataIndex StorageMeta TensorStorageMetadata TensorProperties BytesStorageMetadata
+    ChunkStorageMetadata _MEM_FORMAT_ENCODING
+    """.split()
+)
+_PATH_CLASSES = ("Path", "PosixPath", "WindowsPath")
 # The names that a `.metadata` may contain. They are strings: none of them is looked up.
 _NAMES = frozenset(
     {
-        *(
-            f"{_METADATA}.{name}"
-            for name in (
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorStorageMetadata",
-                "TensorProperties",
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        *(
-            f"{module}.{name}"
-            for module in ("pathlib", "pathlib._local")
-            for name in ("Path", "PosixPath", "WindowsPath")
-        ),
+        *(f"{_METADATA}.{name}" for name in _METADATA_CLASSES),
+        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATH_CLASSES),
         *DTYPES,
         _STORED,
         "torch.Size",

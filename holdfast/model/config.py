@@ -233,41 +233,24 @@ MOST_EXPERTS = 1_000_000  # over all layers; each has separate tensors
 MOST_INTEGER = 2**31 - 1
 MOST_FLOAT = 1e300
 # The types of the keys that are read. Missing keys and null are handled where they are used.
-_INTEGER, _NUMBER, _FLAG, _TEXT, _TEXTS, _OBJECT = (
-    "an integer",
-    "a number",
-    "true or false",
-    "text",
-    "a list of texts",
-    "an object",
-)
+_INTEGER, _NUMBER, _FLAG = "an integer", "a number", "true or false"
+_TEXT, _TEXTS, _OBJECT = "text", "a list of texts", "an object"
 _TYPES: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "num_hidden_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "intermediate_size",
-            "max_position_embeddings",
-            "vocab_size",
-            "sliding_window",
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-            "num_experts",
-            "num_local_experts",
-            "num_experts_per_tok",
-            "n_routed_experts",
-            "n_shared_experts",
-        ),
-        _INTEGER,
-    ),
-    **dict.fromkeys(("rms_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor"), _NUMBER),
-    **dict.fromkeys(("tie_word_embeddings", "norm_topk_prob"), _FLAG),
-    **dict.fromkeys(("model_type", "hidden_act"), _TEXT),
-    **dict.fromkeys(("architectures", "layer_types"), _TEXTS),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), _OBJECT),
+    key: kind
+    for kind, keys in {
+        _INTEGER: """
+            num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim
+            intermediate_size max_position_embeddings vocab_size sliding_window moe_intermediate_size
+            shared_expert_intermediate_size num_experts num_local_experts num_experts_per_tok
+            n_routed_experts n_shared_experts
+        """,
+        _NUMBER: "rms_norm_eps initializer_range rope_theta partial_rotary_factor",
+        _FLAG: "tie_word_embeddings norm_topk_prob",
+        _TEXT: "model_type hidden_act",
+        _TEXTS: "architectures layer_types",
+        _OBJECT: "rope_scaling rope_parameters",
+    }.items()
+    for key in keys.split()
 }
 _ROPE_TYPES: dict[str, str] = {
     **dict.fromkeys(("rope_type", "type"), _TEXT),

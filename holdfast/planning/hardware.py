@@ -6,6 +6,7 @@ one, or measured figures of this one. All rates are dense (no structured sparsit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -70,172 +71,51 @@ class Accelerator(Section):
         return rate
 
 
-def _nvidia(name: str, source: str, **figures: float) -> Accelerator:
-    return Accelerator.model_validate({"name": name, "source": source, **figures})
-
-
+# bf16, fp8 and fp32 in TFLOP/s, memory in GB, bandwidth, link and network in GB/s; `-` is the default of the field.
 # Prices are round figures of the 2025 market, to be replaced. docs/planner.md has the sources of `reach`; for most
 # accelerators it is a cautious guess.
-_TABLE = (
-    _nvidia(
-        "A100-40GB",
-        "NVIDIA A100 data sheet (2021), DGX A100 data sheet",
-        bf16=312e12,
-        fp32=19.5e12,
-        memory=40 * GB,
-        bandwidth=1.555e12,
-        link=300 * GB,
-        network=25 * GB,
-        watts=400,
-        price=1.5,
-        reach=0.75,
-    ),
-    _nvidia(
-        "A100",
-        "NVIDIA A100 80GB SXM data sheet (2021), DGX A100 data sheet",
-        bf16=312e12,
-        fp32=19.5e12,
-        memory=80 * GB,
-        bandwidth=2.039e12,
-        link=300 * GB,
-        network=25 * GB,
-        watts=400,
-        price=1.8,
-        reach=0.75,
-    ),
-    _nvidia(
-        "H100",
-        "NVIDIA H100 SXM data sheet (2023), DGX H100 data sheet",
-        bf16=989.4e12,
-        fp8=1978.9e12,
-        fp32=66.9e12,
-        memory=80 * GB,
-        bandwidth=3.35e12,
-        link=450 * GB,
-        network=50 * GB,
-        watts=700,
-        price=3.0,
-        reach=0.65,
-    ),
-    _nvidia(
-        "H200",
-        "NVIDIA H200 SXM data sheet (2024), DGX H200 data sheet",
-        bf16=989.4e12,
-        fp8=1978.9e12,
-        fp32=66.9e12,
-        memory=141 * GB,
-        bandwidth=4.8e12,
-        link=450 * GB,
-        network=50 * GB,
-        watts=700,
-        price=3.5,
-        reach=0.65,
-    ),
-    _nvidia(
-        "B200",
-        "DGX B200 data sheet (2024), an eighth of it",
-        bf16=2250e12,
-        fp8=4500e12,
-        fp32=75e12,
-        memory=180 * GB,
-        bandwidth=8e12,
-        link=900 * GB,
-        network=50 * GB,
-        watts=1000,
-        price=5.0,
-        reach=0.65,
-    ),
-    _nvidia(
-        "GB200",
-        "NVIDIA GB200 NVL72 data sheet (2024), a 72nd of it",
-        bf16=2500e12,
-        fp8=5000e12,
-        fp32=80e12,
-        memory=186 * GB,
-        bandwidth=8e12,
-        node=72,
-        link=900 * GB,
-        network=50 * GB,
-        watts=1200,
-        price=6.0,
-        reach=0.65,
-    ),
-    _nvidia(
-        "L40S",
-        "NVIDIA L40S data sheet (2023); PCIe 4.0 x16",
-        bf16=362e12,
-        fp8=733e12,
-        fp32=91.6e12,
-        memory=48 * GB,
-        bandwidth=864e9,
-        link=32 * GB,
-        network=12.5 * GB,
-        watts=350,
-        price=0.9,
-        reach=0.6,
-    ),
-    Accelerator(
-        name="MI300X",
-        kind="amd",
-        source="AMD Instinct MI300X data sheet (2023)",
-        bf16=1307.4e12,
-        fp8=2614.9e12,
-        fp32=163.4e12,
-        memory=192 * GB,
-        bandwidth=5.3e12,
-        link=448 * GB,
-        network=50 * GB,
-        watts=750,
-        price=2.5,
-        reach=0.5,
-    ),
-    Accelerator(
-        name="MI325X",
-        kind="amd",
-        source="AMD Instinct MI325X data sheet (2024)",
-        bf16=1307.4e12,
-        fp8=2614.9e12,
-        fp32=163.4e12,
-        memory=256 * GB,
-        bandwidth=6e12,
-        link=448 * GB,
-        network=50 * GB,
-        watts=1000,
-        price=3.0,
-        reach=0.5,
-    ),
-    Accelerator(
-        name="Gaudi2",
-        kind="gaudi",
-        source="Intel Gaudi 2 white paper: 21 and 3 ports of 100 Gb/s",
-        bf16=432e12,
-        fp8=865e12,
-        fp32=11e12,
-        memory=96 * GB,
-        bandwidth=2.45e12,
-        link=262.5 * GB,
-        network=37.5 * GB,
-        watts=600,
-        price=1.3,
-        reach=0.6,
-    ),
-    Accelerator(
-        name="Gaudi3",
-        kind="gaudi",
-        source="Intel Gaudi 3 white paper: 21 and 3 ports of 200 Gb/s",
-        bf16=1835e12,
-        fp8=1835e12,
-        fp32=28.7e12,
-        memory=128 * GB,
-        bandwidth=3.7e12,
-        link=525 * GB,
-        network=75 * GB,
-        watts=900,
-        price=2.0,
-        reach=0.5,
-    ),
-)
-ACCELERATORS = {each.name: each for each in _TABLE}
+_TABLE = """
+name       kind      bf16     fp8   fp32  memory  bandwidth  node   link  network  watts  price  reach
+A100-40GB  nvidia     312       -   19.5      40       1555     -    300       25    400    1.5   0.75
+A100       nvidia     312       -   19.5      80       2039     -    300       25    400    1.8   0.75
+H100       nvidia   989.4  1978.9   66.9      80       3350     -    450       50    700      3   0.65
+H200       nvidia   989.4  1978.9   66.9     141       4800     -    450       50    700    3.5   0.65
+B200       nvidia    2250    4500     75     180       8000     -    900       50   1000      5   0.65
+GB200      nvidia    2500    5000     80     186       8000    72    900       50   1200      6   0.65
+L40S       nvidia     362     733   91.6      48        864     -     32     12.5    350    0.9    0.6
+MI300X     amd     1307.4  2614.9  163.4     192       5300     -    448       50    750    2.5    0.5
+MI325X     amd     1307.4  2614.9  163.4     256       6000     -    448       50   1000      3    0.5
+Gaudi2     gaudi      432     865     11      96       2450     -  262.5     37.5    600    1.3    0.6
+Gaudi3     gaudi     1835    1835   28.7     128       3700     -    525       75    900      2    0.5
+"""
+_UNITS = {
+    **dict.fromkeys("bf16 fp8 fp32".split(), "e12"),
+    **dict.fromkeys("memory bandwidth link network".split(), "e9"),
+}
+_SOURCES = {
+    "A100-40GB": "NVIDIA A100 data sheet (2021), DGX A100 data sheet",
+    "A100": "NVIDIA A100 80GB SXM data sheet (2021), DGX A100 data sheet",
+    "H100": "NVIDIA H100 SXM data sheet (2023), DGX H100 data sheet",
+    "H200": "NVIDIA H200 SXM data sheet (2024), DGX H200 data sheet",
+    "B200": "DGX B200 data sheet (2024), an eighth of it",
+    "GB200": "NVIDIA GB200 NVL72 data sheet (2024), a 72nd of it",
+    "L40S": "NVIDIA L40S data sheet (2023); PCIe 4.0 x16",
+    "MI300X": "AMD Instinct MI300X data sheet (2023)",
+    "MI325X": "AMD Instinct MI325X data sheet (2024)",
+    "Gaudi2": "Intel Gaudi 2 white paper: 21 and 3 ports of 100 Gb/s",
+    "Gaudi3": "Intel Gaudi 3 white paper: 21 and 3 ports of 200 Gb/s",
+}
+
+
+def _from_table(fields: Sequence[str], cells: Sequence[str]) -> Accelerator:
+    figures = {
+        field: f"{cell}{_UNITS.get(field, '')}" for field, cell in zip(fields, cells, strict=True) if cell != "-"
+    }
+    return Accelerator.model_validate_strings({**figures, "source": _SOURCES[cells[0]]})
+
+
+_FIELDS, *_ROWS = (line.split() for line in _TABLE.strip().splitlines())
+ACCELERATORS = {cells[0]: _from_table(_FIELDS, cells) for cells in _ROWS}
 FILES = (".yaml", ".yml")
 # Driver names of the boards whose peaks are in the table. Other boards of the same chip have other peaks.
 _BOARDS = {

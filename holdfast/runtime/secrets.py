@@ -11,19 +11,11 @@ __all__ = ["HIDDEN", "StreamRedactor", "for_ranks", "redact", "redact_record", "
 
 # For the launcher and the steps, but not for ranks: a rank only needs the credentials of the store.
 NOT_FOR_RANKS = frozenset(
-    (
-        "HOLDFAST_WEBHOOK",
-        "MLFLOW_TRACKING_USERNAME",
-        "MLFLOW_TRACKING_PASSWORD",
-        "MLFLOW_TRACKING_TOKEN",
-        "MLFLOW_FLASK_SERVER_SECRET_KEY",
-        "MLFLOW_BACKEND_STORE_URI",
-        "KFP_TOKEN",
-        "KFP_TOKEN_FILE",
-        "KFP_COOKIE",
-        "KFP_HEADER",
-        "MODEL_REGISTRY_TOKEN",
-    )
+    """
+    HOLDFAST_WEBHOOK MLFLOW_TRACKING_USERNAME MLFLOW_TRACKING_PASSWORD MLFLOW_TRACKING_TOKEN
+    MLFLOW_FLASK_SERVER_SECRET_KEY MLFLOW_BACKEND_STORE_URI KFP_TOKEN KFP_TOKEN_FILE KFP_COOKIE KFP_HEADER
+    MODEL_REGISTRY_TOKEN
+    """.split()
 )
 
 

@@ -38,25 +38,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # Metrics of the library itself. The library would look up any other name on the Hub and run what it finds.
-METRICS = (
-    "acc",
-    "acc_all",
-    "acc_bytes",
-    "acc_mutual_info",
-    "acc_norm",
-    "bits_per_byte",
-    "bleu",
-    "brier_score",
-    "byte_perplexity",
-    "chrf",
-    "chrf++",
-    "exact_match",
-    "f1",
-    "likelihood",
-    "mcc",
-    "perplexity",
-    "ter",
-    "word_perplexity",
+METRICS = tuple(
+    """
+    acc acc_all acc_bytes acc_mutual_info acc_norm bits_per_byte bleu brier_score byte_perplexity chrf chrf++
+    exact_match f1 likelihood mcc perplexity ter word_perplexity
+    """.split()
 )
 LOADERS = ("json", "csv", "parquet", "text")  # loaders of `datasets` that read files and download nothing
 FOREIGN = ("include", "group", "class", "custom_dataset", "unsafe_code", "fewshot_config", "use_prompt")

@@ -319,33 +319,23 @@ def error_named(name: str, message: str) -> HoldfastError:
 
 # Name of the imported module -> the extra that contains it.
 EXTRAS = {
-    "tokenizers": "train",
-    "torch": "train",
-    "pcodec": "train",
-    "tqdm": "train",
-    "pyarrow": "preprocess",
-    "zstandard": "preprocess",
-    "dvc": "dvc",
-    "dvc_s3": "dvc",
-    "deepspeed": "deepspeed",
-    "prometheus_client": "metrics",
-    "pynvml": "nvml",
-    "tensorboard": "tensorboard",
-    "opentelemetry": "otel",
-    "mlflow": "tracking",
-    "psycopg": "tracking",
-    "kfp": "pipelines",
-    "kfp_server_api": "pipelines",
-    "hera": "pipelines",
-    "kubernetes": "pipelines",
-    "jinja2": "pipelines",
-    "huggingface_hub": "pipelines",
-    "typer": "pipelines",
-    "rich": "pipelines",
-    "jsonschema": "pipelines",
-    "lm_eval": "tasks",
-    "ray": "ray",
-    "moto": "chaos",
+    module: extra
+    for extra, modules in {
+        "train": "tokenizers torch pcodec tqdm",
+        "preprocess": "pyarrow zstandard",
+        "dvc": "dvc dvc_s3",
+        "deepspeed": "deepspeed",
+        "metrics": "prometheus_client",
+        "nvml": "pynvml",
+        "tensorboard": "tensorboard",
+        "otel": "opentelemetry",
+        "tracking": "mlflow psycopg",
+        "pipelines": "kfp kfp_server_api hera kubernetes jinja2 huggingface_hub typer rich jsonschema",
+        "tasks": "lm_eval",
+        "ray": "ray",
+        "chaos": "moto",
+    }.items()
+    for module in modules.split()
 }
 
 

@@ -44,27 +44,12 @@ def write_missing(missing: Callable[[], list[T]], write: Callable[[list[T]], obj
 
 
 CREDENTIALS = frozenset(
-    {
-        "NoCredentialsError",
-        "PartialCredentialsError",
-        "CredentialRetrievalError",
-        "ProfileNotFound",
-        "TokenRetrievalError",
-        "SSOTokenLoadError",
-        "UnauthorizedSSOTokenError",
-        "NoAuthTokenError",
-        "DefaultCredentialsError",
-        "RefreshError",
-        "GoogleAuthError",
-        "Unauthorized",
-        "Forbidden",
-        "Unauthenticated",
-        "PermissionDenied",
-        "ClientAuthenticationError",
-        "CredentialUnavailableError",
-        "InvalidPrivateKeyError",
-        "AuthenticationException",
-    }
+    """
+    NoCredentialsError PartialCredentialsError CredentialRetrievalError ProfileNotFound TokenRetrievalError
+    SSOTokenLoadError UnauthorizedSSOTokenError NoAuthTokenError DefaultCredentialsError RefreshError
+    GoogleAuthError Unauthorized Forbidden Unauthenticated PermissionDenied ClientAuthenticationError
+    CredentialUnavailableError InvalidPrivateKeyError AuthenticationException
+    """.split()
 )
 ABSENT = frozenset({"NotFound", "ResourceNotFoundError", "NoSuchBucket", "BucketNotFound"})
 NO_PLUGIN = frozenset(
@@ -77,19 +62,10 @@ NO_PLUGIN = frozenset(
     }
 )
 DENIED_CODES = frozenset(
-    {
-        "AccessDenied",
-        "AllAccessDisabled",
-        "InvalidAccessKeyId",
-        "SignatureDoesNotMatch",
-        "ExpiredToken",
-        "InvalidToken",
-        "PERMISSION_DENIED",
-        "UNAUTHENTICATED",
-        "CUSTOMER_UNAUTHORIZED",
-        "401",
-        "403",
-    }
+    """
+    AccessDenied AllAccessDisabled InvalidAccessKeyId SignatureDoesNotMatch ExpiredToken InvalidToken
+    PERMISSION_DENIED UNAUTHENTICATED CUSTOMER_UNAUTHORIZED 401 403
+    """.split()
 )
 ABSENT_CODES = frozenset({"NoSuchBucket", "RESOURCE_DOES_NOT_EXIST", "ENDPOINT_NOT_FOUND", "404"})
 DENIED_WORDS = ("password authentication failed", "access denied for user", "login failed for user")

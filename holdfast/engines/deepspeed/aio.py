@@ -82,24 +82,13 @@ def _compile(name: str, sources: list[Path], tree: Path, library: Path) -> None:
         unit_file.write_text("".join(_included(copy / path.relative_to(tree), n) for n, path in enumerate(sources)))
         folders = [copy / "aio/py_lib", copy / "aio/common", copy / "pin_memory", sysconfig.get_paths()["include"]]
         command = [
-            "g++",
-            "-shared",
-            "-fPIC",
-            "-std=c++20",
-            "-O1",
-            "-fopenmp",
-            "-DTORCH_API_INCLUDE_EXTENSION_H",
+            *"g++ -shared -fPIC -std=c++20 -O1 -fopenmp -DTORCH_API_INCLUDE_EXTENSION_H".split(),
             f"-DTORCH_EXTENSION_NAME={name}",
             *(f"-I{path}" for path in folders),
             *(f"-isystem{path}" for path in include_paths()),
-            str(unit_file),
-            "-o",
-            str(built),
+            *(str(unit_file), "-o", str(built)),
             *(f"-L{path}" for path in library_paths()),
-            "-lc10",
-            "-ltorch_cpu",
-            "-ltorch",
-            "-ltorch_python",
+            *"-lc10 -ltorch_cpu -ltorch -ltorch_python".split(),
             *(["-laio"] if name == "async_io" else []),
         ]
         try:

@@ -13,19 +13,7 @@ from holdfast.pipelines.view.terminal import SafeConsole, duration
 if TYPE_CHECKING:
     from holdfast.simulation import Bounds, ClusterModel, Job, Outcome
 
-COLUMNS = (
-    "policy",
-    "used",
-    "goodput",
-    "wait",
-    "p99",
-    "slow-down",
-    "fairness",
-    "fragments",
-    "lost h",
-    "evicted",
-    "cost",
-)
+COLUMNS = tuple("policy, used, goodput, wait, p99, slow-down, fairness, fragments, lost h, evicted, cost".split(", "))
 
 
 def progress(names: Sequence[str], quiet: bool) -> Iterator[str]:

@@ -12,19 +12,7 @@ from holdfast.spec.section import Section
 from holdfast.spec.tree import Spec
 
 GROUPED_BYTES = 16  # torch.nn.functional.grouped_mm: rows begin at multiples of this
-CHOSEN = (
-    "strategy",
-    "replicas",
-    "reshard",
-    "offload",
-    "offload_path",
-    "tensor",
-    "pipeline",
-    "stages",
-    "schedule",
-    "context",
-    "expert",
-)
+CHOSEN = tuple("strategy replicas reshard offload offload_path tensor pipeline stages schedule context expert".split())
 
 
 def check_auto_layout(spec: Spec) -> Iterator[Problem]:

@@ -142,28 +142,12 @@ def closed(node: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-_KEPT = {
-    "type",
-    "enum",
-    "pattern",
-    "minimum",
-    "maximum",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
-    "minLength",
-    "maxLength",
-    "minItems",
-    "maxItems",
-    "uniqueItems",
-    "minProperties",
-    "maxProperties",
-    "required",
-    "multipleOf",
-    "anyOf",
-    "allOf",
-    "oneOf",
-    "not",
-}
+_KEPT = frozenset(
+    """
+    type enum pattern minimum maximum exclusiveMinimum exclusiveMaximum minLength maxLength minItems maxItems
+    uniqueItems minProperties maxProperties required multipleOf anyOf allOf oneOf not
+    """.split()
+)
 
 
 @functools.cache
