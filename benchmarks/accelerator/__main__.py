@@ -1,4 +1,4 @@
-"""One accelerator: exactness, kernels, memory against the plan, MFU, recovery, save stall and health, in one run.
+"""One accelerator: exactness, kernels, memory against the plan, MFU, recovery, save stall, locked memory, health.
 
 `python -m benchmarks.accelerator [--seconds N] [--only exactness,mfu] [--out FOLDER] [--tiny]` needs a CUDA device and
 no network. `--tiny` uses small shapes, on the CPU if there is no CUDA device.

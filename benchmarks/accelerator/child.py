@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.accelerator.exactness import train_exactly
 from benchmarks.accelerator.kernels import measure_kernels
+from benchmarks.accelerator.locking import measure_locking
 from benchmarks.accelerator.machine import check_health, describe_machine
 from benchmarks.accelerator.memory import measure_memory
 from benchmarks.accelerator.mfu import measure_mfu
@@ -32,6 +33,7 @@ MEASURES: dict[str, Callable[[Request], None]] = {
     "memory": measure_memory,
     "mfu": measure_mfu,
     "stall": measure_stall,
+    "locking": measure_locking,
     "health": check_health,
     "machine": describe_machine,
 }

@@ -20,6 +20,8 @@ NOTES = {
     "stall": "A save of weights and moments to a store in a folder. `host_stall_s`: the training thread waits in "
     "Holdfast. `slower_s`: the save and the next steps, minus the time of these steps alone. The first save also "
     "allocates and pins its buffer. `torch_save_s` and the call of `dcp_async_save` stop training for all their time.",
+    "locking": "A training loop while a thread touches or locks host memory. `lost_s`: its time beyond that of these "
+    "steps alone. `lock_new`: CUDA finds the pages. Without CUDA: `touch` only.",
     "health": "The health check of a run (`holdfast health`) on this rank.",
 }
 

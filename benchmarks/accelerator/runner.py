@@ -15,7 +15,7 @@ from benchmarks.accelerator.child import import_modules, run_in_child
 from benchmarks.accelerator.report import markdown
 from benchmarks.accelerator.request import Request, replace_text
 
-SECTIONS = ("exactness", "kernels", "memory", "mfu", "recovery", "stall", "health")
+SECTIONS = ("exactness", "kernels", "memory", "mfu", "recovery", "stall", "locking", "health")
 SECONDS = {"train": 100.0, "stall": 100.0, "mfu": 120.0}  # the longest time of one measurement
 DEFAULT_SECONDS = 60.0
 

@@ -74,7 +74,7 @@ def compile_spec(
     if over and system not in WITH_SWEEPS:
         raise UsageError(f"the target {system} has no sweeps", "--over", f"use one of {', '.join(WITH_SWEEPS)}")
     if concurrent_trials and not (over and system is Target.ARGO):
-        raise UsageError("is used only with --over and --target argo", "--at-once", "leave it out")
+        raise UsageError("is used only with --over and --target argo", "--concurrent-trials", "leave it out")
     if over:
         return _sweep(spec, system, over, concurrent_trials, image)
     if system in _WRITERS:

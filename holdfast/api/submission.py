@@ -259,7 +259,7 @@ def find_backend(run: str, at: Location = AS_RECORDED) -> tuple[Backend, str]:
         except StoreUnreachableError as error:
             if not at.backend:
                 raise  # only the record names the backend
-            log.warning("the record of %s cannot be read; %s is asked for this name (%s)", run, at.backend, error)
+            log.warning("the record of %s cannot be read (%s); %s is queried by this name", run, error, at.backend)
     if record is not None and at.backend in ("", record.backend):
         return open_recorded(at, record), record.id
     if at.backend or at.endpoint or os.environ.get("KFP_ENDPOINT"):
@@ -307,7 +307,7 @@ def _require_usable(name: str, options: ClusterOptions, *, sweep: bool) -> None:
     if options.concurrent_trials and not capabilities.limited_trials:
         raise UsageError(
             f"the backend {name} cannot limit the trials that run concurrently",
-            "--at-once",
+            "--concurrent-trials",
             f"leave it out, or use one of {', '.join(backends_with('limited_trials'))}",
         )
     needs = {

@@ -18,9 +18,9 @@ from tests import warm
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, object]]]:
-    """The JSON report of two short sections."""
+    """The JSON report of three short sections."""
     out = tmp_path_factory.mktemp("accelerator")
-    command = [sys.executable, "-m", "benchmarks.accelerator", "--tiny", "--only=memory,mfu", "--steps=1"]
+    command = [sys.executable, "-m", "benchmarks.accelerator", "--tiny", "--only=memory,mfu,locking", "--steps=1"]
     process = warm.run([*command, f"--out={out}"], {**os.environ, "OMP_NUM_THREADS": "1"}, Path.cwd())
     assert process.returncode == 0, process.stderr
     report = json.loads((out / "accelerator.json").read_text())
@@ -39,6 +39,15 @@ def test_the_plan_of_a_tiny_model_is_close_to_its_peak(found: dict[str, dict[str
         part = found["memory"]["all"][case]
         assert isinstance(part, dict)
         assert 0.9 < part["planned_over_peak"] < 1.1
+
+
+def test_memory_is_touched_beside_a_training_loop(
+    found: dict[str, dict[str, dict[str, object]]],
+) -> None:
+    part = found["locking"]["all"]
+    assert part["bytes"] == 2**26 and "lock_new" not in part, part
+    assert isinstance(part["touch"], dict)
+    assert part["touch"]["longest_step_s"] <= part["touch"]["seconds"]
 
 
 def test_a_failed_measurement_is_recorded_and_the_next_one_starts(

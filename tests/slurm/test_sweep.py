@@ -87,7 +87,7 @@ def test_a_failed_trial_is_listed_the_rest_is_compared_and_resume_retries_it(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     place = Place(slurm, tmp_path)
-    options = ("--over", "model.context=32,4096", "--at-once", "1")  # more than the held-out text has
+    options = ("--over", "model.context=32,4096", "--concurrent-trials", "1")  # more than the held-out text has
     submission = sweep(place, *options)
     status = place.wait(submission["run_id"])
     assert status["state"] == "FAILED", f"{status}\n{place.logs()}"

@@ -176,8 +176,8 @@ def free_buffers() -> set[int]:
 
 
 def _pin(memory: torch.Tensor) -> None:
-    """Lock the pages of a buffer, so that a device copies into them directly. The pages are touched before, because
-    CUDA's call holds Python's lock: 0.6 s per GiB if it has to find them, and 0.04 s if they exist."""
+    """Lock the pages of a buffer, so that a device copies into them directly. The pages are touched before: CUDA's call
+    holds Python's lock, on an H200 for 0.35 s per GiB if it has to find them, and for 0.06 s if they exist."""
     memory.view(-1)[:: mmap.PAGESIZE].zero_()
     runtime = torch.cuda.cudart()
     code = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)

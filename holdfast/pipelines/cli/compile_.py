@@ -9,7 +9,7 @@ import typer
 
 from holdfast.api.specs import Target, compile_spec, target_of
 from holdfast.pipelines.cli.options import Image, SpecOptions, out
-from holdfast.pipelines.cli.sweep import AtOnce, Over
+from holdfast.pipelines.cli.sweep import ConcurrentTrials, Over
 
 
 def compile_(
@@ -32,7 +32,7 @@ def compile_(
     ] = None,
     image: Image = "",
     over: Over = None,
-    at_once: AtOnce = 0,
+    concurrent_trials: ConcurrentTrials = 0,
 ) -> None:
     """Write the pipeline of a spec for Kubeflow, or the manifests for another system. Sends nothing.
 
@@ -42,7 +42,7 @@ def compile_(
     Example: holdfast compile examples/quickstart.yaml -o pipeline.yaml
     """
     system = target_of(target)
-    text = compile_spec(spec.load(), system, image=image, over=over or (), concurrent_trials=at_once)
+    text = compile_spec(spec.load(), system, image=image, over=over or (), concurrent_trials=concurrent_trials)
     output = output or Path("pipeline.yaml" if system is Target.KFP else "-")
     if str(output) == "-":
         out(text.rstrip("\n"))

@@ -67,11 +67,13 @@ def submit(
     dry_run: bool,
     as_json: bool,
     over: Sequence[str] = (),
-    at_once: int = 0,
+    concurrent_trials: int = 0,
 ) -> None:
     """Submit a spec, or a sweep over it, and print where it runs; or print what would be sent."""
     name = api.default_backend(where.backend)
-    cluster = api.ClusterOptions(options.image, options.service_account, where.endpoint, where.namespace, at_once)
+    cluster = api.ClusterOptions(
+        options.image, options.service_account, where.endpoint, where.namespace, concurrent_trials
+    )
     request = api.request(
         spec.path,
         backend=name,

@@ -13,7 +13,7 @@ Over = Annotated[
     list[str] | None,
     typer.Option(metavar="FIELD=VALUE,VALUE", help="A field and its values. Repeat it for a grid.", show_default=False),
 ]
-AtOnce = Annotated[
+ConcurrentTrials = Annotated[
     int, typer.Option(min=0, metavar="N", help="Maximum of concurrent trials, on Argo and Slurm. Default: all.")
 ]
 
@@ -23,7 +23,7 @@ def sweep(
     where: BackendOptions,
     options: RunOptions,
     over: Over = None,
-    at_once: AtOnce = 0,
+    concurrent_trials: ConcurrentTrials = 0,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -36,4 +36,4 @@ def sweep(
     """
     if not over:
         raise typer.BadParameter("give a field and its values", param_hint="--over")
-    submit(spec, where, options, dry_run=dry_run, as_json=as_json, over=over, at_once=at_once)
+    submit(spec, where, options, dry_run=dry_run, as_json=as_json, over=over, concurrent_trials=concurrent_trials)

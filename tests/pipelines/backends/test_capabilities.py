@@ -71,7 +71,12 @@ def test_a_sweep_on_a_backend_without_sweeps_is_refused_with_those_that_have_the
 @pytest.mark.parametrize(
     ("options", "backend", "over", "words"),
     [
-        (api.ClusterOptions(concurrent_trials=1), "local", ["training.seed=1,2"], "--at-once.*use one of argo, slurm"),
+        (
+            api.ClusterOptions(concurrent_trials=1),
+            "local",
+            ["training.seed=1,2"],
+            "--concurrent-trials.*use one of argo, slurm",
+        ),
         (api.ClusterOptions(concurrent_trials=1), "kubeflow", ["training.seed=1,2"], "cannot limit the trials"),
         (api.ClusterOptions(namespace="x"), "slurm", [], "--namespace: the backend slurm has no use for it"),
         (api.ClusterOptions(image="x"), "ray", [], "--image: the backend ray has no use for it"),

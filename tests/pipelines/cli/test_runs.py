@@ -314,8 +314,8 @@ def test_a_list_without_a_backend_takes_that_of_the_environment_or_of_the_endpoi
 
 def test_options_that_have_no_effect_are_refused(spec: Path) -> None:
     for arguments in (
-        ("compile", spec, "--at-once", "2"),
-        ("compile", spec, "--over", "training.seed=1,2", "--at-once", "2"),
+        ("compile", spec, "--concurrent-trials", "2"),
+        ("compile", spec, "--over", "training.seed=1,2", "--concurrent-trials", "2"),
         ("validate", "--schema", "--ids"),
     ):
         assert holdfast(*arguments).exit_code == ExitCode.USAGE, arguments
