@@ -341,7 +341,7 @@ EXTRAS = {
 
 def missing_package(error: BaseException) -> MissingError | None:
     """What to install, if the exception is caused by a missing package of an extra. Otherwise None."""
-    for cause in _causes(error):
+    for cause in causes(error):
         module = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
         if module in EXTRAS and find_spec(module) is None:  # otherwise an installed version lacks a module
             return MissingError(_words(module, "this command"))
@@ -359,7 +359,8 @@ def _words(module: str, use: str) -> str:
     return f"{use} needs {package}, which is not installed here: pip install 'holdfast[{EXTRAS[module]}]'"
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception, and those that led to it."""
     ids: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in ids:

@@ -1,6 +1,6 @@
 """Logs of ranks: the output of each process of a rank, under `runs/<id>/logs/rank-NNNNN/<stream>/`.
 
-`log_stream` writes a stream and states the guarantees; `rank_reader` reads it.
+`log_stream` writes a stream and states the guarantees; `rank_lines` reads it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RankLog(StreamWriter[RankStream]):
         super().__init__(opened, layout.rank_log(run_id, stream.rank), stream)
 
 
-# Reading the output of a rank of a run, live and after its death, from the store (`rank_logs`).
+# Reading the output of a rank of a run from the store, live and after its death.
 
 POLL_SECONDS = 2.0
 _STREAM = re.compile(r"/logs/rank-(\d{5,})/((\d{6,})-[^/]+)/")

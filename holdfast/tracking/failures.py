@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TypeVar
 
-from holdfast.spec.errors import ExitCode
+from holdfast.spec.errors import ExitCode, causes
 
 # Writes to MLflow that race with writes of other processes.
 #
@@ -107,16 +107,6 @@ def is_bug(error: BaseException) -> bool:
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next
     return innermost is not None and str(innermost.tb_frame.f_globals.get("__name__", "")).startswith("holdfast.")
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception, and those that led to it."""
-    ids: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in ids:
-        ids.add(id(cause))
-        yield cause
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
 def _codes(error: BaseException) -> Iterator[str]:

@@ -109,15 +109,15 @@ class RankOutput:
 
     def follow(self, reader: int, rank: int, pid: int) -> None:
         """Take the output of that process from now on."""
-        log: _Rank | None = None
+        followed: _Rank | None = None
         if self._place is not None:
             stream = new_stream(rank, self._place.launch, socket.gethostname(), pid)
-            log = _Rank(RankLog(self._opened, self._place.run_id, stream), self._records / f"{pid}.json")
+            followed = _Rank(RankLog(self._opened, self._place.run_id, stream), self._records / f"{pid}.json")
         with self._changed:
-            if log is not None:
-                self._ranks.append(log)
+            if followed is not None:
+                self._ranks.append(followed)
             self._open += 1
-            self._selector.register(reader, selectors.EVENT_READ, _Pipe(log))
+            self._selector.register(reader, selectors.EVENT_READ, _Pipe(followed))
             if not self._threads:
                 self._threads = [
                     threading.Thread(target=work, name=f"output {name}", daemon=True)

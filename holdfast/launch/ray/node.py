@@ -1,6 +1,6 @@
 """Processes on the nodes of a Ray cluster, each owned by the Ray worker that started it.
 
-A process dies with its worker, and so do the processes that it leads (see `parent_death`). Ray kills its workers
+A process dies with its worker, and so do the processes that it leads (see `launch.processes`). Ray kills its workers
 silently, and does not know their children.
 """
 

@@ -31,7 +31,7 @@ def rank_lines(
     launch: int | None = None,
     running: Callable[[], bool] | None = None,
 ) -> Iterator[str]:
-    """The log lines of a rank, for a person. See `rank_reader.rank_lines`."""
+    """The log lines of a rank, for a person. See `telemetry.rank_logs.rank_lines`."""
     lines = rank_logs.rank_lines(store, run_id, rank, attempt=attempt, launch=launch, running=running)
     return (text for line in lines for text in plain(line).splitlines() or [""])
 
