@@ -7,7 +7,7 @@ about a name, nothing is committed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.box import DTYPES
+from holdfast.checkpoint.box import DTYPES, TensorBox
 from holdfast.checkpoint.fingerprint import StateDigest, coordinate_keys, tensor_keys
 from holdfast.spec.errors import DataError
 
@@ -43,6 +43,14 @@ class TensorInfo:
 
 
 Catalogue = Mapping[str, TensorInfo]  # in the order of the names
+# The boxes to fill: known in advance, or a function of the catalogue of each checkpoint that is tried (None: no
+# checkpoint). The function makes no collective call.
+BoxSource = Sequence[TensorBox] | Callable[[Catalogue | None], Sequence[TensorBox]]
+
+
+def boxes_for(source: BoxSource, catalogue: Catalogue | None) -> Sequence[TensorBox]:
+    """The boxes to fill from a checkpoint with this catalogue."""
+    return source(catalogue) if callable(source) else source
 
 
 def merged(catalogues: Iterable[Catalogue], source: str) -> Catalogue:

@@ -8,10 +8,10 @@ agrees, the first reader's node is to blame, and the gang ends to be started aga
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
-from holdfast.checkpoint.box import TensorBox
+from holdfast.checkpoint.catalogue import BoxSource, boxes_for
 from holdfast.checkpoint.damage_reports import DamageError, DamageReport, confirmed_reason
 from holdfast.checkpoint.index import Index
 from holdfast.checkpoint.lineage import counted_steps, newest_step
@@ -42,7 +42,7 @@ def newest_segments(store: Store, run_id: str) -> tuple[Segment, ...]:
 def load_newest(
     store: Store,
     run_id: str,
-    boxes: Sequence[TensorBox],
+    boxes: BoxSource,
     gang: Gang,
     attempt: int = 0,
     fence: Callable[[], None] = lambda: None,
@@ -74,7 +74,7 @@ def load_newest(
         gang.from_rank_0(partial(_set_aside, store, run_id, step, reason, fence))
 
 
-def load_step(store: Store, run_id: str, step: int, boxes: Sequence[TensorBox], gang: Gang) -> Checkpoint:
+def load_step(store: Store, run_id: str, step: int, boxes: BoxSource, gang: Gang) -> Checkpoint:
     """Fill `boxes` from the checkpoint of `step` and of no other. Collective. Raises StoreUnreachableError when neither
     it nor a newer one exists: its save has failed, and the next attempt makes it again. Raises
     NoCheckpointVerifiesError when a rank cannot verify it, or it is gone."""
@@ -101,9 +101,7 @@ def load_step(store: Store, run_id: str, step: int, boxes: Sequence[TensorBox], 
     return checkpoint
 
 
-def _load(
-    store: Store, run_id: str, step: int, boxes: Sequence[TensorBox]
-) -> tuple[Checkpoint | None, DamageReport | None]:
+def _load(store: Store, run_id: str, step: int, boxes: BoxSource) -> tuple[Checkpoint | None, DamageReport | None]:
     """Fill this rank's boxes from a checkpoint, or report what could not be verified."""
     try:
         try:
@@ -112,7 +110,7 @@ def _load(
             raise
         except (DataError, MissingError):
             checkpoint = open_checkpoint(store, run_id, step)
-        checkpoint.fill(boxes)
+        checkpoint.fill(boxes_for(boxes, checkpoint.tensors))
     except UnfitError:
         raise
     except DamageError as error:

@@ -26,6 +26,7 @@ from holdfast.checkpoint.agent.tier_copies import TierCopies
 from holdfast.checkpoint.agent.worker import LocalSaver, as_failure
 from holdfast.checkpoint.attempts import Attempt
 from holdfast.checkpoint.box import TensorBox
+from holdfast.checkpoint.catalogue import BoxSource, boxes_for
 from holdfast.checkpoint.gc import Collector
 from holdfast.checkpoint.load import load_newest, load_step
 from holdfast.checkpoint.local_tiers.record import Record
@@ -118,16 +119,17 @@ class Checkpointer:
 
     def restore(
         self,
-        boxes: Sequence[TensorBox],
+        boxes: BoxSource,
         first_state: Callable[[Sequence[TensorBox]], None],
         accept: Callable[[Manifest], None] = lambda _: None,
     ) -> int:
         """Fill `boxes` from the newest verified local-tier step or checkpoint, or with `first_state` if neither exists.
-        Return the step of the state. If the state came from a local tier, `near_start` is set and the caller must save
-        it to the store. Raises what `load_newest` raises, and what `accept` raises for the checkpoint found. Raises
-        SpecError for more boxes than a message to the agent can hold."""
+        Return the step of the state. A function `boxes` is called for each step that is tried, with its catalogue. If
+        the state came from a local tier, `near_start` is set and the caller must save it to the store. Raises what
+        `load_newest` raises, and what `accept` raises for the checkpoint found. Raises SpecError for more boxes than a
+        message to the agent can hold."""
         if os.environ.get(VARIABLE):
-            require_small(Save(request=SaveRequest(step=0), buffer=0, slots=laid_out(boxes)[0]), ROOM)
+            require_small(Save(request=SaveRequest(step=0), buffer=0, slots=laid_out(boxes_for(boxes, None))[0]), ROOM)
         attempt, fence = self._attempt, partial(self._attempt.check, self._store)
         near = self._near.load(boxes, self._plan.fingerprint if self._plan else "") if self._near else None
         checkpoint: Checkpoint | None
@@ -136,7 +138,7 @@ class Checkpointer:
         else:
             checkpoint = load_newest(self._store, attempt.run_id, boxes, self._gang, attempt.number, fence)
         if checkpoint is None:
-            first_state(boxes)
+            first_state(boxes_for(boxes, None))
         else:
             accept(checkpoint.manifest)
             self.adopt(checkpoint)
@@ -154,7 +156,7 @@ class Checkpointer:
             return self.near_start.scalars
         return {} if self._loaded is None else self._loaded.scalars
 
-    def load(self, step: int, boxes: Sequence[TensorBox]) -> Mapping[str, float | int]:
+    def load(self, step: int, boxes: BoxSource) -> Mapping[str, float | int]:
         """Fill `boxes` from this run's checkpoint of `step`, saved by this or an earlier attempt, and return its
         scalars. Collective; waits for the saves in flight. Raises StoreUnreachableError while that save has not
         succeeded, NoCheckpointVerifiesError when it is damaged or gone."""

@@ -21,14 +21,29 @@ from holdfast.checkpoint import (
 from holdfast.checkpoint import box as box_module
 from holdfast.checkpoint import reader as reader_module
 from holdfast.checkpoint.agent.buffers import Copy
+from holdfast.checkpoint.box import DTYPES
+from holdfast.checkpoint.catalogue import Catalogue
 from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.checkpoint.root import UnfitError
 from holdfast.collectives import Gang
-from holdfast.spec.errors import DivergedError, MissingError
+from holdfast.spec.errors import BadReaderError, DivergedError, MissingError
 from holdfast.store import Store, layout
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.ranks import in_ranks, process_group
-from tests.checkpoint.saving import RUN, blank, checkpointer, load, names, opened, same, save, shards, state, whole
+from tests.checkpoint.saving import (
+    RUN,
+    blank,
+    checkpointer,
+    load,
+    names,
+    opened,
+    pack_of,
+    same,
+    save,
+    shards,
+    state,
+    whole,
+)
 
 
 def test_every_kind_of_tensor_round_trips_bit_for_bit(store: Store) -> None:
@@ -238,3 +253,30 @@ def _reshard(rank: int, size: int, url: str, meetings: Path) -> bool:
                     load_newest(opened(f"{url}/{writers}"), RUN, boxes, gang)
                     right &= same(boxes, expected)
     return right
+
+
+def test_boxes_known_only_from_the_catalogue_are_made_again_for_each_checkpoint_that_is_tried(tmp_path: Path) -> None:
+    store = opened(f"file://{tmp_path / 'store'}")
+    first, seen, filled = state(3), [], dict[str, torch.Tensor]()
+    writer = checkpointer(store)
+    save(writer, 3, whole(first))
+    save(writer, 6, whole(state(6) | {"later": torch.ones(5)}))
+    key, start = pack_of(store, 6, -1)
+    content = bytearray(store.get(key))
+    content[start] ^= 4
+    store.put(key, content)
+
+    def boxes(catalogue: Catalogue | None) -> list[TensorBox]:
+        assert catalogue is not None
+        seen.append("later" in catalogue)
+        filled.clear()
+        filled.update({name: torch.zeros(info.shape, dtype=DTYPES[info.dtype]) for name, info in catalogue.items()})
+        return whole(filled)
+
+    with pytest.raises(BadReaderError):
+        load_newest(store, RUN, boxes, Gang(), 1)
+    checkpoint = load_newest(store, RUN, boxes, Gang(), 2)
+    assert checkpoint is not None
+    assert checkpoint.step == 3
+    assert seen == [True, True, False]
+    assert same(whole(dict(sorted(filled.items()))), whole(dict(sorted(first.items()))))

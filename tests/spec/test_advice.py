@@ -61,7 +61,7 @@ def is_module(name: str) -> bool:
     return any(
         (place.with_suffix(".py")).exists() or (place / "__init__.py").exists()
         for place in (path, path.parent)
-        if place != SOURCE / name.split(".")[0]
+        if place != SOURCE / name.split(".", maxsplit=1)[0]
     )
 
 

@@ -19,8 +19,7 @@ from typing import Protocol, cast
 from pydantic import BaseModel, Field
 
 from holdfast.checkpoint.attempts import list_attempts
-from holdfast.checkpoint.box import TensorBox
-from holdfast.checkpoint.catalogue import Catalogue, catalogue_bytes, merged
+from holdfast.checkpoint.catalogue import BoxSource, Catalogue, boxes_for, catalogue_bytes, merged
 from holdfast.checkpoint.commit import node_name, require_whole
 from holdfast.checkpoint.fingerprint import scalars_digest
 from holdfast.checkpoint.index import Header, Index, Totals, pack_table
@@ -146,7 +145,7 @@ class TierLoader:
             for inventory in gang.all_gather(list((self._inventory() if self._leads else {}).items()), _Inventory)
         ]
 
-    def load(self, boxes: Sequence[TensorBox], newest: Step | None, fits: Callable[[Record], bool]) -> Found | None:
+    def load(self, boxes: BoxSource, newest: Step | None, fits: Callable[[Record], bool]) -> Found | None:
         """Fill `boxes` from the newest local-tier step above `newest`, the attempt and step of the newest checkpoint.
         The step must be complete, verify on every rank, and have a record that `fits`. Return None without such a step;
         the contents of the boxes are then undefined."""
@@ -334,10 +333,10 @@ class TierLoader:
             sources[layout.index(self._run_id, copies[0][1].entry.name)] = [*local, *remote]
         return sources
 
-    def _filled(self, checkpoint: Checkpoint, boxes: Sequence[TensorBox]) -> str:
+    def _filled(self, checkpoint: Checkpoint, boxes: BoxSource) -> str:
         """Fill this rank's boxes. Return the reason of a failure, or an empty string."""
         try:
-            checkpoint.fill(boxes)
+            checkpoint.fill(boxes_for(boxes, checkpoint.tensors))
         except Exception as error:  # noqa: BLE001 - there is the checkpoint in the store
             return f"rank {self._gang.rank}: {error}"
         return ""

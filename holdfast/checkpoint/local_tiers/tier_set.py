@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 from holdfast.checkpoint.attempts import Attempt
-from holdfast.checkpoint.box import TensorBox
+from holdfast.checkpoint.catalogue import BoxSource
 from holdfast.checkpoint.lineage import newest_commit
 from holdfast.checkpoint.local_tiers.peers import Nodes
 from holdfast.checkpoint.local_tiers.record import Record
@@ -57,7 +57,7 @@ class TierSet:
         """The tiers that keep the state after `step`; the same on every rank."""
         return tuple(name for name, every in self._every.items() if step % every == 0)
 
-    def load(self, boxes: Sequence[TensorBox], fingerprint: str) -> Found | None:
+    def load(self, boxes: BoxSource, fingerprint: str) -> Found | None:
         """Fill `boxes` from the newest local-tier step that is newer than the newest checkpoint and has the plan of
         this fingerprint. Return None without one; the contents of the boxes are then undefined."""
         run_id, number = self._attempt.run_id, self._attempt.number
