@@ -40,6 +40,7 @@ class ExitCode(IntEnum):
     PLAN_CHANGED = 18
     STORE_REFUSED = 19
     OUT_OF_MEMORY = 20
+    USER_CODE = 22
 
     INTERRUPTED = 130
     KILLED = 137
@@ -89,6 +90,7 @@ MEANINGS = {
     ExitCode.PLAN_CHANGED: "The plan differs from the one of the attempts before. `--replan` accepts that.",
     ExitCode.STORE_REFUSED: "The store refuses a request, or does not support conditional writes.",
     ExitCode.OUT_OF_MEMORY: "An accelerator or the host ran out of memory. The same plan needs as much again.",
+    ExitCode.USER_CODE: "A function of your own code failed, or returned a value that cannot be used.",
     ExitCode.INTERRUPTED: "SIGINT.",
     ExitCode.KILLED: "SIGKILL: often the host ran out of memory, or a node was lost.",
     ExitCode.TERMINATED: "SIGTERM, before a checkpoint could be saved.",
@@ -183,6 +185,12 @@ class DataError(HoldfastError):
     """A source, tokenizer or shard that cannot be used in its present form."""
 
     exit_code = ExitCode.BAD_DATA
+
+
+class UserCodeError(HoldfastError):
+    """A function of the user's own code that fails, or returns something else than its role requires."""
+
+    exit_code = ExitCode.USER_CODE
 
 
 class DivergedError(HoldfastError):

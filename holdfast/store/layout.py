@@ -2,6 +2,7 @@
 
 datasets/<dataset-id>/dataset.json + shards
          _units/<digest>/      tokenized units of preprocess: a cache
+code/<digest>                 a bundle of a user's code, named by the whole digest of its bytes
 runs/<run-id>/run.json                        the run's metadata: spec, dataset id, salt
               parent.json                     the run and the step that it was forked from, whose bytes it began with
               backend.json                    the backend and the job of its last submission
@@ -56,6 +57,11 @@ def dataset(dataset_id: str, name: str = "dataset.json") -> str:
 def unit(digest: str, name: str = "") -> str:
     """The result of preprocess for one unit of a source: a cache by content, shared by all datasets."""
     return f"datasets/_units/{digest}/{name}"
+
+
+def code(digest: str) -> str:
+    """A bundle of a user's code; `digest` is `blake3:` and 64 hexadecimal digits."""
+    return f"code/{digest.rpartition(':')[2]}"
 
 
 def run(run_id: str, name: str = "") -> str:

@@ -111,6 +111,7 @@ _REMEDIES: dict[int, str] = {
     ExitCode.NOT_FOUND: "put what is missing in its place, or name another one in the spec, then run it again",
     ExitCode.ACCESS_DENIED: "give the credentials or the right that the reason names, then run it again",
     ExitCode.OUT_OF_MEMORY: "go on under the plan that the reason names, or give the ranks more memory",
+    ExitCode.USER_CODE: "correct your function as the reason says, then run it again",
     ExitCode.PLAN_CHANGED: "go back to the former plan, or run it with --replan to go on under the new one",
 }
 _MARKDOWN = re.compile(r"([\\`*{}\[\]#|!~])")

@@ -142,6 +142,7 @@ PERMANENT = (
     ExitCode.DIVERGED,
     ExitCode.PLAN_CHANGED,
     ExitCode.OUT_OF_MEMORY,
+    ExitCode.USER_CODE,
 )
 
 log = logging.getLogger("holdfast.trigger")

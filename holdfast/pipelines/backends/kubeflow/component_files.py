@@ -228,15 +228,15 @@ _COMMON = {
 }
 _CHAMPION = {ExitCode.UNSCORABLE_CHAMPION, ExitCode.FOREIGN_VERSION}
 _FURTHER = {
-    "tokenise": {ExitCode.HUNG},
-    "preprocess": {ExitCode.HUNG},
+    "tokenise": {ExitCode.HUNG, ExitCode.USER_CODE},
+    "preprocess": {ExitCode.HUNG, ExitCode.USER_CODE},
     "train": {
         *(ExitCode.DIVERGED, ExitCode.NO_CHECKPOINT_VERIFIES, ExitCode.FENCED, ExitCode.CANCELLED),
         *(ExitCode.PLAN_CHANGED, ExitCode.OUT_OF_MEMORY, ExitCode.HUNG, ExitCode.LOST_PEER, ExitCode.PREEMPTED),
         *(ExitCode.UNSCHEDULABLE, ExitCode.CLUSTER_UNREACHABLE, ExitCode.WRONG_ARITHMETIC, ExitCode.RENDEZVOUS_TIMEOUT),
-        ExitCode.UNHEALTHY_NODE,
+        *(ExitCode.UNHEALTHY_NODE, ExitCode.USER_CODE),
     },
-    "evaluate": {*_CHAMPION, ExitCode.NO_CHECKPOINT_VERIFIES, ExitCode.OUT_OF_MEMORY},
+    "evaluate": {*_CHAMPION, ExitCode.NO_CHECKPOINT_VERIFIES, ExitCode.OUT_OF_MEMORY, ExitCode.USER_CODE},
     "register": {ExitCode.CHAMPION_CHANGED, ExitCode.FOREIGN_VERSION, ExitCode.CLUSTER_UNREACHABLE},
     "trigger": _CHAMPION,
 }
