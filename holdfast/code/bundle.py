@@ -1,8 +1,8 @@
 """Bundle of a user's code: the files of a folder as one object, named by the digest of its bytes.
 
 Equal files give equal bytes, on every machine. A bundle is made where a run is submitted, and is unpacked once per node
-into a folder that nothing writes to. Write access to the store cannot change what runs, because the digest of the bundle
-comes from the command line of the job.
+into a folder that nothing writes to. Write access to the store cannot change what runs, because the digest of the
+bundle comes from the command line of the job.
 
 The format is a line of canonical JSON that lists the files, and then their contents. It has no times and no owners.
 """

@@ -2,8 +2,8 @@
 
 It is part of an identity: another loss is another run, and a new metric in the same file is not. It covers the
 top-level statements that the function reaches by name, in the order of the file, and whole files of the bundle that it
-imports. A file that does anything cleverer at its top level, such as `exec` or a call of its own code, counts as a
-whole. The digest is of text, because syntax trees differ between versions of Python.
+imports. A file that does anything cleverer at its top level, such as `exec` or a call of a function it defines,
+counts as a whole. The digest is of text, because syntax trees differ between versions of Python.
 """
 
 from __future__ import annotations
