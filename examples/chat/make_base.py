@@ -13,9 +13,10 @@ from pathlib import Path
 from holdfast.model.decoder import Decoder
 from holdfast.model.export import export_files
 from holdfast.model.initialise import initialise
-from holdfast.spec import load_spec
+from holdfast.spec.model import Model
 
 HERE = Path(__file__).parent
+SHAPE = Model(family="qwen3", layers=2, hidden=96, heads=4, kv_heads=2, head_dim=32, context=128)
 TURNS = ("<|im_start|>", "<|im_end|>")
 TEMPLATE = """\
 {%- for message in messages %}
@@ -70,12 +71,11 @@ def main() -> None:
     records = conversations()
     lines = [json.dumps(record) for record in records]
     (HERE / "conversations.jsonl").write_text("\n".join(lines) + "\n")
-    tokenizer, shape = tokenizer_json(lines), load_spec(HERE / "chat.yaml").model
-    decoder = Decoder.empty(shape, 512)
+    tokenizer, decoder = tokenizer_json(lines), Decoder.empty(SHAPE, 512)
     initialise(decoder, seed=1)
     weights = decoder.state_dict()
     files = export_files(
-        shape,
+        SHAPE,
         512,
         lambda name: iter([weights[name]]),
         tokenizer_json=tokenizer,

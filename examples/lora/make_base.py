@@ -20,7 +20,6 @@ from holdfast.dataset.vocabulary import ID, UNCOUNTED
 from holdfast.model.decoder import IGNORED, Decoder
 from holdfast.model.export import export_files, token_id
 from holdfast.model.initialise import initialise
-from holdfast.spec import load_spec
 
 HERE = Path(__file__).parent
 CHAT = runpy.run_path(str(HERE.parent / "chat" / "make_base.py"))
@@ -60,13 +59,12 @@ def write_base(folder: Path) -> None:
     """Teach a model the conversations of examples/chat, and write it."""
     taught, new = CHAT["conversations"](), new_conversations()
     tokenizer = CHAT["tokenizer_json"]([json.dumps(each) for each in (*taught, *new)])
-    shape = load_spec(HERE / "lora.yaml").model
-    decoder = Decoder.empty(shape, 512)
+    decoder = Decoder.empty(CHAT["SHAPE"], 512)
     initialise(decoder, seed=1)
     teach(decoder, ChatEncoder(tokenizer, ChatTemplate(CHAT["TEMPLATE"], {}), token_id(tokenizer, END)), taught)
     weights = decoder.state_dict()
     files = export_files(
-        shape,
+        decoder.shape,
         512,
         lambda name: iter([weights[name]]),
         tokenizer_json=tokenizer,

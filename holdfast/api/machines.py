@@ -119,7 +119,7 @@ def chaos(
     `faults`: names such as `rank-killed,store-away`; empty: all.
     """
     from holdfast.pipelines.chaos import compare
-    from holdfast.spec.load import load_spec
+    from holdfast.pipelines.paths import load_spec
 
     checked_spec = load_spec(spec, overrides)
     return compare.Chaos(

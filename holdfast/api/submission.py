@@ -18,10 +18,10 @@ from holdfast.pipelines.backends import (
     capabilities_of,
     open_backend,
 )
+from holdfast.pipelines.paths import load_spec as _load_spec
 from holdfast.pipelines.paths import store_root
 from holdfast.runtime.environment import store_url
 from holdfast.spec import ExitCode, HoldfastError, Spec
-from holdfast.spec import load_spec as _load_spec
 from holdfast.spec.errors import MissingError, StoreUnreachableError, UsageError
 from holdfast.store import Store, open_store
 
@@ -101,7 +101,8 @@ class Stopped:
 def load_spec(path: str | Path, overrides: Overrides = ()) -> Spec:
     """Read and check a spec. `overrides`: `{"training.steps": 50}` or `["training.steps=50"]`.
 
-    Raises MissingError, or SpecError with every problem.
+    The fields of `model.from` are filled in. Raises MissingError, DataError for a model that cannot be read, or
+    SpecError with every problem.
     """
     return _load_spec(path, _listed(overrides))
 

@@ -16,7 +16,12 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 def vocabulary_size(tokenizer_json: str) -> int:
     """One more than the largest token id."""
-    return 1 + max(_tokens(parse_json_object(tokenizer_json, "tokenizer.json")).values())
+    return 1 + max(token_ids(tokenizer_json).values())
+
+
+def token_ids(tokenizer_json: str) -> dict[str, int]:
+    """The id of each token, in a tokenizer with at least one. Raises DataError."""
+    return _tokens(parse_json_object(tokenizer_json, "tokenizer.json"))
 
 
 def bytes_of_tokens(tokenizer_json: str, size: int) -> NDArray[np.int64]:

@@ -320,6 +320,37 @@ def read_config(path: str, settings: Mapping[str, Any]) -> ReadConfig:
     return ReadConfig(shape, vocabulary, end_of_text, stops)
 
 
+def fixed_fields(shape: Model, rope: str) -> dict[str, object]:
+    """The fields of a spec that weights determine, with their defaults resolved. `rope` is the weights' kind of
+    scaling."""
+    scaling = shape.rope_scaling
+    return {
+        "family": shape.family,
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "heads": shape.heads,
+        "kv_heads": shape.key_value_heads,
+        "head_dim": shape.head_width,
+        "ffn": shape.ffn_width,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling.kind": scaling.kind,
+        **{f"rope_scaling.{field}": getattr(scaling, field) for field in ROPE_FIELDS[rope]},
+        "sliding_window": shape.sliding_window,
+        "norm_epsilon": shape.norm_epsilon,
+        "tie_embeddings": shape.tie_embeddings,
+        "experts": shape.experts,
+        **(
+            {
+                "routing.top_k": shape.routing.top_k,
+                "routing.normalise": shape.normalised,
+                "routing.shared": shape.routing.shared,
+            }
+            if shape.experts > 1
+            else {}
+        ),
+    }
+
+
 def config(shape: Model, vocabulary: int, end_id: int) -> dict[str, Any]:
     """The config.json of a model whose documents end with the token `end_id`."""
     family = _FAMILIES[shape.family]

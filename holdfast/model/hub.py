@@ -83,6 +83,15 @@ def hub_digests(location: str, wanted: Callable[[str], bool]) -> list[str]:
     return [f"{file.rfilename} {file.size} {file.lfs.sha256 if file.lfs else file.blob_id}" for file in files]
 
 
+def hub_commit(location: str) -> str:
+    """The commit that a repository's revision, or its main branch, names now."""
+    from huggingface_hub import HfApi
+
+    place = parse_place(location)
+    with _speaking(location):
+        return str(HfApi().model_info(place.repository, revision=place.revision).sha)
+
+
 @contextmanager
 def _speaking(location: str) -> Iterator[None]:
     """Turn the library's errors into Holdfast's."""

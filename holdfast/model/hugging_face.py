@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from holdfast.model.config import ROPE_FIELDS, read_config
+from holdfast.model.config import fixed_fields, read_config
 from holdfast.model.decoder import Decoder
 from holdfast.model.export import INDEX
 from holdfast.model.files import SMALL_BYTES, TOKENIZER_BYTES, Files, Folder, read_bytes
@@ -160,7 +160,7 @@ def open_weights(location: str, cache_dir: Path) -> Weights:
 def require_fit(weights: Weights, shape: Model, vocabulary: int) -> None:
     """Refuse weights that do not fit a spec's model. Raises SpecError with every different field."""
     kind = weights.shape.rope_scaling.kind
-    expected, actual = _compared(shape, kind), _compared(weights.shape, kind)
+    expected, actual = fixed_fields(shape, kind), fixed_fields(weights.shape, kind)
     problems = [
         Problem(
             f"model.{field}",
@@ -185,37 +185,6 @@ def require_fit(weights: Weights, shape: Model, vocabulary: int) -> None:
         )
     if problems:
         raise SpecError(problems, f"spec and {weights.files.where}")
-
-
-def _compared(shape: Model, rope: str) -> dict[str, object]:
-    """The fields of a spec that weights determine, with their defaults resolved. `rope` is the weights' kind of
-    scaling."""
-    scaling = shape.rope_scaling
-    return {
-        "family": shape.family,
-        "layers": shape.layers,
-        "hidden": shape.hidden,
-        "heads": shape.heads,
-        "kv_heads": shape.key_value_heads,
-        "head_dim": shape.head_width,
-        "ffn": shape.ffn_width,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling.kind": scaling.kind,
-        **{f"rope_scaling.{field}": getattr(scaling, field) for field in ROPE_FIELDS[rope]},
-        "sliding_window": shape.sliding_window,
-        "norm_epsilon": shape.norm_epsilon,
-        "tie_embeddings": shape.tie_embeddings,
-        "experts": shape.experts,
-        **(
-            {
-                "routing.top_k": shape.routing.top_k,
-                "routing.normalise": shape.normalised,
-                "routing.shared": shape.routing.shared,
-            }
-            if shape.experts > 1
-            else {}
-        ),
-    }
 
 
 def load_exported(

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from holdfast.pipelines.paths import fill_from_model
 from holdfast.spec.errors import AccessDeniedError, NoSpaceError
 from holdfast.spec.fields import find
 from holdfast.spec.load import parse_spec
@@ -81,7 +82,7 @@ def write_fields(path: Path, fields: Mapping[str, Any], *, check: bool = True) -
             changes.append(f"{field}: {value}")
     if changes:
         if check:
-            parse_spec(text, source=str(path))
+            parse_spec(text, source=str(path), fill=fill_from_model)
         write_whole(path, text)
     return changes
 

@@ -1,11 +1,44 @@
-"""Local paths in a spec: relative to the working directory of the command, while steps may run elsewhere."""
+"""A spec on the machine that submits it: `model.from` is filled in, and local paths become absolute.
+
+Steps may run elsewhere. They read a spec without `model.from`, and paths that do not depend on a working directory.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from holdfast.spec import Spec
 from holdfast.spec.data import Data, Source
+from holdfast.spec.errors import Problem
+from holdfast.spec.load import load_spec as load_plain_spec
+from holdfast.spec.load import written_leaves
+
+
+def load_spec(path: str | Path, overrides: Iterable[str] = ()) -> Spec:
+    """Read and check a spec, with the fields of `model.from` filled in. Raises MissingError, DataError, SpecError."""
+    return load_plain_spec(path, overrides, fill_from_model)
+
+
+def load_filled(path: str | Path, overrides: Iterable[str] = ()) -> tuple[Spec, dict[str, Any]]:
+    """The spec of `load_spec`, and the fields that `model.from` filled in, by dotted name."""
+    filled: dict[str, Any] = {}
+
+    def fill(tree: dict[str, Any]) -> list[Problem]:
+        written = dict(written_leaves(tree))
+        problems = fill_from_model(tree)
+        filled.update({name: value for name, value in written_leaves(tree) if written.get(name) != value})
+        return problems
+
+    return load_plain_spec(path, overrides, fill), filled
+
+
+def fill_from_model(tree: dict[str, Any]) -> list[Problem]:
+    """`holdfast.corpus.starting_model`, imported on demand: specs without `model.from` do not need it."""
+    from holdfast.corpus.starting_model import fill_from_model as fill
+
+    return fill(tree)
 
 
 def absolute(path: str) -> str:

@@ -50,7 +50,9 @@ def fields_of(section: BaseModel, role: Role = "identity") -> dict[str, Any]:
 def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "") -> str:
     """The identity of a training run. `salt` (from `--fresh`) creates a different run with the same inputs.
     `first_weights` is the digest of the weights that `model.init_from` names, and replaces their location."""
-    asked = fields_of(spec)
+    asked, model = fields_of(spec), spec.model
+    # A default that is written out makes no other run.
+    asked["model"] |= {"kv_heads": model.key_value_heads, "head_dim": model.head_width, "ffn": model.ffn_width}
     if first_weights:
         asked["model"]["init_from"] = first_weights
     if spec.training.optimizer.kind == "adamw":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
@@ -31,6 +31,9 @@ from holdfast.spec.tree import SPEC_VERSION, Spec
 MAX_BYTES = 256 * 2**10
 DEEPEST = 32  # maximum parts of the name of a field
 Places = dict[strict_yaml.Path, str]
+# Replaces `model.from` in the tree of a spec by the fields that the model determines. Returns the fields that disagree.
+Fill = Callable[[dict[str, Any]], Sequence[Problem]]
+FROM = "from"  # key of the section `model`
 # Placeholders for required fields that were refused, so that the rules can check the remaining fields.
 REQUIRED: dict[tuple[str, ...], object] = {
     ("name",): "x",
@@ -51,9 +54,9 @@ _KINDS = {
 _OUT_OF_RANGE = ("greater_than_equal", "greater_than", "less_than_equal", "less_than")
 
 
-def load_spec(path: str | Path, overrides: Iterable[str] = ()) -> Spec:
-    """Read and check the spec at `path`. Raises MissingError or SpecError."""
-    return parse_spec(read_spec_text(Path(path)), overrides, source=str(path))
+def load_spec(path: str | Path, overrides: Iterable[str] = (), fill: Fill | None = None) -> Spec:
+    """Read and check the spec at `path`, as `parse_spec` does. Raises MissingError or SpecError."""
+    return parse_spec(read_spec_text(Path(path)), overrides, source=str(path), fill=fill)
 
 
 def read_spec_text(path: Path) -> str:
@@ -79,8 +82,13 @@ def read_spec_text(path: Path) -> str:
         raise SpecError([problem], str(path)) from None
 
 
-def parse_spec(text: str | Mapping[str, Any], overrides: Iterable[str] = (), source: str = "spec") -> Spec:
-    """Check a spec, given as YAML text or as a dictionary. Raises SpecError with every problem found."""
+def parse_spec(
+    text: str | Mapping[str, Any], overrides: Iterable[str] = (), source: str = "spec", fill: Fill | None = None
+) -> Spec:
+    """Check a spec, given as YAML text or as a dictionary. Raises SpecError with every problem found.
+
+    Without `fill`, `model.from` is refused: only the machine that submits a run reads the model.
+    """
     if isinstance(text, str):
         tree, places = _read(text, source)
     else:
@@ -89,7 +97,16 @@ def parse_spec(text: str | Mapping[str, Any], overrides: Iterable[str] = (), sou
         tree["parallel"] = {"auto": True}  # so that --set can set fields of the section
     for override in overrides:
         _note(places, _apply(tree, override))
-    return _checked(tree, places, source)
+    problems: Sequence[Problem] = ()
+    if isinstance(model := tree.get("model"), dict) and FROM in model:
+        problems = (fill or _refuse_from)(tree)
+    return _checked(tree, places, source, problems)
+
+
+def _refuse_from(tree: dict[str, Any]) -> list[Problem]:
+    value = tree["model"].pop(FROM)
+    remedy = "submit it with `holdfast run`, or write the fields that `holdfast validate` prints instead of it"
+    return [Problem(f"model.{FROM}", value, "is replaced by fields of the spec before a step reads it", remedy)]
 
 
 def _read(text: str, source: str) -> tuple[dict[str, Any], Places]:
@@ -112,7 +129,8 @@ def _read(text: str, source: str) -> tuple[dict[str, Any], Places]:
     return tree, {path: _in_file(source, place) for path, place in lines.items()}
 
 
-def _checked(tree: dict[str, Any], places: Places, source: str) -> Spec:
+def _checked(tree: dict[str, Any], places: Places, source: str, found: Sequence[Problem]) -> Spec:
+    """The spec of a tree. `found` are problems that are known already."""
     version = tree.get("version", SPEC_VERSION)
     if isinstance(version, int) and version > SPEC_VERSION:
         raise SpecError(
@@ -129,15 +147,24 @@ def _checked(tree: dict[str, Any], places: Places, source: str) -> Spec:
         )
     try:
         spec = Spec.model_validate(tree)
-        problems = rules.problems(spec)
+        problems = [*found, *rules.problems(spec)]
     except ValidationError as error:
         details = error.errors(include_url=False)
-        problems = _problems(details)
+        problems = [*found, *_problems(details)]
         if (part := _without(tree, details)) is not None:
             problems += rules.problems_of_part(part)
     if problems:
         raise SpecError([_placed(problem, places) for problem in problems], source)
     return spec
+
+
+def written_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in the tree of a spec, by dotted name. A list counts as one value."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from written_leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def written_spec(spec: Spec) -> dict[str, Any]:

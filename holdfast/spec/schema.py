@@ -11,6 +11,7 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from holdfast.spec.fields import Leaf, allowed, default, leaves
+from holdfast.spec.load import FROM
 from holdfast.spec.section import Section
 from holdfast.spec.training import AUTO
 from holdfast.spec.tree import Spec
@@ -25,10 +26,18 @@ READ_WITH_BATCHES = (
 )
 
 
+FROM_MEANING = (
+    "A model in the Hugging Face layout: a folder, s3:// or hf://owner/name[@revision]. The machine that submits a run "
+    "replaces it by `init_from`, the shape, `context` and `data.tokenizer` of that model; `holdfast validate` prints "
+    "them. The run id is that of a spec with those fields written out."
+)
+
+
 def json_schema() -> dict[str, Any]:
     """The schema of a spec file, draft 2020-12."""
     schema = _without_titles(Spec.model_json_schema())
     parallel = schema["properties"]["parallel"]
+    schema["$defs"]["Model"]["properties"][FROM] = {"type": "string", "minLength": 1, "description": FROM_MEANING}
     parallel["anyOf"] = [{"const": AUTO}, {"$ref": parallel.pop("$ref")}]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -80,7 +89,8 @@ def markdown() -> str:
         if group:
             lines += [f"## `{path}`" if path else "## Top level", "", _about(path, group[0].section), ""]
             lines += ["| Field | Takes | Default | Run id | Meaning |", "|---|---|---|---|---|"]
-            lines += [*map(_row, group), ""]
+            first = [f"| `{FROM}` | text that is not empty | | **yes** | {FROM_MEANING} |"] if path == "model" else []
+            lines += [*first, *map(_row, group), ""]
     return "\n".join(lines)
 
 

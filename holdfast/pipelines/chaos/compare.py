@@ -20,9 +20,9 @@ from holdfast.pipelines.backends.local.run import LocalRun, identified
 from holdfast.pipelines.chaos.fault_run import ChaosError, Planned, Run, Survived, schedule
 from holdfast.pipelines.chaos.faults import FAULTS
 from holdfast.pipelines.chaos.proxy import FaultyProxy
-from holdfast.pipelines.paths import store_root
+from holdfast.pipelines.paths import load_spec, store_root
 from holdfast.runtime.environment import home
-from holdfast.spec import ExitCode, load_spec
+from holdfast.spec import ExitCode
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import layout, open_store
 

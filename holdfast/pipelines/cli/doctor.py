@@ -57,7 +57,7 @@ def doctor(
     from holdfast.api.machines import Location
     from holdfast.api.machines import doctor as examine
     from holdfast.pipelines import doctor
-    from holdfast.spec.load import load_spec
+    from holdfast.pipelines.paths import load_spec
 
     checked_spec = load_spec(spec, overrides or ()) if spec else None
     location = Location(backend, store, namespace=namespace)

@@ -50,8 +50,8 @@ def health(
     Example: holdfast health examples/gpu.yaml --seconds 10
     """
     from holdfast.api.machines import health as examine
+    from holdfast.pipelines.paths import load_spec
     from holdfast.pipelines.view.health import print_report
-    from holdfast.spec.load import load_spec
 
     checked_spec = load_spec(spec, overrides or ()) if spec else None
     result = examine(checked_spec, ranks=processes, accelerator=accelerator, seconds=seconds, store=store)

@@ -116,7 +116,7 @@ class SpecOptions:
 
     def load(self) -> Spec:
         """Read and check the spec. Raises what `load_spec` raises."""
-        from holdfast.spec.load import load_spec
+        from holdfast.pipelines.paths import load_spec
 
         return load_spec(self.path, self.overrides or ())
 

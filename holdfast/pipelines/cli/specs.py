@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,8 @@ def validate(
 ) -> None:
     """Check a spec, and print every problem with file and line.
 
-    Reads no data, and starts nothing. The first line of a spec can name the schema for your editor:
+    Reads no data, and starts nothing. Of a spec with `model.from` it reads that model's config.json and tokenizer, and
+    prints the fields that they fill in. The first line of a spec can name the schema for your editor:
     # yaml-language-server: $schema=spec.schema.json
 
     Example: holdfast validate examples/quickstart.yaml --set training.steps=50
@@ -41,11 +43,11 @@ def validate(
             raise typer.BadParameter("takes no other option", param_hint="--schema")
         print_json(schema_of_specs())
         return
-    from holdfast.spec.load import load_spec
+    from holdfast.pipelines.paths import load_filled
 
     if salt and not ids:
         raise typer.BadParameter("is used only with --ids", param_hint="--salt")
-    checked_spec = load_spec(path, overrides or ())
+    checked_spec, filled = load_filled(path, overrides or ())
     identities: dict[str, Any] = {}
     if ids:
         local_run = identify(checked_spec, salt)
@@ -56,9 +58,13 @@ def validate(
             "steps": checked_spec.training.steps,
             "processes": checked_spec.world_size,
         }
-        print_json({**summary, **identities})
+        print_json({**summary, **identities, **({"filled": filled} if filled else {})})
         return
     processes = "one process" if checked_spec.world_size == 1 else f"{checked_spec.world_size} processes"
     out(f"{path}: valid ({checked_spec.name}, {checked_spec.training.steps} steps, {processes})")
+    if filled:
+        out("filled in by model.from:")
+    for name, value in filled.items():
+        out(f"  {name}: {json.dumps(value, ensure_ascii=False)}")
     if identities:
         out(f"dataset {identities['dataset_id']}\nrun     {identities['run_id']}")

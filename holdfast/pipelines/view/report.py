@@ -13,6 +13,7 @@ from rich.table import Table
 
 from holdfast.audit.records import read_audits
 from holdfast.dataset.manifest import find_manifest
+from holdfast.model.config import fixed_fields
 from holdfast.pages.accelerators import newest_figures
 from holdfast.pipelines.view.catalog import RunRecord
 from holdfast.pipelines.view.ledger import cost_lines
@@ -177,6 +178,14 @@ def _origin(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "forked", f"from step {record.parent.get('step')} of run {record.parent.get('run_id')}"
 
 
+def _model(record: RunRecord) -> Iterator[tuple[str, str]]:
+    """The published model that the run started from, and the fields that its weights determine."""
+    if (spec := record.whole_spec()) is not None and spec.model.init_from:
+        fields = fixed_fields(spec.model, spec.model.rope_scaling.kind)
+        shape = ", ".join(f"{name} {value}" for name, value in fields.items() if value is not None)
+        yield "from", f"{spec.model.init_from}: {shape}, context {spec.model.context}"
+
+
 def _facts(record: RunRecord, store: Store, events: Sequence[Event]) -> Iterator[tuple[str, str]]:
     yield "run", record.run_id
     yield "name", record.name
@@ -184,6 +193,7 @@ def _facts(record: RunRecord, store: Store, events: Sequence[Event]) -> Iterator
     yield "dataset", record.dataset_id
     yield from _listed("dropped", drops(store, record))
     yield from _origin(record)
+    yield from _model(record)
     yield "step", f"{_reached(record, events)}, in {record.attempts} attempt{'s' if record.attempts != 1 else ''}"
     newest = _newest(record, store)
     if digest := newest.get("state_digest"):

@@ -73,6 +73,18 @@ def test_the_report_of_a_running_run_has_its_progress_and_rank_changes(
     assert "2 from step 0, 4 from step 30" in page
 
 
+def test_the_report_names_the_model_that_a_run_started_from_with_what_its_weights_determine(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = parse_spec(SPEC, ["model.init_from=hf://a/b@c", "model.layers=4", "model.kv_heads=2"])
+    document = {"name": "small", "spec": spec.model_dump(mode="json")}
+    store.put(layout.run(RUN_ID, "run.json"), json.dumps(document).encode())
+    lines = shown(store, capsys).splitlines()
+    (line,) = [line for line in lines if line.startswith("from ")]
+    assert "hf://a/b@c: family llama, layers 4, hidden 256, heads 4, kv_heads 2, head_dim 64" in line
+    assert line.endswith("context 256")
+
+
 def test_a_failed_run_shows_its_reason_until_it_is_resubmitted(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:

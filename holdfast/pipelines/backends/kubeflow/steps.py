@@ -19,12 +19,13 @@ from kfp.dsl.pipeline_task import PipelineTask
 from holdfast.pipelines.backends.kubeflow import platform
 from holdfast.pipelines.backends.kubeflow.component_files import FOLDER
 from holdfast.pipelines.backends.kubeflow.platform import pipeline_config, place
+from holdfast.pipelines.paths import load_spec
 from holdfast.pipelines.table import RETRY
 from holdfast.pipelines.trials import PARAMETERS as SWEEP_PARAMETERS
 from holdfast.pipelines.trials import Trials, text_of
 from holdfast.spec import Spec
 from holdfast.spec.engine_text import escape, escape_tree, to_struct
-from holdfast.spec.load import load_spec, parse_spec, written_spec
+from holdfast.spec.load import parse_spec, written_spec
 from holdfast.steps import COMMON, FIELDS, PARAMETERS, STEPS, Parameter, parameter_values
 
 DEFAULT_SPEC = "{name: training, data: {sources: [{uri: 'python:stdlib'}]}}"
