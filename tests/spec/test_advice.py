@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import holdfast
+from holdfast.spec import Spec
 from holdfast.spec.schema import json_schema
 
 SOURCE = Path(holdfast.__file__).parent
