@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.model.experts import Experts, Load, Router
+from holdfast.model.token_logprobs import CHUNK, token_logprobs
+from holdfast.model.token_logprobs import IGNORED as IGNORED
 from holdfast.spec.model import Model, RopeScaling
 
 # Rotary positions: the rotation angles of queries and keys, for the contexts that a model's scaling allows.
@@ -65,9 +67,6 @@ def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
 
 
 # ruff: noqa: N803, N806, N815 - shape suffixes are upper case
-
-
-IGNORED = -100  # as a target: not counted in the loss
 
 
 def document_ids(tokens_BT: Tensor, end_of_text: int) -> Tensor:
@@ -247,6 +246,7 @@ class Decoder(nn.Module):
         self.end_of_text = end_of_text
         self.stops: tuple[int, ...] = ()  # tokens that end generation, in addition to `end_of_text`
         self.positions_T: Tensor | None = None  # the positions of each sequence on this rank; None: all
+        self.loss_chunk = CHUNK  # tokens whose logits exist at a time in the loss
         self.add_up: Callable[[Tensor], Tensor] | None = None  # sums counts over the ranks with the other positions
         self.model = Trunk(shape, vocabulary)
         self.lm_head = None if shape.tie_embeddings else Linear(shape.hidden, vocabulary, bias=False)
@@ -279,37 +279,43 @@ class Decoder(nn.Module):
         cache: list[LayerCache] | None = None,
     ) -> Tensor:
         """Logits [B, T, V]. With targets, their cross-entropy in nats, fp32, over the targets that are not IGNORED:
-        the mean, the sum, or each of [B, T] (`reduction`). See `hidden` for the remaining parameters."""
+        the mean, the sum, or each of [B, T] (`reduction`), without the logits of all tokens. See `hidden` for the
+        remaining parameters."""
         x_BTD, unevenness_B = self._hidden(tokens_BT, document_BT, cache)
-        logits_BTV = self.head(x_BTD)
-        return logits_BTV if targets_BT is None else self.loss(logits_BTV, targets_BT, reduction, unevenness_B)
+        return self.head(x_BTD) if targets_BT is None else self.loss(x_BTD, targets_BT, reduction, unevenness_B)
 
     def loss(
         self,
-        logits_BTV: Tensor,
+        x_BTD: Tensor,
         targets_BT: Tensor,
         reduction: Literal["mean", "sum", "none"] = "mean",
         unevenness_B: Tensor | None = None,
     ) -> Tensor:
-        """The cross-entropy of logits, as in `forward`. If a loss balances experts, the gradient also includes that
+        """The cross-entropy from the output of `hidden`, as in `forward`. If a loss balances experts, the gradient also includes that
         of their unevenness, charged for each counted token of a sequence. The value does not include it."""
-        loss = F.cross_entropy(
-            logits_BTV.float().flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction=reduction
-        )
+        losses_BT = -self.logprobs(x_BTD, targets_BT)
         if reduction == "none":
-            return loss.view_as(targets_BT)
+            return losses_BT
+        loss = losses_BT.sum()
         charge_B = self.charge(unevenness_B, targets_BT)
         if charge_B is not None:
             charge = charge_B.sum()
-            if reduction == "mean":
-                charge = charge / (targets_BT != IGNORED).sum()
-            loss = self.charged(loss, charge)
-        return loss
+            loss = loss + (charge - charge.detach())
+        return loss / (targets_BT != IGNORED).sum() if reduction == "mean" else loss
 
-    def charged(self, loss: Tensor, charge: Tensor) -> Tensor:
-        """A loss with the gradient of a charge added. Tensor parallelism, whose loss is on a mesh, replaces this
-        function."""
-        return loss + (charge - charge.detach())
+    def logprobs(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        """The log-probabilities of targets from the output of `hidden`: fp32 [B, T], 0 where IGNORED. Tensor
+        parallelism, which has only a part of the vocabulary, replaces this function."""
+        head_VD = self.head_weight
+        if torch.is_autocast_enabled(x_BTD.device.type):  # the backward pass multiplies outside of autocast
+            narrow = torch.get_autocast_dtype(x_BTD.device.type)
+            x_BTD, head_VD = x_BTD.to(narrow), head_VD.to(narrow)
+        return token_logprobs(x_BTD, head_VD, targets_BT, chunk=self.loss_chunk)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The matrix of the head [V, D]: the embedding's if they are tied."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def charge(self, unevenness_B: Tensor | None, targets_BT: Tensor) -> Tensor | None:
         """The charge of each sequence if a loss balances experts: their unevenness, times the counted tokens. None
@@ -389,4 +395,4 @@ class Decoder(nn.Module):
 
     def head(self, x_BTD: Tensor) -> Tensor:
         """Logits [B, T, V] from the output of `hidden`. Positions are independent, so they may come in parts."""
-        return F.linear(x_BTD, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(x_BTD)
+        return F.linear(x_BTD, self.head_weight) if self.lm_head is None else self.lm_head(x_BTD)

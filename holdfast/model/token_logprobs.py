@@ -22,8 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from holdfast.spec.training import LOSS_CHUNK
+
 IGNORED = -100  # as a target: log-probability 0, no gradient
-CHUNK = 1024  # tokens whose logits exist at a time
+CHUNK = LOSS_CHUNK  # tokens whose logits exist at a time
 
 
 def token_logprobs(

@@ -17,7 +17,7 @@ from holdfast.planning.hardware import Accelerator
 from holdfast.planning.layout import HOLDFAST, MEGATRON, Layout, State
 from holdfast.planning.schedule import in_flight
 from holdfast.planning.shape import Architecture
-from holdfast.spec.training import KEEPING, Training
+from holdfast.spec.training import KEEPING, LOSS_CHUNK, Training
 
 FRAGMENTATION = 0.05  # of temporary memory: blocks of torch's caching allocator that fit no request
 SWAP_BUFFER, SWAP_GROUP = 16.0, 1e8  # bytes per element and elements in memory of a state on a disk (DeepSpeed)
@@ -40,6 +40,7 @@ class Practice:
     whole_update: bool = False  # all updates exist before the first is applied
     held_back: bool = False  # and the values that they change are copied first, to undo the update
     left_out: bool = False  # whole replicas keep the compression error of gradients (topk, powersgd)
+    loss_chunk: int = LOSS_CHUNK  # tokens whose logits exist at a time
 
 
 PAPER = Practice(state=MEGATRON, flash=False, selective="attention")  # Megatron-LM of 2021 and 2022
@@ -48,12 +49,13 @@ MEGATRON_FLASH = Practice(state=MEGATRON)
 
 @dataclass(frozen=True)
 class Updates:
-    """How a training updates its weights, as far as it affects memory."""
+    """What a training sets, as far as it affects memory: mostly how it updates its weights."""
 
     lamb: bool = False
     elastic: bool = False  # elastic determinism
     judged: bool = False  # an update may be held back (training.anomalies)
     left_out: bool = False  # see Practice
+    loss_chunk: int = LOSS_CHUNK
 
     @classmethod
     def of(cls, training: Training) -> Self:
@@ -63,6 +65,7 @@ class Updates:
             elastic=training.determinism == "elastic",
             judged=training.anomalies.action != "stop" or training.anomalies.deviations is not None,
             left_out=training.gradient_compression in KEEPING,
+            loss_chunk=training.loss_chunk,
         )
 
 
@@ -80,6 +83,7 @@ def practice_here(precision: str, layout: Layout, kind: str, masks: bool, update
         whole_update=whole_update,
         held_back=whole_update and (updates.judged or precision == "fp16"),
         left_out=errors,
+        loss_chunk=updates.loss_chunk,
     )
 
 
@@ -194,6 +198,23 @@ def _updates(practice: Practice, held: float, largest: float) -> float:
     return 4.0 * (held + largest) + copies
 
 
+def _head(shape: Architecture, layout: Layout, precision: str, practice: Practice) -> tuple[float, float, float]:
+    """Bytes of the last norm, the head and the loss: kept until the backward pass, and more in forward and backward."""
+    size, tokens = BYTES[precision], _tokens(shape, layout)
+    stream = 4.0 if practice.autocast else size
+    whole = tokens * layout.tensor  # every rank has all tokens, and a part of the vocabulary
+    head, chunk = shape.embedding / layout.tensor, min(practice.loss_chunk, shape.context / layout.context)
+    logits = chunk * shape.vocabulary / layout.tensor
+    norm = shape.hidden * (stream * (1 if practice.fused_norm else 2) + size * (2 if practice.autocast else 1))
+    kept = tokens * norm + 12.0 * whole  # with the sums of exponentials and the log-probabilities in fp32
+    forward = logits * 8.0  # in fp32, and their exponentials
+    backward = logits * (4.0 if precision == "fp32" else 4.0 + size)  # their gradient, also in 16 bits
+    backward += whole * shape.hidden * size + 4.0 * head  # gradients of the head's input and of its weights
+    if precision != "fp32":
+        backward += head * size  # of a chunk, or the sum in 16 bits
+    return kept, forward, backward
+
+
 def _stage(
     shape: Architecture,
     layout: Layout,
@@ -222,12 +243,9 @@ def _stage(
     flight = in_flight(layout, micro_batches, stage)
     recomputed = everything - kept if layout.checkpointing != "none" else 0.0
     working = recomputed + tokens * (2 * shape.ffn * shape.met * size + 2 * shape.hidden * stream)
-    forward = backward = ends_kept = 0.0  # of the head and the loss
+    ends_kept = forward = backward = 0.0
     if stage == layout.pipeline - 1:
-        norm = shape.hidden * (stream * (1 if practice.fused_norm else 2) + size * (2 if practice.autocast else 1))
-        ends_kept = tokens * (norm + 4.0 * shape.vocabulary)  # with the log-probabilities in fp32
-        forward = tokens * shape.vocabulary * (4.0 if precision == "fp32" else 4.0 + size)  # logits, and an fp32 copy
-        backward = tokens * shape.vocabulary * 8.0  # the gradients of the log-probabilities and of the logits
+        ends_kept, forward, backward = _head(shape, layout, precision, practice)
     ids = IDS * layout.micro_batch * shape.context * flight
 
     copies = size * (dense + experts + ends) if practice.autocast else 0.0  # weights in 16 bits, cast once

@@ -179,7 +179,8 @@ def _head(shape: Architecture, layout: Layout, here: Accelerator, precision: str
     tokens = layout.micro_batch * shape.context / layout.context
     rate = here.peak("bf16" if precision == "fp8" else precision) * here.reach
     logits = tokens * shape.vocabulary / layout.tensor
-    return 3 * tokens * shape.head_products() / layout.tensor / rate + logits * 24 / (
+    # Logits are computed again in the backward pass.
+    return 4 * tokens * shape.head_products() / layout.tensor / rate + logits * 24 / (
         here.bandwidth * here.bandwidth_reach
     )
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.corpus.encode import load_tokenizer, settled
 from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
 from holdfast.model.decoder import Decoder, document_ids, numbered
+from holdfast.model.token_logprobs import CHUNK, token_logprobs
 from holdfast.scoring.verdict import Measured
 from holdfast.spec.errors import DataError
 
@@ -88,15 +88,13 @@ def _affordable(batch: Tokens, decoder: Decoder) -> Iterator[Tokens]:
 
 
 def _losses(decoder: Decoder, inputs: Tensor, targets: Tensor, masks: Tensor | None) -> Tensor:
-    """The cross-entropy of each target, in nats, fp32. LOGITS_BYTES limits the positions per group.
+    """The cross-entropy of each target, in nats, fp32. LOGITS_BYTES limits the positions of a chunk.
 
-    The group size depends on the vocabulary alone. Another size would change the last bits, because matrix products of
+    The chunk depends on the vocabulary alone. Another size would change the last bits, because matrix products of
     another height sum in another order.
     """
-    positions = decoder.hidden(inputs, masks).flatten(0, 1)
-    most = max(1, LOGITS_BYTES // (4 * decoder.vocabulary))
-    parts = zip(positions.split(most), targets.flatten().split(most), strict=True)
-    return torch.cat([F.cross_entropy(decoder.head(x).float(), target, reduction="none") for x, target in parts])
+    chunk = max(1, min(CHUNK, LOGITS_BYTES // (4 * decoder.vocabulary)))
+    return -token_logprobs(decoder.hidden(inputs, masks), decoder.head_weight, targets, chunk=chunk).flatten()
 
 
 def rewindow(rows: Iterable[Tokens], context: int) -> Iterator[Tokens]:

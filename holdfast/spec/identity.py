@@ -18,7 +18,7 @@ from holdfast.spec.section import Role, Section, role_of
 from holdfast.spec.tree import Spec
 
 # Raise it by hand whenever a change of the code changes the resulting bits of a run.
-DATA_PLANE_VERSION = 2  # 2: the loss is a sum over counted tokens divided once, no longer a mean of means
+DATA_PLANE_VERSION = 3  # 3: attention of packed documents, and the loss in chunks of tokens
 ID_LENGTH = 16  # hexadecimal digits: 64 bits
 
 
@@ -65,4 +65,5 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
         asked["topk_fraction"] = spec.training.topk_fraction  # without topk it has no meaning, and is not in the id
     if spec.training.determinism == "elastic":
         asked["grain"] = spec.training.micro_batch  # sums are made of micro-batches, which are the same at every layout
+        asked["loss_chunk"] = spec.training.loss_chunk
     return digest({"version": DATA_PLANE_VERSION, "dataset": dataset_id, "spec": asked, "salt": salt})

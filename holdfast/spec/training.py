@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 
 from holdfast.spec.section import Section, plan_field, runtime_field
 
+LOSS_CHUNK = 1024  # tokens
+
 
 class Optimizer(Section):
     """AdamW or LAMB. Weight decay applies to matrices, not to norms."""
@@ -178,6 +180,13 @@ class Training(Section):
         "except the results of matrix products and attention. The bits are the same as with `none`.",
     )
     compile: bool = plan_field(False, "Compile the model with torch.compile.")
+    loss_chunk: int = plan_field(
+        LOSS_CHUNK,
+        "Tokens of a sequence whose logits exist at a time. A smaller chunk needs less memory for a large vocabulary. "
+        "It sets the order of sums, so with `determinism: elastic` it is part of the run id.",
+        ge=1,
+        le=2**24,
+    )
     log_every: int = runtime_field(10, "Steps between two progress lines.", ge=1)
 
 

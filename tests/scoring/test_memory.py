@@ -13,6 +13,7 @@ from holdfast.model import files, hugging_face
 from holdfast.model.decoder import Decoder
 from holdfast.model.generate import generate
 from holdfast.model.hugging_face import load_exported
+from holdfast.model.token_logprobs import token_logprobs
 from holdfast.scoring import score as score_module
 from holdfast.scoring.score import score
 from tests.model.tiny_model import decoder, export, shape
@@ -24,20 +25,20 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("rows", [7, 32, 1000])
 def test_logits_are_computed_in_chunks_of_positions(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    built, sizes = decoder(shape()), []
+    built = decoder(shape())
     inputs, targets = torch.from_numpy(TOKENS[:, :-1]), torch.from_numpy(TOKENS[:, 1:])
     with torch.no_grad():
         whole = float(built(inputs, targets, reduction="none").double().sum()) / targets.numel()
-    head = Decoder.head
-
-    def watched(self: Decoder, x: Tensor) -> Tensor:
-        sizes.append(x.shape[0])
-        return head(self, x)
-
-    monkeypatch.setattr(Decoder, "head", watched)
     monkeypatch.setattr(score_module, "LOGITS_BYTES", rows * 300 * 4)
+    chunks: list[int] = []
+
+    def watched(*arguments: Tensor, chunk: int) -> Tensor:
+        chunks.append(chunk)
+        return token_logprobs(*arguments, chunk=chunk)
+
+    monkeypatch.setattr(score_module, "token_logprobs", watched)
     measured = score(built, [TOKENS], LENGTHS, document_masks=False)
-    assert max(sizes) == min(rows, 5 * 32)
+    assert chunks == [rows]
     assert measured == score(built, [TOKENS], LENGTHS, document_masks=False)
     if rows == 1000:  # all rows together, as in training
         assert measured.loss == whole

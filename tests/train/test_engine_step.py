@@ -24,14 +24,16 @@ from holdfast.launch.device import MEETING_VARIABLE
 from holdfast.objectives.next_token import NextToken
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.rank.setup import meet
+from tests.model.test_packed_attention import Recorder
 from tests.train.ranks import started
 from tests.train.test_anomalies import LAMB
 from tests.train.test_elastic import ALL_GRIDS, by_definition, values
 from tests.train.test_experts import BIASED, MIXTURE
 from tests.train.test_reference import END, global_batch
-from tests.train.tiny_run import tiny_assignment
+from tests.train.tiny_run import VOCABULARY, tiny_assignment
 
 RATE = 0.02
+LONG = ("model.context=128", "training.global_batch=2", "training.micro_batch=2")
 HALF = ("training.precision=fp16", "training.loss_scale.initial_power=8", "training.loss_scale.growth_interval=1000")
 
 
@@ -41,6 +43,21 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+
+
+@pytest.mark.usefixtures("alone")
+def test_no_tensor_of_a_step_has_all_tokens_and_the_vocabulary() -> None:
+    """With one chunk for a whole row, the recorder sees such a tensor."""
+    rows = torch.arange(2 * 129).view(2, -1) % VOCABULARY
+    largest = {}
+    for chunk in (16, 128):
+        engine = started(tiny_assignment(*LONG, f"training.loss_chunk={chunk}"), END)
+        with Recorder() as record:
+            engine.step(rows, RATE)
+        logits = {shape[0] for shape in record.shapes if len(shape) == 2 and shape[1] == VOCABULARY} - {32}
+        largest[chunk] = max(logits)
+        assert not [shape for shape in record.shapes if len(shape) > 2 and shape[-1] == VOCABULARY]
+    assert largest == {16: 16, 128: 128}
 
 
 def bits(engine: Engine) -> dict[str, torch.Tensor]:

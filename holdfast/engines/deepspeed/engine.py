@@ -76,6 +76,7 @@ class DeepSpeedEngine:
         self._stage = int(spec.parallel.strategy.removeprefix("zero"))
 
         decoder = Decoder.empty(spec.model, vocabulary, self._device)
+        decoder.loss_chunk = spec.training.loss_chunk
         for layer in decoder.model.layers:
             recompute(layer, spec.training.activation_checkpointing)
         with torch.no_grad():

@@ -15,11 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.engines.grid import Grid
-from holdfast.engines.layout import local
 from holdfast.engines.mesh import Mesh
 from holdfast.engines.torch.balance import Balance
 from holdfast.engines.torch.context import SequenceShard
@@ -104,19 +102,14 @@ class Micro:
         """Multiply `share` by the loss scale in fp16."""
         return share if self.loss_scale is None else share * self.loss_scale.scale
 
-    def loss_context(self) -> AbstractContextManager[None]:
-        """The context that losses over parts of the vocabulary need."""
-        return loss_parallel() if self.topology.mesh.tensor > 1 else nullcontext()
-
     def compute(self, batch: MicroBatch, share: torch.Tensor) -> torch.Tensor:
         """Forward and backward pass. The gradient is that of the loss times `share`. Returns the sum of the losses."""
         phases.enter("forward")
         device, narrow = self.topology.device, self.settings.narrow
-        with self.loss_context():
-            with torch.autocast(device.type, narrow, enabled=narrow is not None):
-                loss = local(self.objective.loss_sum(self.policy, self.reference, batch))
-            phases.enter("backward")
-            (loss * share).backward()
+        with torch.autocast(device.type, narrow, enabled=narrow is not None):
+            loss = self.objective.loss_sum(self.policy, self.reference, batch)
+        phases.enter("backward")
+        (loss * share).backward()
         return loss.detach().float()
 
 
@@ -178,9 +171,8 @@ class PipelineStages:
         mesh, loss_scale = self.micro.topology.mesh, self.micro.loss_scale
         (batch,) = self.micro.batches(rows, len(rows))
         phases.enter("pipeline")
-        with self.micro.loss_context():
-            share = self.micro.upscaled(mesh.averaged / counted)
-            total = self.pipeline.forward_backward(*batch, share)
+        share = self.micro.upscaled(mesh.averaged / counted)
+        total = self.pipeline.forward_backward(*batch, share)
         phases.enter("communication")
         if self.tied is not None:
             self.tied.add_up(self.parameters.named())

@@ -198,15 +198,19 @@ class TorchEngine:
         """The decoder, or this rank's stages of it."""
         if self._mesh.pipeline == 1:
             decoder = Decoder(spec.model, vocabulary)
+            decoder.loss_chunk = spec.training.loss_chunk
             add_adapters(decoder, spec.training.lora)
             return [decoder]
         count = self._mesh.pipeline * STAGES_EACH[spec.parallel.schedule]
         chosen = spec.parallel.stages
         stages = split_layers(spec.model, vocabulary, count) if chosen is None else given_layers(chosen)
-        return [
+        own = [
             Stage(spec.model, vocabulary, layers)
             for layers in stages[self._mesh.place(self._rank) :: self._mesh.pipeline]
         ]
+        for stage in own:
+            stage.loss_chunk = spec.training.loss_chunk
+        return own
 
     def _reference_model(self, spec: Assignment, vocabulary: int) -> nn.Module | None:
         """The frozen reference model of an objective that needs one: the initial weights, sharded like the model. None
@@ -215,6 +219,7 @@ class TorchEngine:
             return None
         with torch.device("meta"):
             reference = Decoder(spec.model, vocabulary).requires_grad_(False)
+        reference.loss_chunk = spec.training.loss_chunk
         mesh = Mesh(replicas=1, shards=1, tensor=1) if self._topology.ranks is None else self._mesh
         return parallelize(reference, spec.training, spec.parallel, replace(self._topology, mesh=mesh), grid=None)
 

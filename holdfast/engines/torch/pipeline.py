@@ -27,7 +27,6 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from torch.distributed.tensor import DTensor
 
 from holdfast.model.decoder import Decoder
 from holdfast.planning.schedule import split
@@ -90,8 +89,7 @@ class Stage(Decoder):
             x_BTD = _Charged.apply(x_BTD, (charge_B * share_B).sum())
         if not self.last:
             return x_BTD
-        loss = self.loss(self.head(self.model.norm(x_BTD)), targets_BT, "sum")
-        return loss.to_local().clone() if isinstance(loss, DTensor) else loss  # FSDP2 does not accept a view
+        return self.loss(self.model.norm(x_BTD), targets_BT, "sum")
 
 
 class _Stage(PipelineStage):

@@ -10,6 +10,8 @@ shards (`expert`). Experts have few columns, and one rank's columns would not be
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,13 +29,14 @@ from torch.distributed.tensor.parallel import (
 
 from holdfast.model.decoder import Decoder, Mixture
 from holdfast.model.experts import Router
+from holdfast.model.token_logprobs import token_logprobs
 
 SEQUENCE = Shard(1)  # of [B, T, D]
 
 
 def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
-    """Split every matrix over `mesh`, which has one dimension. Every parameter becomes a DTensor on it. The loss
-    becomes a DTensor that is the same on all ranks."""
+    """Split every matrix over `mesh`, which has one dimension. Every parameter becomes a DTensor on it. The loss is
+    the same on all ranks."""
     normed = decoder.shape.query_key_norm
     for layer in decoder.model.layers:
         if layer is not None:
@@ -43,7 +46,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
             _cut(layer, mesh, plan)
             if mixture is not None:
                 mixture.gate.cut(mesh.size(), lambda counts: _added_up(counts, mesh))
-    decoder.charged = lambda loss, charge: loss + _of_parts(charge - charge.detach(), mesh)  # type: ignore[method-assign]
+    decoder.logprobs = partial(_shard_logprobs, decoder, mesh)  # type: ignore[method-assign]
     # Rows are vocabulary tokens in both, so that one matrix can serve as both. The head reads whole sequences.
     trunk = {
         "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
@@ -116,9 +119,21 @@ def _project(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.to_local(grad_placements=[Partial()]))  # each rank's tokens give a part of its gradient
 
 
-def _of_parts(here: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Sum the ranks' partial values, so that every rank has the total."""
-    return DTensor.from_local(here, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
+def _shard_logprobs(decoder: Decoder, mesh: DeviceMesh, x: Tensor, targets: Tensor) -> Tensor:
+    """See `Decoder.logprobs`. Each rank has consecutive rows of the head, and all of them have equal numbers of rows
+    but the last one."""
+    head = decoder.head_weight
+    assert isinstance(x, DTensor)
+    assert isinstance(head, DTensor)
+    first = mesh.get_local_rank() * -(-len(head) // mesh.size())
+    return token_logprobs(
+        x.to_local(),
+        head.to_local(),
+        targets,
+        chunk=decoder.loss_chunk,
+        group=mesh.get_group(),
+        first_token=first,
+    )
 
 
 def _added_up(counts: Tensor, mesh: DeviceMesh) -> Tensor:

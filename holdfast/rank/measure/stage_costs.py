@@ -57,6 +57,7 @@ def measured(spec: Spec, vocabulary: int, repetitions: int) -> StageCosts:
     narrow = NARROW.get(training.precision, torch.float32)
     model = spec.model.model_copy(update={"layers": 1})
     decoder = Decoder.empty(model, vocabulary, device)
+    decoder.loss_chunk = training.loss_chunk
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
     for parameter in decoder.parameters():  # as FSDP2 casts them; the rotary tables are unchanged
@@ -78,7 +79,7 @@ def measured(spec: Spec, vocabulary: int, repetitions: int) -> StageCosts:
         device=device_name(device),
         embedding=timed(lambda: decoder.model.embed_tokens(tokens_BT)),
         layer=timed(lambda: decoder.through(x_BTD, 0, model.context, documents_BT)[0]),
-        head=timed(lambda: decoder.loss(decoder.head(decoder.model.norm(x_BTD)), tokens_BT, "sum")),
+        head=timed(lambda: decoder.loss(decoder.model.norm(x_BTD), tokens_BT, "sum")),
     )
 
 
