@@ -17,9 +17,10 @@ import torch
 
 from holdfast.corpus.chat import ChatEncoder, ChatTemplate
 from holdfast.dataset.vocabulary import ID, UNCOUNTED
-from holdfast.model.decoder import IGNORED, Decoder
+from holdfast.model.decoder import Decoder
 from holdfast.model.export import export_files, token_id
 from holdfast.model.initialise import initialise
+from holdfast.model.token_logprobs import IGNORED
 
 HERE = Path(__file__).parent
 CHAT = runpy.run_path(str(HERE.parent / "chat" / "make_base.py"))

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.model.experts import Experts, Load, Router
-from holdfast.model.token_logprobs import CHUNK, token_logprobs
-from holdfast.model.token_logprobs import IGNORED as IGNORED
+from holdfast.model.token_logprobs import CHUNK, IGNORED, token_logprobs
 from holdfast.spec.model import Model, RopeScaling
 
 # Rotary positions: the rotation angles of queries and keys, for the contexts that a model's scaling allows.
@@ -291,8 +290,9 @@ class Decoder(nn.Module):
         reduction: Literal["mean", "sum", "none"] = "mean",
         unevenness_B: Tensor | None = None,
     ) -> Tensor:
-        """The cross-entropy from the output of `hidden`, as in `forward`. If a loss balances experts, the gradient also includes that
-        of their unevenness, charged for each counted token of a sequence. The value does not include it."""
+        """The cross-entropy from the output of `hidden`, as in `forward`. If a loss balances experts, the gradient also
+        includes that of their unevenness, charged for each counted token of a sequence. The value does not include
+        it."""
         losses_BT = -self.logprobs(x_BTD, targets_BT)
         if reduction == "none":
             return losses_BT

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
-from holdfast.model.decoder import IGNORED, numbered
+from holdfast.model.decoder import numbered
+from holdfast.model.token_logprobs import IGNORED
 
 
 class MicroBatch(NamedTuple):

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.dataset.vocabulary import ENDS, UNCOUNTED
-from holdfast.model.decoder import IGNORED, numbered
+from holdfast.model.decoder import numbered
+from holdfast.model.token_logprobs import IGNORED
 from holdfast.objectives.interface import TokenLosses
 from holdfast.objectives.micro_batches import MicroBatch
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from holdfast.model.decoder import IGNORED, Decoder, Mixture
+from holdfast.model.decoder import Decoder, Mixture
 from holdfast.model.experts import CORRECTION, in_order
 from holdfast.model.hugging_face import read_hugging_face, require_fit
 from holdfast.model.initialise import flops_per_token, initial_slice, parameter_count, parameter_shapes
 from holdfast.model.published import published, rows_of
+from holdfast.model.token_logprobs import IGNORED
 from holdfast.planning.shape import Architecture
 from holdfast.spec.errors import DataError, SpecError
 from holdfast.spec.model import MIXTURES, Model

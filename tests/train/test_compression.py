@@ -19,8 +19,9 @@ from holdfast.dataset.vocabulary import ID, UNCOUNTED
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import Engine
 from holdfast.engines.torch.compression import largest
-from holdfast.model.decoder import IGNORED, Decoder, document_ids
+from holdfast.model.decoder import Decoder, document_ids
 from holdfast.model.initialise import initialise
+from holdfast.model.token_logprobs import IGNORED
 from holdfast.spec import Spec
 from holdfast.store import Store
 from holdfast.telemetry import read_history

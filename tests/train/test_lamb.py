@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.model.decoder import IGNORED, Decoder
+from holdfast.model.decoder import Decoder
 from holdfast.model.initialise import initialise
+from holdfast.model.token_logprobs import IGNORED
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, Steps, join_exactly, started, steps_of, train_in_ranks, trained
 from tests.train.test_reference import END, RATE, STEPS, check, global_batch

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from holdfast.dataset.vocabulary import ENDS, NO_TOKEN, UNCOUNTED
-from holdfast.model.decoder import IGNORED
+from holdfast.model.token_logprobs import IGNORED
 from holdfast.objectives.interface import count_terms
 from holdfast.objectives.micro_batches import micro_batches
 from holdfast.objectives.next_token import NextToken

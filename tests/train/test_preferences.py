@@ -14,9 +14,10 @@ from torch import Tensor
 
 from holdfast.checkpoint import TensorBox
 from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
-from holdfast.model.decoder import IGNORED, Decoder
+from holdfast.model.decoder import Decoder
 from holdfast.model.initialise import initialise
 from holdfast.model.lora import add_adapters, is_adapter
+from holdfast.model.token_logprobs import IGNORED
 from holdfast.objectives.interface import count_terms
 from holdfast.objectives.micro_batches import micro_batches
 from holdfast.objectives.preference import DirectPreference, preference_loss

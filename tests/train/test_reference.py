@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from holdfast.dataset.vocabulary import ID, UNCOUNTED
-from holdfast.model.decoder import IGNORED, Decoder, document_ids
+from holdfast.model.decoder import Decoder, document_ids
 from holdfast.model.initialise import initialise
+from holdfast.model.token_logprobs import IGNORED
 from holdfast.rank.randomness import stream_seed
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Steps, join_exactly, started, steps_of
