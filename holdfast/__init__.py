@@ -33,16 +33,21 @@ if TYPE_CHECKING:
         stop,
         submit,
     )
+    from holdfast.script.session import PreemptionExit, Session, session
+    from holdfast.script.tree import StateError
 
 __all__ = [
     "Checkpoint",
     "ClusterOptions",
     "Location",
+    "PreemptionExit",
     "Report",
     "Run",
     "RunFailedError",
     "RunState",
+    "Session",
     "Spec",
+    "StateError",
     "Stopped",
     "Submission",
     "backend_runs",
@@ -55,15 +60,23 @@ __all__ = [
     "run",
     "run_state",
     "runs",
+    "session",
     "stop",
     "submit",
 ]
+
+
+_OF_SCRIPTS = ("PreemptionExit", "Session", "StateError", "session")
 
 
 def __getattr__(name: str) -> object:
     """Import the API on first access. Steps and ranks import this package and do not need the API."""
     if name not in __all__:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    if name in _OF_SCRIPTS:  # they need torch
+        from holdfast.script import session as scripts
+
+        return getattr(scripts, name)
     from holdfast import api
 
     return getattr(api, name)

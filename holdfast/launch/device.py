@@ -56,7 +56,7 @@ def local_device(kind: str) -> torch.device:
 def join_gang(device: torch.device, always: bool = False, timeout_minutes: float = TIMEOUT_MINUTES) -> None:
     """Initialize the process group from torchrun's environment. One process needs none, unless `always`. A collective
     of any group fails after `timeout_minutes`. The ports that this rank opens are reachable only where needed: see
-    `_store`."""
+    `gang_store`."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not always:
         return
     if device.type == "cuda":  # NCCL's flight recorder: the collectives of each rank when one times out
@@ -66,7 +66,7 @@ def join_gang(device: torch.device, always: bool = False, timeout_minutes: float
     timeout = timedelta(minutes=timeout_minutes)
     # Groups of a device mesh use the default: torch has no other way to set it.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
-    backend, store = backend_of(device.type), _store(timeout)
+    backend, store = backend_of(device.type), gang_store(timeout)
     if store is None:
         dist.init_process_group(backend, timeout=timeout)
     else:
@@ -74,7 +74,7 @@ def join_gang(device: torch.device, always: bool = False, timeout_minutes: float
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
 
 
-def _store(timeout: timedelta) -> dist.Store | None:
+def gang_store(timeout: timedelta) -> dist.Store | None:
     """The store through which the ranks find each other's addresses. A file if all ranks are on one node. In an elastic
     gang, a TCP store that rank 0 hosts on its known address. None for torchrun's store."""
     store: dist.Store

@@ -10,15 +10,18 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
+from holdfast.runtime.exits import code_of
 from holdfast.runtime.secrets import redact
 from holdfast.spec.errors import ExitCode
+from holdfast.telemetry import emit
+from holdfast.telemetry.events import RankEnded
 
 FOLDER_VARIABLE = "HOLDFAST_ENDINGS"  # the folder of the ranks' records, on their node
 FILE_VARIABLE = "HOLDFAST_ENDING_FILE"  # read by the process that started torchrun; must exist already
@@ -104,6 +107,20 @@ class RankRecord:
         with suppress(OSError):  # a full disk must not change the code; torchrun mostly sees it as well
             path.with_suffix(".unfinished").write_text(self._ending.model_dump_json())
             path.with_suffix(".unfinished").rename(path)
+
+
+@contextmanager
+def reporting_end() -> Iterator[None]:
+    """Report how this rank ends: on rank 0, and on a rank that is a cause rather than a consequence."""
+    rank, code, reason = int(os.environ.get("RANK", "0")), ExitCode.OK, ""
+    try:
+        yield
+    except BaseException as error:
+        code, reason = code_of(error), str(error) or type(error).__name__
+        raise
+    finally:
+        if rank == 0 or code not in (ExitCode.OK, ExitCode.LOST_PEER, ExitCode.TERMINATED, ExitCode.PREEMPTED):
+            emit(RankEnded(rank=rank, code=code, host=socket.gethostname(), reason=reason))
 
 
 def mark_as_left(pid: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from holdfast.checkpoint import Attempt, list_attempts
+from holdfast.checkpoint.local_tiers.tier_set import TierSet
 from holdfast.collectives import Gang, PendingFlag
 from holdfast.launch.launches import ENDINGS, read_exits
 from holdfast.planning.run_estimate import RANK_SECONDS_PER_FAILURE, best_interval
@@ -54,6 +56,20 @@ def failures_before(store: Store, attempt: Attempt, ranks: int) -> Failures:
     before = [moment for number, moment in began.items() if number < attempt.number]
     seconds = began[attempt.number] - min(before) if before and attempt.number in began else 0.0
     return Failures(max(0, len(before) - well), max(0.0, seconds), ranks)
+
+
+def upload_rate(settings: Checkpoint) -> float | None:
+    """This rank's share of the checkpoint upload rate of its host, in bytes per second. None means unlimited."""
+    rate = settings.upload_mib_per_second
+    return None if rate is None else rate * 2**20 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def near_tiers(store: Store, attempt: Attempt, gang: Gang, settings: Checkpoint) -> TierSet | None:
+    """The local checkpoint tiers of this gang, or None if the spec has none. A collective call."""
+    memory, disk = settings.memory, settings.disk
+    intervals = {"memory": memory.every_steps, "disk": disk.every_steps}
+    due = {name: steps for name, steps in intervals.items() if steps is not None}
+    return TierSet(store, attempt, gang, due, disk.path, memory.peers) if due else None
 
 
 class CheckpointPolicy:

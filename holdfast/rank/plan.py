@@ -11,11 +11,13 @@ from importlib.metadata import version
 
 import torch
 
+from holdfast.checkpoint import Attempt, claim_attempt, newest_segments
 from holdfast.engines.assignment import Assignment
 from holdfast.launch.device import device_name
 from holdfast.runtime.environment import IMAGE_VARIABLE
 from holdfast.spec.errors import PlanChangedError
-from holdfast.spec.plan import MISSING, Plan, Value, free_under, settings_of
+from holdfast.spec.plan import MISSING, Plan, Value, free_under, require_plan, settings_of
+from holdfast.store import Store
 
 log = logging.getLogger("holdfast.train")
 
@@ -39,7 +41,7 @@ def plan_of(assignment: Assignment, device: torch.device) -> Plan:
     nodes = int(os.environ.get("WORLD_SIZE", "1")) // parallel.processes
     settings = settings_of(assignment.training, parallel, assignment.accelerator, nodes)
     free = free_under(assignment.training.determinism)
-    return Plan(settings=settings, surroundings=_surroundings(device, parallel.engine), free=free)
+    return Plan(settings=settings, surroundings=surroundings_of(device, parallel.engine), free=free)
 
 
 def require_one_plan(plans: Sequence[Plan], determinism: str) -> None:
@@ -65,7 +67,25 @@ def require_one_plan(plans: Sequence[Plan], determinism: str) -> None:
     log.warning("%s", message)
 
 
-def _surroundings(device: torch.device, engine: str) -> dict[str, Value]:
+def claim(
+    store: Store, run_id: str, launch: int, world_size: int, plan: Plan, determinism: str, replan: bool
+) -> Attempt:
+    """Claim an attempt for a gang. Raises PlanChangedError, without a claim, if the run may not continue under the
+    gang's plan. Earlier attempts are then not fenced off."""
+    if changes := require_plan(newest_segments(store, run_id), plan, determinism, replan):
+        log.warning("the plan changes, and with it the last bits of what follows: %s", "; ".join(changes))
+    return claim_attempt(
+        store,
+        run_id,
+        launch=launch,
+        world_size=world_size,
+        plan=plan.model_dump(mode="json"),
+        fingerprint=plan.fingerprint,
+    )
+
+
+def surroundings_of(device: torch.device, engine: str) -> dict[str, Value]:
+    """What this rank computes with: device, image, versions, and variables that change bits."""
     surroundings: dict[str, Value] = {
         "device": device_name(device),
         "image": os.environ.get(IMAGE_VARIABLE) or MISSING,

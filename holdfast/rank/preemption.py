@@ -23,6 +23,10 @@ class PreemptionSignal:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._want)
 
+    def listens(self) -> bool:
+        """Whether SIGTERM still reaches this object."""
+        return signal.getsignal(signal.SIGTERM) == self._want
+
     def _want(self, *_: object) -> None:
         self._wanted = True
 

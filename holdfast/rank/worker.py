@@ -21,19 +21,18 @@ import torch
 import torch._inductor.config  # use_deterministic_algorithms would import it in each rank after the fork
 
 import holdfast.engines.torch.engine  # noqa: F401 - likewise build_engine
-from holdfast.checkpoint import Attempt, Checkpointer, Retention, SaveOptions, claim_attempt, newest_segments
-from holdfast.checkpoint.local_tiers.tier_set import TierSet
+from holdfast.checkpoint import Attempt, Checkpointer, Retention, SaveOptions
 from holdfast.collectives import Gang, noticing_lost_peers
 from holdfast.dataset import Dataset, Prefetcher
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.mesh import Mesh
 from holdfast.launch.device import device_name
-from holdfast.launch.exits import RankRecord
+from holdfast.launch.exits import RankRecord, reporting_end
 from holdfast.launch.launches import read_launch
 from holdfast.launch.processes import die_with_parent
 from holdfast.rank.anomalies import Anomalies
 from holdfast.rank.batch_digest import BatchDigest
-from holdfast.rank.checkpoint_policy import CheckpointPolicy, failures_before
+from holdfast.rank.checkpoint_policy import CheckpointPolicy, failures_before, near_tiers, upload_rate
 from holdfast.rank.hang_reporting import enable_watchdog
 from holdfast.rank.health_gate import check_health
 from holdfast.rank.loop import train
@@ -42,6 +41,7 @@ from holdfast.rank.measure.phase_timer import PhaseTimeReporter
 from holdfast.rank.measure.profile import Profiler
 from holdfast.rank.measure.throughput import Throughput
 from holdfast.rank.observers import History, Observer, Progress
+from holdfast.rank.plan import claim
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.rank.randomness import make_deterministic
 from holdfast.rank.session import RankSession
@@ -55,7 +55,7 @@ from holdfast.rank.setup import (
 )
 from holdfast.rank.state_loading import StateLoader
 from holdfast.runtime.environment import cache_dir
-from holdfast.runtime.exits import code_of, exit_code_of
+from holdfast.runtime.exits import exit_code_of
 from holdfast.runtime.logs import configure_logging
 from holdfast.spec import ExitCode
 from holdfast.spec.errors import (
@@ -64,11 +64,10 @@ from holdfast.spec.errors import (
     UnhealthyNodeError,
     WrongArithmeticError,
 )
-from holdfast.spec.plan import Plan, require_plan
 from holdfast.store import Store, open_store
 from holdfast.telemetry import emit, phases, recording
 from holdfast.telemetry.channel import set_source
-from holdfast.telemetry.events import AttemptBegan, RankEnded
+from holdfast.telemetry.events import AttemptBegan
 from holdfast.telemetry.serving import showing_metrics
 
 log = logging.getLogger("holdfast.train")
@@ -94,7 +93,7 @@ def work(
             device, gang = meet(spec, leave)
             plan = agree_on_plan(spec, device, gang)
             check_health(store, spec, device, gang, launch)
-            claiming = partial(claim, store, spec, launch, gang.size, plan, replan)
+            claiming = partial(claim, store, spec.run_id, launch, gang.size, plan, spec.training.determinism, replan)
             attempt = gang.from_rank_0(claiming, Attempt)
             engine = built.enter_context(closing(build(spec, dataset)))  # it may own files
         set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched.claimed)
@@ -120,10 +119,10 @@ def work(
                 max_lag_steps=spec.checkpoint.lag_steps,
                 same_bits=spec.training.determinism != "off",
                 compress=spec.checkpoint.compression == "lossless",
-                upload_rate=upload_rate(spec),
+                upload_rate=upload_rate(spec.checkpoint),
             ),
             gang=gang,
-            near=near_tiers(store, attempt, gang, spec),
+            near=near_tiers(store, attempt, gang, spec.checkpoint),
         )
         start = loader.restore(checkpointer)
         leave.raise_if_stopping(f"with the state of step {start} loaded")
@@ -220,53 +219,9 @@ def _attempt_span(
         yield
 
 
-def upload_rate(spec: Assignment) -> float | None:
-    """This rank's share of the checkpoint upload rate of its host, in bytes per second. None means unlimited."""
-    rate = spec.checkpoint.upload_mib_per_second
-    return None if rate is None else rate * 2**20 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def near_tiers(store: Store, attempt: Attempt, gang: Gang, spec: Assignment) -> TierSet | None:
-    """The local checkpoint tiers of this gang, or None if the spec has none. A collective call."""
-    memory, disk = spec.checkpoint.memory, spec.checkpoint.disk
-    intervals = {"memory": memory.every_steps, "disk": disk.every_steps}
-    due = {name: steps for name, steps in intervals.items() if steps is not None}
-    return TierSet(store, attempt, gang, due, disk.path, memory.peers) if due else None
-
-
-def claim(store: Store, spec: Assignment, launch: int, world_size: int, plan: Plan, replan: bool) -> Attempt:
-    """Claim an attempt for this gang. Raises PlanChangedError, without a claim, if the run may not continue under the
-    gang's plan. Earlier attempts are then not fenced off."""
-    changes = require_plan(newest_segments(store, spec.run_id), plan, spec.training.determinism, replan)
-    if changes:
-        log.warning("the plan changes, and with it the last bits of what follows: %s", "; ".join(changes))
-    return claim_attempt(
-        store,
-        spec.run_id,
-        launch=launch,
-        world_size=world_size,
-        plan=plan.model_dump(mode="json"),
-        fingerprint=plan.fingerprint,
-    )
-
-
 def speaks(spec: Assignment, gang: Gang) -> bool:
     """Whether this rank reports its rows. Of ranks that receive the same rows, one does."""
     return spec.grid(gang.size) is not None or Mesh.of(spec.parallel, gang.size).counts(gang.rank)
-
-
-@contextmanager
-def _reporting_end() -> Iterator[None]:
-    """Report how this rank ends: on rank 0, and on a rank that is a cause rather than a consequence."""
-    rank, code, reason = int(os.environ.get("RANK", "0")), ExitCode.OK, ""
-    try:
-        yield
-    except BaseException as error:
-        code, reason = code_of(error), str(error) or type(error).__name__
-        raise
-    finally:
-        if rank == 0 or code not in (ExitCode.OK, ExitCode.LOST_PEER, ExitCode.TERMINATED, ExitCode.PREEMPTED):
-            emit(RankEnded(rank=rank, code=code, host=socket.gethostname(), reason=reason))
 
 
 @dataclass
@@ -285,7 +240,7 @@ class _RankProcess:
         store = open_store(self.store)
         events = recording(store, self.run_id, f"rank {os.environ.get('RANK', '0')}", launch=self.launch)
         try:
-            with events, _reporting_end(), noticing_lost_peers():  # of the collectives of training
+            with events, reporting_end(), noticing_lost_peers():  # of the collectives of training
                 work(store, self.run_id, self.launch, self.leave, self.record)
         except (BadReaderError, WrongArithmeticError, UnhealthyNodeError) as error:
             self.blames_node = not isinstance(error, BadReaderError) or error.here

@@ -241,7 +241,7 @@ class OptimizerItem:
                 name = self.names.get(id(parameter))
                 if name is None:
                     raise StateError(
-                        f"{self.name}: parameter {index} of group {number}, {list(parameter.shape)}, is in no module of "
+                        f"{self.name}: parameter {index} of group {number} is in no module of "
                         "session.restore; give its module, too, and make the optimizer after fully_shard"
                     )
                 self._parameters[name] = parameter
@@ -468,7 +468,9 @@ class ScriptState:
         for items, own in ((self._global, False), (self._own, True)):
             if own and not items:
                 continue
-            root: dict[str, Any] = {"version": 1, "world": self.gang.size, "items": {}, "dtypes": {}}
+            root: dict[str, Any] = {"version": 1, "items": {}, "dtypes": {}} | (
+                {"world": self.gang.size} if own else {}
+            )
             for name, item in items.items():
                 live = item.live()
                 root["items"][name] = live.plain
@@ -508,12 +510,14 @@ class ScriptState:
         in place."""
         root = tree.from_bytes(self._targets[TREE].data, TREE)
         own = self._targets.get(self._own_tree)
-        own_root = {"items": {}, "dtypes": {}} if own is None else tree.from_bytes(own.data, self._own_tree)
-        if (world := root["world"]) != self.gang.size and (self._own or own is not None):
+        own_root: dict[str, Any] = {"items": {}, "dtypes": {}, "world": "other"}
+        if own is not None:
+            own_root = tree.from_bytes(own.data, self._own_tree)
+        if (self._own or own is not None) and (world := own_root["world"]) != self.gang.size:
             entries = ", ".join(self._own) or "of the checkpoint"
             raise StateError(
                 f"the checkpoint has state per rank ({entries}) of {world} ranks, and there are {self.gang.size}; "
-                f"restore it with {world} ranks, or save it as global state"
+                "restore it with the same number of ranks, or save it as global state"
             )
         dtypes = root["dtypes"] | own_root["dtypes"]
         tensors = {

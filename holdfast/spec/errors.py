@@ -40,6 +40,7 @@ class ExitCode(IntEnum):
     PLAN_CHANGED = 18
     STORE_REFUSED = 19
     OUT_OF_MEMORY = 20
+    NOT_EXACT = 21
     USER_CODE = 22
 
     INTERRUPTED = 130
@@ -55,6 +56,7 @@ class ExitCode(IntEnum):
     WRONG_ARITHMETIC = 208
     RENDEZVOUS_TIMEOUT = 209
     UNHEALTHY_NODE = 210
+    SCRIPT_FAILED = 211
 
     @property
     def retryable(self) -> bool:
@@ -90,6 +92,7 @@ MEANINGS = {
     ExitCode.PLAN_CHANGED: "The plan differs from the one of the attempts before. `--replan` accepts that.",
     ExitCode.STORE_REFUSED: "The store refuses a request, or does not support conditional writes.",
     ExitCode.OUT_OF_MEMORY: "An accelerator or the host ran out of memory. The same plan needs as much again.",
+    ExitCode.NOT_EXACT: "A script does not resume with the same bits (`holdfast verify`).",
     ExitCode.USER_CODE: "A function of your own code failed, or returned a value that cannot be used.",
     ExitCode.INTERRUPTED: "SIGINT.",
     ExitCode.KILLED: "SIGKILL: often the host ran out of memory, or a node was lost.",
@@ -104,6 +107,7 @@ MEANINGS = {
     ExitCode.WRONG_ARITHMETIC: "A replica has different bits from its peers: its hardware computes wrong results.",
     ExitCode.RENDEZVOUS_TIMEOUT: "Not all nodes of a gang joined in time (`cluster.nodes.rendezvous_seconds`).",
     ExitCode.UNHEALTHY_NODE: "A node failed its health check.",
+    ExitCode.SCRIPT_FAILED: "A training script raised an exception, and `train.restart_on` is `any`.",
 }
 
 

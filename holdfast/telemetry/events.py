@@ -119,7 +119,7 @@ class AttemptBegan(_Event):
     kind: Literal["attempt_began"] = "attempt_began"
     world: int  # ranks
     step: int  # steps done before
-    steps: int
+    steps: int  # 0: not known
     host: Name = ""  # host of rank 0
     device: Name = ""
     peak_flops: float | None = None  # FLOP/s of all ranks together
@@ -132,7 +132,8 @@ class AttemptBegan(_Event):
     def text(self) -> str:
         """See _Event."""
         verb = "resuming" if self.step else "starting"
-        return f"attempt {self.attempt}: {verb} from step {self.step} of {self.steps} on {self.device} x {self.world}"
+        total = f" of {self.steps}" if self.steps else ""
+        return f"attempt {self.attempt}: {verb} from step {self.step}{total} on {self.device} x {self.world}"
 
     @property
     def is_news(self) -> bool:
@@ -149,7 +150,7 @@ class Progress(_Event):
     steps: int
     loss: float | None = None  # nats a token
     grad_norm: float | None = None
-    tokens_per_second: float
+    tokens_per_second: float | None = None  # None for a script, whose steps have no tokens
     seconds_left: float
     learning_rate: float | None = None
     step_seconds: float | None = None  # seconds per step, the mean since the last Progress event
@@ -161,10 +162,11 @@ class Progress(_Event):
     def text(self) -> str:
         """See _Event."""
         seconds = int(self.seconds_left)
+        speed = "" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f} tokens/s  "
         used = "" if self.mfu is None else f"{100 * self.mfu:.1f} % MFU  "
         return (
             f"step {self.step:,}/{self.steps:,} ({_percent(self.step, self.steps)} %)  loss {_number(self.loss, 4)}  "
-            f"grad_norm {_number(self.grad_norm, 3)}  {self.tokens_per_second:,.0f} tokens/s  {used}"
+            f"grad_norm {_number(self.grad_norm, 3)}  {speed}{used}"
             f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
         )
 

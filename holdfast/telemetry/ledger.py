@@ -51,6 +51,7 @@ _CLASS_OF: Mapping[str, Class] = {
     "meet": "start",
     "build": "compile",
     "restore": "restore",
+    "script": "start",
     "data": "data",
     "forward": "productive",
     "backward": "productive",
@@ -61,7 +62,7 @@ _CLASS_OF: Mapping[str, Class] = {
     "save": "save",
     "leave": "save",
 }
-_BEFORE_STEPS = ("start", "meet", "build", "restore")
+_BEFORE_STEPS = ("start", "script", "meet", "build", "restore")
 _NEVER_LOST: tuple[Class, ...] = ("save",)
 TRAIN = "train"  # the step of the DAG
 

@@ -159,8 +159,8 @@ class Metrics:
 
     def _progress(self, event: Progress) -> None:
         self._set("holdfast_steps", event.steps)
-        self._set("holdfast_tokens_per_second", event.tokens_per_second)
         figures = {
+            "holdfast_tokens_per_second": event.tokens_per_second,
             "holdfast_loss": event.loss,
             "holdfast_grad_norm": event.grad_norm,
             "holdfast_mfu_ratio": event.mfu,

@@ -30,6 +30,7 @@ Phase = Literal[
     "check",  # compares replicas, computes state digests, reports progress
     "save",  # waits for a save: for its copy, or for a buffer
     "leave",  # the last commit, and the end
+    "script",  # a training script runs that has not restored its state, or has no session
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}

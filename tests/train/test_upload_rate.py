@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.retention import checkpoint_steps
-from holdfast.rank.worker import upload_rate
+from holdfast.rank.checkpoint_policy import upload_rate
 from holdfast.store import open_store
 from tests.checkpoint.saving import RUN, checkpointer, state, whole
 from tests.train.tiny_run import tiny_assignment
@@ -16,8 +16,8 @@ from tests.train.tiny_run import tiny_assignment
 
 def test_the_ranks_of_a_host_share_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert upload_rate(tiny_assignment("checkpoint.upload_mib_per_second=2")) == 2**19
-    assert upload_rate(tiny_assignment()) is None
+    assert upload_rate(tiny_assignment("checkpoint.upload_mib_per_second=2").checkpoint) == 2**19
+    assert upload_rate(tiny_assignment().checkpoint) is None
 
 
 def test_a_save_is_held_to_the_rate_and_one_that_is_waited_for_is_not(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ gets many times as long, so a loaded machine causes no hang.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,10 +33,12 @@ LONG: Mapping[Phase, float] = {
     "restore": 4200.0,  # the collectives give up after an hour; the first weights may come over the network
     "save": 900.0,  # a copy gives up after ten minutes
     "leave": 4200.0,
+    "script": math.inf,  # nothing is known of what it does
 }
 # From the end of one step to the end of the next: `check` counts a step as done.
 ORDER: Sequence[Phase] = (
     "start",
+    "script",
     "meet",
     "build",
     "restore",

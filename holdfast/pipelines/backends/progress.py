@@ -16,7 +16,7 @@ class Reached:
     step: int
     steps: int
     loss: float | None  # nats per token
-    tokens_per_second: float
+    tokens_per_second: float | None  # None for a script
     seconds_left: float
     time: float  # of the report, in unix seconds
     text: str

@@ -17,7 +17,8 @@ def throughput(events: Sequence[Event]) -> Iterator[str]:
     progress = next((event for event in reversed(events) if isinstance(event, Progress)), None)
     if progress is None or progress.step_seconds is None:
         return
-    line = f"{progress.tokens_per_second:,.0f} tokens/s, {_seconds(progress.step_seconds)} a step"
+    speed = "" if progress.tokens_per_second is None else f"{progress.tokens_per_second:,.0f} tokens/s, "
+    line = f"{speed}{_seconds(progress.step_seconds)} a step"
     if progress.mfu is not None:
         line += f", {100 * progress.mfu:.1f} % MFU"
     if progress.peak_memory:

@@ -12,12 +12,11 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 
 from holdfast.rank.measure.energy_meter import Meter
-from holdfast.rank.observers import FinishedStep
 from holdfast.spec.errors import PreemptedError
 from holdfast.telemetry import emit, phases
 from holdfast.telemetry.events import TimeSpent
@@ -26,6 +25,18 @@ from holdfast.telemetry.phases import Lap
 SECONDS = 5.0  # between two events of a new rank...
 SHARE, MOST_SECONDS = 0.1, 60.0  # ...and later this share of the rank's age, up to this limit
 RANKS_A_SECOND = 2  # of a large gang that report per second
+
+
+class TimedStep(Protocol):
+    """A finished step, as far as this observer needs it."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+
+    @property
+    def lap(self) -> Lap:
+        """The time since the previous step finished."""
 
 
 class PhaseTimeReporter:
@@ -44,7 +55,7 @@ class PhaseTimeReporter:
         self._last_report = 0.0
         self._tell()
 
-    def on_step(self, finished: FinishedStep) -> None:
+    def on_step(self, finished: TimedStep) -> None:
         """See Observer."""
         now = time.monotonic()
         if now - self._last_report >= max(self._least, min(MOST_SECONDS, SHARE * (now - self._began))):

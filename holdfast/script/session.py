@@ -1,0 +1,478 @@
+"""Session of a training script: restore, step, log, save, export.
+
+In a managed launch, `holdfast.session()` returns a session that restores the newest checkpoint, saves when it is due,
+and stops all ranks after the same step. Without one it returns a session that does nothing, so the same script runs on
+its own. The session owns no loop, no model and no optimizer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from holdfast.checkpoint import (
+    Attempt,
+    Checkpointer,
+    Manifest,
+    Retention,
+    SaveOptions,
+    StateDigest,
+    digest_of,
+    read_manifest,
+)
+from holdfast.collectives import Gang
+from holdfast.launch.device import device_name, local_device
+from holdfast.launch.exits import RankRecord
+from holdfast.rank.checkpoint_policy import CheckpointPolicy, failures_before, near_tiers, upload_rate
+from holdfast.rank.measure.energy_meter import Meter
+from holdfast.rank.measure.phase_timer import PhaseTimeReporter
+from holdfast.rank.plan import claim, require_one_plan, surroundings_of
+from holdfast.rank.preemption import PreemptionSignal
+from holdfast.rank.randomness import make_deterministic
+from holdfast.script.assignment import ScriptAssignment
+from holdfast.script.export import write_export
+from holdfast.script.history import ScriptHistory
+from holdfast.script.seeding import generator, key_fetches, seed_all
+from holdfast.script.state import ScriptState
+from holdfast.script.tree import StateError
+from holdfast.spec.errors import ExitCode
+from holdfast.spec.identity import digest
+from holdfast.spec.plan import Plan, require_plan
+from holdfast.store import Store
+from holdfast.telemetry import emit, phases
+from holdfast.telemetry.channel import set_source
+from holdfast.telemetry.events import AttemptBegan
+from holdfast.telemetry.serving import showing_metrics
+
+log = logging.getLogger("holdfast.script")
+
+UNKNOWN_STEPS = 1 << 60  # a step that no run reaches: the script does not say how many it needs
+
+
+class PreemptionExit(SystemExit):
+    """All ranks saved a checkpoint and leave, because one was asked to. `except Exception` does not catch it."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(int(ExitCode.PREEMPTED))
+        self.step = step
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The launch that runs this process."""
+
+    store: Store
+    launch: int
+    claimed: float  # unix seconds
+    replan: bool
+    assignment: ScriptAssignment
+    code: str  # digest of the bundle
+    leave: PreemptionSignal
+    record: RankRecord
+
+
+class Session:
+    """The session of this process. This class is that of a script outside a managed launch: it saves nothing."""
+
+    managed = False
+    run_id = ""
+    attempt = 0
+
+    def __init__(self, seed: int | None = None, seed_rank: int | None = None) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.epoch = 0  # the script sets it: part of the key of what a fetch draws
+        self.seed = seed or 0
+        self._seeds = seed is not None
+        self._seed_rank = self.rank if seed_rank is None else seed_rank
+        self._step: int | None = None  # steps done; None before `restore`
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """A scratch folder of this rank, which is gone at the end."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="holdfast-script-")
+        return Path(self._folder.name)
+
+    def restore(
+        self,
+        *,
+        per_rank: Mapping[str, Any] = {},  # noqa: ARG002
+        steps: int | None = None,  # noqa: ARG002
+        **state: Any,  # noqa: ARG002
+    ) -> int:
+        """Fill the state in place and return the steps done: 0 for a first state, which stays as it is.
+
+        Give modules, optimizers, schedules and other objects by name. `per_rank` has objects whose state belongs to one
+        rank, such as a loader. `steps` is the number of steps of the whole run, if it is known. Collective. Call it
+        once, after `init_process_group`, and before the first step. Raises StateError for an object that a checkpoint
+        cannot hold, and for one that does not fit the checkpoint.
+        """
+        self._step = 0
+        return 0
+
+    def step(self, step: int, /, **metrics: float | Tensor) -> None:
+        """Report that `step` optimizer steps are done, with metrics of the last one.
+
+        Saves when it is due, and seeds the next step. Collective: every rank calls it after every step. Raises
+        StateError for a step that is skipped or repeated, DivergedError for a `loss` that is not finite, and
+        PreemptionExit after a save if a rank was asked to leave.
+        """
+        self._count(step)
+        if step % 10 == 0 and self.rank == 0:
+            log.info("step %d  %s", step, "  ".join(f"{name} {float(value):.4g}" for name, value in metrics.items()))
+
+    def log(self, step: int, /, **metrics: float | Tensor) -> None:
+        """Add metrics to the row of a step of the history. Rank 0's are kept."""
+
+    def save(self, step: int) -> None:
+        """Save the state after `step` steps, which must be the current one, although it is not due. Collective."""
+
+    def due(self, step: int) -> bool:  # noqa: ARG002
+        """Whether `session.step(step)` will save. Collective if `checkpoint` counts minutes."""
+        return False
+
+    def should_stop(self) -> bool:
+        """Whether the loop ends now, after a save: the answer is the same on every rank. For loops that stop by a flag.
+        Collective."""
+        return False
+
+    def export(self, what: nn.Module | str | Path | Callable[[Path], object], *, step: int | None = None) -> None:  # noqa: ARG002
+        """Export the result of the run after the last step: a module as safetensors by name, a folder, or what a
+        function writes into a folder. Collective. Raises StateError for an empty folder and for pickled files."""
+        log.info("this is no managed run: nothing is exported")
+
+    def generator(self, stream: str, step: int, device: str | torch.device = "cpu") -> torch.Generator:
+        """A generator for one named stream of random numbers at one step."""
+        return generator(self.seed, stream, step, self._seed_rank, device)
+
+    def _count(self, step: int) -> None:
+        """Count one step. Raises StateError for any number but the next one."""
+        if self._step is None:
+            raise StateError("session.step was called before session.restore: write start = session.restore(model=...)")
+        if step != self._step + 1:
+            raise StateError(
+                f"session.step({step}) follows step {self._step}; the next one is {self._step + 1}. Begin the loop at "
+                "the step that restore returns: start = session.restore(...); for step in range(start, steps): ...; "
+                "session.step(step + 1)"
+            )
+        self._step = step
+
+
+class ManagedSession(Session):
+    """The session of a rank in a managed launch."""
+
+    managed = True
+
+    def __init__(self, launched: Launched, seed: int | None = None, seed_rank: int | None = None) -> None:
+        super().__init__(seed, seed_rank)
+        self._launched, self._assignment = launched, launched.assignment
+        self.run_id = self._assignment.run_id
+        self._exact = self._assignment.determinism == "exact"
+        make_deterministic(self._assignment.determinism, self._assignment.threads)
+        self._seeds = self._seeds or self._exact
+        if self._exact:
+            key_fetches(self.seed, lambda: self.epoch, self._seed_rank)
+        if self._seeds:
+            seed_all(self.seed, "step", 0, self._seed_rank)
+        self._stack = ExitStack()
+        self._saved = -1  # the step saved last
+        self._due: tuple[int, bool] = (-1, False)
+        self._left = False  # all ranks leave
+        self._exported = False
+        self._steps: int | None = None
+
+    def restore(self, *, per_rank: Mapping[str, Any] = {}, steps: int | None = None, **state: Any) -> int:
+        """See Session."""
+        if self._step is not None:
+            raise StateError("session.restore was called twice; give all objects in one call")
+        if self.world_size > 1 and not dist.is_initialized():
+            raise StateError("session.restore needs the process group: call torch.distributed.init_process_group first")
+        launched, assignment = self._launched, self._assignment
+        phases.enter("meet")
+        launched.leave.join()
+        self._gang = gang = Gang()
+        device = local_device(assignment.accelerator)
+        plan = self._plan(device)
+        claiming = partial(
+            claim,
+            launched.store,
+            self.run_id,
+            launched.launch,
+            gang.size,
+            plan,
+            assignment.determinism,
+            launched.replan,
+        )
+        attempt = gang.from_rank_0(claiming, Attempt)
+        self.attempt = attempt.number
+        set_source(f"rank {gang.rank}", launch=launched.launch, attempt=attempt.number, not_before=launched.claimed)
+        launched.record.formed(attempt.number)
+        launched.leave.listen()
+        launched.leave.raise_if_stopping("before the state was loaded")
+
+        phases.enter("restore")
+        self._state = ScriptState(dict(state), dict(per_rank), gang)
+        self._checkpointer = Checkpointer(
+            launched.store,
+            attempt,
+            Retention.of(assignment.checkpoint, assignment.anomalies),
+            describe={
+                "dataset_id": "",
+                "layout": {"engine": "script", "world_size": gang.size},
+                "random": {"scheme": "keyed by step", "seed": self.seed},
+            },
+            plan=plan,
+            options=SaveOptions(
+                max_lag_steps=assignment.checkpoint.lag_steps,
+                same_bits=self._exact,
+                compress=assignment.checkpoint.compression == "lossless",
+                upload_rate=upload_rate(assignment.checkpoint),
+            ),
+            gang=gang,
+            near=near_tiers(launched.store, attempt, gang, assignment.checkpoint),
+        )
+        accept = partial(self._accept, plan)
+        start = self._checkpointer.restore(self._state.boxes, lambda _: None, accept)
+        if start:
+            self._state.adopt()
+        launched.leave.raise_if_stopping(f"with the state of step {start} loaded")
+        self._step, self._saved, self._steps = start, start, steps
+        self._begin(attempt, device, start, steps)
+        self._next(start)
+        return start
+
+    def step(self, step: int, /, **metrics: float | Tensor) -> None:
+        """See Session."""
+        self._count(step)
+        phases.enter("check", step)
+        self._keep_listening()
+        held = None
+        every, state_digest = self._assignment.checkpoint.digest_every, None
+        if every is not None and step % every == 0:
+            held = self._state.live()
+            self._state.require_equal(held, step)
+            parts = self._gang.all_gather(digest_of(self._state.saved(held)), StateDigest)
+            state_digest = str(sum(parts, StateDigest()))
+        lap = phases.lap()
+        self._history.add(step, metrics, state_digest, lap)
+        self._accounts.on_step(_Timed(step, lap))
+        leaving = self._launched.leave.all_ranks_stopping()
+        due = self.due(step) or leaving
+        if due or self._checkpointer.near_due(step):
+            self._save(committed=due)
+        if leaving and (self._steps is None or step < self._steps):
+            phases.enter("leave")
+            self._checkpointer.wait()
+            self._left = True
+            raise PreemptionExit(step)
+        self._next(step)
+
+    def log(self, step: int, /, **metrics: float | Tensor) -> None:
+        """See Session."""
+        if self._step is None:
+            raise StateError("session.log was called before session.restore")
+        self._history.log(step, metrics)
+
+    def save(self, step: int) -> None:
+        """See Session."""
+        if step != self._step:
+            raise StateError(f"session.save({step}): the state is that of step {self._step}; call session.step first")
+        if self._saved != step:
+            self._save(committed=True)
+
+    def due(self, step: int) -> bool:
+        """See Session."""
+        if self._due[0] != step:
+            self._due = (step, self._policy.due(step))
+        return self._due[1]
+
+    def should_stop(self) -> bool:
+        """See Session."""
+        if not self._left and self._launched.leave.all_ranks_stopping():
+            assert self._step is not None
+            self.save(self._step)
+            self._checkpointer.wait()
+            self._left = True
+        return self._left
+
+    def export(self, what: nn.Module | str | Path | Callable[[Path], object], *, step: int | None = None) -> None:
+        """See Session."""
+        if not self._step or step not in (None, self._step):
+            raise StateError(f"session.export after step {self._step or 0}: export after the last session.step")
+        self.save(self._step)
+        phases.enter("save")
+        self._checkpointer.wait()
+        self._gang.barrier()
+        manifest = partial(read_manifest, self._launched.store, self.run_id, self._step)
+        write_export(what, self.folder / "export", self._launched.store, manifest, self._gang)
+        self._exported = True
+
+    # For `holdfast.script.process`
+
+    @property
+    def left(self) -> bool:
+        """Whether all ranks leave before the last step, with a checkpoint."""
+        return self._left
+
+    def finish(self) -> None:
+        """End a script that returned: save its last state and wait for the commit. Collective. Raises StateError if it
+        made no step."""
+        if self._step is None:
+            return
+        if self._step == 0:
+            raise StateError(
+                "the script called session.restore and ended without session.step; call it after each optimizer step"
+            )
+        phases.enter("leave")
+        self.save(self._step)
+        self._checkpointer.wait()
+        if not self._left:
+            if self._step == self._started:  # an earlier attempt died between its last commit and the collection
+                self._checkpointer.collect_garbage(self._step)
+            self._checkpointer.drop_local_tiers()
+
+    def close(self, error: BaseException | None) -> None:
+        """Release everything, after any end of the script."""
+        phases.enter("leave")
+        self._stack.__exit__(None if error is None else type(error), error, None)
+
+    def _begin(self, attempt: Attempt, device: torch.device, start: int, steps: int | None) -> None:
+        """Start what lasts until the end of the script."""
+        assignment, gang, store = self._assignment, self._gang, self._launched.store
+        self._started = start
+        self._policy = CheckpointPolicy(
+            assignment.checkpoint,
+            start=start,
+            steps=steps or UNKNOWN_STEPS,
+            gang=gang,
+            failures=failures_before(store, attempt, gang.size) if gang.rank == 0 else None,
+        )
+        self._history = ScriptHistory(
+            self.run_id,
+            attempt.number,
+            start,
+            keep=gang.rank == 0,
+            steps=steps,
+            log_every=assignment.log_every,
+            diverges=self._exact,
+        )
+        self._checkpointer.on_commit = self._history.committed
+        meter = Meter(device)
+        if gang.rank == 0:
+            self._stack.enter_context(showing_metrics(assignment.telemetry, self.run_id))
+            began = AttemptBegan(
+                attempt=attempt.number,
+                world=gang.size,
+                step=start,
+                steps=steps or 0,
+                host=socket.gethostname(),
+                device=str(device),
+                mfu_unavailable="the work of a script's step is not known",
+                accelerator=device_name(device),
+                energy_unavailable=meter.unknown,
+                missing_metrics=meter.missing_metrics,
+            )
+            log.info("%s", began.text)
+            emit(began)
+        self._accounts = PhaseTimeReporter(gang.rank, gang.size, start, device, meter)
+        self._stack.enter_context(self._accounts)
+        self._stack.enter_context(closing(self._checkpointer))
+        if self._checkpointer.near_start is not None:  # no checkpoint yet
+            self._checkpointer.save(start, self._state.saved(self._state.live()), {})
+        hook = torch.optim.optimizer.register_optimizer_step_pre_hook(self._before_update)
+        self._stack.callback(hook.remove)
+
+    def _before_update(self, *_: object) -> None:
+        """Wait for the readers of the state before an optimizer changes it."""
+        phases.enter("save")
+        self._checkpointer.wait_for_staging()
+        phases.enter("optimizer")
+
+    def _next(self, step: int) -> None:
+        """Prepare the step after `step`."""
+        if self._seeds:
+            seed_all(self.seed, "step", step, self._seed_rank)
+        phases.enter("data", step)
+        phases.enter("forward")
+
+    def _save(self, *, committed: bool) -> None:
+        assert self._step is not None
+        held = self._state.live()
+        self._state.require_equal(held, self._step)
+        rows = self._history.segment(self._step)
+        phases.enter("save")
+        self._checkpointer.save(self._step, self._state.saved(held), {}, rows, committed=committed)
+        if committed:
+            self._saved = self._step
+            self._policy.saved()
+
+    def _keep_listening(self) -> None:
+        """Install the handler of SIGTERM again if a library has replaced it."""
+        if threading.current_thread() is threading.main_thread() and not self._launched.leave.listens():
+            log.warning("a library replaced the handler of SIGTERM; the one of Holdfast is installed again")
+            self._launched.leave.listen()
+
+    def _plan(self, device: torch.device) -> Plan:
+        """The plan of this gang. A collective call."""
+        assignment = self._assignment
+        packages = sorted({f"{one.name}=={one.version}" for one in distributions()})
+        plan = Plan(
+            settings={
+                "parallel.strategy": "script",
+                "parallel.processes": assignment.processes,
+                "parallel.threads": assignment.threads,
+                "cluster.accelerator": assignment.accelerator,
+                "cluster.nodes": self.world_size // assignment.processes,
+            },
+            surroundings=surroundings_of(device, "script")
+            | {"packages": digest(packages), "variable PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "not set")},
+        )
+        require_one_plan(self._gang.all_gather(plan, Plan), assignment.determinism)
+        return plan
+
+    def _accept(self, plan: Plan, manifest: Manifest) -> None:
+        require_plan(manifest.segments, plan, self._assignment.determinism, self._launched.replan)
+
+
+@dataclass(frozen=True)
+class _Timed:
+    step: int
+    lap: phases.Lap
+
+
+launched: Launched | None = None  # set by `holdfast.script.process`
+_session: Session | None = None
+
+
+def session(*, seed: int | None = None, seed_rank: int | None = None) -> Session:
+    """The session of this process: the same object each time.
+
+    Call it before anything is drawn. `seed` is the seed of the run: each step then begins with generators that depend
+    only on (seed, step, rank). Ranks with the same `seed_rank` draw the same numbers, as ranks of tensor parallelism
+    must; the default is the rank.
+    """
+    global _session  # noqa: PLW0603 - a process has one
+    if _session is None:
+        _session = Session(seed, seed_rank) if launched is None else ManagedSession(launched, seed, seed_rank)
+    return _session
+
+
+def current() -> Session | None:
+    """The session that the script asked for, or None."""
+    return _session
